@@ -1,0 +1,69 @@
+"""Every model size of both editions of the assignment: the only place where dimensions are written down."""
+
+from dataclasses import dataclass
+
+VOCAB_SIZE = 10_000
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Dimensions of one Transformer. The context length and the batch size belong to a run, not to a model."""
+
+    name: str
+    edition: int
+    d_model: int
+    d_ff: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int = VOCAB_SIZE
+    rope_theta: float = 10_000.0
+
+    @property
+    def d_head(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def label(self) -> str:
+        """Name with its edition: "xl" is two different models, so it never stands alone."""
+        return f"{self.name} ({self.edition})"
+
+
+def _edition(edition: int, **sizes: tuple[int, int, int, int]) -> dict[str, ModelConfig]:
+    return {name: ModelConfig(name, edition, *dimensions) for name, dimensions in sizes.items()}
+
+
+# name: (d_model, d_ff, num_layers, num_heads)
+_SHARED = {
+    "small": (768, 3072, 12, 12),
+    "medium": (1024, 4096, 24, 16),
+    "large": (1280, 5120, 36, 20),
+}
+_2025 = {"xl": (1600, 6400, 48, 25), "2.7B": (2560, 10_240, 32, 32)}
+_2026 = {"xl": (2560, 10_240, 32, 32), "10B": (4608, 12_288, 50, 36)}
+
+
+def _tiny(edition: int) -> ModelConfig:
+    """Not in the handout: small enough for a laptop's CPU, with the same parts as the others."""
+    return ModelConfig("tiny", edition, d_model=64, d_ff=192, num_layers=2, num_heads=4, vocab_size=512)
+
+
+MODEL_SIZES: dict[int, dict[str, ModelConfig]] = {
+    edition: {"tiny": _tiny(edition), **_edition(edition, **_SHARED, **own)}
+    for edition, own in ((2025, _2025), (2026, _2026))
+}
+
+
+def model_size(name: str, edition: int = 2025) -> ModelConfig:
+    """Look up a size of one edition.
+
+    Raises:
+        ValueError: the edition, or the size in that edition, does not exist; the message lists what does.
+    """
+    if edition not in MODEL_SIZES:
+        raise ValueError(f"edition {edition!r} is unknown; allowed: {', '.join(map(str, MODEL_SIZES))}")
+    sizes = MODEL_SIZES[edition]
+    if name not in sizes:
+        elsewhere = [other for other, table in MODEL_SIZES.items() if name in table]
+        hint = f" ({name!r} belongs to edition {elsewhere[0]})" if elsewhere else ""
+        raise ValueError(f"model size {name!r} is not in edition {edition}{hint}; allowed: {', '.join(sizes)}")
+    return sizes[name]

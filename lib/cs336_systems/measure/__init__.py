@@ -1,0 +1,1 @@
+"""Everything that takes a number off a machine."""

@@ -1,0 +1,1 @@
+"""Everything that shows numbers. Reads rows, measures nothing."""
