@@ -1,0 +1,40 @@
+"""The replayed sums: against Python's exact fractions, and against the handout's own one-liners."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_systems.numerics import ACCUMULATIONS, rounded_increment, running_sum, spacing
+
+
+def test_the_four_sums_are_those_of_the_plain_loop():
+    for how in ACCUMULATIONS:
+        total = torch.tensor(0, dtype=how.accumulator)
+        for _ in range(1000):
+            total += torch.tensor(0.01, dtype=how.addend)
+        assert running_sum(how, 0.01, 1000)[-1].item() == total.item()
+
+
+def test_float16_loses_and_float32_does_not():
+    finals = {how.case: running_sum(how, 0.01, 1000)[-1].item() for how in ACCUMULATIONS}
+    assert finals["float16 += float16"] == 9.953125
+    assert finals["float32 += float32"] == pytest.approx(10, abs=2e-4)
+    # All that is left of the mixed sum's error is that float16 holds 0.01 as 0.010002.
+    assert finals["float32 += float16"] == pytest.approx(1000 * torch.tensor(0.01).half().item(), abs=2e-4)
+    assert finals["float32 += float16"] == finals["float32 += float16 cast to float32"]
+
+
+@pytest.mark.parametrize(("dtype", "mantissa_bits"), [(torch.float16, 10), (torch.bfloat16, 7), (torch.float32, 23)])
+def test_spacing_is_two_to_the_exponent_minus_the_mantissa(dtype, mantissa_bits):
+    for exponent in range(-3, 8):
+        assert spacing(1.5 * 2.0**exponent, dtype) == 2.0 ** (exponent - mantissa_bits)
+
+
+@given(st.floats(0, 1000, width=16), st.floats(1e-3, 10))
+def test_the_rounded_increment_is_within_half_a_spacing(total, value):
+    held = torch.tensor(value, dtype=torch.float16).double().item()
+    error = Fraction(rounded_increment(value, total, torch.float16)) - Fraction(held)
+    assert abs(error) <= Fraction(spacing(total + held, torch.float16)) / 2
