@@ -27,7 +27,9 @@ def test_float16_loses_and_float32_does_not():
     assert finals["float32 += float16"] == finals["float32 += float16 cast to float32"]
 
 
-@pytest.mark.parametrize(("dtype", "mantissa_bits"), [(torch.float16, 10), (torch.bfloat16, 7), (torch.float32, 23)])
+@pytest.mark.parametrize(
+    ("dtype", "mantissa_bits"), [(torch.float16, 10), (torch.bfloat16, 7), (torch.float32, 23)]
+)
 def test_spacing_is_two_to_the_exponent_minus_the_mantissa(dtype, mantissa_bits):
     for exponent in range(-3, 8):
         assert spacing(1.5 * 2.0**exponent, dtype) == 2.0 ** (exponent - mantissa_bits)

@@ -7,7 +7,7 @@ VOCAB_SIZE = 10_000
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Dimensions of one Transformer. The context length and the batch size belong to a run, not to a model."""
+    """Dimensions of one Transformer. Context length and batch size belong to a run, not to a model."""
 
     name: str
     edition: int
@@ -65,5 +65,6 @@ def model_size(name: str, edition: int = 2025) -> ModelConfig:
     if name not in sizes:
         elsewhere = [other for other, table in MODEL_SIZES.items() if name in table]
         hint = f" ({name!r} belongs to edition {elsewhere[0]})" if elsewhere else ""
-        raise ValueError(f"model size {name!r} is not in edition {edition}{hint}; allowed: {', '.join(sizes)}")
+        allowed = ", ".join(sizes)
+        raise ValueError(f"model size {name!r} is not in edition {edition}{hint}; allowed: {allowed}")
     return sizes[name]
