@@ -4,10 +4,17 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from cs336_systems.numerics import ACCUMULATIONS, rounded_increment, running_sum, spacing
+from cs336_systems.numerics import (
+    ACCUMULATIONS,
+    Accumulation,
+    binades,
+    rounded_increment,
+    running_sum,
+    spacing,
+)
 
 
 def test_the_four_sums_are_those_of_the_plain_loop():
@@ -40,3 +47,22 @@ def test_the_rounded_increment_is_within_half_a_spacing(total, value):
     held = torch.tensor(value, dtype=torch.float16).double().item()
     error = Fraction(rounded_increment(value, total, torch.float16)) - Fraction(held)
     assert abs(error) <= Fraction(spacing(total + held, torch.float16)) / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@given(value=st.floats(1e-3, 1), count=st.integers(2, 60))
+def test_binades_predict_the_sum_without_adding(dtype, value, count):
+    held = torch.tensor(value, dtype=dtype).double().item()
+    rows = binades(value, count, dtype)
+    assume(all((held / row["spacing"]) % 1 != 0.5 for row in rows))
+    assert rows[-1]["end"] == running_sum(Accumulation("", dtype, dtype), value, count)[-1].item()
+
+
+def test_bfloat16_stops_at_four():
+    assert binades(0.01, 1000, torch.bfloat16)[-1] == {
+        "total": 4.0,
+        "spacing": 0.03125,
+        "increment": 0.0,
+        "additions": 650,
+        "end": 4.0,
+    }
