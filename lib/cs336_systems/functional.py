@@ -1,0 +1,49 @@
+"""Softmax, SiLU and cross-entropy, written out in plain torch."""
+
+import torch
+from torch import Tensor
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x` itself if it is float32 or float64, a float32 copy if it is 16-bit.
+
+    Sums of many terms are taken in this precision. The cast is explicit, and not left to autocast, because
+    autocast promotes different operations on a CPU and on a GPU.
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """exp(x) / sum(exp(x)) along `dim`; the same shape and type as `x`, computed in float32 or better.
+
+    The maximum is subtracted first, so that exp never overflows. The result does not depend on the number
+    subtracted, hence no gradient flows through the maximum.
+    """
+    scores = at_least_float32(x)
+    exponentials = torch.exp(scores - scores.detach().amax(dim, keepdim=True))
+    return (exponentials / exponentials.sum(dim, keepdim=True)).to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), also called swish (Elfwing et al. 2017)."""
+    return x * torch.sigmoid(x)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all positions of -log softmax(logits)[target], in nats, computed in float32 or better.
+
+    Args:
+        logits: (..., vocabulary).
+        targets: (...), class indices in [0, vocabulary).
+
+    Raises:
+        ValueError: the leading dimensions of the logits are not the shape of the targets.
+    """
+    if logits.shape[:-1] != targets.shape:
+        raise ValueError(
+            f"targets must have the leading shape of the logits, {tuple(logits.shape[:-1])}; "
+            f"got {tuple(targets.shape)}"
+        )
+    logits = at_least_float32(logits)
+    target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return (logits.logsumexp(-1) - target_logits).mean()
