@@ -55,9 +55,12 @@ def rounded_increment(value: float, total: float, dtype: torch.dtype) -> float:
 def binades(value: float, count: int, dtype: torch.dtype) -> list[dict[str, float]]:
     """Predict `running_sum` in one dtype without adding: one row for each binade [2^e, 2^(e+1)) of the total.
 
-    Inside a binade the spacing is constant and the total is a multiple of it, so every addition is rounded the
-    same way: the sum climbs by one fixed increment (but for exact ties, which round to even in turns). Returns rows with `total` (where it enters the binade),
-    `spacing`, `increment`, `additions` (made there) and `end`; the last `end` is the sum.
+    Inside a binade the spacing is constant and the total is a multiple of it, so every addition is rounded
+    the same way: the sum climbs by one fixed increment (but for exact ties, which round to even in turns).
+
+    Returns:
+        rows with `total` (where it enters the binade), `spacing`, `increment`, `additions` (made there) and
+        `end`; the last `end` is the sum.
     """
     total = rounded_increment(value, 0.0, dtype)
     left, rows = count - 1, []
