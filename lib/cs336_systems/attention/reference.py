@@ -1,4 +1,4 @@
-"""Attention as the formula has it. It materialises every score: what the faster kernels are measured against."""
+"""Attention as the formula has it, every score materialised: what the faster kernels are measured against."""
 
 import math
 

@@ -1,0 +1,297 @@
+"""The Transformer language model of the assignment: pre-norm, RMSNorm, rotary positions, SwiGLU.
+
+Shapes in the comments: batch b, sequence s, model width d, heads h, head width d_head. Every module that owns
+numbers has `reset_parameters()`, so that a model built on the meta device can be filled later.
+"""
+
+import math
+from numbers import Integral
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cs336_systems.attention import attention
+from cs336_systems.configs import ModelConfig
+from cs336_systems.functional import at_least_float32, silu
+
+Device = torch.device | str | None
+DType = torch.dtype | None
+
+
+def _truncated_normal_(weight: Tensor, std: float) -> None:
+    """Fill in place, on the weight's own device, from a normal cut off at three standard deviations."""
+    nn.init.trunc_normal_(weight, mean=0.0, std=std, a=-3 * std, b=3 * std)
+
+
+class Linear(nn.Module):
+    """y = x W^T without a bias; W is (d_out, d_in)."""
+
+    def __init__(self, d_in: int, d_out: int, *, device: Device = None, dtype: DType = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(d_out, d_in, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        d_out, d_in = self.weight.shape
+        _truncated_normal_(self.weight, std=math.sqrt(2 / (d_in + d_out)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        d_out, d_in = self.weight.shape
+        return f"{d_in} -> {d_out}"
+
+
+class Embedding(nn.Module):
+    """Row `i` of the (n, d) weight for every integer `i` of the input."""
+
+    def __init__(self, n: int, d: int, *, device: Device = None, dtype: DType = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n, d, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        _truncated_normal_(self.weight, std=1.0)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+    def extra_repr(self) -> str:
+        n, d = self.weight.shape
+        return f"{n}, {d}"
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
+
+    Computed in float32 even for 16-bit input, whose squares overflow (float16) or lose digits (bfloat16).
+    """
+
+    def __init__(self, d: int, eps: float = 1e-5, *, device: Device = None, dtype: DType = None):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(d, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = at_least_float32(x)
+        normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (normalised * self.weight).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+class RotaryEmbedding(nn.Module):
+    """Turns the pair (x[2k], x[2k+1]) at position p by the angle p * theta^(-2k/d) (Su et al. 2021).
+
+    One instance serves every layer. Its two tables, (context_length, d_head / 2), are not learnt and so stay out
+    of the state dict; they are float32 whatever the parameters are.
+    """
+
+    def __init__(self, context_length: int, d_head: int, theta: float = 10_000.0, *, device: Device = None):
+        super().__init__()
+        if d_head % 2:
+            raise ValueError(f"rotary positions turn pairs, so d_head must be even; got {d_head}")
+        self.context_length, self.d_head, self.theta = context_length, d_head, theta
+        for name in ("cos", "sin"):
+            table = torch.empty(context_length, d_head // 2, device=device, dtype=torch.float32)
+            self.register_buffer(name, table, persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        device = self.cos.device
+        frequencies = self.theta ** -(torch.arange(0, self.d_head, 2, device=device) / self.d_head)
+        angles = torch.arange(self.context_length, device=device)[:, None] * frequencies
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., s, d_head) -> the same shape and type, positions counted from 0."""
+        sequence = x.shape[-2]
+        cos, sin = self.cos[:sequence], self.sin[:sequence]
+        even, odd = rearrange(x, "... (pair two) -> two ... pair", two=2)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+        return rearrange(turned, "... pair two -> ... (pair two)").to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"context_length={self.context_length}, d_head={self.d_head}, theta={self.theta}"
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention of every position over itself and its past."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        rope: RotaryEmbedding,
+        *,
+        attention_implementation: str = "reference",
+        device: Device = None,
+        dtype: DType = None,
+    ):
+        super().__init__()
+        _check_heads(d_model, num_heads)
+        self.num_heads = num_heads
+        self.attention_implementation = attention_implementation
+        self.rope = rope
+        factory = {"device": device, "dtype": dtype}
+        self.q_proj = Linear(d_model, d_model, **factory)
+        self.k_proj = Linear(d_model, d_model, **factory)
+        self.v_proj = Linear(d_model, d_model, **factory)
+        self.output_proj = Linear(d_model, d_model, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        projections = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (rearrange(p, "... s (h d_head) -> ... h s d_head", h=self.num_heads) for p in projections)
+        q, k = self.rope(q), self.rope(k)
+        heads = attention(q, k, v, is_causal=True, implementation=self.attention_implementation)
+        return self.output_proj(rearrange(heads, "... h s d_head -> ... s (h d_head)"))
+
+
+class SwiGLU(nn.Module):
+    """w2(silu(w1 x) * w3 x): a feed-forward layer with a gate (Shazeer 2020)."""
+
+    def __init__(self, d_model: int, d_ff: int, *, device: Device = None, dtype: DType = None):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.w1 = Linear(d_model, d_ff, **factory)
+        self.w2 = Linear(d_ff, d_model, **factory)
+        self.w3 = Linear(d_model, d_ff, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """Attention, then feed-forward; each reads a normalised copy of the residual stream and adds to it."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        d_ff: int,
+        rope: RotaryEmbedding,
+        *,
+        attention_implementation: str = "reference",
+        device: Device = None,
+        dtype: DType = None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.ln1 = RMSNorm(d_model, **factory)
+        self.attn = CausalSelfAttention(
+            d_model, num_heads, rope, attention_implementation=attention_implementation, **factory
+        )
+        self.ln2 = RMSNorm(d_model, **factory)
+        self.ffn = SwiGLU(d_model, d_ff, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x))
+        return x + self.ffn(self.ln2(x))
+
+
+class TransformerLM(nn.Module):
+    """Token ids in, logits of the next token out.
+
+    Args:
+        context_length: the longest sequence it will be given; only the rotary tables depend on it.
+        attention_implementation: which attention the blocks call, see `cs336_systems.attention`.
+        device, dtype: where the parameters are made, and their type (default: torch's defaults).
+
+    Raises:
+        ValueError: a dimension is no positive integer, or num_heads does not divide d_model into even heads.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context_length: int,
+        d_model: int,
+        num_layers: int,
+        num_heads: int,
+        d_ff: int,
+        rope_theta: float = 10_000.0,
+        *,
+        attention_implementation: str = "reference",
+        device: Device = None,
+        dtype: DType = None,
+    ):
+        super().__init__()
+        _check_positive(
+            vocab_size=vocab_size,
+            context_length=context_length,
+            d_model=d_model,
+            num_layers=num_layers,
+            num_heads=num_heads,
+            d_ff=d_ff,
+        )
+        _check_heads(d_model, num_heads)
+        self.context_length = context_length
+        factory = {"device": device, "dtype": dtype}
+        rope = RotaryEmbedding(context_length, d_model // num_heads, rope_theta, device=device)
+        self.token_embeddings = Embedding(vocab_size, d_model, **factory)
+        self.layers = nn.ModuleList(
+            TransformerBlock(
+                d_model, num_heads, d_ff, rope, attention_implementation=attention_implementation, **factory
+            )
+            for _ in range(num_layers)
+        )
+        self.ln_final = RMSNorm(d_model, **factory)
+        self.lm_head = Linear(d_model, vocab_size, **factory)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """(b, s) integers -> (b, s, vocab_size) logits.
+
+        Raises:
+            ValueError: the sequence is longer than the context length the model was built for.
+        """
+        sequence = token_ids.shape[-1]
+        if sequence > self.context_length:
+            raise ValueError(f"sequence of {sequence} tokens; this model takes at most {self.context_length}")
+        x = self.token_embeddings(token_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.ln_final(x))
+
+
+def build_model(
+    config: ModelConfig,
+    context_length: int,
+    *,
+    attention_implementation: str = "reference",
+    device: Device = None,
+    dtype: DType = None,
+) -> TransformerLM:
+    """The model of one of the sizes in `configs`, freshly initialised."""
+    return TransformerLM(
+        config.vocab_size,
+        context_length,
+        config.d_model,
+        config.num_layers,
+        config.num_heads,
+        config.d_ff,
+        config.rope_theta,
+        attention_implementation=attention_implementation,
+        device=device,
+        dtype=dtype,
+    )
+
+
+def _check_positive(**dimensions: int) -> None:
+    for name, value in dimensions.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{name} must be a positive integer; got {value!r}")
+
+
+def _check_heads(d_model: int, num_heads: int) -> None:
+    if num_heads < 1 or d_model % num_heads:
+        raise ValueError(f"num_heads must divide d_model; got d_model={d_model}, num_heads={num_heads}")
