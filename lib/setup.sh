@@ -1,0 +1,93 @@
+#!/bin/sh
+# Makes .venv what pyproject.toml and lib/pins.txt say. Does nothing, and needs no network, when it already is.
+# PYTHON=... chooses the interpreter, TORCH=... the torch requirement (for example TORCH=torch==2.11.0).
+set -eu
+cd "$(dirname "$0")/.."
+export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
+python=.venv/bin/python
+stamp=.venv/cs336-stamp
+pinned_torch=$(grep '^torch==' lib/pins.txt)
+
+say() { printf 'set-up: %s\n' "$*"; }
+die() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
+
+# One set-up at a time in a checkout (macOS has no flock: there it is up to the user).
+exec 9<lib/pins.txt
+if command -v flock >/dev/null 2>&1; then flock 9; fi
+
+gpu=no
+if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then gpu=yes; fi
+
+# What .venv depends on; the checkout's own path too, because a moved .venv points to the old place.
+wanted="$(cat lib/pins.txt pyproject.toml lib/setup.sh | cksum) ${TORCH:-} $PWD"
+if [ -f "$stamp" ] && "$python" -c '' 2>/dev/null; then
+    # A CUDA build serves a node without a GPU as well (a cluster's login node), not the other way round.
+    if [ "$(cat "$stamp")" = "$wanted gpu=yes" ] || [ "$(cat "$stamp")" = "$wanted gpu=$gpu" ]; then exit 0; fi
+fi
+
+suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; }
+find_python() {  # a name on the PATH is not enough: version managers leave shims that only fail
+    for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
+        if suits "$candidate"; then command -v "$candidate"; return; fi
+    done
+    return 1
+}
+
+if ! suits "$python" || ! "$python" -m pip --version >/dev/null 2>&1; then
+    base=$(find_python) || die "needs Python 3.11 or 3.12; found ${PYTHON:-python3} =" \
+        "$("${PYTHON:-python3}" --version 2>/dev/null || echo none). Install one, or name it: make PYTHON=/path/to/python3.12"
+    if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
+        package=python$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv
+        if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
+            say "installing $package"
+            { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package"; } >&2 ||
+                die "apt-get could not install $package, which $base needs to make a virtual environment"
+        else
+            die "$base cannot make a virtual environment: sudo apt-get install $package"
+        fi
+    fi
+    say "making .venv with $base ($("$base" --version))"
+    rm -rf .venv
+    "$base" -m venv .venv
+fi
+rm -f "$stamp"
+
+has_torch() {  # is the build of torch that is wanted here already?
+    "$python" - "$pinned_torch" "$gpu" 2>/dev/null <<'PY'
+import sys
+from importlib.metadata import version
+name, _, wanted = sys.argv[1].partition("==")
+release, _, build = version(name).partition("+")
+sys.exit(not (release == wanted and (sys.argv[2] == "no" or build != "cpu")))
+PY
+}
+install_torch() {
+    if [ -n "${TORCH:-}" ]; then
+        say "installing $TORCH"
+        "$python" -m pip install -q "$TORCH"
+    elif has_torch; then
+        return
+    elif [ "$gpu" = yes ] || [ "$(uname -s)" != Linux ]; then
+        say "installing $pinned_torch"
+        "$python" -m pip install -q --force-reinstall --no-deps "$pinned_torch"  # what it needs comes with the rest
+    else
+        # The plain name means a CUDA build of several GB. The CPU build is on PyTorch's own index, which uv knows.
+        say "no GPU here: installing the CPU build of $pinned_torch"
+        "$python" -m pip install -q -c lib/pins.txt "$pinned_torch+cpu" 2>/dev/null || {
+            "$python" -m pip install -q uv &&
+                "$python" -m uv pip install -q --python "$python" --torch-backend=cpu -c lib/pins.txt "$pinned_torch"
+        }
+    fi
+}
+install_torch || die "no build of $pinned_torch for this machine could be installed (reason above)." \
+    "To take another one, however large: make TORCH=$pinned_torch"
+
+say "installing the workbook and what it stands on"
+if [ -n "${TORCH:-}" ]; then  # another torch brings its own triton: pin everything but these two
+    grep -v -E '^(torch|triton)==' lib/pins.txt >.venv/pins.txt
+else
+    cp lib/pins.txt .venv/pins.txt
+fi
+"$python" -m pip install -q -c .venv/pins.txt -e '.[dev]' || die "pip failed (reason above); make continues where it stopped"
+printf '%s' "$wanted gpu=$gpu" >"$stamp"
+say "ready: $("$python" -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)')"
