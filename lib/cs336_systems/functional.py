@@ -19,8 +19,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     The maximum is subtracted first, so that exp never overflows. The result does not depend on the number
     subtracted, hence no gradient flows through the maximum.
     """
-    scores = at_least_float32(x)
-    exponentials = torch.exp(scores - scores.detach().amax(dim, keepdim=True))
+    exponentials = torch.exp(at_least_float32(x) - x.detach().amax(dim, keepdim=True))
     return (exponentials / exponentials.sum(dim, keepdim=True)).to(x.dtype)
 
 

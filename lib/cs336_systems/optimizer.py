@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), equal to `torch.optim.AdamW`.
 
-    The state of a parameter is `exp_avg` and `exp_avg_sq`, two tensors of its own shape and type. A step works
-    in place, parameter by parameter: beyond the state it needs one buffer as large as the largest parameter.
-    Parameters without a gradient are skipped.
+    A parameter's state is `exp_avg` and `exp_avg_sq`, two tensors of its own shape and type. A step works
+    in place, parameter by parameter, so the only other memory it takes is one buffer as large as the largest
+    parameter. Parameters without a gradient are skipped.
 
     Args:
         params: parameters, or groups of them as dictionaries that may override the settings below.
