@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.functional import softmax
+from cs336_systems.ranges import annotate
 
 
 def causal_mask(n_queries: int, n_keys: int, device: torch.device | str | None = None) -> Tensor:
@@ -25,9 +26,12 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False
     Returns:
         (..., n_queries, d_value), in the type of the inputs; the softmax is computed in float32 or better.
     """
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
-    if is_causal:
-        mask = causal_mask(*scores.shape[-2:], device=scores.device)
-        scores = scores.masked_fill(~mask, -math.inf)
-    weights = softmax(scores, dim=-1)
-    return weights @ v
+    with annotate("scores"):
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+        if is_causal:
+            mask = causal_mask(*scores.shape[-2:], device=scores.device)
+            scores = scores.masked_fill(~mask, -math.inf)
+    with annotate("softmax"):
+        weights = softmax(scores, dim=-1)
+    with annotate("values"):
+        return weights @ v

@@ -1,0 +1,102 @@
+"""Named ranges of time for every profiler: NVTX for Nsight Systems, record_function for torch.profiler.
+
+    with recording(model):        # ranges are off unless somebody records
+        with annotate("forward"):
+            model(token_ids)      # inside, every submodule opens its own range: layers.3, attn, q_proj ...
+
+A kernel's *range path* is the names of the ranges open when it was launched:
+forward/layers.3/attn/attention/softmax.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+_OFF = nullcontext()
+# One flag for the process and not for a thread: backward runs on threads of autograd's own.
+_recording = False
+
+
+def annotate(name: str) -> AbstractContextManager:
+    """A range called `name` around the code inside.
+
+    While nobody records it does nothing, and torch.compile never sees it.
+    """
+    if torch.compiler.is_compiling() or not _recording:
+        return _OFF
+    return _Range(name)
+
+
+class _Range:
+    def __init__(self, name: str):
+        self.name = name
+        self.record = record_function(name)
+
+    def __enter__(self) -> None:
+        # CPU builds of torch have no NVTX.
+        self.nvtx = torch.cuda.is_available()
+        if self.nvtx:
+            torch.cuda.nvtx.range_push(self.name)
+        self.record.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.record.__exit__(*error)
+        if self.nvtx:
+            torch.cuda.nvtx.range_pop()
+
+
+@contextmanager
+def recording(*models: nn.Module) -> Iterator[None]:
+    """Turn ranges on; inside, every submodule of `models` also opens a range around its forward.
+
+    The models carry hooks only inside, so a model that nobody records is exactly the model that was written.
+    """
+    global _recording
+    before, _recording = _recording, True
+    with ExitStack() as hooks:
+        try:
+            for model in models:
+                _hook_modules(model, hooks)
+            yield
+        finally:
+            _recording = before
+
+
+def module_labels(model: nn.Module) -> dict[nn.Module, str]:
+    """Name of each submodule within the nearest enclosing module that is called: layers.3, attn, q_proj.
+
+    A list of modules is never called, so it gives its name to its members.
+    """
+    called = {
+        name: module
+        for name, module in model.named_modules()
+        if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    }
+    labels = {}
+    for name, module in called.items():
+        parts = name.split(".")
+        parents = (".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1))
+        parent = next((candidate for candidate in parents if candidate in called), "")
+        labels[module] = name.removeprefix(f"{parent}.") if parent else name
+    return labels
+
+
+def _hook_modules(model: nn.Module, hooks: ExitStack) -> None:
+    for module, label in module_labels(model).items():
+        opened: list[AbstractContextManager] = []
+
+        def enter(module, inputs, opened=opened, label=label) -> None:
+            if not torch.compiler.is_compiling():
+                opened.append(annotate(label))
+                opened[-1].__enter__()
+
+        def leave(module, inputs, output, opened=opened) -> None:
+            if not torch.compiler.is_compiling():
+                opened.pop().__exit__(None, None, None)
+
+        hooks.callback(module.register_forward_pre_hook(enter).remove)
+        # always_call: a forward that raises (out of memory) must still close its range.
+        hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
