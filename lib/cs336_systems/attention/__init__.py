@@ -1,23 +1,49 @@
 """Attention behind one front door: every implementation computes the same function of (q, k, v)."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from cs336_systems.ranges import annotate
+
+from .flash_pytorch import FlashAttentionPyTorch
+from .inputs import DTYPES, MAX_HEAD_SIZE
 from .reference import reference_attention
 
-__all__ = ["IMPLEMENTATIONS", "attention"]
+HAS_TRITON = find_spec("triton") is not None  # not on macOS
+if HAS_TRITON:
+    from .flash_triton import FlashAttentionTriton
+
+__all__ = ["IMPLEMENTATIONS", "FlashAttentionPyTorch", "FlashAttentionTriton", "attention"]
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
+def _flash_pytorch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    return FlashAttentionPyTorch.apply(q, k, v, is_causal)
+
+
+def _flash_triton(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    if not HAS_TRITON:
+        raise ImportError("attention implementation 'flash_triton' needs triton, which is not installed here")
+    return FlashAttentionTriton.apply(q, k, v, is_causal)
+
+
 IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
     "reference": reference_attention,
     "sdpa": _sdpa,
+    "flash_pytorch": _flash_pytorch,
+    "flash_triton": _flash_triton,
 }
+
+
+def _fastest(q: Tensor) -> str:
+    ours = HAS_TRITON and q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= MAX_HEAD_SIZE
+    return "flash_triton" if ours else "sdpa"
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, implementation: str = "auto") -> Tensor:
@@ -35,10 +61,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, implemen
 
     Raises:
         ValueError: the implementation's name is unknown; the message lists the names.
+        ImportError: "flash_triton" where triton is not installed.
     """
     if implementation == "auto":
-        implementation = "sdpa"
+        implementation = _fastest(q)
     if implementation not in IMPLEMENTATIONS:
         allowed = ", ".join(["auto", *IMPLEMENTATIONS])
         raise ValueError(f"attention implementation {implementation!r} is unknown; allowed: {allowed}")
-    return IMPLEMENTATIONS[implementation](q, k, v, is_causal)
+    with annotate("attention"):
+        return IMPLEMENTATIONS[implementation](q, k, v, is_causal)

@@ -1,0 +1,92 @@
+"""FlashAttention-2 in plain PyTorch (Dao 2023): the same tiles as the kernel, slow and easy to read."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .inputs import cast_for_autocast, check_inputs
+
+TILE = 128  # queries and keys per tile
+
+
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, query_tile: int = TILE, key_tile: int = TILE
+) -> tuple[Tensor, Tensor]:
+    """Algorithm 1: online softmax over tiles of keys, one tile of queries at a time.
+
+    Args:
+        q: (..., n_queries, d); k, v: (..., n_keys, d).
+
+    Returns:
+        O (..., n_queries, d) in q's dtype and L = logsumexp(scores) (..., n_queries) in float32, natural log.
+    """
+    scale = 1 / math.sqrt(q.shape[-1])
+    outputs, logsumexps = [], []
+    for first_query in range(0, q.shape[-2], query_tile):
+        q_tile = q[..., first_query : first_query + query_tile, :].float() * scale
+        rows = torch.arange(first_query, first_query + q_tile.shape[-2], device=q.device)
+        m = q_tile.new_full(q_tile.shape[:-1], -math.inf)  # running maximum of a row of scores
+        l = torch.zeros_like(m)  # running sum of exp(score - m)
+        o = torch.zeros_like(q_tile)  # running sum of exp(score - m) v
+        last_key = min(k.shape[-2], first_query + query_tile) if is_causal else k.shape[-2]
+        for first_key in range(0, last_key, key_tile):
+            k_tile = k[..., first_key : first_key + key_tile, :].float()
+            v_tile = v[..., first_key : first_key + key_tile, :].float()
+            s = q_tile @ k_tile.mT
+            if is_causal:
+                columns = torch.arange(first_key, first_key + k_tile.shape[-2], device=q.device)
+                s = s.masked_fill(rows[:, None] < columns, -math.inf)
+            m_new = torch.maximum(m, s.amax(-1))
+            p = torch.exp(s - m_new[..., None])
+            correction = torch.exp(m - m_new)
+            l = l * correction + p.sum(-1)
+            o = o * correction[..., None] + p @ v_tile
+            m = m_new
+        outputs.append(o / l[..., None])
+        logsumexps.append(m + torch.log(l))
+    return torch.cat(outputs, -2).to(q.dtype), torch.cat(logsumexps, -1)
+
+
+def flash_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, with P recomputed from the saved logsumexp: nothing quadratic was kept since forward.
+
+    Written for torch.compile, in a handful of whole-matrix steps: it holds (n_queries, n_keys) while it runs.
+    """
+    scale = 1 / math.sqrt(q.shape[-1])
+    do32, q32, k32, v32 = do.float(), q.float(), k.float(), v.float()
+    delta = (do32 * o.float()).sum(-1, keepdim=True)  # = rowsum(dP * P), without P
+    s = q32 @ k32.mT * scale
+    if is_causal:
+        hidden = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1)
+        s = s.masked_fill(hidden, -math.inf)
+    p = torch.exp(s - logsumexp[..., None])
+    ds = p * (do32 @ v32.mT - delta) * scale
+    return (ds @ k32).to(q.dtype), (ds.mT @ q32).to(k.dtype), (p.mT @ do32).to(v.dtype)
+
+
+class FlashAttentionPyTorch(torch.autograd.Function):
+    """softmax(q k^T / sqrt(d)) v, tile by tile: `apply(q, k, v, is_causal=False)`.
+
+    Saves q, k, v, the output and one logsumexp per query; float32 inside whatever the inputs' dtype.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+        q, k, v = cast_for_autocast(q, k, v)
+        check_inputs(q, k, v)
+        with torch.autocast(q.device.type, enabled=False):
+            o, logsumexp = flash_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, logsumexp)
+        ctx.is_causal = is_causal
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do: Tensor):
+        q, k, v, o, logsumexp = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            return *flash_backward(do, q, k, v, o, logsumexp, ctx.is_causal), None

@@ -1,0 +1,90 @@
+"""FlashAttention-2's forward pass as one Triton kernel (Dao 2023, algorithm 1). No torch in here.
+
+Notation, as in the paper: Q K^T = S (scores), softmax(S) = P, P V = O, L = logsumexp of each row of S. One program owns
+BLOCK_M queries of one head and walks over the keys in tiles of BLOCK_N, keeping per query a running maximum m, a
+running denominator l and an unnormalised output.
+
+Everything is computed in powers of two: the scale 1/sqrt(d) and log2(e) fold into one constant, so that
+exp(scale * s - max) is a single multiply-add and one exp2, the instruction the hardware has.
+
+Q, K and V come through tensor descriptors over (batch, heads, n, d): on Hopper and newer the copy engine loads whole
+tiles, and what lies outside the tensor reads as zero, so neither odd lengths nor odd head sizes need masks on loads.
+"""
+
+import triton
+import triton.language as tl
+
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _attend(
+    acc, l, m, q, k_desc, v_desc, batch, head, queries, first_key, last_key, n_keys, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the key tiles in [first_key, last_key)."""
+    for start in tl.range(first_key, last_key, BLOCK_N):
+        k = k_desc.load([batch, head, start, 0]).reshape([BLOCK_N, BLOCK_D])
+        s = tl.dot(q, k.T, input_precision=PRECISION)
+        if MASKED:
+            keys = start + tl.arange(0, BLOCK_N)
+            visible = keys[None, :] < n_keys
+            if CAUSAL:
+                visible = visible & (queries[:, None] >= keys[None, :])
+            s = tl.where(visible, s, -float("inf"))
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - m_new[:, None])
+        correction = tl.exp2(m - m_new)
+        l = l * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None]
+        v = v_desc.load([batch, head, start, 0]).reshape([BLOCK_N, BLOCK_D])
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        m = m_new
+    return acc, l, m
+
+
+@triton.jit
+def forward_kernel(
+    q_desc, k_desc, v_desc, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
+    n_heads, n_queries, n_keys, scale_log2,
+    CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Writes O (batch, heads, n_queries, d) and L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
+    tiles = tl.cdiv(n_queries, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile  # the longest rows first: the short ones fill the gaps at the end
+    batch_head = tl.program_id(0) // tiles
+    batch = batch_head // n_heads
+    head = batch_head % n_heads
+
+    first_query = tile * BLOCK_M
+    queries = first_query + tl.arange(0, BLOCK_M)
+    q = q_desc.load([batch, head, first_query, 0]).reshape([BLOCK_M, BLOCK_D])
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    m = tl.full([BLOCK_M], -float("inf"), tl.float32)
+
+    # Keys [0, unmasked) are visible to all our queries; only the tiles after them pay for a mask.
+    unmasked = n_keys // BLOCK_N * BLOCK_N
+    last_key = n_keys
+    if CAUSAL:
+        unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
+        last_key = tl.minimum(n_keys, first_query + BLOCK_M)
+    acc, l, m = _attend(
+        acc, l, m, q, k_desc, v_desc, batch, head, queries, 0, unmasked, n_keys, scale_log2,
+        False, CAUSAL, BLOCK_N, BLOCK_D, PRECISION,
+    )  # fmt: skip
+    if CAUSAL or not EVEN_KEYS:
+        acc, l, m = _attend(
+            acc, l, m, q, k_desc, v_desc, batch, head, queries, unmasked, last_key, n_keys, scale_log2,
+            True, CAUSAL, BLOCK_N, BLOCK_D, PRECISION,
+        )  # fmt: skip
+
+    in_range = queries < n_queries
+    tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, (m + tl.log2(l)) * LN2, mask=in_range)
+    dims = tl.arange(0, BLOCK_D)
+    o_tile = o_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
+    o_tile += queries[:, None].to(tl.int64) * stride_on + dims[None, :] * stride_od
+    tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=in_range[:, None] & (dims[None, :] < D))
