@@ -11,6 +11,12 @@ pinned_torch=$(grep '^torch==' lib/pins.txt)
 say() { printf 'set-up: %s\n' "$*"; }
 die() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
 
+suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; }
+who() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null; }
+kept() {  # does .venv stand on a Python that suits, and on the one asked for?
+    suits "$python" && { [ -z "${PYTHON:-}" ] || [ "$(who "$python")" = "$(who "$PYTHON")" ]; }
+}
+
 # One set-up at a time in a checkout (macOS has no flock: there it is up to the user).
 exec 9<lib/pins.txt
 if command -v flock >/dev/null 2>&1; then flock 9; fi
@@ -20,12 +26,11 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then gpu
 
 # What .venv depends on; the checkout's own path too, because a moved .venv points to the old place.
 wanted="$(cat lib/pins.txt pyproject.toml lib/setup.sh | cksum) ${TORCH:-} $PWD"
-if [ -f "$stamp" ] && "$python" -c '' 2>/dev/null; then
+if [ -f "$stamp" ] && kept; then
     # A CUDA build serves a node without a GPU as well (a cluster's login node), not the other way round.
     if [ "$(cat "$stamp")" = "$wanted gpu=yes" ] || [ "$(cat "$stamp")" = "$wanted gpu=$gpu" ]; then exit 0; fi
 fi
 
-suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; }
 find_python() {  # a name on the PATH is not enough: version managers leave shims that only fail
     for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
         if suits "$candidate"; then command -v "$candidate"; return; fi
@@ -33,7 +38,7 @@ find_python() {  # a name on the PATH is not enough: version managers leave shim
     return 1
 }
 
-if ! suits "$python" || ! "$python" -m pip --version >/dev/null 2>&1; then
+if ! kept || ! "$python" -m pip --version >/dev/null 2>&1; then
     base=$(find_python) || die "needs Python 3.11 or 3.12; found ${PYTHON:-python3} =" \
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo none). Install one, or name it: make PYTHON=/path/to/python3.12"
     if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
@@ -64,17 +69,17 @@ PY
 install_torch() {
     if [ -n "${TORCH:-}" ]; then
         say "installing $TORCH"
-        "$python" -m pip install -q "$TORCH"
+        "$python" -m pip install -qq "$TORCH"
     elif has_torch; then
         return
     elif [ "$gpu" = yes ] || [ "$(uname -s)" != Linux ]; then
         say "installing $pinned_torch"
-        "$python" -m pip install -q --force-reinstall --no-deps "$pinned_torch"  # what it needs comes with the rest
+        "$python" -m pip install -qq --force-reinstall --no-deps "$pinned_torch"  # what it needs comes with the rest
     else
         # The plain name means a CUDA build of several GB. The CPU build is on PyTorch's own index, which uv knows.
         say "no GPU here: installing the CPU build of $pinned_torch"
-        "$python" -m pip install -q -c lib/pins.txt "$pinned_torch+cpu" 2>/dev/null || {
-            "$python" -m pip install -q uv &&
+        "$python" -m pip install -qq -c lib/pins.txt "$pinned_torch+cpu" 2>/dev/null || {
+            "$python" -m pip install -qq uv &&
                 "$python" -m uv pip install -q --python "$python" --torch-backend=cpu -c lib/pins.txt "$pinned_torch"
         }
     fi
@@ -88,6 +93,6 @@ if [ -n "${TORCH:-}" ]; then  # another torch brings its own triton: pin everyth
 else
     cp lib/pins.txt .venv/pins.txt
 fi
-"$python" -m pip install -q -c .venv/pins.txt -e '.[dev]' || die "pip failed (reason above); make continues where it stopped"
+"$python" -m pip install -qq -c .venv/pins.txt -e '.[dev]' || die "pip failed (reason above); make continues where it stopped"
 printf '%s' "$wanted gpu=$gpu" >"$stamp"
 say "ready: $("$python" -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)')"
