@@ -1,0 +1,73 @@
+"""Where measurements live, and how a file there is replaced without ever being half-written."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import filelock
+
+REPOSITORY_FIGURES = Path(__file__).resolve().parents[3] / "figures"
+_LOCK_TIMEOUT_S = 60
+
+
+def figures_dir() -> Path:
+    """Folder that measurements are written to: `$CS336_FIGURES`, or the repository's `figures`."""
+    return Path(os.environ.get("CS336_FIGURES") or REPOSITORY_FIGURES)
+
+
+def find(*parts: str) -> Path:
+    """Path of a file to read: under `figures_dir()`, or else among the results that the repository brings."""
+    own = figures_dir().joinpath(*parts)
+    committed = REPOSITORY_FIGURES.joinpath(*parts)
+    return committed if committed.exists() and not own.exists() else own
+
+
+def make_folder(folder: Path) -> Path:
+    """Create a folder under `figures_dir()`.
+
+    Raises:
+        PermissionError: it cannot be created or written to; the message names the way out.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise PermissionError(
+            f"the folder {folder} cannot be written to; set CS336_FIGURES to a folder that can"
+        )
+    return folder
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes out of the folder while a file in it is read, changed and replaced.
+
+    The lock ends with its process, killed or not: nothing is ever left to clean up by hand.
+    """
+    try:
+        with filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S):
+            yield
+    except filelock.Timeout as error:
+        raise TimeoutError(
+            f"another process has held {folder} for {_LOCK_TIMEOUT_S} s; end it, then run again"
+        ) from error
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` in one step: a reader, and a run killed at any moment, find the old file or the new."""
+    make_folder(path.parent)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

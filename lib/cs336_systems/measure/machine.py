@@ -1,0 +1,209 @@
+"""The machine card: what a machine is and what it was measured to do, kept beside its numbers."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find, locked, write_atomically
+from cs336_systems.measure.timing import matmul_precision, resolve_device, time_steps
+from cs336_systems.measure.vocabulary import DTYPES
+
+GIB = 2**30
+_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+# A CPU without instructions for a 16-bit type multiplies it hundreds of times slower: not worth the wait.
+_SLOWEST_RATIO = 1 / 30
+
+
+@dataclass(frozen=True)
+class MachineCard:
+    """A machine and its measured limits. Nothing in it names a host, a user or a path."""
+
+    slug: str
+    gpu: str
+    gpu_memory_gib: float | None
+    sm_count: int | None
+    cpu: str
+    cores: int
+    memory_gib: float
+    python: str
+    torch: str
+    triton: str
+    matmul_tflops: dict[str, float]
+    copy_gbps: float
+    measured_at: str
+
+    def line(self) -> str:
+        """The card on one line."""
+        gpu = "no GPU"
+        if self.gpu != "none":
+            gpu = f"{self.gpu} ({self.gpu_memory_gib:.0f} GiB, {self.sm_count} SMs)"
+        rates = ", ".join(f"{dtype} {rate:.3g}" for dtype, rate in self.matmul_tflops.items())
+        return (
+            f"{self.slug}: {gpu}, {self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB), "
+            f"torch {self.torch}, triton {self.triton}; "
+            f"measured: matrix products {rates} TFLOP/s, copy {self.copy_gbps:.3g} GB/s"
+        )
+
+
+def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) -> MachineCard:
+    """The card of this machine: from `figures/<slug>/machine.json`, or measured (seconds) and written there.
+
+    A card that tells of another GPU, torch or triton is measured anew, and so is any with `refresh=True`.
+
+    Raises:
+        RuntimeError: the device is not there.
+        PermissionError: the figures folder cannot be written to.
+        ValueError: the stored card is damaged.
+    """
+    device = resolve_device(device)
+    now = _describe(device)
+    slug = now["slug"]
+    if not refresh and card_path(slug).exists():
+        card = load_card(slug)
+        if all(getattr(card, name) == now[name] for name in ("gpu", "torch", "triton")):
+            return card
+    card = MachineCard(
+        **now,
+        matmul_tflops=_matmul_tflops(device),
+        copy_gbps=_copy_gbps(device),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+    )
+    path = figures_dir() / slug / "machine.json"
+    with locked(path.parent):
+        write_atomically(path, json.dumps(asdict(card), indent=2) + "\n")
+    return card
+
+
+def card_path(slug: str) -> Path:
+    """Where the card of a machine is, or would be."""
+    return find(slug, "machine.json")
+
+
+def load_card(slug: str) -> MachineCard:
+    """The stored card of a machine.
+
+    Raises:
+        FileNotFoundError: there is none; the message lists the machines that have one.
+        ValueError: the file is damaged.
+    """
+    path = card_path(slug)
+    if not path.exists():
+        folders = {figures_dir(), REPOSITORY_FIGURES}
+        known = sorted({card.parent.name for folder in folders for card in folder.glob("*/machine.json")})
+        raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {', '.join(known) or 'none yet'}")
+    try:
+        return MachineCard(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{slug}/machine.json is damaged ({error}); remove it to measure it again") from None
+
+
+def gpu_names() -> list[str]:
+    """Names of the GPUs here, as rows have them: the one that "auto" means, then "none", the CPU."""
+    return [torch.cuda.get_device_name(), "none"] if torch.cuda.is_available() else ["none"]
+
+
+def torch_version() -> str:
+    return torch.__version__
+
+
+def triton_version() -> str:
+    """Version of triton, not importing it: the import settles for good whether kernels are interpreted."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def machine_slug(gpu: str, cpu: str, cores: int) -> str:
+    """Name of a machine's folder: `h200` for "NVIDIA H200", `cpu-intel-xeon-2-cores` for two Xeon cores."""
+    name = gpu if gpu != "none" else f"cpu {cpu} {cores} cores"
+    name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\b\d+-core\b", " ", name.lower())
+    name = re.sub(r"\b(nvidia|geforce|processor|with radeon graphics)\b", " ", name)
+    name = re.sub(r"\bcpu\b", " ", name) if gpu != "none" else "cpu" + re.sub(r"\bcpu\b", " ", name)
+    return re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "gpu"
+
+
+def _describe(device: torch.device) -> dict:
+    """The part of a card that is looked up."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    gpu = properties.name if properties else "none"
+    cpu, cores = _cpu_name(), _core_count()
+    return {
+        "slug": machine_slug(gpu, cpu, cores),
+        "gpu": gpu,
+        "gpu_memory_gib": round(properties.total_memory / GIB, 1) if properties else None,
+        "sm_count": properties.multi_processor_count if properties else None,
+        "cpu": cpu,
+        "cores": cores,
+        "memory_gib": round(_memory_bytes() / GIB, 1),
+        "python": platform.python_version(),
+        "torch": torch_version(),
+        "triton": triton_version(),
+    }
+
+
+def _core_count() -> int:
+    """Cores that this process may use; macOS tells only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _matmul_tflops(device: torch.device) -> dict[str, float]:
+    """Rate of a large square matrix product for each dtype that the device is made for, on random numbers."""
+    rates: dict[str, float] = {}
+    for dtype in DTYPES:
+        if dtype == "tf32" and (device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 0)):
+            continue
+        if device.type == "cuda":
+            rates[dtype] = _matmul_rate(dtype, 8192, device, steps=10)
+        elif not rates or _matmul_rate(dtype, 256, device, steps=3) > _SLOWEST_RATIO * rates["float32"]:
+            rates[dtype] = _matmul_rate(dtype, 1024, device, steps=5)
+    return rates
+
+
+def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> float:
+    """TFLOP/s of one (size, size) by (size, size) product: 2 size^3 operations in the median time."""
+    a, b = (torch.randn(size, size, device=device, dtype=_TORCH_DTYPES.get(dtype)) for _ in range(2))
+    out = torch.empty_like(a)
+    with matmul_precision(dtype):
+        timing = time_steps(lambda: torch.mm(a, b, out=out), device=device, warmup_steps=3, steps=steps)
+    return float(f"{2 * size**3 / timing.p50_ms / 1e9:.4g}")
+
+
+def _copy_gbps(device: torch.device) -> float:
+    """GB/s of a copy too large for any cache, the bytes read and the bytes written counted."""
+    if device.type == "cuda":
+        size = min(4 * GIB, torch.cuda.mem_get_info(device)[0] // 4)
+    else:
+        size = min(max(2 * _last_level_cache_bytes(), GIB // 8), GIB // 2, _memory_bytes() // 16)
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    timing = time_steps(lambda: target.copy_(source), device=device, warmup_steps=1, steps=3)
+    return float(f"{2 * source.nbytes / timing.p50_ms / 1e6:.4g}")
+
+
+def _last_level_cache_bytes() -> int:
+    """The largest cache that Linux lists ("32768K"); 32 MiB elsewhere."""
+    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    kilobytes = [
+        int(text[:-1]) for text in (path.read_text().strip() for path in caches) if text.endswith("K")
+    ]
+    return max(kilobytes, default=2**15) * 2**10
