@@ -1,0 +1,125 @@
+"""What a kernel's name says: its class, and a form short enough to read.
+
+On a GPU names come from cuBLAS, CUTLASS, ATen, Triton (torch.compile's and ours), NCCL, FlashAttention and
+cuDNN; on a CPU they are ATen's operators (aten::mm).
+"""
+
+import re
+from functools import cache
+
+CLASSES = (
+    "matrix product",
+    "attention",
+    "softmax",
+    "normalisation",
+    "elementwise",
+    "reduction",
+    "copy/cast",
+    "embedding/index",
+    "optimizer",
+    "communication",
+    "other",
+)
+
+# The first pattern found in the name decides. The order matters: fused attention is made of matrix products,
+# a softmax of reductions, and torch.compile lists in a kernel's name everything it fused.
+_PATTERNS: tuple[tuple[str, str], ...] = (
+    ("communication", r"nccl|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_coalesced|multimem|gloo"),
+    ("attention", r"flash|fmha|sdpa|attention|attn|mem_?eff"),
+    ("attention", r"^(forward|delta|dq|dkdv|dq_from_sum)_kernel$"),  # ours, see attention/
+    ("optimizer", r"multi_tensor_apply|_foreach_|fused_?adam|addcdiv|addcmul|lerp"),
+    ("matrix product", r"gemm|gemv|nvjet|wgmma|splitkreduce|cutlass_\d+_|triton_tem_|triton_mm"),
+    (
+        "matrix product",
+        r"^aten::(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|mkldnn_\w+|_scaled_mm|linear|matmul)$",
+    ),
+    ("matrix product", r"^void dot_kernel|::dot_kernel|reduce_1block_kernel"),  # cuBLAS's dot product
+    ("softmax", r"softmax"),
+    (
+        "normalisation",
+        r"layer_?norm|rms_?norm|batch_?norm|group_?norm|gammabeta|rowwisemoments|triton_\w+rsqrt",
+    ),
+    (
+        "embedding/index",
+        r"embedding|gather|scatter|(?<!with_)index|radixsort|krn_partial|compute_grad_weight|unique",
+    ),
+    ("embedding/index", r"^aten::(sort|topk|masked_select|nonzero|take|searchsorted)"),
+    (
+        "copy/cast",
+        r"memcpy|memset|direct_copy|float\w*_copy_kernel|copy_device_to_device|catarray|fillfunctor",
+    ),
+    ("copy/cast", r"^aten::(copy_|clone|contiguous|to|_to_copy|fill_|zero_|cat|stack|_conj|pin_memory)$"),
+    ("copy/cast", r"^triton_poi_fused_(_to_copy|clone|cat|copy)(_\d+)?$"),
+    (
+        "reduction",
+        r"reduce_kernel|nll_loss|triton_(red|per)_|devicereduce|devicescan|logsumexp|cross_entropy",
+    ),
+    (
+        "reduction",
+        r"^aten::(sum|mean|amax|amin|max|min|argmax|argmin|norm|linalg_vector_norm|prod|cumsum|any|all)$",
+    ),
+    ("elementwise", r"elementwise|triton_poi_|triu_tril|distribution_|_local_scalar_dense"),
+    (
+        "elementwise",
+        r"^aten::(add|sub|rsub|mul|div|pow|exp|log|sqrt|neg|sigmoid|silu|relu|gelu|tanh|sin|cos|where|masked_fill|abs"
+        r"|tril|triu|maximum|minimum|clamp\w*|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|reciprocal|ones_like|arange"
+        r"|normal|uniform|random|sigmoid_backward|silu_backward|threshold_backward|isfinite|erfinv)_?$",
+    ),
+)
+_COMPILED = tuple((name, re.compile(pattern)) for name, pattern in _PATTERNS)
+
+
+@cache
+def kernel_class(name: str) -> str:
+    """One of CLASSES; "other" is what no pattern knows, and is meant to be seen and not hidden."""
+    lower = name.lower()
+    return next((kind for kind, pattern in _COMPILED if pattern.search(lower)), "other")
+
+
+# Templates that say how a kernel walks over memory; what it computes is an argument of theirs.
+_TEMPLATES = re.compile(r"elementwise|^reduce_kernel|multi_tensor_apply")
+_FUNCTORS = re.compile(
+    r"CUDAFunctor\w*?_(\w+)|(\w+?)_?[Ff]unctor\b|(\w+)Ops<|std::(multiplies|divides|plus|minus)<|::(Sqrt|Abs|Neg)<"
+)
+_WRAPPERS = re.compile(r"^([AB]?Unary|Binary|Ternary|Pointwise)(Op\w*)?$")
+_LAMBDAS = re.compile(r"(\w+?)(?:_cuda)?_kernel(?:_cuda|_impl)*(?:<[^()<>]*>)?\(at::TensorIterator")
+_RENAMED = {
+    "multiplies": "mul",
+    "divides": "div",
+    "plus": "add",
+    "minus": "sub",
+    "maxnan": "max",
+    "minnan": "min",
+    "fusedadammath": "fused_adam",
+}
+
+
+@cache
+def short_name(name: str) -> str:
+    """A name that fits a table; Nsight Systems' and torch.profiler's spelling of a kernel give the same one.
+
+    void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<..., MulFunctor<float>>>(...)
+    becomes vectorized_elementwise[mul].
+    """
+    plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", name)
+    if plain.startswith("Mem"):  # Memcpy HtoD (Pageable -> Device)
+        return plain.split(" (")[0]
+    if plain.startswith("aten::"):
+        return plain
+    cutlass = re.search(r"cutlass::Kernel2?<\s*(?:\w+::)*(\w+)", plain)
+    base = cutlass[1] if cutlass else re.match(r"[^<(]*", plain)[0].split("::")[-1].strip() or plain
+    base = re.sub(r"_warpsize\w*?(_split_k)?_kernel__5x_cublas$", r"\1", base)
+    if not _TEMPLATES.search(base):
+        return base
+    operation = _operation(plain)
+    base = base.removesuffix("_kernel")
+    return f"{base}[{operation}]" if operation else base
+
+
+def _operation(name: str) -> str | None:
+    """What an ATen template computes: add, mul, direct_copy, sum ...; None if the name does not say."""
+    if "PointwiseOp" in name and (std := re.search(r"std::(multiplies|divides)<", name)):
+        return {"multiplies": "addcmul", "divides": "addcdiv"}[std[1]]
+    functors = (next(filter(None, groups)) for groups in _FUNCTORS.findall(name))
+    words = [word for word in functors if not _WRAPPERS.match(word)] or _LAMBDAS.findall(name)
+    return _RENAMED.get(words[0].lower(), words[0].lower()) if words else None
