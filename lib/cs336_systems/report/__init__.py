@@ -1,1 +1,1 @@
-"""Everything that shows numbers. Reads rows, measures nothing."""
+"""Everything that shows numbers: plots, tables, answers. Reads rows, measures nothing."""

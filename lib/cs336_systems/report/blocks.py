@@ -1,0 +1,192 @@
+"""Plots of blocks: grouped bars, and a grid of cells coloured by their value."""
+
+from collections.abc import Sequence
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
+from matplotlib.patches import Rectangle
+
+from cs336_systems.report.figure import NO_ROWS, Chart, finish, outer_labels, panels_of, placeholder, sheet
+from cs336_systems.report.frames import require_columns, require_one_row_each
+from cs336_systems.report.marks import failures
+from cs336_systems.report.series import Series, bar_look, hue_legend, machine_legend, series_of
+from cs336_systems.report.style import BLUE, HATCH, INK, MUTED, PAPER, STYLE, ZONE, luminance
+from cs336_systems.report.ticks import plain_log, plain_numbers
+from cs336_systems.report.words import MISSING, STATUS_WORDS, column_label, ordered, significant, value_label
+
+_GROUP_WIDTH = 0.82  # of the distance between two groups
+_PALE = LinearSegmentedColormap.from_list("pale", ["#F2F7FB", "#A9CFE8", "#4C9BCB", BLUE, "#08395C"])
+
+
+@mpl.rc_context(STYLE)
+def grouped_bars(
+    frame: pd.DataFrame,
+    x: str,
+    y: str = "mean_ms",
+    hue: str | None = None,
+    *,
+    error: str | None = None,
+    facet: str | None = None,
+    title: str | None = None,
+    subtitle: str | None = None,
+    xlabel: str | None = None,
+    ylabel: str | None = None,
+    logy: bool = False,
+    empty: str = NO_ROWS,
+) -> Chart:
+    """A group of bars for each x, a bar for each value of `hue` and machine, its value above it.
+
+    Args:
+        frame: rows, at most one for each x, hue, facet and machine.
+        error: column with half the length of the error bars (a standard deviation).
+
+    Raises:
+        ValueError: a column is missing, or two rows belong in one place; the message names their difference.
+    """
+    if frame.empty:
+        return placeholder(title, empty)
+    require_columns(frame, x, y, hue, error, facet)
+    require_one_row_each(frame, x, hue, facet)
+    by_value, series, groups = panels_of(frame, facet), series_of(frame, hue), ordered(frame[x], x)
+    chart, axes = sheet(list(by_value), facet)
+    width = _GROUP_WIDTH / len(series)
+    for each, value in zip(axes, by_value, strict=True):
+        each.set_xticks(range(len(groups)), [value_label(group, x) for group in groups])
+        each.set_xlim(-0.55, len(groups) - 0.45)
+        each.tick_params(axis="x", length=0)
+        plain_log(each, frame[y].dropna()) if logy else plain_numbers(each.yaxis)
+        for index, one in enumerate(series):
+            rows = one.within(facet, value).rows.set_index(x)
+            places = {group: i - _GROUP_WIDTH / 2 + (index + 0.5) * width for i, group in enumerate(groups)}
+            _draw_bars(each, rows.assign(place=rows.index.map(places)), 0.9 * width, one, y, error)
+    outer_labels(axes, xlabel or column_label(x), ylabel or column_label(y))
+    chart.draw_without_rendering()
+    _label_bars(axes, width, logy)
+    return finish(chart, title, [hue_legend(series, bars=True), machine_legend(series, bars=True)], subtitle)
+
+
+def _draw_bars(axes: Axes, rows: pd.DataFrame, width: float, one: Series, y: str, error: str | None) -> None:
+    measured = rows.dropna(subset=[y])
+    axes.bar(measured["place"], measured[y], width, zorder=2, label="_", **bar_look(one.color, one.look))
+    tops = measured[y]
+    if error and error in measured:
+        half = measured[error].fillna(0)
+        lower = np.minimum(half, measured[y])
+        axes.errorbar(
+            measured["place"], measured[y], [lower, half], fmt="none", ecolor=INK, elinewidth=1, zorder=3
+        )
+        tops = tops + half
+    for place, top, value in zip(measured["place"], tops, measured[y], strict=True):
+        _write(axes, place, top, significant(value), INK)
+    for _, row in failures(rows, y).iterrows():
+        _write(
+            axes, row["place"], None, STATUS_WORDS.get(row["status"], row["status"]), one.color, weight="bold"
+        )
+
+
+def _write(
+    axes: Axes, place: float, top: float | None, text: str, color: str, weight: str = "normal"
+) -> None:
+    """A label above a bar, or where there is no bar on the ground of the panel."""
+    ground = {"xycoords": ("data", "axes fraction")} if top is None else {}
+    axes.annotate(
+        text, (place, 0 if top is None else top), (0, 4), textcoords="offset points", color=color,
+        weight=weight, size=8.5, ha="center", va="bottom", annotation_clip=False, **ground,
+    )  # fmt: skip
+
+
+def _label_bars(panels: Sequence[Axes], width: float, logy: bool) -> None:
+    """Turn the labels upright where they are wider than their bars, and make room above the highest."""
+    labels = [text for axes in panels for text in axes.texts]
+    axes = panels[0]
+    bar = width * axes.bbox.width / np.ptp(axes.get_xlim())
+    longest = max((text.get_window_extent().width for text in labels), default=0)
+    upright = longest > bar
+    for text in labels:
+        text.set_rotation(90 if upright else 0)
+    room = (longest if upright else 20) / axes.bbox.height + 0.02
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top * (top / bottom) ** room if logy else bottom + (top - bottom) * (1 + room))
+
+
+@mpl.rc_context(STYLE)
+def heatmap(
+    frame: pd.DataFrame,
+    index: str,
+    columns: str,
+    values: str = "p50_ms",
+    *,
+    status: str = "status",
+    fmt: str | None = None,
+    facet: str | None = None,
+    title: str | None = None,
+    subtitle: str | None = None,
+    xlabel: str | None = None,
+    ylabel: str | None = None,
+    empty: str = NO_ROWS,
+) -> Chart:
+    """A grid of cells with their value written in; a cell that ran out of memory is hatched and says OOM.
+
+    Args:
+        frame: rows, at most one for each index, column and facet.
+        status: column that says why a cell has no value.
+        fmt: format of a value, "{:.1f}"; three significant digits without it.
+
+    Raises:
+        ValueError: a column is missing, or two rows belong in one cell; the message names their difference.
+    """
+    if frame.empty:
+        return placeholder(title, empty)
+    require_columns(frame, index, columns, values, facet)
+    require_one_row_each(frame, index, columns, facet)
+    down, across = ordered(frame[index], index), ordered(frame[columns], columns)
+    by_value = panels_of(frame, facet)
+    chart, axes = sheet(list(by_value), facet, height=0.46 * len(down) + 0.75)
+    norm = _norm(frame[values].dropna())
+    for each, rows in zip(axes, by_value.values(), strict=True):
+        _frame_cells(each, [value_label(v, index) for v in down], [value_label(v, columns) for v in across])
+        cells = rows.set_index([index, columns])
+        for i, j in np.ndindex(len(down), len(across)):
+            row = cells.loc[(down[i], across[j])] if (down[i], across[j]) in cells.index else None
+            _draw_cell(each, j, i, row, values, status, fmt, norm)
+    outer_labels(axes, xlabel or column_label(columns), ylabel or column_label(index))
+    return finish(chart, title, subtitle=subtitle or column_label(values))
+
+
+def _norm(values: pd.Series) -> Normalize:
+    """Colour by the logarithm: a step in colour is a factor in value."""
+    if values.empty or values.min() <= 0:
+        return Normalize(values.min() if len(values) else 0, values.max() if len(values) else 1)
+    return LogNorm(values.min(), max(values.max(), values.min() * 1.01))
+
+
+def _frame_cells(axes: Axes, down: list[str], across: list[str]) -> None:
+    axes.set(xlim=(-0.5, len(across) - 0.5), ylim=(len(down) - 0.5, -0.5))
+    axes.set_xticks(range(len(across)), across)
+    axes.set_yticks(range(len(down)), down)
+    axes.tick_params(length=0)
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_cell(
+    axes: Axes, x: int, y: int, row: pd.Series | None, values: str, status: str, fmt: str | None, norm
+) -> None:
+    value = np.nan if row is None else row[values]
+    measured = not pd.isna(value)
+    face = _PALE(norm(value)) if measured else ZONE
+    why = "" if row is None or measured else row.get(status, "ok")
+    hatch = "////" if why == "oom" else None
+    axes.add_patch(
+        Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=face, edgecolor=HATCH, linewidth=0, hatch=hatch)
+    )
+    text = (fmt.format(value) if fmt else significant(value)) if measured else STATUS_WORDS.get(why, MISSING)
+    color = (INK if luminance(face) > 0.32 else PAPER) if measured else MUTED
+    label = axes.text(
+        x, y, text, ha="center", va="center", color=color, size=10, weight="normal" if measured else "bold"
+    )
+    if hatch:
+        label.set_bbox({"facecolor": ZONE, "edgecolor": "none", "pad": 1.5})

@@ -1,0 +1,60 @@
+"""Rows of several machines under each other, each labelled with where it comes from (column `where`)."""
+
+import pandas as pd
+
+from cs336_systems.measure import rows
+from cs336_systems.report.words import value_label
+
+_PASS_COLUMNS = {"forward_ms": "forward", "backward_ms": "backward", "train_step_ms": "train_step"}
+_MODES = {"compiled_tf32": ("compiled", "tf32")}
+
+
+def side_by_side(
+    slug: str,
+    machine: str,
+    reference: str = "h200",
+    *,
+    published: pd.DataFrame | None = None,
+    table: str = "rows",
+) -> pd.DataFrame:
+    """The reference's rows, this machine's and published ones, with a column `where` that plots understand.
+
+    Args:
+        slug: the notebook's slug.
+        machine: slug of this machine; where it is the reference, its rows appear once.
+        published: from `published_rows`, filtered as needed.
+
+    Returns:
+        One frame; empty where nothing has been measured.
+    """
+    places = {f"reference: {value_label(reference)}": reference}
+    if machine != reference:
+        places[f"this machine: {machine}"] = machine
+    frames = [rows.load_rows(slug, name, table=table).assign(where=where) for where, name in places.items()]
+    if published is not None:
+        frames.append(published)
+    filled = [frame for frame in frames if len(frame)]
+    return pd.concat(filled, ignore_index=True) if filled else frames[0]
+
+
+def published_rows(name: str) -> pd.DataFrame:
+    """A published table in the words of the rows: milliseconds, one row for each pass, `where` from its GPU.
+
+    A time that a report calls a median is `p50_ms`; any other is `mean_ms`.
+    """
+    frame = rows.published(name)
+    passes = [column for column in _PASS_COLUMNS if column in frame]
+    if passes:
+        keys = [column for column in frame if column not in passes]
+        frame = frame.melt(keys, passes, var_name="pass", value_name="mean_ms").dropna(subset="mean_ms")
+        frame["pass"] = frame["pass"].map(_PASS_COLUMNS)
+    for seconds in [column for column in frame if column.endswith("_s")]:
+        frame[f"{seconds[:-2]}_ms"] = frame.pop(seconds) * 1e3
+    if "ms" in frame:
+        median = frame.pop("statistic") == "median"
+        times = frame.pop("ms")
+        frame = frame.assign(p50_ms=times.where(median), mean_ms=times.where(~median))
+    if "mode" in frame:
+        modes = [_MODES.get(mode, (mode, "float32")) for mode in frame.pop("mode")]
+        frame["implementation"], frame["dtype"] = zip(*modes, strict=True)
+    return frame.assign(where="published: " + frame["gpu"]).reset_index(drop=True)

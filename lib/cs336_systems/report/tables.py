@@ -1,0 +1,143 @@
+"""Rows laid out as tables: few digits, units in the headers, "OOM" written out."""
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+
+import pandas as pd
+
+from cs336_systems.report.frames import compared, key_columns, plain, require_columns, require_one_row_each
+from cs336_systems.report.html import Table
+from cs336_systems.report.words import MISSING, STATUS_WORDS, column_label, ordered, value_label
+
+
+def pivot(
+    frame: pd.DataFrame,
+    index: str | Sequence[str],
+    columns: str,
+    values: str | Sequence[str] = "p50_ms",
+    *,
+    fmt: str | None = None,
+) -> pd.DataFrame:
+    """A table of text: `index` down, `columns` across, under the name and unit of each of `values`.
+
+    Args:
+        fmt: format of a number, "{:.2f}"; without it a column has the decimals its smallest number needs.
+
+    Raises:
+        ValueError: a column is missing, or two rows belong in one cell; the message names their difference.
+    """
+    index, values = _names(index), _names(values)
+    require_columns(frame, *index, columns, *values)
+    require_one_row_each(frame, *index, columns)
+    frame = plain(frame)
+    across = ordered(frame[columns], columns)
+    cells = {}
+    for value in values:
+        header = f"{column_label(value)} by {column_label(columns)}"
+        for place in across:
+            cells[header, value_label(place, columns)] = _cells(
+                frame[frame[columns] == place], index, value, fmt
+            )
+    return _laid_out(cells, frame, index)
+
+
+def ratio_table(
+    frame: pd.DataFrame,
+    on: str,
+    baseline: Hashable,
+    values: str = "p50_ms",
+    *,
+    index: str | Sequence[str] | None = None,
+) -> pd.DataFrame:
+    """Rows equal in everything but `on` side by side, and how many times better than the baseline each is.
+
+    Args:
+        on: the compared column.
+        index: columns that name a line of the table; without it, those that vary.
+
+    Raises:
+        ValueError: rows differ in something else as well, or the baseline has no row; the message names it.
+    """
+    frame = plain(frame)
+    if frame.empty:
+        return frame
+    pairs = compared(frame, on, baseline, values, place=_names(index or ()))
+    varying = [name for name in key_columns(pairs) if name != on and pairs[name].nunique(dropna=False) > 1]
+    index = _names(index or varying or on)
+    require_one_row_each(pairs, *index, on)
+    unit, name = column_label(values), value_label(baseline, on)
+    by_other = {value_label(other, on): pairs[pairs[on] == other] for other in ordered(pairs[on], on)}
+    base = pairs.drop_duplicates(index).drop(columns=values)
+    base = base.rename(columns={"baseline": values}).assign(status=base.get("baseline_status"))
+    cells = {(unit, name): _cells(base, index, values)}
+    cells |= {(unit, other): _cells(rows, index, values) for other, rows in by_other.items()}
+    for other, rows in by_other.items():
+        without_status = rows.drop(columns="status", errors="ignore")
+        cells[f"times better than {name}", other] = _cells(without_status, index, "ratio", "{:.2f}×")
+    return _laid_out(cells, pairs, index)
+
+
+def show(frame: pd.DataFrame, caption: str = "") -> None:
+    """Display a table: HTML in a notebook, text elsewhere. Raw rows get readable headers and digits too."""
+    from IPython.display import display
+
+    display(Table(as_text(plain(frame)), caption))
+
+
+def as_text(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every cell written out and every header with its unit; tables of text stay as they are."""
+    if frame.columns.nlevels > 1:
+        return frame
+    texts = {}
+    for name in frame.columns:
+        numbers = frame[name].dtype.kind == "f"
+        texts[column_label(str(name))] = (
+            _cells(frame, [], name) if numbers else [value_label(value, name) for value in frame[name]]
+        )
+    return pd.DataFrame(texts, index=frame.index)
+
+
+def _names(columns: str | Sequence[str]) -> tuple[str, ...]:
+    return (columns,) if isinstance(columns, str) else tuple(columns)
+
+
+def _cells(rows: pd.DataFrame, index: Sequence[str], value: str, fmt: str | None = None) -> pd.Series:
+    """One column of text, by the index."""
+    fmt = fmt or f"{{:,.{_decimals(rows[value].dropna())}f}}"
+    statuses = rows["status"] if "status" in rows else [None] * len(rows)
+    texts = [
+        STATUS_WORDS.get(status, MISSING) if pd.isna(number) else fmt.format(number)
+        for number, status in zip(rows[value], statuses, strict=True)
+    ]
+    return pd.Series(texts, index=_keys(rows, index) if index else rows.index, dtype=object)
+
+
+def _keys(rows: pd.DataFrame, index: Sequence[str]) -> pd.Index:
+    return pd.MultiIndex.from_frame(rows[list(index)]) if len(index) > 1 else pd.Index(rows[index[0]])
+
+
+def _decimals(numbers: Iterable[float]) -> int:
+    """As many as leave two significant digits of the smallest number and no more than six of the largest."""
+    sizes = [abs(number) for number in numbers if number and math.isfinite(number)]
+    if not sizes:
+        return 0
+    wanted, most = 1 - math.floor(math.log10(min(sizes))), 5 - math.floor(math.log10(max(sizes)))
+    return max(0, min(wanted, most))
+
+
+def _laid_out(
+    cells: dict[tuple[str, str], pd.Series], frame: pd.DataFrame, index: Sequence[str]
+) -> pd.DataFrame:
+    """Columns of text under two lines of header, lines in the order a reader expects."""
+    ranks = {name: {value: rank for rank, value in enumerate(ordered(frame[name], name))} for name in index}
+    lines = frame[list(index)].drop_duplicates().sort_values(list(index), key=lambda c: c.map(ranks[c.name]))
+    table = pd.DataFrame({key: column.reindex(_keys(lines, index)) for key, column in cells.items()}).fillna(
+        MISSING
+    )
+    labels = [
+        tuple(value_label(value, name) for value, name in zip(line, index, strict=True))
+        for line in lines.to_numpy()
+    ]
+    table.index = pd.MultiIndex.from_tuples(labels, names=[column_label(name) for name in index])
+    table.columns = pd.MultiIndex.from_tuples(list(cells))
+    return table
