@@ -1,0 +1,54 @@
+"""Closed forms: what a model costs in parameters, FLOPs, bytes and seconds before anything is measured.
+
+Pure functions of a `ModelConfig` and integers. They describe this repository's own eager model (`model.py`
+with `reference_attention`); the tests hold them against torch's FLOP counter, against the tensors that
+autograd really saves, and against the storages alive during a step.
+"""
+
+from .arguments import DTYPE_BYTES, PASSES
+from .attention import attention_flops, attention_peak_bytes, attention_saved_bytes
+from .flops import (
+    backward_flops,
+    flops_breakdown,
+    forward_flops,
+    optimizer_flops,
+    parameter_breakdown,
+    parameter_count,
+    roofline_seconds,
+    step_flops,
+    utilisation,
+)
+from .memory import (
+    activation_bytes,
+    block_activation_breakdown,
+    gradient_bytes,
+    head_activation_breakdown,
+    optimizer_bytes,
+    parameter_bytes,
+)
+from .peak import peak_bytes, peak_moments
+
+__all__ = [
+    "DTYPE_BYTES",
+    "PASSES",
+    "activation_bytes",
+    "attention_flops",
+    "attention_peak_bytes",
+    "attention_saved_bytes",
+    "backward_flops",
+    "block_activation_breakdown",
+    "flops_breakdown",
+    "forward_flops",
+    "gradient_bytes",
+    "head_activation_breakdown",
+    "optimizer_bytes",
+    "optimizer_flops",
+    "parameter_breakdown",
+    "parameter_bytes",
+    "parameter_count",
+    "peak_bytes",
+    "peak_moments",
+    "roofline_seconds",
+    "step_flops",
+    "utilisation",
+]

@@ -1,0 +1,64 @@
+"""Reference attention alone, as pytorch_attention measures it: q, k, v of (batch, context, d_head).
+
+A 16-bit type means that the tensors themselves have it; the softmax inside is float32 all the same.
+"""
+
+from .arguments import FLOAT32_BYTES, check_pass, check_positive_integers, dtype_bytes
+
+
+def attention_flops(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
+    """Operations in the matrix products: 4 B T^2 d forward, twice that backward; the masked half is included.
+
+    Raises:
+        ValueError: the pass is "train_step": attention has nothing to train.
+    """
+    _check(batch_size, context_length, d_head, pass_)
+    times = {"forward": 1, "backward": 2, "forward_backward": 3}[pass_]
+    return times * 4 * batch_size * context_length**2 * d_head
+
+
+def attention_saved_bytes(
+    batch_size: int, context_length: int, d_head: int, dtype: str = "float32", is_causal: bool = False
+) -> int:
+    """Bytes saved for backward: q, k, v, and per score its float32 exponential and its attention weight.
+
+    float32: 12 B T d + 8 B T^2 + 4 B T, the mask T^2 more. It grows with the square of the context.
+    """
+    _check(batch_size, context_length, d_head)
+    width = dtype_bytes(dtype)
+    rows = batch_size * context_length
+    inputs = 3 * width * rows * d_head
+    exponentials_and_sums = FLOAT32_BYTES * rows * (context_length + 1)
+    weights = width * rows * context_length
+    return inputs + exponentials_and_sums + weights + (context_length**2 if is_causal else 0)
+
+
+def attention_peak_bytes(
+    batch_size: int,
+    context_length: int,
+    d_head: int,
+    pass_: str = "forward_backward",
+    dtype: str = "float32",
+    is_causal: bool = False,
+) -> int:
+    """Most bytes alive at once, q, k and v included, for a context at least as long as a head is wide.
+
+    Both peaks lie in the softmax, at its division: 12 bytes a score forward and 24 backward, whatever the
+    type. Forward: scores, exponentials, quotient (16 bit: and its rounded copy). Backward: exponentials,
+    the incoming gradient and four temporaries of the division's derivative; and beside the inputs the
+    output, its gradient and the gradient of v.
+    """
+    _check(batch_size, context_length, d_head, pass_)
+    rows = batch_size * context_length
+    operand = dtype_bytes(dtype) * rows * d_head
+    mask = context_length**2 if is_causal else 0
+    if pass_ == "forward":
+        return 3 * operand + 3 * FLOAT32_BYTES * rows * context_length + FLOAT32_BYTES * rows + mask
+    return 6 * operand + 6 * FLOAT32_BYTES * rows * context_length + FLOAT32_BYTES * rows + mask
+
+
+def _check(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> None:
+    check_positive_integers(batch_size=batch_size, context_length=context_length, d_head=d_head)
+    check_pass(pass_)
+    if pass_ == "train_step":
+        raise ValueError("attention alone has no train_step; allowed: forward, backward, forward_backward")

@@ -1,0 +1,101 @@
+"""Parameters, floating-point operations, and the time they take at best.
+
+Symbols: batch B, context T, width D = d_model, feed-forward width F = d_ff, layers L, vocabulary V. The
+product of an (m, k) and a (k, n) matrix counts 2 m k n operations: a multiplication and an addition per
+term.
+"""
+
+from cs336_systems.configs import ModelConfig
+
+from .arguments import check_pass, check_positive_integers, check_positive_numbers
+
+# One AdamW update of one number, as `optimizer.AdamW` does it: decay 1, mean 3, mean square 4, root 1,
+# bias correction 1, epsilon 1, step 3.
+ADAMW_FLOPS_PER_PARAMETER = 14
+
+
+def parameter_breakdown(config: ModelConfig) -> dict[str, int]:
+    """How many numbers are learnt, part by part over the whole model.
+
+    embeddings V D; attention 4 L D^2; feed-forward 3 L D F; norms (2 L + 1) D; output head V D (untied).
+    """
+    d, f, layers = config.d_model, config.d_ff, config.num_layers
+    return {
+        "token_embeddings": config.vocab_size * d,
+        "attention": layers * 4 * d * d,
+        "feed_forward": layers * 3 * d * f,
+        "norms": (2 * layers + 1) * d,
+        "lm_head": config.vocab_size * d,
+    }
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of learnt numbers of the whole model."""
+    return sum(parameter_breakdown(config).values())
+
+
+def flops_breakdown(config: ModelConfig, batch_size: int, context_length: int) -> dict[str, int]:
+    """Operations in the matrix products of one forward pass, part by part over the whole model.
+
+    projections 8 L B T D^2; scores and their product with the values 2 L B T^2 D each, the masked half
+    included, because eager attention computes it; feed-forward 6 L B T D F; output head 2 B T D V.
+    """
+    check_positive_integers(batch_size=batch_size, context_length=context_length)
+    d, f, layers = config.d_model, config.d_ff, config.num_layers
+    tokens = batch_size * context_length
+    return {
+        "attention_projections": layers * 8 * tokens * d * d,
+        "attention_scores": layers * 2 * tokens * context_length * d,
+        "attention_values": layers * 2 * tokens * context_length * d,
+        "feed_forward": layers * 6 * tokens * d * f,
+        "lm_head": 2 * tokens * d * config.vocab_size,
+    }
+
+
+def forward_flops(config: ModelConfig, batch_size: int, context_length: int) -> int:
+    """Operations in the matrix products of one forward pass."""
+    return sum(flops_breakdown(config, batch_size, context_length).values())
+
+
+def backward_flops(config: ModelConfig, batch_size: int, context_length: int) -> int:
+    """Operations in the matrix products of one backward pass: two for every product of the forward."""
+    return 2 * forward_flops(config, batch_size, context_length)
+
+
+def optimizer_flops(config: ModelConfig) -> int:
+    """Elementwise operations of one AdamW step. No matrix product among them: bandwidth sets their time."""
+    return ADAMW_FLOPS_PER_PARAMETER * parameter_count(config)
+
+
+def step_flops(config: ModelConfig, batch_size: int, context_length: int, pass_: str) -> int:
+    """Operations of one measured step.
+
+    Args:
+        pass_: "forward", "backward" (alone), "forward_backward", or "train_step" (with the optimizer).
+    """
+    check_pass(pass_)
+    forward = forward_flops(config, batch_size, context_length)
+    backward = backward_flops(config, batch_size, context_length)
+    return {
+        "forward": forward,
+        "backward": backward,
+        "forward_backward": forward + backward,
+        "train_step": forward + backward + optimizer_flops(config),
+    }[pass_]
+
+
+def roofline_seconds(flops: float, bytes_moved: float, matmul_tflops: float, copy_gbps: float) -> float:
+    """Seconds a machine needs at least: max(FLOPs / rate, bytes / bandwidth) (Williams et al. 2009).
+
+    Args:
+        flops: operations to do; bytes_moved: bytes read from and written to memory.
+        matmul_tflops: 10^12 operations per second; copy_gbps: 10^9 bytes per second, reads plus writes.
+    """
+    check_positive_numbers(matmul_tflops=matmul_tflops, copy_gbps=copy_gbps)
+    return max(flops / (matmul_tflops * 1e12), bytes_moved / (copy_gbps * 1e9))
+
+
+def utilisation(flops: float, seconds: float, matmul_tflops: float) -> float:
+    """Share of the machine's matrix rate that a step reached, 1.0 at best (Chowdhery et al. 2022, "MFU")."""
+    check_positive_numbers(seconds=seconds, matmul_tflops=matmul_tflops)
+    return flops / (seconds * matmul_tflops * 1e12)
