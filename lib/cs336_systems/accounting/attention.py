@@ -43,18 +43,17 @@ def attention_peak_bytes(
 ) -> int:
     """Most bytes alive at once, q, k and v included, for a context at least as long as a head is wide.
 
-    Both peaks lie in the softmax, at its division: 12 bytes a score forward and 24 backward, whatever the
-    type. Forward: scores, exponentials, quotient (16 bit: and its rounded copy). Backward: exponentials,
-    the incoming gradient and four temporaries of the division's derivative; and beside the inputs the
-    output, its gradient and the gradient of v.
+    Both peaks lie in the softmax, at its division, and are 12 bytes a score forward and 24 backward, whatever
+    the type. Forward, run without autograd: scores, exponentials, quotient (16 bit: and its rounded copy).
+    Backward: exponentials, the incoming gradient and four temporaries of the division's derivative; beside the
+    inputs the output, its gradient and the gradient of v.
     """
     _check(batch_size, context_length, d_head, pass_)
     rows = batch_size * context_length
     operand = dtype_bytes(dtype) * rows * d_head
-    mask = context_length**2 if is_causal else 0
-    if pass_ == "forward":
-        return 3 * operand + 3 * FLOAT32_BYTES * rows * context_length + FLOAT32_BYTES * rows + mask
-    return 6 * operand + 6 * FLOAT32_BYTES * rows * context_length + FLOAT32_BYTES * rows + mask
+    row_sums_and_mask = FLOAT32_BYTES * rows + (context_length**2 if is_causal else 0)
+    operands, scores = (3, 3) if pass_ == "forward" else (6, 6)
+    return operands * operand + scores * FLOAT32_BYTES * rows * context_length + row_sums_and_mask
 
 
 def _check(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> None:

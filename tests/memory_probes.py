@@ -1,0 +1,70 @@
+"""What a computation keeps in memory, seen without a GPU: saved tensors, and all storages alive at once."""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class SavedBytes:
+    """Bytes of the storages that autograd saves, each counted once, apart from the ones known before."""
+
+    def __init__(self, known: Iterable[Tensor]):
+        self.known = {tensor.untyped_storage()._cdata for tensor in known}
+        self.storages: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.known:
+            # The tensor is kept so that the address of its storage is not given to another one.
+            self.storages[storage._cdata] = (storage.nbytes(), tensor)
+        return tensor
+
+    @property
+    def total(self) -> int:
+        return sum(size for size, _ in self.storages.values())
+
+
+@contextlib.contextmanager
+def saved_bytes(*known: Tensor) -> Iterator[SavedBytes]:
+    saved = SavedBytes(known)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+        yield saved
+
+
+class LiveBytes(TorchDispatchMode):
+    """Follows every storage from the operation that makes it to its end; `peak` is the most alive at once.
+
+    Temporaries inside one operation are not seen.
+    """
+
+    def __init__(self, *existing: Tensor):
+        super().__init__()
+        self.live: dict[int, int] = {}
+        self.now = self.peak = 0
+        for tensor in existing:
+            self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.live:
+            return
+        self.live[key] = size
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.now -= self.live.pop(key)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        for value in tree_iter(result):
+            if isinstance(value, Tensor):
+                self._add(value)
+        return result
