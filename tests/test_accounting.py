@@ -108,6 +108,7 @@ def test_flops_breakdown_is_that_of_the_modules():
     assert sum(parts[name] for name in names) == attention
 
 
+@settings(deadline=None)
 @given(config=small_configs, batch_size=st.integers(1, 9), context_length=st.integers(1, 99))
 def test_flops_scale(config, batch_size, context_length):
     once = accounting.flops_breakdown(config, batch_size, context_length)
@@ -225,7 +226,7 @@ def test_the_peak_is_where_the_shape_says():
 @pytest.mark.parametrize("pass_", accounting.PASSES)
 @pytest.mark.parametrize("dtype", accounting.DTYPE_BYTES)
 @given(config=small_configs, context_length=st.integers(1, 99))
-@settings(max_examples=10)
+@settings(max_examples=10, deadline=None)
 def test_peak_never_falls_with_the_context_and_holds_the_parameters(pass_, dtype, config, context_length):
     shorter, longer = (
         accounting.peak_bytes(config, 2, length, pass_, dtype)
@@ -279,6 +280,7 @@ def test_attention_peak_bytes_are_what_lives_at_once(context_length, d_head, pas
 # Time
 
 
+@settings(deadline=None)
 @given(flops=st.floats(0, 1e18), bytes_moved=st.floats(0, 1e15), factor=st.floats(1, 100))
 def test_roofline_is_the_slower_of_two_clocks(flops, bytes_moved, factor):
     seconds = accounting.roofline_seconds(flops, bytes_moved, matmul_tflops=500, copy_gbps=4000)

@@ -45,7 +45,7 @@ def attention_peak_bytes(
 
     Both peaks lie in the softmax, at its division, and are 12 bytes a score forward and 24 backward, whatever
     the type. Forward, run without autograd: scores, exponentials, quotient (16 bit: and its rounded copy).
-    Backward: exponentials, the incoming gradient and four temporaries of the division's derivative; beside the
+    Backward: exponentials, the incoming gradient, four temporaries of the division's derivative; beside the
     inputs the output, its gradient and the gradient of v.
     """
     _check(batch_size, context_length, d_head, pass_)

@@ -1,0 +1,88 @@
+"""The registry of sizes against the handout's table."""
+
+import dataclasses
+
+import pytest
+
+from cs336_systems.configs import MODEL_SIZES, model_size
+
+# (d_model, d_ff, layers, heads)
+HANDOUT = {
+    2025: {
+        "small": (768, 3072, 12, 12),
+        "medium": (1024, 4096, 24, 16),
+        "large": (1280, 5120, 36, 20),
+        "xl": (1600, 6400, 48, 25),
+        "2.7B": (2560, 10_240, 32, 32),
+    },
+    2026: {
+        "small": (768, 3072, 12, 12),
+        "medium": (1024, 4096, 24, 16),
+        "large": (1280, 5120, 36, 20),
+        "xl": (2560, 10_240, 32, 32),
+        "10B": (4608, 12_288, 50, 36),
+    },
+}
+
+
+@pytest.mark.parametrize("edition", HANDOUT)
+def test_sizes_are_the_handouts(edition):
+    sizes = {
+        name: (size.d_model, size.d_ff, size.num_layers, size.num_heads)
+        for name, size in MODEL_SIZES[edition].items()
+        if name != "tiny"
+    }
+    assert sizes == HANDOUT[edition]
+    assert all(size.vocab_size == 10_000 for name, size in MODEL_SIZES[edition].items() if name != "tiny")
+
+
+def test_each_size_knows_its_key_and_has_even_heads():
+    for edition, sizes in MODEL_SIZES.items():
+        for name, size in sizes.items():
+            assert (size.name, size.edition) == (name, edition)
+            assert size.d_head * size.num_heads == size.d_model
+            assert size.d_head % 2 == 0
+
+
+def test_every_edition_has_the_same_tiny():
+    tiny = {dataclasses.replace(sizes["tiny"], edition=0) for sizes in MODEL_SIZES.values()}
+    assert len(tiny) == 1
+
+
+def test_xl_is_two_models_and_says_which():
+    assert model_size("xl").label == "xl (2025)"
+    assert model_size("xl", 2026).label == "xl (2026)"
+    same_shape = dataclasses.replace(model_size("xl", 2026), name="2.7B", edition=2025)
+    assert same_shape == model_size("2.7B", 2025)
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        model_size("tiny").d_model = 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("tiny", 2024), "edition 2024 is unknown; allowed: 2025, 2026"),
+        (("tiny", "2025"), "edition '2025' is unknown; allowed: 2025, 2026"),
+        (
+            ("huge",),
+            "model size 'huge' is not in edition 2025; allowed: tiny, small, medium, large, xl, 2.7B",
+        ),
+        (
+            ("10B", 2025),
+            "model size '10B' is not in edition 2025 ('10B' belongs to edition 2026); "
+            "allowed: tiny, small, medium, large, xl, 2.7B",
+        ),
+        (
+            ("2.7B", 2026),
+            "model size '2.7B' is not in edition 2026 ('2.7B' belongs to edition 2025); "
+            "allowed: tiny, small, medium, large, xl, 10B",
+        ),
+    ],
+)
+def test_refusals_name_what_is_allowed(arguments, message):
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - compared in full below
+        model_size(*arguments)
+    assert str(refusal.value) == message

@@ -1,0 +1,90 @@
+"""Softmax, SiLU and cross-entropy against torch's own, and by their properties."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from cs336_systems.functional import cross_entropy, silu, softmax
+
+shapes = st.lists(st.integers(1, 6), min_size=1, max_size=4)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def normal(shape, seed: int, scale: float = 1.0, dtype=torch.float64) -> torch.Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@settings(deadline=None)
+@given(shape=shapes, seed=seeds, scale=st.sampled_from([1e-3, 1.0, 30.0, 1e4]), data=st.data())
+def test_softmax_is_torchs(shape, seed, scale, data):
+    dim = data.draw(st.integers(-len(shape), len(shape) - 1))
+    x = normal(shape, seed, scale)
+    torch.testing.assert_close(softmax(x, dim), torch.softmax(x, dim))
+
+
+@settings(deadline=None)
+@given(shape=shapes, seed=seeds, shift=st.floats(-1e4, 1e4))
+def test_softmax_does_not_see_a_shift_and_sums_to_one(shape, seed, shift):
+    x = normal(shape, seed)
+    torch.testing.assert_close(softmax(x + shift, -1), softmax(x, -1), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(softmax(x, -1).sum(-1), torch.ones(shape[:-1], dtype=x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_softmax_keeps_the_type_and_errs_as_little_as_torchs(dtype):
+    x = normal((50, 4000), seed=0, scale=4).to(dtype)
+    exact = torch.softmax(x.double(), -1)
+    ours, torchs = softmax(x, -1), torch.softmax(x, -1)
+    assert ours.dtype == dtype
+    assert (ours - exact).abs().max() <= 2 * (torchs - exact).abs().max()
+
+
+def test_softmax_of_masked_and_of_huge_scores():
+    x = torch.tensor([[0.0, -torch.inf, 0.0], [3e38, 0.0, -3e38]])
+    torch.testing.assert_close(softmax(x, -1), torch.tensor([[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]]))
+
+
+def test_gradients_are_those_of_the_functions():
+    x = normal((3, 5), seed=1).requires_grad_()
+    targets = torch.tensor([0, 4, 2])
+    assert torch.autograd.gradcheck(lambda x: softmax(x, -1), x)
+    assert torch.autograd.gradcheck(lambda x: softmax(x, 0), x)
+    assert torch.autograd.gradcheck(silu, x)
+    assert torch.autograd.gradcheck(lambda x: cross_entropy(x, targets), x)
+
+
+@settings(deadline=None)
+@given(shape=shapes, seed=seeds)
+def test_silu_is_torchs(shape, seed):
+    x = normal(shape, seed, scale=5)
+    torch.testing.assert_close(silu(x), F.silu(x))
+
+
+@settings(deadline=None)
+@given(
+    shape=st.lists(st.integers(1, 5), max_size=3),
+    vocabulary=st.integers(1, 40),
+    seed=seeds,
+    scale=st.sampled_from([0.0, 1.0, 1e3, 1e30]),
+)
+def test_cross_entropy_is_torchs_whatever_the_logits(shape, vocabulary, seed, scale):
+    logits = normal((*shape, vocabulary), seed, scale, dtype=torch.float32)
+    targets = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+    expected = F.cross_entropy(logits.reshape(-1, vocabulary), targets.reshape(-1))
+    torch.testing.assert_close(cross_entropy(logits, targets), expected)
+    assert expected.isfinite()
+
+
+def test_cross_entropy_of_16_bit_logits_is_taken_in_float32():
+    logits = normal((64, 1000), seed=2, scale=3).bfloat16()
+    targets = torch.arange(64)
+    loss = cross_entropy(logits, targets)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, cross_entropy(logits.float(), targets))
+
+
+def test_cross_entropy_refuses_targets_of_another_shape():
+    with pytest.raises(ValueError, match=r"leading shape of the logits, \(2, 3\); got \(3, 2\)"):
+        cross_entropy(torch.zeros(2, 3, 7), torch.zeros(3, 2, dtype=torch.long))
