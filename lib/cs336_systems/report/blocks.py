@@ -8,16 +8,17 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
 
 from cs336_systems.report.figure import NO_ROWS, Chart, finish, outer_labels, panels_of, placeholder, sheet
-from cs336_systems.report.frames import require_columns, require_one_row_each
-from cs336_systems.report.marks import failures
+from cs336_systems.report.frames import drawable, require_columns
 from cs336_systems.report.series import Series, bar_look, hue_legend, machine_legend, series_of
-from cs336_systems.report.style import BLUE, HATCH, INK, MUTED, PAPER, STYLE, ZONE, luminance
+from cs336_systems.report.style import BLUE, HATCH, INK, MUTED, PAPER, STYLE, ZONE, readable_on, text_color
 from cs336_systems.report.ticks import plain_log, plain_numbers
 from cs336_systems.report.words import MISSING, STATUS_WORDS, column_label, ordered, significant, value_label
 
-_GROUP_WIDTH = 0.82  # of the distance between two groups
+_GROUP_WIDTH = 0.84  # of the distance between two groups
+_BAR_WIDTH = 0.88  # of the place each bar has
 _PALE = LinearSegmentedColormap.from_list("pale", ["#F2F7FB", "#A9CFE8", "#4C9BCB", BLUE, "#08395C"])
 
 
@@ -48,43 +49,42 @@ def grouped_bars(
     """
     if frame.empty:
         return placeholder(title, empty)
-    require_columns(frame, x, y, hue, error, facet)
-    require_one_row_each(frame, x, hue, facet)
+    require_columns(frame, error)
+    frame = drawable(frame, x, y, hue, facet)
     by_value, series, groups = panels_of(frame, facet), series_of(frame, hue), ordered(frame[x], x)
-    chart, axes = sheet(list(by_value), facet)
-    width = _GROUP_WIDTH / len(series)
-    for each, value in zip(axes, by_value, strict=True):
-        each.set_xticks(range(len(groups)), [value_label(group, x) for group in groups])
-        each.set_xlim(-0.55, len(groups) - 0.45)
-        each.tick_params(axis="x", length=0)
-        plain_log(each, frame[y].dropna()) if logy else plain_numbers(each.yaxis)
-        for index, one in enumerate(series):
-            rows = one.within(facet, value).rows.set_index(x)
-            places = {group: i - _GROUP_WIDTH / 2 + (index + 0.5) * width for i, group in enumerate(groups)}
-            _draw_bars(each, rows.assign(place=rows.index.map(places)), 0.9 * width, one, y, error)
-    outer_labels(axes, xlabel or column_label(x), ylabel or column_label(y))
+    chart, panels = sheet(list(by_value), facet)
+    for axes, value in zip(panels, by_value, strict=True):
+        axes.set_xticks(range(len(groups)), [value_label(group, x) for group in groups])
+        axes.set_xlim(-0.55, len(groups) - 0.45)
+        axes.tick_params(axis="x", length=0)
+        plain_log(axes, frame[y].dropna()) if logy else plain_numbers(axes.yaxis)
+        for place, group in enumerate(groups):
+            present = [one.within(facet, value).within(x, group) for one in series]
+            present = [one for one in present if len(one.rows)]
+            for index, one in enumerate(present):
+                shift = (index - (len(present) - 1) / 2) * _GROUP_WIDTH / len(series)
+                _draw_bar(axes, place + shift, _BAR_WIDTH * _GROUP_WIDTH / len(series), one, y, error)
+    outer_labels(panels, xlabel or column_label(x), ylabel or column_label(y))
     chart.draw_without_rendering()
-    _label_bars(axes, width, logy)
-    return finish(chart, title, [hue_legend(series, bars=True), machine_legend(series, bars=True)], subtitle)
+    _label_bars(panels, _GROUP_WIDTH / len(series), logy)
+    machines = [] if facet == "where" else machine_legend(series, bars=True)
+    return finish(chart, title, [hue_legend(series, bars=True), machines], subtitle)
 
 
-def _draw_bars(axes: Axes, rows: pd.DataFrame, width: float, one: Series, y: str, error: str | None) -> None:
-    measured = rows.dropna(subset=[y])
-    axes.bar(measured["place"], measured[y], width, zorder=2, label="_", **bar_look(one.color, one.look))
-    tops = measured[y]
-    if error and error in measured:
-        half = measured[error].fillna(0)
-        lower = np.minimum(half, measured[y])
-        axes.errorbar(
-            measured["place"], measured[y], [lower, half], fmt="none", ecolor=INK, elinewidth=1, zorder=3
-        )
-        tops = tops + half
-    for place, top, value in zip(measured["place"], tops, measured[y], strict=True):
-        _write(axes, place, top, significant(value), INK)
-    for _, row in failures(rows, y).iterrows():
-        _write(
-            axes, row["place"], None, STATUS_WORDS.get(row["status"], row["status"]), one.color, weight="bold"
-        )
+def _draw_bar(axes: Axes, place: float, width: float, one: Series, y: str, error: str | None) -> None:
+    """One bar with its error and its value, or the word for why there is none."""
+    row = one.rows.iloc[0]
+    value = row[y]
+    if pd.isna(value):
+        word = STATUS_WORDS.get(row.get("status"), MISSING)
+        _write(axes, place, None, word, text_color(one.color), weight="bold")
+        return
+    axes.bar(place, value, width, zorder=2, **bar_look(one.color, one.look))
+    half = 0 if error is None or pd.isna(row[error]) else row[error]
+    if half:
+        ends = [[min(half, value)], [half]]
+        axes.errorbar(place, value, ends, fmt="none", ecolor=INK, elinewidth=1, zorder=3)
+    _write(axes, place, value + half, significant(value), INK)
 
 
 def _write(
@@ -94,7 +94,8 @@ def _write(
     ground = {"xycoords": ("data", "axes fraction")} if top is None else {}
     axes.annotate(
         text, (place, 0 if top is None else top), (0, 4), textcoords="offset points", color=color,
-        weight=weight, size=8.5, ha="center", va="bottom", annotation_clip=False, **ground,
+        weight=weight, size=8.5, ha="center", va="bottom", annotation_clip=False, zorder=4,
+        path_effects=[withStroke(linewidth=2.5, foreground=PAPER)], **ground,
     )  # fmt: skip
 
 
@@ -140,8 +141,7 @@ def heatmap(
     """
     if frame.empty:
         return placeholder(title, empty)
-    require_columns(frame, index, columns, values, facet)
-    require_one_row_each(frame, index, columns, facet)
+    frame = drawable(frame, columns, values, index, facet)
     down, across = ordered(frame[index], index), ordered(frame[columns], columns)
     by_value = panels_of(frame, facet)
     chart, axes = sheet(list(by_value), facet, height=0.46 * len(down) + 0.75)
@@ -184,7 +184,7 @@ def _draw_cell(
         Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, facecolor=face, edgecolor=HATCH, linewidth=0, hatch=hatch)
     )
     text = (fmt.format(value) if fmt else significant(value)) if measured else STATUS_WORDS.get(why, MISSING)
-    color = (INK if luminance(face) > 0.32 else PAPER) if measured else MUTED
+    color = readable_on(face) if measured else MUTED
     label = axes.text(
         x, y, text, ha="center", va="center", color=color, size=10, weight="normal" if measured else "bold"
     )

@@ -38,7 +38,7 @@ def side_by_side(
 
 
 def published_rows(name: str) -> pd.DataFrame:
-    """A published table in the words of the rows: milliseconds, one row for each pass, `where` from its GPU.
+    """A published table in the words of the rows: milliseconds, a row for each pass, `where` it is from.
 
     A time that a report calls a median is `p50_ms`; any other is `mean_ms`.
     """
@@ -57,4 +57,4 @@ def published_rows(name: str) -> pd.DataFrame:
     if "mode" in frame:
         modes = [_MODES.get(mode, (mode, "float32")) for mode in frame.pop("mode")]
         frame["implementation"], frame["dtype"] = zip(*modes, strict=True)
-    return frame.assign(where="published: " + frame["gpu"]).reset_index(drop=True)
+    return frame.assign(where="published: " + frame["gpu"] + ", " + frame["source"]).reset_index(drop=True)

@@ -12,9 +12,11 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.patches import Rectangle
 
 from cs336_systems.measure.files import figures_dir, make_folder
-from cs336_systems.report.style import INK, MUTED, STYLE
+from cs336_systems.report.style import INK, MUTED, STYLE, ZONE
 from cs336_systems.report.words import named_value, ordered
 
 WIDTH = 9.2  # inches: 1472 pixels at 160 dpi
@@ -69,9 +71,9 @@ def sheet(
     grid = chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
     for axes in grid[count:]:
         axes.remove()
-    if facet is not None:
-        for axes, value in zip(grid, panels, strict=False):
-            axes.set_title(named_value(facet, value))
+    for axes, value in zip(grid, panels, strict=False):
+        axes.set_title(named_value(facet, value) if facet else "")
+        axes.tick_params(axis="x", labelsize=9 if columns == 3 else 10)
     return chart, list(grid[:count])
 
 
@@ -91,45 +93,55 @@ def finish(
 ) -> Chart:
     """Put title and legends above the panels, which keep their size; lay out once, then freeze."""
     chart.title = title or ""
-    below = chart.get_figheight()
-    texts = [(title, 14, "bold", INK, 0.34), (subtitle, 10, "normal", MUTED, 0.24)]
-    artists, header = [], _EDGE
-    for text, size, weight, color, line in texts:
+    panels, header = chart.get_figheight(), _EDGE
+    placed: list[tuple[Artist, float, float]] = []  # inches from the left and from the top
+    for text, size, weight, color, line in (
+        (title, 14, "bold", INK, 0.33),
+        (subtitle, 10, "normal", MUTED, 0.26),
+    ):
         for part in textwrap.wrap(text, width=int(1170 / size)) if text else []:
-            artists.append((chart.text(0, 0, part, size=size, weight=weight, color=color, va="top"), header))
+            placed.append(
+                (chart.text(0, 0, part, size=size, weight=weight, color=color, va="top"), _EDGE, header)
+            )
             header += line
-    for handles in filter(None, legends):
-        legend = _legend(chart, handles)
-        artists.append((legend, header))
-        header += legend.get_window_extent().height / chart.dpi + 0.02
-    chart.set_figheight(below + header)
-    for artist, top in artists:
-        place = (_EDGE / WIDTH, 1 - top / (below + header))
-        artist.set_position(place) if hasattr(artist, "set_position") else artist.set_bbox_to_anchor(place)
-    chart.get_layout_engine().set(rect=(0, 0, 1, below / (below + header)))
+    left, line = _EDGE, 0.0
+    for legend in [_legend(chart, handles) for handles in legends if handles]:
+        width, height = (side / chart.dpi for side in legend.get_window_extent().bounds[2:])
+        if line and left + width > WIDTH - _EDGE:
+            left, header = _EDGE, header + line
+        placed.append((legend, left, header))
+        left, line = left + width + 0.4, height + 0.1
+    header += max(line - 0.06, 0)
+    chart.set_figheight(panels + header)
+    for artist, x, y in placed:
+        place = (x / WIDTH, 1 - y / (panels + header))
+        artist.set_bbox_to_anchor(place) if isinstance(artist, Legend) else artist.set_position(place)
+    chart.get_layout_engine().set(rect=(0, 0, 1, panels / (panels + header)))
     chart.draw_without_rendering()
     chart.set_layout_engine("none")
     return chart
 
 
-def _legend(chart: Chart, handles: Sequence[Artist]):
-    """One line of legend; as many lines as it needs when it would run off the sheet."""
+def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
+    """One line of legend; more lines when it would run off the sheet."""
     for columns in range(len(handles), 0, -1):
         legend = chart.legend(
-            handles=handles, ncols=columns, loc="upper left", borderpad=0, borderaxespad=0, handlelength=1.9,
+            handles=handles, ncols=columns, loc="upper left", borderpad=0, borderaxespad=0, handlelength=2.7,
             columnspacing=1.6, handletextpad=0.6, labelcolor=INK,
         )  # fmt: skip
         legend.set_in_layout(False)
         if columns == 1 or legend.get_window_extent().width < (WIDTH - 2 * _EDGE) * chart.dpi:
-            return legend
+            break
         legend.remove()
+    return legend
 
 
 @mpl.rc_context(STYLE)
 def placeholder(title: str | None, hint: str = NO_ROWS) -> Chart:
     """What stands where a plot will be once its rows are measured."""
-    chart, (axes,) = sheet([None], None, height=1.5)
+    chart, (axes,) = sheet([None], None, height=1.2)
     axes.set_axis_off()
+    axes.add_artist(Rectangle((0, 0), 1, 1, transform=axes.transAxes, color=ZONE))
     axes.text(0.5, 0.5, hint, ha="center", va="center", color=MUTED, transform=axes.transAxes)
     return finish(chart, title)
 

@@ -1,5 +1,6 @@
 """What may share a line and what may be divided by what: rows that differ only where the plot says so."""
 
+import numpy as np
 import pandas as pd
 
 from cs336_systems.measure.vocabulary import COLUMNS
@@ -21,20 +22,30 @@ def require_columns(frame: pd.DataFrame, *columns: str | None) -> None:
         )
 
 
+def drawable(frame: pd.DataFrame, x: str, y: str, hue: str | None, facet: str | None) -> pd.DataFrame:
+    """The rows of a plot, once it is sure that each has a place of its own.
+
+    Raises:
+        ValueError: a column is missing, or two rows belong in one place; the message names their difference.
+    """
+    require_columns(frame, x, y, hue, facet)
+    frame = plain(frame)
+    require_one_row_each(frame, x, hue, facet)
+    return frame
+
+
 def plain(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows with numpy's types: whole numbers with gaps become float, empty cells NaN or None."""
-    nullable = {name: column for name, column in frame.items() if str(column.dtype) in ("Int64", "boolean")}
-    return frame.assign(**{name: _plain_column(column) for name, column in nullable.items()})
+    """The rows with numpy's numbers: whole numbers with gaps become float, gaps NaN."""
+    return frame.assign(**{name: _plain_column(column) for name, column in frame.items()})
 
 
 def _plain_column(column: pd.Series) -> pd.Series:
-    if column.isna().any():
-        return (
-            column.astype(float)
-            if str(column.dtype) == "Int64"
-            else column.astype(object).where(column.notna(), None)
-        )
-    return column.astype(str(column.dtype).replace("Int64", "int64").replace("boolean", "bool"))
+    column = column.infer_objects()
+    if pd.api.types.is_bool_dtype(column.dtype) and column.isna().any():
+        return column.astype(object).where(column.notna(), np.nan)
+    if pd.api.types.is_extension_array_dtype(column.dtype) and column.dtype.kind in "iufb":
+        return column.astype("float64" if column.isna().any() else column.dtype.numpy_dtype)
+    return column
 
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
@@ -82,12 +93,13 @@ def compared(
 
     Returns:
         The rows that are not the baseline's, with `baseline` (its y), `baseline_status` and `ratio`: how many
-        times better than the baseline, baseline / y where less is better (time, memory), y / baseline of a rate.
+        times better than the baseline: baseline / y where less is better (time, memory), else y / baseline.
 
     Raises:
         ValueError: the baseline has no row, or two rows differ in something besides `hue`.
     """
     require_columns(frame, hue, y, *place)
+    frame = plain(frame)
     group = next((names for names in _SYNONYMS if hue in names), {hue})
     keys = [column for column in key_columns(frame) if column not in group]
     is_baseline = frame[hue] == baseline

@@ -1,6 +1,7 @@
 """Plots of lines: a sweep over one variable, a ratio to a baseline, a trace of steps."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import matplotlib as mpl
 import numpy as np
@@ -9,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from cs336_systems.report.figure import NO_ROWS, Chart, finish, outer_labels, panels_of, placeholder, sheet
-from cs336_systems.report.frames import compared, require_columns, require_one_row_each
+from cs336_systems.report.frames import compared, drawable
 from cs336_systems.report.marks import label_lines, mark_failures
 from cs336_systems.report.series import Series, hue_legend, machine_legend, series_of
 from cs336_systems.report.style import GRID, MUTED, PAPER, STYLE
@@ -49,13 +50,9 @@ def sweep(
     """
     if frame.empty:
         return placeholder(title, empty)
-    require_columns(frame, x, y, hue, facet)
-    require_one_row_each(frame, x, hue, facet)
-    chart, panels = _panels(frame, x, hue, facet)
-    for axes, series in panels:
-        _draw_lines(axes, series, x, y, band)
-    _scale(panels, frame, x, y, logx, logy)
-    return _finish(chart, panels, frame, x, y, hue, title, subtitle, xlabel, ylabel or column_label(y))
+    lines = _draw(drawable(frame, x, y, hue, facet), x, y, hue, facet, band=band, logx=logx, logy=logy)
+    lines.show_level(0, logy)
+    return lines.finish(title, subtitle, xlabel, ylabel)
 
 
 @mpl.rc_context(STYLE)
@@ -85,28 +82,22 @@ def ratio(
     if frame.empty:
         return placeholder(title, empty)
     pairs = compared(frame, hue, baseline, y, place=tuple(column for column in (x, facet) if column))
-    require_one_row_each(pairs, x, hue, facet)
-    chart, panels = _panels(pairs, x, hue, facet)
-    for axes, series in panels:
-        axes.axhline(1, color=MUTED, linewidth=1.2, zorder=1.5)
-        _draw_lines(axes, series, x, "ratio", None)
-    _scale(panels, pairs, x, "ratio", logx, logy)
-    for axes, _ in panels:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
     name = value_label(baseline, hue)
-    return _finish(
-        chart, panels, pairs, x, "ratio", hue, title, subtitle, xlabel, ylabel or _better_than(y, name)
-    )
+    if "status" in pairs:
+        lost = pairs["ratio"].isna() & (pairs["status"] == "ok") & (pairs["baseline_status"] == "oom")
+        pairs["status"] = pairs["status"].mask(lost, f"{name} OOM")
+    lines = _draw(drawable(pairs, x, "ratio", hue, facet), x, "ratio", hue, facet, logx=logx, logy=logy)
+    lines.show_level(1, logy)
+    for axes, _ in lines.panels:
+        axes.axhline(1, color=MUTED, linewidth=1.2, zorder=1.5)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
+    return lines.finish(title, subtitle, xlabel, ylabel or _better_than(y, name))
 
 
 def _better_than(y: str, baseline: str) -> str:
     if y.endswith(("_ms", "_s", "_us")):
         return f"times faster than {baseline}"
-    return (
-        f"times less than {baseline}"
-        if y.endswith(("_mib", "_gib", "_mb", "_gb", "_bytes"))
-        else f"times {baseline}"
-    )
+    return f"times less memory than {baseline}" if y.endswith("_mib") else f"times better than {baseline}"
 
 
 @mpl.rc_context(STYLE)
@@ -132,68 +123,89 @@ def trace(
     """
     if frame.empty:
         return placeholder(title, empty)
-    require_columns(frame, x, y, hue, facet)
-    require_one_row_each(frame, x, hue, facet)
-    chart, panels = _panels(frame, x, hue, facet)
-    for axes, series in panels:
-        axes.grid(axis="x", visible=False)
-        if warmup:
-            axes.axvspan(
-                frame[x].min() - 0.5, frame[x].min() + warmup - 0.5, color=GRID, alpha=0.55, lw=0, zorder=0
-            )
-            axes.annotate("warm-up", (frame[x].min() - 0.4, 1), (4, -5), xycoords=("data", "axes fraction"),
-                          textcoords="offset points", va="top", size=9, color=MUTED)  # fmt: skip
-        _draw_lines(axes, series, x, y, None)
-    _scale(panels, frame, x, y, False, logy)
-    return _finish(chart, panels, frame, x, y, hue, title, subtitle, xlabel, ylabel or column_label(y))
-
-
-_Panels = list[tuple[Axes, list[Series]]]
-
-
-def _panels(frame: pd.DataFrame, x: str, hue: str | None, facet: str | None) -> tuple[Chart, _Panels]:
-    """Colours and looks are decided once for all panels."""
-    by_value = panels_of(frame, facet)
-    chart, axes = sheet(list(by_value), facet)
-    series = series_of(frame, hue)
-    return chart, [
-        (each, [one.within(facet, value) for one in series])
-        for each, value in zip(axes, by_value, strict=True)
-    ]
-
-
-def _draw_lines(axes: Axes, series: Sequence[Series], x: str, y: str, band: tuple[str, str] | None) -> None:
-    for depth, one in enumerate(reversed(series)):
-        rows = one.rows.dropna(subset=[y]).sort_values(x)
-        if rows.empty:
-            continue
-        markers = {} if len(rows) > _MANY_POINTS else {"marker": one.look.marker}
-        axes.plot(
-            rows[x], rows[y], color=one.color, linestyle=one.look.linestyle, zorder=3 + depth / 100,
-            markerfacecolor=PAPER if one.look.hollow else one.color, markeredgecolor=one.color, **markers,
+    lines = _draw(drawable(frame, x, y, hue, facet), x, y, hue, facet, logx=False, logy=logy)
+    lines.show_level(0, logy)
+    start = frame[x].min()
+    for axes, _ in lines.panels if warmup else ():
+        axes.axvspan(start - 0.5, start + warmup - 0.5, color=GRID, alpha=0.55, linewidth=0, zorder=0)
+        axes.annotate(
+            "warm-up", (start + warmup - 0.5, 1), (-6, -5), xycoords=("data", "axes fraction"),
+            textcoords="offset points", ha="right", va="top", size=9, color=MUTED,
         )  # fmt: skip
-        if band and set(band) <= set(rows.columns):
-            edges = rows.dropna(subset=list(band))
-            axes.fill_between(
-                edges[x], edges[band[0]], edges[band[1]], color=one.color, alpha=0.16, linewidth=0
-            )
+    return lines.finish(title, subtitle, xlabel, ylabel)
 
 
-def _scale(panels: _Panels, frame: pd.DataFrame, x: str, y: str, logx: bool, logy: bool) -> None:
-    for axes, _ in panels:
-        x_ticks(axes, x, frame[x], log=logx)
+@dataclass(frozen=True)
+class _Lines:
+    """Drawn lines, not yet labelled."""
+
+    chart: Chart
+    panels: list[tuple[Axes, list[Series]]]
+    series: list[Series]
+    x: str
+    y: str
+    facet: str | None
+
+    def show_level(self, level: float, logy: bool) -> None:
+        """Make a linear y axis, shared by the panels, reach the level that gives it its meaning."""
+        if logy and level == 0:
+            return
+        lows, highs = zip(*(axes.dataLim.intervaly for axes, _ in self.panels), strict=True)
+        low, high = np.nanmin([*lows, level]), np.nanmax([*highs, level])
+        pad = 0.06 * (high - low) or 0.5
+        self.panels[0][0].set_ylim(low if low == level == 0 else low - pad, high + pad)
+
+    def finish(
+        self, title: str | None, subtitle: str | None, xlabel: str | None, ylabel: str | None
+    ) -> Chart:
+        outer_labels(
+            [axes for axes, _ in self.panels], xlabel or column_label(self.x), ylabel or column_label(self.y)
+        )
+        self.chart.draw_without_rendering()
+        mark_failures(self.panels, self.x, self.y)
+        labelled = self.facet is None and label_lines(self.panels[0][0], self.series, self.x, self.y)
+        hues = [] if labelled else hue_legend(self.series)
+        machines = [] if self.facet == "where" else machine_legend(self.series)
+        return finish(self.chart, title, [hues, machines], subtitle)
+
+
+def _draw(
+    frame: pd.DataFrame,
+    x: str,
+    y: str,
+    hue: str | None,
+    facet: str | None,
+    *,
+    logx: bool,
+    logy: bool,
+    band: tuple[str, str] | None = None,
+) -> _Lines:
+    """The lines of every panel; colours and looks are decided once for all of them."""
+    by_value = panels_of(frame, facet)
+    chart, all_axes = sheet(list(by_value), facet)
+    for axes in all_axes:
+        frame_x = x_ticks(axes, x, frame[x], log=logx)
+    series = series_of(frame.assign(**{x: frame_x}), hue)
+    panels = [
+        (axes, [one.within(facet, value) for one in series])
+        for axes, value in zip(all_axes, by_value, strict=True)
+    ]
+    for axes, parts in panels:
+        for depth, one in enumerate(reversed(parts)):
+            _draw_line(axes, one, x, y, band, depth)
         if logy:
             plain_log(axes, frame[y].dropna())
         else:
             plain_numbers(axes.yaxis)
-            axes.set_ylim(bottom=min(0, np.nanmin(frame[y], initial=0)))
+    return _Lines(chart, panels, series, x, y, facet)
 
 
-def _finish(chart, panels, frame, x, y, hue, title, subtitle, xlabel, ylabel) -> Chart:
-    outer_labels([axes for axes, _ in panels], xlabel or column_label(x), ylabel)
-    chart.draw_without_rendering()
-    mark_failures(panels, x, y)
-    everything = series_of(frame, hue)
-    labelled = len(panels) == 1 and label_lines(panels[0][0], everything, x, y)
-    legends = [] if labelled else [hue_legend(everything)]
-    return finish(chart, title, [*legends, machine_legend(everything)], subtitle)
+def _draw_line(axes: Axes, one: Series, x: str, y: str, band: tuple[str, str] | None, depth: int) -> None:
+    rows = one.rows.dropna(subset=[x, y]).sort_values(x)
+    look = {"color": one.color, "linestyle": one.look.linestyle, "linewidth": one.look.linewidth}
+    if len(rows) <= _MANY_POINTS:
+        look |= {"marker": one.look.marker, "markerfacecolor": PAPER if one.look.hollow else one.color}
+    axes.plot(rows[x], rows[y], zorder=3 + depth / 100, **look)
+    if band and set(band) <= set(rows.columns):
+        edges = rows.dropna(subset=list(band))
+        axes.fill_between(edges[x], *(edges[edge] for edge in band), color=one.color, alpha=0.16, linewidth=0)

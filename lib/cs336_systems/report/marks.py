@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FixedLocator
 
 from cs336_systems.report.series import Series
-from cs336_systems.report.style import MUTED, ZONE
+from cs336_systems.report.style import MUTED, ZONE, text_color
 from cs336_systems.report.words import STATUS_WORDS
 
 _WORD_POINTS, _CROSS_POINTS = 12, 11
@@ -55,8 +56,9 @@ def _failures_at(series: Sequence[Series], x: str, y: str) -> dict[float, list[t
 def _crosses_abreast(axes: Axes, places: set[float]) -> int:
     """How many crosses fit beside each other at one tick."""
     pixels = np.sort(axes.transData.transform([(place, 1) for place in places])[:, 0])
-    free = np.diff(pixels).min() if len(pixels) > 1 else axes.bbox.width / 2
-    return max(1, int((free * 72 / axes.figure.dpi - 6) // _CROSS_POINTS))
+    edges = 2 * min(pixels[0] - axes.bbox.x0, axes.bbox.x1 - pixels[-1])
+    free = min([edges, *np.diff(pixels)])
+    return max(1, int((free * 72 / axes.figure.dpi - 2) // _CROSS_POINTS))
 
 
 def _write(axes: Axes, x: float, points: tuple[float, float], text: str, color: str, size: float) -> None:
@@ -78,13 +80,16 @@ def _make_room(panels: Sequence[Axes], points: float) -> None:
     for each in panels:
         each.set_ylim(bottom, raised)
         each.yaxis.set_major_locator(FixedLocator(ticks))
-        each.axhspan(1 - share, 1, transform=each.transAxes, color=ZONE, linewidth=0, zorder=0.2)
+        zone = Rectangle(
+            (0, 1 - share), 1, share, transform=each.transAxes, color=ZONE, linewidth=0, zorder=0.2
+        )
+        each.add_artist(zone)
 
 
 def label_lines(axes: Axes, series: Sequence[Series], x: str, y: str) -> bool:
     """Write each line's name at its right end; False, and nothing written, where a legend reads better."""
     named = {one.label: one for one in reversed(series) if one.label}
-    if not 2 <= len(named) <= _MOST_LABELS:
+    if not 1 <= len(named) <= _MOST_LABELS or any(one.hue == one.where for one in series):
         return False
     ends = {label: one.rows.dropna(subset=[y]).sort_values(x)[[x, y]].tail(1) for label, one in named.items()}
     last = max(one.rows[x].max() for one in series)
@@ -102,7 +107,7 @@ def label_lines(axes: Axes, series: Sequence[Series], x: str, y: str) -> bool:
     for label, to in zip(labels, moved, strict=True):
         axes.annotate(
             label, tuple(ends[label].to_numpy()[0]), (9, to - points[label]), textcoords="offset points",
-            color=named[label].color, weight="bold", size=10, va="center", annotation_clip=False,
+            color=text_color(named[label].color), weight="bold", size=10, va="center", annotation_clip=False,
         )  # fmt: skip
     return True
 

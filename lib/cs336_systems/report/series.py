@@ -61,7 +61,7 @@ def _colors(frame: pd.DataFrame, hue: str | None, places: list[str]) -> dict[Has
 def hue_legend(series: list[Series], *, bars: bool = False) -> list[Line2D | Patch]:
     """One entry for each value of the hue, in its plain colour."""
     entries = {one.label: one for one in series if one.label and one.hue != one.where}
-    return [_swatch(one, bars) for one in entries.values()] if len(entries) > 1 else []
+    return [_swatch(one, bars) for one in entries.values()]
 
 
 def _swatch(one: Series, bars: bool) -> Line2D | Patch:
@@ -83,14 +83,21 @@ def _machine_swatch(one: Series, bars: bool) -> Line2D | Patch:
         return Patch(label=label, **bar_look(color, look))
     face = PAPER if look.hollow else color
     return Line2D(
-        [], [], color=color, linestyle=look.linestyle, marker=look.marker, markerfacecolor=face, label=label
+        [],
+        [],
+        color=color,
+        linestyle=look.linestyle,
+        linewidth=look.linewidth,
+        marker=look.marker,
+        markerfacecolor=face,
+        label=label,
     )
 
 
 def bar_look(color: str, look: MachineStyle) -> dict:
     """Full, hatched or hollow: the bar's counterpart of a solid, dashed or hollow line."""
     if look.hollow:
-        return {"facecolor": PAPER, "edgecolor": color, "linewidth": 1.4}
+        return {"facecolor": PAPER, "edgecolor": color, "linewidth": 1.4, "hatch": look.hatch}
     return {
         "facecolor": color,
         "edgecolor": PAPER if look.hatch else color,

@@ -4,6 +4,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import matplotlib as mpl
+import numpy as np
 import seaborn as sns
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.typing import ColorType
@@ -14,7 +15,7 @@ from cs336_systems.report.words import ordered
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 VERMILLION, PURPLE, GREY = "#D55E00", "#CC79A7", "#7F868F"
 INK, MUTED, GRID, PAPER = "#22272E", "#6B7280", "#E5E7EB", "#FFFFFF"
-ZONE, HATCH = "#F6F7F9", "#C4C9D1"  # where nothing could be measured
+ZONE, HATCH = "#F3F4F6", "#C4C9D1"  # where nothing could be measured
 
 # A family's colours are told apart from each other; two families may share a colour, never a plot's hue.
 COLORS: dict[str, dict[str, str]] = {
@@ -110,11 +111,7 @@ def palette(values: Sequence[Hashable], column: str) -> dict[Hashable, str]:
 
 def ramp(steps: int) -> list[str]:
     """Light to dark, for ordered values: lightness alone tells them apart."""
-    return [to_hex(color) for color in sns.color_palette("crest", as_cmap=True)(_spread(steps))]
-
-
-def _spread(steps: int) -> list[float]:
-    return [0.5] if steps == 1 else [i / (steps - 1) for i in range(steps)]
+    return [to_hex(color) for color in sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, steps))]
 
 
 @dataclass(frozen=True)
@@ -124,20 +121,21 @@ class MachineStyle:
     linestyle: str | tuple = "-"
     marker: str = "o"
     hollow: bool = False
+    linewidth: float = 2.0
     hatch: str | None = None
     fade: float = 0.0  # share of grey mixed into the colour
 
 
-_PUBLISHED_MARKERS = "sD^vP"
+_PUBLISHED = (("s", None), ("D", "...."), ("^", "xxxx"), ("v", "----"))  # marker, hatch
 
 
 def machine_style(where: str, published_index: int = 0) -> MachineStyle:
     """The reference is solid and filled, this machine dashed, a published measurement hollow and greyish."""
     if where.startswith("published"):
-        marker = _PUBLISHED_MARKERS[published_index % len(_PUBLISHED_MARKERS)]
-        return MachineStyle((0, (1, 2)), marker, hollow=True, fade=0.5)
+        marker, hatch = _PUBLISHED[published_index % len(_PUBLISHED)]
+        return MachineStyle((0, (1, 2)), marker, hollow=True, linewidth=1.5, hatch=hatch, fade=0.5)
     if where.startswith("this machine"):
-        return MachineStyle((0, (4, 2)), hatch="////")
+        return MachineStyle((0, (3, 1.6)), hatch="////")
     return MachineStyle()
 
 
@@ -148,7 +146,20 @@ def faded(color: str, share: float) -> str:
     )
 
 
-def luminance(color: ColorType) -> float:
+def text_color(color: ColorType) -> str:
+    """The colour, darkened until it can be read as text on paper (contrast 4 and more)."""
+    shares = np.linspace(0, 1, 21)
+    mixes = ([(1 - s) * c + s * i for c, i in zip(to_rgb(color), to_rgb(INK), strict=True)] for s in shares)
+    return next(to_hex(mix) for mix in mixes if 1.05 / (_luminance(mix) + 0.05) >= 4)
+
+
+def readable_on(background: ColorType) -> str:
+    """Dark or light text, whichever has more contrast (WCAG 2.2) with the background."""
+    light = _luminance(background) + 0.05
+    return INK if light / (_luminance(INK) + 0.05) > 1.05 / light else PAPER
+
+
+def _luminance(color: ColorType) -> float:
     """Relative luminance, 0 black to 1 white (WCAG 2.2)."""
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

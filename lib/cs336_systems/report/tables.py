@@ -117,11 +117,11 @@ def _keys(rows: pd.DataFrame, index: Sequence[str]) -> pd.Index:
 
 
 def _decimals(numbers: Iterable[float]) -> int:
-    """As many as leave two significant digits of the smallest number and no more than six of the largest."""
+    """As many as leave three significant digits of the smallest number and at most five of the largest."""
     sizes = [abs(number) for number in numbers if number and math.isfinite(number)]
     if not sizes:
         return 0
-    wanted, most = 1 - math.floor(math.log10(min(sizes))), 5 - math.floor(math.log10(max(sizes)))
+    wanted, most = 2 - math.floor(math.log10(min(sizes))), 4 - math.floor(math.log10(max(sizes)))
     return max(0, min(wanted, most))
 
 
