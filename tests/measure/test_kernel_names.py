@@ -143,8 +143,8 @@ def test_class_and_short_name(name, kind, short):
 
 def test_both_profilers_spell_one_kernel():
     nsight = (
-        "void at::native::vectorized_elementwise_kernel<(int)4, at::native::BinaryFunctor<float, "
-        "float, float, at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)3>>(int)"
+        "void at::native::vectorized_elementwise_kernel<(int)4, at::native::BinaryFunctor<float, float, "
+        "float, at::native::binary_internal::MulFunctor<float>>, std::array<char *, (unsigned long)3>>(int)"
     )
     assert short_name(nsight) == short_name(vectorized(MUL))
 

@@ -61,8 +61,8 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("elementwise", r"elementwise|triton_poi_|triu_tril|distribution_|_local_scalar_dense"),
     (
         "elementwise",
-        r"^aten::(add|sub|rsub|mul|div|pow|exp|log|sqrt|neg|sigmoid|silu|relu|gelu|tanh|sin|cos|where|masked_fill|abs"
-        r"|tril|triu|maximum|minimum|clamp\w*|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|reciprocal|ones_like|arange"
+        r"^aten::(add|sub|rsub|mul|div|pow|exp|log|r?sqrt|neg|sigmoid|silu|relu|gelu|tanh|sin|cos|where|masked_fill|abs"
+        r"|tril|triu|maximum|minimum|clamp\w*|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|reciprocal|arange"
         r"|normal|uniform|random|sigmoid_backward|silu_backward|threshold_backward|isfinite|erfinv)_?$",
     ),
 )

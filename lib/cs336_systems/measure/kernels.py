@@ -1,0 +1,214 @@
+"""One kernel table, whatever saw the kernels: Nsight Systems, torch.profiler on CUDA, or on a CPU.
+
+A kernel belongs to the ranges that are open when it is *launched*, on any thread of its process. Not on its
+own thread alone: autograd launches the kernels of backward from a thread that never opened a range. And not
+when the kernel runs: by then the host is often several ranges ahead.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import pandas as pd
+
+from cs336_systems.measure.kernel_names import kernel_class, short_name
+
+MS = 1e-6  # nanoseconds to milliseconds
+
+
+class ProfileError(ValueError):
+    """A profile cannot answer; the sentence says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a profiler recorded; times in nanoseconds on one clock.
+
+    Attributes:
+        source: "nsys", "torch cuda" or "torch cpu".
+        machine: the GPU's name; without a GPU, the host's.
+        ranges: process, thread, name, start_ns, end_ns; one row each time that a range was open.
+        kernels: name (full), kind ("kernel", "memcpy", "memset"; on a CPU "operator"), process, thread,
+            launch_ns, start_ns, end_ns, grid, stream; one row a launch.
+    """
+
+    source: str
+    machine: str
+    ranges: pd.DataFrame
+    kernels: pd.DataFrame
+
+    def __post_init__(self) -> None:
+        if self.kernels.empty:
+            raise ProfileError(
+                f"the {self.source} profile has no kernel in it; see whether the program ran to its end, and "
+                "computed on the device inside the capture"
+            )
+        if self.ranges.empty:
+            raise ProfileError(
+                f"the {self.source} profile has {len(self.kernels)} kernels and no ranges to put them in; "
+                "run the code under ranges.recording(), and nsys with --trace=cuda,nvtx"
+            )
+
+    def require_machine(self, name: str) -> None:
+        """Refuse a profile made elsewhere: its times must not be saved as this machine's.
+
+        Raises:
+            ProfileError: the profile is of another machine than `name`, a GPU's name or a host's.
+        """
+        if self.machine != name:
+            raise ProfileError(
+                f"the profile was recorded on {self.machine!r}, not on {name!r}; profile again here, or save "
+                "its rows under the machine it comes from"
+            )
+
+
+def attribute(profile: Profile) -> pd.DataFrame:
+    """`profile.kernels` with `range` (path of the ranges open at launch), `kernel` (short name) and `class`.
+
+    Inside a range called optimizer, elementwise work, reductions and copies count as "optimizer": an
+    optimizer written in plain PyTorch launches the same kernels as everybody, and only the range tells them
+    apart.
+    """
+    kernels = profile.kernels.copy()
+    kernels["range"], _ = _sweep(profile.ranges, kernels)
+    kernels["kernel"] = kernels.name.map(short_name)
+    kernels["class"] = kernels.name.map(kernel_class)
+    in_optimizer = kernels.range.str.contains(r"(?:^|/)optimizer\b")
+    ordinary = kernels["class"].isin(["elementwise", "reduction", "copy/cast"])
+    kernels.loc[in_optimizer & ordinary, "class"] = "optimizer"
+    return kernels
+
+
+def kernel_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
+    """The kernels of one step: range, kernel, class, calls, total_ms, grid, stream, kind; the longest first.
+
+    A step is one time that the range `root` is open; calls and total_ms are means over the steps, of which
+    `table.attrs["steps"]` tells how many. What ran outside `root`, the warm-up, is left out. Ranges start at
+    `root`.
+
+    Raises:
+        ProfileError: no range of that name was recorded; the message lists those that were.
+    """
+    steps = _occurrences(profile, root)
+    kernels = attribute(profile)
+    kernels["range"] = _from_root(kernels.range, root)
+    kernels = kernels[kernels.range.notna()].assign(total_ms=(kernels.end_ns - kernels.start_ns) * MS)
+    columns = ["range", "kernel", "class", "kind", "grid", "stream"]
+    table = kernels.groupby(columns).agg(calls=("total_ms", "size"), total_ms=("total_ms", "sum")) / len(
+        steps
+    )
+    table = table.reset_index().sort_values("total_ms", ascending=False, ignore_index=True)
+    table = table[["range", "kernel", "class", "calls", "total_ms", "grid", "stream", "kind"]]
+    table.attrs = {"source": profile.source, "steps": len(steps), "root": root}
+    return table
+
+
+def range_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
+    """Host and device time of `root` and of the ranges directly inside it, as means over the steps.
+
+    Returns:
+        range; host_ms, how long the range was open; device_span_ms, from its first kernel's start to its last
+        one's end; device_busy_ms, the part of it with a kernel running; device_idle_share of the span; calls
+        (launches). A range whose device is mostly idle is bound by the host that launches.
+    """
+    kernels = profile.kernels
+    _, paths = _sweep(profile.ranges, kernels)
+    ranges = profile.ranges.assign(range=_from_root(paths, root))
+    ranges = ranges[ranges.range.notna() & (ranges.range.str.count("/") <= 1)]
+    records = []
+    for path, process, start, end in zip(
+        ranges.range, ranges.process, ranges.start_ns, ranges.end_ns, strict=True
+    ):
+        own = kernels[(kernels.process == process) & (kernels.launch_ns >= start) & (kernels.launch_ns < end)]
+        span = own.end_ns.max() - own.start_ns.min() if len(own) else 0
+        records.append(
+            {
+                "range": path,
+                "host_ms": (end - start) * MS,
+                "device_span_ms": span * MS,
+                "device_busy_ms": _union(own.start_ns, own.end_ns) * MS,
+                "calls": len(own),
+            }
+        )
+    _occurrences(profile, root)
+    table = pd.DataFrame(records).groupby("range", sort=False).mean().reset_index()
+    table.insert(
+        4, "device_idle_share", 1 - table.device_busy_ms / table.device_span_ms.where(table.calls > 0)
+    )
+    return table
+
+
+def within(table: pd.DataFrame, path: str) -> pd.DataFrame:
+    """Rows of a kernel table whose range is, or lies inside, a range of this path: "attention/softmax"."""
+    return table[("/" + table.range + "/").str.contains(f"/{path}/", regex=False)]
+
+
+def stages(table: pd.DataFrame) -> pd.Series:
+    """The part of each row's range right after the root: forward, backward, optimizer; or the root itself."""
+    parts = table.range.str.split("/")
+    return parts.str[1].fillna(parts.str[0])
+
+
+def class_shares(table: pd.DataFrame) -> pd.DataFrame:
+    """calls, total_ms and share of the time per class, the largest first; the classes add up to the whole."""
+    totals = table.groupby("class")[["calls", "total_ms"]].sum()
+    totals["share"] = totals.total_ms / totals.total_ms.sum()
+    return totals.sort_values("total_ms", ascending=False).reset_index()
+
+
+def top_kernels(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
+    """The kernels with most time, over all ranges and grids: kernel, class, calls, total_ms, share."""
+    totals = table.groupby(["kernel", "class"])[["calls", "total_ms"]].sum()
+    totals["share"] = totals.total_ms / totals.total_ms.sum()
+    return totals.sort_values("total_ms", ascending=False).head(count).reset_index()
+
+
+def _occurrences(profile: Profile, root: str) -> pd.DataFrame:
+    found = profile.ranges[profile.ranges.name == root]
+    if found.empty:
+        names = sorted(set(profile.ranges.name))
+        raise ProfileError(f"the profile has no range {root!r}; it has {', '.join(names[:20])}")
+    return found
+
+
+def _from_root(paths: pd.Series, root: str) -> pd.Series:
+    """Each path from its part `root` on; missing where the path does not pass through it."""
+    return paths.str.extract(rf"(?:^|/)({re.escape(root)}(?:/.*)?)$")[0]
+
+
+def _sweep(ranges: pd.DataFrame, kernels: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Walk along time, process by process: the path of each kernel at its launch, and of each range."""
+    kernel_paths, range_paths = {}, {}
+    for process in set(ranges.process) | set(kernels.process):
+        mine = ranges[(ranges.process == process) & (ranges.end_ns > ranges.start_ns)]
+        launched = kernels[kernels.process == process]
+        # At equal times a range that ends goes first, then those that begin, the longest first, then
+        # launches.
+        events = [(end, 0, 0, index) for index, end in mine.end_ns.items()]
+        events += [
+            (start, 1, -end, index)
+            for index, start, end in zip(mine.index, mine.start_ns, mine.end_ns, strict=True)
+        ]
+        events += [(launch, 2, 0, index) for index, launch in launched.launch_ns.items()]
+        names, is_open = mine.name.to_dict(), {}
+        for _, what, _, index in sorted(events):
+            if what == 0:
+                del is_open[index]
+            elif what == 1:
+                is_open[index] = names[index]
+                range_paths[index] = "/".join(is_open.values())
+            else:
+                kernel_paths[index] = "/".join(is_open.values())
+    return (
+        pd.Series(kernel_paths, dtype=object).reindex(kernels.index),
+        pd.Series(range_paths, dtype=object).reindex(ranges.index),
+    )
+
+
+def _union(starts: Iterable[int], ends: Iterable[int]) -> int:
+    """Time covered by intervals that may overlap."""
+    covered = last = 0
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        covered += max(0, end - max(start, last))
+        last = max(last, end)
+    return covered

@@ -1,0 +1,246 @@
+"""Nsight Systems: find nsys, run a command under it, read what it saw into a `Profile`."""
+
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from cs336_systems.measure.kernels import Profile, ProfileError
+
+NSIGHT_COMPUTE = Path("/opt/nvidia/nsight-compute")
+
+
+@dataclass(frozen=True)
+class Nsys:
+    """A working nsys. `importer` and `libraries` are set for the copy that Nsight Compute carries."""
+
+    program: Path
+    importer: Path | None = None
+    libraries: Path | None = None
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The importer and its plugins look for their libraries in LD_LIBRARY_PATH only."""
+        if self.libraries is None:
+            return dict(os.environ)
+        paths = [str(self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
+        return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, paths))}
+
+
+def find_nsys() -> Nsys | None:
+    """nsys on PATH, else the newest one inside a Nsight Compute installation, else None."""
+    if program := shutil.which("nsys"):
+        return Nsys(Path(program))
+    for host in sorted(NSIGHT_COMPUTE.glob("*/host"), key=_version, reverse=True):
+        program = host / "target-linux-x64" / "nsys"
+        importers = sorted(host.glob("linux-desktop-*/QdstrmImporter"))
+        if program.is_file() and importers:
+            return Nsys(program, importers[-1], importers[-1].parent)
+    return None
+
+
+def record(command: list[str], stem: Path) -> Path:
+    """Run `command` under nsys and export what happened between its cudaProfilerStart and cudaProfilerStop.
+
+    Args:
+        command: the program and its arguments.
+        stem: where to write <stem>.nsys-rep, for the Nsight Systems viewer, and <stem>.sqlite.
+
+    Returns:
+        The path of the SQLite export, for `read_export`.
+
+    Raises:
+        ProfileError: there is no nsys, the command failed, or nsys could not make a report of it.
+    """
+    nsys = find_nsys()
+    if nsys is None:
+        raise ProfileError(
+            f"nsys is neither on PATH nor below {NSIGHT_COMPUTE}; install Nsight Systems, "
+            "or take torch.profiler as the source"
+        )
+    stem = stem.absolute()
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    raw, report, export = (stem.with_name(stem.name + end) for end in (".qdstrm", ".nsys-rep", ".sqlite"))
+    for old in (raw, report, export):
+        old.unlink(missing_ok=True)
+    # No CPU sampling and no context switches: they make the stream gigabytes large, and nothing here reads
+    # them.
+    options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
+    options += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop", f"--output={stem}"]
+    log = _run([nsys.program, "profile", *options, *command], nsys)
+    if not report.exists() and raw.exists() and nsys.importer:
+        log += _run([nsys.importer, "-i", raw, "-o", report], nsys)
+    if not report.exists():
+        hint = "; install libdw1" if "libdw" in log else ""
+        raise ProfileError(
+            f"nsys made no report of {' '.join(command)!r}{hint}; its last words: {_tail(log)}"
+        )
+    log = _run(
+        [nsys.program, "export", "--type=sqlite", "--force-overwrite=true", f"--output={export}", report],
+        nsys,
+    )
+    if not export.exists():
+        raise ProfileError(f"nsys could not export {report.name}; its last words: {_tail(log)}")
+    raw.unlink(missing_ok=True)
+    return export
+
+
+# What is read from an export. NVTX_EVENTS is missing where no range was recorded, which is another error.
+_NEEDED = {
+    "StringIds": {"id", "value"},
+    "CUPTI_ACTIVITY_KIND_RUNTIME": {"start", "globalTid", "correlationId"},
+    "CUPTI_ACTIVITY_KIND_KERNEL": {
+        "start", "end", "streamId", "correlationId", "globalPid", "demangledName", "gridX", "gridY", "gridZ",
+    },
+    "NVTX_EVENTS": {"start", "end", "text", "textId", "globalTid", "domainId", "eventType"},
+}  # fmt: skip
+_COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
+_PUSH_POP, _START_END = 59, 60  # the NVTX event types that are ranges
+
+
+def read_export(path: Path) -> Profile:
+    """Read a SQLite export of Nsight Systems 2021.2 or newer.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ProfileError: it is no export, is cut off, is of too old a schema, or has no kernels or no NVTX
+            ranges.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no Nsight Systems export {path}; make one with measure.nsys.record"
+        )
+    if path.suffix in (".nsys-rep", ".qdrep"):
+        raise ProfileError(f"{path.name} is a report; export it first: nsys export --type=sqlite {path.name}")
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as export:
+            _check_size(export, path)
+            return _read(export, path)
+    except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
+        raise ProfileError(
+            f"{path.name} is damaged or no SQLite export ({error}); export the report again: "
+            f"nsys export --type=sqlite {path.stem}.nsys-rep"
+        ) from None
+
+
+def _check_size(export: sqlite3.Connection, path: Path) -> None:
+    """SQLite reads the head of a truncated file happily; it notices only when a missing page is needed."""
+    with path.open("rb") as file:
+        pages = int.from_bytes(file.read(32)[28:], "big")
+    size = pages * export.execute("PRAGMA page_size").fetchone()[0]
+    export.execute("SELECT count(*) FROM sqlite_master").fetchone()  # raises where it is no database at all
+    if path.stat().st_size < size:
+        raise sqlite3.DatabaseError(f"cut off after {path.stat().st_size} of {size} bytes")
+
+
+def _read(export: sqlite3.Connection, path: Path) -> Profile:
+    tables = {
+        table: {column[1] for column in export.execute(f"PRAGMA table_info({table})")}
+        for (table,) in export.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    }
+    if not {"StringIds", "META_DATA_EXPORT"} <= set(tables) and "CUPTI_ACTIVITY_KIND_KERNEL" not in tables:
+        raise ProfileError(f"{path.name} is a SQLite file, but not an export of Nsight Systems")
+    for table, columns in _NEEDED.items():
+        if table in tables and (missing := columns - tables[table]):
+            raise ProfileError(
+                f"{path.name} has an older schema ({_written_by(export, tables)}: {table} lacks "
+                f"{', '.join(sorted(missing))}); export its report again with Nsight Systems 2021.2 or newer"
+            )
+    kernels = [_launches(export, tables, table) for table in _ACTIVITIES if table in tables]
+    return Profile(
+        source="nsys",
+        machine=_gpu(export, tables),
+        ranges=_ranges(export, tables),
+        kernels=pd.concat(kernels, ignore_index=True) if kernels else pd.DataFrame(),
+    )
+
+
+_ACTIVITIES = {
+    "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy",
+    "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
+}
+
+
+def _launches(export: sqlite3.Connection, tables: dict[str, set[str]], table: str) -> pd.DataFrame:
+    """Kernels, copies or fills, each with the call that launched it: same correlation id, same process."""
+    kind = _ACTIVITIES[table]
+    is_kernel = kind == "kernel"
+    name = "(SELECT value FROM StringIds WHERE id = a.demangledName)" if is_kernel else "''"
+    grid = "a.gridX || ',' || a.gridY || ',' || a.gridZ" if is_kernel else "''"
+    copy = "a.copyKind" if kind == "memcpy" else "0"
+    frame = pd.read_sql_query(
+        f"""SELECT {name} AS name, '{kind}' AS kind, {copy} AS copy,
+                   a.globalPid AS process, r.globalTid AS thread,
+                   coalesce(r.start, a.start) AS launch_ns, a.start AS start_ns, a.end AS end_ns,
+                   {grid} AS grid, a.streamId AS stream
+            FROM {table} a LEFT JOIN CUPTI_ACTIVITY_KIND_RUNTIME r
+              ON r.correlationId = a.correlationId AND (r.globalTid >> 24) = (a.globalPid >> 24)""",
+        export,
+    )
+    if not is_kernel:
+        frame["name"] = (
+            "Memset" if kind == "memset" else "Memcpy " + frame["copy"].map(_COPY_KINDS).fillna("other")
+        )
+    return frame.drop(columns="copy")
+
+
+def _ranges(export: sqlite3.Connection, tables: dict[str, set[str]]) -> pd.DataFrame:
+    """Ranges of the default domain; libraries annotate themselves in domains of their own."""
+    if "NVTX_EVENTS" not in tables:
+        return pd.DataFrame()
+    return pd.read_sql_query(
+        f"""SELECT (globalTid >> 24) << 24 AS process, globalTid AS thread,
+                   coalesce(text, (SELECT value FROM StringIds WHERE id = textId)) AS name,
+                   start AS start_ns,
+                   coalesce(end, (SELECT max(end) FROM CUPTI_ACTIVITY_KIND_RUNTIME)) AS end_ns
+            FROM NVTX_EVENTS
+            WHERE eventType IN ({_PUSH_POP}, {_START_END}) AND coalesce(domainId, 0) = 0 AND start IS NOT NULL
+            ORDER BY start""",
+        export,
+    )
+
+
+def _gpu(export: sqlite3.Connection, tables: dict[str, set[str]]) -> str:
+    if "name" not in tables.get("TARGET_INFO_GPU", ()):
+        return "unknown"
+    return (
+        ", ".join(sorted({name for (name,) in export.execute("SELECT name FROM TARGET_INFO_GPU")}))
+        or "unknown"
+    )
+
+
+def _written_by(export: sqlite3.Connection, tables: dict[str, set[str]]) -> str:
+    if "META_DATA_EXPORT" not in tables:
+        return "no version given"
+    facts = dict(export.execute("SELECT name, value FROM META_DATA_EXPORT"))
+    return ", ".join(
+        f"{what} {facts.get(f'EXPORT_{what.upper()}_VERSION', '?')}" for what in ("product", "schema")
+    )
+
+
+def _run(command: list, nsys: Nsys) -> str:
+    """Run to the end, whatever the exit code (files tell whether it worked), and return what it printed."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        env=nsys.environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+    )
+    return done.stdout.replace("\r", "\n") + done.stderr.replace("\r", "\n")
+
+
+def _tail(log: str) -> str:
+    return " / ".join(line.strip() for line in log.splitlines()[-5:] if line.strip()) or "(nothing)"
+
+
+def _version(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.parent.name)]

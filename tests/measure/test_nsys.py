@@ -1,0 +1,268 @@
+"""Nsight Systems exports: a real one, synthetic ones, and everything that can be wrong with one."""
+
+import os
+import shutil
+import sqlite3
+import stat
+from pathlib import Path
+
+import pytest
+
+from cs336_systems.measure import nsys
+from cs336_systems.measure.kernels import ProfileError, kernel_table, within
+from cs336_systems.measure.nsys import find_nsys, read_export, record
+
+SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
+PROCESS, MAIN, AUTOGRAD = 5 << 24, (5 << 24) + 1, (5 << 24) + 2
+
+SCHEMA = """
+CREATE TABLE StringIds (id INTEGER, value TEXT);
+CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT);
+CREATE TABLE TARGET_INFO_GPU (name TEXT);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start, end, globalTid, correlationId);
+CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL
+    (start, end, streamId, correlationId, globalPid, demangledName, gridX, gridY, gridZ);
+CREATE TABLE NVTX_EVENTS (start, end, text, textId, globalTid, domainId, eventType); INSERT INTO StringIds
+VALUES (1, 'ampere_sgemm_128x64_tn'), (2, 'backward'); INSERT INTO META_DATA_EXPORT VALUES
+('EXPORT_PRODUCT_VERSION', '2020.1.1'), ('EXPORT_SCHEMA_VERSION', '1.2.3'); INSERT INTO TARGET_INFO_GPU VALUES
+('NVIDIA H200');
+"""
+
+
+@pytest.fixture
+def make_export(tmp_path):
+    """An export of one step: forward launches a kernel from the main thread, backward one from autograd's."""
+
+    def make(*more: str) -> Path:
+        path = tmp_path / "profile.sqlite"
+        with sqlite3.connect(path) as export:
+            export.executescript(SCHEMA)
+            for start, end, text, text_id in [
+                (0, 100, "measure", None),
+                (10, 40, "forward", None),
+                (50, 90, None, 2),
+            ]:
+                row = (start, end, text, text_id, MAIN, 0, 59)
+                export.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            for correlation, launch, thread in [(1, 20, MAIN), (2, 60, AUTOGRAD)]:
+                row = (launch, launch + 1, thread, correlation)
+                export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?)", row)
+                row = (launch + 100, launch + 110, 7, correlation, PROCESS, 1, 4, 2, 1)
+                export.execute(
+                    "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row
+                )
+            for statement in more:
+                export.execute(statement)
+        export.close()
+        return path
+
+    return make
+
+
+def test_counts_of_the_real_export():
+    """Over all five steps, as its makers counted: one of the optimizer steps makes the state."""
+    profile = read_export(SAMPLE)
+    assert (profile.source, profile.machine) == ("nsys", "NVIDIA H200")
+    for stage, count in {"forward": 40, "backward": 75, "optimizer step": 14}.items():
+        table = kernel_table(profile, stage)
+        assert table.attrs["steps"] == 5
+        assert table[table.kind == "kernel"].calls.sum() == pytest.approx(count)
+
+
+def test_the_measured_steps_of_the_real_export():
+    table = kernel_table(read_export(SAMPLE), "measure")
+    assert table.attrs["steps"] == 3
+    of_kernels = table[table.kind == "kernel"]
+    for stage, count in {"forward": 40, "backward": 75, "optimizer step": 8}.items():
+        assert within(of_kernels, f"measure/{stage}").calls.sum() == pytest.approx(count)
+    softmax = within(table, "forward/scaled dot product attention/computing softmax")
+    assert softmax.kernel.tolist() == ["softmax_warp_forward"]
+    assert softmax.calls.tolist() == [2]
+    assert set(table[table.kind == "memset"].kernel) == {"Memset"}
+    assert not (table["class"] == "other").any()
+
+
+def test_backward_is_found_on_autograds_thread(make_export):
+    """Attributed by thread, as one published report did it, backward would have no kernel at all."""
+    profile = read_export(make_export())
+    table = kernel_table(profile)
+    assert dict(zip(table.range, table.calls, strict=True)) == {"measure/forward": 1, "measure/backward": 1}
+    by_thread = profile.kernels.merge(profile.ranges, on="thread")
+    by_thread = by_thread[
+        (by_thread.launch_ns >= by_thread.start_ns_y) & (by_thread.launch_ns < by_thread.end_ns_y)
+    ]
+    assert "backward" not in set(by_thread.name_y)
+
+
+def test_kernels_join_launches_of_their_own_process(make_export):
+    """Correlation ids are counted per process: two ranks of one job use the same ones."""
+    other = 6 << 24
+    path = make_export(
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (500, 501, {other + 1}, 1)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (510, 520, 7, 1, {other}, 1, 1, 1, 1)",
+    )
+    assert sorted(read_export(path).kernels.launch_ns) == [20, 60, 500]
+
+
+def test_grid_stream_and_foreign_ranges(make_export):
+    path = make_export(
+        f"INSERT INTO NVTX_EVENTS VALUES (12, 30, 'ncclAllReduce', NULL, {MAIN}, 3, 59)",  # a library's own
+        f"INSERT INTO NVTX_EVENTS VALUES (15, NULL, 'a mark', NULL, {MAIN}, 0, 34)",  # no range
+        f"INSERT INTO NVTX_EVENTS VALUES (55, NULL, 'open', NULL, {MAIN}, 0, 59)",  # still open at the end
+    )
+    table = kernel_table(read_export(path))
+    assert set(table.range) == {"measure/forward", "measure/backward/open"}
+    assert table.grid.tolist() == ["4,2,1"] * 2
+    assert table.stream.tolist() == [7, 7]
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no Nsight Systems export .*none\.sqlite; make one with"):
+        read_export(tmp_path / "none.sqlite")
+
+
+def test_report_instead_of_export(tmp_path):
+    (tmp_path / "p.nsys-rep").write_bytes(b"x")
+    with pytest.raises(ProfileError, match=r"nsys export --type=sqlite p\.nsys-rep"):
+        read_export(tmp_path / "p.nsys-rep")
+
+
+@pytest.mark.parametrize("kept", [50, 5000, 200_000, 401_000])
+def test_truncated_export(tmp_path, kept):
+    path = tmp_path / "cut.sqlite"
+    path.write_bytes(SAMPLE.read_bytes()[:kept])
+    with pytest.raises(
+        ProfileError, match=r"cut\.sqlite is damaged or no SQLite export .* export the report again"
+    ):
+        read_export(path)
+
+
+def test_no_database_at_all(tmp_path):
+    (tmp_path / "p.sqlite").write_text("kernel,calls\n" * 100)
+    with pytest.raises(ProfileError, match=r"p\.sqlite is damaged or no SQLite export"):
+        read_export(tmp_path / "p.sqlite")
+
+
+@pytest.mark.parametrize("content", ["", "CREATE TABLE notes (text TEXT)"])
+def test_another_database(tmp_path, content):
+    with sqlite3.connect(tmp_path / "p.sqlite") as export:
+        export.execute(content)
+    with pytest.raises(
+        ProfileError, match=r"p\.sqlite is a SQLite file, but not an export of Nsight Systems"
+    ):
+        read_export(tmp_path / "p.sqlite")
+
+
+def test_too_old_a_schema(make_export):
+    path = make_export("ALTER TABLE NVTX_EVENTS DROP COLUMN textId")
+    with pytest.raises(
+        ProfileError, match=r"older schema \(product 2020.1.1, schema 1\.2\.3: NVTX_EVENTS lacks textId\)"
+    ):
+        read_export(path)
+
+
+def test_no_nvtx_ranges(make_export):
+    with pytest.raises(ProfileError, match="2 kernels and no ranges"):
+        read_export(make_export("DROP TABLE NVTX_EVENTS"))
+
+
+@pytest.mark.parametrize(
+    "statement", ["DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL"]
+)
+def test_empty_capture(make_export, statement):
+    with pytest.raises(ProfileError, match="the nsys profile has no kernel in it"):
+        read_export(make_export(statement))
+
+
+def script(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/bash\n" + text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+# Writes its arguments down; the option --output=... or -o names the file to make.
+FAKE = """echo "$(basename $0) $LD_LIBRARY_PATH $*" >> {log}
+for word in "$@"; do
+  case $word in --output=*) out=${{word#--output=}};; -o) next=1;; *) [ -n "$next" ] && out=$word && next=;;
+  esac
+done
+{make}
+"""
+
+
+@pytest.fixture
+def no_nsys(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setattr(nsys, "NSIGHT_COMPUTE", tmp_path / "nsight-compute")
+    assert find_nsys() is None
+
+
+def test_no_nsys_names_the_other_source(no_nsys, tmp_path):
+    with pytest.raises(
+        ProfileError, match=r"neither on PATH nor below .*install Nsight Systems, or take torch\.profiler"
+    ):
+        record(["true"], tmp_path / "profile")
+
+
+def test_nsys_on_path(no_nsys, tmp_path):
+    make = f"[ $1 = profile ] && echo report > $out.nsys-rep; [ $1 = export ] && cp {SAMPLE} $out; exit 0"
+    script(tmp_path / "bin" / "nsys", FAKE.format(log=tmp_path / "log", make=make))
+    export = record(["python", "-m", "target"], tmp_path / "out" / "profile")
+    assert export == tmp_path / "out" / "profile.sqlite"
+    assert read_export(export).machine == "NVIDIA H200"
+    profile, _ = (tmp_path / "log").read_text().splitlines()
+    assert "--trace=cuda,nvtx" in profile
+    assert "--capture-range=cudaProfilerApi" in profile, "warm-up is not captured"
+    assert profile.endswith("python -m target")
+
+
+def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch):
+    """The newest version is taken; its profile leaves a raw stream, which the importer turns into the report."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/my/libraries")
+    log = tmp_path / "log"
+    for version in ("2024.3.0", "2025.10.1", "2025.9.2"):
+        host = tmp_path / "nsight-compute" / version / "host"
+        make = (
+            f"[ $1 = profile ] && echo > $out.qdstrm && exit 1; [ $1 = export ] && cp {SAMPLE} $out; exit 0"
+        )
+        script(host / "target-linux-x64" / "nsys", FAKE.format(log=log, make=make))
+        script(
+            host / "linux-desktop-glibc_2_11_3-x64" / "QdstrmImporter",
+            FAKE.format(log=log, make="echo > $out"),
+        )
+    assert "2025.10.1" in str(find_nsys().program)
+    assert read_export(record(["true"], tmp_path / "profile")).source == "nsys"
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["nsys", "QdstrmImporter", "nsys"]
+    assert "linux-desktop-glibc_2_11_3-x64:/my/libraries" in log.read_text()
+    assert not (tmp_path / "profile.qdstrm").exists()
+
+
+def test_a_failing_command_shows_its_last_words(no_nsys, tmp_path):
+    script(tmp_path / "bin" / "nsys", "echo 'CUDA out of memory' >&2; exit 1")
+    with pytest.raises(
+        ProfileError, match="nsys made no report of 'train'; its last words: CUDA out of memory"
+    ):
+        record(["train"], tmp_path / "profile")
+
+
+def test_a_missing_libdw_is_named(no_nsys, tmp_path):
+    host = tmp_path / "nsight-compute" / "2025.1" / "host"
+    script(host / "target-linux-x64" / "nsys", FAKE.format(log="/dev/null", make="echo raw > $out.qdstrm"))
+    script(
+        host / "linux-desktop-x" / "QdstrmImporter",
+        "echo 'libdw.so.1: cannot open shared object file' >&2; exit 127",
+    )
+    with pytest.raises(
+        ProfileError, match=r"made no report of 'train'; install libdw1; its last words: libdw\.so\.1"
+    ):
+        record(["train"], tmp_path / "profile")
+
+
+def test_an_old_export_is_never_taken_for_the_new_one(no_nsys, tmp_path):
+    shutil.copy(SAMPLE, tmp_path / "profile.sqlite")
+    os.chmod(tmp_path / "profile.sqlite", 0o644)
+    script(tmp_path / "bin" / "nsys", "[ $1 = profile ] && touch profile.nsys-rep; exit 1")
+    with pytest.raises(ProfileError):
+        record(["train"], tmp_path / "profile")
+    assert not (tmp_path / "profile.sqlite").exists()
