@@ -1,0 +1,26 @@
+"""Run a function in a new process: nothing loaded, nothing cached, no GPU context yet."""
+
+import multiprocessing
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+
+def in_fresh_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `function` in a process of its own and return what it returns; its errors are raised here.
+
+    Args:
+        function: found by import, so it lives in a module and not in a notebook's cell.
+        args, kwargs: what it is called with; they and the result must pickle.
+
+    Raises:
+        ValueError: the function cannot be imported by another process.
+    """
+    if function.__module__ == "__main__" or "<" in function.__qualname__:
+        raise ValueError(
+            f"{function.__qualname__} lives in {function.__module__}, where a new process cannot find it; "
+            "allowed: a function at the top of an importable module"
+        )
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+        return pool.submit(function, *args, **kwargs).result()
