@@ -1,0 +1,122 @@
+"""python -m cs336_systems: run the workbook, list its notebooks, redraw its figures."""
+
+import argparse
+import os
+import signal
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from cs336_systems import batch
+from cs336_systems.measure.machine import load_card, machine_card
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 all well, 1 a notebook failed, 2 refused before starting, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's way of saying Ctrl-C
+    try:
+        return options.command(options)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 130
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m cs336_systems", description="The workbook's commands.")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    output = {"type": Path, "metavar": "FOLDER", "help": "default: runs", "default": batch.RUNS}
+    run = _command(commands, _run, "run", "execute the notebooks that batch.yaml asks of this machine")
+    run.add_argument("--profile", choices=batch.PROFILES, help="default: what this machine has")
+    run.add_argument("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number (11), slug or name")
+    run.add_argument(
+        "-p", action="append", default=[], metavar="NAME=VALUE", dest="overrides",
+        help="a parameter, for every notebook that has it; the same name again makes a grid",
+    )  # fmt: skip
+    run.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at once, without a GPU only")
+    run.add_argument("--force", action="store_true", help="execute also what is done and unchanged")
+    run.add_argument("--dry-run", action="store_true", help="print what would be executed")
+    run.add_argument("--output", **output)
+    _command(commands, _list, "list", "the notebooks, their parameters and defaults")
+    card = _command(commands, _card, "card", "this machine's card: what it is and was measured to do")
+    card.add_argument("--refresh", action="store_true", help="measure again")
+    index = _command(commands, _index, "index", "render every executed notebook again, and the index")
+    index.add_argument("--output", **output)
+    return parser
+
+
+def _command(commands, function, name: str, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    profile = options.profile or batch.PROFILES[min(gpus, 2)]
+    jobs = batch.plan(profile, only=options.only, overrides=options.overrides)
+    if options.dry_run:
+        print("\n".join(f"{job.notebook.stem} {job.line()}" for job in jobs))
+        return 0
+    needed = batch.PROFILES.index(profile)
+    if gpus < needed:
+        allowed = ", ".join(batch.PROFILES[: gpus + 1])
+        raise batch.BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}")
+    if options.jobs < 1 or (options.jobs > 1 and needed):
+        allowed = "1, for notebooks that share a GPU spoil each other's timings" if needed else "1 or more"
+        raise batch.BatchError(f"--jobs {options.jobs}; allowed: {allowed}")
+    if options.jobs > 1:
+        print("note: notebooks that share the cores measure longer times than alone", file=sys.stderr)
+    if not needed:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the notebooks inherit it
+    return _run_jobs(jobs, options)
+
+
+def _run_jobs(jobs: list[batch.Job], options: argparse.Namespace) -> int:
+    from cs336_systems import runs
+
+    # In a process of its own: one that has touched CUDA holds GPU memory until it ends.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        card = pool.submit(machine_card).result()
+    print(card.line())
+    folder = options.output.resolve() / card.slug
+    records = runs.run_batch(jobs, folder, card, at_once=options.jobs, force=options.force)
+    print(f"\n{runs.summary(records)}\n\n{folder / 'index.html'}")
+    return int(any(record.status != "ok" for record in records))
+
+
+def _list(options: argparse.Namespace) -> int:
+    for name, parameters in batch.load_notebooks().items():
+        print(name)
+        for parameter in parameters.values():
+            print(f"    {parameter.name} = {parameter.default!r}  # {parameter.comment}")
+    return 0
+
+
+def _card(options: argparse.Namespace) -> int:
+    print(machine_card(refresh=options.refresh).line())
+    return 0
+
+
+def _index(options: argparse.Namespace) -> int:
+    from cs336_systems import runs
+    from cs336_systems.notebook.pages import render
+
+    folders = sorted({path.parent for path in options.output.glob("*/*.ipynb")})
+    if not folders:
+        raise batch.BatchError(f"no executed notebooks in {options.output}; first: make run")
+    for folder in folders:
+        for notebook in sorted(folder.glob("[!.]*.ipynb")):
+            render(notebook)
+        print(runs.index(folder, load_card(folder.name).line()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
