@@ -1,0 +1,319 @@
+"""The Transformer against an independent reading of the handout, and by its properties."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from cs336_systems.configs import model_size
+from cs336_systems.functional import cross_entropy
+from cs336_systems.model import (
+    CausalSelfAttention,
+    Embedding,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    TransformerLM,
+    build_model,
+)
+from cs336_systems.optimizer import AdamW
+
+TINY = model_size("tiny")
+DIMENSIONS = {
+    "vocab_size": 50,
+    "context_length": 16,
+    "d_model": 24,
+    "num_layers": 2,
+    "num_heads": 3,
+    "d_ff": 40,
+}
+
+
+def a_model(**changes) -> TransformerLM:
+    torch.manual_seed(0)
+    return TransformerLM(**DIMENSIONS | changes)
+
+
+def some_tokens(batch_size: int = 3, sequence: int = 16, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(DIMENSIONS["vocab_size"], (batch_size, sequence), generator=generator)
+
+
+# The whole model
+
+
+def handout_names(num_layers: int) -> set[str]:
+    names = {"token_embeddings.weight", "ln_final.weight", "lm_head.weight"}
+    parts = ["ln1", "ln2", "attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj"]
+    parts += ["ffn.w1", "ffn.w2", "ffn.w3"]
+    return names | {f"layers.{i}.{part}.weight" for i in range(num_layers) for part in parts}
+
+
+def logits_by_the_handout(
+    weights: dict[str, torch.Tensor], tokens: torch.Tensor, num_heads: int
+) -> torch.Tensor:
+    """One sequence in float64, head by head and position by position, positions turned as complex numbers."""
+    weights = {name: weight.double() for name, weight in weights.items()}
+
+    def norm(x, name):
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[name]
+
+    def turned(x, position):
+        pairs = torch.view_as_complex(x.reshape(-1, 2))
+        angles = position * 10_000.0 ** (-2 * torch.arange(len(pairs), dtype=torch.float64) / len(x))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten()
+
+    def attention(x, layer):
+        q, k, v = (x @ weights[f"{layer}.attn.{name}_proj.weight"].T for name in "qkv")
+        width = x.shape[1] // num_heads
+        rows = []
+        for i in range(len(x)):
+            heads = []
+            for h in range(num_heads):
+                own = slice(h * width, (h + 1) * width)
+                query = turned(q[i, own], i)
+                scores = [query @ turned(k[j, own], j) / math.sqrt(width) for j in range(i + 1)]
+                heads.append(torch.stack(scores).softmax(0) @ v[: i + 1, own])
+            rows.append(torch.cat(heads))
+        return torch.stack(rows) @ weights[f"{layer}.attn.output_proj.weight"].T
+
+    def feed_forward(x, layer):
+        w1, w2, w3 = (weights[f"{layer}.ffn.w{i}.weight"] for i in (1, 2, 3))
+        return (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+
+    x = weights["token_embeddings.weight"][tokens]
+    for i in range(sum(name.endswith("ln1.weight") for name in weights)):
+        layer = f"layers.{i}"
+        x = x + attention(norm(x, f"{layer}.ln1.weight"), layer)
+        x = x + feed_forward(norm(x, f"{layer}.ln2.weight"), layer)
+    return norm(x, "ln_final.weight") @ weights["lm_head.weight"].T
+
+
+def test_weights_by_the_handouts_names_load_and_give_the_handouts_logits():
+    source = a_model()
+    generator = torch.Generator().manual_seed(7)
+    # Norm weights are ones after initialisation; anything else, so that a forgotten one shows.
+    weights = {
+        name: weight + 0.1 * torch.randn(weight.shape, generator=generator)
+        for name, weight in source.state_dict().items()
+    }
+    assert set(weights) == handout_names(num_layers=2)
+    model = a_model()
+    model.load_state_dict(weights, strict=True)
+    tokens = some_tokens()
+    expected = torch.stack([logits_by_the_handout(weights, sequence, 3) for sequence in tokens])
+    torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.double()(tokens), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_future_and_the_neighbour_are_not_seen():
+    model, tokens = a_model(), some_tokens()
+    before = model(tokens)
+    changed = tokens.clone()
+    changed[1, 10:] = (changed[1, 10:] + 1) % DIMENSIONS["vocab_size"]
+    after = model(changed)
+    torch.testing.assert_close(after[[0, 2]], before[[0, 2]])
+    torch.testing.assert_close(after[1, :10], before[1, :10])
+    assert not torch.isclose(after[1, 10:], before[1, 10:]).all(-1).any()
+
+
+def test_a_shorter_sequence_is_the_beginning_of_a_longer_one():
+    model, tokens = a_model(), some_tokens()
+    torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5])
+
+
+def test_attention_implementations_agree():
+    tokens = some_tokens()
+    reference = a_model()
+    fused = a_model(attention_implementation="sdpa")
+    torch.testing.assert_close(fused(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
+
+
+def test_it_learns_a_batch_by_heart():
+    model, tokens = a_model(), some_tokens(2)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] > 3
+    assert losses[-1] < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_16_bit_and_keeps_parameters_and_gradients_in_32(dtype):
+    model, tokens = a_model(), some_tokens()
+    seen = {}
+    model.layers[0].attn.q_proj.register_forward_hook(lambda *call: seen.update(projection=call[2].dtype))
+    model.layers[0].register_forward_hook(lambda *call: seen.update(stream=call[2].dtype))
+    model.ln_final.register_forward_hook(lambda *call: seen.update(norm=call[2].dtype))
+    with torch.autocast("cpu", dtype):
+        logits = model(tokens)
+        loss = cross_entropy(logits, tokens)
+    loss.backward()
+    assert seen == {"projection": dtype, "stream": torch.float32, "norm": torch.float32}
+    assert (logits.dtype, loss.dtype) == (dtype, torch.float32)
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    torch.testing.assert_close(logits.float(), model(tokens), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_a_model_can_be_built_in_another_type(dtype):
+    model = a_model(dtype=dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
+    assert model(some_tokens()).dtype == dtype
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_compiles_into_one_graph(autocast):
+    # The graph is what breaks or not; backend "eager" takes it as it is, and generates no code.
+    model, tokens = a_model(num_layers=1), some_tokens()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        for sequence in (16, 9):
+            part = tokens[:, :sequence]
+            torch.testing.assert_close(
+                compiled(part), model(part), rtol=1e-2, atol=2e-2 if autocast else 1e-5
+            )
+    cross_entropy(compiled(tokens), tokens).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_the_meta_device_costs_nothing_and_can_be_filled_later():
+    direct = a_model()
+    later = a_model(device="meta")
+    assert all(tensor.is_meta for tensor in [*later.parameters(), *later.buffers()])
+    later.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for module in later.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    torch.testing.assert_close(later(some_tokens()), direct(some_tokens()), rtol=0, atol=0)
+
+
+def test_one_pair_of_rotary_tables_serves_all_layers():
+    model = build_model(model_size("10B", 2026), 2048, device="meta")
+    assert [tuple(buffer.shape) for buffer in model.buffers()] == 2 * [(2048, 64)]
+
+
+@pytest.mark.gpu
+def test_it_is_built_on_the_gpu_and_gives_the_same_logits_there():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    model, on_gpu = a_model(), a_model(device="cuda")
+    assert all(tensor.is_cuda for tensor in [*on_gpu.parameters(), *on_gpu.buffers()])
+    on_gpu.load_state_dict(model.state_dict())
+    torch.testing.assert_close(on_gpu(some_tokens().cuda()).cpu(), model(some_tokens()), rtol=1e-3, atol=1e-4)
+
+
+# Initialisation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_drawn_from_truncated_normals(dtype):
+    torch.manual_seed(0)
+    # What cutting at three standard deviations leaves of one.
+    left = 0.98658
+    for weight, std in (
+        (Linear(300, 500, dtype=dtype).weight, math.sqrt(2 / 800)),
+        (Embedding(400, 400, dtype=dtype).weight, 1.0),
+    ):
+        weight = weight.detach().double()
+        assert weight.std() == pytest.approx(left * std, rel=0.01)
+        assert abs(weight.mean()) < 0.015 * std
+        assert 2.8 * std < weight.abs().max() <= 3.01 * std
+        kurtosis = (weight / weight.std()).pow(4).mean()
+        assert kurtosis == pytest.approx(2.84, abs=0.06)  # 3 without the cut, 1.8 if uniform
+    assert torch.equal(RMSNorm(7).weight, torch.ones(7))
+
+
+def test_the_seed_decides_the_weights():
+    first, second = a_model().state_dict(), a_model().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["layers.0.ffn.w1.weight"], first["layers.0.ffn.w3.weight"])
+
+
+# Its parts
+
+
+def test_rmsnorm_is_torchs():
+    norm = RMSNorm(10, eps=1e-3)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(4, 5, 10)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (10,), norm.weight, 1e-3))
+
+
+def test_rmsnorm_survives_squares_that_float16_cannot_hold():
+    x = 1000 * torch.randn(4, 64)
+    output = RMSNorm(64)(x.half())
+    assert output.dtype == torch.float16
+    torch.testing.assert_close(output.float(), RMSNorm(64)(x), rtol=2e-3, atol=2e-3)
+
+
+@settings(deadline=None)
+@given(
+    position=st.integers(0, 20), other=st.integers(0, 20), shift=st.integers(0, 40), half=st.integers(1, 8)
+)
+def test_turned_queries_and_keys_know_only_their_distance(position, other, shift, half):
+    rope = RotaryEmbedding(64, 2 * half)
+    q, k = torch.randn(2, 2 * half)
+    turned_q, turned_k = rope(q.expand(64, -1)), rope(k.expand(64, -1))
+    here = turned_q[position] @ turned_k[other]
+    there = turned_q[position + shift] @ turned_k[other + shift]
+    torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+
+
+def test_rope_turns_adjacent_pairs():
+    rope = RotaryEmbedding(8, 4, theta=100.0)
+    x = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(8, 4)
+    expected = [[math.cos(p), math.sin(p), -math.sin(p / 10), math.cos(p / 10)] for p in range(8)]
+    torch.testing.assert_close(rope(x), torch.tensor(expected))
+
+
+def test_rope_keeps_lengths_and_the_first_position():
+    x = torch.randn(2, 3, 16, 6)
+    turned = RotaryEmbedding(16, 6)(x)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(turned[..., 0, :], x[..., 0, :])
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 5}, "num_heads must divide d_model; got d_model=24, num_heads=5"),
+        ({"num_heads": 8}, "rotary positions turn pairs, so d_head must be even; got 3"),
+        ({"num_layers": 0}, "num_layers must be a positive integer; got 0"),
+        ({"d_ff": 40.0}, "d_ff must be a positive integer; got 40.0"),
+        ({"context_length": -1}, "context_length must be a positive integer; got -1"),
+    ],
+)
+def test_impossible_dimensions_are_refused(changes, message):
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - compared in full below
+        a_model(**changes)
+    assert str(refusal.value) == message
+
+
+def test_attention_alone_refuses_heads_that_do_not_fit():
+    with pytest.raises(ValueError, match="num_heads must divide d_model; got d_model=24, num_heads=0"):
+        CausalSelfAttention(24, 0, RotaryEmbedding(4, 8))
+
+
+def test_a_sequence_beyond_the_context_is_refused():
+    with pytest.raises(ValueError, match="sequence of 17 tokens; this model takes at most 16"):
+        a_model()(some_tokens(1, 17))
+
+
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(ValueError, match="attention implementation 'magic' is unknown"):
+        a_model(attention_implementation="magic")(some_tokens())

@@ -1,0 +1,212 @@
+"""AdamW against torch's own, and what it promises about memory."""
+
+import copy
+import io
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_probes import LiveBytes
+from torch import nn
+
+from cs336_systems.optimizer import AdamW
+
+SHAPES = ((5, 7), (3,), (), (2, 3, 4), (11, 1))
+
+
+def parameters(seed: int = 0, dtype=torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(params: list[nn.Parameter], seed: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in params:
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def assert_same_over_100_steps(ours, ours_optimizer, theirs, their_optimizer) -> None:
+    for step in range(100):
+        give_gradients(ours, step, scale=10.0 ** (step % 5 - 3))
+        give_gradients(theirs, step, scale=10.0 ** (step % 5 - 3))
+        ours_optimizer.step()
+        their_optimizer.step()
+    for own, other in zip(ours, theirs, strict=True):
+        assert torch.isfinite(own).all()
+        torch.testing.assert_close(own, other, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"lr": 0.1, "weight_decay": 0.3},
+        {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-4},
+        {"betas": (0.0, 0.0)},
+        {"lr": 0.0},
+        {"weight_decay": 0.0},
+    ],
+)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_100_steps_are_torchs(settings, foreach):
+    ours, theirs = parameters(), parameters()
+    assert_same_over_100_steps(
+        ours, AdamW(ours, **settings), theirs, torch.optim.AdamW(theirs, foreach=foreach, **settings)
+    )
+
+
+def test_defaults_are_torchs():
+    theirs = torch.optim.AdamW(parameters()).defaults
+    ours = AdamW(parameters()).defaults
+    assert ours == {name: theirs[name] for name in ours}
+
+
+def test_100_steps_with_groups_are_torchs():
+    def groups(params):
+        return [
+            {"params": params[:2], "lr": 0.05, "weight_decay": 0.0},
+            {"params": params[2:3], "betas": (0.5, 0.9), "eps": 1e-3},
+            {"params": params[3:]},
+        ]
+
+    ours, theirs = parameters(), parameters()
+    own, other = AdamW(groups(ours), lr=0.01), torch.optim.AdamW(groups(theirs), lr=0.01)
+    assert_same_over_100_steps(ours, own, theirs, other)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    lr=st.floats(0, 1),
+    beta1=st.floats(0, 0.999),
+    beta2=st.floats(0, 0.9999),
+    weight_decay=st.floats(0, 1),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_few_steps_are_torchs_in_float64(lr, beta1, beta2, weight_decay, seed):
+    settings = {"lr": lr, "betas": (beta1, beta2), "weight_decay": weight_decay}
+    ours, theirs = parameters(seed, torch.float64), parameters(seed, torch.float64)
+    own, other = AdamW(ours, **settings), torch.optim.AdamW(theirs, foreach=False, **settings)
+    for step in range(4):
+        give_gradients(ours, seed + step)
+        give_gradients(theirs, seed + step)
+        own.step()
+        other.step()
+    for mine, torchs in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=1e-9, atol=1e-12)
+
+
+def test_the_first_step_has_the_learning_rates_length_whatever_the_gradient():
+    params = parameters()
+    before = [p.detach().clone() for p in params]
+    give_gradients(params, seed=1, scale=1e-6)
+    AdamW(params, lr=0.1, eps=0.0, weight_decay=0.0).step()
+    for start, parameter in zip(before, params, strict=True):
+        torch.testing.assert_close(parameter, start - 0.1 * parameter.grad.sign())
+
+
+def test_a_parameter_without_gradient_is_left_alone():
+    params = parameters()
+    give_gradients(params, seed=1)
+    params[0].grad = None
+    before = params[0].detach().clone()
+    optimizer = AdamW(params, weight_decay=0.5)
+    optimizer.step()
+    assert torch.equal(params[0], before)
+    assert params[0] not in optimizer.state
+    assert params[1] in optimizer.state
+
+
+def test_a_sparse_gradient_is_refused():
+    embedding = nn.Embedding(5, 3, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="does not take sparse gradients"):
+        AdamW(embedding.parameters()).step()
+
+
+def test_state_survives_saving():
+    params = parameters()
+    optimizer = AdamW([{"params": params[:2], "lr": 0.5}, {"params": params[2:]}])
+    for step in range(3):
+        give_gradients(params, step)
+        optimizer.step()
+    file = io.BytesIO()
+    torch.save((params, optimizer.state_dict()), file)
+    file.seek(0)
+    loaded, state = torch.load(file, weights_only=False)
+    resumed = AdamW([{"params": loaded[:2]}, {"params": loaded[2:]}])
+    resumed.load_state_dict(state)
+    for step in range(3, 6):
+        give_gradients(params, step)
+        give_gradients(loaded, step)
+        optimizer.step()
+        resumed.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, loaded, strict=True))
+
+
+def test_a_scheduler_moves_the_learning_rate():
+    ours, theirs = parameters(), parameters()
+    own, other = AdamW(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1, foreach=False)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (own, other)]
+    for step in range(5):
+        for params, optimizer, schedule in zip((ours, theirs), (own, other), schedules, strict=True):
+            give_gradients(params, step)
+            optimizer.step()
+            schedule.step()
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_a_closure_is_run_with_gradients_on():
+    weight = nn.Parameter(torch.tensor(3.0))
+    optimizer = AdamW([weight], lr=0.1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = weight**2
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 9
+    assert weight < 3
+
+
+def test_a_step_works_in_place_with_one_buffer():
+    params = [nn.Parameter(torch.randn(size)) for size in (1000, 4000, 3000)]
+    give_gradients_to = copy.copy(params)
+    for parameter in give_gradients_to:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = AdamW(params)
+    optimizer.step()
+    addresses = [parameter.data_ptr() for parameter in params]
+    state = [
+        moment
+        for moments in optimizer.state.values()
+        for moment in moments.values()
+        if torch.is_tensor(moment)
+    ]
+    with LiveBytes(*params, *(parameter.grad for parameter in params), *state) as memory:
+        before = memory.now
+        optimizer.step()
+    assert memory.peak == before + 4 * 4000
+    assert addresses == [parameter.data_ptr() for parameter in params]
+
+
+BAD = [
+    ({"lr": -1.0}, "lr must be a finite number of at least 0; got -1.0"),
+    ({"lr": float("nan")}, "lr must be a finite number of at least 0; got nan"),
+    ({"lr": "fast"}, "lr must be a finite number of at least 0; got 'fast'"),
+    ({"eps": -1e-8}, "eps must be a finite number of at least 0; got -1e-08"),
+    ({"weight_decay": float("inf")}, "weight_decay must be a finite number of at least 0; got inf"),
+    ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1); got (0.9, 1.0)"),
+    ({"betas": (-0.1, 0.9)}, "betas must be two numbers in [0, 1); got (-0.1, 0.9)"),
+    ({"betas": 0.9}, "betas must be two numbers in [0, 1); got 0.9"),
+    ({"betas": (0.9,)}, "betas must be two numbers in [0, 1); got (0.9,)"),
+]
+
+
+@pytest.mark.parametrize(("bad", "message"), BAD)
+def test_settings_outside_their_range_are_refused(bad, message):
+    for build in (lambda p: AdamW(p, **bad), lambda p: AdamW([{"params": p[:1]}, {"params": p[1:], **bad}])):
+        with pytest.raises(ValueError) as refusal:  # noqa: PT011 - compared in full below
+            build(parameters())
+        assert str(refusal.value) == message
