@@ -262,7 +262,9 @@ def test_a_missing_libdw_is_named(no_nsys, tmp_path):
 def test_an_old_export_is_never_taken_for_the_new_one(no_nsys, tmp_path):
     shutil.copy(SAMPLE, tmp_path / "profile.sqlite")
     os.chmod(tmp_path / "profile.sqlite", 0o644)
-    script(tmp_path / "bin" / "nsys", "[ $1 = profile ] && touch profile.nsys-rep; exit 1")
-    with pytest.raises(ProfileError):
+    script(tmp_path / "bin" / "nsys", f"[ $1 = profile ] && touch {tmp_path}/profile.nsys-rep; exit 1")
+    with pytest.raises(
+        ProfileError, match=r"nsys could not export profile\.nsys-rep; its last words: \(nothing\)"
+    ):
         record(["train"], tmp_path / "profile")
     assert not (tmp_path / "profile.sqlite").exists()

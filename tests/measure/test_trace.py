@@ -28,7 +28,7 @@ def event(category: str, name: str, ts: float, dur: float, tid: int = 1, **args)
 
 
 def cuda_trace() -> dict:
-    """One step in microseconds; forward launches a kernel and a copy, backward a kernel from another thread."""
+    """One step in microseconds; forward launches a kernel and a copy, backward one from another thread."""
     return {
         "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}],
         "traceEvents": [
