@@ -1,8 +1,7 @@
 """FlashAttention-2 with our own Triton kernels: the launches, the autograd.Function and what torch.compile needs.
 
-Two switches, both PyTorch's own:
-- torch.set_float32_matmul_precision("highest" | "high"): float32 tensors multiply exactly (the default) or in TF32.
-- torch.use_deterministic_algorithms(True): the backward gives the same bits every time (see kernels_backward).
+float32 tensors multiply exactly by default and in TF32 after torch.set_float32_matmul_precision("high"), PyTorch's own
+switch. The result is deterministic, backward included.
 """
 
 import contextlib
@@ -16,14 +15,12 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .inputs import cast_for_autocast, check_inputs
-from .kernels_backward import delta_kernel, dkdv_kernel, dq_from_sum_kernel, dq_kernel
+from .kernels_backward import dkdv_kernel, dq_kernel
 from .kernels_forward import forward_kernel
 from .tuning import Tile, tile_for
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = math.log2(math.e)
-SUM_TILE = 64  # queries a program in the two small kernels around the fused backward
-PADDING = 128  # the shared sum of dQ is padded to whole tiles of any block_m
 
 
 @cache
@@ -103,63 +100,41 @@ def flash_backward(
     do, q, k, v, o = (_four_dims(x) for x in (do, q, k, v, o))
     grads = tuple(torch.empty_like(x) for x in (q, k, v))
     inputs = tuple(_for_copy_engine(x) for x in (q, k, v, do))
-    run = _split_backward if torch.are_deterministic_algorithms_enabled() else _fused_backward
+    itemsize, block_d, capability = q.element_size(), _head_block(q.shape[-1]), _capability(q.device)
+    lse2, delta = torch.empty((2, *logsumexp.shape), dtype=torch.float32, device=q.device)
     with _on(q.device):
-        run(*inputs, o, logsumexp, is_causal, *grads)
+        tile = tile_for("dq", itemsize, block_d, capability)
+        _dq(tile, *inputs, o, logsumexp, lse2, delta, is_causal, grads[0])
+        tile = tile_for("dkdv", itemsize, block_d, capability)
+        _dkdv(tile, *inputs, lse2, delta, is_causal, *grads[1:])
     return tuple(grad.reshape(shape) for grad, shape in zip(grads, shapes, strict=True))
 
 
-def _fused_backward(q, k, v, do, o, logsumexp, is_causal, dq, dk, dv) -> None:
-    batch, heads, n_queries, d = q.shape
-    block_d = _head_block(d)
-    tile = tile_for("fused", q.element_size(), block_d, _capability(q.device))
-    padded = triton.cdiv(n_queries, PADDING) * PADDING
-    delta = torch.empty_like(logsumexp)
-    dq_sum = torch.empty((batch * heads * block_d, padded), dtype=torch.float32, device=q.device)
-    small = (padded // SUM_TILE * batch * heads,)
-    delta_kernel[small](
-        o, do, delta, dq_sum, *o.stride(), *do.stride(), heads, n_queries, padded, D=d, BLOCK_D=block_d, BLOCK_M=SUM_TILE
-    )
-    by_descriptor = _capability(q.device)[0] == 9
-    _dkdv(
-        tile, q, k, v, do, logsumexp, delta, is_causal, dk, dv, padded, "descriptor" if by_descriptor else "pointer",
-        TensorDescriptor(dq_sum, list(dq_sum.shape), [padded, 1], [block_d, tile.block_m]) if by_descriptor else dq_sum,
-    )  # fmt: skip
-    dq_from_sum_kernel[small](
-        dq_sum, dq, *dq.stride(), heads, n_queries, padded, 1 / math.sqrt(d), D=d, BLOCK_D=block_d, BLOCK_M=SUM_TILE
-    )
-
-
-def _split_backward(q, k, v, do, o, logsumexp, is_causal, dq, dk, dv) -> None:
+def _dq(tile, q, k, v, do, o, logsumexp, lse2, delta, is_causal, dq) -> None:
     batch, heads, n_queries, d = q.shape
     n_keys = k.shape[2]
     block_d = _head_block(d)
-    tile = tile_for("dq", q.element_size(), block_d, _capability(q.device))
-    delta = torch.empty_like(logsumexp)
     dq_kernel[(triton.cdiv(n_queries, tile.block_m) * batch * heads,)](
         _descriptor(q, tile.block_m, block_d), _descriptor(k, tile.block_n, block_d),
         _descriptor(v, tile.block_n, block_d), _descriptor(do, tile.block_m, block_d),
-        o, do, logsumexp, delta, dq, *o.stride(), *do.stride(), *dq.stride(),
+        o, logsumexp, lse2, delta, dq, *o.stride(), *dq.stride(),
         heads, n_queries, n_keys, 1 / math.sqrt(d), LOG2E / math.sqrt(d),
         CAUSAL=is_causal, EVEN_KEYS=n_keys % tile.block_n == 0, D=d, BLOCK_D=block_d,
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PRECISION=_precision(q.dtype), **_options(tile),
     )  # fmt: skip
-    tile = tile_for("dkdv", q.element_size(), block_d, _capability(q.device))
-    _dkdv(tile, q, k, v, do, logsumexp, delta, is_causal, dk, dv, 0, None, None)
 
 
-def _dkdv(tile, q, k, v, do, logsumexp, delta, is_causal, dk, dv, padded, how, dq_sum) -> None:
+def _dkdv(tile, q, k, v, do, lse2, delta, is_causal, dk, dv) -> None:
     batch, heads, n_queries, d = q.shape
     n_keys = k.shape[2]
     block_d = _head_block(d)
     dkdv_kernel[(triton.cdiv(n_keys, tile.block_n) * batch * heads,)](
         _descriptor(q, tile.block_m, block_d), _descriptor(k, tile.block_n, block_d),
         _descriptor(v, tile.block_n, block_d), _descriptor(do, tile.block_m, block_d),
-        logsumexp, delta, dq_sum, dk, dv, *dk.stride(), *dv.stride(),
-        heads, n_queries, n_keys, padded, 1 / math.sqrt(d), LOG2E / math.sqrt(d),
-        CAUSAL=is_causal, EVEN_QUERIES=n_queries % tile.block_m == 0, EVEN_KEYS=n_keys % tile.block_n == 0,
-        DQ_SUM=how, D=d, BLOCK_D=block_d, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        PRECISION=_precision(q.dtype), **_options(tile),
+        lse2, delta, dk, dv, *dk.stride(), *dv.stride(),
+        heads, n_queries, n_keys, 1 / math.sqrt(d), LOG2E / math.sqrt(d),
+        CAUSAL=is_causal, D=d, BLOCK_D=block_d,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PRECISION=_precision(q.dtype), **_options(tile),
     )  # fmt: skip
 
 

@@ -1,14 +1,14 @@
 """FlashAttention-2's forward pass as one Triton kernel (Dao 2023, algorithm 1). No torch in here.
 
-Notation, as in the paper: Q K^T = S (scores), softmax(S) = P, P V = O, L = logsumexp of each row of S. One program owns
-BLOCK_M queries of one head and walks over the keys in tiles of BLOCK_N, keeping per query a running maximum m, a
-running denominator l and an unnormalised output.
+Notation, as in the paper: Q K^T = S (scores), softmax(S) = P, P V = O, L = logsumexp of each row of S. One program
+owns BLOCK_M queries of one head and walks over the keys in tiles of BLOCK_N, keeping for each query a running maximum
+m, a running denominator l and an unnormalised output.
 
 Everything is computed in powers of two: the scale 1/sqrt(d) and log2(e) fold into one constant, so that
 exp(scale * s - max) is a single multiply-add and one exp2, the instruction the hardware has.
 
 Q, K and V come through tensor descriptors over (batch, heads, n, d): on Hopper and newer the copy engine loads whole
-tiles, and what lies outside the tensor reads as zero, so neither odd lengths nor odd head sizes need masks on loads.
+tiles. What lies outside the tensor reads as zero, so loads need no masks, whatever the lengths and the head size.
 """
 
 import triton
@@ -20,7 +20,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def _attend(
     acc, l, m, q, k_desc, v_desc, batch, head, queries, first_key, last_key, n_keys, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles in [first_key, last_key)."""
     for start in tl.range(first_key, last_key, BLOCK_N):
@@ -50,7 +51,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Writes O (batch, heads, n_queries, d) and L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
+    """O (batch, heads, n_queries, d) and L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
     tiles = tl.cdiv(n_queries, BLOCK_M)
     tile = tl.program_id(0) % tiles
     if CAUSAL:
@@ -83,8 +84,10 @@ def forward_kernel(
         )  # fmt: skip
 
     in_range = queries < n_queries
-    tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, (m + tl.log2(l)) * LN2, mask=in_range)
+    lse = (m + tl.log2(l)) * LN2
+    tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, lse, mask=in_range)
+    o = (acc / l[:, None]).to(o_ptr.dtype.element_ty)
     dims = tl.arange(0, BLOCK_D)
     o_tile = o_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
     o_tile += queries[:, None].to(tl.int64) * stride_on + dims[None, :] * stride_od
-    tl.store(o_tile, (acc / l[:, None]).to(o_ptr.dtype.element_ty), mask=in_range[:, None] & (dims[None, :] < D))
+    tl.store(o_tile, o, mask=in_range[:, None] & (dims[None, :] < D))
