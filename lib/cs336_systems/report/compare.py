@@ -40,7 +40,10 @@ def side_by_side(
 def published_rows(name: str) -> pd.DataFrame:
     """A published table in the words of the rows: milliseconds, a row for each pass, `where` it is from.
 
-    A time that a report calls a median is `p50_ms`; any other is `mean_ms`.
+    A time that a report calls a median is `p50_ms`, any other `mean_ms`; a mode is float32 unless it says TF32.
+
+    Raises:
+        ValueError: there is no such table; the message lists those there are.
     """
     frame = rows.published(name)
     passes = [column for column in _PASS_COLUMNS if column in frame]
@@ -57,4 +60,6 @@ def published_rows(name: str) -> pd.DataFrame:
     if "mode" in frame:
         modes = [_MODES.get(mode, (mode, "float32")) for mode in frame.pop("mode")]
         frame["implementation"], frame["dtype"] = zip(*modes, strict=True)
-    return frame.assign(where="published: " + frame["gpu"] + ", " + frame["source"]).reset_index(drop=True)
+    told = [frame[column] for column in ("gpu", "source") if column in frame]
+    where = ["published: " + ", ".join(names) for names in zip(*told, strict=True)]
+    return frame.assign(where=where or "published").reset_index(drop=True)

@@ -36,7 +36,7 @@ def drawable(frame: pd.DataFrame, x: str, y: str, hue: str | None, facet: str | 
 
 def plain(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with numpy's numbers: whole numbers with gaps become float, gaps NaN."""
-    return frame.assign(**{name: _plain_column(column) for name, column in frame.items()})
+    return frame.apply(_plain_column) if len(frame) else frame
 
 
 def _plain_column(column: pd.Series) -> pd.Series:

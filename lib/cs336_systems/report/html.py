@@ -5,6 +5,8 @@ from itertools import groupby
 
 import pandas as pd
 
+from cs336_systems.report.words import STATUS_WORDS
+
 NO_LINES = "no rows yet"
 
 
@@ -20,54 +22,80 @@ class Table:
         return f"{self.caption}\n{text}" if self.caption else text
 
     def _repr_html_(self) -> str:
-        caption = [f"<caption>{escape(self.caption)}</caption>"] if self.caption else []
-        body = [
-            self._line(key, row) for key, row in zip(self.frame.index, self.frame.to_numpy(), strict=True)
-        ]
-        return "\n".join(
-            [
-                "<table>",
-                *caption,
-                *self._head(),
-                "<tbody>",
-                *(body or [_row([_td(NO_LINES)])]),
-                "</tbody>",
-                "</table>",
-            ]
+        caption = (
+            f'<caption style="text-align: left">{escape(self.caption)}</caption>' if self.caption else ""
         )
+        if self.frame.empty:
+            return f"<table>{caption}<tbody>{_row([_cell('td', NO_LINES, 'left')])}</tbody></table>"
+        lines = [
+            "<table>",
+            caption,
+            "<thead>",
+            *self._head(),
+            "</thead>",
+            "<tbody>",
+            *self._body(),
+            "</tbody>",
+        ]
+        return "\n".join([line for line in lines if line] + ["</table>"])
 
     @property
     def _named(self) -> bool:
         return any(name is not None for name in self.frame.index.names)
 
+    @property
+    def _sides(self) -> list[str]:
+        columns = (self.frame.iloc[:, place] for place in range(self.frame.shape[1]))
+        return ["right" if any(map(_is_number, column)) else "left" for column in columns]
+
     def _head(self) -> list[str]:
         columns, names = self.frame.columns, self.frame.index.names if self._named else []
+        *upper, last = (columns.get_level_values(level) for level in range(columns.nlevels))
         lines = []
-        for level in range(columns.nlevels):
-            last = level == columns.nlevels - 1
-            corner = [_th(name if last else "", "left") for name in names]
-            labels = columns.get_level_values(level)
-            if last:
-                lines.append(_row(corner + [_th(label, "right") for label in labels]))
-            else:
-                spans = [(label, len(list(group))) for label, group in groupby(labels)]
-                lines.append(_row(corner + [_th(label, "center", span) for label, span in spans]))
-        return ["<thead>", *lines, "</thead>"] if len(columns) else []
+        for labels in upper:
+            spans = [(label, len(list(group))) for label, group in groupby(labels)]
+            lines.append(
+                _row(
+                    [_cell("th", "", "left")] * len(names)
+                    + [_cell("th", label, "center", n) for label, n in spans]
+                )
+            )
+        corner = [_cell("th", name, "left") for name in names]
+        return [*lines, _row(corner + [_cell("th", *both) for both in zip(last, self._sides, strict=True)])]
 
-    def _line(self, key: object, row: list[str]) -> str:
-        parts = key if isinstance(key, tuple) else (key,)
-        heads = [_th(part, "left") for part in parts] if self._named else []
-        return _row(heads + [_td(text) for text in row])
+    def _body(self) -> list[str]:
+        lines, above = [], ()
+        for key, row in zip(self.frame.index, self.frame.to_numpy(), strict=True):
+            parts = (key if isinstance(key, tuple) else (key,)) if self._named else ()
+            heads = [_cell("th", text, "left") for text in _unless_repeated(parts, above)]
+            lines.append(_row(heads + [_cell("td", *both) for both in zip(row, self._sides, strict=True)]))
+            above = parts
+        return lines
+
+
+def _unless_repeated(parts: tuple, above: tuple) -> list[str]:
+    """A line's names, blank as long as they are those of the line above."""
+    same = 0
+    while same < len(parts) - 1 and parts[: same + 1] == above[: same + 1]:
+        same += 1
+    return [""] * same + [str(part) for part in parts[same:]]
+
+
+def _is_number(text: object) -> bool:
+    """A number, or the word in its place."""
+    if text in STATUS_WORDS.values():
+        return True
+    try:
+        float(str(text).replace(",", "").rstrip("×%"))
+    except ValueError:
+        return False
+    return True
 
 
 def _row(cells: list[str]) -> str:
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _th(text: object, align: str, span: int = 1) -> str:
+def _cell(tag: str, text: object, side: str, span: int = 1) -> str:
     width = f' colspan="{span}"' if span > 1 else ""
-    return f'<th{width} style="text-align: {align}">{escape(str(text))}</th>'
-
-
-def _td(text: object) -> str:
-    return f'<td style="text-align: right">{escape(str(text))}</td>'
+    return f'<{tag}{width} style="text-align: {side}">{escape(str(text))}</{tag}>'

@@ -30,9 +30,9 @@ COLORS: dict[str, dict[str, str]] = {
     },
     "dtype": {"float32": BLUE, "tf32": SKY, "bfloat16": VERMILLION, "float16": PURPLE},
     "pass": {"forward": SKY, "backward": ORANGE, "forward_backward": BLUE, "train_step": INK},
-    "machine": {"reference": GREEN, "this machine": PURPLE, "published": GREY},
+    "machine": {"reference": GREEN, "this machine": ORANGE, "published": GREY},
 }
-_SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK, GREY]
+_SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK]
 
 STYLE = {
     "figure.dpi": 160,

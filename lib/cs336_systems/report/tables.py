@@ -117,12 +117,12 @@ def _keys(rows: pd.DataFrame, index: Sequence[str]) -> pd.Index:
 
 
 def _decimals(numbers: Iterable[float]) -> int:
-    """As many as leave three significant digits of the smallest number and at most five of the largest."""
+    """Three significant digits of the smallest number, at most five of the largest, at most 3 decimals."""
     sizes = [abs(number) for number in numbers if number and math.isfinite(number)]
     if not sizes:
         return 0
     wanted, most = 2 - math.floor(math.log10(min(sizes))), 4 - math.floor(math.log10(max(sizes)))
-    return max(0, min(wanted, most))
+    return max(0, min(wanted, most, 3))
 
 
 def _laid_out(
