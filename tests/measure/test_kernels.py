@@ -10,12 +10,15 @@ from cs336_systems.measure.kernels import (
     ProfileError,
     attribute,
     class_shares,
+    kernel_rows,
     kernel_table,
+    range_rows,
     range_table,
     stages,
     top_kernels,
     within,
 )
+from cs336_systems.measure.rows import load_rows, save_rows
 
 GEMM, MUL = (
     "ampere_sgemm_128x64_tn",
@@ -189,3 +192,31 @@ def test_a_profile_from_another_machine_is_refused():
     profile.require_machine("NVIDIA H200")
     with pytest.raises(ProfileError, match="recorded on 'NVIDIA H200', not on 'NVIDIA A100'"):
         profile.require_machine("NVIDIA A100")
+
+
+def test_rows_sum_layers_and_fold_what_is_small():
+    names = [f"layers.{n}" for n in (0, 1)]
+    spans = [(name, 100 * n, 100 * n + 90) for n, name in enumerate(names)]
+    launches = [(GEMM, 100 * n + 5, 1000 * n, 1000 * n + 900) for n in (0, 1)]
+    launches += [(MUL, 100 * n + 10, 1000 * n + 900, 1000 * n + 901) for n in (0, 1)]
+    table = kernel_table(a_profile(ranges(("measure", 0, 1000), *spans), kernels(*launches)))
+    rows = kernel_rows(table, {"model_size": "tiny"}, smallest_share=0.01)
+    key = {"model_size": "tiny", "profiler": "nsys", "range": "measure/layers.*"}
+    gemm, rest = sorted(rows, key=lambda row: row["kernel"])
+    assert gemm == key | {"kernel": GEMM, "class": "matrix product", "calls": 2, "total_ms": 1800e-6}
+    assert rest == key | {
+        "kernel": "rest",
+        "class": "elementwise",
+        "calls": 2,
+        "total_ms": pytest.approx(2e-6),
+    }
+    assert sum(row["total_ms"] for row in rows) == pytest.approx(table.total_ms.sum())
+
+
+def test_rows_speak_the_vocabulary(tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    profile, key = two_steps(), {"model_size": "tiny"}
+    save_rows(kernel_rows(kernel_table(profile), key), "nsys_profile", table="kernels")
+    path = save_rows(range_rows(range_table(profile), key), "nsys_profile", table="ranges")
+    saved = load_rows("nsys_profile", path.parent.parent.name, table="ranges").set_index("range")
+    assert saved.device_idle_share["measure"] == pytest.approx(1 - 32 / 78, rel=1e-5)

@@ -8,6 +8,7 @@ when the kernel runs: by then the host is often several ranges ahead.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -132,9 +133,9 @@ def range_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
         )
     _occurrences(profile, root)
     table = pd.DataFrame(records).groupby("range", sort=False).mean().reset_index()
-    table.insert(
-        4, "device_idle_share", 1 - table.device_busy_ms / table.device_span_ms.where(table.calls > 0)
-    )
+    idle = 1 - table.device_busy_ms / table.device_span_ms.where(table.calls > 0)
+    table.insert(table.columns.get_loc("calls"), "device_idle_share", idle)
+    table.attrs = {"source": profile.source, "root": root}
     return table
 
 
@@ -161,6 +162,30 @@ def top_kernels(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     totals = table.groupby(["kernel", "class"])[["calls", "total_ms"]].sum()
     totals["share"] = totals.total_ms / totals.total_ms.sum()
     return totals.sort_values("total_ms", ascending=False).head(count).reset_index()
+
+
+def kernel_rows(
+    table: pd.DataFrame, key: dict[str, Any], smallest_share: float = 1e-3
+) -> list[dict[str, Any]]:
+    """A kernel table as rows: layers summed (layers.*), and what is below a share of the step as "rest".
+
+    Args:
+        table: of `kernel_table`.
+        key: key columns that say what was profiled.
+        smallest_share: of the step's time; each class in each range keeps a rest of its own, so all sums
+            stay.
+    """
+    table = table.assign(range=table.range.str.replace(r"\.\d+", ".*", regex=True))
+    of_kernel = table.groupby(["range", "kernel", "class"])[["calls", "total_ms"]].sum().reset_index()
+    small = of_kernel.total_ms < smallest_share * of_kernel.total_ms.sum()
+    of_kernel.loc[small, "kernel"] = "rest"
+    rows = of_kernel.groupby(["range", "kernel", "class"])[["calls", "total_ms"]].sum().reset_index()
+    return [{**key, "profiler": table.attrs["source"], **row} for row in rows.to_dict("records")]
+
+
+def range_rows(table: pd.DataFrame, key: dict[str, Any]) -> list[dict[str, Any]]:
+    """A range table as rows."""
+    return [{**key, "profiler": table.attrs["source"], **row} for row in table.to_dict("records")]
 
 
 def _occurrences(profile: Profile, root: str) -> pd.DataFrame:

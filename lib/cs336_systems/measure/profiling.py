@@ -1,0 +1,141 @@
+"""Profile a model of the workbook with the best profiler that the machine has.
+
+    python -m cs336_systems.measure.profiling --model-size small --context-length 256 --pass train_step
+
+runs the steps and says to a profiler around it (nsys) when the measured ones begin and end.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from cs336_systems.configs import ModelConfig, model_size
+from cs336_systems.measure import nsys, trace
+from cs336_systems.measure.host import check_choice
+from cs336_systems.measure.kernels import Profile, ProfileError
+from cs336_systems.measure.steps import ModelSteps
+from cs336_systems.measure.timing import matmul_precision, resolve_device
+from cs336_systems.model import build_model
+from cs336_systems.ranges import annotate, recording
+
+SOURCES = ("nsys", "torch")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is profiled: a few steps of one pass of one model, after a warm-up that is not recorded."""
+
+    model_size: str = "tiny"
+    edition: int = 2025
+    context_length: int = 64
+    batch_size: int = 4
+    pass_: str = "train_step"
+    dtype: str = "float32"
+    device: str = "auto"
+    implementation: str = "eager"
+    attention: str = "reference"
+    warmup_steps: int = 5
+    steps: int = 3
+
+    @property
+    def config(self) -> ModelConfig:
+        return model_size(self.model_size, self.edition)
+
+    def arguments(self) -> list[str]:
+        """The command line that `main` reads back."""
+        return [f"--{name.strip('_').replace('_', '-')}={value}" for name, value in asdict(self).items()]
+
+
+def choose_source(device: torch.device, source: str = "auto") -> str:
+    """ "nsys" on a GPU where nsys is there, else "torch"; or the one that is asked for.
+
+    Raises:
+        ValueError: the source is unknown, or nsys is asked for without a GPU.
+        ProfileError: nsys is asked for and not there.
+    """
+    check_choice("source", source, ("auto", *SOURCES))
+    if source == "nsys" and device.type != "cuda":
+        raise ValueError(f"source 'nsys' sees GPU kernels only; allowed on a {device.type}: auto, torch")
+    if source == "auto":
+        return "nsys" if device.type == "cuda" and nsys.find_nsys() else "torch"
+    return source
+
+
+def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
+    """Profile a target; leaves <stem>.nsys-rep and .sqlite, or <stem>.json.gz for ui.perfetto.dev.
+
+    nsys runs the target in a process of its own: give this one's GPU memory back first.
+
+    Raises:
+        torch.OutOfMemoryError: the target does not fit, in this process or in the other.
+        ValueError, RuntimeError, ProfileError: see `choose_source`, `nsys.record` and `trace.record`.
+    """
+    device = resolve_device(target.device)
+    if choose_source(device, source) == "torch":
+        with matmul_precision(target.dtype):
+            return trace.record(prepare(target), stem.with_name(stem.name + ".json.gz"), device=device)
+    command = [sys.executable, "-m", "cs336_systems.measure.profiling", *target.arguments()]
+    try:
+        return nsys.read_export(nsys.record(command, stem))
+    except ProfileError as error:
+        if "out of memory" in str(error).lower():
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
+
+
+def prepare(target: Target) -> Callable[[], None]:
+    """Build and warm up; what is returned runs the measured steps, each in a range `measure`, ranges on."""
+    check_choice("implementation", target.implementation, ("eager", "compiled"))
+    device = resolve_device(target.device)
+    model = build_model(
+        target.config, target.context_length, attention_implementation=target.attention, device=device
+    )
+    hooked = [model]
+    if target.implementation == "compiled":
+        model.compile(dynamic=False)
+        hooked = []  # new hooks would have it compiled again
+    steps = ModelSteps(model, target.batch_size, target.context_length, target.dtype)
+    step, before = steps.of(target.pass_)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            argument = () if before is None else (before(),)
+            _synchronize(device)
+            with annotate("measure"):
+                step(*argument)
+                _synchronize(device)
+
+    def measured() -> None:
+        with recording(*hooked):
+            run(target.steps)
+
+    run(target.warmup_steps)
+    return measured
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a target, with cudaProfilerStart and -Stop around its measured steps."""
+    parser = argparse.ArgumentParser(prog="cs336_systems.measure.profiling", description=Target.__doc__)
+    for name, value in asdict(Target()).items():
+        option = f"--{name.strip('_').replace('_', '-')}"
+        parser.add_argument(option, dest=name, type=type(value), default=value)
+    target = Target(**vars(parser.parse_args(arguments)))
+    with matmul_precision(target.dtype):
+        measured = prepare(target)
+        on_cuda = resolve_device(target.device).type == "cuda"
+        with torch.cuda.profiler.profile() if on_cuda else nullcontext():
+            measured()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Profiling a model of the workbook, and the choice of the profiler."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.measure import nsys, profiling
+from cs336_systems.measure.kernels import ProfileError, kernel_table, stages, within
+from cs336_systems.measure.profiling import Target, choose_source, main, prepare, profile_model
+from cs336_systems.measure.steps import ModelSteps
+from cs336_systems.model import build_model
+
+SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMALL = {"context_length": 16, "batch_size": 2, "device": "cpu", "warmup_steps": 1, "steps": 2}
+
+
+def test_a_train_step_on_the_cpu(tmp_path):
+    profile = profile_model(Target(**SMALL), tmp_path / "tiny")
+    assert (tmp_path / "tiny.json.gz").exists()
+    table = kernel_table(profile)
+    assert table.attrs == {"source": "torch cpu", "steps": 2, "root": "measure"}
+    assert set(stages(table)) == {"forward", "backward", "optimizer"}
+    assert set(table[stages(table) == "optimizer"]["class"]) == {"optimizer"}
+
+    calls = table.groupby(["range", "kernel"]).calls.sum()
+    layer = "measure/forward/layers.1"
+    for module in ("attn/q_proj", "attn/output_proj", "ffn/w1", "ffn/w3", "ffn/w2"):
+        assert calls[f"{layer}/{module}", "aten::mm"] == 1
+    for step in ("scores", "values"):
+        assert calls[f"{layer}/attn/attention/{step}", "aten::bmm"] == 1
+    # Each of forward's 2 * 7 + 1 linear layers and 2 * 2 products of attention has two products in backward.
+    products = table[table.kernel.isin(["aten::mm", "aten::bmm"])]
+    assert within(products, "forward").calls.sum() == 15 + 4
+    assert within(products, "backward").calls.sum() == 2 * (15 + 4)
+
+
+@pytest.mark.parametrize(("pass_", "stages_"), [("forward", {"forward"}), ("backward", {"backward"})])
+def test_other_passes(tmp_path, pass_, stages_):
+    table = kernel_table(profile_model(Target(pass_=pass_, **SMALL), tmp_path / "p"))
+    assert set(stages(table)) == stages_, "what a pass needs first is prepared outside the range"
+
+
+def test_warmup_is_not_recorded(monkeypatch):
+    opened = []
+    monkeypatch.setattr(profiling, "annotate", lambda name: opened.append(name) or profiling.nullcontext())
+    monkeypatch.setattr(
+        profiling, "recording", lambda *models: opened.append("recording") or profiling.nullcontext()
+    )
+    measured = prepare(Target(**SMALL))
+    assert opened == ["measure"], "one warm-up step, with ranges off"
+    measured()
+    assert opened == ["measure", "recording", "measure", "measure"]
+
+
+def test_steps_agree_with_each_other():
+    torch.manual_seed(0)
+    target = Target(**SMALL)
+    steps = ModelSteps(build_model(target.config, 16), 2, 16)
+    steps.forward()
+    assert all(p.grad is None for p in steps.model.parameters())
+    steps.forward_backward()
+    gradients = [p.grad.clone() for p in steps.model.parameters()]
+    step, before = steps.of("backward")
+    step(before())
+    assert all(torch.equal(p.grad, g) for p, g in zip(steps.model.parameters(), gradients, strict=True))
+    before = steps.model.lm_head.weight.clone()
+    steps.train_step()
+    assert not torch.equal(before, steps.model.lm_head.weight)
+
+
+def test_autocast_is_the_dtype():
+    steps = ModelSteps(build_model(Target().config, 16), 2, 16, "bfloat16")
+    seen = []
+    steps.model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    steps.forward()
+    assert seen == [torch.bfloat16]
+    with pytest.raises(ValueError, match="dtype 'int8' is unknown; allowed: float32, tf32"):
+        ModelSteps(steps.model, 2, 16, "int8")
+
+
+@pytest.mark.parametrize(
+    ("device", "there", "asked", "chosen"),
+    [
+        (CPU, True, "auto", "torch"),
+        (CUDA, True, "auto", "nsys"),
+        (CUDA, False, "auto", "torch"),
+        (CUDA, True, "torch", "torch"),
+        (CUDA, True, "nsys", "nsys"),
+    ],
+)
+def test_the_best_source_that_is_there(monkeypatch, device, there, asked, chosen):
+    monkeypatch.setattr(nsys, "find_nsys", lambda: nsys.Nsys(Path("nsys")) if there else None)
+    assert choose_source(device, asked) == chosen
+
+
+def test_sources_that_cannot_be():
+    with pytest.raises(ValueError, match="source 'perf' is unknown; allowed: auto, nsys, torch"):
+        choose_source(CPU, "perf")
+    with pytest.raises(ValueError, match="'nsys' sees GPU kernels only; allowed on a cpu: auto, torch"):
+        choose_source(CPU, "nsys")
+
+
+@pytest.fixture
+def nsys_on_cuda(monkeypatch):
+    """A machine with a GPU and nsys, as far as the choice of a source goes; returns the commands recorded."""
+    commands = []
+    monkeypatch.setattr(profiling, "resolve_device", lambda device: CUDA)
+    monkeypatch.setattr(nsys, "record", lambda command, stem: commands.append(command) or SAMPLE)
+    return commands
+
+
+def test_nsys_runs_the_same_target(nsys_on_cuda, tmp_path, monkeypatch):
+    target = Target(model_size="small", pass_="forward", dtype="bfloat16", warmup_steps=2)
+    assert profile_model(target, tmp_path / "p", "nsys").source == "nsys"
+    assert nsys_on_cuda[0][1:3] == ["-m", "cs336_systems.measure.profiling"]
+    ran = []
+    monkeypatch.setattr(profiling, "prepare", lambda target: lambda: ran.append(target))
+    monkeypatch.setattr(profiling, "resolve_device", lambda device: CPU)
+    main(nsys_on_cuda[0][3:])
+    assert ran == [target]
+
+
+def test_out_of_memory_in_the_other_process(nsys_on_cuda, tmp_path, monkeypatch):
+    def fail(command, stem):
+        raise ProfileError("nsys made no report; its last words: torch.OutOfMemoryError: CUDA out of memory")
+
+    monkeypatch.setattr(nsys, "record", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="its last words"):
+        profile_model(Target(), tmp_path / "p", "nsys")
