@@ -10,6 +10,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from cs336_systems.parallel.checks import run_cases
+
 
 def report(context, *args, **kwargs):
     total = torch.ones(1, device=context.device)
@@ -62,3 +64,8 @@ def report_ranks(context, offset):
     ranks = [None] * context.world_size
     dist.all_gather_object(ranks, [context.rank + offset, context.local_rank])
     return ranks
+
+
+def check_each(context, classes):
+    """What run_cases says about each class."""
+    return {name: run_cases(context, pickled, thorough=False) for name, pickled in classes.items()}

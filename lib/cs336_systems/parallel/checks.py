@@ -1,0 +1,280 @@
+"""What a correct data-parallel wrapper does, said in sentences to whoever wrote one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from cs336_systems.parallel.worker import WorkerContext
+
+Wrap = Callable[[nn.Module], nn.Module]
+_STEPS = 4
+_SHARE = 3  # samples of one rank in one backward pass
+
+
+def check_ddp(
+    ddp_class: type[nn.Module],
+    *,
+    world_size: int = 2,
+    thorough: bool = False,
+    timeout_s: float = 60.0,
+    **wrapper_arguments: Any,
+) -> None:
+    """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
+
+    The class may be defined in a notebook. It is called as `ddp_class(module, **wrapper_arguments)` and needs
+    `.module`, `forward` and `finish_gradient_synchronization()`.
+
+    Args:
+        thorough: also ask for what the assignment does not: parameters unused on some ranks or on all,
+            several backward passes before a step, and gradient accumulation under a `no_sync()` context.
+
+    Raises:
+        AssertionError: what is wrong, where, and how to mend it.
+    """
+    import cloudpickle  # takes classes of a notebook by value
+
+    from cs336_systems.parallel.launch import WorkerError, launch
+
+    name = getattr(ddp_class, "__name__", repr(ddp_class))
+    candidate = cloudpickle.dumps(partial(ddp_class, **wrapper_arguments))
+    try:
+        failures = launch(
+            run_cases, world_size, candidate, thorough=thorough, backend="gloo", timeout_s=timeout_s
+        )[0]
+    except WorkerError as error:
+        raise AssertionError(f"{name} did not get through: {error}") from error
+    if failures:
+        raise AssertionError("\n".join(f"{name}, {failure}" for failure in failures))
+    print(f"{name}: {len(_cases(thorough))} cases right on {world_size} ranks")
+
+
+def run_cases(context: WorkerContext, candidate: bytes, *, thorough: bool) -> list[str]:
+    """The worker of `check_ddp`: what is wrong in the first case that fails on any rank, or nothing."""
+    import cloudpickle
+
+    with _watched_all_reduces() as works:  # before the class is loaded, whichever way it imports all_reduce
+        wrap = cloudpickle.loads(candidate)
+        for case in _cases(thorough):
+            works.clear()
+            sentence = case(context, wrap)
+            sentences: list[str | None] = [None] * context.world_size
+            # What is still under way may or may not have arrived, so it is the better explanation.
+            dist.all_gather_object(sentences, _unfinished(works) or sentence)
+            if any(sentences):
+                return [f"rank {rank}: {sentence}" for rank, sentence in enumerate(sentences) if sentence]
+    return []
+
+
+def _unfinished(works: list[_WatchedWork]) -> str | None:
+    unfinished = sum(not work.waited_for for work in works)
+    if not unfinished:
+        return None
+    return (
+        f"finish_gradient_synchronization() left {unfinished} of {len(works)} all-reduces possibly under "
+        "way. Keep every handle that all_reduce(..., async_op=True) returns, and wait() for it."
+    )
+
+
+def _cases(thorough: bool) -> list[Callable[[WorkerContext, Wrap], str | None]]:
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    adamw = partial(torch.optim.AdamW, lr=0.01)
+    plans = (_one_pass, _several_passes, _accumulation, _unused) if thorough else (_one_pass,)
+    trainings = [
+        partial(_weights_follow_one_process, plan=plan, make_optimizer=make_optimizer)
+        for plan in plans
+        for make_optimizer in (sgd, adamw)
+    ]
+    return [_starts_from_rank_0, _averages_gradients, *trainings]
+
+
+class _Toy(nn.Module):
+    """Tied, frozen and (on request) unused parameters, and buffers, in the fewest lines."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(4, 8)
+        self.tied_1 = nn.Linear(8, 8, bias=False)
+        self.tied_2 = nn.Linear(8, 8)
+        self.tied_2.weight = self.tied_1.weight
+        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
+        self.last = nn.Linear(8, 2)
+        self.rarely = nn.Linear(8, 2)
+        self.register_buffer("shift", torch.randn(8))
+        self.register_buffer("mask", torch.rand(8) < 0.5)
+
+    def forward(self, x: Tensor, rarely: bool = True) -> Tensor:
+        x = self.first(x).tanh() * self.frozen + torch.where(self.mask, self.shift, -self.shift)
+        x = self.tied_2(self.tied_1(x).tanh()).tanh()
+        return self.last(x) + self.rarely(x) if rarely else self.last(x)
+
+
+def _loss(model: nn.Module, rank: int, step: int, **options: bool) -> Tensor:
+    """The loss on one rank's share of a step's batch; every process can compute every share."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs, targets = (torch.randn(_SHARE, width, generator=generator) for width in (4, 2))
+    return F.mse_loss(model(inputs, **options), targets)
+
+
+# A plan says which losses a rank runs backward from in one step, and whether each pass may communicate.
+Plan = Callable[[nn.Module, int, int], Iterator[tuple[Tensor, bool]]]
+
+
+def _one_pass(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+    """one backward pass a step"""
+    yield _loss(model, rank, step), True
+
+
+def _several_passes(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+    """three backward passes before finish_gradient_synchronization()"""
+    for part in range(3):
+        yield _loss(model, rank, step + 100 * part, rarely=part != 1), True
+
+
+def _accumulation(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+    """two backward passes under no_sync(), then one that communicates"""
+    for part in range(3):
+        yield _loss(model, rank, step + 100 * part), part == 2
+
+
+def _unused(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+    """parameters that in a step only rank 0 uses, or no rank does"""
+    yield _loss(model, rank, step, rarely=step % 2 == 1 and rank == 0), True
+
+
+def _starts_from_rank_0(context: WorkerContext, wrap: Wrap) -> str | None:
+    module = _Toy(seed=context.rank)
+    expected, wrapped = _Toy(seed=0).state_dict(), wrap(module)
+    if getattr(wrapped, "module", None) is not module:
+        return "`.module` is not the module that was wrapped. Set self.module = module in __init__."
+    buffers = dict(module.named_buffers())
+    for name, value in module.state_dict().items():
+        if not torch.equal(value, expected[name]):
+            kind = "buffer" if name in buffers else "parameter"
+            return (
+                f"after wrapping, the {kind} {name!r} is not that of rank 0. "
+                f"Broadcast every {kind} from rank 0 in __init__."
+            )
+    return None
+
+
+def _averages_gradients(context: WorkerContext, wrap: Wrap) -> str | None:
+    own, total, wrapped = _Toy(seed=0), _Toy(seed=0), wrap(_Toy(seed=0))
+    _loss(own, context.rank, 0).backward()
+    for rank in range(context.world_size):
+        _loss(total, rank, 0).backward()
+    _loss(wrapped, context.rank, 0).backward()
+    wrapped.finish_gradient_synchronization()
+    return _diagnose(wrapped.module, own, total, context.world_size)
+
+
+def _diagnose(module: nn.Module, own: nn.Module, total: nn.Module, world_size: int) -> str | None:
+    """Name what the gradients of `module` are, if they are not the mean."""
+    for (name, parameter), mine, summed in zip(
+        module.named_parameters(), own.parameters(), total.parameters(), strict=True
+    ):
+        if not _close(parameter, mine):
+            return (
+                f"finish_gradient_synchronization() changed the parameter itself, {name!r}, before any "
+                "optimizer step. All-reduce parameter.grad, not the parameter."
+            )
+        if mine.grad is None:
+            if parameter.grad is not None:
+                return (
+                    f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
+                )
+        elif parameter.grad is None:
+            return f"{name!r} has no gradient after finish_gradient_synchronization()."
+        elif not _close(parameter.grad, summed.grad / world_size):
+            if _close(parameter.grad, summed.grad):
+                return f"the gradient of {name!r} is the sum over the ranks. Divide it by the world size."
+            if _close(parameter.grad, mine.grad):
+                return f"the gradient of {name!r} is still this rank's own. All-reduce it, in place."
+            return f"the gradient of {name!r} is not the mean over the ranks."
+    return None
+
+
+def _weights_follow_one_process(
+    context: WorkerContext,
+    wrap: Wrap,
+    *,
+    plan: Plan,
+    make_optimizer: Callable[..., torch.optim.Optimizer],
+) -> str | None:
+    alone, wrapped = _Toy(seed=0), wrap(_Toy(seed=context.rank))
+    optimizers = make_optimizer(alone.parameters()), make_optimizer(wrapped.parameters())
+    name = f"{type(optimizers[0]).__name__}, {plan.__doc__}"
+    if plan is _accumulation and not hasattr(wrapped, "no_sync"):
+        return "it has no no_sync() context, under which backward passes only accumulate."
+    for step in range(_STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for rank in range(context.world_size):
+            for loss, _ in plan(alone, rank, step):
+                (loss / context.world_size).backward()
+        _backward(wrapped, plan(wrapped, context.rank, step))
+        wrapped.finish_gradient_synchronization()
+        for optimizer in optimizers:
+            optimizer.step()
+        for (parameter_name, expected), parameter in zip(
+            alone.named_parameters(), wrapped.module.parameters(), strict=True
+        ):
+            if not _close(parameter, expected):
+                error = (parameter - expected).abs().max().item()
+                return (
+                    f"with {name}: after {step + 1} steps {parameter_name!r} is {error:.1e} off the "
+                    "weights that one process gets from the whole batch."
+                )
+    return None
+
+
+def _backward(wrapped: nn.Module, losses: Iterator[tuple[Tensor, bool]]) -> None:
+    for loss, communicates in losses:
+        with contextlib.nullcontext() if communicates else wrapped.no_sync():
+            loss.backward()
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+class _WatchedWork:
+    """A handle that remembers whether anybody asked it to finish."""
+
+    def __init__(self, work: dist.Work):
+        self._work, self.waited_for = work, False
+
+    def __getattr__(self, name: str) -> Any:
+        self.waited_for = True
+        return getattr(self._work, name)
+
+
+@contextlib.contextmanager
+def _watched_all_reduces() -> Iterator[list[_WatchedWork]]:
+    """Record the asynchronous all-reduces started inside."""
+    original, works = dist.all_reduce, []
+
+    def all_reduce(*args: Any, **kwargs: Any) -> _WatchedWork | None:
+        work = original(*args, **kwargs)
+        if work is None:
+            return None
+        works.append(_WatchedWork(work))
+        return works[-1]
+
+    homes = (dist, dist.distributed_c10d)  # the name everybody uses, and the one under which it is pickled
+    for home in homes:
+        home.all_reduce = all_reduce
+    try:
+        yield works
+    finally:
+        for home in homes:
+            home.all_reduce = original

@@ -1,0 +1,182 @@
+"""Data parallelism around an untouched module: what all wrappers share, and the two that wait for backward.
+
+Every rank holds a replica and works on its share of the batch. Between backward and the optimizer's step each
+gradient is replaced by its mean over the ranks, so all replicas take the step that one process would have
+taken on the whole batch (for a loss that averages over equal shares):
+
+    model = NaiveDDP(module)
+    loss(model(inputs), targets).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class Mean:
+    """An all-reduce under way: after `wait()`, `tensor` holds its mean over the ranks.
+
+    On a GPU neither the start nor `wait()` blocks the CPU. NCCL runs on a stream of its own, which starts
+    once the current stream has produced the tensor; `wait()` makes the current stream wait for NCCL's.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        # NCCL divides on the fly; Gloo sums, and the division is ours.
+        self.divides = dist.get_backend() == "nccl"
+        operation = dist.ReduceOp.AVG if self.divides else dist.ReduceOp.SUM
+        self.work = dist.all_reduce(tensor, op=operation, async_op=True)
+
+    def wait(self) -> None:
+        self.work.wait()
+        if not self.divides:
+            self.tensor.div_(dist.get_world_size())
+
+
+class DataParallel(nn.Module):
+    """What the wrappers share; each adds only its way to average the gradients, in `_average_gradients`.
+
+    Wrapping checks that all ranks hold the same parameters and copies the values of rank 0, buffers
+    included, to all. Tied weights are averaged once and frozen ones never. A parameter unused on some ranks
+    counts as zero there; one unused on every rank keeps its gradient None, and the optimizer skips it as it
+    would in one process. Buffers are not synchronised again: each rank keeps its own running statistics.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: nothing is trainable, or the ranks disagree about the parameters. Raised on every rank.
+    """
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        if not dist.is_initialized():
+            raise RuntimeError(
+                f"{type(self).__name__} needs a process group; allowed: inside a worker of `launch`, under "
+                "torchrun, or after torch.distributed.init_process_group"
+            )
+        self.module = module
+        # parameters() names a tied weight once.
+        self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._absent: set[int] = set()  # places in _trainable whose gradient is a zero of ours
+        self._synchronizes = True
+        check_ranks_agree(self._description())
+        if not self._trainable:
+            raise ValueError(f"{type(module).__name__} has no trainable parameter; allowed: one or more")
+        broadcast_from_rank_0(module)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes in here stay on this rank and add up, to be averaged with the next."""
+        before, self._synchronizes = self._synchronizes, False
+        try:
+            yield
+        finally:
+            self._synchronizes = before
+
+    @torch.no_grad()
+    def finish_gradient_synchronization(self) -> None:
+        """Call between backward and the optimizer's step: every `.grad` becomes the mean over the ranks."""
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise RuntimeError("a parameter that was frozen when wrapped has a gradient; unfreeze, then wrap")
+        self._average_gradients()
+        self._forget_globally_unused()
+
+    def _average_gradients(self) -> None:
+        raise NotImplementedError
+
+    def _description(self) -> list[str]:
+        """One line for each thing that must be the same on every rank."""
+        return [
+            type(self).__name__,
+            *(
+                f"{name} {tuple(parameter.shape)} {parameter.dtype}"
+                + " frozen" * (not parameter.requires_grad)
+                for name, parameter in self.module.named_parameters()
+            ),
+        ]
+
+    def _gradient(self, place: int) -> Tensor:
+        """The gradient that this rank contributes: zero where the parameter was not used."""
+        parameter = self._trainable[place]
+        if parameter.grad is None:
+            self._absent.add(place)
+            parameter.grad = torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
+        parameter.grad = parameter.grad.contiguous()
+        return parameter.grad.detach()
+
+    def _forget_globally_unused(self) -> None:
+        used = torch.ones(len(self._trainable), dtype=torch.uint8, device=self._trainable[0].device)
+        if self._absent:
+            used[list(self._absent)] = 0
+        # All ranks take part, as none knows of the others' gaps. Only a rank with gaps reads the result:
+        # reading makes the CPU wait for the GPU.
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        if self._absent:
+            anywhere = used.tolist()
+            for place in self._absent:
+                if not anywhere[place]:
+                    self._trainable[place].grad = None
+            self._absent.clear()
+
+
+class NaiveDDP(DataParallel):
+    """After backward, one all-reduce for each parameter, one after the other."""
+
+    def _average_gradients(self) -> None:
+        for place in range(len(self._trainable)):
+            Mean(self._gradient(place)).wait()
+
+
+class FlatDDP(DataParallel):
+    """After backward, one all-reduce of all gradients, copied into one tensor (one per dtype) and back."""
+
+    def _average_gradients(self) -> None:
+        gradients = [self._gradient(place) for place in range(len(self._trainable))]
+        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+            group = [gradient for gradient in gradients if gradient.dtype == dtype]
+            flat = torch.cat([gradient.flatten() for gradient in group])
+            Mean(flat).wait()
+            means = flat.split([gradient.numel() for gradient in group])
+            for gradient, mean in zip(group, means, strict=True):
+                gradient.copy_(mean.view_as(gradient))
+
+
+def check_ranks_agree(description: list[str]) -> None:
+    """Compare with rank 0's lines, so that a mismatch is an error now and not a hang later.
+
+    Raises:
+        ValueError: on every rank, the first difference.
+    """
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, description)
+    for rank, lines in enumerate(everyone):
+        if lines != everyone[0]:
+            longest = max(len(lines), len(everyone[0]))
+            padded = [side + ["nothing"] * (longest - len(side)) for side in (everyone[0], lines)]
+            ours, theirs = next(pair for pair in zip(*padded, strict=True) if pair[0] != pair[1])
+            raise ValueError(
+                f"the ranks wrap different things: rank 0 has {ours!r} where rank {rank} has {theirs!r}"
+            )
+
+
+@torch.no_grad()
+def broadcast_from_rank_0(module: nn.Module) -> None:
+    """Give every rank rank 0's parameters (the frozen ones too) and buffers."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.numel() == 0:
+            continue
+        whole = tensor.detach().contiguous()
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # as bytes: any dtype, booleans too
+        if whole.data_ptr() != tensor.data_ptr():  # contiguous() made a copy
+            tensor.copy_(whole)

@@ -1,0 +1,25 @@
+"""The data-parallel wrappers against one process, and what each promises beyond that."""
+
+import ddp_workers
+import pytest
+from torch import nn
+
+from cs336_systems.parallel import BucketedDDP, NaiveDDP, launch
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_wrapper_keeps_its_promises(world_size):
+    launch(ddp_workers.run_all, world_size, backend="gloo", timeout_s=120)
+
+
+def test_without_a_process_group_is_an_error_that_says_what_to_do():
+    with pytest.raises(
+        RuntimeError, match="NaiveDDP needs a process group; allowed: inside a worker of `launch`"
+    ):
+        NaiveDDP(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf"), "25", None])
+def test_bucket_size_is_checked(size):
+    with pytest.raises(ValueError, match="allowed: a number above 0"):
+        BucketedDDP(nn.Linear(2, 2), bucket_size_mb=size)
