@@ -71,7 +71,7 @@ def attribute(profile: Profile) -> pd.DataFrame:
     apart.
     """
     kernels = profile.kernels.copy()
-    kernels["range"], _ = _sweep(profile.ranges, kernels)
+    kernels["range"], _ = range_paths(profile.ranges, kernels)
     kernels["kernel"] = kernels.name.map(short_name)
     kernels["class"] = kernels.name.map(kernel_class)
     in_optimizer = kernels.range.str.contains(r"(?:^|/)optimizer\b")
@@ -112,8 +112,9 @@ def range_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
         one's end; device_busy_ms, the part of it with a kernel running; device_idle_share of the span; calls
         (launches). A range whose device is mostly idle is bound by the host that launches.
     """
+    _occurrences(profile, root)
     kernels = profile.kernels
-    _, paths = _sweep(profile.ranges, kernels)
+    _, paths = range_paths(profile.ranges, kernels)
     ranges = profile.ranges.assign(range=_from_root(paths, root))
     ranges = ranges[ranges.range.notna() & (ranges.range.str.count("/") <= 1)]
     records = []
@@ -131,12 +132,45 @@ def range_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
                 "calls": len(own),
             }
         )
-    _occurrences(profile, root)
     table = pd.DataFrame(records).groupby("range", sort=False).mean().reset_index()
     idle = 1 - table.device_busy_ms / table.device_span_ms.where(table.calls > 0)
     table.insert(table.columns.get_loc("calls"), "device_idle_share", idle)
     table.attrs = {"source": profile.source, "root": root}
     return table
+
+
+def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+    """Path of the ranges open at each launch, on any thread of its process, and of each range itself.
+
+    Args:
+        ranges: process, name, start_ns, end_ns.
+        launches: process, launch_ns.
+    """
+    launch_paths, paths = {}, {}
+    for process in set(ranges.process) | set(launches.process):
+        mine = ranges[(ranges.process == process) & (ranges.end_ns > ranges.start_ns)]
+        launched = launches[launches.process == process]
+        # At equal times a range that ends goes first, then those that begin, the longest first, then
+        # launches.
+        events = [(end, 0, 0, index) for index, end in mine.end_ns.items()]
+        events += [
+            (start, 1, -end, index)
+            for index, start, end in zip(mine.index, mine.start_ns, mine.end_ns, strict=True)
+        ]
+        events += [(launch, 2, 0, index) for index, launch in launched.launch_ns.items()]
+        names, is_open = mine.name.to_dict(), {}
+        for _, what, _, index in sorted(events):
+            if what == 0:
+                del is_open[index]
+            elif what == 1:
+                is_open[index] = names[index]
+                paths[index] = "/".join(is_open.values())
+            else:
+                launch_paths[index] = "/".join(is_open.values())
+    return (
+        pd.Series(launch_paths, dtype=object).reindex(launches.index),
+        pd.Series(paths, dtype=object).reindex(ranges.index),
+    )
 
 
 def within(table: pd.DataFrame, path: str) -> pd.DataFrame:
@@ -199,35 +233,6 @@ def _occurrences(profile: Profile, root: str) -> pd.DataFrame:
 def _from_root(paths: pd.Series, root: str) -> pd.Series:
     """Each path from its part `root` on; missing where the path does not pass through it."""
     return paths.str.extract(rf"(?:^|/)({re.escape(root)}(?:/.*)?)$")[0]
-
-
-def _sweep(ranges: pd.DataFrame, kernels: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
-    """Walk along time, process by process: the path of each kernel at its launch, and of each range."""
-    kernel_paths, range_paths = {}, {}
-    for process in set(ranges.process) | set(kernels.process):
-        mine = ranges[(ranges.process == process) & (ranges.end_ns > ranges.start_ns)]
-        launched = kernels[kernels.process == process]
-        # At equal times a range that ends goes first, then those that begin, the longest first, then
-        # launches.
-        events = [(end, 0, 0, index) for index, end in mine.end_ns.items()]
-        events += [
-            (start, 1, -end, index)
-            for index, start, end in zip(mine.index, mine.start_ns, mine.end_ns, strict=True)
-        ]
-        events += [(launch, 2, 0, index) for index, launch in launched.launch_ns.items()]
-        names, is_open = mine.name.to_dict(), {}
-        for _, what, _, index in sorted(events):
-            if what == 0:
-                del is_open[index]
-            elif what == 1:
-                is_open[index] = names[index]
-                range_paths[index] = "/".join(is_open.values())
-            else:
-                kernel_paths[index] = "/".join(is_open.values())
-    return (
-        pd.Series(kernel_paths, dtype=object).reindex(kernels.index),
-        pd.Series(range_paths, dtype=object).reindex(ranges.index),
-    )
 
 
 def _union(starts: Iterable[int], ends: Iterable[int]) -> int:

@@ -17,7 +17,7 @@ from cs336_systems.measure.kernels import Profile, ProfileError
 
 _KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # Ranges that PyTorch opens by itself; a path is made of ours.
-_FOREIGN = re.compile(
+FOREIGN = re.compile(
     r"^(Optimizer\.|ProfilerStep|nccl:|gloo:|c10d|Torch-Compiled|DistributedDataParallel|## )"
 )
 # Operators that touch no data: views, allocations and autograd's own nodes. They are the host's work, no
@@ -117,7 +117,7 @@ def trace_ranges(annotations: list[dict[str, Any]]) -> pd.DataFrame:
             "end_ns": _ns(event["ts"] + event["dur"]),
         }
         for event in annotations
-        if not _FOREIGN.match(event["name"])
+        if not FOREIGN.match(event["name"])
     )
 
 

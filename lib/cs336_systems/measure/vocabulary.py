@@ -138,7 +138,7 @@ COLUMNS: dict[str, Column] = {
     "range": _key(str, "path of the named ranges around it; a star stands for every layer"),
     "kernel": _key(str, "short name of a kernel, or of an operator on a CPU"),
     "class": _key(str, "kind of kernel, see measure.kernel_names.CLASSES"),
-    "category": _key(str, "what memory is used for, see measure.memory.CATEGORIES"),
+    "category": _key(str, "what memory is used for, see measure.allocations.CATEGORIES"),
     "code": _key(str, "line of code that allocated"),
     "pass": _key(str, "what one step does", allowed=PASSES),
     "warmup_steps": _key(int, "steps run before the measured ones"),

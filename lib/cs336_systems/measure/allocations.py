@@ -1,0 +1,148 @@
+"""Where memory goes: every allocation of a step, who owns it, and the timeline that they add up to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from cs336_systems.measure.kernels import ProfileError, range_paths
+
+MIB = 2**20
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
+
+Owners = Mapping[int, tuple[str, int]]  # address of a storage: its category and its bytes
+Change = tuple[float, int, int, str]  # time in microseconds, address, bytes (negative: freed), code
+
+
+@dataclass(frozen=True)
+class MemoryHistory:
+    """Every allocation of a recorded step.
+
+    Attributes:
+        allocations: address, size_bytes, start_us, end_us (infinite while alive at the end), range (path of
+            the ranges open when it was made), code (the line of ours that made it) and category, one of
+            CATEGORIES: activations are what forward leaves behind for backward, temporary is what lives
+            inside one stage, other was there before and belongs to nobody known (inputs, a library's
+            workspace).
+        stages: name, start_us, end_us of the outermost ranges: forward, backward, optimizer.
+    """
+
+    allocations: pd.DataFrame
+    stages: pd.DataFrame
+
+    @property
+    def start_us(self) -> float:
+        """Time of the first thing recorded."""
+        return min(self.stages.start_us.min(), self.allocations.start_us[lambda start: start > -np.inf].min())
+
+
+def read_history(
+    changes: list[Change],
+    ranges: pd.DataFrame,
+    before: Owners,
+    after: Owners,
+    alive: Mapping[int, int],
+) -> MemoryHistory:
+    """Pair allocations with their frees, and find an owner for each.
+
+    Args:
+        changes: every allocation and every free.
+        ranges: as in a `Profile`, but in microseconds.
+        before, after: owners when the recording began and ended.
+        alive: bytes by address of what lived when the recording ended, or had lived before it.
+    """
+    if ranges.empty:
+        raise ProfileError(
+            "the recording has no ranges, so it has no stages; run it under ranges.recording()"
+        )
+    opened: dict[int, tuple[float, int, str]] = {}
+    records = []
+    for time, address, change, code in sorted(changes, key=lambda change: change[0]):
+        if change > 0:
+            opened[address] = (time, change, code)
+        else:
+            start, size, code = opened.pop(address, (-np.inf, -change, ""))
+            records.append((address, size, start, time, code))
+    records += [(address, size, start, np.inf, code) for address, (start, size, code) in opened.items()]
+    seen_before = {address for address, _, start, _, _ in records if start == -np.inf}
+    records += [
+        (address, size, -np.inf, np.inf, "")
+        for address, size in alive.items()
+        if address not in opened and address not in seen_before
+    ]
+    columns = ["address", "size_bytes", "start_us", "end_us", "code"]
+    allocations = pd.DataFrame(records, columns=columns).sort_values("start_us", ignore_index=True)
+    launches = pd.DataFrame({"process": ranges.process.iloc[0], "launch_ns": allocations.start_us})
+    allocations["range"], paths = range_paths(ranges, launches)
+    outermost = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns")
+    stages = pd.DataFrame(
+        {"name": outermost.name, "start_us": outermost.start_ns, "end_us": outermost.end_ns}
+    ).reset_index(drop=True)
+    allocations["category"] = _categories(allocations, stages, before, after)
+    return MemoryHistory(allocations, stages)
+
+
+def _categories(allocations: pd.DataFrame, stages: pd.DataFrame, before: Owners, after: Owners) -> pd.Series:
+    """An owner where one is known at either end of the recording, else what the lifetime says."""
+    category = pd.Series("temporary", index=allocations.index)
+    for start, end in stages[stages.name == "forward"][["start_us", "end_us"]].itertuples(index=False):
+        left_behind = allocations.start_us.between(start, end) & (allocations.end_us > end)
+        category[left_behind] = "activations"
+    from_before, at_the_end = allocations.start_us == -np.inf, allocations.end_us == np.inf
+    category[from_before] = "other"
+    for moment, known in ((from_before, before), (at_the_end, after)):
+        owner = allocations.address.map({address: name for address, (name, _) in known.items()})
+        category = category.mask(moment & owner.notna(), owner)
+    return category
+
+
+def timeline(history: MemoryHistory, points: int | None = 400) -> pd.DataFrame:
+    """MiB held by each category over time: at_ms since the recording began, a column per category.
+
+    With `points`, the time is cut into that many pieces and each is shown at its largest total: no peak is
+    lost.
+    """
+    allocations, start_us = history.allocations, history.start_us
+    born = allocations.assign(at_us=allocations.start_us.clip(lower=start_us), change=allocations.size_bytes)
+    died = allocations[allocations.end_us < np.inf]
+    died = died.assign(at_us=died.end_us, change=-died.size_bytes)
+    changes = pd.concat([born, died]).pivot_table(
+        index="at_us", columns="category", values="change", aggfunc="sum", fill_value=0
+    )
+    held = changes.reindex(columns=CATEGORIES, fill_value=0).cumsum() / MIB
+    held.insert(0, "at_ms", (held.index - start_us) / 1000)
+    held = held.reset_index(drop=True)
+    if points is None or len(held) <= points:
+        return held
+    piece = (held.at_ms / held.at_ms.max() * points).clip(upper=points - 1).astype(int)
+    largest = held[list(CATEGORIES)].sum(axis=1).groupby(piece).idxmax()
+    return held.loc[largest].reset_index(drop=True)
+
+
+def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
+    """For each stage the moment of its largest total: stage, at_ms, a column per category (MiB), total."""
+    held = timeline(history, points=None)
+    records = []
+    for name, start_us, end_us in history.stages.itertuples(index=False):
+        start, end = (start_us - history.start_us) / 1000, (end_us - history.start_us) / 1000
+        # What was held when the stage began counts too: nothing need be allocated in it.
+        first = held.at_ms.searchsorted(start, side="right") - 1
+        inside = held[max(first, 0) :][lambda rows, end=end: rows.at_ms <= end]
+        total = inside[list(CATEGORIES)].sum(axis=1)
+        records.append({"stage": name, **inside.loc[total.idxmax()], "total": total.max()})
+    return pd.DataFrame(records)
+
+
+def largest_allocations(history: MemoryHistory, count: int = 10) -> pd.DataFrame:
+    """The largest allocations of the recording, equal ones together: size_mib, category, range, code, times.
+
+    Layers are one (layers.*): the same line makes the same allocation in each of them.
+    """
+    made = history.allocations[history.allocations.start_us > -np.inf]
+    made = made.assign(
+        range=made.range.str.replace(r"\.\d+", ".*", regex=True), size_mib=made.size_bytes / MIB
+    )
+    keys = ["size_mib", "category", "range", "code"]
+    grouped = made.groupby(keys, dropna=False).size().rename("times").reset_index()
+    return grouped.sort_values(["size_mib", "times"], ascending=False).head(count).reset_index(drop=True)
