@@ -4,12 +4,18 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
+import nbformat
+
 from cs336_systems import batch
+from cs336_systems.measure.files import write_atomically
 from cs336_systems.measure.machine import load_card, machine_card
+from cs336_systems.notebook.execute import execute
+from cs336_systems.notebook.tidy import tidy
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,6 +50,12 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, _list, "list", "the notebooks, their parameters and defaults")
     card = _command(commands, _card, "card", "this machine's card: what it is and was measured to do")
     card.add_argument("--refresh", action="store_true", help="measure again")
+    for name, function, text in (
+        ("notebooks", _notebooks, "execute notebooks in place, on the CPU, as they are committed"),
+        ("figures", _figures, "redraw the plots of notebooks from the rows, whatever measured them"),
+    ):
+        command = _command(commands, function, name, text)
+        command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     index = _command(commands, _index, "index", "render every executed notebook again, and the index")
     index.add_argument("--output", **output)
     return parser
@@ -102,6 +114,34 @@ def _list(options: argparse.Namespace) -> int:
 def _card(options: argparse.Namespace) -> int:
     print(machine_card(refresh=options.refresh).line())
     return 0
+
+
+def _notebooks(options: argparse.Namespace) -> int:
+    """Rows and plots go to a scratch folder: outputs show the committed rows and this run, nothing else."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["CS336_FIGURES"] = scratch
+        return _execute_defaults(options.names, in_place=True)
+
+
+def _figures(options: argparse.Namespace) -> int:
+    return _execute_defaults(options.names, in_place=False)
+
+
+def _execute_defaults(words: list[str], *, in_place: bool) -> int:
+    known = batch.load_notebooks()
+    names = batch.resolve(words, known) or list(known)
+    failed = 0
+    for path in (batch.NOTEBOOKS / f"{name}.ipynb" for name in names):
+        with tempfile.TemporaryDirectory() as folder:
+            executed = Path(folder) / path.name
+            outcome = execute(path, executed, {})
+            if in_place and outcome.status == "ok":
+                tidied = tidy(nbformat.read(executed, as_version=4))
+                write_atomically(path, nbformat.writes(tidied) + "\n")
+        print(f"{outcome.status:5} {outcome.seconds:7.1f} s  {path.stem} {outcome.reason}", flush=True)
+        failed += outcome.status != "ok"
+    return int(failed > 0)
 
 
 def _index(options: argparse.Namespace) -> int:

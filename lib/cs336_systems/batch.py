@@ -5,7 +5,7 @@ import importlib.metadata
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,13 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def load_notebooks(folder: Path = NOTEBOOKS) -> dict[str, dict[str, Parameter]]:
+def load_notebooks(folder: Path | None = None) -> dict[str, dict[str, Parameter]]:
     """Every notebook of a folder by its name without `.ipynb`, with its parameters.
 
     Raises:
         BatchError: there is none, or one that cannot be read.
     """
+    folder = folder or NOTEBOOKS
     found = {}
     for path in sorted(folder.glob("*.ipynb")):
         try:
@@ -70,7 +71,7 @@ def load_notebooks(folder: Path = NOTEBOOKS) -> dict[str, dict[str, Parameter]]:
 
 
 def plan(
-    profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (), folder: Path = NOTEBOOKS
+    profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (), folder: Path | None = None
 ) -> list[Job]:
     """The jobs of a profile, everything about them checked.
 
@@ -78,11 +79,12 @@ def plan(
         profile: "cpu", "gpu" or "multi-gpu".
         only: notebooks to keep, as number ("11"), slug or name; what the profile lacks runs with defaults.
         overrides: "name=value", for every notebook that has the parameter; a name given twice is a grid.
-        folder: where the notebooks and batch.yaml are.
+        folder: where the notebooks and batch.yaml are; the repository's `notebooks` by default.
 
     Raises:
         BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
     """
+    folder = folder or NOTEBOOKS
     notebooks = load_notebooks(folder)
     entries = _entries(profile, _read_yaml(folder / "batch.yaml"))
     errors = [
@@ -93,7 +95,7 @@ def plan(
     if errors:
         raise BatchError("\n".join(errors))
     if only:
-        names = [_resolve(word, notebooks) for word in only]
+        names = resolve(only, notebooks)
         planned = {name for name, _ in entries}
         entries = [entry for entry in entries if entry[0] in names]
         entries += [(name, {}) for name in dict.fromkeys(names) if name not in planned]
@@ -147,13 +149,21 @@ def _grid(values: dict[str, list]) -> Iterable[dict[str, Any]]:
     return (dict(zip(values, point, strict=True)) for point in itertools.product(*values.values()))
 
 
-def _resolve(word: str, notebooks: Iterable[str]) -> str:
-    word = word.removesuffix(".ipynb").rpartition("/")[2]
+def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
+    """The notebooks meant by numbers ("11"), slugs, names or paths.
+
+    Raises:
+        BatchError: a word that means none.
+    """
+    meant = {}
     for name in notebooks:
         number, _, slug = name.partition("_")
-        if word in (name, number, slug):
-            return name
-    raise BatchError(_unknown("notebook", word, notebooks))
+        meant |= {name: name, number: name, slug: name}
+    stems = [word.removesuffix(".ipynb").rpartition("/")[2] for word in words]
+    unknown = [stem for stem in stems if stem not in meant]
+    if unknown:
+        raise BatchError(_unknown("notebook", unknown[0], notebooks))
+    return [meant[stem] for stem in stems]
 
 
 def _unknown(kind: str, name: str, allowed: Iterable[str]) -> str:

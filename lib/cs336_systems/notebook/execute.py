@@ -46,7 +46,7 @@ def execute(
         The outcome; `peak_memory_mib` is the most host memory that the kernel and its children held, in MiB.
     """
     stop = stop or threading.Event()
-    partial = output.with_name(f".{output.stem}.{os.getpid()}.ipynb")
+    partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
     command = [sys.executable, "-m", __name__, str(source), str(partial), json.dumps(parameters)]
     started, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile() as log:

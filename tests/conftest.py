@@ -1,0 +1,51 @@
+"""What every test file shares: a figures folder of its own, the GPU marker, and a way to write notebooks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import pytest
+import torch
+from nbformat import v4
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _scratch_figures(tmp_path_factory: pytest.TempPathFactory):
+    """Whatever a test measures stays out of the repository's figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CS336_FIGURES", str(tmp_path_factory.mktemp("figures")))
+        yield
+
+
+PARAMETERS = """\
+model_size = "tiny"  # size of the model
+edition = 2025  # edition of the assignment
+# lengths of the sequences
+context_lengths = [32, 64]
+dtypes = ["float32"]  # numbers
+steps = 3  # measured steps
+rate = 0.5  # any number
+device = "auto"  # where to run
+"""
+
+
+@pytest.fixture
+def write_notebook() -> Callable[..., Path]:
+    """write_notebook(path, *code, parameters=...): a small notebook, not executed."""
+
+    def write(path: Path, *code: str, parameters: str = PARAMETERS) -> Path:
+        cells = [v4.new_markdown_cell("# A notebook\n\n$a^2 + b^2$")]
+        cells.append(v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
+        cells += [v4.new_code_cell(source) for source in code]
+        nbformat.write(v4.new_notebook(cells=cells), path)
+        return path
+
+    return write
