@@ -40,7 +40,7 @@ def side_by_side(
 def published_rows(name: str) -> pd.DataFrame:
     """A published table in the words of the rows: milliseconds, a row for each pass, `where` it is from.
 
-    A time that a report calls a median is `p50_ms`, any other `mean_ms`; a mode is float32 unless it says TF32.
+    A time called a median is `p50_ms`, any other `mean_ms`; a mode is float32 unless it says TF32.
 
     Raises:
         ValueError: there is no such table; the message lists those there are.

@@ -153,7 +153,7 @@ class _Lines:
         lows, highs = zip(*(axes.dataLim.intervaly for axes, _ in self.panels), strict=True)
         low, high = np.nanmin([*lows, level]), np.nanmax([*highs, level])
         pad = 0.06 * (high - low) or 0.5
-        self.panels[0][0].set_ylim(low if low == level == 0 else low - pad, high + pad)
+        self.panels[0][0].set_ylim(max(low - pad, 0) if low >= 0 else low - pad, high + pad)
 
     def finish(
         self, title: str | None, subtitle: str | None, xlabel: str | None, ylabel: str | None
@@ -193,6 +193,7 @@ def _draw(
     for axes, parts in panels:
         for depth, one in enumerate(reversed(parts)):
             _draw_line(axes, one, x, y, band, depth)
+        axes.dataLim.update_from_data_x(frame_x.dropna(), ignore=False)  # also where nothing was measured
         if logy:
             plain_log(axes, frame[y].dropna())
         else:

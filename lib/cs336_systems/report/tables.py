@@ -28,6 +28,8 @@ def pivot(
     """
     index, values = _names(index), _names(values)
     require_columns(frame, *index, columns, *values)
+    if frame.empty:
+        return frame
     require_one_row_each(frame, *index, columns)
     frame = plain(frame)
     across = ordered(frame[columns], columns)
@@ -134,10 +136,10 @@ def _laid_out(
     table = pd.DataFrame({key: column.reindex(_keys(lines, index)) for key, column in cells.items()}).fillna(
         MISSING
     )
-    labels = [
-        tuple(value_label(value, name) for value, name in zip(line, index, strict=True))
-        for line in lines.to_numpy()
-    ]
-    table.index = pd.MultiIndex.from_tuples(labels, names=[column_label(name) for name in index])
+    names = [[value_label(value, name) for value in lines[name]] for name in index]
+    labels = [column_label(name) for name in index]
+    table.index = (
+        pd.MultiIndex.from_arrays(names, names=labels) if len(index) > 1 else pd.Index(*names, name=labels[0])
+    )
     table.columns = pd.MultiIndex.from_tuples(list(cells))
     return table

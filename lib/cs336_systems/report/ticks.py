@@ -34,9 +34,12 @@ def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> pd.Seri
 
 def plain_log(axes: Axes, values: Iterable[float]) -> None:
     """A logarithmic y axis with plain numbers, more of them where it spans little."""
-    axes.set_yscale("log")
     sizes = [value for value in values if value > 0]
-    decades = np.log10(max(sizes) / min(sizes)) if sizes else 1.0
+    if not sizes:
+        axes.set_yticks([])
+        return
+    axes.set_yscale("log")
+    decades = np.log10(max(sizes) / min(sizes))
     subdivisions = (1,) if decades > 3 else (1, 3) if decades > 1.6 else (1, 2, 5)
     axes.yaxis.set_major_locator(LogLocator(subs=subdivisions, numticks=20))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -1,0 +1,72 @@
+import pandas as pd
+import pytest
+
+from cs336_systems.measure import rows as measured_rows
+from cs336_systems.report.compare import published_rows, side_by_side
+from cs336_systems.report.plots import sweep
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Rows of the machines named here, instead of files."""
+    frames = {}
+
+    def load_rows(slug, machine, table="rows"):
+        return frames.get(machine, pd.DataFrame(columns=["machine", "context_length", "p50_ms"]))
+
+    monkeypatch.setattr(measured_rows, "load_rows", load_rows)
+    return frames
+
+
+def of(machine):
+    return pd.DataFrame({"machine": [machine], "context_length": [128], "p50_ms": [1.0]})
+
+
+def test_rows_say_where_they_come_from(loaded):
+    loaded.update(h200=of("h200"), cpu=of("cpu"))
+    frame = side_by_side("slug", "cpu")
+    assert frame["where"].tolist() == ["reference: H200", "this machine: cpu"]
+
+
+def test_the_reference_itself_appears_once(loaded):
+    loaded.update(h200=of("h200"))
+    assert side_by_side("slug", "h200")["where"].tolist() == ["reference: H200"]
+
+
+def test_nothing_measured_is_an_empty_frame_that_can_be_drawn(loaded):
+    frame = side_by_side("slug", "cpu")
+    assert frame.empty
+    sweep(frame, "context_length")
+
+
+def test_published_rows_join(loaded):
+    loaded.update(h200=of("h200"))
+    published = published_rows("benchmarking_script")
+    frame = side_by_side("slug", "cpu", published=published)
+    assert set(frame["where"]) == {"reference: H200", "published: RTX 5090, rtx5090-report"}
+
+
+def test_seconds_become_milliseconds():
+    frame = published_rows("benchmarking_script")
+    assert "mean_s" not in frame
+    assert frame["mean_ms"].max() > 100
+
+
+def test_passes_become_rows_and_modes_implementations():
+    frame = published_rows("torch_compile_model_ms")
+    assert set(frame["pass"]) == {"forward", "train_step"}
+    assert set(frame["implementation"]) == {"eager", "compiled"}
+    assert set(frame["dtype"]) == {"float32", "tf32"}
+    assert frame["mean_ms"].notna().all()
+
+
+def test_medians_and_means_are_kept_apart():
+    frame = published_rows("mixed_precision_ms")
+    assert (frame["p50_ms"].isna() != frame["mean_ms"].isna()).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_attention", "all_reduce_s", "mixed_precision_accumulation", "memory_profiling_gb"]
+)
+def test_every_table_says_where_it_is_from(name):
+    assert published_rows(name)["where"].str.startswith("published").all()
