@@ -12,7 +12,7 @@ from packaging.utils import canonicalize_name
 REPOSITORY = Path(__file__).parents[1]
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 CONDA = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
-# conda's triton exists on Linux only, and environment.yml knows no conditions: pip installs it, as pyproject says.
+# conda's triton is for Linux only and environment.yml knows no conditions: pip installs it as pyproject says.
 PIP_ONLY = {"triton"}
 CONDA_NAMES = {"torch": "pytorch"}
 
