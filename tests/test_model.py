@@ -206,8 +206,6 @@ def test_one_pair_of_rotary_tables_serves_all_layers():
 
 @pytest.mark.gpu
 def test_it_is_built_on_the_gpu_and_gives_the_same_logits_there():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     model, on_gpu = a_model(), a_model(device="cuda")
     assert all(tensor.is_cuda for tensor in [*on_gpu.parameters(), *on_gpu.buffers()])
     on_gpu.load_state_dict(model.state_dict())

@@ -71,17 +71,20 @@ def _backward_moments(n: Elements) -> dict[str, int]:
 
     loss: everything saved, and three temporaries of the logits' size.
     output head: everything saved, the gradients of its weight and input.
+    final norm: what the blocks saved, its input, and five temporaries of the stream's size.
     embedding: all gradients, and that of the stream.
     """
     run = (n.config, n.batch_size, n.context_length, n.dtype)
     saved = activation_bytes(*run)
     stream_gradient = FLOAT32_BYTES * n.stream
+    saved_by_block = sum(block_activation_breakdown(*run).values())
+    saved_by_blocks = n.config.num_layers * saved_by_block
     moments = {
         "loss": saved + 3 * FLOAT32_BYTES * n.logits,
         "output head": saved + (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream_gradient,
+        "final norm": saved_by_blocks + FLOAT32_BYTES * (6 * n.stream + n.head),
         "embedding": gradient_bytes(n.config) + stream_gradient,
     }
-    saved_by_block = sum(block_activation_breakdown(*run).values())
     last = n.config.num_layers - 1
     for place, blocks_before in (("last block", last), ("first block", 0)):
         gradients = FLOAT32_BYTES * (n.head + (last - blocks_before) * n.block_weights)
