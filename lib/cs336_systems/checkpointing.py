@@ -1,0 +1,114 @@
+"""Activation checkpointing: keep only the inputs of some blocks, and run them again when backward needs them.
+
+A *plan* says which. It is a nested tuple of blocks; a tuple inside a plan is a checkpointed segment:
+
+    (a, b, c, d)                plain: everything is kept
+    ((a, b), (c, d))            two segments: their two inputs are kept
+    (((a,), (b,)), ((c,), (d,)))    segments inside segments
+
+`run` executes a plan. `peak` and `recomputed` say what it costs, exactly, for blocks that are all alike.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Plan = tuple[Any, ...]
+
+
+def run(plan: Plan, x: Tensor) -> Tensor:
+    """Send x through every block of the plan; same values and gradients as without checkpoints."""
+    for part in plan:
+        x = checkpoint(run, part, x, use_reentrant=False) if isinstance(part, tuple) else part(x)
+    return x
+
+
+def none(blocks: Sequence[Any]) -> Plan:
+    """Keep everything."""
+    return tuple(blocks)
+
+
+def every_k(blocks: Sequence[Any], k: int) -> Plan:
+    """Segments of k blocks, the last one possibly shorter.
+
+    Raises:
+        ValueError: k is not a positive integer.
+    """
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"a segment has a positive number of blocks; got k={k!r}")
+    return tuple(tuple(blocks[start : start + k]) for start in range(0, len(blocks), k))
+
+
+def sqrt_n(blocks: Sequence[Any]) -> Plan:
+    """About sqrt(N) segments of sqrt(N) blocks (Chen et al. 2016): memory O(sqrt(N)), one more forward."""
+    return every_k(blocks, max(1, round(math.sqrt(len(blocks)))))
+
+
+def recursive(blocks: Sequence[Any]) -> Plan:
+    """Halves of halves, down to single blocks (Chen et al. 2016): memory O(log N), time O(N log N)."""
+    if len(blocks) <= 1:
+        return tuple(blocks)
+    half = len(blocks) // 2
+    return (recursive(blocks[:half]), recursive(blocks[half:]))
+
+
+STRATEGIES: dict[str, Callable[..., Plan]] = {
+    "none": none,
+    "every_k": every_k,
+    "sqrt_n": sqrt_n,
+    "recursive": recursive,
+}
+
+
+def peak(plan: Plan, inside: float, boundary: float) -> float:
+    """Most bytes saved for backward at any time, when every block of the plan is alike.
+
+    Backward takes the parts of a plan from the last to the first. While it is at one, the parts before it
+    still hold what forward kept of them (a block its input and its inside, a segment its input only), and the
+    part itself needs all of itself: a segment has just been run again, and is a plan of its own.
+
+    Args:
+        inside: bytes that one block saves besides its input.
+        boundary: bytes of a block's input.
+    """
+    before = most = 0
+    for part in plan:
+        is_segment = isinstance(part, tuple)
+        most = max(most, before + (peak(part, inside, boundary) if is_segment else boundary + inside))
+        before += boundary if is_segment else boundary + inside
+    return most
+
+
+def recomputed(plan: Plan) -> int:
+    """How many forwards of a block backward runs again, a partial one counted whole.
+
+    A segment is run again once for every time that the segment around it is, and once for itself. But PyTorch
+    stops a rerun as soon as everything saved is there, and of a segment only the input is: so when a segment
+    ends with a segment, that last one is not run again with it.
+    """
+    return sum(_reruns(part) for part in plan if isinstance(part, tuple))
+
+
+def _reruns(segment: Plan) -> int:
+    """Block forwards in one backward through a segment: its rerun, and those of the segments inside it."""
+    last = segment[-1]
+    skipped = _blocks(last) if isinstance(last, tuple) else 0
+    return _blocks(segment) - skipped + recomputed(segment)
+
+
+def _blocks(plan: Plan) -> int:
+    return sum(_blocks(part) if isinstance(part, tuple) else 1 for part in plan)
+
+
+def best_k(count: int, inside: float, boundary: float) -> int:
+    """The segment length with the lowest peak for `count` equal blocks, without nesting."""
+    return min(range(1, count + 1), key=lambda k: peak(every_k(range(count), k), inside, boundary))
+
+
+def forward_with(model: nn.Module, plan: Callable[[Sequence[nn.Module]], Plan], token_ids: Tensor) -> Tensor:
+    """A TransformerLM's forward with its blocks checkpointed: `forward_with(model, sqrt_n, token_ids)`."""
+    x = run(plan(list(model.layers)), model.token_embeddings(token_ids))
+    return model.lm_head(model.ln_final(x))
