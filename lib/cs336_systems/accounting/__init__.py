@@ -6,7 +6,13 @@ autograd really saves, and against the storages alive during a step.
 """
 
 from .arguments import DTYPE_BYTES, PASSES
-from .attention import attention_flops, attention_peak_bytes, attention_saved_bytes
+from .attention import (
+    attention_flops,
+    attention_peak_breakdown,
+    attention_peak_bytes,
+    attention_saved_bytes,
+    attention_traffic_bytes,
+)
 from .flops import (
     backward_flops,
     flops_breakdown,
@@ -33,8 +39,10 @@ __all__ = [
     "PASSES",
     "activation_bytes",
     "attention_flops",
+    "attention_peak_breakdown",
     "attention_peak_bytes",
     "attention_saved_bytes",
+    "attention_traffic_bytes",
     "backward_flops",
     "block_activation_breakdown",
     "flops_breakdown",

@@ -41,19 +41,55 @@ def attention_peak_bytes(
     dtype: str = "float32",
     is_causal: bool = False,
 ) -> int:
-    """Most bytes alive at once, q, k and v included, for a context at least as long as a head is wide.
+    """Most bytes alive at once, q, k and v included: the sum of `attention_peak_breakdown`."""
+    return sum(attention_peak_breakdown(batch_size, context_length, d_head, pass_, dtype, is_causal).values())
+
+
+def attention_peak_breakdown(
+    batch_size: int,
+    context_length: int,
+    d_head: int,
+    pass_: str = "forward_backward",
+    dtype: str = "float32",
+    is_causal: bool = False,
+) -> dict[str, int]:
+    """What is alive at the moment of most memory, for a context at least as long as a head is wide.
 
     Both peaks lie in the softmax, at its division, and are 12 bytes a score forward and 24 backward, whatever
-    the type. Forward, run without autograd: scores, exponentials, quotient (16 bit: and its rounded copy).
-    Backward: exponentials, the incoming gradient, four temporaries of the division's derivative; beside the
-    inputs the output, its gradient and the gradient of v.
+    the type: 16-bit scores are half as wide, and the quotient's rounded copy takes up the other half.
     """
     _check(batch_size, context_length, d_head, pass_)
     rows = batch_size * context_length
     operand = dtype_bytes(dtype) * rows * d_head
-    row_sums_and_mask = FLOAT32_BYTES * rows + (context_length**2 if is_causal else 0)
-    operands, scores = (3, 3) if pass_ == "forward" else (6, 6)
-    return operands * operand + scores * FLOAT32_BYTES * rows * context_length + row_sums_and_mask
+    scores = FLOAT32_BYTES * rows * context_length
+    alive = {"q, k, v": 3 * operand}
+    if pass_ == "forward":
+        alive |= {"scores": scores, "exponentials": scores, "their quotient": scores}
+    else:
+        alive |= {
+            "output, its gradient, gradient of v": 3 * operand,
+            "exponentials": scores,
+            "gradient of the weights": scores,
+            "temporaries of the division's derivative": 4 * scores,
+        }
+    return alive | {
+        "row sums": FLOAT32_BYTES * rows,
+        "causal mask": context_length**2 if is_causal else 0,
+    }
+
+
+def attention_traffic_bytes(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
+    """Bytes that eager float32 attention, without a mask, reads and writes: each operation is a kernel.
+
+    Forward goes 12 times over the scores (write q k^T; scale; maximum; subtract; exponential; sum; divide;
+    read for the product with v), backward 23 times, of which 17 belong to the softmax.
+    """
+    _check(batch_size, context_length, d_head, pass_)
+    rows = batch_size * context_length
+    forward = (12 * context_length + 4 * d_head + 4) * rows
+    backward = (23 * context_length + 10 * d_head + 5) * rows
+    elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
+    return FLOAT32_BYTES * elements[pass_]
 
 
 def _check(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> None:
