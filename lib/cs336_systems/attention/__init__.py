@@ -1,5 +1,6 @@
 """Attention behind one front door: every implementation computes the same function of (q, k, v)."""
 
+import math
 from collections.abc import Callable
 from importlib.util import find_spec
 
@@ -20,7 +21,12 @@ __all__ = ["IMPLEMENTATIONS", "FlashAttentionPyTorch", "FlashAttentionTriton", "
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+    # Only tensors of four dimensions reach torch's fused kernels; for others it materialises the scores.
+    with_heads = [
+        x if x.dim() == 4 else x.reshape(1, math.prod(x.shape[:-2]), *x.shape[-2:]) for x in (q, k, v)
+    ]
+    output = F.scaled_dot_product_attention(*with_heads, is_causal=is_causal)
+    return output.reshape(*q.shape[:-1], v.shape[-1])
 
 
 def _flash_pytorch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -46,7 +52,9 @@ def _fastest(q: Tensor) -> str:
     return "flash_triton" if ours else "sdpa"
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, implementation: str = "auto") -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, implementation: str = "auto"
+) -> Tensor:
     """softmax(q k^T / sqrt(d)) v, row by row.
 
     Args:
