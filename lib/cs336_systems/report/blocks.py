@@ -153,7 +153,18 @@ def heatmap(
             row = cells.loc[(down[i], across[j])] if (down[i], across[j]) in cells.index else None
             _draw_cell(each, j, i, row, values, status, fmt, norm)
     outer_labels(axes, xlabel or column_label(columns), ylabel or column_label(index))
+    chart.draw_without_rendering()
+    _fit_cells(axes, len(across))
     return finish(chart, title, subtitle=subtitle or column_label(values))
+
+
+def _fit_cells(panels: Sequence[Axes], across: int) -> None:
+    """Shrink the text of all cells until the widest fits into its cell."""
+    labels = [text for axes in panels for text in axes.texts]
+    widest = max(text.get_window_extent().width for text in labels)
+    size = labels[0].get_size() * min(1, 0.8 * panels[0].bbox.width / across / widest)
+    for text in labels:
+        text.set_size(size)
 
 
 def _norm(values: pd.Series) -> Normalize:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
@@ -14,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
+from PIL import Image
 
 from cs336_systems.measure.files import figures_dir, make_folder
 from cs336_systems.report.style import INK, MUTED, STYLE, ZONE
@@ -32,9 +34,12 @@ class Chart(Figure):
 
     def png(self) -> bytes:
         """The picture, without date or version: equal bytes for equal rows."""
-        buffer = io.BytesIO()
+        canvas = FigureCanvasAgg(self)
         with mpl.rc_context(STYLE):
-            FigureCanvasAgg(self).print_png(buffer, metadata={"Software": None})
+            canvas.draw()
+        buffer = io.BytesIO()
+        picture = _with_few_colors(np.asarray(canvas.buffer_rgba())[..., :3])
+        picture.save(buffer, "png", dpi=(self.dpi, self.dpi), optimize=True)
         return buffer.getvalue()
 
     def svg(self) -> bytes:
@@ -50,6 +55,18 @@ class Chart(Figure):
         # The text stands for the picture where notebooks are compared: it says nothing that could change.
         bundle = {"image/png": self.png(), "text/plain": "<figure>"}
         display(bundle, raw=True, metadata={"image/png": {"width": _SHOWN_WIDTH, "alt": self.title}})
+
+
+def _with_few_colors(pixels: np.ndarray) -> Image.Image:
+    """The 256 most frequent colours exactly, the rest by the nearest of them: a third of the bytes."""
+    packed = pixels.astype(np.int32) @ [1 << 16, 1 << 8, 1]
+    colors, inverse, counts = np.unique(packed, return_inverse=True, return_counts=True)
+    rgb = np.stack([colors >> 16, colors >> 8 & 255, colors & 255], axis=-1)
+    kept = rgb[np.argsort(-counts, kind="stable")[:256]]
+    nearest = np.square(rgb[:, None] - kept).sum(axis=-1).argmin(axis=-1)
+    picture = Image.fromarray(nearest.astype(np.uint8)[inverse.reshape(packed.shape)])
+    picture.putpalette(kept.astype(np.uint8).tobytes())
+    return picture
 
 
 def panels_of(frame: pd.DataFrame, facet: str | None) -> dict[Hashable, pd.DataFrame]:

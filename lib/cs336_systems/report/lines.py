@@ -4,7 +4,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 import matplotlib as mpl
-import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
@@ -147,13 +146,18 @@ class _Lines:
     facet: str | None
 
     def show_level(self, level: float, logy: bool) -> None:
-        """Make a linear y axis, shared by the panels, reach the level that gives it its meaning."""
+        """Make the y axis, shared by the panels, reach the level that gives it its meaning, with some air."""
         if logy and level == 0:
             return
-        lows, highs = zip(*(axes.dataLim.intervaly for axes, _ in self.panels), strict=True)
-        low, high = np.nanmin([*lows, level]), np.nanmax([*highs, level])
-        pad = 0.06 * (high - low) or 0.5
-        self.panels[0][0].set_ylim(max(low - pad, 0) if low >= 0 else low - pad, high + pad)
+        values = [value for one in self.series for value in one.rows[self.y].dropna()]
+        low, high = min([*values, level]), max([*values, level])
+        if logy:
+            air = max(high / low, 2) ** 0.08
+            limits = low / air, high * air
+        else:
+            air = 0.06 * (high - low) or 0.5
+            limits = max(low - air, 0) if low >= 0 else low - air, high + air
+        self.panels[0][0].set_ylim(*limits)
 
     def finish(
         self, title: str | None, subtitle: str | None, xlabel: str | None, ylabel: str | None

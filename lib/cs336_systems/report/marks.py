@@ -34,8 +34,11 @@ def mark_failures(panels: Sequence[tuple[Axes, Sequence[Series]]], x: str, y: st
         panels[0][0], {place for _, series in panels for one in series for place in one.rows[x]}
     )
     height = _WORD_POINTS + -(-most // abreast) * _CROSS_POINTS + 8
-    _make_room([axes for axes, _ in panels], height)
+    share = _make_room([axes for axes, _ in panels], height)
     for (axes, _), at in zip(panels, found, strict=True):
+        if at:
+            zone = {"transform": axes.transAxes, "color": ZONE, "linewidth": 0, "zorder": 0.2}
+            axes.add_artist(Rectangle((0, 1 - share), 1, share, **zone))
         for place, marks in at.items():
             _write(axes, place, (0, -10), "/".join(dict.fromkeys(word for word, _ in marks)), MUTED, size=8)
             for index, (_, color) in enumerate(marks):
@@ -68,8 +71,8 @@ def _write(axes: Axes, x: float, points: tuple[float, float], text: str, color: 
     )  # fmt: skip
 
 
-def _make_room(panels: Sequence[Axes], points: float) -> None:
-    """Set the uppermost points of the panels apart from the data: no data, no grid, no ticks."""
+def _make_room(panels: Sequence[Axes], points: float) -> float:
+    """Keep data, grid and ticks out of the panels' uppermost points; returns their share of the height."""
     axes = panels[0]
     share = min(points * axes.figure.dpi / 72 / axes.bbox.height, 0.5)
     bottom, top = axes.get_ylim()
@@ -80,10 +83,7 @@ def _make_room(panels: Sequence[Axes], points: float) -> None:
     for each in panels:
         each.set_ylim(bottom, raised)
         each.yaxis.set_major_locator(FixedLocator(ticks))
-        zone = Rectangle(
-            (0, 1 - share), 1, share, transform=each.transAxes, color=ZONE, linewidth=0, zorder=0.2
-        )
-        each.add_artist(zone)
+    return share
 
 
 def label_lines(axes: Axes, series: Sequence[Series], x: str, y: str) -> bool:

@@ -27,7 +27,9 @@ def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> pd.Seri
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_locator(NullLocator())
     few = len(distinct) <= _MOST_TICKS
-    axes.xaxis.set_major_locator(FixedLocator(distinct) if few else MaxNLocator(8, integer=True))
+    axes.xaxis.set_major_locator(
+        FixedLocator(distinct) if few else MaxNLocator(8, steps=[1, 2, 5, 10], integer=True)
+    )
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_label(float(value), column)))
     return values
 
