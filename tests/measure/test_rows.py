@@ -289,37 +289,64 @@ def test_published_measurements_are_found_wherever_ours_are_written():
         published("nothing")
 
 
-SAVE_FOREVER = """
+SAVE = """
 import sys
 from cs336_systems.measure.rows import save_rows
 first, count = int(sys.argv[1]), int(sys.argv[2])
 print("ready", flush=True)
+sys.stdin.readline()
 for i in range(first, first + count):
     save_rows([{"context_length": i, "result": i}], "benchmarking_script", machine="testbox")
 """
+DIE_BEFORE_THE_FOURTH_FILE_IS_IN_PLACE = """
+import itertools, os, signal
+calls = itertools.count(1)
+os.fsync = lambda file: next(calls) == 4 and os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
-def saver(first: int, count: int) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SAVE_FOREVER, str(first), str(count)], stdout=subprocess.PIPE
-    )
-    process.stdout.readline()
-    return process
+def start(first: int, count: int, before: str = "") -> subprocess.Popen:
+    """A process that is ready to save `count` rows, one by one, when it is told to."""
+    command = [sys.executable, "-c", before + SAVE, str(first), str(count)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_run_killed_while_saving_leaves_a_whole_file_and_a_rerun_goes_on(figures):
-    process = saver(0, 10**6)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    saved = sorted(load_rows(SLUG, MACHINE).context_length)
+def go(*processes: subprocess.Popen) -> None:
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+
+
+def check_nothing_is_lost(at_least: int) -> None:
+    saved = list(load_rows(SLUG, MACHINE).context_length)
     assert saved == list(range(len(saved)))
-    assert len(saved) > 3
+    assert len(saved) >= at_least
     save({"context_length": 10**7, "result": 1.0})
     assert len(load_rows(SLUG, MACHINE)) == len(saved) + 1
 
 
+def test_a_run_killed_at_any_moment_leaves_a_whole_file_and_a_rerun_goes_on():
+    process = start(0, 10**6)
+    go(process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    check_nothing_is_lost(at_least=3)
+
+
+def test_a_run_killed_while_it_writes_leaves_the_file_before():
+    process = start(0, 10, before=DIE_BEFORE_THE_FOURTH_FILE_IS_IN_PLACE)
+    go(process)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert len(load_rows(SLUG, MACHINE)) == 3
+    check_nothing_is_lost(at_least=3)
+
+
 def test_two_processes_saving_into_one_file_lose_nothing():
-    processes = [saver(first, 40) for first in (0, 1000)]
+    processes = [start(first, 60) for first in (0, 1000)]
+    go(*processes)
     assert [process.communicate() and process.returncode for process in processes] == [0, 0]
-    assert len(load_rows(SLUG, MACHINE)) == 80
+    assert len(load_rows(SLUG, MACHINE)) == 120

@@ -9,6 +9,7 @@ from pathlib import Path
 import filelock
 
 REPOSITORY_FIGURES = Path(__file__).resolve().parents[3] / "figures"
+_COMMITTED = ("h200", "published")
 _LOCK_TIMEOUT_S = 60
 
 
@@ -17,11 +18,11 @@ def figures_dir() -> Path:
     return Path(os.environ.get("CS336_FIGURES") or REPOSITORY_FIGURES)
 
 
-def find(*parts: str) -> Path:
-    """Path of a file to read: under `figures_dir()`, or else among the results that the repository brings."""
-    own = figures_dir().joinpath(*parts)
-    committed = REPOSITORY_FIGURES.joinpath(*parts)
-    return committed if committed.exists() and not own.exists() else own
+def find(folder: str, *parts: str) -> Path:
+    """Path of a file to read: under `figures_dir()`, or, of the results that git keeps, in the repository."""
+    own = figures_dir().joinpath(folder, *parts)
+    brought = REPOSITORY_FIGURES.joinpath(folder, *parts)
+    return brought if folder in _COMMITTED and brought.exists() and not own.exists() else own
 
 
 def make_folder(folder: Path) -> Path:
@@ -59,8 +60,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace `path` in one step: a reader, and a run killed at any moment, find the old file or the new."""
-    make_folder(path.parent)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    handle, temporary = tempfile.mkstemp(dir=make_folder(path.parent), prefix=".", suffix=".tmp")
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
             file.write(text)

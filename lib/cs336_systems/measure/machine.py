@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import platform
 import re
 from dataclasses import asdict, dataclass
@@ -12,10 +11,17 @@ from pathlib import Path
 import torch
 
 from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find, locked, write_atomically
-from cs336_systems.measure.timing import matmul_precision, resolve_device, time_steps
+from cs336_systems.measure.host import (
+    GIB,
+    core_count,
+    cpu_name,
+    last_level_cache_bytes,
+    memory_bytes,
+    why_no_tf32,
+)
+from cs336_systems.measure.timing import matmul_precision, release_memory, resolve_device, time_steps
 from cs336_systems.measure.vocabulary import DTYPES
 
-GIB = 2**30
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # A CPU without instructions for a 16-bit type multiplies it hundreds of times slower: not worth the wait.
 _SLOWEST_RATIO = 1 / 30
@@ -75,6 +81,7 @@ def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) 
         copy_gbps=_copy_gbps(device),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
     )
+    release_memory(device)
     path = figures_dir() / slug / "machine.json"
     with locked(path.parent):
         write_atomically(path, json.dumps(asdict(card), indent=2) + "\n")
@@ -123,18 +130,17 @@ def triton_version() -> str:
 
 def machine_slug(gpu: str, cpu: str, cores: int) -> str:
     """Name of a machine's folder: `h200` for "NVIDIA H200", `cpu-intel-xeon-2-cores` for two Xeon cores."""
-    name = gpu if gpu != "none" else f"cpu {cpu} {cores} cores"
-    name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\b\d+-core\b", " ", name.lower())
-    name = re.sub(r"\b(nvidia|geforce|processor|with radeon graphics)\b", " ", name)
-    name = re.sub(r"\bcpu\b", " ", name) if gpu != "none" else "cpu" + re.sub(r"\bcpu\b", " ", name)
-    return re.sub(r"[^a-z0-9]+", "-", name).strip("-") or "gpu"
+    name = (gpu if gpu != "none" else f"{cpu} {cores} cores").lower()
+    name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
+    slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    return slug if gpu != "none" else f"cpu-{slug}"
 
 
 def _describe(device: torch.device) -> dict:
     """The part of a card that is looked up."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     gpu = properties.name if properties else "none"
-    cpu, cores = _cpu_name(), _core_count()
+    cpu, cores = cpu_name(), core_count()
     return {
         "slug": machine_slug(gpu, cpu, cores),
         "gpu": gpu,
@@ -142,35 +148,18 @@ def _describe(device: torch.device) -> dict:
         "sm_count": properties.multi_processor_count if properties else None,
         "cpu": cpu,
         "cores": cores,
-        "memory_gib": round(_memory_bytes() / GIB, 1),
+        "memory_gib": round(memory_bytes() / GIB, 1),
         "python": platform.python_version(),
         "torch": torch_version(),
         "triton": triton_version(),
     }
 
 
-def _core_count() -> int:
-    """Cores that this process may use; macOS tells only how many there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cpu_name() -> str:
-    try:
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
     """Rate of a large square matrix product for each dtype that the device is made for, on random numbers."""
     rates: dict[str, float] = {}
     for dtype in DTYPES:
-        if dtype == "tf32" and (device.type == "cpu" or torch.cuda.get_device_capability(device) < (8, 0)):
+        if dtype == "tf32" and why_no_tf32(device):
             continue
         if device.type == "cuda":
             rates[dtype] = _matmul_rate(dtype, 8192, device, steps=10)
@@ -193,17 +182,8 @@ def _copy_gbps(device: torch.device) -> float:
     if device.type == "cuda":
         size = min(4 * GIB, torch.cuda.mem_get_info(device)[0] // 4)
     else:
-        size = min(max(2 * _last_level_cache_bytes(), GIB // 8), GIB // 2, _memory_bytes() // 16)
+        size = min(max(2 * last_level_cache_bytes(), GIB // 8), GIB // 2, memory_bytes() // 16)
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     timing = time_steps(lambda: target.copy_(source), device=device, warmup_steps=1, steps=3)
     return float(f"{2 * source.nbytes / timing.p50_ms / 1e6:.4g}")
-
-
-def _last_level_cache_bytes() -> int:
-    """The largest cache that Linux lists ("32768K"); 32 MiB elsewhere."""
-    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
-    kilobytes = [
-        int(text[:-1]) for text in (path.read_text().strip() for path in caches) if text.endswith("K")
-    ]
-    return max(kilobytes, default=2**15) * 2**10

@@ -234,15 +234,13 @@ def _provenance(machine: str, where: str) -> Row:
         "torch": here.torch_version(),
         "triton": here.triton_version(),
         "measured_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": _commit(),
+        "commit": os.environ.get("CS336_COMMIT") or _git_commit(),
     }
 
 
 @cache
-def _commit() -> str:
-    """`$CS336_COMMIT`, else what git says of this repository, else "unknown"."""
-    if given := os.environ.get("CS336_COMMIT"):
-        return given
+def _git_commit() -> str:
+    """What git says of this repository, or "unknown"."""
     command = ["git", "-C", str(REPOSITORY_FIGURES.parent), "rev-parse", "--short=10", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

@@ -171,7 +171,7 @@ def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> t
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = one_line(error)
         _clear_frames(error)
     # Only here, with the exception gone, does nothing hold on to the tensors of the step that failed.
     release_memory(device)
@@ -185,6 +185,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error).lower()
     signs = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
     return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def one_line(error: BaseException) -> str:
+    """An error as the reason in a row."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def release_memory(device: str | torch.device) -> None:

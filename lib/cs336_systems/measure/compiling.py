@@ -1,0 +1,46 @@
+"""torch.compile: whether it can work here, and its time apart from that of the code it makes."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from cs336_systems.measure.timing import Timing, one_line, time_steps
+
+
+def why_no_compile(device: torch.device) -> str:
+    """Why torch.compile cannot make code for the device; empty if it can."""
+    if device.type == "cuda" and find_spec("triton") is None:
+        return "torch.compile needs triton to make code for a GPU, and it is not installed"
+    given = os.environ.get("CXX")
+    # For a GPU only a small launcher in C is compiled on the host.
+    compilers = [given] if given else ["g++", "clang++", "c++", *(["gcc"] if device.type == "cuda" else [])]
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return f"torch.compile needs a C++ compiler, and there is none ({', '.join(compilers)})"
+    return ""
+
+
+def time_compiled(step: Callable[..., Any], **options: Any) -> Timing:
+    """`time_steps` of a step with compiled code inside, and `compile_s`: its first call less a steady one.
+
+    It is compiled afresh, with empty caches and nothing left over from other configurations, so that the time
+    is what a new user waits. Code that cannot be compiled gives the status "error".
+    """
+    # Imported here: the compiler imports triton, and that settles for good whether kernels are interpreted.
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()
+    try:
+        with fresh_cache():
+            first = time_steps(step, **options | {"warmup_steps": 0, "steps": 1})
+            timing = time_steps(step, **options) if first.status == "ok" else first
+    except TorchDynamoException as error:
+        return Timing(status="error", reason=one_line(error))
+    if timing.status != "ok":
+        return timing
+    return replace(timing, compile_s=max(0.0, first.mean_ms - timing.p50_ms) / 1e3)

@@ -1,0 +1,84 @@
+"""The host: its processor and memory, and what it cannot run, said before it is tried (status "skipped")."""
+
+import os
+import platform
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 2**30
+
+
+def check_choice(what: str, value: Any, allowed: Iterable[str]) -> None:
+    """Refuse a name that is not one of the allowed.
+
+    Raises:
+        ValueError: it is not; the message lists those that are.
+    """
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{what} {value!r} is unknown; allowed: {', '.join(allowed)}")
+
+
+def why_no_tf32(device: torch.device) -> str:
+    """Why the device has no TF32 matrix products; empty if it has."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return ""
+    return "TF32 matrix products need a CUDA GPU of the Ampere generation or newer"
+
+
+def why_no_memory(needed_bytes: int, device: torch.device) -> str:
+    """Why a run of this size must not be tried on a CPU, where it would end the process; empty if it may.
+
+    A GPU reports that it is out of memory and goes on, so there everything is tried.
+    """
+    if device.type == "cuda" or needed_bytes <= (available := available_memory_bytes()):
+        return ""
+    return f"needs about {needed_bytes / GIB:.1f} GiB, and {available / GIB:.1f} GiB are free"
+
+
+def memory_bytes() -> int:
+    """The machine's memory, or a container's share of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(whole, _container_limit() or whole)
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process could still take; where the system does not tell (macOS), all there is."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        found = None
+    return min(int(found.group(1)) * 1024, memory_bytes()) if found else memory_bytes()
+
+
+def cpu_name() -> str:
+    """The processor's model, without a word about the host."""
+    try:
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine() or "unknown"
+
+
+def core_count() -> int:
+    """Cores that this process may use; macOS tells only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def last_level_cache_bytes() -> int:
+    """The largest cache that Linux lists ("32768K"); 32 MiB elsewhere."""
+    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    texts = [path.read_text().strip() for path in caches]
+    return max((int(text[:-1]) for text in texts if text.endswith("K")), default=2**15) * 2**10
+
+
+def _container_limit() -> int | None:
+    """Memory limit of this control group (version 2), where there is one."""
+    try:
+        return int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,155 @@
+"""The machine card: measured once, kept, and saying nothing about whose machine it is."""
+
+import dataclasses
+import getpass
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from cs336_systems.measure import machine as module
+from cs336_systems.measure.machine import MachineCard, card_path, load_card, machine_card, machine_slug
+from cs336_systems.measure.rows import RowError, load_rows, save_rows
+
+ROW = {"context_length": 128, "result": 1.0}
+H200 = MachineCard(
+    slug="h200",
+    gpu="NVIDIA H200",
+    gpu_memory_gib=139.8,
+    sm_count=132,
+    cpu="Intel Xeon",
+    cores=16,
+    memory_gib=128.0,
+    python="3.12.3",
+    torch="2.11.0+cu130",
+    triton="3.6.0",
+    matmul_tflops={"float32": 51.0, "tf32": 390.0, "bfloat16": 780.0, "float16": 770.0},
+    copy_gbps=4300.0,
+    measured_at="2026-01-01T00:00:00Z",
+)
+
+
+@pytest.fixture(autouse=True)
+def figures(tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Count measurements, and make them quick."""
+    calls = []
+    monkeypatch.setattr(module, "_matmul_tflops", lambda device: calls.append(device) or {"float32": 0.1})
+    monkeypatch.setattr(module, "_copy_gbps", lambda device: 10.0)
+    return calls
+
+
+def keep(figures, card):
+    (figures / card.slug).mkdir(exist_ok=True)
+    (figures / card.slug / "machine.json").write_text(json.dumps(dataclasses.asdict(card)))
+
+
+def test_a_card_is_measured_once_and_then_read(measured):
+    first = machine_card("cpu")
+    assert machine_card("cpu") == first == load_card(first.slug)
+    assert len(measured) == 1
+    machine_card("cpu", refresh=True)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("change", [{"gpu": "NVIDIA A100"}, {"torch": "1.0.0"}, {"triton": "0.1"}])
+def test_a_card_of_another_gpu_or_version_is_measured_anew(measured, figures, change):
+    card = machine_card("cpu")
+    keep(figures, dataclasses.replace(card, **change))
+    assert machine_card("cpu") == dataclasses.replace(card, measured_at=load_card(card.slug).measured_at)
+    assert len(measured) == 2
+
+
+def test_the_card_describes_this_machine_and_nobody(measured):
+    card = machine_card("cpu")
+    assert (card.gpu, card.gpu_memory_gib, card.torch) == ("none", None, torch.__version__)
+    assert card.cores >= 1
+    assert card.memory_gib > 0.5
+    text = card_path(card.slug).read_text()
+    for secret in (socket.gethostname(), str(Path.home()), str(Path.cwd())):
+        assert secret not in text
+    assert f'"{getpass.getuser()}"' not in text
+
+
+def test_the_line_names_machine_versions_and_rates(measured):
+    line = machine_card("cpu").line()
+    assert "\n" not in line
+    assert all(part in line for part in ("no GPU", torch.__version__, "float32 0.1", "10 GB/s"))
+    assert H200.line().startswith("h200: NVIDIA H200 (140 GiB, 132 SMs)")
+
+
+def test_rates_of_this_cpu_are_plausible():
+    device = torch.device("cpu")
+    rates = module._matmul_tflops(device)
+    assert "tf32" not in rates
+    assert 1e-4 < rates["float32"] < 100
+    assert 0.1 < module._copy_gbps(device) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "cores", "slug"),
+    [
+        ("NVIDIA H200", "", 16, "h200"),
+        ("NVIDIA A100-SXM4-80GB", "", 8, "a100-sxm4-80gb"),
+        ("NVIDIA GeForce RTX 4090", "", 8, "rtx-4090"),
+        ("none", "Intel(R) Xeon(R) Processor", 2, "cpu-intel-xeon-2-cores"),
+        ("none", "Intel(R) Core(TM) i7-8650U CPU @ 1.90GHz", 8, "cpu-intel-core-i7-8650u-8-cores"),
+        ("none", "AMD EPYC 9654 96-Core Processor", 4, "cpu-amd-epyc-9654-4-cores"),
+        ("none", "Apple M2 Pro", 10, "cpu-apple-m2-pro-10-cores"),
+    ],
+)
+def test_slugs(gpu, cpu, cores, slug):
+    assert machine_slug(gpu, cpu, cores) == slug
+
+
+def test_a_card_that_is_not_there_or_damaged_is_a_clear_error(figures):
+    keep(figures, H200)
+    with pytest.raises(FileNotFoundError, match=r"no machine card for 'h100'; allowed: .*h200"):
+        load_card("h100")
+    for damage in ("{", "[]", '{"slug": "h200"}'):
+        (figures / "h200" / "machine.json").write_text(damage)
+        with pytest.raises(ValueError, match=r"h200/machine.json is damaged .*; remove it"):
+            load_card("h200")
+
+
+def test_rows_measured_here_cannot_become_those_of_another_machine(figures, monkeypatch):
+    keep(figures, H200)
+    monkeypatch.setattr(module, "gpu_names", lambda: ["none"])
+    with pytest.raises(RowError, match=r"machine 'h200' has the GPU 'NVIDIA H200'; allowed here: none"):
+        save_rows([ROW], "slug", machine="h200")
+    assert not (figures / "h200" / "slug").exists()
+
+
+def test_rows_must_have_the_gpu_of_their_machines_card(figures):
+    provenance = {
+        "machine": "h200",
+        "torch": "2",
+        "triton": "3",
+        "measured_at": "2026-01-01T00:00:00Z",
+        "commit": "a",
+    }
+    save_rows([ROW | provenance | {"gpu": "NVIDIA A100"}], "slug", machine="h200")
+    keep(figures, H200)
+    with pytest.raises(RowError, match=r"NVIDIA A100, NVIDIA H200\); allowed: one machine a folder"):
+        load_rows("slug", "h200")
+
+
+def test_by_default_rows_are_saved_for_this_machine(measured):
+    path = save_rows([ROW], "slug")
+    assert path.parent.parent.name == machine_card().slug
+
+
+@pytest.mark.gpu
+def test_a_gpus_card_is_measured(figures):
+    card = machine_card("cuda", refresh=True)
+    assert card.gpu == torch.cuda.get_device_name()
+    assert card.matmul_tflops["bfloat16"] > 2 * card.matmul_tflops["float32"]
+    assert 100 < card.copy_gbps < 20_000
+    print(card.line())

@@ -1,0 +1,238 @@
+"""Timing: what is measured is the step, out of memory is a result, and its memory comes back."""
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_systems.measure.timing import (
+    Timing,
+    is_out_of_memory,
+    matmul_precision,
+    release_memory,
+    resolve_device,
+    run_or_out_of_memory,
+    time_steps,
+)
+
+
+def test_warm_up_and_measured_steps_are_kept_apart():
+    calls = []
+    timing = time_steps(lambda: calls.append(1), device="cpu", warmup_steps=2, steps=3)
+    assert (len(calls), len(timing.warmup_ms), timing.steps, timing.status) == (5, 2, 3, "ok")
+
+
+def test_the_time_is_that_of_the_step_without_its_preparation():
+    def prepare():
+        time.sleep(0.02)
+        return 0.005
+
+    timing = time_steps(time.sleep, prepare=prepare, device="cpu", warmup_steps=0, steps=3)
+    assert 5 <= min(timing.step_ms) < 15
+
+
+def test_a_step_gets_what_was_prepared_for_it_each_time_anew():
+    prepared, seen = iter(range(10)), []
+    time_steps(seen.append, prepare=lambda: next(prepared), device="cpu", warmup_steps=1, steps=2)
+    assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("warmup_steps", "steps"), [(-1, 1), (0, 0)])
+def test_no_steps_is_refused(warmup_steps, steps):
+    with pytest.raises(ValueError, match=rf"warmup_steps={warmup_steps}, steps={steps}; allowed"):
+        time_steps(lambda: None, device="cpu", warmup_steps=warmup_steps, steps=steps)
+
+
+def test_the_summary_of_known_steps():
+    timing = Timing(step_ms=(1.0, 2.0, 3.0, 4.0, 10.0))
+    row = timing.as_row()
+    assert (row["mean_ms"], row["p20_ms"], row["p50_ms"], row["p80_ms"], row["steps"]) == (
+        4.0,
+        pytest.approx(1.8),
+        3.0,
+        pytest.approx(5.2),
+        5,
+    )
+    assert row["std_ms"] == pytest.approx(12.5**0.5)
+
+
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=30))
+def test_percentiles_rise_and_stay_within_the_steps(step_ms):
+    timing = Timing(step_ms=tuple(step_ms))
+    assert min(step_ms) <= timing.p20_ms <= timing.p50_ms <= timing.p80_ms <= max(step_ms)
+
+
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=20), st.data())
+def test_a_cold_trace_answers_for_every_shorter_warm_up(trace, data):
+    measured_from = data.draw(st.integers(0, len(trace) - 1))
+    cold = Timing(step_ms=tuple(trace[measured_from:]), warmup_ms=tuple(trace[:measured_from]))
+    warmup = data.draw(st.integers(0, len(trace) - 1))
+    steps = data.draw(st.integers(1, len(trace) - warmup))
+    shorter = cold.after_warmup(warmup, steps)
+    assert list(shorter.step_ms) == trace[warmup : warmup + steps]
+    assert cold.after_warmup(warmup).steps == len(trace) - warmup
+    assert [row["step_ms"] for row in cold.trace()] == trace
+
+
+def test_more_steps_than_the_trace_has_are_refused():
+    with pytest.raises(ValueError, match="warmup_steps=2, steps=2 of a trace of 3"):
+        Timing(step_ms=(1.0, 2.0), warmup_ms=(3.0,)).after_warmup(2, 2)
+
+
+class FakeStep:
+    """Fails with tensors held by the frames of its error and of that error's cause, as a real step does."""
+
+    def __init__(self, error: Exception, works: int = 0):
+        self.error, self.works, self.held = error, works, []
+
+    def __call__(self):
+        activation = self.allocate()
+        if self.works == 0:
+            try:
+                self.fail()
+            except KeyError as cause:
+                raise self.error from cause
+        self.works -= 1
+        return activation
+
+    def fail(self):
+        deeper = self.allocate()
+        raise KeyError(deeper.shape)
+
+    def allocate(self) -> torch.Tensor:
+        tensor = torch.ones(1000)
+        self.held.append(weakref.ref(tensor))
+        return tensor
+
+    def all_given_back(self) -> bool:
+        return len(self.held) >= 2 and all(tensor() is None for tensor in self.held)
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("works", [0, 3])
+def test_out_of_memory_is_a_status_and_the_memory_comes_back(error, works):
+    step = FakeStep(error, works)
+    gc.disable()
+    try:
+        timing = time_steps(step, device="cpu", warmup_steps=2, steps=3)
+    finally:
+        gc.enable()
+    assert (timing.status, timing.step_ms, timing.warmup_ms) == ("oom", (), ())
+    assert timing.reason.startswith(type(error).__name__)
+    assert step.all_given_back()
+    assert timing.as_row()["mean_ms"] is None
+    assert timing.after_warmup(1, 1) is timing
+
+
+def test_memory_comes_back_even_while_the_caller_keeps_the_exception():
+    error = OUT_OF_MEMORY[0]
+    step = FakeStep(error)
+    assert run_or_out_of_memory(step, torch.device("cpu"))[0] is None
+    assert error.__traceback__ is not None
+    assert step.all_given_back()
+
+
+def test_what_was_prepared_for_the_failing_step_comes_back_too():
+    held = []
+
+    def prepare():
+        tensor = torch.ones(1000)
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    def step(tensor):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert time_steps(step, prepare=prepare, device="cpu", warmup_steps=0, steps=1).status == "oom"
+    assert held[0]() is None
+
+
+def test_other_errors_propagate():
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert not is_out_of_memory(error)
+    with pytest.raises(RuntimeError, match="shapes"):
+        time_steps(FakeStep(error), device="cpu")
+
+
+def test_a_real_allocation_that_cannot_be_is_out_of_memory():
+    timing = time_steps(lambda: torch.empty(2**58), device="cpu", warmup_steps=0, steps=1)
+    assert timing.status == "oom"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inside"), [("tf32", "high"), ("float32", "highest"), ("float16", "highest")]
+)
+@pytest.mark.parametrize("before", ["highest", "high"])
+def test_tf32_is_allowed_inside_only(dtype, inside, before):
+    seen = []
+
+    def fail():
+        with matmul_precision(dtype):
+            seen.append(torch.get_float32_matmul_precision())
+            raise KeyError
+
+    original = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before)
+    try:
+        with pytest.raises(KeyError):
+            fail()
+        assert (seen, torch.get_float32_matmul_precision()) == ([inside], before)
+    finally:
+        torch.set_float32_matmul_precision(original)
+
+
+def test_devices():
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ValueError, match="device 'tpu' is unknown; allowed: auto, cpu, cuda"):
+        resolve_device("tpu")
+
+
+def test_cuda_asked_for_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(
+        RuntimeError, match="'cuda' is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu"
+    ):
+        resolve_device("cuda")
+
+
+@pytest.mark.gpu
+def test_gpu_times_are_of_the_work_and_without_synchronising_of_the_launch():
+    a = torch.randn(8192, 8192, device="cuda")
+    step = lambda: torch.mm(a, a)  # noqa: E731
+    right = time_steps(step, device="cuda", warmup_steps=2, steps=5)
+    wrong = time_steps(step, device="cuda", warmup_steps=2, steps=5, synchronize=False)
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    wall_ms = (time.perf_counter() - start) * 1e3
+    assert right.p50_ms == pytest.approx(wall_ms, rel=0.3)
+    assert wrong.p50_ms < right.p50_ms / 10
+    assert right.peak_memory_mib == pytest.approx(512, abs=64)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_comes_back_after_running_out_of_it():
+    release_memory("cuda")
+    free = torch.cuda.mem_get_info()[0]
+
+    def step():
+        held = []
+        while True:
+            held.append(torch.empty(2**30, dtype=torch.uint8, device="cuda"))
+
+    timing = time_steps(step, device="cuda", warmup_steps=0, steps=1)
+    assert timing.status == "oom"
+    assert timing.reason.startswith("OutOfMemoryError")
+    assert torch.cuda.mem_get_info()[0] >= free - 2**26
