@@ -12,6 +12,7 @@ from cs336_systems.measure.kernels import (
     class_shares,
     kernel_rows,
     kernel_table,
+    one_step,
     range_rows,
     range_table,
     stages,
@@ -220,3 +221,12 @@ def test_rows_speak_the_vocabulary(tmp_path, monkeypatch):
     path = save_rows(range_rows(range_table(profile), key), "nsys_profile", table="ranges")
     saved = load_rows("nsys_profile", path.parent.parent.name, table="ranges").set_index("range")
     assert saved.device_idle_share["measure"] == pytest.approx(1 - 32 / 78, rel=1e-5)
+
+
+def test_one_step_for_a_timeline():
+    opened, launched = one_step(two_steps())
+    assert opened.name.tolist() == ["measure", "forward", "backward", "layers.0"]
+    assert opened.depth.tolist() == [0, 1, 1, 2]
+    assert opened.end_ms.tolist() == pytest.approx([100e-6, 60e-6, 100e-6, 30e-6])
+    assert launched.start_ms.tolist() == pytest.approx([52e-6, 80e-6, 110e-6])
+    assert launched["class"].tolist() == ["matrix product", "elementwise", "matrix product"]

@@ -2,6 +2,7 @@
 
 import pickle
 
+import pandas as pd
 import pytest
 import torch
 
@@ -14,6 +15,8 @@ from cs336_systems.measure.allocations import (
     largest_allocations,
     stage_peaks,
     timeline,
+    timeline_of_rows,
+    timeline_rows,
 )
 from cs336_systems.measure.kernels import ProfileError
 from cs336_systems.measure.memory import (
@@ -23,6 +26,7 @@ from cs336_systems.measure.memory import (
     read_snapshot,
     record_memory,
 )
+from cs336_systems.measure.rows import load_rows, save_rows
 from cs336_systems.measure.steps import ModelSteps
 from cs336_systems.model import build_model
 
@@ -44,7 +48,7 @@ def annotation(stage: str, name: str, time_us: int) -> dict:
 
 
 def a_snapshot() -> dict:
-    """A step of 100 us: 8 MiB of parameters, 16 of optimizer state, 1 of input, 4 saved by forward for backward."""
+    """A step of 100 us: 8 MiB of parameters, 16 of optimizer state, 1 of input, 4 saved for backward."""
     blocks = [(PARAMETER, 8), (STATE, 16), (INPUT, 1), (GRADIENT, 8)]
     return {
         "segments": [
@@ -136,6 +140,8 @@ def test_ranges_and_lines(history):
 
 def test_timeline_adds_up(history):
     held = timeline(history).set_index("at_ms")
+    stages = held.pop("stage")
+    assert stages.tolist() == ["forward"] * 4 + ["backward"] * 4 + ["optimizer"] * 2
     assert list(held.columns) == list(CATEGORIES)
     assert held.loc[0.0].to_dict() == {
         **dict.fromkeys(CATEGORIES, 0.0),
@@ -151,6 +157,14 @@ def test_fewer_points_keep_every_peak(history):
     few = timeline(history, points=3)
     assert len(few) <= 3
     assert few[list(CATEGORIES)].sum(axis=1).max() == 41
+
+
+def test_a_timeline_is_rows_and_back(history, tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    held = timeline(history)
+    path = save_rows(timeline_rows(held, {"model_size": "tiny"}), "memory_profiling", table="timeline")
+    rows = load_rows("memory_profiling", path.parent.parent.name, table="timeline")
+    pd.testing.assert_frame_equal(timeline_of_rows(rows), held, check_dtype=False)
 
 
 def test_peak_of_each_stage(history):

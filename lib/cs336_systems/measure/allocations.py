@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -98,10 +99,9 @@ def _categories(allocations: pd.DataFrame, stages: pd.DataFrame, before: Owners,
 
 
 def timeline(history: MemoryHistory, points: int | None = 400) -> pd.DataFrame:
-    """MiB held by each category over time: at_ms since the recording began, a column per category.
+    """MiB held by each category over time: at_ms since the recording began, stage, a column per category.
 
-    With `points`, the time is cut into that many pieces and each is shown at its largest total: no peak is
-    lost.
+    With `points`, time is cut into that many pieces, each shown at its largest total: no peak is lost.
     """
     allocations, start_us = history.allocations, history.start_us
     born = allocations.assign(at_us=allocations.start_us.clip(lower=start_us), change=allocations.size_bytes)
@@ -111,8 +111,12 @@ def timeline(history: MemoryHistory, points: int | None = 400) -> pd.DataFrame:
         index="at_us", columns="category", values="change", aggfunc="sum", fill_value=0
     )
     held = changes.reindex(columns=CATEGORIES, fill_value=0).cumsum() / MIB
+    stage = pd.Series("", index=held.index)
+    for name, start, end in history.stages.itertuples(index=False):
+        stage.loc[start:end] = name
     held.insert(0, "at_ms", (held.index - start_us) / 1000)
-    held = held.reset_index(drop=True)
+    held.insert(1, "stage", stage)
+    held = held.reset_index(drop=True).rename_axis(columns=None)
     if points is None or len(held) <= points:
         return held
     piece = (held.at_ms / held.at_ms.max() * points).clip(upper=points - 1).astype(int)
@@ -120,18 +124,47 @@ def timeline(history: MemoryHistory, points: int | None = 400) -> pd.DataFrame:
     return held.loc[largest].reset_index(drop=True)
 
 
+def timeline_rows(held: pd.DataFrame, key: dict[str, Any]) -> list[dict[str, Any]]:
+    """A timeline as rows, one for each point and category that holds anything."""
+    return [
+        {
+            **key,
+            "step": step,
+            "range": row["stage"],
+            "category": category,
+            "at_ms": row["at_ms"],
+            "size_mib": row[category],
+        }
+        for step, row in enumerate(held.to_dict("records"))
+        for category in CATEGORIES
+        if row[category] > 0
+    ]
+
+
+def timeline_of_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The timeline that `timeline_rows` made these rows of; they must be of one recording."""
+    rows = rows.assign(stage=rows["range"].fillna(""))
+    held = rows.pivot(index=["step", "at_ms", "stage"], columns="category", values="size_mib").fillna(0.0)
+    return (
+        held.reindex(columns=CATEGORIES, fill_value=0.0)
+        .rename_axis(columns=None)
+        .reset_index()
+        .drop(columns="step")
+    )
+
+
 def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
     """For each stage the moment of its largest total: stage, at_ms, a column per category (MiB), total."""
     held = timeline(history, points=None)
+    held["total"] = held[list(CATEGORIES)].sum(axis=1)
     records = []
     for name, start_us, end_us in history.stages.itertuples(index=False):
         start, end = (start_us - history.start_us) / 1000, (end_us - history.start_us) / 1000
         # What was held when the stage began counts too: nothing need be allocated in it.
-        first = held.at_ms.searchsorted(start, side="right") - 1
-        inside = held[max(first, 0) :][lambda rows, end=end: rows.at_ms <= end]
-        total = inside[list(CATEGORIES)].sum(axis=1)
-        records.append({"stage": name, **inside.loc[total.idxmax()], "total": total.max()})
-    return pd.DataFrame(records)
+        first = max(held.at_ms.searchsorted(start, side="right") - 1, 0)
+        last = held.at_ms.searchsorted(end, side="right")
+        records.append({**held.loc[held.total[first:last].idxmax()], "stage": name})
+    return pd.DataFrame(records)[["stage", "at_ms", *CATEGORIES, "total"]]
 
 
 def largest_allocations(history: MemoryHistory, count: int = 10) -> pd.DataFrame:

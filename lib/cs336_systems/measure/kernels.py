@@ -198,6 +198,35 @@ def top_kernels(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     return totals.sort_values("total_ms", ascending=False).head(count).reset_index()
 
 
+def one_step(profile: Profile, number: int = -1, root: str = "measure") -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The ranges and the kernels of one step, for a timeline; milliseconds since the step began.
+
+    Returns:
+        ranges: name, depth (0 for the step itself), start_ms, end_ms;
+        kernels: kernel, class, stream, start_ms, end_ms.
+    """
+    step = _occurrences(profile, root).iloc[number]
+    _, paths = range_paths(profile.ranges, profile.kernels)
+    ranges = profile.ranges.assign(depth=_from_root(paths, root).str.count("/"))
+    ranges = ranges[ranges.depth.notna() & _inside(ranges.start_ns, step)]
+    kernels = attribute(profile)
+    kernels = kernels[_inside(kernels.launch_ns, step)]
+    ranges, kernels = (
+        frame.assign(
+            start_ms=(frame.start_ns - step.start_ns) * MS, end_ms=(frame.end_ns - step.start_ns) * MS
+        ).reset_index(drop=True)
+        for frame in (ranges, kernels)
+    )
+    return (
+        ranges[["name", "depth", "start_ms", "end_ms"]].astype({"depth": int}),
+        kernels[["kernel", "class", "stream", "start_ms", "end_ms"]],
+    )
+
+
+def _inside(times: pd.Series, step: pd.Series) -> pd.Series:
+    return (times >= step.start_ns) & (times < step.end_ns)
+
+
 def kernel_rows(
     table: pd.DataFrame, key: dict[str, Any], smallest_share: float = 1e-3
 ) -> list[dict[str, Any]]:

@@ -33,6 +33,8 @@ _COLUMNS = {
     "p80_ms": "80th percentile of time (ms)",
     "step_ms": "time of the step (ms)",
     "compile_s": "time to compile (s)",
+    "total_ms": "total time (ms)",
+    "size_mib": "memory (MiB)",
     "context_length": "context length (tokens)",
     "d_head": "head dimension",
     "world_size": "processes",
