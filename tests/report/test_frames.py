@@ -94,3 +94,9 @@ def test_nullable_columns_become_plain_numbers():
     dtypes = plain(frame).dtypes.astype(str).to_dict()
     assert (dtypes["full"], dtypes["gap"]) == ("int64", "float64")
     assert plain(frame)["flag"].isna().tolist() == [False, True]
+
+
+def test_a_gap_in_what_places_a_row_is_refused(rows):
+    gap = rows.assign(dtype=["float32"] * 5 + [None])
+    with pytest.raises(ValueError, match="1 of 6 rows have no dtype"):
+        drawable(gap, "context_length", "p50_ms", "dtype", None)

@@ -26,10 +26,13 @@ def drawable(frame: pd.DataFrame, x: str, y: str, hue: str | None, facet: str | 
     """The rows of a plot, once it is sure that each has a place of its own.
 
     Raises:
-        ValueError: a column is missing, or two rows belong in one place; the message names their difference.
+        ValueError: a column is missing or has gaps, or two rows belong in one place; the message names which.
     """
     require_columns(frame, x, y, hue, facet)
     frame = plain(frame)
+    for column in filter(None, (x, hue, facet)):
+        if empty := int(frame[column].isna().sum()):
+            raise ValueError(f"{empty} of {len(frame)} rows have no {column}; fill it in, or leave them out")
     require_one_row_each(frame, x, hue, facet)
     return frame
 

@@ -81,6 +81,8 @@ def ratio(
     if frame.empty:
         return placeholder(title, empty)
     pairs = compared(frame, hue, baseline, y, place=tuple(column for column in (x, facet) if column))
+    if pairs.empty:
+        return placeholder(title, empty)
     name = value_label(baseline, hue)
     if "status" in pairs:
         lost = pairs["ratio"].isna() & (pairs["status"] == "ok") & (pairs["baseline_status"] == "oom")

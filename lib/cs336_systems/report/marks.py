@@ -19,7 +19,7 @@ _LABEL_REACH = 16.0  # points a label may be moved off the end of its line
 _MOST_LABELS = 8
 
 
-def failures(rows: pd.DataFrame, y: str) -> pd.DataFrame:
+def _failures(rows: pd.DataFrame, y: str) -> pd.DataFrame:
     """Rows with a status instead of a number."""
     return rows[rows[y].isna() & (rows["status"] != "ok")] if "status" in rows else rows.iloc[:0]
 
@@ -51,7 +51,7 @@ def mark_failures(panels: Sequence[tuple[Axes, Sequence[Series]]], x: str, y: st
 def _failures_at(series: Sequence[Series], x: str, y: str) -> dict[float, list[tuple[str, str]]]:
     at = defaultdict(list)
     for one in series:
-        for _, row in failures(one.rows, y).iterrows():
+        for _, row in _failures(one.rows, y).iterrows():
             at[row[x]].append((STATUS_WORDS.get(row["status"], row["status"]), one.color))
     return at
 

@@ -64,6 +64,8 @@ def ratio_table(
     if frame.empty:
         return frame
     pairs = compared(frame, on, baseline, values, place=_names(index or ()))
+    if pairs.empty:
+        return pairs
     varying = [name for name in key_columns(pairs) if name != on and pairs[name].nunique(dropna=False) > 1]
     index = _names(index or varying or on)
     require_one_row_each(pairs, *index, on)
