@@ -97,6 +97,7 @@ def test_files_index_and_summary(jobs, executed, tmp_path):
         assert f'href="{job.name}.html"' in page
         assert (folder / f"{job.name}.html").exists()
     assert CARD.slug in page
+    assert '<td class="error">error: cell [1]: Bad: luck</td>' in page
 
 
 def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(jobs, tmp_path):

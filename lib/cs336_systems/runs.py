@@ -86,7 +86,7 @@ def run_batch(
                     bar.write(f"{record.status:5} {record.seconds:7.1f} s  {name} {line} {record.reason}")
                     bar.update()
                     index(folder, card.line())
-                bar.refresh()
+                bar.set_postfix_str(" ".join(name for future, name in pending.items() if future.running()))
         finally:
             stop.set()  # on Ctrl-C what runs is killed and what waits ends at once; then the pool closes
     index(folder, card.line())
@@ -146,7 +146,9 @@ def index(folder: Path, subtitle: str) -> Path:
     for path in sorted(folder.glob("*.json")):
         if record := load_record(path):
             page = path.with_suffix(".html")
-            rows.append((page.name if page.exists() else None, record.fields()))
+            name, line, status, *numbers = record.fields()
+            told = f"{status}: {record.reason}" if record.reason else status
+            rows.append((page.name if page.exists() else None, (name, line, told, *numbers)))
     write_index(folder / "index.html", f"The workbook on {folder.name}", subtitle, _COLUMNS, rows)
     return folder / "index.html"
 
