@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.configs import ModelConfig, model_size
-from cs336_systems.measure import compiling, host, training
+from cs336_systems.measure import compiling, host, steps, training
 from cs336_systems.measure.compiling import time_compiled
 from cs336_systems.measure.rows import load_rows, save_rows
 from cs336_systems.measure.timing import Timing
@@ -141,7 +141,7 @@ def test_after_out_of_memory_the_same_model_goes_on(monkeypatch, benchmark):
     benchmark.time("forward", **RUN)
     model = benchmark._model
     with monkeypatch.context() as patch:
-        patch.setattr(training, "cross_entropy", lambda *_: torch.empty(2**58))
+        patch.setattr(steps, "cross_entropy", lambda *_: torch.empty(2**58))
         assert benchmark.time("forward_backward", **RUN).status == "oom"
     assert benchmark.time("forward_backward", **RUN).status == "ok"
     assert benchmark._model is model

@@ -1,7 +1,6 @@
 """Benchmarks of a whole model: one pass at a time, eager or compiled, every configuration a row."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,10 +8,10 @@ import torch
 from cs336_systems import accounting
 from cs336_systems.attention import IMPLEMENTATIONS as ATTENTION
 from cs336_systems.configs import ModelConfig
-from cs336_systems.functional import cross_entropy
 from cs336_systems.measure.compiling import time_compiled, why_no_compile
 from cs336_systems.measure.host import check_choice, why_no_memory, why_no_tf32
 from cs336_systems.measure.rules import measured_in_order
+from cs336_systems.measure.steps import ModelSteps
 from cs336_systems.measure.timing import (
     Timing,
     matmul_precision,
@@ -23,10 +22,8 @@ from cs336_systems.measure.timing import (
 )
 from cs336_systems.measure.vocabulary import DTYPES, PASSES
 from cs336_systems.model import build_model
-from cs336_systems.optimizer import AdamW
 
 IMPLEMENTATIONS = ("eager", "compiled", "compiled_blocks")
-_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Cell = list[tuple[dict[str, Any], Timing]]
 
@@ -102,7 +99,7 @@ class ModelBenchmark:
             self._model, reason = run_or_out_of_memory(self._build, self.device)
             if self._model is None:
                 return Timing(status="oom", reason=f"building the model: {reason}")
-        step, prepare = self._step(pass_, batch_size, context_length, dtype)
+        step, prepare = ModelSteps(self._model, batch_size, context_length, dtype).of(pass_)
         options = {"warmup_steps": warmup_steps, "steps": steps, "synchronize": synchronize}
         with matmul_precision(dtype):
             timing = time_compiled if self.implementation != "eager" else time_steps
@@ -139,47 +136,6 @@ class ModelBenchmark:
             for block in model.layers:
                 block.compile(dynamic=False)
         return model
-
-    def _step(
-        self, pass_: str, batch_size: int, context_length: int, dtype: str
-    ) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
-        """What `time_steps` runs, and what it prepares untimed."""
-        model = self._model
-        shape = (batch_size, context_length)
-        tokens, targets = (torch.randint(self.config.vocab_size, shape, device=self.device) for _ in range(2))
-        optimizer = AdamW(model.parameters()) if pass_ == "train_step" else None
-
-        def autocast():
-            return torch.autocast(self.device.type, _AUTOCAST[dtype]) if dtype in _AUTOCAST else nullcontext()
-
-        @torch.no_grad()
-        def forward():
-            with autocast():
-                model(tokens)
-
-        def loss():
-            model.zero_grad(set_to_none=True)
-            with autocast():
-                return cross_entropy(model(tokens), targets)
-
-        def backward(loss):
-            loss.backward()
-
-        def forward_backward():
-            backward(loss())
-
-        def train_step():
-            forward_backward()
-            optimizer.step()
-
-        prepare = loss if pass_ == "backward" else None
-        steps = {
-            "forward": forward,
-            "backward": backward,
-            "forward_backward": forward_backward,
-            "train_step": train_step,
-        }
-        return steps[pass_], prepare
 
 
 def benchmark_model(
