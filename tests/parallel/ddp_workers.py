@@ -223,7 +223,7 @@ def overlap(context):
         weight, over, used = 64, "backward is over", 4
         for wrapper in (NaiveDDP, FlatDDP):
             sent = [4 * weight] if wrapper is FlatDDP else 4 * [weight]
-            assert run(wrapper(OutOfOrder())) == [over, *sent, used]
+            assert run(wrapper(OutOfOrder())) == [over, used, *sent]
         assert run(OverlappedDDP(OutOfOrder())) == [*4 * [weight], over, used]
         two_buckets = BucketedDDP(OutOfOrder(), bucket_size_mb=2 * LAYER_MB)
         assert run(two_buckets) == [2 * weight, 2 * weight, over, used]

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-import misbehave
+import launch_workers
 import pytest
 
 from cs336_systems.parallel import WorkerContext, WorkerError, launch
@@ -34,7 +34,7 @@ def _processes_below(pid: int) -> set[int]:
 
 def test_results_come_back_by_rank(monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    results = launch(misbehave.report, 2, "word", number=3, backend="gloo")
+    results = launch(launch_workers.report, 2, "word", number=3, backend="gloo")
     for rank, (context, args, kwargs, total, environment, pid) in enumerate(results):
         assert (context.rank, context.world_size, context.backend) == (rank, 2, "gloo")
         assert isinstance(context, WorkerContext)
@@ -45,7 +45,7 @@ def test_results_come_back_by_rank(monkeypatch):
 
 
 def test_prints_appear_with_their_rank(capsys):
-    launch(misbehave.talk, 1, backend="gloo")
+    launch(launch_workers.talk, 1, backend="gloo")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "[rank 0] hello"
     assert "UserWarning: careful" in lines[1]
@@ -57,14 +57,14 @@ def test_prints_appear_with_their_rank(capsys):
     [
         ("raise", ["rank 1 of 2 raised KeyError: 'the culprit'", 'raise KeyError("the culprit")']),
         ("kill", ["rank 1 of 2 was ended by SIGKILL"]),
-        ("segfault", ["rank 1 of 2 was ended by SIGSEGV", "misbehave.py", "in fail_on"]),
+        ("segfault", ["rank 1 of 2 was ended by SIGSEGV", "launch_workers.py", "in fail_on"]),
         ("vanish", ["rank 1 of 2 ended with exit code 0 before it returned"]),
     ],
 )
 def test_a_failure_ends_all_and_names_its_cause(how, expected):
     start = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        launch(misbehave.fail_on, 2, 1, how, backend="gloo")
+        launch(launch_workers.fail_on, 2, 1, how, backend="gloo")
     assert time.monotonic() - start < 30
     assert caught.value.rank == 1
     assert all(words in str(caught.value) for words in expected)
@@ -73,7 +73,7 @@ def test_a_failure_ends_all_and_names_its_cause(how, expected):
 
 def test_a_hang_ends_with_the_stack_of_every_worker():
     with pytest.raises(WorkerError, match="not done within 8 s") as caught:
-        launch(misbehave.fail_on, 2, 1, "hang", backend="gloo", timeout_s=8)
+        launch(launch_workers.fail_on, 2, 1, "hang", backend="gloo", timeout_s=8)
     assert "in _leave_children_and_hang" in str(caught.value)
     assert "in barrier" in str(caught.value)
     assert not _processes_below(os.getpid())
@@ -81,7 +81,7 @@ def test_a_hang_ends_with_the_stack_of_every_worker():
 
 def test_workers_die_with_a_killed_caller():
     script = (
-        "import misbehave as m; from cs336_systems.parallel import launch; launch(m.announce_and_hang, 2)"
+        "import launch_workers as w; from cs336_systems.parallel import launch; launch(w.call_and_hang, 2)"
     )
     command = [sys.executable, "-u", "-c", script]
     caller = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
@@ -99,9 +99,9 @@ def test_workers_die_with_a_killed_caller():
 
 def test_what_cannot_be_pickled_is_said_in_a_sentence():
     with pytest.raises(TypeError, match="arguments cannot be sent"):
-        launch(misbehave.report, 1, lambda: None)
+        launch(launch_workers.report, 1, lambda: None)
     with pytest.raises(WorkerError, match="the worker's result, a function, cannot be sent back"):
-        launch(misbehave.return_a_lambda, 1, backend="gloo")
+        launch(launch_workers.return_a_lambda, 1, backend="gloo")
 
 
 def _local_worker(context):
@@ -123,7 +123,7 @@ def test_a_worker_of_a_notebook_is_refused(monkeypatch):
 @pytest.mark.parametrize("world_size", [0, -1, 1.5, "2", True])
 def test_world_size_is_checked(world_size):
     with pytest.raises(ValueError, match="allowed: a whole number, 1 or more"):
-        launch(misbehave.report, world_size)
+        launch(launch_workers.report, world_size)
 
 
 def test_backend_is_chosen_by_what_is_there(monkeypatch):
@@ -139,7 +139,7 @@ def test_backend_is_chosen_by_what_is_there(monkeypatch):
     assert choose_backend("auto", 1) == "gloo"
 
 
-@pytest.mark.parametrize("address", ["no_colon", "no_such_module:f", "misbehave:no_such_function"])
+@pytest.mark.parametrize("address", ["no_colon", "no_such_module:f", "launch_workers:no_such_function"])
 def test_find_worker_says_what_is_wrong(address):
     with pytest.raises(ValueError, match=f"worker '{address}'"):
         find_worker(address)
@@ -153,7 +153,7 @@ def test_torchrun_runs_the_same_worker_on_two_nodes(tmp_path):
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
     command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    work = ["-m", "cs336_systems.parallel", "misbehave:report_ranks", "--backend=gloo"]
+    work = ["-m", "cs336_systems.parallel", "launch_workers:report_ranks", "--backend=gloo"]
     work += ["--arguments", '{"offset": 10}', "--output", str(tmp_path / "out.json")]
     nodes = [subprocess.Popen([*command, f"--node-rank={node}", *work], env=environment) for node in range(2)]
     assert [node.wait(timeout=120) for node in nodes] == [0, 0]
@@ -162,7 +162,7 @@ def test_torchrun_runs_the_same_worker_on_two_nodes(tmp_path):
 
 
 def test_the_command_line_launches_on_this_machine():
-    command = [sys.executable, "-m", "cs336_systems.parallel", "misbehave:report_ranks", "--workers=2"]
+    command = [sys.executable, "-m", "cs336_systems.parallel", "launch_workers:report_ranks", "--workers=2"]
     run = subprocess.run(
         [*command, "--backend=gloo", "--arguments", '{"offset": 1}'],
         env=ENVIRONMENT,
@@ -177,8 +177,8 @@ def test_the_command_line_launches_on_this_machine():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["misbehave:nothing"], "cannot be imported"),
-        (["misbehave:talk", "--arguments", "[1]"], "not a JSON object"),
+        (["launch_workers:nothing"], "cannot be imported"),
+        (["launch_workers:talk", "--arguments", "[1]"], "not a JSON object"),
     ],
 )
 def test_the_command_line_refuses_in_a_sentence(arguments, sentence):

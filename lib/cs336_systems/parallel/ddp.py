@@ -87,10 +87,23 @@ class DataParallel(nn.Module):
         """Call between backward and the optimizer's step: every `.grad` becomes the mean over the ranks."""
         if any(parameter.grad is not None for parameter in self._frozen):
             raise RuntimeError("a parameter that was frozen when wrapped has a gradient; unfreeze, then wrap")
+        self._send_gradients()
+        # After the gradients were sent or before any is: at the same place in every rank's order of messages.
+        used, counting = self._count_uses()
         self._average_gradients()
-        self._forget_globally_unused()
+        counting.wait()
+        if self._absent:  # only then is the result read, which makes the CPU wait for a GPU
+            anywhere = used.tolist()
+            for place in self._absent:
+                if not anywhere[place]:
+                    self._trainable[place].grad = None
+            self._absent.clear()
+
+    def _send_gradients(self) -> None:
+        """Start what is not yet under way, in a wrapper that starts early."""
 
     def _average_gradients(self) -> None:
+        """Leave the means in every `.grad`."""
         raise NotImplementedError
 
     def _description(self) -> list[str]:
@@ -115,19 +128,15 @@ class DataParallel(nn.Module):
         parameter.grad = parameter.grad.contiguous()
         return parameter.grad.detach()
 
-    def _forget_globally_unused(self) -> None:
+    def _count_uses(self) -> tuple[Tensor, dist.Work]:
+        """Start to find out which parameters any rank used. All take part: no rank knows of others' gaps."""
         used = torch.ones(len(self._trainable), dtype=torch.uint8, device=self._trainable[0].device)
-        if self._absent:
-            used[list(self._absent)] = 0
-        # All ranks take part, as none knows of the others' gaps. Only a rank with gaps reads the result:
-        # reading makes the CPU wait for the GPU.
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
-        if self._absent:
-            anywhere = used.tolist()
-            for place in self._absent:
-                if not anywhere[place]:
-                    self._trainable[place].grad = None
-            self._absent.clear()
+        unused = self._absent.union(
+            place for place, parameter in enumerate(self._trainable) if parameter.grad is None
+        )
+        if unused:
+            used[list(unused)] = 0
+        return used, dist.all_reduce(used, op=dist.ReduceOp.MAX, async_op=True)
 
 
 class NaiveDDP(DataParallel):

@@ -34,6 +34,7 @@ main(Path(sys.argv[2]), int(sys.argv[3]))
 """
 _POLL_S = 0.02
 _GRACE_S = 0.5  # after a failure, for its echoes in the other workers: the cause is told from them by time
+_ECHOES = ("by peer", "remote process exited")  # what Gloo and NCCL raise when another worker is gone
 _LAST_LINES = 20
 
 
@@ -193,7 +194,8 @@ class _Process:
         error = self.folder / f"error-{self.rank}"
         if error.exists():
             raised = pickle.loads(error.read_bytes())
-            return (1, raised["at"]), f"raised {raised['summary']}", raised["traceback"]
+            urgency = 3 if any(words in raised["summary"] for words in _ECHOES) else 1
+            return (urgency, raised["at"]), f"raised {raised['summary']}", raised["traceback"]
         details = "\n".join(filter(None, [self.stack(), self._last_lines()]))
         code = self.popen.returncode
         if code < 0:

@@ -79,10 +79,13 @@ class OverlappedDDP(DataParallel):
         (place,) = bucket
         return self._gradient(place)
 
-    @torch.no_grad()
-    def _complete_pass(self) -> None:
+    def _send_gradients(self) -> None:
         while len(self._under_way) < len(self._buckets):
             self._send_next()
+
+    @torch.no_grad()
+    def _complete_pass(self) -> None:
+        self._send_gradients()
         for mean in self._under_way:
             mean.wait()
         self._start_pass()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.parallel.checks import run_cases
+from cs336_systems.parallel.collectives import time_collectives
 
 
 def report(context, *args, **kwargs):
@@ -55,7 +56,7 @@ FAILURES = {
 }
 
 
-def announce_and_hang(context):
+def call_and_hang(context):
     print("here")
     time.sleep(300)
 
@@ -69,3 +70,8 @@ def report_ranks(context, offset):
 def check_each(context, classes):
     """What run_cases says about each class."""
     return {name: run_cases(context, pickled, thorough=False) for name, pickled in classes.items()}
+
+
+def time_collectives_strictly(context, **options):
+    warnings.simplefilter("error")
+    return time_collectives(context, warmup_steps=1, **options)
