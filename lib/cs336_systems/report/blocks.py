@@ -95,7 +95,7 @@ def _write(
     axes.annotate(
         text, (place, 0 if top is None else top), (0, 4), textcoords="offset points", color=color,
         weight=weight, size=8.5, ha="center", va="bottom", annotation_clip=False, zorder=4,
-        path_effects=[withStroke(linewidth=2.5, foreground=PAPER)], **ground,
+        path_effects=[withStroke(linewidth=1.8, foreground=PAPER)], **ground,
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def _label_bars(panels: Sequence[Axes], width: float, logy: bool) -> None:
     longest = max((text.get_window_extent().width for text in labels), default=0)
     upright = longest > bar
     for text in labels:
-        text.set_rotation(90 if upright else 0)
+        text.set(rotation=90 if upright else 0, size=7.5 if upright else text.get_size())
     room = (longest if upright else 20) / axes.bbox.height + 0.02
     bottom, top = axes.get_ylim()
     axes.set_ylim(bottom, top * (top / bottom) ** room if logy else bottom + (top - bottom) * (1 + room))
