@@ -1,9 +1,11 @@
-"""Replaying floating-point rounding step by step."""
+"""What low precision does to numbers: running sums, dtypes under autocast, LayerNorm stage by stage."""
 
 import math
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.nn import functional
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,40 @@ def binades(value: float, count: int, dtype: torch.dtype) -> list[dict[str, floa
         total = end
         left -= additions
     return rows
+
+
+class ToyModel(nn.Module):
+    """The handout's model for looking at dtypes: linear to 10 without bias, ReLU, LayerNorm, linear."""
+
+    def __init__(self, d_in: int = 20, d_out: int = 5):
+        super().__init__()
+        self.fc1 = nn.Linear(d_in, 10, bias=False)
+        self.ln = nn.LayerNorm(10)
+        self.fc2 = nn.Linear(10, d_out, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.ln(self.fc1(x).relu()))
+
+
+def autocast_dtypes(dtype: torch.dtype, device: torch.device | str) -> dict[str, torch.dtype]:
+    """Run `ToyModel` forward and backward under autocast and note the dtype that each tensor really has."""
+    model = ToyModel().to(device)
+    seen = {"parameters": next(model.parameters()).dtype}
+    names = {model.fc1: "output of the first linear layer", model.ln: "output of LayerNorm"}
+    for module, name in names.items():
+        module.register_forward_hook(lambda _, __, output, name=name: seen.update({name: output.dtype}))
+    with torch.autocast(torch.device(device).type, dtype=dtype):
+        logits = model(torch.randn(8, 20, device=device))
+        loss = functional.cross_entropy(logits, torch.zeros(8, dtype=torch.long, device=device))
+    loss.backward()
+    return seen | {"logits": logits.dtype, "loss": loss.dtype, "gradients": model.fc1.weight.grad.dtype}
+
+
+def layer_norm_stages(x: torch.Tensor, dtype: torch.dtype, eps: float = 1e-5) -> dict[str, torch.Tensor]:
+    """LayerNorm without its scale and shift, every stage computed and kept in `dtype`."""
+    x = x.to(dtype)
+    mean = x.mean(-1, keepdim=True)
+    squares = (x - mean) ** 2
+    variance = squares.mean(-1, keepdim=True)
+    output = (x - mean) / (variance + eps).sqrt()
+    return {"mean": mean, "squares": squares, "variance": variance, "output": output}
