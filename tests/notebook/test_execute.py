@@ -13,7 +13,12 @@ import pytest
 
 from cs336_systems.notebook.execute import execute
 
-SLEEP = "import os, time\nopen('pid', 'w').write(str(os.getpid()))\ntime.sleep(60)"
+# Asleep with the interpreter locked, as in a long call into C: such a kernel cannot notice that it is alone.
+SLEEP = """\
+import ctypes, os
+open("pid", "w").write(str(os.getpid()))
+ctypes.PyDLL(None).sleep(60)
+"""
 
 
 def kernel_pid(folder, seconds=30):
@@ -37,7 +42,10 @@ def ends(pid, seconds=10):
 
 
 def test_parameters_folder_interpreter_and_memory(tmp_path, write_notebook, monkeypatch):
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))  # no kernel of the user's can be chosen
+    kernel = tmp_path / "kernels" / "python3" / "kernel.json"  # the user's, not to be chosen
+    kernel.parent.mkdir(parents=True)
+    kernel.write_text('{"argv": ["false"], "display_name": "mine", "language": "python"}')
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
     code = "import os, sys\nblock = b'x' * 300_000_000\nprint(steps, os.getcwd(), sys.executable)"
     (tmp_path / "there").mkdir()
     source = write_notebook(tmp_path / "there" / "01_a.ipynb", code, "import time; time.sleep(1)")

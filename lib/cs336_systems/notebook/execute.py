@@ -78,10 +78,10 @@ def execute(
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process and all its descendants."""
+    """Kill a process and all its descendants, itself last: it may be the one that calls."""
     try:
         top = psutil.Process(pid)
-        processes = [top, *top.children(recursive=True)]
+        processes = [*top.children(recursive=True), top]
     except psutil.NoSuchProcess:
         return
     for process in processes:
