@@ -1,5 +1,7 @@
 """Benchmarks of attention: times, and the bytes saved for backward held against the closed form."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from cs336_systems.measure import host
 from cs336_systems.measure.attention import attention_key, benchmark_attention, saved_bytes, sweep_attention
 from cs336_systems.measure.compiling import why_no_compile
 from cs336_systems.measure.rows import load_rows, save_rows
-from cs336_systems.measure.timing import MIB
+from cs336_systems.measure.timing import MIB, release_memory
 
 RUN = {"batch_size": 2, "context_length": 64, "d_head": 16, "device": "cpu", "warmup_steps": 1, "steps": 2}
 PASSES = ("forward", "backward", "forward_backward")
@@ -44,6 +46,18 @@ def test_a_storage_counts_once_however_often_it_is_saved():
     saved, in_use = saved_bytes(lambda: (x * x.T).sum(), [x])
     assert saved == 400
     assert in_use == 404
+
+
+def test_counting_leaves_nothing_behind():
+    x, outputs = torch.randn(10, requires_grad=True), []
+
+    def forward():
+        y = x.exp()  # saves its own output
+        outputs.append(weakref.ref(y))
+        return y.sum()
+
+    saved_bytes(forward, [x])
+    assert outputs[0]() is None
 
 
 def test_a_pass_does_what_it_says(monkeypatch):
@@ -156,8 +170,11 @@ def test_compiled_attention_is_timed_without_its_compilation():
 @pytest.mark.parametrize("implementation", ["reference", "compiled"])
 def test_gpu_memory_in_use_is_what_the_allocator_says(implementation):
     run = RUN | {"batch_size": 8, "context_length": 1024, "d_head": 64, "device": "cuda"}
+    release_memory("cuda")
+    before = torch.cuda.memory_allocated()
     values = benchmark_attention(**run, pass_="backward", implementation=implementation)
     assert values["status"] == "ok", values["reason"]
+    assert torch.cuda.memory_allocated() == before
     assert values["saved_for_backward_mib"] <= values["memory_before_backward_mib"] * 1.001
     if implementation == "reference":
         saved = accounting.attention_saved_bytes(8, 1024, 64) / MIB

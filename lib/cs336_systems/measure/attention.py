@@ -158,8 +158,9 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tupl
     inputs, saved = list(inputs), []
 
     def pack(tensor: Tensor) -> Tensor:
-        saved.append(tensor)
-        return tensor
+        # Detached: an operation that held its own output would never be freed.
+        saved.append(tensor.detach())
+        return saved[-1]
 
     device = inputs[0].device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -36,7 +37,9 @@ def time_compiled(step: Callable[..., Any], **options: Any) -> Timing:
 
     torch._dynamo.reset()
     try:
-        with fresh_cache():
+        with fresh_cache(), warnings.catch_warnings():
+            # Whether TF32 is allowed is what is being compared.
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
             first = time_steps(step, **options | {"warmup_steps": 0, "steps": 1})
             timing = time_steps(step, **options) if first.status == "ok" else first
     except TorchDynamoException as error:
