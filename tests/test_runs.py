@@ -11,7 +11,7 @@ import nbformat
 import psutil
 import pytest
 
-from cs336_systems import runs
+from cs336_systems import batch, runs
 from cs336_systems.batch import BatchError, Job
 from cs336_systems.measure.machine import MachineCard
 from cs336_systems.measure.rows import load_rows, save_rows
@@ -28,7 +28,7 @@ def jobs(tmp_path, write_notebook):
 
 
 @pytest.fixture
-def executed(monkeypatch):
+def executed(monkeypatch, tmp_path):
     """Executions without a kernel: the list of what was executed; notebooks with 12 in their name fail."""
     done = []
 
@@ -39,6 +39,7 @@ def executed(monkeypatch):
         return Outcome("error" if failed else "ok", "cell [1]: Bad: luck" if failed else "", 1.25, 100.4)
 
     monkeypatch.setattr(runs, "execute", execute)
+    monkeypatch.setattr(batch, "__file__", str(tmp_path / "library" / "batch.py"))  # may change meanwhile
     return done
 
 
@@ -138,7 +139,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_runs import CARD
-from cs336_systems import runs
+from cs336_systems import batch, runs
 from cs336_systems.batch import Job
 runs.fingerprint = lambda job: "unchanged"
 folder = Path(sys.argv[1])
