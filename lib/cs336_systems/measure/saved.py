@@ -94,7 +94,8 @@ class SavedTensors(TorchFunctionMode):
                 "size_bytes": storage.nbytes(),
                 "is_input": address in self._inputs,
             }
-        return tensor
+        # Detached: an operation that held its own output would never be freed.
+        return tensor.detach()
 
     def _where(self) -> tuple[str, str, str]:
         """The innermost module, and the innermost function and line of this library, that are running."""
