@@ -25,6 +25,7 @@ from cs336_systems.measure.memory import (
     read_memory_trace,
     read_snapshot,
     record_memory,
+    save_viewer,
 )
 from cs336_systems.measure.rows import load_rows, save_rows
 from cs336_systems.measure.steps import ModelSteps
@@ -258,6 +259,26 @@ def test_on_cuda_the_snapshot_is_kept(trained, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         record_memory(steps, "train_step", tmp_path / "step")
     assert calls[-1] == {"enabled": None}
+
+
+def test_torchs_own_viewer(tmp_path):
+    page = save_viewer(a_snapshot(), tmp_path / "viewer.html").read_text()
+    assert "MemoryViz" in page
+
+
+@pytest.mark.gpu
+def test_the_history_agrees_with_the_allocator(tmp_path):
+    """The peak of our timeline is the allocator's own, up to its rounding of sizes to 512 bytes."""
+    steps = ModelSteps(build_model(model_size("small"), 256, device="cuda"), 4, 256)
+    steps.train_step()
+    torch.cuda.reset_peak_memory_stats()
+    history = record_memory(steps, "train_step", tmp_path / "step")
+    peaks = stage_peaks(history).set_index("stage")
+    assert peaks.total.max() == pytest.approx(torch.cuda.max_memory_allocated() / MIB, rel=0.005)
+    assert peaks.index.tolist() == ["forward", "backward", "optimizer"]
+    activations = history.allocations.query("category == 'activations'").size_bytes.sum()
+    assert activations == pytest.approx(accounting.activation_bytes(model_size("small"), 4, 256), rel=0.02)
+    assert largest_allocations(history).code.str.contains(r"\.py:\d+ ").any()
 
 
 def test_files_that_are_no_snapshot(tmp_path):

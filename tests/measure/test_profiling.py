@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cs336_systems.measure import nsys, profiling
-from cs336_systems.measure.kernels import ProfileError, kernel_table, stages, within
-from cs336_systems.measure.profiling import Target, choose_source, main, prepare, profile_model
+from cs336_systems.measure.kernels import ProfileError, class_shares, kernel_table, stages, within
+from cs336_systems.measure.profiling import Target, choose_source, main, prepare, profile_model, read_profile
 from cs336_systems.measure.steps import ModelSteps
 from cs336_systems.model import build_model
 
@@ -40,6 +40,14 @@ def test_a_train_step_on_the_cpu(tmp_path):
 def test_other_passes(tmp_path, pass_, stages_):
     table = kernel_table(profile_model(Target(pass_=pass_, **SMALL), tmp_path / "p"))
     assert set(stages(table)) == stages_, "what a pass needs first is prepared outside the range"
+
+
+def test_profiles_of_this_machine_only(tmp_path):
+    saved = profile_model(Target(**SMALL), tmp_path / "p")
+    again = read_profile(tmp_path / "p.json.gz", "cpu")
+    assert kernel_table(again).equals(kernel_table(saved))
+    with pytest.raises(ProfileError, match="recorded on 'NVIDIA H200', not on"):
+        read_profile(SAMPLE, "cpu")
 
 
 def test_warmup_is_not_recorded(monkeypatch):
@@ -129,3 +137,27 @@ def test_out_of_memory_in_the_other_process(nsys_on_cuda, tmp_path, monkeypatch)
     monkeypatch.setattr(nsys, "record", fail)
     with pytest.raises(torch.OutOfMemoryError, match="its last words"):
         profile_model(Target(), tmp_path / "p", "nsys")
+
+
+@pytest.mark.gpu
+def test_both_profilers_agree_on_a_gpu(tmp_path):
+    if nsys.find_nsys() is None:
+        pytest.skip("needs nsys, and there is none here")
+    target = Target(model_size="small", context_length=512, pass_="forward_backward", device="cuda")
+    by_nsys, by_torch = (
+        class_shares(kernel_table(profile_model(target, tmp_path / source, source))).set_index("class")
+        for source in ("nsys", "torch")
+    )
+    assert by_nsys.calls.to_dict() == pytest.approx(by_torch.calls.to_dict())
+    assert by_nsys.total_ms.to_dict() == pytest.approx(by_torch.total_ms.to_dict(), rel=0.05)
+    assert by_nsys.share.get("other", 0) < 0.02
+
+
+@pytest.mark.gpu
+def test_torch_profiler_on_a_gpu(tmp_path):
+    profile = profile_model(Target(**SMALL | {"device": "cuda"}), tmp_path / "p", "torch")
+    assert profile.source == "torch cuda"
+    table = kernel_table(profile)
+    assert set(stages(table)) == {"forward", "backward", "optimizer"}
+    assert within(table, "attention/softmax").calls.sum() > 0
+    assert not table.range.isna().any()

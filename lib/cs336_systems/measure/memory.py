@@ -6,13 +6,14 @@ CPU torch.profiler's memory events; both are read into the same table of allocat
 
 import pickle
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
+from torch.cuda import _memory_viz
 
 from cs336_systems.measure import trace
 from cs336_systems.measure.allocations import MemoryHistory, Owners, read_history
@@ -58,7 +59,7 @@ def owners(steps: ModelSteps) -> dict[int, tuple[str, int]]:
     return {storage.data_ptr(): (category, storage.nbytes()) for category, storage in storages}
 
 
-def _record_cuda(run, steps: ModelSteps) -> dict[str, Any]:
+def _record_cuda(run: Callable[[], Any], steps: ModelSteps) -> dict[str, Any]:
     """The allocator's snapshot after `run()`, with Python frames and with our ranges as annotations."""
     torch.cuda.synchronize(steps.device)
     torch.cuda.memory._record_memory_history(
@@ -71,6 +72,12 @@ def _record_cuda(run, steps: ModelSteps) -> dict[str, Any]:
         return torch.cuda.memory._snapshot()
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def save_viewer(snapshot: Mapping[str, Any], path: Path) -> Path:
+    """Write PyTorch's own viewer with the snapshot inside; the page takes its script from the internet."""
+    path.write_text(_memory_viz.trace_plot(snapshot))
+    return path
 
 
 def load_snapshot(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ runs the steps and says to a profiler around it (nsys) when the measured ones be
 """
 
 import argparse
+import platform
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -86,6 +87,20 @@ def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
         if "out of memory" in str(error).lower():
             raise torch.OutOfMemoryError(str(error)) from None
         raise
+
+
+def read_profile(path: Path, device: str | torch.device = "auto") -> Profile:
+    """Read a profile saved by `profile_model`: an nsys export (.sqlite), or a trace (.json, .json.gz).
+
+    Raises:
+        ProfileError: it is damaged, or was recorded on another machine than this one.
+        FileNotFoundError, RuntimeError: see `nsys.read_export`, `trace.read_trace` and `resolve_device`.
+    """
+    profile = (nsys.read_export if path.suffix == ".sqlite" else trace.read_trace)(path)
+    device = resolve_device(device)
+    on_cuda = device.type == "cuda"
+    profile.require_machine(torch.cuda.get_device_name(device) if on_cuda else platform.node())
+    return profile
 
 
 def prepare(target: Target) -> Callable[[], None]:
