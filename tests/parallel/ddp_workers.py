@@ -240,6 +240,21 @@ def overlap(context):
         dist.all_reduce = original
 
 
+def late_use(context):
+    """A layer that only the second of two passes uses, and there only on one rank, still counts."""
+    for name in WRAPPERS:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = wrap(name, module)
+        first, second = module
+        inputs = torch.randn(3, 8)
+        second(inputs).sum().backward()
+        second(first(inputs) if context.rank == 1 else inputs).sum().backward()
+        model.finish_gradient_synchronization()
+        expected = torch.autograd.grad(second(first(inputs)).sum(), first.weight)[0]
+        torch.testing.assert_close(first.weight.grad, expected / 2)
+
+
 def disagreement(context):
     """Ranks that wrap different things all get an error, and the group still works."""
     first = context.rank == 0
@@ -295,16 +310,20 @@ def odd_layouts(context):
         assert module.count == 0
         assert module.flags[0]
         assert same_on_all_ranks([*module.parameters(), module.transposed_too])
+        scale = torch.arange(15.0).view(5, 3)
         for _ in range(2):
             model.zero_grad()
-            loss = (module.transposed * (context.rank + 1)).sum() * module.scalar + module.empty.sum()
+            loss = (module.transposed * scale).sum() * (context.rank + 1) * module.scalar + module.empty.sum()
             loss.backward()
+            if (
+                name in ("naive", "flat") and context.rank == 0
+            ):  # ranks may hold differently laid out gradients
+                module.transposed.grad = module.transposed.grad.contiguous()
             model.finish_gradient_synchronization()
             mean = (context.world_size + 1) / 2
-            torch.testing.assert_close(module.scalar.grad, module.transposed.detach().sum() * mean)
-            torch.testing.assert_close(
-                module.transposed.grad, torch.full((5, 3), mean) * module.scalar.detach()
-            )
+            weights = module.transposed.detach()
+            torch.testing.assert_close(module.transposed.grad, mean * scale * module.scalar.detach())
+            torch.testing.assert_close(module.scalar.grad, mean * (weights * scale).sum())
 
 
 def garbage(context):
@@ -340,6 +359,7 @@ TWO_RANKS = [
     buckets,
     bucket_sizes,
     overlap,
+    late_use,
     disagreement,
     refusals,
     garbage,

@@ -56,9 +56,8 @@ class OverlappedDDP(DataParallel):
         self._under_way: list[Mean] = []  # one for each bucket that has left
 
     def _before_accumulation(self, place: int, _: Tensor) -> None:
-        if (
-            place in self._ready
-        ):  # another backward pass: it must not add to a gradient that is being averaged
+        if place in self._ready:
+            # Another backward pass, which must not add to a gradient that is being averaged.
             self._complete_pass()
 
     @torch.no_grad()
