@@ -7,7 +7,16 @@ import torch
 
 from cs336_systems.measure import nsys, profiling
 from cs336_systems.measure.kernels import ProfileError, class_shares, kernel_table, stages, within
-from cs336_systems.measure.profiling import Target, choose_source, main, prepare, profile_model, read_profile
+from cs336_systems.measure.profiling import (
+    Target,
+    choose_source,
+    main,
+    prepare,
+    profile_model,
+    profile_rows,
+    read_profile,
+)
+from cs336_systems.measure.rows import load_rows, save_rows
 from cs336_systems.measure.steps import ModelSteps
 from cs336_systems.model import build_model
 
@@ -40,6 +49,29 @@ def test_a_train_step_on_the_cpu(tmp_path):
 def test_other_passes(tmp_path, pass_, stages_):
     table = kernel_table(profile_model(Target(pass_=pass_, **SMALL), tmp_path / "p"))
     assert set(stages(table)) == stages_, "what a pass needs first is prepared outside the range"
+
+
+def test_rows_of_a_newer_profile_leave_none_of_an_older(tmp_path):
+    target = Target(pass_="forward", **SMALL)
+    tables = profile_rows(target, tmp_path / "p")
+    assert {row["range"] for row in tables["ranges"]} == {"measure", "measure/forward"}
+    old = [target.key() | {"profiler": "torch cpu", "range": "measure", "kernel": "gone", "calls": 1}]
+    other = [row | {"batch_size": 64} for row in old]
+    save_rows(old + other, "nsys_profile", table="kernels")
+    path = save_rows(tables["kernels"], "nsys_profile", table="kernels", replacing=target.key())
+    saved = load_rows("nsys_profile", path.parent.parent.name, table="kernels")
+    assert saved[saved.kernel == "gone"].batch_size.tolist() == [64]
+    assert len(saved) == len(tables["kernels"]) + 1
+
+
+def test_out_of_memory_is_a_status(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    monkeypatch.setattr(profiling, "profile_model", fail)
+    for rows in profile_rows(Target(**SMALL), tmp_path / "p").values():
+        assert [row["status"] for row in rows] == ["oom"]
+        save_rows(rows, "nsys_profile", table="failed")
 
 
 def test_profiles_of_this_machine_only(tmp_path):

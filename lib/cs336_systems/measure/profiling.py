@@ -12,15 +12,30 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from cs336_systems import accounting
 from cs336_systems.configs import ModelConfig, model_size
 from cs336_systems.measure import nsys, trace
-from cs336_systems.measure.host import check_choice
-from cs336_systems.measure.kernels import Profile, ProfileError
+from cs336_systems.measure.host import check_choice, why_no_memory
+from cs336_systems.measure.kernels import (
+    Profile,
+    ProfileError,
+    kernel_rows,
+    kernel_table,
+    range_rows,
+    range_table,
+)
 from cs336_systems.measure.steps import ModelSteps
-from cs336_systems.measure.timing import matmul_precision, resolve_device
+from cs336_systems.measure.timing import (
+    matmul_precision,
+    release_memory,
+    resolve_device,
+    run_or_out_of_memory,
+)
+from cs336_systems.measure.training import model_key
 from cs336_systems.model import build_model
 from cs336_systems.ranges import annotate, recording
 
@@ -46,6 +61,19 @@ class Target:
     @property
     def config(self) -> ModelConfig:
         return model_size(self.model_size, self.edition)
+
+    def key(self) -> dict[str, Any]:
+        """The key columns of its rows."""
+        return model_key(
+            self.config,
+            self.context_length,
+            self.batch_size,
+            self.pass_,
+            self.dtype,
+            self.implementation,
+            self.warmup_steps,
+            self.attention,
+        )
 
     def arguments(self) -> list[str]:
         """The command line that `main` reads back."""
@@ -87,6 +115,29 @@ def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
         if "out of memory" in str(error).lower():
             raise torch.OutOfMemoryError(str(error)) from None
         raise
+
+
+def profile_rows(target: Target, stem: Path, source: str = "auto") -> dict[str, list[dict[str, Any]]]:
+    """Profile a target and return its tables as rows: "kernels" and "ranges"; what cannot run is a status.
+
+    Names of kernels are keys, so save them with `replacing=target.key()`.
+    """
+    device = resolve_device(target.device)
+    needed = accounting.peak_bytes(
+        target.config, target.batch_size, target.context_length, target.pass_, target.dtype
+    )
+    status, reason, profile = "skipped", why_no_memory(needed, device), None
+    if not reason:
+        profile, reason = run_or_out_of_memory(lambda: profile_model(target, stem, source), device)
+        status = "oom"
+        release_memory(device)
+    if profile is None:
+        failed = [target.key() | {"status": status, "reason": reason}]
+        return {"kernels": failed, "ranges": failed}
+    return {
+        "kernels": kernel_rows(kernel_table(profile), target.key()),
+        "ranges": range_rows(range_table(profile), target.key()),
+    }
 
 
 def read_profile(path: Path, device: str | torch.device = "auto") -> Profile:

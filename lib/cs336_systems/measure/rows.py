@@ -64,6 +64,7 @@ def save_rows(
     *,
     machine: str | None = None,
     table: str = "rows",
+    replacing: Mapping[str, Any] | None = None,
 ) -> Path:
     """Save rows into `figures/<machine>/<slug>/<table>.csv`; a row replaces the one that has its key.
 
@@ -72,6 +73,8 @@ def save_rows(
         slug: slug of the problem, as in its notebook's name.
         machine: slug of the machine the rows were measured on; by default the one that "auto" means here.
         table: name of the file.
+        replacing: drop the rows with these key values first. For tables whose keys come out of a measurement
+            (names of kernels): nothing of an older one may stay.
 
     Returns:
         The path of the file.
@@ -83,6 +86,7 @@ def save_rows(
     machine = machine or here.machine_card().slug
     path = _path(figures_dir(), machine, slug, table)
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
+    dropped = converted(replacing or {}, f"{_name(path)}, replacing")
     new: dict[Key, Row] = {}
     for number, record in enumerate(records):
         where = f"{_name(path)}, rows[{number}]"
@@ -93,11 +97,15 @@ def save_rows(
         check_row(row, machine, where)
         _add(new, row, where)
     with locked(path.parent.parent):
-        merged = _read(path, machine) | new
+        merged = {key: row for key, row in _read(path, machine).items() if not _agrees(row, dropped)} | new
         _check_table(merged.values(), machine, _name(path))
         if new:
             write_atomically(path, _to_csv(merged.values()))
     return path
+
+
+def _agrees(row: Row, values: Row) -> bool:
+    return bool(values) and all(row.get(name) == value for name, value in values.items())
 
 
 def load_rows(slug: str, machine: str, *, table: str = "rows") -> pd.DataFrame:

@@ -16,6 +16,11 @@ from cs336_systems.ranges import annotate
 AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
+    """Autocast to a 16-bit dtype; nothing for float32 and tf32."""
+    return torch.autocast(device.type, AUTOCAST[dtype]) if dtype in AUTOCAST else nullcontext()
+
+
 class ModelSteps:
     """The passes of one model over one batch of random tokens, with ranges forward, backward and optimizer.
 
@@ -23,14 +28,22 @@ class ModelSteps:
         model: a TransformerLM, on the device to run on.
         batch_size, context_length: shape of the batch.
         dtype: "bfloat16" and "float16" run the forward under autocast; "float32" and "tf32" as it is.
+        call: how the model makes logits of tokens; by default it is simply called.
 
     Raises:
         ValueError: the dtype is unknown.
     """
 
-    def __init__(self, model: nn.Module, batch_size: int, context_length: int, dtype: str = "float32"):
+    def __init__(
+        self,
+        model: nn.Module,
+        batch_size: int,
+        context_length: int,
+        dtype: str = "float32",
+        call: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
+    ):
         check_choice("dtype", dtype, DTYPES)
-        self.model, self.dtype = model, dtype
+        self.model, self.dtype, self.call = model, dtype, call
         embeddings = model.token_embeddings.weight
         self.device = embeddings.device
         shape = (2, batch_size, context_length)
@@ -49,14 +62,14 @@ class ModelSteps:
     @torch.no_grad()
     def forward(self) -> None:
         """Inference: no gradients are recorded."""
-        with annotate("forward"), self._autocast():
-            self.model(self.tokens)
+        with annotate("forward"), autocast(self.device, self.dtype):
+            self.call(self.model, self.tokens)
 
     def loss(self) -> Tensor:
         """Forward of training, gradients of the step before set to None."""
         self.model.zero_grad(set_to_none=True)
-        with annotate("forward"), self._autocast():
-            return cross_entropy(self.model(self.tokens), self.targets)
+        with annotate("forward"), autocast(self.device, self.dtype):
+            return cross_entropy(self.call(self.model, self.tokens), self.targets)
 
     def backward(self, loss: Tensor) -> None:
         """Backward alone."""
@@ -72,10 +85,3 @@ class ModelSteps:
         self.forward_backward()
         with annotate("optimizer"):
             self.optimizer.step()
-
-    def _autocast(self) -> AbstractContextManager:
-        return (
-            torch.autocast(self.device.type, AUTOCAST[self.dtype])
-            if self.dtype in AUTOCAST
-            else nullcontext()
-        )

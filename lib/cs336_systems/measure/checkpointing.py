@@ -1,0 +1,84 @@
+"""Time and peak memory of forward and backward under each checkpointing strategy."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.checkpointing import Plan, forward_with, peak, recomputed
+from cs336_systems.configs import ModelConfig
+from cs336_systems.measure.allocations import MIB, stage_peaks
+from cs336_systems.measure.memory import record_memory
+from cs336_systems.measure.memory_rows import one_block
+from cs336_systems.measure.saved import saved_for_backward
+from cs336_systems.measure.steps import ModelSteps, autocast
+from cs336_systems.measure.timing import matmul_precision, resolve_device, time_steps
+from cs336_systems.measure.training import model_key
+from cs336_systems.model import build_model
+
+Strategy = Callable[[Sequence[Any]], Plan]
+
+
+def block_bytes(
+    config: ModelConfig,
+    *,
+    context_length: int,
+    batch_size: int,
+    dtype: str = "float32",
+    device: str | torch.device = "auto",
+) -> tuple[int, int]:
+    """What one block saves besides its input, and its input: `inside` and `boundary` of `peak`."""
+    device = resolve_device(device)
+    x = torch.randn(batch_size, context_length, config.d_model, device=device, requires_grad=True)
+    with autocast(device, dtype):
+        saved = saved_for_backward(one_block(config, context_length, device), x)
+    boundary = int(saved[saved.is_input].size_bytes.sum())
+    return int(saved.size_bytes.sum()) - boundary, boundary
+
+
+def checkpointing_rows(
+    config: ModelConfig,
+    strategies: Mapping[str, Strategy],
+    *,
+    context_length: int,
+    batch_size: int,
+    dtype: str = "float32",
+    device: str | torch.device = "auto",
+    warmup_steps: int = 1,
+    steps: int = 3,
+) -> Iterator[dict[str, Any]]:
+    """A row for each strategy, its name as `case`: time of forward and backward, and peak memory.
+
+    Beside what is measured stands what the model of `checkpointing` says: `saved_for_backward_mib`, at the
+    peak, by the blocks; `calls`, the block forwards that backward runs again. Out of memory is a status.
+    """
+    device = resolve_device(device)
+    shape = {"context_length": context_length, "batch_size": batch_size, "dtype": dtype}
+    key = model_key(config, pass_="forward_backward", warmup_steps=warmup_steps, **shape)
+    sizes = block_bytes(config, **shape, device=device)
+    model = build_model(config, context_length, device=device)
+    for name, strategy in strategies.items():
+        checkpointed = ModelSteps(model, batch_size, context_length, dtype, call=_with(strategy))
+        with matmul_precision(dtype):
+            timing = time_steps(
+                checkpointed.forward_backward, device=device, warmup_steps=warmup_steps, steps=steps
+            )
+        row = key | {"case": name} | timing.as_row()
+        if device.type == "cpu":
+            row["peak_memory_mib"] = _peak_mib(checkpointed)
+        plan = strategy(range(config.num_layers))
+        yield row | {"saved_for_backward_mib": peak(plan, *sizes) / MIB, "calls": recomputed(plan)}
+        model.zero_grad(set_to_none=True)
+
+
+def _with(strategy: Strategy) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda model, tokens: forward_with(model, strategy, tokens)
+
+
+def _peak_mib(steps: ModelSteps) -> float:
+    """A CPU keeps no count of its own: add up the profiler's memory events."""
+    with TemporaryDirectory() as folder:
+        return stage_peaks(record_memory(steps, "forward_backward", Path(folder) / "step")).total.max()

@@ -1,0 +1,143 @@
+"""Memory as rows: one step of a model, and what one of its blocks keeps for backward."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems import accounting
+from cs336_systems.configs import ModelConfig
+from cs336_systems.measure.allocations import (
+    CATEGORIES,
+    MIB,
+    MemoryHistory,
+    largest_allocations,
+    stage_peaks,
+    timeline,
+    timeline_rows,
+)
+from cs336_systems.measure.host import why_no_memory
+from cs336_systems.measure.memory import record_memory
+from cs336_systems.measure.saved import contributors, gradient_bytes, saved_for_backward
+from cs336_systems.measure.steps import ModelSteps, autocast
+from cs336_systems.measure.timing import (
+    matmul_precision,
+    release_memory,
+    resolve_device,
+    run_or_out_of_memory,
+)
+from cs336_systems.measure.training import model_key
+from cs336_systems.model import TransformerBlock, build_model
+
+Rows = list[dict[str, Any]]
+
+
+def memory_rows(
+    config: ModelConfig,
+    *,
+    context_length: int,
+    batch_size: int,
+    pass_: str,
+    dtype: str = "float32",
+    device: str | torch.device = "auto",
+    stem: Path,
+) -> dict[str, Rows]:
+    """Record the second step of a fresh model; what cannot run is a status.
+
+    Returns:
+        Rows by table: "peaks", the MiB of each category at the peak of each stage, under the whole step's
+        `peak_memory_mib`; "timeline"; "largest", the ten largest allocations, numbered by `step`. Save them
+        with `replacing` the key columns of `measure.training.model_key`.
+    """
+    device = resolve_device(device)
+    key = model_key(config, context_length, batch_size, pass_, dtype, warmup_steps=1)
+    status, history = "skipped", None
+    reason = why_no_memory(accounting.peak_bytes(config, batch_size, context_length, pass_, dtype), device)
+    if not reason:
+        with matmul_precision(dtype):
+            history, reason = run_or_out_of_memory(
+                lambda: _second_step(config, context_length, batch_size, pass_, dtype, device, stem), device
+            )
+        status = "oom"
+        release_memory(device)
+    if history is None:
+        return {"peaks": [key | {"status": status, "reason": reason}]}
+    return {
+        "peaks": _peak_rows(history, key),
+        "timeline": timeline_rows(timeline(history, points=240), key),
+        "largest": _largest_rows(history, key),
+    }
+
+
+def block_rows(
+    config: ModelConfig,
+    *,
+    context_length: int,
+    batch_size: int,
+    dtype: str = "float32",
+    device: str | torch.device = "auto",
+) -> Rows:
+    """What one TransformerBlock saves for backward by line and operation, and the gradients that it gets.
+
+    Saved tensors have `range` (module in the block), `tensor` (operation) and `code`; gradients have `case`
+    "gradient" and the parameter's name as `tensor`.
+    """
+    device = resolve_device(device)
+    key = model_key(config, context_length, batch_size, "forward_backward", dtype, warmup_steps=0)
+    block = one_block(config, context_length, device)
+    x = torch.randn(batch_size, context_length, config.d_model, device=device, requires_grad=True)
+    with autocast(device, dtype):
+        saved = contributors(saved_for_backward(block, x))
+        output = block(x)
+    output.sum().backward()
+    rows = [
+        key
+        | {"case": "saved", "range": row.module, "tensor": row.operation, "code": row.code}
+        | {"calls": row.tensors, "size_mib": row.size_bytes / MIB}
+        for row in saved.itertuples()
+    ]
+    rows += [
+        key | {"case": "gradient", "tensor": row.name, "size_mib": row.size_bytes / MIB}
+        for row in gradient_bytes(block).itertuples(index=False)
+    ]
+    del block, x, output
+    release_memory(device)
+    return rows
+
+
+def one_block(config: ModelConfig, context_length: int, device: torch.device) -> TransformerBlock:
+    """A block as the model has it, without the rest of the model."""
+    return build_model(replace(config, num_layers=1), context_length, device=device).layers[0]
+
+
+def _second_step(
+    config: ModelConfig,
+    context_length: int,
+    batch_size: int,
+    pass_: str,
+    dtype: str,
+    device: torch.device,
+    stem: Path,
+) -> MemoryHistory:
+    """The first step makes the optimizer's state and the libraries' workspaces; the second is like others."""
+    steps = ModelSteps(build_model(config, context_length, device=device), batch_size, context_length, dtype)
+    step, prepare = steps.of(pass_)
+    step() if prepare is None else step(prepare())
+    return record_memory(steps, pass_, stem)
+
+
+def _peak_rows(history: MemoryHistory, key: dict[str, Any]) -> Rows:
+    peaks = stage_peaks(history)
+    return [
+        key
+        | {"range": row["stage"], "category": category, "size_mib": row[category], "at_ms": row["at_ms"]}
+        | {"peak_memory_mib": peaks.total.max()}
+        for row in peaks.to_dict("records")
+        for category in CATEGORIES
+    ]
+
+
+def _largest_rows(history: MemoryHistory, key: dict[str, Any]) -> Rows:
+    largest = largest_allocations(history).rename(columns={"times": "calls"})
+    return [key | {"step": number, **row} for number, row in enumerate(largest.to_dict("records"))]

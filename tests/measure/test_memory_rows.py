@@ -1,0 +1,93 @@
+"""Memory and checkpointing as rows, at tiny scale on this machine."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+import torch
+
+from cs336_systems import accounting, checkpointing
+from cs336_systems.configs import model_size
+from cs336_systems.measure import memory_rows as module
+from cs336_systems.measure.allocations import CATEGORIES, MIB, timeline_of_rows
+from cs336_systems.measure.checkpointing import block_bytes, checkpointing_rows
+from cs336_systems.measure.memory_rows import block_rows, memory_rows
+from cs336_systems.measure.rows import load_rows, save_rows
+
+CONFIG = model_size("tiny")
+RUN = {"context_length": 32, "batch_size": 2, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    stem = tmp_path_factory.mktemp("memory") / "step"
+    return memory_rows(CONFIG, **RUN, pass_="train_step", stem=stem)
+
+
+def test_every_table_can_be_saved(tables):
+    for table, rows in tables.items():
+        path = save_rows(rows, "memory_profiling", table=table)
+        assert len(load_rows("memory_profiling", path.parent.parent.name, table=table)) == len(rows)
+
+
+def test_peaks_add_up_to_the_peak(tables):
+    peaks = pd.DataFrame(tables["peaks"])
+    totals = peaks.groupby("range").size_mib.sum()
+    assert set(totals.index) == {"forward", "backward", "optimizer"}
+    assert totals.max() == pytest.approx(peaks.peak_memory_mib.iloc[0])
+    assert (
+        timeline_of_rows(pd.DataFrame(tables["timeline"]))[list(CATEGORIES)].sum(axis=1).max() == totals.max()
+    )
+    at_rest = peaks[(peaks.range == "optimizer") & (peaks.category == "optimizer state")].size_mib.item()
+    assert at_rest == accounting.optimizer_bytes(CONFIG) / MIB, "the recorded step is not the first"
+
+
+def test_largest_allocations_are_numbered(tables):
+    largest = pd.DataFrame(tables["largest"])
+    assert largest.step.tolist() == list(range(10))
+    assert largest.size_mib.is_monotonic_decreasing
+
+
+def test_out_of_memory_and_too_large_are_statuses(monkeypatch, tmp_path):
+    def fail(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "build_model", fail)
+        tables = memory_rows(CONFIG, **RUN, pass_="forward", stem=tmp_path / "m")
+    assert [row["status"] for row in tables["peaks"]] == ["oom"]
+    large = memory_rows(model_size("10B", 2026), **RUN, pass_="train_step", stem=tmp_path / "m")
+    assert [row["status"] for row in large["peaks"]] == ["skipped"]
+    save_rows(tables["peaks"] + large["peaks"], "memory_profiling", table="failed")
+
+
+def test_a_block_saves_and_gets_gradients():
+    rows = pd.DataFrame(block_rows(CONFIG, **RUN))
+    saved, gradients = rows[rows.case == "saved"], rows[rows.case == "gradient"]
+    inside, boundary = block_bytes(CONFIG, **RUN)
+    assert saved.size_mib.sum() * MIB == pytest.approx(inside + boundary)
+    assert boundary == 2 * 32 * CONFIG.d_model * 4
+    deeper = accounting.parameter_count(replace(CONFIG, num_layers=CONFIG.num_layers + 1))
+    assert gradients.size_mib.sum() * MIB == 4 * (deeper - accounting.parameter_count(CONFIG))
+    save_rows(rows, "memory_profiling", table="block")
+
+
+def test_checkpointing_trades_memory_for_reruns():
+    strategies = {"none": checkpointing.none, "every 1": lambda blocks: checkpointing.every_k(blocks, 1)}
+    rows = list(checkpointing_rows(CONFIG, strategies, **RUN, steps=1))
+    save_rows(rows, "gradient_checkpointing")
+    plain, checkpointed = rows
+    assert (plain["calls"], checkpointed["calls"]) == (0, CONFIG.num_layers)
+    spared = plain["saved_for_backward_mib"] - checkpointed["saved_for_backward_mib"]
+    assert plain["peak_memory_mib"] - checkpointed["peak_memory_mib"] == pytest.approx(spared, rel=0.2)
+    assert checkpointed["p50_ms"] > 0
+
+
+@pytest.mark.gpu
+def test_checkpointed_peak_on_a_gpu_is_as_predicted():
+    """Everything common to the strategies (parameters, gradients, logits) cancels in the difference."""
+    strategies = {"none": checkpointing.none, "every 1": lambda blocks: checkpointing.every_k(blocks, 1)}
+    run = {"context_length": 512, "batch_size": 4, "device": "cuda"}
+    plain, checkpointed = checkpointing_rows(model_size("medium"), strategies, **run, steps=2)
+    spared = plain["saved_for_backward_mib"] - checkpointed["saved_for_backward_mib"]
+    assert plain["peak_memory_mib"] - checkpointed["peak_memory_mib"] == pytest.approx(spared, rel=0.05)
