@@ -4,6 +4,7 @@ import importlib
 
 import launch_workers
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,6 +126,18 @@ def test_rows_over_gloo():
         assert ratio == pytest.approx(bus_factor(row["case"], 3))
         message_bytes = row["algorithm_bandwidth_gbps"] * 1e9 * row["p50_ms"] / 1e3
         assert message_bytes == pytest.approx(row["message_mb"] * 2**20, abs=12)
+
+
+@pytest.mark.gpu
+def test_rows_over_nccl():
+    world_size = min(torch.cuda.device_count(), 4)
+    rows = launch(
+        launch_workers.time_collectives_strictly, world_size, backend="nccl", message_mb=(1,), steps=3
+    )[0]
+    assert [(row["case"], row["backend"]) for row in rows] == [
+        (collective, "nccl") for collective in COLLECTIVES
+    ]
+    assert all(row["p50_ms"] > 0 for row in rows)
 
 
 def test_torch_before_2_13_has_other_names(monkeypatch):

@@ -120,8 +120,11 @@ class _Toy(nn.Module):
 
 def _loss(model: nn.Module, rank: int, step: int, **options: bool) -> Tensor:
     """The loss on one rank's share of a step's batch; every process can compute every share."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    inputs, targets = (torch.randn(_SHARE, width, generator=generator) for width in (4, 2))
+    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
+    inputs, targets = (
+        torch.randn(_SHARE, width, generator=generator, device="cpu").to(next(model.parameters()).device)
+        for width in (4, 2)
+    )
     return F.mse_loss(model(inputs, **options), targets)
 
 
