@@ -6,6 +6,7 @@ switch. The result is deterministic, backward included.
 
 import contextlib
 import math
+import threading
 from functools import cache
 
 import torch
@@ -21,6 +22,7 @@ from .tuning import Tile, tile_for
 
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = math.log2(math.e)
+_thread = threading.local()
 
 
 @cache
@@ -139,7 +141,16 @@ def _dkdv(tile, q, k, v, do, lse2, delta, is_causal, dk, dv) -> None:
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    """Makes the device current. The first time in a thread it also makes its context current, which descriptors
+
+    need: autograd's own threads start without one, and a kernel of PyTorch's brings it.
+    """
+    if device.type != "cuda":
+        return contextlib.nullcontext()
+    if device not in _thread.__dict__.setdefault("devices", set()):
+        torch.zeros(1, device=device)
+        _thread.devices.add(device)
+    return torch.cuda.device(device)
 
 
 # torch.compile sees the two launches as opaque operators: no graph break, and nothing of Triton's to trace.

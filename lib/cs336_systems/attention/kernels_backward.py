@@ -113,10 +113,10 @@ def _dkdv_tiles(
         queries = start + tl.arange(0, BLOCK_M)
         q = q_desc.load([batch, head, start, 0]).reshape([BLOCK_M, BLOCK_D])
         do = do_desc.load([batch, head, start, 0]).reshape([BLOCK_M, BLOCK_D])
-        lse = tl.load(lse2_ptr + queries, mask=queries < n_queries, other=0.0)
-        delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
         st = tl.dot(k, q.T, input_precision=PRECISION)
         dpt = tl.dot(v, do.T, input_precision=PRECISION)
+        lse = tl.load(lse2_ptr + queries, mask=queries < n_queries, other=0.0)
+        delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
         pt = tl.exp2(st * scale_log2 - lse[None, :])
         if DIAGONAL:
             pt = tl.where(queries[None, :] >= keys[:, None], pt, 0.0)

@@ -1,0 +1,227 @@
+"""Both FlashAttentions: right everywhere, and well-behaved under everything that PyTorch does to a function.
+
+Runs on the GPU where there is one; elsewhere the Triton kernels go through the interpreter.
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.attention import IMPLEMENTATIONS, FlashAttentionPyTorch, attention
+from cs336_systems.attention.reference import reference_attention
+from cs336_systems.checks import EVERYTHING, check_attention, check_logsumexp
+
+pytest.importorskip("triton")
+from cs336_systems.attention import FlashAttentionTriton
+from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+both = pytest.mark.parametrize("flash", [FlashAttentionPyTorch, FlashAttentionTriton])
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def random_inputs(*leading, n=64, n_keys=None, d=32, dtype=torch.float32):
+    shapes = [(*leading, n, d), (*leading, n_keys or n, d), (*leading, n_keys or n, d)]
+    return [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def gradients(flash, inputs, do, is_causal=True):
+    output = flash.apply(*inputs, is_causal)
+    return output.detach(), *torch.autograd.grad(output, inputs, do)
+
+
+def agree(ours, wanted):
+    for mine, other in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4)
+
+
+@both
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_error_at_most_twice_pytorchs(flash, dtype):
+    check_attention(flash.apply, cases=EVERYTHING, dtype=dtype, device=DEVICE)
+
+
+@both
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_saves_one_logsumexp(flash, is_causal):
+    check_logsumexp(flash.apply, is_causal=is_causal)
+
+
+@both
+def test_a_single_key_has_weight_one(flash):
+    q, k, v = random_inputs(2, n=5, n_keys=1)
+    output, dq, dk, dv = gradients(flash, (q, k, v), torch.ones_like(q))
+    agree([output, dv], [v.expand_as(output), torch.full_like(v, 5)])
+    assert dq.abs().max() < 1e-5
+    assert dk.abs().max() < 1e-5
+
+
+@both
+def test_sequences_of_a_batch_do_not_mix(flash):
+    q, k, v = random_inputs(3)
+    with torch.no_grad():
+        together = flash.apply(q, k, v, True)
+        apart = [flash.apply(q[i], k[i], v[i], True) for i in range(3)]
+    torch.testing.assert_close(together, torch.stack(apart))
+
+
+def strided(x):
+    """The same numbers in every layout an attention function meets."""
+    spread = torch.empty(*x.shape[:-1], 2 * x.shape[-1], device=x.device, dtype=x.dtype)[..., ::2]
+    flat = torch.empty(x.numel() + 1, device=x.device, dtype=x.dtype)
+    return {
+        "heads between queries and head size": x.transpose(-2, -3).contiguous().transpose(-2, -3),
+        "head size first": x.mT.contiguous().mT,
+        "every second element": spread.copy_(x),
+        "one element off alignment": flat[1:].view(x.shape).copy_(x),
+    }
+
+
+@both
+@pytest.mark.parametrize("layout", strided(torch.zeros(1, 1, 1, 1)))
+def test_any_strides(flash, layout):
+    contiguous = [x.detach() for x in random_inputs(2, 2, n=40, d=16)]
+    do = torch.randn_like(contiguous[0])
+    wanted = gradients(flash, [x.clone().requires_grad_() for x in contiguous], do)
+    inputs = [strided(x)[layout].requires_grad_() for x in contiguous]
+    agree(gradients(flash, inputs, strided(do)[layout]), wanted)
+
+
+@both
+def test_expanded_inputs_and_gradient(flash):
+    q, k, v = (x.detach() for x in random_inputs(2, n=40))
+    inputs = [q.requires_grad_(), k[:1].expand_as(k).requires_grad_(), v[:, :1].expand_as(v).requires_grad_()]
+    do = torch.ones((), device=DEVICE).expand_as(q)  # what sum().backward() sends
+    wanted = gradients(flash, [x.detach().contiguous().requires_grad_() for x in inputs], do.contiguous())
+    agree(gradients(flash, inputs, do), wanted)
+
+
+@both
+@pytest.mark.parametrize("shape", [(2, 3, 40, 16), (2, 1, 3, 40, 16)])
+def test_output_and_gradients_keep_the_shape(flash, shape):
+    inputs = random_inputs(*shape[:-2], n=shape[-2], d=shape[-1])
+    results = gradients(flash, inputs, torch.ones_like(inputs[0]))
+    assert [x.shape for x in results] == [shape] * 4
+
+
+@both
+def test_backward_twice_through_one_graph(flash):
+    q, k, v = random_inputs(2)
+    output = flash.apply(q, k, v, True)
+    first = torch.autograd.grad(output.sum(), (q, k, v), retain_graph=True)
+    second = torch.autograd.grad(output.sum(), (q, k, v))
+    agree(first, second)
+
+
+@both
+def test_gradient_of_a_gradient_is_refused(flash):
+    q, k, v = random_inputs(1, n=16)
+    do = torch.ones_like(q, requires_grad=True)
+    (dq,) = torch.autograd.grad(flash.apply(q, k, v), q, do, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dq.sum().backward()
+
+
+@both
+def test_gradient_checkpointing(flash):
+    inputs, do = random_inputs(2), torch.randn(2, 64, 32, device=DEVICE)
+    output = checkpoint(lambda q, k, v: flash.apply(q, k, v, True), *inputs, use_reentrant=False)
+    agree(torch.autograd.grad(output, inputs, do), gradients(flash, inputs, do)[1:])
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast(flash, dtype):
+    q, k, v = random_inputs(2)
+    with torch.autocast(DEVICE, dtype=dtype):
+        output = flash.apply(q, k, v.to(dtype), True)
+    assert output.dtype == dtype
+    grads = torch.autograd.grad(output.float().sum(), (q, k, v))
+    assert {grad.dtype for grad in grads} == {torch.float32}
+    wanted = reference_attention(*(x.to(dtype).float() for x in (q, k, v)), True).to(dtype)
+    torch.testing.assert_close(output, wanted, rtol=1e-2, atol=1e-2)
+
+
+@both
+def test_compiles_without_a_graph_break(flash):
+    torch.compiler.reset()
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"  # without a C++ compiler's ten seconds
+    compiled = torch.compile(flash.apply, fullgraph=True, backend=backend)
+    inputs = random_inputs(2)
+    do = torch.ones((), device=DEVICE).expand_as(inputs[0])
+    output = compiled(*inputs, True)
+    agree([output, *torch.autograd.grad(output, inputs, do)], gradients(flash, inputs, do))
+
+
+def test_same_bits_every_time():
+    inputs, do = random_inputs(2, n=100), torch.randn(2, 100, 32, device=DEVICE)
+    first, second = gradients(FlashAttentionTriton, inputs, do), gradients(FlashAttentionTriton, inputs, do)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("n", [1, 37, 64])
+def test_every_element_is_written(n, monkeypatch):
+    """Whatever memory the outputs start from, nothing of it is left: here every new tensor starts as NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
+    q, k, v = (x.detach() for x in random_inputs(2, n=n, n_keys=90, d=24))
+    output, logsumexp = flash_forward(q, k, v, True)
+    results = [output, logsumexp, *flash_backward(torch.ones_like(q), q, k, v, output, logsumexp, True)]
+    assert all(x.isfinite().all() for x in results)
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda q, k, v: (q.double(), k, v), TypeError, "torch.float64"),
+        (lambda q, k, v: (q, k.half(), v), TypeError, "torch.float16"),
+        (lambda q, k, v: (q, k.to("meta"), v), ValueError, "meta"),
+        (lambda q, k, v: (q[0], k, v), ValueError, r"\(16, 32\)"),
+        (lambda q, k, v: (q, k, v[:, :3]), ValueError, r"\(2, 3, 32\)"),
+        (lambda q, k, v: (q[..., :8], k, v), ValueError, r"\(2, 16, 8\)"),
+        (lambda q, k, v: (q, k[:, :0], v[:, :0]), ValueError, "size 0"),
+        (lambda q, k, v: (x.repeat(1, 1, 9) for x in (q, k, v)), ValueError, "at most 256"),
+    ],
+)
+def test_a_mistake_is_named(flash, change, error, message):
+    q, k, v = change(*(x.detach() for x in random_inputs(2, n=16)))
+    with pytest.raises(error, match=message):
+        flash.apply(q, k, v)
+
+
+@pytest.mark.parametrize("implementation", ["auto", *IMPLEMENTATIONS])
+def test_front_door(implementation):
+    q, k, v = (x.detach() for x in random_inputs(2, 2, n=20, n_keys=30))
+    output = attention(q, k, v, is_causal=True, implementation=implementation)
+    agree([output], [reference_attention(q, k, v, True)])
+
+
+def test_front_door_lists_the_names():
+    with pytest.raises(ValueError, match="auto, reference, sdpa, flash_pytorch, flash_triton"):
+        attention(*random_inputs(1), implementation="flash")
+
+
+def test_float32_follows_pytorchs_switch():
+    from cs336_systems.attention.flash_triton import _precision
+
+    before = torch.get_float32_matmul_precision()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.set_float32_matmul_precision("highest")
+        exact = _precision(torch.float32)
+        torch.set_float32_matmul_precision("high")
+        fast = _precision(torch.float32)
+        torch.set_float32_matmul_precision(before)
+    assert (exact, fast) == ("tf32x3", "tf32")
