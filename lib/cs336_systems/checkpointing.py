@@ -2,8 +2,8 @@
 
 A *plan* says which. It is a nested tuple of blocks; a tuple inside a plan is a checkpointed segment:
 
-    (a, b, c, d)                plain: everything is kept
-    ((a, b), (c, d))            two segments: their two inputs are kept
+    (a, b, c, d)                    plain: everything is kept
+    ((a, b), (c, d))                two segments: their two inputs are kept
     (((a,), (b,)), ((c,), (d,)))    segments inside segments
 
 `run` executes a plan. `peak` and `recomputed` say what it costs, exactly, for blocks that are all alike.

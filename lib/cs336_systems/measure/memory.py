@@ -1,7 +1,6 @@
-"""Where memory goes: every allocation of a step, who owns it, and the timeline that adds up to.
+"""Record the memory of a step: the CUDA allocator's history on a GPU, torch.profiler's events on a CPU.
 
-On a GPU the caching allocator's history is recorded (the snapshot that pytorch.org/memory_viz opens), on a
-CPU torch.profiler's memory events; both are read into the same table of allocations.
+Both are read into one kind of `MemoryHistory`. The GPU's snapshot is what pytorch.org/memory_viz opens.
 """
 
 import pickle

@@ -69,8 +69,7 @@ def record(command: list[str], stem: Path) -> Path:
     raw, report, export = (stem.with_name(stem.name + end) for end in (".qdstrm", ".nsys-rep", ".sqlite"))
     for old in (raw, report, export):
         old.unlink(missing_ok=True)
-    # No CPU sampling and no context switches: they make the stream gigabytes large, and nothing here reads
-    # them.
+    # No CPU sampling, no context switches: they make the stream gigabytes large, and nothing here reads them.
     options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
     options += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop", f"--output={stem}"]
     log = _run([nsys.program, "profile", *options, *command], nsys)

@@ -39,7 +39,7 @@ def record(
         run: what to profile; warm it up before, and open ranges in it (`ranges.recording`).
         path: file to write, .json or .json.gz.
         device: where `run` computes.
-        with_memory: also record every allocation, for `memory.read_trace`.
+        with_memory: also record every allocation, for `memory.read_memory_trace`.
 
     Raises:
         ProfileError: see `read_trace`.
