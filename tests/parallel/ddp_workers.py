@@ -270,6 +270,7 @@ def disagreement(context):
         (lambda: OverlappedDDP(nn.Linear(4, 4).to(torch.float32 if first else torch.float64)), "float64"),
         (lambda: OverlappedDDP(nn.Sequential(nn.Linear(4, 4)) if first else nn.Linear(4, 4)), "0.weight"),
         (lambda: NaiveDDP(frozen), "frozen"),
+        (lambda: NaiveDDP(nn.BatchNorm1d(4) if first else nn.LayerNorm(4)), "'buffer running_mean (4,)"),
         (lambda: (NaiveDDP if first else FlatDDP)(nn.Linear(4, 4)), "'NaiveDDP' where rank 1 has 'FlatDDP'"),
         (lambda: BucketedDDP(nn.Linear(4, 4), bucket_size_mb=1 + context.rank), "buckets of"),
         (lambda: NaiveDDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),

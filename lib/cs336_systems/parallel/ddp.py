@@ -108,14 +108,15 @@ class DataParallel(nn.Module):
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
-        return [
-            type(self).__name__,
-            *(
-                f"{name} {tuple(parameter.shape)} {parameter.dtype}"
-                + " frozen" * (not parameter.requires_grad)
-                for name, parameter in self.module.named_parameters()
-            ),
+        parameters = [
+            f"{name} {tuple(parameter.shape)} {parameter.dtype}" + " frozen" * (not parameter.requires_grad)
+            for name, parameter in self.module.named_parameters()
         ]
+        buffers = [
+            f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+            for name, buffer in self.module.named_buffers()
+        ]
+        return [type(self).__name__, *parameters, *buffers]
 
     def _gradient(self, place: int) -> Tensor:
         """The gradient that this rank contributes: zero where the parameter was not used."""
