@@ -17,7 +17,9 @@ from cs336_systems.measure.vocabulary import DTYPES, PASSES
 
 # Words that mean the same in every notebook; a list may hold several of them.
 _WORDS = {"dtype": DTYPES, "pass": PASSES, "device": ("auto", "cpu", "cuda"), "edition": tuple(MODEL_SIZES)}
-_POSITIVE = ("batch_size", "context_length", "d_head", "steps", "world_size")  # the others: 0 or more
+# Whole numbers from 1 on; all others from 0 on.
+_POSITIVE = ("batch_size", "context_length", "model_batch_size", "model_context_length")
+_POSITIVE += ("d_head", "steps", "world_size")
 _TYPE_NAMES = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text",
     list: "a list", dict: "a mapping", type(None): "null",
