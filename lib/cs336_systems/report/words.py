@@ -82,6 +82,11 @@ _ORDERS: dict[str, Sequence[Hashable]] = {
         "flash_pytorch",
         "flash_triton",
     ),
+    "variant": tuple(
+        f"{implementation}{dtype}"
+        for dtype in ("", ", TF32")
+        for implementation in ("eager", "compiled", "compiled per block")
+    ),
 }
 
 
