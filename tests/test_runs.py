@@ -113,6 +113,13 @@ def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(jobs, tmp_path):
     assert runs._gpu_memory_mib(jobs[0], gpu, started) == 20
 
 
+def test_rows_without_memory_give_no_peak(jobs):
+    gpu = MachineCard(**{**vars(CARD), "gpu": "GPU", "slug": "gpu-without"})
+    row = {"case": "a", "result": 1.0, "machine": "gpu-without", "gpu": "GPU"}
+    save_rows([row], "nb", machine="gpu-without")
+    assert runs._gpu_memory_mib(jobs[0], gpu, "2000") is None
+
+
 def test_a_missing_kernel_is_said_before_anything_starts(jobs, executed, tmp_path, monkeypatch):
     monkeypatch.setattr(runs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BatchError, match=r"no Jupyter kernel: .* lacks ipykernel; run: pip"):
