@@ -122,8 +122,10 @@ def _gpu_memory_mib(job: Job, card: MachineCard, since: str) -> float | None:
         rows = load_rows(job.notebook.stem.partition("_")[2], card.slug)
     except ValueError:  # a damaged file: the notebook itself has said so
         return None
-    peak = rows.loc[rows["measured_at"] >= since, "peak_memory_mib"].max() if "peak_memory_mib" in rows else None
-    return None if peak is None or peak != peak else float(peak)
+    if "peak_memory_mib" not in rows:
+        return None
+    peak = rows.loc[rows["measured_at"] >= since, "peak_memory_mib"].max()
+    return None if peak != peak else float(peak)
 
 
 def load_record(path: Path) -> Record | None:

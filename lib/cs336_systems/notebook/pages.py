@@ -19,6 +19,12 @@ MathJax.Hub.Config({
 });
 MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
 """
+# nbconvert's page sets a listing that a cell displays as Markdown in a proportional font.
+_PAGE_STYLE = """
+.jp-RenderedMarkdown pre {
+  font: var(--jp-code-font-size)/var(--jp-code-line-height) var(--jp-code-font-family);
+}
+"""
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #222;
   max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
@@ -45,7 +51,7 @@ def render(notebook: Path) -> Path:
         options["mathjax_url"] = _MATHJAX
     body, _ = HTMLExporter(**options).from_filename(str(notebook))
     page = notebook.with_suffix(".html")
-    write_atomically(page, body)
+    write_atomically(page, body.replace("</head>", f"<style>{_PAGE_STYLE}</style>\n</head>", 1))
     return page
 
 
