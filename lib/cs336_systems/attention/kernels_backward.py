@@ -15,6 +15,8 @@ and never leave the registers.
 import triton
 import triton.language as tl
 
+from .kernels_forward import load_tile
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -27,14 +29,14 @@ def _tile(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d):
 
 @triton.jit
 def _dq_tiles(
-    dq, q, do, lse, delta, k_desc, v_desc, batch, head, queries, first_key, last_key, n_keys, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, first_key, last_key, n_keys, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the key tiles in [first_key, last_key) to dQ. lse in powers of two."""
     for start in tl.range(first_key, last_key, BLOCK_N):
-        k = k_desc.load([batch, head, start, 0]).reshape([BLOCK_N, BLOCK_D])
-        v = v_desc.load([batch, head, start, 0]).reshape([BLOCK_N, BLOCK_D])
+        k = load_tile(k_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        v = load_tile(v_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         p = tl.exp2(s * scale_log2 - lse[:, None])
@@ -51,11 +53,11 @@ def _dq_tiles(
 
 @triton.jit
 def dq_kernel(
-    q_desc, k_desc, v_desc, do_desc, o_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr,
     stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dQ, and for dkdv_kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
     tiles = tl.cdiv(n_queries, BLOCK_M)
@@ -71,8 +73,8 @@ def dq_kernel(
     dims = tl.arange(0, BLOCK_D)
     in_range = queries < n_queries
     inside = in_range[:, None] & (dims[None, :] < D)
-    q = q_desc.load([batch, head, first_query, 0]).reshape([BLOCK_M, BLOCK_D])
-    do = do_desc.load([batch, head, first_query, 0]).reshape([BLOCK_M, BLOCK_D])
+    q = load_tile(q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    do = load_tile(do_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     o = tl.load(_tile(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od), inside, 0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     rows = batch_head.to(tl.int64) * n_queries + queries
@@ -87,13 +89,13 @@ def dq_kernel(
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
     dq = _dq_tiles(
-        dq, q, do, lse, delta, k_desc, v_desc, batch, head, queries, 0, unmasked, n_keys, scale_log2,
-        False, CAUSAL, BLOCK_N, BLOCK_D, PRECISION,
+        dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, 0, unmasked, n_keys, scale_log2,
+        False, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         dq = _dq_tiles(
-            dq, q, do, lse, delta, k_desc, v_desc, batch, head, queries, unmasked, last_key, n_keys, scale_log2,
-            True, CAUSAL, BLOCK_N, BLOCK_D, PRECISION,
+            dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, unmasked, last_key, n_keys, scale_log2,
+            True, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
         )  # fmt: skip
     dq_tile = _tile(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
     tl.store(dq_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
@@ -101,9 +103,10 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, q_desc, do_desc, lse2_ptr, delta_ptr, batch, head, keys, first_query, last_query,
+    dk, dv, k, v, q_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads, keys, first_query, last_query,
     n_queries, scale_log2,
-    DIAGONAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    DIAGONAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the query tiles in [first_query, last_query) to dK and dV. Queries and keys outside are harmless:
 
@@ -111,8 +114,8 @@ def _dkdv_tiles(
     """
     for start in tl.range(first_query, last_query, BLOCK_M):
         queries = start + tl.arange(0, BLOCK_M)
-        q = q_desc.load([batch, head, start, 0]).reshape([BLOCK_M, BLOCK_D])
-        do = do_desc.load([batch, head, start, 0]).reshape([BLOCK_M, BLOCK_D])
+        q = load_tile(q_src, batch, head, n_heads, start, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+        do = load_tile(do_src, batch, head, n_heads, start, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
         st = tl.dot(k, q.T, input_precision=PRECISION)
         dpt = tl.dot(v, do.T, input_precision=PRECISION)
         lse = tl.load(lse2_ptr + queries, mask=queries < n_queries, other=0.0)
@@ -128,11 +131,11 @@ def _dkdv_tiles(
 
 @triton.jit
 def dkdv_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dK and dV. Grid: (key tiles * batch * heads,)."""
     tiles = tl.cdiv(n_keys, BLOCK_N)
@@ -144,8 +147,8 @@ def dkdv_kernel(
     delta_ptr += batch_head.to(tl.int64) * n_queries
 
     keys = first_key + tl.arange(0, BLOCK_N)
-    k = k_desc.load([batch, head, first_key, 0]).reshape([BLOCK_N, BLOCK_D])
-    v = v_desc.load([batch, head, first_key, 0]).reshape([BLOCK_N, BLOCK_D])
+    k = load_tile(k_src, batch, head, n_heads, first_key, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+    v = load_tile(v_src, batch, head, n_heads, first_key, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
@@ -153,14 +156,14 @@ def dkdv_kernel(
     if CAUSAL:  # the tiles that the diagonal crosses, then those under it
         unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
         dk, dv = _dkdv_tiles(
-            dk, dv, k, v, q_desc, do_desc, lse2_ptr, delta_ptr, batch, head, keys,
+            dk, dv, k, v, q_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads, keys,
             first_key // BLOCK_M * BLOCK_M, tl.minimum(unmasked, n_queries), n_queries, scale_log2,
-            True, BLOCK_M, BLOCK_D, PRECISION,
+            True, D, BLOCK_M, BLOCK_D, DESCRIPTORS, PRECISION,
         )  # fmt: skip
     dk, dv = _dkdv_tiles(
-        dk, dv, k, v, q_desc, do_desc, lse2_ptr, delta_ptr, batch, head, keys,
+        dk, dv, k, v, q_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads, keys,
         unmasked, n_queries, n_queries, scale_log2,
-        False, BLOCK_M, BLOCK_D, PRECISION,
+        False, D, BLOCK_M, BLOCK_D, DESCRIPTORS, PRECISION,
     )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)

@@ -7,8 +7,8 @@ m, a running denominator l and an unnormalised output.
 Everything is computed in powers of two: the scale 1/sqrt(d) and log2(e) fold into one constant, so that
 exp(scale * s - max) is a single multiply-add and one exp2, the instruction the hardware has.
 
-Q, K and V come through tensor descriptors over (batch, heads, n, d): on Hopper and newer the copy engine loads whole
-tiles. What lies outside the tensor reads as zero, so loads need no masks, whatever the lengths and the head size.
+Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has a copy engine (Hopper and newer), which
+then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero either way.
 """
 
 import triton
@@ -18,14 +18,31 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def load_tile(
+    source, batch, head, n_heads, first_row, n_rows,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """Rows [first_row, first_row + BLOCK) of one head, (BLOCK, BLOCK_D), zero outside the (n_rows, D) there are."""
+    if DESCRIPTORS:
+        tile = source.load([batch, head, first_row, 0]).reshape([BLOCK, BLOCK_D])
+    else:
+        rows = first_row + tl.arange(0, BLOCK)
+        dims = tl.arange(0, BLOCK_D)
+        head_start = source + (batch * n_heads + head).to(tl.int64) * n_rows * D
+        inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
+        tile = tl.load(head_start + rows[:, None] * D + dims[None, :], mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
 def _attend(
-    acc, l, m, q, k_desc, v_desc, batch, head, queries, first_key, last_key, n_keys, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    acc, l, m, q, k_src, v_src, batch, head, n_heads, queries, first_key, last_key, n_keys, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles in [first_key, last_key)."""
     for start in tl.range(first_key, last_key, BLOCK_N):
-        k = k_desc.load([batch, head, start, 0]).reshape([BLOCK_N, BLOCK_D])
+        k = load_tile(k_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
@@ -38,7 +55,7 @@ def _attend(
         correction = tl.exp2(m - m_new)
         l = l * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
-        v = v_desc.load([batch, head, start, 0]).reshape([BLOCK_N, BLOCK_D])
+        v = load_tile(v_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
     return acc, l, m
@@ -46,10 +63,10 @@ def _attend(
 
 @triton.jit
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
+    q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
     n_heads, n_queries, n_keys, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, n_queries, d) and L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
     tiles = tl.cdiv(n_queries, BLOCK_M)
@@ -62,7 +79,7 @@ def forward_kernel(
 
     first_query = tile * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
-    q = q_desc.load([batch, head, first_query, 0]).reshape([BLOCK_M, BLOCK_D])
+    q = load_tile(q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -74,13 +91,13 @@ def forward_kernel(
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
     acc, l, m = _attend(
-        acc, l, m, q, k_desc, v_desc, batch, head, queries, 0, unmasked, n_keys, scale_log2,
-        False, CAUSAL, BLOCK_N, BLOCK_D, PRECISION,
+        acc, l, m, q, k_src, v_src, batch, head, n_heads, queries, 0, unmasked, n_keys, scale_log2,
+        False, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         acc, l, m = _attend(
-            acc, l, m, q, k_desc, v_desc, batch, head, queries, unmasked, last_key, n_keys, scale_log2,
-            True, CAUSAL, BLOCK_N, BLOCK_D, PRECISION,
+            acc, l, m, q, k_src, v_src, batch, head, n_heads, queries, unmasked, last_key, n_keys, scale_log2,
+            True, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
         )  # fmt: skip
 
     in_range = queries < n_queries

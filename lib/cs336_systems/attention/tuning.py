@@ -28,6 +28,7 @@ HOPPER = {
 }
 # Ampere, Ada, Blackwell: what fits the smallest of them (99 KiB of shared memory a block).
 PORTABLE = {}
+EXACT = "tf32x3"  # float32 as three TF32 products: as near as sums in float32 are
 INTERPRETED = Tile(64, 64, 4, 1)
 
 
