@@ -59,6 +59,13 @@ def test_force_does_everything_again(jobs, executed, tmp_path):
     assert executed == ["11_nb", "11_nb"]
 
 
+def test_the_start_is_never_done(executed, tmp_path, write_notebook):
+    start = Job(write_notebook(tmp_path / "00_start_here.ipynb"))
+    for _ in range(2):
+        runs.run_batch([start], tmp_path / "runs", CARD)
+    assert executed == ["00_start_here", "00_start_here"]
+
+
 def touch_notebook(job, folder, write_notebook):
     write_notebook(job.notebook, "print(steps, 'changed')")
 

@@ -18,6 +18,7 @@ from cs336_systems.measure.files import make_folder, write_atomically
 from cs336_systems.measure.machine import MachineCard
 from cs336_systems.measure.rows import load_rows
 from cs336_systems.notebook.execute import execute
+from cs336_systems.notebook.form import START
 from cs336_systems.notebook.pages import render, write_index
 
 _COLUMNS = ("notebook", "parameters", "status", "seconds", "host MiB", "GPU MiB")
@@ -137,6 +138,8 @@ def load_record(path: Path) -> Record | None:
 
 
 def _done(job: Job, folder: Path) -> Record | None:
+    if job.notebook.stem == START:  # shows what all others brought, and is never done
+        return None
     record = load_record(folder / f"{job.name}.json")
     kept = record and record.status == "ok" and (folder / f"{job.name}.ipynb").exists()
     return record if kept and record.fingerprint == fingerprint(job) else None
