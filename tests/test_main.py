@@ -110,3 +110,21 @@ def test_notebooks_are_rewritten_tidy_and_only_when_they_ran(folder, monkeypatch
     after = (folder / "11_one.ipynb").read_text()
     assert ("# executed" in after) == (status == "ok")
     assert "papermill" not in after
+
+
+def test_the_start_is_executed_after_the_notebooks_it_quotes(folder, monkeypatch, write_notebook):
+    write_notebook(folder / "00_start_here.ipynb", "print(steps)")
+    executed, renewed = [], []
+
+    def execute(source, output, parameters):
+        executed.append(source.stem)
+        return Outcome("error", "not really executed", 1.0, 50.0)
+
+    monkeypatch.setattr(commands, "execute", execute)
+    monkeypatch.setattr("cs336_systems.report.overview.renew_map", renewed.append)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CS336_FIGURES", "elsewhere")
+    commands.main(["notebooks"])
+    commands.main(["notebooks", "12"])
+    assert executed == ["11_one", "12_two", "00_start_here", "12_two", "00_start_here"]
+    assert renewed == [folder, folder]

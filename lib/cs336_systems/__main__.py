@@ -15,6 +15,7 @@ from cs336_systems import batch
 from cs336_systems.measure.files import write_atomically
 from cs336_systems.measure.machine import load_card, machine_card
 from cs336_systems.notebook.execute import execute
+from cs336_systems.notebook.problems import START
 from cs336_systems.notebook.tidy import tidy
 
 
@@ -118,10 +119,14 @@ def _card(options: argparse.Namespace) -> int:
 
 def _notebooks(options: argparse.Namespace) -> int:
     """Rows and plots go to a scratch folder: outputs show the committed rows and this run, nothing else."""
+    from cs336_systems.report.overview import renew_map
+
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["CS336_FIGURES"] = scratch
-        return _execute_defaults(options.names, in_place=True)
+        code = _execute_defaults(options.names, in_place=True)
+    renew_map(batch.NOTEBOOKS)
+    return code
 
 
 def _figures(options: argparse.Namespace) -> int:
@@ -131,6 +136,8 @@ def _figures(options: argparse.Namespace) -> int:
 def _execute_defaults(words: list[str], *, in_place: bool) -> int:
     known = batch.load_notebooks()
     names = batch.resolve(words, known) or list(known)
+    if in_place and START in known:  # it quotes the others' outputs
+        names = [name for name in names if name != START] + [START]
     failed = 0
     for path in (batch.NOTEBOOKS / f"{name}.ipynb" for name in names):
         with tempfile.TemporaryDirectory() as folder:

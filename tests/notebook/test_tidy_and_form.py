@@ -122,5 +122,6 @@ def test_the_name_is_one_of_the_workbook(good):
 
 
 def test_the_start_has_no_problem_of_its_own(good):
-    start = v4.new_notebook(cells=[v4.new_markdown_cell("# Start here"), code("print(1)", 1)])
+    parameters = code("reference = 'h200'  # whose rows", 1, tags=["parameters"])
+    start = v4.new_notebook(cells=[v4.new_markdown_cell("# Start here"), parameters])
     assert problems(tidy(start), "00_start_here") == []

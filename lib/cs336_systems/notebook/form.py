@@ -8,41 +8,11 @@ from collections.abc import Iterator
 from nbformat import NotebookNode
 
 from cs336_systems.notebook.parameters import read_parameters
+from cs336_systems.notebook.problems import PROBLEMS, START
 from cs336_systems.notebook.tidy import tidy
 
 SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summary", "Exercises")
-START = "00_start_here"  # the map: no problem of its own, so no parameters and no sections
-NAMES = (
-    START,
-    "11_benchmarking_script",
-    "12_nsys_profile",
-    "13_mixed_precision_accumulation",
-    "14_benchmarking_mixed_precision",
-    "15_memory_profiling",
-    "16_gradient_checkpointing",
-    "21_pytorch_attention",
-    "22_torch_compile",
-    "23_weighted_sum",
-    "24_flash_forward",
-    "25_flash_backward",
-    "26_flash_benchmarking",
-    "27_flash_leaderboard",
-    "31_distributed_communication_single_node",
-    "32_naive_ddp",
-    "33_naive_ddp_benchmarking",
-    "34_minimal_ddp_flat_benchmarking",
-    "35_ddp_overlap_individual_parameters",
-    "36_ddp_overlap_individual_parameters_benchmarking",
-    "37_ddp_overlap_bucketed",
-    "38_ddp_bucketed_benchmarking",
-    "41_optimizer_state_sharding",
-    "42_optimizer_state_sharding_accounting",
-    "43_fsdp",
-    "44_fsdp_accounting",
-    "51_communication_accounting",
-    "52_alternate_ring_all_reduce",
-    "61_leaderboard",
-)
+NAMES = (START, *(problem.name for problem in PROBLEMS))
 MOST_LINES, MEDIAN_LINES, MOST_BYTES = 25, 8, 2**20
 _ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w.]|\bC:\\")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
@@ -55,9 +25,10 @@ def problems(notebook: NotebookNode, name: str) -> list[str]:
         notebook: as nbformat reads it.
         name: of its file, without `.ipynb`.
     """
-    rules = [_name(name), _execution(notebook), _cells(notebook), _outputs(notebook), _metadata(notebook)]
+    rules = [_name(name), _execution(notebook), _parameters(notebook), _cells(notebook), _outputs(notebook)]
+    rules.append(_metadata(notebook))
     if name != START:
-        rules += [_title(notebook, name), _sections(notebook), _parameters(notebook)]
+        rules += [_title(notebook, name), _sections(notebook)]
     return [problem for rule in rules for problem in rule]
 
 

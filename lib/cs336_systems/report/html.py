@@ -11,17 +11,21 @@ NO_LINES = "no rows yet"
 
 
 class Table:
-    """Shows a frame of text; its index when it has a name."""
+    """Shows a frame of text; its index when it has names. Folded, only its caption until that is clicked."""
 
-    def __init__(self, frame: pd.DataFrame, caption: str = "") -> None:
+    def __init__(self, frame: pd.DataFrame, caption: str = "", folded: bool = False) -> None:
         self.frame = frame
         self.caption = caption
+        self.folded = folded
 
     def __repr__(self) -> str:
         text = self.frame.to_string(index=self._named, justify="right") if len(self.frame) else NO_LINES
         return f"{self.caption}\n{text}" if self.caption else text
 
     def _repr_html_(self) -> str:
+        if self.folded:
+            unfolded = Table(self.frame)._repr_html_()
+            return f"<details><summary>{escape(self.caption)}</summary>\n{unfolded}\n</details>"
         caption = (
             f'<caption style="text-align: left">{escape(self.caption)}</caption>' if self.caption else ""
         )
