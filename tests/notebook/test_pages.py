@@ -2,7 +2,9 @@
 
 import re
 
+import nbformat
 import pytest
+from nbformat import v4
 
 from cs336_systems.notebook import pages
 
@@ -41,6 +43,15 @@ def test_without_the_package_the_page_still_comes(tmp_path, write_notebook, monk
     page = pages.render(write_notebook(tmp_path / "01_a.ipynb", "print(1)"))
     assert "print" in page.read_text()
     assert not (tmp_path / "mathjax").exists()
+
+
+def test_a_link_to_a_notebook_leads_to_its_page(tmp_path):
+    links = "[02](02_other.ipynb) and [elsewhere](https://example.org/02_other.ipynb)"
+    notebook = v4.new_notebook(cells=[v4.new_markdown_cell(links)])
+    nbformat.write(notebook, tmp_path / "01_a.ipynb")
+    text = pages.render(tmp_path / "01_a.ipynb").read_text()
+    assert 'href="02_other.html"' in text
+    assert 'href="https://example.org/02_other.ipynb"' in text
 
 
 def test_the_index_escapes_links_and_marks_failures(tmp_path):

@@ -2,6 +2,7 @@
 
 import html
 import importlib.util
+import re
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -50,6 +51,7 @@ def render(notebook: Path) -> Path:
     if _copy_mathjax(notebook.parent / "mathjax"):
         options["mathjax_url"] = _MATHJAX
     body, _ = HTMLExporter(**options).from_filename(str(notebook))
+    body = re.sub(r'(href="\d\d_\w+)\.ipynb"', r'\1.html"', body)  # from page to page, as between notebooks
     page = notebook.with_suffix(".html")
     write_atomically(page, body.replace("</head>", f"<style>{_PAGE_STYLE}</style>\n</head>", 1))
     return page
