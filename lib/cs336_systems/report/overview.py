@@ -111,7 +111,10 @@ def map_table(pages: dict[str, Page], machine: str) -> str:
         lines.append(f"| **{chapter}** | | | |")
         for problem in problems:
             page, rows = pages.get(problem.name), row_count(problem.slug, machine)
-            link, question = (page.link, in_short(page.question)) if page else (problem.title, "*not yet*")
+            link, question = problem.title.replace("_", "_<wbr>"), "*not yet*"  # long names may be broken
+            if page:
+                link = f"[{link}]({problem.name}.ipynb)"
+                question = in_short(page.question) + ("" if page.executed else " *(not executed yet)*")
             edition = "both" if len(problem.editions) > 1 else problem.editions[0]
             lines.append(f"| {link} | {edition} | {question} | {f'{rows:,}' if rows else MISSING} |")
     return "\n".join(lines)
