@@ -3,10 +3,10 @@
     from cs336_systems.checks import check_attention
     check_attention(MyFlashAttention.apply)
 
-The yardstick is PyTorch's own attention: in the same dtype on the same tensors, nobody may be more than twice as
-far from the float64 result. No tolerance to choose, and none to tune until a wrong kernel passes. PyTorch's own is
-its fused attention, save for 16-bit tensors on a CPU: there it computes in float32 throughout, so the formula,
-written out and rounded at every step, takes its place.
+The yardstick is PyTorch's own attention: in the same dtype on the same tensors, nobody may be more than
+twice as far from the float64 result. No tolerance to choose, and none to tune until a wrong kernel passes.
+PyTorch's own is its fused attention, save for 16-bit tensors on a CPU: there it computes in float32
+throughout, so the formula, written out and rounded at every step, takes its place.
 """
 
 import math
@@ -42,7 +42,7 @@ BASIC = (
     AttentionCase("full"),
     AttentionCase("causal", is_causal=True),
     AttentionCase("twice as many keys", n_keys=256),
-    AttentionCase("large scores", is_causal=True, logit_scale=10.0),
+    AttentionCase("large scores", is_causal=True, logit_scale=30.0),
 )
 # What a library function should take.
 EVERYTHING = (
@@ -97,7 +97,7 @@ def check_attention(
         torchs = _results(_torchs_own, inputs, case, backward)
         exact = _results(_formula, [tensor.double() for tensor in inputs], case, backward)
         for name, wanted in exact.items():
-            lines.append(_judge(case, name, ours[name], torchs[name], wanted, dtype))
+            lines.append(_judge(case, name, ours.get(name), torchs[name], wanted, dtype))
     return pd.DataFrame(lines)
 
 
@@ -114,7 +114,7 @@ def check_logsumexp(
     q, k, v, _ = (tensor.to(device) for tensor in _random_inputs(case, torch.Generator()))
     output = attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), is_causal)
     rows = output.shape[:-1]
-    saved = [tensor for tensor in output.grad_fn.saved_tensors if tensor.shape == rows]
+    saved = [x for x in getattr(output.grad_fn, "saved_tensors", ()) if x.shape == rows]
     assert len(saved) == 1, f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
     exact = _scores(q.double(), k.double(), is_causal).logsumexp(-1)
     error = (saved[0].double() - exact).abs().max().item()
@@ -150,7 +150,7 @@ def _results(
     q, k, v = (tensor.detach().clone().requires_grad_(backward) for tensor in inputs[:3])
     output = attention(q, k, v, case.is_causal)
     results = {"O": output.detach()}
-    if backward:
+    if backward and output.shape == inputs[3].shape:
         output.backward(inputs[3])
         results |= {"dQ": q.grad, "dK": k.grad, "dV": v.grad}
     return results
@@ -160,12 +160,14 @@ def _judge(
     case: AttentionCase, name: str, ours: Tensor, torchs: Tensor, exact: Tensor, dtype: torch.dtype
 ) -> dict[str, str | float]:
     where = f"{name} of case {case.name!r}"
-    assert ours is not None, f"{where} is None"
+    assert ours is not None, f"{where} is missing"
     assert ours.shape == exact.shape, f"{where} has shape {tuple(ours.shape)}; wanted: {tuple(exact.shape)}"
     assert ours.dtype == dtype, f"{where} has dtype {ours.dtype}; wanted: {dtype}"
     size = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)
-    # Sums are float32 everywhere, so two of its roundings are fair even where PyTorch happens to be luckier.
-    torch_error = max(((torchs.double() - exact).norm() / size).item(), 2 * torch.finfo(torch.float32).eps)
+    # float32 knows a sum to a rounding or two, and a large score, to be exponentiated, to its last bit: that
+    # much is fair even where PyTorch happens to be luckier.
+    rounding = max(2, case.logit_scale / 2) * torch.finfo(torch.float32).eps
+    torch_error = max(((torchs.double() - exact).norm() / size).item(), rounding)
     error = ((ours.double() - exact).norm() / size).item()
     if not error <= ALLOWED_RATIO * torch_error:
         raise AssertionError(

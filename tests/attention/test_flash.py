@@ -3,8 +3,6 @@
 Runs on the GPU where there is one; elsewhere the Triton kernels go through the interpreter.
 """
 
-import warnings
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -35,6 +33,23 @@ def random_inputs(*leading, n=64, n_keys=None, d=32, dtype=torch.float32):
     return [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
 
 
+def every_second(x):
+    return torch.empty(*x.shape[:-1], 2 * x.shape[-1], device=x.device, dtype=x.dtype)[..., ::2].copy_(x)
+
+
+def off_alignment(x):
+    return torch.empty(x.numel() + 1, device=x.device, dtype=x.dtype)[1:].view(x.shape).copy_(x)
+
+
+# The same numbers in every layout that an attention function meets.
+LAYOUTS = {
+    "heads between queries and head size": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),
+    "head size first": lambda x: x.mT.contiguous().mT,
+    "every second element": every_second,
+    "one element off alignment": off_alignment,
+}
+
+
 def gradients(flash, inputs, do, is_causal=True):
     output = flash.apply(*inputs, is_causal)
     return output.detach(), *torch.autograd.grad(output, inputs, do)
@@ -49,6 +64,23 @@ def agree(ours, wanted):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_error_at_most_twice_pytorchs(flash, dtype):
     check_attention(flash.apply, cases=EVERYTHING, dtype=dtype, device=DEVICE)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU decides by itself whether it has a copy engine")
+@pytest.mark.parametrize("layout", [torch.clone, off_alignment, lambda x: x.mT.contiguous().mT])
+def test_without_a_copy_engine(layout, monkeypatch):
+    """Where tiles are loaded by pointers, as on Ampere."""
+    from cs336_systems.attention import flash_triton
+
+    monkeypatch.setattr(flash_triton, "uses_descriptors", lambda *_: False)
+    flash_triton._way.cache_clear()
+    try:
+        check_attention(
+            lambda q, k, v, is_causal: FlashAttentionTriton.apply(*map(layout, (q, k, v)), is_causal),
+            cases=EVERYTHING[3:14:2],
+        )
+    finally:
+        flash_triton._way.cache_clear()
 
 
 @both
@@ -75,26 +107,14 @@ def test_sequences_of_a_batch_do_not_mix(flash):
     torch.testing.assert_close(together, torch.stack(apart))
 
 
-def strided(x):
-    """The same numbers in every layout an attention function meets."""
-    spread = torch.empty(*x.shape[:-1], 2 * x.shape[-1], device=x.device, dtype=x.dtype)[..., ::2]
-    flat = torch.empty(x.numel() + 1, device=x.device, dtype=x.dtype)
-    return {
-        "heads between queries and head size": x.transpose(-2, -3).contiguous().transpose(-2, -3),
-        "head size first": x.mT.contiguous().mT,
-        "every second element": spread.copy_(x),
-        "one element off alignment": flat[1:].view(x.shape).copy_(x),
-    }
-
-
 @both
-@pytest.mark.parametrize("layout", strided(torch.zeros(1, 1, 1, 1)))
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_any_strides(flash, layout):
     contiguous = [x.detach() for x in random_inputs(2, 2, n=40, d=16)]
     do = torch.randn_like(contiguous[0])
     wanted = gradients(flash, [x.clone().requires_grad_() for x in contiguous], do)
-    inputs = [strided(x)[layout].requires_grad_() for x in contiguous]
-    agree(gradients(flash, inputs, strided(do)[layout]), wanted)
+    inputs = [layout(x).requires_grad_() for x in contiguous]
+    agree(gradients(flash, inputs, layout(do)), wanted)
 
 
 @both
@@ -214,14 +234,9 @@ def test_front_door_lists_the_names():
 
 
 def test_float32_follows_pytorchs_switch():
-    from cs336_systems.attention.flash_triton import _precision
+    from cs336_systems.attention.flash_triton import _way
 
-    before = torch.get_float32_matmul_precision()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.set_float32_matmul_precision("highest")
-        exact = _precision(torch.float32)
-        torch.set_float32_matmul_precision("high")
-        fast = _precision(torch.float32)
-        torch.set_float32_matmul_precision(before)
-    assert (exact, fast) == ("tf32x3", "tf32")
+    device = torch.device(DEVICE)
+    kinds = {name: _way(torch.float32, 64, device, name).arithmetic for name in ("highest", "high", "medium")}
+    assert kinds == {"highest": "exact", "high": "tf32", "medium": "tf32"}
+    assert _way(torch.bfloat16, 64, device, "highest").arithmetic == "half"

@@ -28,7 +28,7 @@ def flash_forward(
         q_tile = q[..., first_query : first_query + query_tile, :].float() * scale
         rows = torch.arange(first_query, first_query + q_tile.shape[-2], device=q.device)
         m = q_tile.new_full(q_tile.shape[:-1], -math.inf)  # running maximum of a row of scores
-        l = torch.zeros_like(m)  # running sum of exp(score - m)
+        total = torch.zeros_like(m)  # running sum of exp(score - m)
         o = torch.zeros_like(q_tile)  # running sum of exp(score - m) v
         last_key = min(k.shape[-2], first_query + query_tile) if is_causal else k.shape[-2]
         for first_key in range(0, last_key, key_tile):
@@ -41,18 +41,18 @@ def flash_forward(
             m_new = torch.maximum(m, s.amax(-1))
             p = torch.exp(s - m_new[..., None])
             correction = torch.exp(m - m_new)
-            l = l * correction + p.sum(-1)
+            total = total * correction + p.sum(-1)
             o = o * correction[..., None] + p @ v_tile
             m = m_new
-        outputs.append(o / l[..., None])
-        logsumexps.append(m + torch.log(l))
+        outputs.append(o / total[..., None])
+        logsumexps.append(m + torch.log(total))
     return torch.cat(outputs, -2).to(q.dtype), torch.cat(logsumexps, -1)
 
 
 def flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, with P recomputed from the saved logsumexp: nothing quadratic was kept since forward.
+    """Gradients of q, k, v, with P recomputed from the saved logsumexp: the forward kept nothing quadratic.
 
     Written for torch.compile, in a handful of whole-matrix steps: it holds (n_queries, n_keys) while it runs.
     """

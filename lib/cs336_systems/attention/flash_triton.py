@@ -1,12 +1,13 @@
-"""FlashAttention-2 with our own Triton kernels: the launches, the autograd.Function and what torch.compile needs.
+"""FlashAttention-2 with our own Triton kernels: launches, autograd.Function, and what torch.compile needs.
 
-float32 tensors multiply exactly by default and in TF32 after torch.set_float32_matmul_precision("high"): PyTorch's
-own switch. The result is deterministic, backward included.
+float32 tensors multiply exactly by default and in TF32 after torch.set_float32_matmul_precision("high"):
+PyTorch's own switch. The result is deterministic, backward included.
 """
 
 import math
-from collections.abc import Callable
-from functools import cache, lru_cache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from .inputs import cast_for_autocast, check_inputs
 from .kernels_backward import dkdv_kernel, dq_kernel
 from .kernels_forward import forward_kernel
-from .launch import INTERPRETED, Launch, Shape, describer, four_dims, loadable, on
-from .tuning import EXACT, Tile, tile_for
+from .launch import ALIGNMENT, INTERPRETED, Launch, Shape, describer, four_dims, loadable, on
+from .tuning import INTERPRETER, Tile, arithmetic, exact_precision, tile_for, uses_descriptors
 
 LOG2E = math.log2(math.e)
 
@@ -35,10 +36,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
         return o.to(q.dtype), logsumexp
     o = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    descriptors = _has_copy_engine(q.device)
-    q, k, v = (loadable(x, descriptors) for x in (q, k, v))
-    layouts = tuple((x.shape, x.stride()) for x in (q, k, v, o))
-    plan = _forward_plan(layouts, q.dtype, q.device, is_causal, _precision(q.dtype))
+    way = _way(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
+    q, k, v = (loadable(x, way.descriptors) for x in (q, k, v))
+    plan = _forward_plan(tuple((x.shape, x.stride()) for x in (q, k, v, o)), way, is_causal)
     with on(q.device):
         plan(q, k, v, o, logsumexp)
     return o, logsumexp
@@ -56,59 +56,81 @@ def flash_backward(
         return tuple(grad.to(q.dtype) for grad in grads)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     lse2, delta = torch.empty((2, *logsumexp.shape), dtype=torch.float32, device=q.device)
-    descriptors = _has_copy_engine(q.device)
-    q, k, v, do = (loadable(x, descriptors) for x in (q, k, v, do))
+    way = _way(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
+    q, k, v, do = (loadable(x, way.descriptors) for x in (q, k, v, do))
+    o, logsumexp = (x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in (o, logsumexp))
     layouts = tuple((x.shape, x.stride()) for x in (q, k, v, do, o, dq, dk, dv))
-    dq_plan, dkdv_plan = _backward_plans(layouts, q.dtype, q.device, is_causal, _precision(q.dtype))
+    dq_plan, dkdv_plan = _backward_plans(layouts, way, is_causal)
     with on(q.device):
         dq_plan(q, k, v, do, o, logsumexp, lse2, delta, dq)
         dkdv_plan(q, k, v, do, lse2, delta, dk, dv)
     return dq, dk, dv
 
 
+@dataclass(frozen=True)
+class Way:
+    """How tensors of one dtype, head size and device are worked on."""
+
+    device: torch.device
+    capability: tuple[int, int]
+    arithmetic: str
+    precision: str
+    block_d: int
+    descriptors: bool
+
+    def tile(self, kernel: str) -> Tile:
+        return tile_for(kernel, self.arithmetic, self.block_d, self.capability)
+
+
+@lru_cache(maxsize=256)
+def _way(dtype: torch.dtype, d: int, device: torch.device, float32_precision: str) -> Way:
+    capability = INTERPRETER if INTERPRETED else torch.cuda.get_device_capability(device)
+    exact = dtype == torch.float32 and float32_precision == "highest"
+    precision = exact_precision(capability) if exact else "tf32"
+    kind, block_d = arithmetic(dtype.itemsize, precision), max(16, triton.next_power_of_2(d))
+    return Way(device, capability, kind, precision, block_d, uses_descriptors(capability, kind, block_d))
+
+
 class _Problem:
     """The sizes and constants that all kernels of one attention share."""
 
-    def __init__(
-        self, q: Layout, k: Layout, dtype: torch.dtype, device: torch.device, is_causal: bool, precision: str
-    ) -> None:
+    def __init__(self, q: Layout, k: Layout, way: Way, is_causal: bool) -> None:
         (self.batch, self.heads, self.n_queries, self.d), _ = four_dims(*q)
         (_, _, self.n_keys, _), _ = four_dims(*k)
-        self.itemsize, self.device, self.is_causal, self.precision = dtype.itemsize, device, is_causal, precision
-        self.block_d = max(16, triton.next_power_of_2(self.d))
+        self.way, self.is_causal = way, is_causal
         self.scale = 1 / math.sqrt(self.d)
         self.sizes = (self.heads, self.n_queries, self.n_keys)
-
-    def tile(self, kernel: str) -> Tile:
-        return tile_for(kernel, self.itemsize, self.block_d, _capability(self.device))
 
     def programs(self, rows: int, block: int) -> int:
         return triton.cdiv(rows, block) * self.batch * self.heads
 
     def constants(self, tile: Tile, **only_some: bool) -> dict[str, Any]:
-        return {"CAUSAL": self.is_causal} | only_some | {
+        """The constexprs, in the kernels' order."""
+        return {"CAUSAL": self.is_causal, **only_some} | {
             "D": self.d,
-            "BLOCK_D": self.block_d,
+            "BLOCK_D": self.way.block_d,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
-            "DESCRIPTORS": _has_copy_engine(self.device),
-            "PRECISION": self.precision,
+            "DESCRIPTORS": self.way.descriptors,
+            "PRECISION": self.way.precision,
         }
 
-    def sources(self, layouts: tuple[Layout, ...], rows: tuple[int, ...]) -> Callable[..., list]:
-        """A function that makes of tensors what the kernels load from: descriptors, or the tensors themselves."""
-        if not _has_copy_engine(self.device):
+    def sources(self, layouts: tuple[Layout, ...], rows: tuple[int, ...]) -> Callable[..., Iterable]:
+        """A function that turns tensors into what the kernels load from: descriptors, or just themselves."""
+        if not self.way.descriptors:
             return lambda *tensors: tensors
-        describers = [describer(*layout, n, self.block_d) for layout, n in zip(layouts, rows, strict=True)]
+        describers = [
+            describer(*layout, n, self.way.block_d) for layout, n in zip(layouts, rows, strict=True)
+        ]
         return lambda *tensors: [describe(x) for describe, x in zip(describers, tensors, strict=True)]
 
 
 @lru_cache(maxsize=256)
-def _forward_plan(layouts: tuple[Layout, ...], *settings: Any) -> Callable[..., None]:
+def _forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Callable[..., None]:
     """The forward's launch for q, k, v, o of these layouts."""
     q, k, v, o = layouts
-    problem = _Problem(q, k, *settings)
-    tile = problem.tile("forward")
+    problem = _Problem(q, k, way, is_causal)
+    tile = way.tile("forward")
     launch = Launch(
         forward_kernel,
         problem.programs(problem.n_queries, tile.block_m),
@@ -121,47 +143,28 @@ def _forward_plan(layouts: tuple[Layout, ...], *settings: Any) -> Callable[..., 
 
 
 @lru_cache(maxsize=256)
-def _backward_plans(layouts: tuple[Layout, ...], *settings: Any) -> tuple[Callable[..., None], ...]:
+def _backward_plans(
+    layouts: tuple[Layout, ...], way: Way, is_causal: bool
+) -> tuple[Callable[..., None], Callable[..., None]]:
     """The backward's two launches, for q, k, v, do, o, dq, dk, dv of these layouts."""
     *inputs, o, dq, dk, dv = layouts
-    problem = _Problem(inputs[0], inputs[1], *settings)
-    scales = (problem.scale, problem.scale * LOG2E)
+    problem = _Problem(inputs[0], inputs[1], way, is_causal)
 
-    def plan(launch: Launch, tile: Tile) -> Callable[..., None]:
+    def plan(kernel: Any, tile: Tile, programs: int, outputs: tuple[Layout, ...], **constants: bool):
+        strides = [stride for output in outputs for stride in four_dims(*output)[1]]
+        numbers = (*strides, *problem.sizes, problem.scale, problem.scale * LOG2E)
+        launch = Launch(kernel, programs, numbers, problem.constants(tile, **constants), tile)
         sources = problem.sources(inputs, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
         return lambda q, k, v, do, *others: launch(*sources(q, k, v, do), *others)
 
-    tile = problem.tile("dq")
-    dq_launch = Launch(
-        dq_kernel,
-        problem.programs(problem.n_queries, tile.block_m),
-        (*four_dims(*o)[1], *four_dims(*dq)[1], *problem.sizes, *scales),
-        problem.constants(tile, EVEN_KEYS=problem.n_keys % tile.block_n == 0),
-        tile,
+    tile, dkdv_tile = way.tile("dq"), way.tile("dkdv")
+    even = problem.n_keys % tile.block_n == 0
+    dq_programs = problem.programs(problem.n_queries, tile.block_m)
+    dkdv_programs = problem.programs(problem.n_keys, dkdv_tile.block_n)
+    return (
+        plan(dq_kernel, tile, dq_programs, (o, dq), EVEN_KEYS=even),
+        plan(dkdv_kernel, dkdv_tile, dkdv_programs, (dk, dv)),
     )
-    dkdv_tile = problem.tile("dkdv")
-    dkdv_launch = Launch(
-        dkdv_kernel,
-        problem.programs(problem.n_keys, dkdv_tile.block_n),
-        (*four_dims(*dk)[1], *four_dims(*dv)[1], *problem.sizes, *scales),
-        problem.constants(dkdv_tile),
-        dkdv_tile,
-    )
-    return plan(dq_launch, tile), plan(dkdv_launch, dkdv_tile)
-
-
-@cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return (0, 0) if INTERPRETED else torch.cuda.get_device_capability(device)
-
-
-def _has_copy_engine(device: torch.device) -> bool:
-    return INTERPRETED or _capability(device) >= (9, 0)
-
-
-def _precision(dtype: torch.dtype) -> str:
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    return EXACT if exact else "tf32"
 
 
 # torch.compile sees the two launches as opaque operators: no graph break, and nothing of Triton's to trace.

@@ -20,11 +20,15 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"allowed: all three the same, one of {', '.join(map(str, DTYPES))}"
         )
     if not q.device == k.device == v.device:
-        raise ValueError(f"q, k, v are on devices {q.device}, {k.device}, {v.device}; allowed: all on the same one")
+        raise ValueError(
+            f"q, k, v are on devices {q.device}, {k.device}, {v.device}; allowed: all on the same one"
+        )
     shapes = f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
     fit = q.dim() >= 2 and k.shape == v.shape and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
     if not fit:
-        raise ValueError(f"{shapes}; allowed: (..., n_queries, d), (..., n_keys, d) and again (..., n_keys, d)")
+        raise ValueError(
+            f"{shapes}; allowed: (..., n_queries, d), (..., n_keys, d) and again (..., n_keys, d)"
+        )
     if 0 in q.shape or 0 in k.shape:
         raise ValueError(f"{shapes}; allowed: no dimension of size 0")
     if q.shape[-1] > MAX_HEAD_SIZE:

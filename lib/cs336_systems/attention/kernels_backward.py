@@ -2,14 +2,15 @@
 
 P is recomputed tile by tile from Q, K and the saved L. With D = rowsum(dO * O), called delta here:
 
-    dV = P^T dO      dP = dO V^T      dS = P * (dP - delta)      dQ = scale * dS K      dK = scale * dS^T Q
+    dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = scale * dS K     dK = scale * dS^T Q
 
-`dq_kernel` owns queries and walks over keys; then `dkdv_kernel` owns keys and walks over queries. That is seven matrix
-products instead of the five of one fused kernel, but no two programs write to the same place: no atomic additions, and
-the same bits every time. (Measured on an H200, the five products with dQ added up in L2 were slower.)
+`dq_kernel` owns queries and walks over keys; then `dkdv_kernel` owns keys and walks over queries. That is
+seven matrix products instead of the five of one fused kernel, but no two programs write to the same place: no
+atomic additions, and the same bits every time. (On an H200, five products with dQ added up in L2 took 7 %
+longer.)
 
-`dkdv_kernel` works on transposed tiles (S^T = K Q^T): P^T and dS^T are then already the left operands of dV and dK,
-and never leave the registers.
+`dkdv_kernel` works on transposed tiles (S^T = K Q^T): P^T and dS^T are then already the left operands of dV
+and dK, and never leave the registers.
 """
 
 import triton
@@ -29,9 +30,9 @@ def _tile(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d):
 
 @triton.jit
 def _dq_tiles(
-    dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, first_key, last_key, n_keys, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, first_key, last_key, n_keys,
+    scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the key tiles in [first_key, last_key) to dQ. lse in powers of two."""
     for start in tl.range(first_key, last_key, BLOCK_N):
@@ -39,13 +40,13 @@ def _dq_tiles(
         v = load_tile(v_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         s = tl.dot(q, k.T, input_precision=PRECISION)
         dp = tl.dot(do, v.T, input_precision=PRECISION)
-        p = tl.exp2(s * scale_log2 - lse[:, None])
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
             visible = keys[None, :] < n_keys
             if CAUSAL:
                 visible = visible & (queries[:, None] >= keys[None, :])
-            p = tl.where(visible, p, 0.0)
+            s = tl.where(visible, s, -float("inf"))
+        p = tl.exp2(s * scale_log2 - lse[:, None])
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
@@ -75,7 +76,8 @@ def dq_kernel(
     inside = in_range[:, None] & (dims[None, :] < D)
     q = load_tile(q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     do = load_tile(do_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
-    o = tl.load(_tile(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od), inside, 0.0)
+    o_tile = _tile(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od)
+    o = tl.load(o_tile, mask=inside, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     rows = batch_head.to(tl.int64) * n_queries + queries
     lse = tl.load(lse_ptr + rows, mask=in_range, other=0.0) * LOG2E
@@ -89,13 +91,13 @@ def dq_kernel(
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
     dq = _dq_tiles(
-        dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, 0, unmasked, n_keys, scale_log2,
-        False, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+        dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, 0, unmasked, n_keys,
+        scale_log2, False, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         dq = _dq_tiles(
-            dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, unmasked, last_key, n_keys, scale_log2,
-            True, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+            dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, unmasked, last_key, n_keys,
+            scale_log2, True, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
         )  # fmt: skip
     dq_tile = _tile(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
     tl.store(dq_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
@@ -108,9 +110,10 @@ def _dkdv_tiles(
     DIAGONAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds the query tiles in [first_query, last_query) to dK and dV. Queries and keys outside are harmless:
+    """Adds the query tiles in [first_query, last_query) to dK and dV.
 
-    such a query adds zeros (its q and dO read as zero), and such a key only spoils a row that is never stored.
+    Queries and keys outside the tensors are harmless: such a query adds zeros, because its q and dO read as
+    zero, and such a key only spoils a row that is never stored.
     """
     for start in tl.range(first_query, last_query, BLOCK_M):
         queries = start + tl.arange(0, BLOCK_M)
@@ -120,9 +123,9 @@ def _dkdv_tiles(
         dpt = tl.dot(v, do.T, input_precision=PRECISION)
         lse = tl.load(lse2_ptr + queries, mask=queries < n_queries, other=0.0)
         delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
-        pt = tl.exp2(st * scale_log2 - lse[None, :])
         if DIAGONAL:
-            pt = tl.where(queries[None, :] >= keys[:, None], pt, 0.0)
+            st = tl.where(queries[None, :] >= keys[:, None], st, -float("inf"))
+        pt = tl.exp2(st * scale_log2 - lse[None, :])
         dst = (pt * (dpt - delta[None, :])).to(q.dtype)
         dk = tl.dot(dst, q, dk, input_precision=PRECISION)
         dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)

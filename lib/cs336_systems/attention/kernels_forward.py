@@ -1,14 +1,15 @@
 """FlashAttention-2's forward pass as one Triton kernel (Dao 2023, algorithm 1). No torch in here.
 
-Notation, as in the paper: Q K^T = S (scores), softmax(S) = P, P V = O, L = logsumexp of each row of S. One program
-owns BLOCK_M queries of one head and walks over the keys in tiles of BLOCK_N, keeping for each query a running maximum
-m, a running denominator l and an unnormalised output.
+Notation, as in the paper: Q K^T = S (scores), softmax(S) = P, P V = O, L = logsumexp of each row of S. One
+program owns BLOCK_M queries of one head and walks over the keys in tiles of BLOCK_N, keeping for each query a
+running maximum m, a running total of exp(s - m) and an unnormalised output.
 
 Everything is computed in powers of two: the scale 1/sqrt(d) and log2(e) fold into one constant, so that
 exp(scale * s - max) is a single multiply-add and one exp2, the instruction the hardware has.
 
-Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has a copy engine (Hopper and newer), which
-then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero either way.
+Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has a copy engine (Hopper and newer),
+which then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
+either way.
 """
 
 import triton
@@ -22,7 +23,7 @@ def load_tile(
     source, batch, head, n_heads, first_row, n_rows,
     D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
-    """Rows [first_row, first_row + BLOCK) of one head, (BLOCK, BLOCK_D), zero outside the (n_rows, D) there are."""
+    """Rows [first_row, first_row + BLOCK) of one head as (BLOCK, BLOCK_D), zero outside its (n_rows, D)."""
     if DESCRIPTORS:
         tile = source.load([batch, head, first_row, 0]).reshape([BLOCK, BLOCK_D])
     else:
@@ -36,9 +37,9 @@ def load_tile(
 
 @triton.jit
 def _attend(
-    acc, l, m, q, k_src, v_src, batch, head, n_heads, queries, first_key, last_key, n_keys, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, total, m, q, k_src, v_src, batch, head, n_heads, queries, first_key, last_key, n_keys, scale_log2,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles in [first_key, last_key)."""
     for start in tl.range(first_key, last_key, BLOCK_N):
@@ -53,12 +54,12 @@ def _attend(
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         correction = tl.exp2(m - m_new)
-        l = l * correction + tl.sum(p, 1)
+        total = total * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
         v = load_tile(v_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
-    return acc, l, m
+    return acc, total, m
 
 
 @triton.jit
@@ -68,7 +69,7 @@ def forward_kernel(
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, n_queries, d) and L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
+    """O (batch, heads, n_queries, d), L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
     tiles = tl.cdiv(n_queries, BLOCK_M)
     tile = tl.program_id(0) % tiles
     if CAUSAL:
@@ -81,7 +82,7 @@ def forward_kernel(
     queries = first_query + tl.arange(0, BLOCK_M)
     q = load_tile(q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    l = tl.zeros([BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
 
     # Keys [0, unmasked) are visible to all our queries; only the tiles after them pay for a mask.
@@ -90,20 +91,20 @@ def forward_kernel(
     if CAUSAL:
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
-    acc, l, m = _attend(
-        acc, l, m, q, k_src, v_src, batch, head, n_heads, queries, 0, unmasked, n_keys, scale_log2,
-        False, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+    acc, total, m = _attend(
+        acc, total, m, q, k_src, v_src, batch, head, n_heads, queries, 0, unmasked, n_keys,
+        scale_log2, False, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
-        acc, l, m = _attend(
-            acc, l, m, q, k_src, v_src, batch, head, n_heads, queries, unmasked, last_key, n_keys, scale_log2,
-            True, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+        acc, total, m = _attend(
+            acc, total, m, q, k_src, v_src, batch, head, n_heads, queries, unmasked, last_key, n_keys,
+            scale_log2, True, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
         )  # fmt: skip
 
     in_range = queries < n_queries
-    lse = (m + tl.log2(l)) * LN2
+    lse = (m + tl.log2(total)) * LN2
     tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, lse, mask=in_range)
-    o = (acc / l[:, None]).to(o_ptr.dtype.element_ty)
+    o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
     dims = tl.arange(0, BLOCK_D)
     o_tile = o_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
     o_tile += queries[:, None].to(tl.int64) * stride_on + dims[None, :] * stride_od

@@ -1,7 +1,7 @@
 """Launching with little work on the host: what depends on shapes alone is settled once and kept.
 
-A short sequence keeps the GPU busy for a few microseconds; choosing tiles, checking strides and finding the compiled
-kernel again at every call would take longer than the kernel itself.
+A short sequence keeps the GPU busy for a few microseconds; choosing tiles, checking strides and finding the
+compiled kernel again at every call would take longer than the kernel itself.
 """
 
 import contextlib
@@ -34,9 +34,14 @@ class Launch:
     """A kernel with its grid, its numbers and its options: call it with the tensors that are left to say."""
 
     def __init__(
-        self, kernel: Any, programs: int, numbers: tuple[int | float, ...], constants: dict[str, Any], tile: Tile
+        self,
+        kernel: Any,
+        programs: int,
+        numbers: tuple[int | float, ...],
+        constants: dict[str, Any],
+        tile: Tile,
     ) -> None:
-        """`numbers` are the kernel's arguments after the tensors, `constants` its constexprs, both in order."""
+        """The kernel's arguments in order: tensors, then `numbers`, then `constants`, its constexprs."""
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self.grid = (programs, 1, 1)
         self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
@@ -100,9 +105,10 @@ def describer(shape: Shape, strides: Shape, rows: int, block_d: int) -> Callable
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Make the device current. The first time in a thread, make its context current too: descriptors need it,
+    """Make the device current.
 
-    and autograd's own threads start without one. Any kernel of PyTorch's brings it.
+    The first time in a thread, make its context current too: descriptors need one, and autograd's own threads
+    start without. Any kernel of PyTorch's brings it.
     """
     if device.type != "cuda":
         return contextlib.nullcontext()

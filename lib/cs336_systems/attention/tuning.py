@@ -1,12 +1,20 @@
-"""Tile sizes: which configuration each kernel runs with, decided by the GPU, the dtype and the head size."""
+"""Tile sizes: which configuration a kernel runs with, decided by GPU, arithmetic and head size.
+
+There is no autotuner: it would measure again in every process, and its choice would change from run to run.
+Hopper's tiles are the fastest of those measured on an H200 at 16,384 tokens. The portable ones, for all other
+GPUs, fit the 99 KiB of shared memory that a block has on the smallest of them.
+"""
 
 from dataclasses import dataclass
 from functools import cache
 
+KERNELS = ("forward", "dq", "dkdv")
+INTERPRETER = (0, 0)  # in place of a compute capability
+
 
 @dataclass(frozen=True)
 class Tile:
-    """block_m queries by block_n keys a program; warps, pipeline stages; registers a thread (None: the compiler's)."""
+    """block_m queries by block_n keys; at most maxnreg registers a thread (None: the compiler decides)."""
 
     block_m: int
     block_n: int
@@ -15,27 +23,57 @@ class Tile:
     maxnreg: int | None = None
 
 
-# (kernel, bytes per element, head size rounded up to a power of two) -> Tile.
+# (kernel, arithmetic): {largest head size: tile}.
+# "half" is bfloat16 and float16; "tf32" and "exact" are float32.
 HOPPER = {
-    ("forward", 2, 64): Tile(128, 64, 4, 3),
-    ("forward", 2, 128): Tile(128, 64, 8, 3),
-    ("fused", 2, 64): Tile(64, 128, 8, 2),
-    ("fused", 2, 128): Tile(64, 64, 8, 2),
-    ("dkdv", 2, 64): Tile(64, 128, 8, 3),
-    ("dkdv", 2, 128): Tile(64, 64, 8, 2),
-    ("dq", 2, 64): Tile(128, 64, 8, 3),
-    ("dq", 2, 128): Tile(128, 64, 8, 2),
+    ("forward", "half"): {64: Tile(64, 128, 4, 3, 168), 128: Tile(128, 128, 8, 3), 256: Tile(128, 64, 8, 2)},
+    ("dq", "half"): {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)},
+    ("dkdv", "half"): {64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
+    ("forward", "tf32"): {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(16, 16, 4, 1)},
+    ("dq", "tf32"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(16, 16, 8, 1)},
+    ("dkdv", "tf32"): {64: Tile(32, 64, 4, 2), 128: Tile(16, 16, 8, 1), 256: Tile(16, 16, 8, 1)},
+    ("forward", "exact"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(16, 16, 4, 1)},
+    ("dq", "exact"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(16, 16, 8, 1)},
+    ("dkdv", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
-# Ampere, Ada, Blackwell: what fits the smallest of them (99 KiB of shared memory a block).
-PORTABLE = {}
-EXACT = "tf32x3"  # float32 as three TF32 products: as near as sums in float32 are
+PORTABLE = {
+    ("forward", "half"): {64: Tile(64, 64, 4, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
+    ("dq", "half"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 8, 1)},
+    ("dkdv", "half"): {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(32, 32, 8, 1)},
+    ("forward", "tf32"): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 1)},
+    ("dq", "tf32"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
+    ("dkdv", "tf32"): {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1)},
+    ("forward", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 1)},
+    ("dq", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1)},
+    ("dkdv", "exact"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1)},
+}
 INTERPRETED = Tile(64, 64, 4, 1)
 
 
+def arithmetic(itemsize: int, precision: str) -> str:
+    """Name what is done with elements of itemsize bytes, multiplied at this input precision of tl.dot."""
+    return "half" if itemsize == 2 else "tf32" if precision == "tf32" else "exact"
+
+
+def exact_precision(capability: tuple[int, int]) -> str:
+    """How float32 is multiplied exactly: as three bfloat16 each (six products), or two TF32 (three products).
+
+    Both are as near as sums in float32 are. The first is faster on Hopper, the second needs fewer registers.
+    """
+    return "bf16x6" if capability[0] == 9 else "tf32x3"
+
+
+def uses_descriptors(capability: tuple[int, int], arithmetic: str, block_d: int) -> bool:
+    """Whether the copy engine loads the tiles: where there is one, and where that does not cost registers."""
+    if capability[0] == 9:
+        return arithmetic == "half" or block_d <= 128
+    return capability == INTERPRETER or (capability[0] > 9 and arithmetic == "half" and block_d <= 128)
+
+
 @cache
-def tile_for(kernel: str, itemsize: int, block_d: int, capability: tuple[int, int]) -> Tile:
-    """The tile of "forward", "fused", "dkdv" or "dq" on a GPU of this compute capability; (0, 0): the interpreter."""
-    if capability == (0, 0):
+def tile_for(kernel: str, arithmetic: str, block_d: int, capability: tuple[int, int]) -> Tile:
+    """The tile of "forward", "dq" or "dkdv" on a GPU of this compute capability, or in the interpreter."""
+    if capability == INTERPRETER:
         return INTERPRETED
-    table = HOPPER if capability[0] == 9 else PORTABLE
-    return table[kernel, itemsize, max(block_d, 64)]
+    tiles = (HOPPER if capability[0] == 9 else PORTABLE)[kernel, arithmetic]
+    return tiles[min(size for size in tiles if size >= block_d)]
