@@ -2,7 +2,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.measure import rows as measured_rows
-from cs336_systems.report.compare import published_rows, side_by_side
+from cs336_systems.report.compare import published_rows, side_by_side, with_model
 from cs336_systems.report.plots import sweep
 
 
@@ -70,3 +70,8 @@ def test_medians_and_means_are_kept_apart():
 )
 def test_every_table_says_where_it_is_from(name):
     assert published_rows(name)["where"].str.startswith("published").all()
+
+
+def test_with_model_tells_the_two_xl_apart():
+    frame = pd.DataFrame({"model_size": ["xl", "xl"], "edition": [2025, 2026]})
+    assert list(with_model(frame)["model"]) == ["xl (2025)", "xl (2026)"]

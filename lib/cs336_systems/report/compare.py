@@ -2,6 +2,7 @@
 
 import pandas as pd
 
+from cs336_systems.configs import model_size
 from cs336_systems.measure import rows
 from cs336_systems.report.words import value_label
 
@@ -63,3 +64,9 @@ def published_rows(name: str) -> pd.DataFrame:
     told = [frame[column] for column in ("gpu", "source") if column in frame]
     where = ["published: " + ", ".join(names) for names in zip(*told, strict=True)]
     return frame.assign(where=where or "published").reset_index(drop=True)
+
+
+def with_model(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a column `model`: size and edition in one label, for "xl" is another model in each."""
+    keys = zip(frame["model_size"], frame["edition"], strict=True)
+    return frame.assign(model=[model_size(*key).label for key in keys])
