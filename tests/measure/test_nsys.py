@@ -218,7 +218,7 @@ def test_nsys_on_path(no_nsys, tmp_path):
 
 
 def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch):
-    """The newest version is taken; its profile leaves a raw stream, and the importer makes the report of it."""
+    """The newest version is taken; its profile leaves a raw stream that the importer makes the report of."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/my/libraries")
     log = tmp_path / "log"
     for version in ("2024.3.0", "2025.10.1", "2025.9.2"):
