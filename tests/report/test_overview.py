@@ -3,8 +3,10 @@
 import io
 
 import nbformat
+import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.colors import to_rgb
 from nbformat import v4
 from PIL import Image
 
@@ -12,7 +14,7 @@ from cs336_systems.measure.machine import load_card
 from cs336_systems.measure.rows import save_rows
 from cs336_systems.measure.vocabulary import COLUMNS
 from cs336_systems.notebook.problems import PROBLEMS
-from cs336_systems.report import overview
+from cs336_systems.report import overview, plots
 from cs336_systems.report.overview import Page
 
 REPOSITORY = overview.NOTEBOOKS.parent
@@ -143,8 +145,23 @@ def test_a_headline_is_shown_with_a_small_picture(page_of, figures, displayed):
     overview.show_headline(page_of(code(FIRST), answered("**(1)** Yes.")), "m")
     question, picture, headline = displayed
     assert question.data.startswith("### [13 · mixed")
-    assert Image.open(io.BytesIO(picture["image/png"])).size == (720, 360)
+    assert Image.open(io.BytesIO(picture["image/png"])).size == (800, 400)
     assert headline.data == "Yes."
+
+
+def test_a_small_picture_keeps_the_colours_of_its_lines(tmp_path):
+    lines = [f"line {number}" for number in range(6)]
+    points = pd.DataFrame(
+        [{"x": x, "y": x * (n + 1), "hue": hue} for n, hue in enumerate(lines) for x in (1, 2, 3)]
+    )
+    chart = plots.sweep(points, "x", "y", "hue", title="Six lines")
+    (tmp_path / "six.png").write_bytes(chart.png())
+    small = np.asarray(Image.open(io.BytesIO(overview._small(tmp_path / "six.png"))).convert("RGB")).astype(
+        int
+    )
+    for line in chart.axes[0].lines[:6]:
+        color = np.round(255 * np.array(to_rgb(line.get_color())))
+        assert np.abs(small - color).sum(axis=-1).min() < 24  # of 765
 
 
 def test_a_headline_without_its_picture_and_a_notebook_without_headline(page_of, figures, displayed):
