@@ -161,7 +161,7 @@ def test_a_small_picture_keeps_the_colours_of_its_lines(tmp_path):
     )
     for line in chart.axes[0].lines[:6]:
         color = np.round(255 * np.array(to_rgb(line.get_color())))
-        assert np.abs(small - color).sum(axis=-1).min() < 24  # of 765
+        assert np.abs(small - color).sum(axis=-1).min() < 18  # of 765
 
 
 def test_a_headline_without_its_picture_and_a_notebook_without_headline(page_of, figures, displayed):
