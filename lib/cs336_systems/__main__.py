@@ -57,6 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _command(commands, function, name, text)
         command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
+    bench = _command(commands, _bench, "bench", "time the attention kernels against PyTorch's own")
+    bench.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid (all)")
+    bench.add_argument("--implementations", nargs="+", default=[], metavar="NAME", help="default: all")
     index = _command(commands, _index, "index", "render every executed notebook again, and the index")
     index.add_argument("--output", **output)
     return parser
@@ -149,6 +152,13 @@ def _execute_defaults(words: list[str], *, in_place: bool) -> int:
         print(f"{outcome.status:5} {outcome.seconds:7.1f} s  {path.stem} {outcome.reason}", flush=True)
         failed += outcome.status != "ok"
     return int(failed > 0)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from cs336_systems import bench
+
+    bench.run(options.protocols, options.implementations)
+    return 0
 
 
 def _index(options: argparse.Namespace) -> int:
