@@ -3,6 +3,10 @@
 Runs on the GPU where there is one; elsewhere the Triton kernels go through the interpreter.
 """
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -73,14 +77,14 @@ def test_without_a_copy_engine(layout, monkeypatch):
     from cs336_systems.attention import flash_triton
 
     monkeypatch.setattr(flash_triton, "uses_descriptors", lambda *_: False)
-    flash_triton._way.cache_clear()
+    flash_triton.way_for.cache_clear()
     try:
         check_attention(
             lambda q, k, v, is_causal: FlashAttentionTriton.apply(*map(layout, (q, k, v)), is_causal),
             cases=EVERYTHING[3:14:2],
         )
     finally:
-        flash_triton._way.cache_clear()
+        flash_triton.way_for.cache_clear()
 
 
 @both
@@ -234,9 +238,20 @@ def test_front_door_lists_the_names():
 
 
 def test_float32_follows_pytorchs_switch():
-    from cs336_systems.attention.flash_triton import _way
+    from cs336_systems.attention.flash_triton import way_for
 
     device = torch.device(DEVICE)
-    kinds = {name: _way(torch.float32, 64, device, name).arithmetic for name in ("highest", "high", "medium")}
+    kinds = {
+        name: way_for(torch.float32, 64, device, name).arithmetic for name in ("highest", "high", "medium")
+    }
     assert kinds == {"highest": "exact", "high": "tf32", "medium": "tf32"}
-    assert _way(torch.bfloat16, 64, device, "highest").arithmetic == "half"
+    assert way_for(torch.bfloat16, 64, device, "highest").arithmetic == "half"
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU there is nothing to choose")
+def test_triton_imported_too_early_is_named():
+    code = "import triton, torch; from cs336_systems.attention import attention; q = torch.ones(1, 4, 16)\n"
+    code += "attention(q, q, q, implementation='flash_triton')"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "RuntimeError: triton was imported before cs336_systems" in run.stderr

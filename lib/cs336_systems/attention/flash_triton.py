@@ -19,7 +19,7 @@ from .inputs import cast_for_autocast, check_inputs
 from .kernels_backward import dkdv_kernel, dq_kernel
 from .kernels_forward import forward_kernel
 from .launch import ALIGNMENT, INTERPRETED, Launch, Shape, describer, four_dims, loadable, on
-from .tuning import INTERPRETER, Tile, arithmetic, exact_precision, tile_for, uses_descriptors
+from .tuning import INTERPRETER, KERNELS, Tile, arithmetic, exact_precision, tile_for, uses_descriptors
 
 LOG2E = math.log2(math.e)
 
@@ -36,9 +36,9 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
         return o.to(q.dtype), logsumexp
     o = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    way = _way(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
+    way = way_for(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
     q, k, v = (loadable(x, way.descriptors) for x in (q, k, v))
-    plan = _forward_plan(tuple((x.shape, x.stride()) for x in (q, k, v, o)), way, is_causal)
+    plan = forward_plan(tuple((x.shape, x.stride()) for x in (q, k, v, o)), way, is_causal)
     with on(q.device):
         plan(q, k, v, o, logsumexp)
     return o, logsumexp
@@ -56,11 +56,11 @@ def flash_backward(
         return tuple(grad.to(q.dtype) for grad in grads)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
     lse2, delta = torch.empty((2, *logsumexp.shape), dtype=torch.float32, device=q.device)
-    way = _way(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
+    way = way_for(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
     q, k, v, do = (loadable(x, way.descriptors) for x in (q, k, v, do))
     o, logsumexp = (x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in (o, logsumexp))
     layouts = tuple((x.shape, x.stride()) for x in (q, k, v, do, o, dq, dk, dv))
-    dq_plan, dkdv_plan = _backward_plans(layouts, way, is_causal)
+    dq_plan, dkdv_plan = backward_plans(layouts, way, is_causal)
     with on(q.device):
         dq_plan(q, k, v, do, o, logsumexp, lse2, delta, dq)
         dkdv_plan(q, k, v, do, lse2, delta, dk, dv)
@@ -72,23 +72,24 @@ class Way:
     """How tensors of one dtype, head size and device are worked on."""
 
     device: torch.device
-    capability: tuple[int, int]
     arithmetic: str
     precision: str
     block_d: int
     descriptors: bool
+    tiles: tuple[Tile, ...]  # one a kernel, in the order of tuning.KERNELS
 
     def tile(self, kernel: str) -> Tile:
-        return tile_for(kernel, self.arithmetic, self.block_d, self.capability)
+        return self.tiles[KERNELS.index(kernel)]
 
 
 @lru_cache(maxsize=256)
-def _way(dtype: torch.dtype, d: int, device: torch.device, float32_precision: str) -> Way:
+def way_for(dtype: torch.dtype, d: int, device: torch.device, float32_precision: str) -> Way:
     capability = INTERPRETER if INTERPRETED else torch.cuda.get_device_capability(device)
     exact = dtype == torch.float32 and float32_precision == "highest"
     precision = exact_precision(capability) if exact else "tf32"
     kind, block_d = arithmetic(dtype.itemsize, precision), max(16, triton.next_power_of_2(d))
-    return Way(device, capability, kind, precision, block_d, uses_descriptors(capability, kind, block_d))
+    tiles = tuple(tile_for(kernel, kind, block_d, capability) for kernel in KERNELS)
+    return Way(device, kind, precision, block_d, uses_descriptors(capability, kind, block_d), tiles)
 
 
 class _Problem:
@@ -126,7 +127,7 @@ class _Problem:
 
 
 @lru_cache(maxsize=256)
-def _forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Callable[..., None]:
+def forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Callable[..., None]:
     """The forward's launch for q, k, v, o of these layouts."""
     q, k, v, o = layouts
     problem = _Problem(q, k, way, is_causal)
@@ -143,7 +144,7 @@ def _forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Cal
 
 
 @lru_cache(maxsize=256)
-def _backward_plans(
+def backward_plans(
     layouts: tuple[Layout, ...], way: Way, is_causal: bool
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """The backward's two launches, for q, k, v, do, o, dq, dk, dv of these layouts."""

@@ -13,12 +13,16 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .tuning import Tile
 
 INTERPRETED = triton.knobs.runtime.interpret
+# Triton's own functions choose between compiler and interpreter when Triton is first imported.
+TOO_LATE = INTERPRETED and isinstance(tl.max, JITFunction)
 ALIGNMENT = 16  # bytes; what the copy engine asks of addresses and of every stride but the last
 Shape = tuple[int, ...]
 
@@ -42,6 +46,11 @@ class Launch:
         tile: Tile,
     ) -> None:
         """The kernel's arguments in order: tensors, then `numbers`, then `constants`, its constexprs."""
+        if TOO_LATE:
+            raise RuntimeError(
+                "triton was imported before cs336_systems, which chooses Triton's interpreter where there is "
+                "no GPU; import cs336_systems first, or set TRITON_INTERPRET=1"
+            )
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
         self.grid = (programs, 1, 1)
         self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
