@@ -1,0 +1,122 @@
+"""What only a GPU can show: the shipped tiles at work, races, graphs, threads and memory."""
+
+import threading
+
+import pytest
+import torch
+
+from cs336_systems.checks import AttentionCase, check_attention
+from cs336_systems.measure.timing import matmul_precision
+
+pytest.importorskip("triton")
+from cs336_systems.attention import FlashAttentionTriton
+from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+MIB = 2**20
+
+
+def random_inputs(*shape, dtype=torch.bfloat16):
+    return [torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [16, 32, 64, 96, 128, 256])
+def test_every_tile_repeatedly_on_fresh_inputs(d, dtype):
+    """An error that moves between runs is a race, or registers reused under a running product."""
+    cases = [
+        AttentionCase("even", (2, 2), 1024, 1024, d, is_causal=True),
+        AttentionCase("full", (2,), 512, 1024, d),
+        AttentionCase("ragged", (3,), 777, 901, d, is_causal=True),
+        AttentionCase("large scores", (2,), 512, 512, d, is_causal=True, logit_scale=30.0),
+    ]
+    for _ in range(3):
+        check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
+
+
+@pytest.mark.parametrize("d", [16, 64, 128, 256])
+def test_tf32(d):
+    cases = [
+        AttentionCase("even", (2,), 512, 512, d, is_causal=True),
+        AttentionCase("ragged", (2,), 333, 500, d),
+    ]
+    with matmul_precision("tf32"):
+        check_attention(FlashAttentionTriton.apply, cases=cases, allowed_error=5e-3)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_long_sequences(d, dtype):
+    case = AttentionCase("long", (1,), 8192, 8192, d, is_causal=True)
+    check_attention(FlashAttentionTriton.apply, cases=[case], dtype=dtype)
+
+
+def test_same_bits_every_time():
+    inputs, do = random_inputs(4, 2048, 64), torch.randn(4, 2048, 64, device="cuda", dtype=torch.bfloat16)
+    output = FlashAttentionTriton.apply(*inputs, True)
+    first = torch.autograd.grad(output, inputs, do, retain_graph=True)
+    for _ in range(20):
+        assert all(map(torch.equal, torch.autograd.grad(output, inputs, do, retain_graph=True), first))
+        assert torch.equal(FlashAttentionTriton.apply(*inputs, True), output)
+
+
+def test_a_cuda_graph_replays_it():
+    inputs = [x.detach() for x in random_inputs(2, 300, 64)]
+
+    def run():
+        o, logsumexp = flash_forward(*inputs, True)
+        return o, *flash_backward(torch.ones_like(o), *inputs, o, logsumexp, True)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for x in inputs:
+        x.normal_()
+    graph.replay()
+    assert all(map(torch.equal, captured, run()))
+
+
+def test_a_thread_without_a_context():
+    """autograd runs its backward in threads of its own; descriptors need a context in each."""
+    q, k, v = (x.detach() for x in random_inputs(1, 128, 64))
+    wanted, results = flash_forward(q, k, v, True)[0], []
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: results.append(flash_forward(q, k, v, True)[0]))
+        thread.start()
+        thread.join()
+    assert [torch.equal(result, wanted) for result in results] == [True] * 3
+
+
+def test_memory_grows_with_the_length_and_not_its_square():
+    def extra_mib(n):
+        inputs = random_inputs(1, n, 64)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        FlashAttentionTriton.apply(*inputs, True).sum().backward()
+        return (torch.cuda.max_memory_allocated() - before) / MIB
+
+    extra_mib(1024)
+    assert extra_mib(16_384) < 4.5 * extra_mib(4096)
+
+
+def test_65536_tokens_in_float32():
+    q, k, v = random_inputs(1, 65_536, 128, dtype=torch.float32)
+    FlashAttentionTriton.apply(q, k, v, True).sum().backward()
+    assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_more_heads_than_a_grid_has_rows():
+    q, k, v = (x.detach() for x in random_inputs(70_000, 16, 16))
+    output = flash_forward(q, k, v, True)[0]
+    wanted = torch.nn.functional.scaled_dot_product_attention(q[-3:], k[-3:], v[-3:], is_causal=True)
+    torch.testing.assert_close(output[-3:], wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_gpu_that_is_not_the_current_one():
+    q, k, v = (x.detach() for x in random_inputs(2, 128, 64))
+    there = flash_forward(*(x.to("cuda:1") for x in (q, k, v)), True)[0]
+    assert torch.equal(there.to("cuda:0"), flash_forward(q, k, v, True)[0])
