@@ -255,3 +255,24 @@ def test_triton_imported_too_early_is_named():
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert "RuntimeError: triton was imported before cs336_systems" in run.stderr
+
+
+def test_a_second_launch_passes_the_constants_in_the_kernels_order(monkeypatch):
+    """The compiled kernel takes by position what the first launch passes by name."""
+    from cs336_systems.attention import flash_triton, launch
+
+    class Recorder(launch.Launch):
+        def __call__(self, *tensors):
+            names = self.kernel.arg_names
+            assert names[-len(self.constants) :] == list(self.constants)
+            assert len(names) == len(tensors) + len(self.numbers) + len(self.constants)
+            seen.append(self.kernel)
+
+    seen = []
+    monkeypatch.setattr(flash_triton, "Launch", Recorder)
+    q, k, v = (x.detach() for x in random_inputs(1, n=48, n_keys=49, d=40))
+    output, logsumexp = flash_forward(q, k, v, True)
+    flash_backward(q, q, k, v, output, logsumexp, True)
+    assert len(seen) == 3
+    flash_triton.forward_plan.cache_clear()
+    flash_triton.backward_plans.cache_clear()
