@@ -223,6 +223,14 @@ def test_passes_within_the_spread_or_without_warm_up_or_of_other_keys_are_not_co
     save(row("forward", 500, context_length=1024), row("forward_backward", 30, context_length=256))
 
 
+def test_of_several_warmups_only_the_longest_must_be_in_order():
+    start = [row("forward", 500, warmup_steps=1), row("forward_backward", 30, warmup_steps=1)]
+    save(*start, row("forward", 10, warmup_steps=5), row("forward_backward", 30, warmup_steps=5))
+    with pytest.raises(RowError, match="forward_backward took"):
+        save(row("forward", 500, warmup_steps=5))
+
+
+
 def test_a_foreign_machine_is_refused(figures):
     path = save(row())
     (figures / "other" / SLUG).mkdir(parents=True)

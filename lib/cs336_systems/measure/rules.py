@@ -88,13 +88,16 @@ def check_row(row: Row, machine: str, where: str) -> None:
 def pass_order_errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Sentences about passes faster than a pass inside them, by more than the spread of the steps.
 
-    Rows are compared when they are equal in every other key. Rows without warm-up measure the start, not the
-    pass: they are left out.
+    Rows are compared when they are equal in every other key. Of several warm-ups only the longest counts: the
+    shorter ones are there to show the start, not the pass.
     """
     groups: dict[Key, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row.get("pass") in _PASS_LEVEL and row.get("p50_ms") is not None and row.get("warmup_steps") != 0:
-            groups.setdefault(key_of({**row, "pass": None}), []).append(row)
+            groups.setdefault(key_of({**row, "pass": None, "warmup_steps": None}), []).append(row)
+    for key, group in groups.items():
+        longest = max(row.get("warmup_steps") or 0 for row in group)
+        groups[key] = [row for row in group if (row.get("warmup_steps") or 0) == longest]
     pairs = [
         pair
         for group in groups.values()
