@@ -1,7 +1,7 @@
 # Everything runs in .venv, which `setup` makes and keeps current. ARGS is passed on: make run ARGS="--only 11 -p model_size=small"
 PY := .venv/bin/python
 
-.PHONY: help setup run list test lab notebooks figures clean
+.PHONY: help setup run list test lab notebooks figures bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ notebooks: setup ## execute every notebook in place on the CPU, as it is committ
 
 figures: setup ## redraw every plot from the rows
 	@$(PY) -m cs336_systems figures $(ARGS)
+
+bench: setup ## the attention kernels against PyTorch's own; rows are saved (a GPU for times worth reading)
+	@$(PY) -m cs336_systems bench $(ARGS)
 
 clean: ## remove what runs and tests left behind (not .venv, not figures)
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis notebooks/.ipynb_checkpoints
