@@ -3,7 +3,6 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-import matplotlib as mpl
 import numpy as np
 import seaborn as sns
 from matplotlib.colors import to_hex, to_rgb
@@ -86,11 +85,6 @@ STYLE = {
     "svg.fonttype": "path",
     "svg.hashsalt": "cs336",
 }
-
-
-def use_style() -> None:
-    """Draw a notebook's own matplotlib figures in the workbook's style. Figures of `report` need no call."""
-    mpl.rcParams.update(STYLE)
 
 
 def color_of(name: str) -> str:
