@@ -121,13 +121,15 @@ class DataParallel(nn.Module):
     def _gradient(self, place: int) -> Tensor:
         """The gradient that this rank contributes: zero where the parameter was not used."""
         parameter = self._trainable[place]
-        if parameter.grad is None:
+        gradient = parameter.grad
+        if gradient is None:
             self._absent.add(place)
-            parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse:
+            gradient = parameter.grad = torch.zeros_like(parameter)
+        if gradient.is_sparse:
             raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
-        parameter.grad = parameter.grad.contiguous()
-        return parameter.grad.detach()
+        if not gradient.is_contiguous():
+            gradient = parameter.grad = gradient.contiguous()
+        return gradient.detach() if gradient.requires_grad else gradient
 
     def _count_uses(self) -> tuple[Tensor, dist.Work]:
         """Start to find out which parameters any rank used. All take part: no rank knows of others' gaps."""

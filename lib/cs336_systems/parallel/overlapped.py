@@ -60,7 +60,6 @@ class OverlappedDDP(DataParallel):
             # Another backward pass, which must not add to a gradient that is being averaged.
             self._complete_pass()
 
-    @torch.no_grad()
     def _after_accumulation(self, place: int, _: nn.Parameter) -> None:
         self._absent.discard(place)
         if not self._order_is_final:
@@ -186,7 +185,6 @@ class BucketedDDP(OverlappedDDP):
         step = _ALIGNMENT_BYTES // parameter.element_size()
         return -(-parameter.numel() // step) * step
 
-    @torch.no_grad()
     def _after_accumulation(self, place: int, parameter: nn.Parameter) -> None:
         self._gradient(place)  # under no_sync() too, so that later passes add to the gradient in its place
         super()._after_accumulation(place, parameter)
