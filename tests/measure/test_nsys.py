@@ -10,7 +10,7 @@ import pytest
 
 from cs336_systems.measure import nsys
 from cs336_systems.measure.kernels import ProfileError, kernel_table, within
-from cs336_systems.measure.nsys import find_nsys, read_export, record
+from cs336_systems.measure.nsys import find_nsys, read_export, record, why_no_nsys
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
 PROCESS, MAIN, AUTOGRAD = 5 << 24, (5 << 24) + 1, (5 << 24) + 2
@@ -220,6 +220,7 @@ def test_nsys_on_path(no_nsys, tmp_path):
 def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch):
     """The newest version is taken; its profile leaves a raw stream that the importer makes the report of."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/my/libraries")
+    monkeypatch.setattr(nsys, "_missing_library", lambda nsys: "")
     log = tmp_path / "log"
     for version in ("2024.3.0", "2025.10.1", "2025.9.2"):
         host = tmp_path / "nsight-compute" / version / "host"
@@ -233,8 +234,10 @@ def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch):
         )
     assert "2025.10.1" in str(find_nsys().program)
     assert read_export(record(["true"], tmp_path / "profile")).source == "nsys"
-    assert [line.split()[0] for line in log.read_text().splitlines()] == ["nsys", "QdstrmImporter", "nsys"]
-    assert "linux-desktop-glibc_2_11_3-x64:/my/libraries" in log.read_text()
+    profile, importer, export = (line.split()[:2] for line in log.read_text().splitlines())
+    assert profile == ["nsys", "/my/libraries"], "the profiled program keeps its own libraries"
+    for tool, libraries in (importer, export):
+        assert libraries.endswith("2025.10.1/host/linux-desktop-glibc_2_11_3-x64:/my/libraries"), tool
     assert not (tmp_path / "profile.qdstrm").exists()
 
 
@@ -246,17 +249,38 @@ def test_a_failing_command_shows_its_last_words(no_nsys, tmp_path):
         record(["train"], tmp_path / "profile")
 
 
-def test_a_missing_libdw_is_named(no_nsys, tmp_path):
-    host = tmp_path / "nsight-compute" / "2025.1" / "host"
-    script(host / "target-linux-x64" / "nsys", FAKE.format(log="/dev/null", make="echo raw > $out.qdstrm"))
-    script(
-        host / "linux-desktop-x" / "QdstrmImporter",
-        "echo 'libdw.so.1: cannot open shared object file' >&2; exit 127",
-    )
+TRACEBACK = """Collecting data...
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+The target application terminated with signal 1.
+Generating report"""
+
+
+def test_a_traceback_is_a_failure_even_with_a_report(no_nsys, tmp_path):
+    """A program that fails in its second step leaves a report of the first."""
+    make = f"echo > $out.nsys-rep; cat <<END\n{TRACEBACK}\nEND\nexit 1"
+    script(tmp_path / "bin" / "nsys", FAKE.format(log="/dev/null", make=make))
     with pytest.raises(
-        ProfileError, match=r"made no report of 'train'; install libdw1; its last words: libdw\.so\.1"
+        ProfileError, match=r"'train' failed under nsys: torch\.OutOfMemoryError: CUDA out of memory"
     ):
         record(["train"], tmp_path / "profile")
+
+
+def test_a_missing_libdw_is_named_before_anything_runs(no_nsys, tmp_path, monkeypatch):
+    host = tmp_path / "nsight-compute" / "2025.1" / "host"
+    script(host / "target-linux-x64" / "nsys", f"touch {tmp_path}/started")
+    script(host / "linux-desktop-x" / "QdstrmImporter", "")
+    broken = host / "linux-desktop-x" / "libdw.so.1"
+    broken.write_text("no library")
+    assert "cannot make reports without libdw.so.1" in why_no_nsys()
+    broken.unlink()
+    monkeypatch.setattr(nsys, "_missing_library", lambda nsys: "libelf.so.1")
+    with pytest.raises(
+        ProfileError, match=r"without libelf\.so\.1; install libdw1 .* in LD_LIBRARY_PATH, or take torch"
+    ):
+        record(["train"], tmp_path / "profile")
+    assert not (tmp_path / "started").exists()
 
 
 def test_an_old_export_is_never_taken_for_the_new_one(no_nsys, tmp_path):

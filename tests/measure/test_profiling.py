@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from cs336_systems.measure import nsys, profiling
-from cs336_systems.measure.kernels import ProfileError, class_shares, kernel_table, stages, within
+from cs336_systems.measure.kernels import (
+    ProfileError,
+    class_shares,
+    kernel_table,
+    range_table,
+    stages,
+    within,
+)
 from cs336_systems.measure.profiling import (
     Target,
     choose_source,
@@ -27,7 +34,7 @@ SMALL = {"context_length": 16, "batch_size": 2, "device": "cpu", "warmup_steps":
 
 def test_a_train_step_on_the_cpu(tmp_path):
     profile = profile_model(Target(**SMALL), tmp_path / "tiny")
-    assert (tmp_path / "tiny.json.gz").exists()
+    assert (tmp_path / "tiny.json").exists()
     table = kernel_table(profile)
     assert table.attrs == {"source": "torch cpu", "steps": 2, "root": "measure"}
     assert set(stages(table)) == {"forward", "backward", "optimizer"}
@@ -51,32 +58,50 @@ def test_other_passes(tmp_path, pass_, stages_):
     assert set(stages(table)) == stages_, "what a pass needs first is prepared outside the range"
 
 
-def test_rows_of_a_newer_profile_leave_none_of_an_older(tmp_path):
+def test_rows_of_a_newer_profile_leave_none_of_an_older():
     target = Target(pass_="forward", **SMALL)
-    tables = profile_rows(target, tmp_path / "p")
+    tables = profile_rows(target)
     assert {row["range"] for row in tables["ranges"]} == {"measure", "measure/forward"}
     old = [target.key() | {"profiler": "torch cpu", "range": "measure", "kernel": "gone", "calls": 1}]
-    other = [row | {"batch_size": 64} for row in old]
+    other = [row | {"batch_size": 64} for row in old] + [row | {"profiler": "nsys"} for row in old]
     save_rows(old + other, "nsys_profile", table="kernels")
-    path = save_rows(tables["kernels"], "nsys_profile", table="kernels", replacing=target.key())
+    replacing = target.key() | {"profiler": tables["kernels"][0]["profiler"]}
+    path = save_rows(tables["kernels"], "nsys_profile", table="kernels", replacing=replacing)
     saved = load_rows("nsys_profile", path.parent.parent.name, table="kernels")
-    assert saved[saved.kernel == "gone"].batch_size.tolist() == [64]
-    assert len(saved) == len(tables["kernels"]) + 1
+    assert len(saved[saved.kernel == "gone"]) == 2, "those of another batch and of another profiler"
+    assert len(saved) == len(tables["kernels"]) + 2
 
 
-def test_out_of_memory_is_a_status(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB"), "oom"),
+        (ProfileError("nsys made no report of 'train'"), "error"),
+    ],
+)
+def test_what_fails_is_a_status(monkeypatch, error, status):
     def fail(*arguments):
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+        raise error
 
     monkeypatch.setattr(profiling, "profile_model", fail)
-    for rows in profile_rows(Target(**SMALL), tmp_path / "p").values():
-        assert [row["status"] for row in rows] == ["oom"]
+    target = Target(**SMALL)
+    for rows in profile_rows(target).values():
+        assert [row["status"] for row in rows] == [status]
+        assert rows[0]["profiler"] == "torch cpu", "the next one that works replaces it"
         save_rows(rows, "nsys_profile", table="failed")
+
+
+def test_one_step_is_kept(tmp_path):
+    kept = tmp_path / "traces" / "tiny.json.gz"
+    tables = profile_rows(Target(**SMALL), keep=kept)
+    profile = read_profile(kept, "cpu")
+    assert kernel_table(profile).attrs["steps"] == 1
+    assert {row["range"] for row in tables["ranges"]} == set(range_table(profile).range)
 
 
 def test_profiles_of_this_machine_only(tmp_path):
     saved = profile_model(Target(**SMALL), tmp_path / "p")
-    again = read_profile(tmp_path / "p.json.gz", "cpu")
+    again = read_profile(tmp_path / "p.json", "cpu")
     assert kernel_table(again).equals(kernel_table(saved))
     with pytest.raises(ProfileError, match="recorded on 'NVIDIA H200', not on"):
         read_profile(SAMPLE, "cpu")
@@ -131,7 +156,7 @@ def test_autocast_is_the_dtype():
     ],
 )
 def test_the_best_source_that_is_there(monkeypatch, device, there, asked, chosen):
-    monkeypatch.setattr(nsys, "find_nsys", lambda: nsys.Nsys(Path("nsys")) if there else None)
+    monkeypatch.setattr(nsys, "why_no_nsys", lambda: "" if there else "nsys is nowhere")
     assert choose_source(device, asked) == chosen
 
 
@@ -173,8 +198,8 @@ def test_out_of_memory_in_the_other_process(nsys_on_cuda, tmp_path, monkeypatch)
 
 @pytest.mark.gpu
 def test_both_profilers_agree_on_a_gpu(tmp_path):
-    if nsys.find_nsys() is None:
-        pytest.skip("needs nsys, and there is none here")
+    if reason := nsys.why_no_nsys():
+        pytest.skip(reason)
     target = Target(model_size="small", context_length=512, pass_="forward_backward", device="cuda")
     by_nsys, by_torch = (
         class_shares(kernel_table(profile_model(target, tmp_path / source, source))).set_index("class")

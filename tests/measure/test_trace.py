@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cs336_systems.measure.kernels import ProfileError, kernel_table, range_table
-from cs336_systems.measure.trace import read_trace, record
+from cs336_systems.measure.trace import keep_one_step, read_trace, record
 from cs336_systems.ranges import annotate, recording
 
 MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float> >(int)"
@@ -148,6 +148,32 @@ def test_the_saved_trace_reads_back(cpu):
     assert kernel_table(read_trace(path)).equals(kernel_table(profile))
     with gzip.open(path) as file:
         assert json.load(file)["traceEvents"], "what Perfetto opens"
+
+
+def test_one_step_kept_of_several(save, tmp_path):
+    """The same table as the whole trace's, when its steps are equal; and the same file each time."""
+    whole = cuda_trace()
+    for e in [e for e in cuda_trace()["traceEvents"] if e["ph"] == "X"]:
+        e["ts"] += 1000
+        if "correlation" in e["args"]:
+            e["args"]["correlation"] += 10
+        e["args"] |= {"External id": 7, "registers per thread": 32}
+        whole["traceEvents"].append(e)
+    path, kept = save(whole), tmp_path / "kept" / "step.json.gz"
+    keep_one_step(path, kept)
+    both, last = kernel_table(read_trace(path)), kernel_table(read_trace(kept))
+    assert (both.attrs["steps"], last.attrs["steps"]) == (2, 1)
+    assert last.equals(both)
+    written = kept.read_bytes()
+    keep_one_step(path, kept)
+    assert kept.read_bytes() == written
+    assert b"registers" not in gzip.decompress(written)
+    assert b"process_name" in gzip.decompress(written), "Perfetto names the lanes"
+
+
+def test_no_step_to_keep(save, tmp_path):
+    with pytest.raises(ProfileError, match=r"trace\.json has no range 'epoch'; record it under"):
+        keep_one_step(save(cuda_trace()), tmp_path / "step.json.gz", root="epoch")
 
 
 def test_missing_file(tmp_path):

@@ -230,19 +230,19 @@ def _inside(times: pd.Series, step: pd.Series) -> pd.Series:
 def kernel_rows(
     table: pd.DataFrame, key: dict[str, Any], smallest_share: float = 1e-3
 ) -> list[dict[str, Any]]:
-    """A kernel table as rows: layers summed (layers.*), and what is below a share of the step as "rest".
+    """A kernel table as rows: layers summed (layers.*), and kernels that hardly count as "rest".
 
     Args:
         table: of `kernel_table`.
         key: key columns that say what was profiled.
-        smallest_share: of the step's time; each class in each range keeps a rest of its own, so all sums
-            stay.
+        smallest_share: of the step's time, below which a kernel does not get its name; each class in each
+            range keeps a rest of its own, so all sums stay. What has its name, has all its calls.
     """
     table = table.assign(range=table.range.str.replace(r"\.\d+", ".*", regex=True))
-    of_kernel = table.groupby(["range", "kernel", "class"])[["calls", "total_ms"]].sum().reset_index()
-    small = of_kernel.total_ms < smallest_share * of_kernel.total_ms.sum()
-    of_kernel.loc[small, "kernel"] = "rest"
-    rows = of_kernel.groupby(["range", "kernel", "class"])[["calls", "total_ms"]].sum().reset_index()
+    of_kernel = table.groupby(["kernel", "class"]).total_ms.transform("sum")
+    small = of_kernel < smallest_share * table.total_ms.sum()
+    table["kernel"] = table.kernel.mask(small, "rest")
+    rows = table.groupby(["range", "kernel", "class"])[["calls", "total_ms"]].sum().reset_index()
     return [{**key, "profiler": table.attrs["source"], **row} for row in rows.to_dict("records")]
 
 

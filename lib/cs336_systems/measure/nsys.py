@@ -5,6 +5,7 @@ import re
 import shutil
 import sqlite3
 import subprocess
+import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,10 @@ class Nsys:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The importer and its plugins look for their libraries in LD_LIBRARY_PATH only."""
+        """For making and exporting reports: the importer looks for its libraries in LD_LIBRARY_PATH only.
+
+        Not for profiling: the profiled program would find Nsight's copies of common libraries before its own.
+        """
         if self.libraries is None:
             return dict(os.environ)
         paths = [str(self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
@@ -45,6 +49,29 @@ def find_nsys() -> Nsys | None:
     return None
 
 
+def why_no_nsys() -> str:
+    """Why nsys cannot profile here, and what would help; empty if it can."""
+    nsys = find_nsys()
+    if nsys is None:
+        return f"nsys is neither on PATH nor below {NSIGHT_COMPUTE}; install Nsight Systems"
+    if missing := _missing_library(nsys):
+        return (
+            f"the nsys inside Nsight Compute cannot make reports without {missing}; install libdw1 with all "
+            "that it needs, or name the folders that hold it in LD_LIBRARY_PATH"
+        )
+    return ""
+
+
+def _missing_library(nsys: Nsys) -> str:
+    """What the importer would miss: Nsight Compute does not carry libdw, nor what that needs in turn."""
+    if nsys.importer is None:
+        return ""
+    load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libdw.so.1')"]
+    tried = subprocess.run(load, env=nsys.environment, capture_output=True, text=True)
+    found = re.search(r"(lib\S+?): cannot open", tried.stderr)
+    return "" if tried.returncode == 0 else found[1] if found else "libdw.so.1"
+
+
 def record(command: list[str], stem: Path) -> Path:
     """Run `command` under nsys and export what happened between its cudaProfilerStart and cudaProfilerStop.
 
@@ -56,14 +83,11 @@ def record(command: list[str], stem: Path) -> Path:
         The path of the SQLite export, for `read_export`.
 
     Raises:
-        ProfileError: there is no nsys, the command failed, or nsys could not make a report of it.
+        ProfileError: there is no nsys that can, the command failed, or nsys could not make a report of it.
     """
+    if reason := why_no_nsys():
+        raise ProfileError(f"{reason}, or take torch.profiler as the source")
     nsys = find_nsys()
-    if nsys is None:
-        raise ProfileError(
-            f"nsys is neither on PATH nor below {NSIGHT_COMPUTE}; install Nsight Systems, "
-            "or take torch.profiler as the source"
-        )
     stem = stem.absolute()
     stem.parent.mkdir(parents=True, exist_ok=True)
     raw, report, export = (stem.with_name(stem.name + end) for end in (".qdstrm", ".nsys-rep", ".sqlite"))
@@ -72,18 +96,15 @@ def record(command: list[str], stem: Path) -> Path:
     # No CPU sampling, no context switches: they make the stream gigabytes large, and nothing here reads them.
     options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
     options += ["--capture-range=cudaProfilerApi", "--capture-range-end=stop", f"--output={stem}"]
-    log = _run([nsys.program, "profile", *options, *command], nsys)
+    log = _run([nsys.program, "profile", *options, *command], dict(os.environ))
+    if failure := _python_error(log):
+        raise ProfileError(f"{' '.join(command)!r} failed under nsys: {failure}")
     if not report.exists() and raw.exists() and nsys.importer:
-        log += _run([nsys.importer, "-i", raw, "-o", report], nsys)
+        log += _run([nsys.importer, "-i", raw, "-o", report], nsys.environment)
     if not report.exists():
-        hint = "; install libdw1" if "libdw" in log else ""
-        raise ProfileError(
-            f"nsys made no report of {' '.join(command)!r}{hint}; its last words: {_tail(log)}"
-        )
-    log = _run(
-        [nsys.program, "export", "--type=sqlite", "--force-overwrite=true", f"--output={export}", report],
-        nsys,
-    )
+        raise ProfileError(f"nsys made no report of {' '.join(command)!r}; its last words: {_tail(log)}")
+    to_sqlite = ["--type=sqlite", "--force-overwrite=true", f"--output={export}", report]
+    log = _run([nsys.program, "export", *to_sqlite], nsys.environment)
     if not export.exists():
         raise ProfileError(f"nsys could not export {report.name}; its last words: {_tail(log)}")
     raw.unlink(missing_ok=True)
@@ -225,16 +246,23 @@ def _written_by(export: sqlite3.Connection, tables: dict[str, set[str]]) -> str:
     )
 
 
-def _run(command: list, nsys: Nsys) -> str:
+def _run(command: list, environment: dict[str, str]) -> str:
     """Run to the end, whatever the exit code (files tell whether it worked), and return what it printed."""
     done = subprocess.run(
         [str(word) for word in command],
-        env=nsys.environment,
+        env=environment,
         capture_output=True,
         text=True,
         errors="replace",
     )
     return done.stdout.replace("\r", "\n") + done.stderr.replace("\r", "\n")
+
+
+def _python_error(log: str) -> str:
+    """The last line of a traceback that the profiled program printed; nsys reports on what ran until then."""
+    _, traceback, said = log.rpartition("Traceback (most recent call last)")
+    errors = re.findall(r"^[\w.]*\w(?:Error|Exception|Interrupt)(?::.*)?$", said, re.MULTILINE)
+    return (errors or ["it ended with a traceback"])[0] if traceback else ""
 
 
 def _tail(log: str) -> str:

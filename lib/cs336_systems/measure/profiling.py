@@ -8,6 +8,7 @@ runs the steps and says to a profiler around it (nsys) when the measured ones be
 import argparse
 import platform
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -81,22 +82,21 @@ class Target:
 
 
 def choose_source(device: torch.device, source: str = "auto") -> str:
-    """ "nsys" on a GPU where nsys is there, else "torch"; or the one that is asked for.
+    """ "nsys" on a GPU where nsys works, else "torch"; or the one that is asked for.
 
     Raises:
         ValueError: the source is unknown, or nsys is asked for without a GPU.
-        ProfileError: nsys is asked for and not there.
     """
     check_choice("source", source, ("auto", *SOURCES))
     if source == "nsys" and device.type != "cuda":
         raise ValueError(f"source 'nsys' sees GPU kernels only; allowed on a {device.type}: auto, torch")
     if source == "auto":
-        return "nsys" if device.type == "cuda" and nsys.find_nsys() else "torch"
+        return "torch" if device.type != "cuda" or nsys.why_no_nsys() else "nsys"
     return source
 
 
 def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
-    """Profile a target; leaves <stem>.nsys-rep and .sqlite, or <stem>.json.gz for ui.perfetto.dev.
+    """Profile a target; leaves <stem>.nsys-rep and .sqlite, or <stem>.json for ui.perfetto.dev.
 
     nsys runs the target in a process of its own: give this one's GPU memory back first.
 
@@ -107,7 +107,7 @@ def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
     device = resolve_device(target.device)
     if choose_source(device, source) == "torch":
         with matmul_precision(target.dtype):
-            return trace.record(prepare(target), stem.with_name(stem.name + ".json.gz"), device=device)
+            return trace.record(prepare(target), stem.with_name(stem.name + ".json"), device=device)
     command = [sys.executable, "-m", "cs336_systems.measure.profiling", *target.arguments()]
     try:
         return nsys.read_export(nsys.record(command, stem))
@@ -117,27 +117,50 @@ def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
         raise
 
 
-def profile_rows(target: Target, stem: Path, source: str = "auto") -> dict[str, list[dict[str, Any]]]:
+def profile_rows(
+    target: Target, source: str = "auto", *, keep: Path | None = None
+) -> dict[str, list[dict[str, Any]]]:
     """Profile a target and return its tables as rows: "kernels" and "ranges"; what cannot run is a status.
 
-    Names of kernels are keys, so save them with `replacing=target.key()`.
+    Names of kernels are keys, so save them with `replacing=target.key() | {"profiler": ...}`.
+
+    Args:
+        keep: a .json.gz for the trace of one step, where torch.profiler is the source.
+
+    Raises:
+        ValueError, RuntimeError: see `choose_source`; the device is not there.
     """
     device = resolve_device(target.device)
+    source = choose_source(device, source)
     needed = accounting.peak_bytes(
         target.config, target.batch_size, target.context_length, target.pass_, target.dtype
     )
-    status, reason, profile = "skipped", why_no_memory(needed, device), None
-    if not reason:
-        profile, reason = run_or_out_of_memory(lambda: profile_model(target, stem, source), device)
-        status = "oom"
-        release_memory(device)
-    if profile is None:
-        failed = [target.key() | {"status": status, "reason": reason}]
-        return {"kernels": failed, "ranges": failed}
+    if reason := why_no_memory(needed, device):
+        return _failed(target, source, device, "skipped", reason)
+    with tempfile.TemporaryDirectory() as folder:
+        stem = Path(folder) / "profile"
+        try:
+            profile, reason = run_or_out_of_memory(lambda: profile_model(target, stem, source), device)
+        except ProfileError as error:
+            return _failed(target, source, device, "error", str(error))
+        finally:
+            release_memory(device)
+        if profile is None:
+            return _failed(target, source, device, "oom", reason)
+        if keep and source == "torch":
+            trace.keep_one_step(stem.with_suffix(".json"), keep)
     return {
         "kernels": kernel_rows(kernel_table(profile), target.key()),
         "ranges": range_rows(range_table(profile), target.key()),
     }
+
+
+def _failed(
+    target: Target, source: str, device: torch.device, status: str, reason: str
+) -> dict[str, list[dict[str, Any]]]:
+    profiler = source if source == "nsys" else f"torch {device.type}"
+    row = target.key() | {"profiler": profiler, "status": status, "reason": reason}
+    return {"kernels": [row], "ranges": [row]}
 
 
 def read_profile(path: Path, device: str | torch.device = "auto") -> Profile:

@@ -13,6 +13,7 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from cs336_systems.measure.files import make_folder
 from cs336_systems.measure.kernels import Profile, ProfileError
 
 _KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
@@ -54,6 +55,46 @@ def record(
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
     return read_trace(path)
+
+
+def keep_one_step(path: Path, kept: Path, root: str = "measure") -> None:
+    """Write the last step of a trace, without what neither a reader nor `read_trace` needs, to a .json.gz.
+
+    Of a CUDA trace that is the ranges, the launches and the kernels: a hundredth of the bytes.
+
+    Raises:
+        ProfileError: no range of that name was recorded.
+        FileNotFoundError, PermissionError: there is no such trace, or the folder cannot be written to.
+    """
+    trace = load_trace(path)
+    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    steps = [event for event in spans if (event["cat"], event["name"]) == ("user_annotation", root)]
+    if not steps:
+        raise ProfileError(f"{Path(path).name} has no range {root!r}; record it under ranges.recording()")
+    step = max(steps, key=lambda event: event["ts"])
+    on_cuda = any(event["cat"] in _KINDS for event in spans)
+    host = {"user_annotation", "cuda_runtime", "cuda_driver"} if on_cuda else {"user_annotation", "cpu_op"}
+    inside = [
+        event
+        for event in spans
+        if event["cat"] in host and step["ts"] <= event["ts"] < step["ts"] + step["dur"]
+    ]
+    launched = {event.get("args", {}).get("correlation") for event in inside} - {None}
+    inside += [e for e in spans if e["cat"] in _KINDS and e["args"].get("correlation") in launched]
+    names = [event for event in trace["traceEvents"] if event.get("ph") == "M"]
+    about = {name: trace[name] for name in ("deviceProperties", "host_name") if name in trace}
+    small = about | {"traceEvents": names + [_without_details(event) for event in inside]}
+    make_folder(kept.parent)
+    kept.write_bytes(gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
+
+
+def _without_details(event: dict[str, Any]) -> dict[str, Any]:
+    args = {
+        name: value
+        for name, value in event.get("args", {}).items()
+        if name in ("correlation", "grid", "stream")
+    }
+    return event | {"args": args}
 
 
 def load_trace(path: Path) -> dict[str, Any]:
