@@ -122,6 +122,7 @@ COLUMNS: dict[str, Column] = {
     "model_size": _key(str, "name of the model's size in its edition"),
     "d_model": _key(int, "width of the residual stream"),
     "num_heads": _key(int, "attention heads"),
+    "num_rows": _key(int, "rows of a matrix"),
     "batch_size": _key(int, "sequences in a batch"),
     "context_length": _key(int, "tokens in a sequence"),
     "d_head": _key(int, "width of one attention head"),
