@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-pytest.importorskip("triton")
 from cs336_systems.measure.rows import load_rows, save_rows
+
+pytest.importorskip("triton")
 from cs336_systems.measure.weighted_sum import IMPLEMENTATIONS, sweep_weighted_sum
 
 
@@ -36,7 +37,7 @@ def test_all_compute_the_same():
 
 @pytest.mark.gpu
 def test_cold_cache_on_a_gpu():
-    """64 MiB would fit a cache of 50 MB in part: read from memory they take their bytes over its bandwidth."""
+    """64 MiB fit a cache of 50 MB in part; from memory they take their bytes over its bandwidth."""
     sweep = sweep_weighted_sum(num_rows=[2**14], d_model=1024, implementations=["triton", "compiled"])
     for rows in sweep:
         assert [row["status"] for row in rows] == ["ok", "ok"]
