@@ -10,11 +10,14 @@ from nbformat import v4
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    """Skip what is marked `gpu` where there is no GPU, and `gpu(n)` where there are fewer than n."""
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU, and torch sees none here"))
+        marker = item.get_closest_marker("gpu")
+        needed = (marker.args or (1,))[0] if marker else 0
+        if seen < needed:
+            wanted = "a CUDA GPU" if needed == 1 else f"{needed} CUDA GPUs"
+            item.add_marker(pytest.mark.skip(reason=f"needs {wanted}, and torch sees {seen or 'none'} here"))
 
 
 @pytest.fixture(autouse=True, scope="session")

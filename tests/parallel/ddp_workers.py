@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
 from cs336_systems.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.parallel.benchmark import TorchDDP
 from cs336_systems.parallel.checks import run_cases
 
 MB = 2**20
@@ -333,10 +334,12 @@ def odd_layouts(context):
 
 
 def garbage(context):
-    """Deleting a wrapper and its module frees both, hooks and all."""
-    for name in WRAPPERS:
+    """Deleting a wrapper and its module frees both, hooks and all; PyTorch's own too, which the benchmark
+    runs in between."""
+    torch_ddp = partial(TorchDDP, bucket_size_mb=25)
+    for name in (*WRAPPERS, torch_ddp):
         module = nn.Linear(2, 2)
-        model = wrap(name, module)
+        model = torch_ddp(module) if name is torch_ddp else wrap(name, module)
         model(torch.ones(1, 2)).sum().backward()
         model.finish_gradient_synchronization()
         watched = [weakref.ref(thing) for thing in (model, module, module.weight)]

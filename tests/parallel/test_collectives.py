@@ -3,12 +3,13 @@
 import importlib
 
 import launch_workers
+import pandas as pd
 import pytest
-import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cs336_systems.measure.rows import load_rows
 from cs336_systems.parallel import collectives, launch
 from cs336_systems.parallel.collectives import (
     COLLECTIVES,
@@ -16,6 +17,7 @@ from cs336_systems.parallel.collectives import (
     bus_bandwidth_gbps,
     bus_factor,
     fit_alpha_beta,
+    fit_rows,
     ring_seconds,
 )
 
@@ -117,7 +119,7 @@ def test_rows_over_gloo():
     )
     assert every_rank[0] == every_rank[1] == every_rank[2]  # the slowest rank's times, on all
     assert [(row["case"], row["message_mb"]) for row in every_rank[0]] == [
-        (collective, size) for collective in COLLECTIVES for size in (0.1, 1)
+        (collective, size) for size in (0.1, 1) for collective in COLLECTIVES
     ]
     for row in every_rank[0]:
         assert (row["world_size"], row["backend"], row["dtype"], row["steps"]) == (3, "gloo", "float32", 3)
@@ -128,16 +130,39 @@ def test_rows_over_gloo():
         assert message_bytes == pytest.approx(row["message_mb"] * 2**20, abs=12)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 def test_rows_over_nccl():
-    world_size = min(torch.cuda.device_count(), 4)
-    rows = launch(
-        launch_workers.time_collectives_strictly, world_size, backend="nccl", message_mb=(1,), steps=3
-    )[0]
-    assert [(row["case"], row["backend"]) for row in rows] == [
-        (collective, "nccl") for collective in COLLECTIVES
+    sizes = (0.01, 1, 100)
+    rows = launch(launch_workers.time_collectives_strictly, 2, backend="nccl", message_mb=sizes, steps=3)[0]
+    assert [(row["message_mb"], row["case"], row["backend"]) for row in rows] == [
+        (size, collective, "nccl") for size in sizes for collective in COLLECTIVES
     ]
-    assert all(row["p50_ms"] > 0 for row in rows)
+    for small, large in zip(rows, rows[2 * len(COLLECTIVES) :], strict=False):
+        assert 0 < small["p50_ms"] < large["p50_ms"], small["case"]
+    # 0 would mean that the clock stopped when the kernels were launched, not when they were done.
+    assert all(row["bus_bandwidth_gbps"] < 1000 for row in rows)
+
+
+def test_a_row_ends_in_its_time(tmp_path, monkeypatch, capsys):
+    """Rows are saved as they come; what does not fit is left out, but one step is measured."""
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    options = {"collectives": ["all_reduce"], "message_mb": (4, 8), "limit_s": 1e-6, "machine": "somewhere"}
+    rows = launch(collectives.time_collectives, 2, backend="gloo", **options)[0]
+    assert [(row["steps"], row["warmup_steps"]) for row in rows] == [(1, 5), (1, 5)]
+    saved = load_rows(collectives.SLUG, "somewhere")
+    assert saved["p50_ms"].tolist() == pytest.approx([row["p50_ms"] for row in rows], rel=1e-5)
+    assert "[rank 0] gloo, 2 ranks, all_reduce of 4 MB: " in capsys.readouterr().out
+
+
+def test_the_fit_of_rows_takes_those_asked_for():
+    def row(size_mb, p50_ms, **others):
+        same = {"case": "all_reduce", "world_size": 2, "backend": "nccl", "status": "ok"}
+        return same | {"message_mb": size_mb, "p50_ms": p50_ms} | others
+
+    rows = [row(10, 2.0), row(1, 1.1), row(1, 7.0, backend="gloo"), row(2, 7.0, world_size=4)]
+    fit = fit_rows(pd.DataFrame([*rows, row(3, 7.0, case="broadcast"), row(5, None, status="error")]))
+    assert fit.latency_s == pytest.approx(1e-3)
+    assert fit.seconds_per_byte == pytest.approx(1e-4 / 2**20)
 
 
 def test_torch_before_2_13_has_other_names(monkeypatch):

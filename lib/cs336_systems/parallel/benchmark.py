@@ -1,5 +1,8 @@
 """Training steps of a Transformer under each data-parallel wrapper, PyTorch's own among them, in one run."""
 
+import contextlib
+import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cs336_systems.configs import ModelConfig
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.measure.host import check_choice
+from cs336_systems.measure.rows import save_rows
 from cs336_systems.measure.steps import ModelSteps
 from cs336_systems.measure.timing import MIB, matmul_precision, release_memory, run_or_out_of_memory
 from cs336_systems.measure.training import model_key
@@ -22,25 +26,54 @@ from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP
 from cs336_systems.parallel.worker import WorkerContext
 from cs336_systems.ranges import annotate
 
+# PyTorch 2.13 renamed this one and warns about the old name.
+_settings = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _settings else "broadcast_buffers"
+
+LADDER = "naive_ddp_benchmarking"  # the slug under which all rows are saved, whichever notebook measures
+
+
+class Single(nn.Module):
+    """One process that has nobody to talk to: what the others are compared with."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing to do."""
+
 
 class TorchDDP(DistributedDataParallel):
-    """PyTorch's own, with our interface: it averages during backward and leaves nothing to finish."""
+    """PyTorch's own, with our interface: it averages during backward and leaves nothing to finish.
+
+    Like ours it leaves buffers alone between steps.
+    """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float):
-        super().__init__(module, bucket_cap_mb=bucket_size_mb, gradient_as_bucket_view=True)
+        super().__init__(
+            module, bucket_cap_mb=bucket_size_mb, gradient_as_bucket_view=True, **{_SYNC_BUFFERS: False}
+        )
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing to do."""
 
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {
+    "single": Single,
     "naive": NaiveDDP,
     "flat": FlatDDP,
     "overlapped": OverlappedDDP,
     "bucketed": BucketedDDP,
     "torch": TorchDDP,
 }
-_WITH_BUCKETS = ("bucketed", "torch")
+WITH_BUCKETS = ("bucketed", "torch")
 
 
 class DataParallelSteps(ModelSteps):
@@ -78,55 +111,91 @@ def benchmark_ddp(
     model_size: str = "tiny",
     edition: int = 2025,
     context_length: int = 128,
-    batch_size: int = 4,
-    dtype: str = "float32",
-    implementations: Iterable[str] = tuple(WRAPPERS),
-    bucket_sizes_mb: Iterable[float] = (1, 10, 100, 1000),
+    batch_sizes: Iterable[int] = (4,),
+    dtypes: Iterable[str] = ("float32",),
+    implementations: Iterable[str] = ("naive", "flat", "overlapped", "bucketed", "torch"),
+    bucket_sizes_mb: Iterable[float] = (1, 10, 25, 100, 1000),
     attention_implementation: str = "reference",
     warmup_steps: int = 5,
     steps: int = 10,
+    machine: str | None = None,
 ) -> list[dict[str, Any]]:
     """A worker for `launch`: time training steps under each wrapper, one row for each and each bucket size.
 
     Of every step the slowest rank counts. Beside the times of the whole step, a row has medians of:
     `alone_ms`, a step without communication; `exposed_communication_ms`, by how much the step is longer
-    than that; `communication_ms`, all communication with nothing to hide behind (None for "torch", which
-    cannot be asked).
+    than that; `communication_ms`, all communication with nothing to hide behind ("torch" cannot be asked for
+    it). The first and the last are of half as many steps. "single" has none of the three.
 
     Args:
-        batch_size: sequences in the global batch, shared equally by the ranks.
-        implementations: names in WRAPPERS; "bucketed" and "torch" run with every bucket size.
+        batch_sizes: sequences in the global batch, shared equally by the ranks.
+        implementations: names in WRAPPERS; "bucketed" and "torch" run with every bucket size, "single" in a
+            world of one.
+        machine: save each row as it comes, as one of this machine's (`LADDER`), and print it.
 
     Returns:
         The rows, the same on every rank. Memory that ran out is a status, and what was to follow is skipped:
         after that the ranks need not agree on what they have sent.
 
     Raises:
-        ValueError: a name is unknown, or the batch cannot be shared equally.
+        ValueError: a name is unknown, a batch cannot be shared equally, or "single" is not alone.
     """
     config = find_size(model_size, edition)
-    implementations, bucket_sizes_mb = tuple(implementations), tuple(bucket_sizes_mb)
-    check_choice("dtype", dtype, DTYPES)
-    for implementation in implementations:
-        check_choice("implementation", implementation, WRAPPERS)
-    if batch_size % context.world_size:
-        raise ValueError(
-            f"batch_size {batch_size} cannot be shared by {context.world_size} ranks; allowed: its multiples"
+    dtypes, batch_sizes, implementations = tuple(dtypes), tuple(batch_sizes), tuple(implementations)
+    _check(context, dtypes, batch_sizes, implementations)
+    variants = [
+        (name, size)
+        for name in implementations
+        for size in (tuple(bucket_sizes_mb) if name in WITH_BUCKETS else (None,))
+    ]
+    rows: list[dict[str, Any]] = []
+    for dtype, batch_size, variant in itertools.product(dtypes, batch_sizes, variants):
+        key = model_key(
+            config,
+            context_length,
+            batch_size,
+            "train_step",
+            dtype,
+            variant[0],
+            warmup_steps,
+            attention_implementation,
         )
-    shared_key = model_key(config, context_length, batch_size, "train_step", dtype, warmup_steps=warmup_steps)
-    shared_key |= {"attention": attention_implementation}
-    shared_key |= {"world_size": context.world_size, "backend": context.backend}
-    rows, out_of_memory = [], False
-    for implementation in implementations:
-        for bucket_size_mb in bucket_sizes_mb if implementation in _WITH_BUCKETS else (None,):
-            key = shared_key | {"implementation": implementation, "bucket_size_mb": bucket_size_mb}
-            if out_of_memory:
-                values = {"status": "skipped", "reason": "memory ran out in the same process group"}
-            else:
-                values = _measure(context, config, key, steps)
-            out_of_memory |= values["status"] == "oom"
-            rows.append(key | values)
+        key |= {"world_size": context.world_size, "backend": context.backend, "bucket_size_mb": variant[1]}
+        if any(row["status"] == "oom" for row in rows):
+            values = {"status": "skipped", "reason": "memory ran out in the same process group"}
+        else:
+            values = _measure(context, config, key, steps)
+        rows.append(key | values)
+        if machine and context.rank == 0:
+            save_rows(rows[-1:], LADDER, machine=machine)
+            print(_sentence(rows[-1]))
     return rows
+
+
+def _check(
+    context: WorkerContext, dtypes: tuple[str, ...], batch_sizes: tuple[int, ...], names: tuple[str, ...]
+) -> None:
+    for dtype in dtypes:
+        check_choice("dtype", dtype, DTYPES)
+    for name in names:
+        check_choice("implementation", name, WRAPPERS)
+    if "single" in names and context.world_size > 1:
+        raise ValueError(f"'single' is one process; this is one of {context.world_size}; allowed: the others")
+    for batch_size in batch_sizes:
+        if batch_size % context.world_size:
+            raise ValueError(
+                f"batch_size {batch_size} cannot be shared by {context.world_size} ranks; "
+                "allowed: its multiples"
+            )
+
+
+def _sentence(row: dict[str, Any]) -> str:
+    buckets = "" if row["bucket_size_mb"] is None else f" with buckets of {row['bucket_size_mb']:g} MB"
+    what = f"{row['implementation']}{buckets}, {row['dtype']}, batch {row['batch_size']}"
+    if row["status"] != "ok":
+        return f"{what}: {row['status']} ({row['reason']})"
+    alone = f", {row['alone_ms']:.4g} ms without communication" if "alone_ms" in row else ""
+    return f"{what}: {row['p50_ms']:.4g} ms a step{alone}"
 
 
 def _measure(context: WorkerContext, config: ModelConfig, key: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -155,16 +224,14 @@ def _time(context: WorkerContext, config: ModelConfig, key: dict[str, Any], step
     wrapped = WRAPPERS[key["implementation"]](model, **buckets)
     share = key["batch_size"] // context.world_size
     run = DataParallelSteps(wrapped, share, key["context_length"], key["dtype"])
-    counts = {"warmup_steps": key["warmup_steps"], "steps": steps}
-    together = time_together(run.train_step, context, **counts)
+    together = time_together(run.train_step, context, warmup_steps=key["warmup_steps"], steps=steps)
     peak = torch.cuda.max_memory_allocated(context.device) / MIB if on_gpu else None
-    alone = time_together(run.train_alone, context, **counts)
-    communication = None
+    values = together.as_row() | {"peak_memory_mib": peak}
+    if key["implementation"] == "single":
+        return values
+    fewer = {"warmup_steps": 1, "steps": -(-steps // 2)}
+    alone = time_together(run.train_alone, context, **fewer)
+    values |= {"alone_ms": alone.p50_ms, "exposed_communication_ms": together.p50_ms - alone.p50_ms}
     if key["implementation"] != "torch":
-        communication = time_together(run.communicate, context, **counts).p50_ms
-    return together.as_row() | {
-        "peak_memory_mib": peak,
-        "alone_ms": alone.p50_ms,
-        "exposed_communication_ms": together.p50_ms - alone.p50_ms,
-        "communication_ms": communication,
-    }
+        values["communication_ms"] = time_together(run.communicate, context, **fewer).p50_ms
+    return values

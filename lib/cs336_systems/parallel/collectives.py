@@ -5,6 +5,7 @@ an all-reduce or a broadcast, the gathered output of an all-gather, the input of
 count 2**20 bytes, like PyTorch's buckets; bandwidths in GB/s count 10**9, like data sheets.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,12 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.distributed as dist
 
+from cs336_systems.measure.rows import save_rows
 from cs336_systems.measure.timing import Timing
 from cs336_systems.parallel.worker import WorkerContext
 
+SLUG = "distributed_communication_single_node"  # under which rows are saved
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 MB = 2**20
 
@@ -116,6 +120,21 @@ def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> 
     return AlphaBeta(float(alpha), float(beta / largest), tuple(map(float, residuals)))
 
 
+def fit_rows(
+    rows: pd.DataFrame, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
+) -> AlphaBeta:
+    """Fit the median times of one collective in rows of `time_collectives`.
+
+    Raises:
+        ValueError: there are fewer than two sizes of it.
+    """
+    mine = (rows["case"] == collective) & (rows["world_size"] == world_size) & (rows["backend"] == backend)
+    measured = rows[mine & (rows["status"] == "ok")].sort_values("message_mb")
+    return fit_alpha_beta(
+        measured["message_mb"].astype(float).to_numpy() * MB, measured["p50_ms"].to_numpy() / 1e3
+    )
+
+
 def time_collectives(
     context: WorkerContext,
     *,
@@ -123,69 +142,103 @@ def time_collectives(
     message_mb: Iterable[float] = (1, 10, 100),
     warmup_steps: int = 5,
     steps: int = 10,
+    limit_s: float = math.inf,
+    machine: str | None = None,
 ) -> list[dict[str, Any]]:
     """A worker for `launch`: time collectives of float32 tensors, one row for each collective and size.
 
-    All ranks start together, each waits until it is done, and the slowest rank counts. Bandwidths are those
-    of the median time.
+    All ranks start together, each waits until it is done, and the slowest rank counts. On GPUs a step is 20
+    collectives in a row, as in nccl-tests: a small one alone would be shorter than the wait for its end.
+    Bandwidths are those of the median time.
 
     Args:
         message_mb: sizes in MB of 2**20 bytes, rounded up to whole elements on every rank.
+        limit_s: time for one row, see `time_together`.
+        machine: save each row as it comes, as one of this machine's (`collectives.SLUG`), and print it.
     """
     rows = []
+    calls = 20 if context.device.type == "cuda" else 1
+    collectives = tuple(collectives)
     for collective in collectives:
         bus_factor(collective, context.world_size)  # refuses an unknown name before anything is timed
-        for size_mb in message_mb:
-            elements = context.world_size * math.ceil(size_mb * MB / 4 / context.world_size)
-            timing = time_together(
-                _operation(collective, elements, context), context, warmup_steps=warmup_steps, steps=steps
-            )
-            message_bytes, median_s = 4 * elements, timing.p50_ms / 1e3
-            rows.append(
-                {
-                    "case": collective,
-                    "message_mb": size_mb,
-                    "dtype": "float32",
-                    "world_size": context.world_size,
-                    "backend": context.backend,
-                    "warmup_steps": warmup_steps,
-                    **timing.as_row(),
-                    "algorithm_bandwidth_gbps": algorithm_bandwidth_gbps(message_bytes, median_s),
-                    "bus_bandwidth_gbps": bus_bandwidth_gbps(
-                        collective, message_bytes, median_s, context.world_size
-                    ),
-                }
+    for size_mb, collective in itertools.product(message_mb, collectives):
+        elements = context.world_size * math.ceil(size_mb * MB / 4 / context.world_size)
+        operation = _operation(collective, elements, context)
+        counts = {"warmup_steps": warmup_steps, "steps": steps}
+        timing = time_together(operation, context, **counts, calls=calls, limit_s=limit_s)
+        message_bytes, median_s = 4 * elements, timing.p50_ms / 1e3
+        row = {
+            "case": collective,
+            "message_mb": size_mb,
+            "dtype": "float32",
+            "world_size": context.world_size,
+            "backend": context.backend,
+            "warmup_steps": warmup_steps,
+            **timing.as_row(),
+            "algorithm_bandwidth_gbps": algorithm_bandwidth_gbps(message_bytes, median_s),
+            "bus_bandwidth_gbps": bus_bandwidth_gbps(collective, message_bytes, median_s, context.world_size),
+        }
+        rows.append(row)
+        if machine and context.rank == 0:
+            save_rows([row], SLUG, machine=machine)
+            print(
+                f"{context.backend}, {context.world_size} ranks, {collective} of {size_mb:g} MB: "
+                f"{timing.p50_ms:.3g} ms, bus {row['bus_bandwidth_gbps']:.3g} GB/s"
             )
     return rows
 
 
 def time_together(
-    operation: Callable[[], None], context: WorkerContext, *, warmup_steps: int, steps: int
+    operation: Callable[[], None],
+    context: WorkerContext,
+    *,
+    warmup_steps: int,
+    steps: int,
+    calls: int = 1,
+    limit_s: float = math.inf,
 ) -> Timing:
     """Time an operation in which all ranks take part; each step's time is that of the slowest rank.
+
+    Args:
+        calls: operations in one step, one right after the other; the step's time is that of one of them.
+        limit_s: the first step's time foretells how many fit in here. What does not fit is left out, measured
+            steps first of all, but one is always measured.
 
     Raises:
         ValueError: no measured steps, or a negative number of warm-up steps.
     """
     if warmup_steps < 0 or steps < 1:
         raise ValueError(f"warmup_steps={warmup_steps}, steps={steps}; allowed: 0 or more, and 1 or more")
-    times_ms = []
-    for _ in range(warmup_steps + steps):
-        dist.barrier()
-        _synchronize(context)
-        start = time.perf_counter()
-        operation()
-        _synchronize(context)
-        times_ms.append(1e3 * (time.perf_counter() - start))
-    slowest = torch.tensor(times_ms, dtype=torch.float64, device=context.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    times_ms = slowest.tolist()
+    first = _slowest([_one_step_ms(operation, context, calls)], context)  # the same on all ranks
+    fitting = min(limit_s * 1e3 / (first[0] * calls), warmup_steps + steps)
+    others = [_one_step_ms(operation, context, calls) for _ in range(max(int(fitting), 1) - 1)]
+    times_ms = first + (_slowest(others, context) if others else [])
+    warmup_steps = min(warmup_steps, len(times_ms) - 1)
     return Timing(step_ms=tuple(times_ms[warmup_steps:]), warmup_ms=tuple(times_ms[:warmup_steps]))
 
 
-def _synchronize(context: WorkerContext) -> None:
-    if context.device.type == "cuda":
+def _slowest(times_ms: list[float], context: WorkerContext) -> list[float]:
+    slowest = torch.tensor(times_ms, dtype=torch.float64, device=context.device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.tolist()
+
+
+def _one_step_ms(operation: Callable[[], None], context: WorkerContext, calls: int) -> float:
+    """On a GPU between events of the current stream, which waits for what was communicated on others."""
+    on_gpu = context.device.type == "cuda"
+    dist.barrier()
+    if on_gpu:
         torch.cuda.synchronize(context.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        operation()
+    if not on_gpu:
+        return (time.perf_counter() - start_s) * 1e3 / calls
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
 
 
 def _operation(collective: str, elements: int, context: WorkerContext) -> Callable[[], None]:
