@@ -90,3 +90,21 @@ def test_operations_of_a_whole_model_have_its_flops():
 def test_one_by_one_each_operation_waits_for_its_own_bottleneck():
     counted = [Operation("mm", 8 * 10**9, 1), Operation("add", 0, 3 * 10**6)]
     assert one_by_one_ms(counted, matmul_tflops=2, copy_gbps=1) == pytest.approx(4 + 3)
+
+
+def test_the_parts_of_a_causal_forward():
+    """The mask adds four trips over the scores, of which one operation hides two, and the mask itself."""
+    shape, context_length = (6, 40, 16), 40
+    parts, trip = accounting.attention_part_bytes(*shape), FLOAT * 6 * 40 * 40
+    whole = accounting.attention_traffic_bytes(*shape)
+    assert sum(parts.values()) == whole + 4 * trip + context_length**2
+    q, k, v = (torch.empty(*shape, device="meta") for _ in range(3))
+    seen = operations(lambda: reference_attention(q, k, v, is_causal=True))
+    of = {name: [one for one in seen if one.name == name] for name in ("bmm", "masked_fill", "div", "exp")}
+    assert [one.bytes_moved for one in of["bmm"]] == [parts["scores"], parts["values"]]
+    assert of["masked_fill"][0].bytes_moved == 2 * trip + context_length**2
+    assert sum(one.bytes_moved for one in seen) > whole + 2 * trip
+
+    flops = accounting.attention_part_flops(*shape)
+    assert flops["scores"] + flops["values"] == accounting.attention_flops(*shape)
+    assert flops["softmax"] == 5 * flops["scale and mask"] == 5 * trip / FLOAT

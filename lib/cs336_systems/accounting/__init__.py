@@ -8,6 +8,8 @@ autograd really saves, and against the storages alive during a step.
 from .arguments import DTYPE_BYTES, PASSES
 from .attention import (
     attention_flops,
+    attention_part_bytes,
+    attention_part_flops,
     attention_peak_breakdown,
     attention_peak_bytes,
     attention_saved_bytes,
@@ -39,6 +41,8 @@ __all__ = [
     "PASSES",
     "activation_bytes",
     "attention_flops",
+    "attention_part_bytes",
+    "attention_part_flops",
     "attention_peak_breakdown",
     "attention_peak_bytes",
     "attention_saved_bytes",

@@ -92,6 +92,35 @@ def attention_traffic_bytes(batch_size: int, context_length: int, d_head: int, p
     return FLOAT32_BYTES * elements[pass_]
 
 
+def attention_part_flops(batch_size: int, context_length: int, d_head: int) -> dict[str, int]:
+    """Operations of each part of a causal forward: 2 B T^2 d in a product, and for each score 1 in the scale
+    and 5 in the softmax (maximum, subtract, exponential, sum, divide).
+    """
+    _check(batch_size, context_length, d_head)
+    scores = batch_size * context_length**2
+    product = 2 * scores * d_head
+    return {"scores": product, "scale and mask": scores, "softmax": 5 * scores, "values": product}
+
+
+def attention_part_bytes(batch_size: int, context_length: int, d_head: int) -> dict[str, int]:
+    """Bytes that each part of an eager, causal float32 forward reads and writes.
+
+    A product writes the scores or reads the weights once. Scaling goes over the scores twice (read, write),
+    masking four times (copy, then fill) and once over the mask, the softmax eight times: read for the
+    maximum; subtract; exponential; read for the sum; divide.
+    """
+    _check(batch_size, context_length, d_head)
+    rows = batch_size * context_length
+    scores = rows * context_length
+    product = FLOAT32_BYTES * (scores + 2 * rows * d_head)
+    return {
+        "scores": product,
+        "scale and mask": FLOAT32_BYTES * 6 * scores + context_length**2,
+        "softmax": FLOAT32_BYTES * (8 * scores + 4 * rows),
+        "values": product,
+    }
+
+
 def _check(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> None:
     check_positive_integers(batch_size=batch_size, context_length=context_length, d_head=d_head)
     check_pass(pass_)
