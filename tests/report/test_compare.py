@@ -2,8 +2,9 @@ import pandas as pd
 import pytest
 
 from cs336_systems.measure import rows as measured_rows
-from cs336_systems.report.compare import published_rows, side_by_side, with_model
+from cs336_systems.report.compare import published_rows, side_by_side, with_model, with_wrapper
 from cs336_systems.report.plots import sweep
+from cs336_systems.report.style import COLORS
 
 
 @pytest.fixture
@@ -75,3 +76,9 @@ def test_every_table_says_where_it_is_from(name):
 def test_with_model_tells_the_two_xl_apart():
     frame = pd.DataFrame({"model_size": ["xl", "xl"], "edition": [2025, 2026]})
     assert list(with_model(frame)["model"]) == ["xl (2025)", "xl (2026)"]
+
+
+def test_with_wrapper_puts_names_in_words():
+    frame = pd.DataFrame({"implementation": ["single", "naive", "torch"]})
+    assert list(with_wrapper(frame)["wrapper"]) == ["one process", "naive", "PyTorch's DDP"]
+    assert set(with_wrapper(frame)["wrapper"]) <= set(COLORS["wrapper"])

@@ -8,6 +8,7 @@ from cs336_systems.report.words import value_label
 
 _PASS_COLUMNS = {"forward_ms": "forward", "backward_ms": "backward", "train_step_ms": "train_step"}
 _MODES = {"compiled_tf32": ("compiled", "tf32")}
+_WRAPPERS = {"single": "one process", "torch": "PyTorch's DDP"}
 
 
 def side_by_side(
@@ -70,3 +71,8 @@ def with_model(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows with a column `model`: size and edition in one label, for "xl" is another model in each."""
     keys = zip(frame["model_size"], frame["edition"], strict=True)
     return frame.assign(model=[model_size(*key).label for key in keys])
+
+
+def with_wrapper(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of data-parallel training with a column `wrapper`: who averages the gradients, in words."""
+    return frame.assign(wrapper=frame["implementation"].replace(_WRAPPERS))

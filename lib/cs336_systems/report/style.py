@@ -25,6 +25,7 @@ COLORS: dict[str, dict[str, str]] = {
         "compiled_blocks": ORANGE,
         "sdpa": INK,
         "flash_pytorch": SKY,
+        "flash_compiled": PURPLE,
         "flash_triton": GREEN,
     },
     "variant": {  # of one code: compiled or not, with TF32 matrix products or without
@@ -34,6 +35,20 @@ COLORS: dict[str, dict[str, str]] = {
         "eager, TF32": SKY,
         "compiled, TF32": PURPLE,
         "compiled per block, TF32": GREEN,
+    },
+    "wrapper": {  # of a model, for training on several GPUs
+        "one process": GREY,
+        "naive": ORANGE,
+        "flat": SKY,
+        "overlapped": GREEN,
+        "bucketed": BLUE,
+        "PyTorch's DDP": INK,
+    },
+    "collective": {
+        "all-reduce": BLUE,
+        "all-gather": GREEN,
+        "reduce-scatter": ORANGE,
+        "broadcast": PURPLE,
     },
     "dtype": {"float32": BLUE, "tf32": SKY, "bfloat16": VERMILLION, "float16": PURPLE},
     "pass": {"forward": SKY, "backward": ORANGE, "forward_backward": BLUE, "train_step": INK},

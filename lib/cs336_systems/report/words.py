@@ -21,6 +21,7 @@ _VALUES = {
     "compiled_blocks": "compiled per block",
     "flash_pytorch": "Flash (PyTorch)",
     "flash_triton": "Flash (Triton)",
+    "flash_compiled": "Flash (compiled backward)",
     "h200": "H200",
 }
 
@@ -38,6 +39,7 @@ _COLUMNS = {
     "context_length": "context length (tokens)",
     "d_head": "head dimension",
     "world_size": "processes",
+    "message_mb": "size of the message (MB)",
     "warmup_steps": "warm-up steps",
     "where": "machine",
 }
@@ -80,8 +82,11 @@ _ORDERS: dict[str, Sequence[Hashable]] = {
         "compiled_blocks",
         "sdpa",
         "flash_pytorch",
+        "flash_compiled",
         "flash_triton",
     ),
+    "wrapper": ("one process", "naive", "flat", "overlapped", "bucketed", "PyTorch's DDP"),
+    "collective": ("all-reduce", "all-gather", "reduce-scatter", "broadcast"),
     "variant": tuple(
         f"{implementation}{dtype}"
         for dtype in ("", ", TF32")
