@@ -1,43 +1,52 @@
-"""The benchmark of attention kernels: rows that say what was measured, and no time for what is wrong."""
+"""The protocols of bench: what they compare, what is on record stays, and the table they print."""
 
 import pytest
-import torch
 
 from cs336_systems import bench
-from cs336_systems.attention.reference import reference_attention
 from cs336_systems.measure.machine import machine_card
-from cs336_systems.measure.rows import load_rows
+from cs336_systems.measure.rows import load_rows, save_rows
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TINY = {"context_length": 32, "d_head": 16, "dtype": "float32"}
+CELLS = [bench.Cell(name, **TINY) for name in ("reference", "sdpa_cudnn")]
 
 
-def test_a_row_a_pass():
-    rows = bench.benchmark_cell("mine", reference_attention, **TINY)
-    assert [row["pass"] for row in rows] == list(bench.PASSES)
-    assert all(row["status"] == "ok" and row["p50_ms"] > 0 for row in rows)
-    assert rows[0]["num_heads"] == 1
-    assert rows[0]["d_head"] == 16
+def test_the_grid_is_the_handouts():
+    cells = bench.grid_cells()
+    ours = [cell for cell in cells if cell.implementation == bench.OURS and cell.case == bench.DO_BENCH]
+    assert len(set(ours)) == len(ours) == 10 * 4 * 2
+    assert {(cell.batch_size, cell.num_heads) for cell in cells} == {(1, 1)}
+    assert {cell.context_length for cell in cells if cell.case == bench.GRAPH} == {128, 256, 512, 1024, 2048}
 
 
-def test_what_is_wrong_is_not_timed():
-    rows = bench.benchmark_cell("mine", lambda q, k, v, is_causal: reference_attention(q, k, v), **TINY)
-    assert [row["status"] for row in rows] == ["error"] * 3
-    assert "O of case 'whole tiles' is off by" in rows[0]["reason"]
-    assert rows[0]["p50_ms"] is None
-    ours = bench.benchmark_cell(bench.OURS, reference_attention, **TINY)
-    table = bench.summary(rows + ours)
-    assert (table["mine"] == "error").all()
-    assert "x" not in "".join(table[bench.OURS])
+def test_what_must_be_compiled_for_every_size_comes_last():
+    for cells in (bench.grid_cells(), bench.model_cells()):
+        last = [cell.implementation == "compiled" for cell in cells]
+        assert any(last)
+        assert last == sorted(last)
 
 
-def test_16_bit_implementations_are_skipped_in_float32():
-    rows = bench.benchmark_cell("sdpa_cudnn", bench.IMPLEMENTATIONS["sdpa_cudnn"], **TINY)
-    assert [row["status"] for row in rows] == ["skipped"] * 3
+def test_the_leaderboard_is_one_size():
+    assert bench.leaderboard_cells(["flex"]) == [
+        bench.Cell("flex", 16_384, 64, num_heads=16, case=bench.LEADERBOARD)
+    ]
+
+
+def test_what_is_on_record_is_not_measured_again():
+    first = list(bench.measure(CELLS, "resumed"))
+    assert [{row["status"] for row in rows} for rows in first] == [{"ok"}, {"skipped"}]
+    assert list(bench.measure(CELLS, "resumed")) == []
+    assert len(list(bench.measure(CELLS, "resumed", force=True))) == 2
+
+
+def test_what_failed_is_measured_again():
+    (rows,) = bench.measure(CELLS[:1], "failed")
+    failed = {"status": "error", "reason": "out of luck", "p20_ms": None, "p50_ms": None, "p80_ms": None}
+    save_rows([{**row, **failed, "mean_ms": None, "std_ms": None} for row in rows], "failed")
+    assert len(list(bench.measure(CELLS[:1], "failed"))) == 1
 
 
 def test_the_ratio_is_to_ours_at_the_same_size():
-    def row(name, length, ms):
+    def row(name, length, ms, status="ok"):
         key = {
             "implementation": name,
             "case": "do_bench",
@@ -45,36 +54,38 @@ def test_the_ratio_is_to_ours_at_the_same_size():
             "batch_size": 1,
             "num_heads": 1,
         }
-        return key | {"context_length": length, "d_head": 16, "pass": "forward", "p50_ms": ms, "status": "ok"}
+        return key | {
+            "context_length": length,
+            "d_head": 16,
+            "pass": "forward",
+            "p50_ms": ms,
+            "status": status,
+        }
 
     rows = [row(bench.OURS, 32, 2.0), row("mine", 32, 3.0), row(bench.OURS, 64, 8.0), row("mine", 64, 4.0)]
+    rows += [row(bench.OURS, 128, None, "error"), row("mine", 128, 4.0)]
     table = bench.summary(rows)
-    assert list(table["mine"]) == ["3.000 (1.50x)", "4.000 (0.50x)"]
-    assert list(table[bench.OURS]) == ["2.000", "8.000"]
+    assert list(table["mine"]) == ["3.000 (1.50x)", "4.000 (0.50x)", "4.000"]
+    assert list(table[bench.OURS]) == ["2.000", "8.000", "error"]
 
 
-def test_leaderboard_protocol():
-    row = bench.benchmark_leaderboard(
-        "mine", reference_attention, num_heads=2, context_length=32, d_head=16, warmup_ms=1, repeat_ms=1
-    )
-    assert row["status"] == "ok"
-    assert row["case"] == "leaderboard protocol"
-
-
-def test_rows_are_saved_as_they_come(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "GRID_LENGTHS", (32,))
-    monkeypatch.setattr(
-        bench,
-        "benchmark_grid",
-        lambda names: (bench.benchmark_cell(n, reference_attention, **TINY) for n in names),
-    )
+def test_the_command_saves_rows_and_prints_a_table(monkeypatch, capsys):
+    monkeypatch.setitem(bench.PROTOCOLS, "grid", ("flash_benchmarking", lambda names: CELLS[:1]))
     bench.run(["grid"], ["reference"])
     rows = load_rows("flash_benchmarking", machine_card().slug)
     assert set(rows["pass"]) == set(bench.PASSES)
-    assert "grid: median ms" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "reference, float32, 1 x 1 x 32 x 16: " in printed
+    assert "grid: median ms" in printed
 
 
 @pytest.mark.parametrize(("protocols", "names"), [(["speed"], []), ([], ["flashy"])])
 def test_unknown_names_are_listed(protocols, names):
     with pytest.raises(ValueError, match=r"allowed: (leaderboard, models, grid|flash_triton, reference)"):
         bench.run(protocols, names)
+
+
+@pytest.mark.gpu
+def test_our_kernels_are_compiled_in_processes_of_their_own():
+    cells = [bench.Cell(bench.OURS, 256, d, dtype) for d in (16, 32) for dtype in ("bfloat16", "float32")]
+    assert all(row["status"] == "ok" for rows in bench.measure(cells, "together") for row in rows)

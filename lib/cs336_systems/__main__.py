@@ -59,7 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     bench = _command(commands, _bench, "bench", "time the attention kernels against PyTorch's own")
     bench.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid (all)")
-    bench.add_argument("--implementations", nargs="+", default=[], metavar="NAME", help="default: all")
+    bench.add_argument(
+        "--implementations", nargs="+", default=[], metavar="NAME", help="default: a protocol's own"
+    )
+    bench.add_argument("--force", action="store_true", help="measure also what is on record")
     index = _command(commands, _index, "index", "render every executed notebook again, and the index")
     index.add_argument("--output", **output)
     return parser
@@ -157,7 +160,7 @@ def _execute_defaults(words: list[str], *, in_place: bool) -> int:
 def _bench(options: argparse.Namespace) -> int:
     from cs336_systems import bench
 
-    bench.run(options.protocols, options.implementations)
+    bench.run(options.protocols, options.implementations, force=options.force)
     return 0
 
 

@@ -1,6 +1,7 @@
 """PyTorch's own fast attentions, each by name, to be measured beside ours."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -13,18 +14,22 @@ from .reference import reference_attention
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
-def sdpa(backend: str) -> AttentionFunction:
-    """PyTorch's scaled_dot_product_attention with one backend: "cudnn", "flash", "efficient"."""
+def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, with whichever of its backends is switched on."""
+    return F.scaled_dot_product_attention(*_four_dims(q, k, v), is_causal=is_causal).reshape(q.shape)
+
+
+def switched_to(name: str) -> AbstractContextManager:
+    """PyTorch's switch for the backend of a peer called sdpa_...; for others nothing.
+
+    Entering it takes longer than a short kernel runs, so it goes around a measurement and not into it.
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    chosen = getattr(SDPBackend, f"{backend.upper()}_ATTENTION")
-
-    def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        four = _four_dims(q, k, v)
-        with sdpa_kernel(chosen):
-            return F.scaled_dot_product_attention(*four, is_causal=is_causal).reshape(q.shape)
-
-    return run
+    kind, _, backend = name.partition("_")
+    if kind != "sdpa" or name not in PEERS:
+        return nullcontext()
+    return sdpa_kernel(getattr(SDPBackend, f"{backend.upper()}_ATTENTION"))
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -65,9 +70,10 @@ def _four_dims(*tensors: Tensor) -> list[Tensor]:
 PEERS: dict[str, AttentionFunction] = {
     "reference": reference_attention,
     "compiled": compiled,
-    "sdpa_cudnn": sdpa("cudnn"),
-    "sdpa_flash": sdpa("flash"),
-    "sdpa_efficient": sdpa("efficient"),
+    "sdpa_cudnn": sdpa,
+    "sdpa_flash": sdpa,
+    "sdpa_efficient": sdpa,
     "flex": flex,
 }
 HALF_ONLY = ("sdpa_cudnn", "sdpa_flash")  # 16-bit tensors only
+COMPILED = ("compiled", "flex")  # by torch.compile, afresh for every size
