@@ -203,14 +203,14 @@ def one_step(profile: Profile, number: int = -1, root: str = "measure") -> tuple
 
     Returns:
         ranges: name, depth (0 for the step itself), start_ms, end_ms;
-        kernels: kernel, class, stream, start_ms, end_ms.
+        kernels: range (path at launch, from `root` on), kernel, class, stream, start_ms, end_ms.
     """
     step = _occurrences(profile, root).iloc[number]
     _, paths = range_paths(profile.ranges, profile.kernels)
     ranges = profile.ranges.assign(depth=_from_root(paths, root).str.count("/"))
     ranges = ranges[ranges.depth.notna() & _inside(ranges.start_ns, step)]
     kernels = attribute(profile)
-    kernels = kernels[_inside(kernels.launch_ns, step)]
+    kernels = kernels[_inside(kernels.launch_ns, step)].assign(range=lambda f: _from_root(f.range, root))
     ranges, kernels = (
         frame.assign(
             start_ms=(frame.start_ns - step.start_ns) * MS, end_ms=(frame.end_ns - step.start_ns) * MS
@@ -219,7 +219,7 @@ def one_step(profile: Profile, number: int = -1, root: str = "measure") -> tuple
     )
     return (
         ranges[["name", "depth", "start_ms", "end_ms"]].astype({"depth": int}),
-        kernels[["kernel", "class", "stream", "start_ms", "end_ms"]],
+        kernels[["range", "kernel", "class", "stream", "start_ms", "end_ms"]],
     )
 
 

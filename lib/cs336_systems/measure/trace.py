@@ -122,6 +122,7 @@ def read_trace(path: Path) -> Profile:
 
     On a CPU an operator's own time counts, without the operators that it calls, and operators that touch no
     data (views, allocations) are left out: what remains corresponds to a GPU's kernels. A stream is a thread.
+    Gloo communicates on threads of its own, and what it does there counts like NCCL's kernels.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -143,7 +144,7 @@ def read_trace(path: Path) -> Profile:
         source="torch cuda" if has_kernels else "torch cpu",
         machine=", ".join(sorted(set(devices))) if has_kernels else trace.get("host_name", "unknown"),
         ranges=trace_ranges(events["user_annotation"]),
-        kernels=pd.DataFrame(_gpu_kernels(events) if has_kernels else _cpu_operators(events["cpu_op"])),
+        kernels=pd.DataFrame(_gpu_kernels(events) if has_kernels else _on_cpu(events)),
     )
 
 
@@ -186,6 +187,12 @@ def _gpu_kernels(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
                 }
             )
     return records
+
+
+def _on_cpu(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What corresponds to kernels on a CPU: operators, and Gloo's collectives from start to end."""
+    collectives = [event for event in events["user_annotation"] if event["name"].startswith("gloo:")]
+    return _cpu_operators(events["cpu_op"] + collectives)
 
 
 def _cpu_operators(operators: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,109 @@
+"""Lanes of a step: what is exposed, against counting on a grid."""
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_systems.measure.kernels import Profile
+from cs336_systems.measure.overlap import covered, exposed, merged, overlap, step_lanes
+
+spans = st.lists(
+    st.tuples(st.sampled_from(["compute", "communication"]), st.integers(0, 30), st.integers(0, 8)),
+    max_size=12,
+)
+
+
+def frame(rows, range_="backward") -> pd.DataFrame:
+    """Rows of (lane, start, length)."""
+    rows = [(lane, range_, float(start), float(start + length)) for lane, start, length in rows]
+    return pd.DataFrame(rows, columns=["lane", "range", "start_ms", "end_ms"])
+
+
+def cells(rows, lane) -> set[int]:
+    return {at for name, start, length in rows if name == lane for at in range(start, start + length)}
+
+
+def length(stretches) -> float:
+    return (stretches.end_ms - stretches.start_ms).sum()
+
+
+@given(spans)
+def test_overlap_counts_what_a_grid_counts(rows):
+    communication, compute = cells(rows, "communication"), cells(rows, "compute")
+    found = overlap(frame(rows))
+    assert found["profiled_communication_ms"] == len(communication)
+    assert found["profiled_exposed_ms"] == len(communication - compute)
+    share = len(communication & compute) / len(communication) if communication else None
+    assert found["overlap_share"] == (share if share is None else pytest.approx(share))
+
+
+@given(spans)
+def test_exposed_stretches_lie_in_communication_and_outside_computing(rows):
+    stretches = exposed(frame(rows))
+    found = {at for start, end in stretches.itertuples(index=False) for at in range(int(start), int(end))}
+    assert found == cells(rows, "communication") - cells(rows, "compute")
+    assert (stretches.start_ms < stretches.end_ms).all()
+
+
+@given(spans)
+def test_covered_is_disjoint_and_rising(rows):
+    union = covered(frame(rows))
+    assert (union.end_ms.to_numpy()[:-1] < union.start_ms.to_numpy()[1:]).all()
+
+
+@given(spans)
+def test_merging_without_a_gap_keeps_every_number(rows):
+    lanes = frame(rows)
+    fewer = merged(lanes, gap_ms=0)
+    assert len(fewer) <= len(lanes)
+    assert overlap(fewer) == overlap(lanes)
+
+
+def test_merging_bridges_small_gaps_and_keeps_stages_apart():
+    lanes = pd.concat(
+        [
+            frame([("compute", 0, 2), ("compute", 3, 2), ("compute", 9, 1)], "forward"),
+            frame([("compute", 10, 5), ("communication", 10, 2), ("communication", 12, 3)]),
+        ]
+    )
+    fewer = merged(lanes, gap_ms=1.5)
+    assert fewer.to_numpy().tolist() == [
+        ["compute", "forward", 0, 5],
+        ["compute", "forward", 9, 10],
+        ["compute", "backward", 10, 15],
+        ["communication", "backward", 10, 15],
+    ]
+
+
+def test_lanes_of_a_profile():
+    """NCCL on its own stream, launched in backward, running on while nothing is computed."""
+    ranges = [("measure", 0, 1000), ("forward", 0, 100), ("backward", 100, 300), ("communication", 300, 400)]
+    kernels = [
+        ("ampere_sgemm_128x64_tn", 50, 60, 200, 7),
+        ("ampere_sgemm_128x64_tn", 150, 200, 400, 7),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 210, 300, 500, 21),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 310, 500, 550, 21),
+    ]
+    profile = Profile(
+        source="torch cuda",
+        machine="NVIDIA H200",
+        ranges=pd.DataFrame(
+            [(1, 1, *row) for row in ranges], columns=["process", "thread", "name", "start_ns", "end_ns"]
+        ),
+        kernels=pd.DataFrame(kernels, columns=["name", "launch_ns", "start_ns", "end_ns", "stream"]).assign(
+            kind="kernel", process=1, thread=1, grid=""
+        ),
+    )
+    lanes = step_lanes(profile)
+    assert lanes[["lane", "range"]].to_numpy().tolist() == [
+        ["compute", "forward"],
+        ["compute", "backward"],
+        ["communication", "backward"],
+        ["communication", "communication"],
+    ]
+    assert overlap(lanes) == {
+        "profiled_communication_ms": pytest.approx(250e-6),
+        "profiled_exposed_ms": pytest.approx(150e-6),
+        "overlap_share": pytest.approx(0.4),
+    }
