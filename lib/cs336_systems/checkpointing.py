@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Plan = tuple[Any, ...]
+from cs336_systems.accounting.plans import Plan, held_in_backward
 
 
 def run(plan: Plan, x: Tensor) -> Tensor:
@@ -66,20 +66,13 @@ STRATEGIES: dict[str, Callable[..., Plan]] = {
 def peak(plan: Plan, inside: float, boundary: float) -> float:
     """Most bytes saved for backward at any time, when every block of the plan is alike.
 
-    Backward takes the parts of a plan from the last to the first. While it is at one, the parts before it
-    still hold what forward kept of them (a block its input and its inside, a segment its input only), and the
-    part itself needs all of itself: a segment has just been run again, and is a plan of its own.
-
     Args:
         inside: bytes that one block saves besides its input.
         boundary: bytes of a block's input.
     """
-    before = most = 0
-    for part in plan:
-        is_segment = isinstance(part, tuple)
-        most = max(most, before + (peak(part, inside, boundary) if is_segment else boundary + inside))
-        before += boundary if is_segment else boundary + inside
-    return most
+    beside = held_in_backward(plan)
+    whole = inside + boundary
+    return max((held.blocks * whole + held.inputs * boundary + whole for held in beside), default=0)
 
 
 def recomputed(plan: Plan) -> int:

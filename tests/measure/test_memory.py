@@ -168,6 +168,11 @@ def test_a_timeline_is_rows_and_back(history, tmp_path, monkeypatch):
     pd.testing.assert_frame_equal(timeline_of_rows(rows), held, check_dtype=False)
 
 
+def test_a_timeline_has_no_rows_where_nothing_changes(history):
+    rows = pd.DataFrame(timeline_rows(timeline(history), {}))
+    assert (rows.category == "parameters").sum() == 2, "the beginning and the end"
+
+
 def test_peak_of_each_stage(history):
     peaks = stage_peaks(history).set_index("stage")
     assert peaks.total.to_dict() == {"forward": 31, "backward": 40, "optimizer": 41}
@@ -268,13 +273,15 @@ def test_torchs_own_viewer(tmp_path):
 
 @pytest.mark.gpu
 def test_the_history_agrees_with_the_allocator(tmp_path):
-    """The peak of our timeline is the allocator's own, up to its rounding of sizes to 512 bytes."""
+    """The peak of our timeline is what was asked of the allocator; in its blocks it is a little more."""
     steps = ModelSteps(build_model(model_size("small"), 256, device="cuda"), 4, 256)
     steps.train_step()
     torch.cuda.reset_peak_memory_stats()
     history = record_memory(steps, "train_step", tmp_path / "step")
     peaks = stage_peaks(history).set_index("stage")
-    assert peaks.total.max() == pytest.approx(torch.cuda.max_memory_allocated() / MIB, rel=0.005)
+    requested = torch.cuda.memory_stats()["requested_bytes.all.peak"] / MIB
+    assert peaks.total.max() == pytest.approx(requested, rel=1e-4)
+    assert requested <= torch.cuda.max_memory_allocated() / MIB <= 1.05 * requested
     assert peaks.index.tolist() == ["forward", "backward", "optimizer"]
     activations = history.allocations.query("category == 'activations'").size_bytes.sum()
     assert activations == pytest.approx(accounting.activation_bytes(model_size("small"), 4, 256), rel=0.02)

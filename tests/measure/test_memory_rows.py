@@ -78,16 +78,24 @@ def test_checkpointing_trades_memory_for_reruns():
     save_rows(rows, "gradient_checkpointing")
     plain, checkpointed = rows
     assert (plain["calls"], checkpointed["calls"]) == (0, CONFIG.num_layers)
-    spared = plain["saved_for_backward_mib"] - checkpointed["saved_for_backward_mib"]
-    assert plain["peak_memory_mib"] - checkpointed["peak_memory_mib"] == pytest.approx(spared, rel=0.2)
+    for row in rows:
+        plan = strategies[row["case"]](range(CONFIG.num_layers))
+        peak = accounting.peak_bytes(CONFIG, 2, 32, "forward_backward", plan=plan) / MIB
+        assert row["peak_memory_mib"] == pytest.approx(peak, rel=0.02), row["case"]
     assert checkpointed["p50_ms"] > 0
 
 
 @pytest.mark.gpu
 def test_checkpointed_peak_on_a_gpu_is_as_predicted():
-    """Everything common to the strategies (parameters, gradients, logits) cancels in the difference."""
-    strategies = {"none": checkpointing.none, "every 1": lambda blocks: checkpointing.every_k(blocks, 1)}
-    run = {"context_length": 512, "batch_size": 4, "device": "cuda"}
-    plain, checkpointed = checkpointing_rows(model_size("medium"), strategies, **run, steps=2)
-    spared = plain["saved_for_backward_mib"] - checkpointed["saved_for_backward_mib"]
-    assert plain["peak_memory_mib"] - checkpointed["peak_memory_mib"] == pytest.approx(spared, rel=0.05)
+    strategies = {
+        "none": checkpointing.none,
+        "every 1": lambda blocks: checkpointing.every_k(blocks, 1),
+        "every 2": lambda blocks: checkpointing.every_k(blocks, 2),
+        "recursive": checkpointing.recursive,
+    }
+    config, run = model_size("medium"), {"context_length": 512, "batch_size": 4}
+    for row in checkpointing_rows(config, strategies, **run, device="cuda", steps=1):
+        plan = strategies[row["case"]](range(config.num_layers))
+        expected = accounting.peak_bytes(config, 4, 512, "forward_backward", plan=plan) / MIB
+        # Beyond the tensors: a workspace of cuBLAS for each of two threads, 32 MiB on Hopper.
+        assert expected <= row["requested_memory_mib"] <= 1.002 * expected + 64, row["case"]

@@ -9,34 +9,50 @@ from cs336_systems.configs import ModelConfig
 from .arguments import FLOAT32_BYTES, check_pass
 from .elements import Elements
 from .memory import (
-    activation_bytes,
     block_activation_breakdown,
     gradient_bytes,
+    head_activation_breakdown,
     optimizer_bytes,
     parameter_bytes,
 )
+from .plans import Held, Plan, held_after_forward, held_in_backward
 
 
 def peak_bytes(
-    config: ModelConfig, batch_size: int, context_length: int, pass_: str, dtype: str = "float32"
+    config: ModelConfig,
+    batch_size: int,
+    context_length: int,
+    pass_: str,
+    dtype: str = "float32",
+    plan: Plan | None = None,
 ) -> int:
     """Most bytes alive at once in one step of the eager model with reference attention.
 
     Args:
         pass_: "forward" runs without autograd; "backward" and "forward_backward" have the same peak and start
             without gradients; "train_step" has AdamW's state from the start.
+        plan: which blocks are checkpointed, see `plans`; by default none is.
+
+    Raises:
+        ValueError: the plan has not as many blocks as the model.
     """
-    return max(peak_moments(config, batch_size, context_length, pass_, dtype).values())
+    return max(peak_moments(config, batch_size, context_length, pass_, dtype, plan).values())
 
 
 def peak_moments(
-    config: ModelConfig, batch_size: int, context_length: int, pass_: str, dtype: str = "float32"
+    config: ModelConfig,
+    batch_size: int,
+    context_length: int,
+    pass_: str,
+    dtype: str = "float32",
+    plan: Plan | None = None,
 ) -> dict[str, int]:
     """Bytes alive at each moment that can be the peak; which one it is depends on the shape."""
     check_pass(pass_)
     n = Elements(config, batch_size, context_length, dtype)
+    plan = tuple(range(config.num_layers)) if plan is None else plan
     resident = parameter_bytes(config)
-    moments = _forward_moments(n) if pass_ == "forward" else _backward_moments(n)
+    moments = _forward_moments(n) if pass_ == "forward" else _training_moments(n, plan)
     if pass_ == "train_step":
         resident += optimizer_bytes(config)
         # AdamW's one temporary is as large as the largest weight.
@@ -66,30 +82,48 @@ def _forward_moments(n: Elements) -> dict[str, int]:
     }
 
 
-def _backward_moments(n: Elements) -> dict[str, int]:
+def _training_moments(n: Elements, plan: Plan) -> dict[str, int]:
     """Going back, saved activations leave and gradients arrive, so the peak is near one of the two ends.
 
+    in forward: what it would need without autograd, and what the blocks before have saved.
     loss: everything saved, and three temporaries of the logits' size.
     output head: everything saved, the gradients of its weight and input.
     final norm: what the blocks saved, its input, and five temporaries of the stream's size.
+    a block: what is held besides it, the gradients of the blocks behind it and of the head.
     embedding: all gradients, and that of the stream.
     """
     run = (n.config, n.batch_size, n.context_length, n.dtype)
-    saved = activation_bytes(*run)
-    stream_gradient = FLOAT32_BYTES * n.stream
+    beside = held_in_backward(plan)
+    if len(beside) != n.config.num_layers:
+        raise ValueError(f"the plan has {len(beside)} blocks, and the model {n.config.num_layers}")
+    stream = FLOAT32_BYTES * n.stream
     saved_by_block = sum(block_activation_breakdown(*run).values())
-    saved_by_blocks = n.config.num_layers * saved_by_block
-    moments = {
-        "loss": saved + 3 * FLOAT32_BYTES * n.logits,
-        "output head": saved + (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream_gradient,
-        "final norm": saved_by_blocks + FLOAT32_BYTES * (6 * n.stream + n.head),
-        "embedding": gradient_bytes(n.config) + stream_gradient,
-    }
+
+    def saved_by(held: Held) -> int:
+        return held.blocks * saved_by_block + held.inputs * stream
+
+    def held_by_forward(plan: Plan) -> int:
+        """What blocks saved, less the weights' copies: `_forward_moments` has those of all blocks."""
+        held = held_after_forward(plan)
+        return saved_by(held) - n.copy_width * held.blocks * n.block_weights
+
+    saved_by_blocks = saved_by(held_after_forward(plan))
+    saved = saved_by_blocks + sum(head_activation_breakdown(*run).values())
+    forward = _forward_moments(n)
     last = n.config.num_layers - 1
-    for place, blocks_before in (("last block", last), ("first block", 0)):
-        gradients = FLOAT32_BYTES * (n.head + (last - blocks_before) * n.block_weights)
+    moments = {
+        "attention, forward": forward["attention"] + held_by_forward(plan[:-1]),
+        "output head, forward": forward["output head"] + held_by_forward(plan),
+        "loss": saved + 3 * FLOAT32_BYTES * n.logits,
+        "output head": saved + (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream,
+        "final norm": saved_by_blocks + FLOAT32_BYTES * (6 * n.stream + n.head),
+        "embedding": gradient_bytes(n.config) + stream,
+    }
+    for block, held in enumerate(beside):
+        place = {last: "last block", 0: "first block"}.get(block, f"block {block}")
+        gradients = FLOAT32_BYTES * (n.head + (last - block) * n.block_weights)
         for part, alive in _block_moments(n).items():
-            moments[f"{part}, {place}"] = blocks_before * saved_by_block + alive + gradients
+            moments[f"{part}, {place}"] = saved_by(held) + alive + gradients
     return moments
 
 

@@ -125,28 +125,28 @@ def timeline(history: MemoryHistory, points: int | None = 400) -> pd.DataFrame:
 
 
 def timeline_rows(held: pd.DataFrame, key: dict[str, Any]) -> list[dict[str, Any]]:
-    """A timeline as rows, one for each point and category that holds anything."""
-    return [
-        {
-            **key,
-            "step": step,
-            "range": row["stage"],
-            "category": category,
-            "at_ms": row["at_ms"],
-            "size_mib": row[category],
-        }
-        for step, row in enumerate(held.to_dict("records"))
-        for category in CATEGORIES
-        if row[category] > 0
-    ]
+    """A timeline as rows, one wherever a category holds more or less than before; and the end in full."""
+    rows, before = [], dict.fromkeys(CATEGORIES, 0.0)
+    for step, now in enumerate(held.to_dict("records")):
+        rows += [
+            key
+            | {"step": step, "range": now["stage"], "category": category}
+            | {"at_ms": now["at_ms"], "size_mib": now[category]}
+            for category in CATEGORIES
+            if now[category] != before[category] or (step == len(held) - 1 and now[category])
+        ]
+        before = now
+    return rows
 
 
 def timeline_of_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """The timeline that `timeline_rows` made these rows of; they must be of one recording."""
     rows = rows.assign(stage=rows["range"].fillna(""))
-    held = rows.pivot(index=["step", "at_ms", "stage"], columns="category", values="size_mib").fillna(0.0)
+    held = rows.pivot(index=["step", "at_ms", "stage"], columns="category", values="size_mib")
     return (
-        held.reindex(columns=CATEGORIES, fill_value=0.0)
+        held.reindex(columns=CATEGORIES)
+        .ffill()
+        .fillna(0.0)
         .rename_axis(columns=None)
         .reset_index()
         .drop(columns="step")

@@ -15,7 +15,13 @@ from cs336_systems.measure.memory import record_memory
 from cs336_systems.measure.memory_rows import one_block
 from cs336_systems.measure.saved import saved_for_backward
 from cs336_systems.measure.steps import ModelSteps, autocast
-from cs336_systems.measure.timing import matmul_precision, resolve_device, time_steps
+from cs336_systems.measure.timing import (
+    Timing,
+    matmul_precision,
+    release_memory,
+    resolve_device,
+    time_steps,
+)
 from cs336_systems.measure.training import model_key
 from cs336_systems.model import build_model
 
@@ -67,18 +73,26 @@ def checkpointing_rows(
                 checkpointed.forward_backward, device=device, warmup_steps=warmup_steps, steps=steps
             )
         row = key | {"case": name} | timing.as_row()
-        if device.type == "cpu":
-            row["peak_memory_mib"] = _peak_mib(checkpointed)
+        if timing.status == "ok":
+            row |= _peaks(checkpointed, timing)
         plan = strategy(range(config.num_layers))
         yield row | {"saved_for_backward_mib": peak(plan, *sizes) / MIB, "calls": recomputed(plan)}
         model.zero_grad(set_to_none=True)
+        release_memory(device)
 
 
 def _with(strategy: Strategy) -> Callable[[nn.Module, Tensor], Tensor]:
     return lambda model, tokens: forward_with(model, strategy, tokens)
 
 
-def _peak_mib(steps: ModelSteps) -> float:
-    """A CPU keeps no count of its own: add up the profiler's memory events."""
+def _peaks(steps: ModelSteps, timing: Timing) -> dict[str, float]:
+    """What the steps just timed held at most, in the allocator's blocks and in what was asked of it (MiB).
+
+    A CPU keeps no count and rounds nothing: there one more step is recorded, and its memory events added up.
+    """
+    if steps.device.type == "cuda":
+        requested = torch.cuda.memory_stats(steps.device)["requested_bytes.all.peak"] / MIB
+        return {"peak_memory_mib": timing.peak_memory_mib, "requested_memory_mib": requested}
     with TemporaryDirectory() as folder:
-        return stage_peaks(record_memory(steps, "forward_backward", Path(folder) / "step")).total.max()
+        history = record_memory(steps, "forward_backward", Path(folder) / "step")
+    return dict.fromkeys(("peak_memory_mib", "requested_memory_mib"), stage_peaks(history).total.max())

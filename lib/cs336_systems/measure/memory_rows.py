@@ -32,6 +32,9 @@ from cs336_systems.model import TransformerBlock, build_model
 
 Rows = list[dict[str, Any]]
 
+# A timeline for a plot, thin enough to be kept as rows.
+TIMELINE_POINTS = 160
+
 
 def memory_rows(
     config: ModelConfig,
@@ -47,25 +50,27 @@ def memory_rows(
 
     Returns:
         Rows by table: "peaks", the MiB of each category at the peak of each stage, under the whole step's
-        `peak_memory_mib`; "timeline"; "largest", the ten largest allocations, numbered by `step`. Save them
-        with `replacing` the key columns of `measure.training.model_key`.
+        `peak_memory_mib` and, in what was asked of the allocator, `requested_memory_mib`; "timeline";
+        "largest", the ten largest allocations, numbered by `step`. Save them with `replacing` the key columns
+        of `measure.training.model_key`.
     """
     device = resolve_device(device)
     key = model_key(config, context_length, batch_size, pass_, dtype, warmup_steps=1)
-    status, history = "skipped", None
+    status, recorded = "skipped", None
     reason = why_no_memory(accounting.peak_bytes(config, batch_size, context_length, pass_, dtype), device)
     if not reason:
         with matmul_precision(dtype):
-            history, reason = run_or_out_of_memory(
+            recorded, reason = run_or_out_of_memory(
                 lambda: _second_step(config, context_length, batch_size, pass_, dtype, device, stem), device
             )
         status = "oom"
         release_memory(device)
-    if history is None:
+    if recorded is None:
         return {"peaks": [key | {"status": status, "reason": reason}]}
+    history, peak_mib = recorded
     return {
-        "peaks": _peak_rows(history, key),
-        "timeline": timeline_rows(timeline(history, points=240), key),
+        "peaks": _peak_rows(history, peak_mib, key),
+        "timeline": timeline_rows(timeline(history, points=TIMELINE_POINTS), key),
         "largest": _largest_rows(history, key),
     }
 
@@ -119,20 +124,29 @@ def _second_step(
     dtype: str,
     device: torch.device,
     stem: Path,
-) -> MemoryHistory:
-    """The first step makes the optimizer's state and the libraries' workspaces; the second is like others."""
+) -> tuple[MemoryHistory, float | None]:
+    """The history of the second step, and its peak by the CUDA allocator's own count (MiB).
+
+    The first step makes the optimizer's state and the libraries' workspaces; the second is like others.
+    """
     steps = ModelSteps(build_model(config, context_length, device=device), batch_size, context_length, dtype)
     step, prepare = steps.of(pass_)
     step() if prepare is None else step(prepare())
-    return record_memory(steps, pass_, stem)
+    if device.type != "cuda":
+        return record_memory(steps, pass_, stem), None
+    torch.cuda.reset_peak_memory_stats(device)
+    history = record_memory(steps, pass_, stem)
+    return history, torch.cuda.max_memory_allocated(device) / MIB
 
 
-def _peak_rows(history: MemoryHistory, key: dict[str, Any]) -> Rows:
+def _peak_rows(history: MemoryHistory, peak_mib: float | None, key: dict[str, Any]) -> Rows:
     peaks = stage_peaks(history)
+    requested_mib = peaks.total.max()
+    whole = {"peak_memory_mib": peak_mib or requested_mib, "requested_memory_mib": requested_mib}
     return [
         key
         | {"range": row["stage"], "category": category, "size_mib": row[category], "at_ms": row["at_ms"]}
-        | {"peak_memory_mib": peaks.total.max()}
+        | whole
         for row in peaks.to_dict("records")
         for category in CATEGORIES
     ]
