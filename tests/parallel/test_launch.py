@@ -11,6 +11,7 @@ from pathlib import Path
 
 import launch_workers
 import pytest
+import torch
 
 from cs336_systems.parallel import WorkerContext, WorkerError, launch
 from cs336_systems.parallel.worker import choose_backend, find_worker
@@ -74,6 +75,28 @@ def test_a_failure_ends_all_and_names_its_cause(how, expected):
 def test_a_hang_ends_with_the_stack_of_every_worker():
     with pytest.raises(WorkerError, match="not done within 8 s") as caught:
         launch(launch_workers.fail_on, 2, 1, "hang", backend="gloo", timeout_s=8)
+    assert "in _leave_children_and_hang" in str(caught.value)
+    assert "in barrier" in str(caught.value)
+    assert not _processes_below(os.getpid())
+
+
+@pytest.mark.gpu(2)
+def test_over_nccl_each_worker_has_its_gpu_and_a_failure_ends_all(monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    for rank, (context, _, _, total, environment, _) in enumerate(launch(launch_workers.report, 2)):
+        assert (context.backend, context.device, total) == ("nccl", torch.device("cuda", rank), 2.0)
+        assert environment["NCCL_NVLS_ENABLE"] == "0"
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 1 of 2 raised KeyError: 'the culprit'"):
+        launch(launch_workers.fail_on, 2, 1, "raise")
+    assert time.monotonic() - start < 60
+    assert not _processes_below(os.getpid())
+
+
+@pytest.mark.gpu(2)
+def test_over_nccl_a_hang_ends_with_the_stack_of_every_worker():
+    with pytest.raises(WorkerError, match="not done within 25 s") as caught:
+        launch(launch_workers.fail_on, 2, 1, "hang", timeout_s=25)
     assert "in _leave_children_and_hang" in str(caught.value)
     assert "in barrier" in str(caught.value)
     assert not _processes_below(os.getpid())
