@@ -1,6 +1,6 @@
 """What a plan of checkpoints holds: a nested tuple of blocks, where a tuple inside is a checkpointed segment.
 
-`cs336_systems.checkpointing` has plans that run. Here a block may be anything but a tuple: its number will do.
+`cs336_systems.checkpointing` has plans that run. Here a block may be anything but a tuple: a number will do.
 """
 
 from typing import Any, NamedTuple
