@@ -1,7 +1,7 @@
-"""Who worked when in a step: a lane for computing, a lane for communicating, and how far one hides the other.
+"""Who worked when in a step: a lane for computing, one for communicating, and how far one hides the other.
 
-Communication is *exposed* while it runs and nothing is computed: that is what it adds to the step. The rest is
-hidden behind computing, and free. A communication kernel also runs while it waits for its peer.
+Communication is *exposed* while it runs and nothing is computed: that is what it adds to the step. The rest
+is hidden behind computing, and free. A communication kernel also runs while it waits for its peer.
 """
 
 import pandas as pd
