@@ -35,3 +35,9 @@ def test_no_tile_spills_or_exceeds_the_chip(arithmetic):
 def test_a_tile_that_does_not_compile_is_an_error():
     with pytest.raises(RuntimeError, match="compiling ahead of time failed"):
         resources([80], ["forward"], ["half"], [500])
+
+
+def test_lines_come_in_the_order_asked_for():
+    table = resources([90], ["forward"], ["tf32", "half"], [64, 32])
+    wanted = [("tf32", 64), ("tf32", 32), ("half", 64), ("half", 32)]
+    assert list(zip(table.arithmetic, table.d_head, strict=True)) == wanted

@@ -29,7 +29,7 @@ def resources(
     arithmetics: Iterable[str] = ARITHMETICS,
     head_sizes: Iterable[int] = (64, 128, 256),
 ) -> pd.DataFrame:
-    """Compile the tiles that the tuning table gives, causal; one process a compute capability.
+    """Compile the tiles that the tuning table gives, causal, in as many processes as there are cores.
 
     Args:
         capabilities: 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
@@ -42,15 +42,20 @@ def resources(
     Raises:
         RuntimeError: a configuration does not compile; the message ends with the compiler's.
     """
-    work = list(itertools.product(kernels, arithmetics, head_sizes))
-    processes = [_start([(*item, capability) for item in work]) for capability in capabilities]
-    lines = []
-    for process in processes:
+    work = [
+        (*item, capability)
+        for capability in capabilities
+        for item in itertools.product(kernels, arithmetics, head_sizes)
+    ]
+    count = max(1, min(len(work), os.cpu_count() or 1))
+    processes = [_start(work[first::count]) for first in range(count)]
+    lines = {}
+    for first, process in enumerate(processes):
         output, errors = process.communicate()
         if process.returncode:
             raise RuntimeError(f"compiling ahead of time failed: {errors[-2000:]}")
-        lines += [json.loads(line) for line in output.splitlines()]
-    return pd.DataFrame(lines)
+        lines |= zip(range(first, len(work), count), map(json.loads, output.splitlines()), strict=True)
+    return pd.DataFrame([lines[number] for number in range(len(work))])
 
 
 def _start(work: list[tuple]) -> subprocess.Popen:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cs336_systems import accounting
+from cs336_systems.attention import HAS_TRITON, attention
 from cs336_systems.attention import IMPLEMENTATIONS as ATTENTION
-from cs336_systems.attention import attention
 from cs336_systems.measure.compiling import time_compiled, why_no_compile
 from cs336_systems.measure.host import check_choice, why_no_memory, why_no_tf32
 from cs336_systems.measure.rules import measured_in_order
@@ -24,7 +24,8 @@ from cs336_systems.measure.timing import (
 )
 from cs336_systems.measure.vocabulary import DTYPES
 
-IMPLEMENTATIONS = (*ATTENTION, "compiled")
+COMPILED = ("compiled", "flash_compiled")
+IMPLEMENTATIONS = (*ATTENTION, *COMPILED)
 PASSES = ("forward", "backward", "forward_backward")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -48,8 +49,9 @@ def benchmark_attention(
         pass_: "forward", which saves for backward as in training; "backward", alone; or "forward_backward".
         dtype: type of the tensors; "tf32" is float32 with TF32 matrix products.
         device: "auto", "cpu" or "cuda".
-        implementation: a name in `cs336_systems.attention.IMPLEMENTATIONS`, or "compiled", which is
-            torch.compile of "reference".
+        implementation: a name in `cs336_systems.attention.IMPLEMENTATIONS`; "compiled", which is
+            torch.compile of "reference"; or "flash_compiled", the Triton forward with PyTorch's compiled
+            backward.
         warmup_steps, steps: as in `time_steps`.
 
     Returns:
@@ -181,8 +183,10 @@ def _storage_bytes(tensors: Iterable[Tensor]) -> int:
 def _why_not(implementation: str, dtype: str, needed_bytes: int, device: torch.device) -> str:
     if dtype == "tf32" and (reason := why_no_tf32(device)):
         return reason
-    if implementation == "compiled" and (reason := why_no_compile(device)):
+    if implementation in COMPILED and (reason := why_no_compile(device)):
         return reason
+    if implementation == "flash_compiled" and not HAS_TRITON:
+        return "its forward needs triton, which is not installed"
     # The closed form is that of reference attention; the others need far less.
     return why_no_memory(needed_bytes, device) if implementation in ("reference", "compiled") else ""
 
@@ -201,15 +205,11 @@ def _measure(
     inputs = [torch.randn(shape, **factory, requires_grad=True) for _ in range(3)]
     gradient = torch.randn(shape, **factory)
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        name = "reference" if implementation == "compiled" else implementation
-        return attention(q, k, v, is_causal=is_causal, implementation=name)
-
-    function = torch.compile(run, dynamic=False) if implementation == "compiled" else run
+    function = _function(implementation)
 
     def forward() -> Tensor:
         clear_gradients()
-        return function(*inputs)
+        return function(*inputs, is_causal)
 
     def clear_gradients() -> None:
         for tensor in inputs:
@@ -223,7 +223,7 @@ def _measure(
         "backward": (backward, forward),
         "forward_backward": (lambda: backward(forward()), None),
     }[pass_]
-    timer = time_compiled if implementation == "compiled" else time_steps
+    timer = time_compiled if implementation in COMPILED else time_steps
     timing = timer(step, prepare=prepare, device=device, warmup_steps=warmup_steps, steps=steps)
     if timing.status != "ok":
         return timing.as_row()
@@ -234,3 +234,17 @@ def _measure(
         "saved_for_backward_mib": saved / MIB,
         "memory_before_backward_mib": in_use / MIB,
     }
+
+
+def _function(implementation: str) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
+    """Called with q, k, v, is_causal."""
+    if implementation == "flash_compiled":
+        from cs336_systems.attention.flash_compiled import FlashAttentionCompiled
+
+        return FlashAttentionCompiled.apply
+    name = "reference" if implementation == "compiled" else implementation
+
+    def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return attention(q, k, v, is_causal=is_causal, implementation=name)
+
+    return torch.compile(run, dynamic=False) if implementation == "compiled" else run
