@@ -22,6 +22,7 @@ from cs336_systems.measure.vocabulary import DTYPES
 from cs336_systems.model import build_model
 from cs336_systems.parallel.collectives import time_together
 from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP
+from cs336_systems.parallel.lanes import profiled
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP
 from cs336_systems.parallel.worker import WorkerContext
 from cs336_systems.ranges import annotate
@@ -74,6 +75,7 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "torch": TorchDDP,
 }
 WITH_BUCKETS = ("bucketed", "torch")
+Profiler = Callable[[Callable[[], None]], dict[str, Any]]
 
 
 class DataParallelSteps(ModelSteps):
@@ -118,6 +120,7 @@ def benchmark_ddp(
     attention_implementation: str = "reference",
     warmup_steps: int = 5,
     steps: int = 10,
+    profile: bool = False,
     machine: str | None = None,
 ) -> list[dict[str, Any]]:
     """A worker for `launch`: time training steps under each wrapper, one row for each and each bucket size.
@@ -131,6 +134,8 @@ def benchmark_ddp(
         batch_sizes: sequences in the global batch, shared equally by the ranks.
         implementations: names in WRAPPERS; "bucketed" and "torch" run with every bucket size, "single" in a
             world of one.
+        profile: also look at the kernels of a step (columns of `lanes.profiled`), which takes seconds a row;
+            of "torch" only with the first bucket size.
         machine: save each row as it comes, as one of this machine's (`LADDER`), and print it.
 
     Returns:
@@ -142,11 +147,12 @@ def benchmark_ddp(
     """
     config = find_size(model_size, edition)
     dtypes, batch_sizes, implementations = tuple(dtypes), tuple(batch_sizes), tuple(implementations)
+    bucket_sizes_mb = tuple(bucket_sizes_mb)
     _check(context, dtypes, batch_sizes, implementations)
     variants = [
         (name, size)
         for name in implementations
-        for size in (tuple(bucket_sizes_mb) if name in WITH_BUCKETS else (None,))
+        for size in (bucket_sizes_mb if name in WITH_BUCKETS else (None,))
     ]
     rows: list[dict[str, Any]] = []
     for dtype, batch_size, variant in itertools.product(dtypes, batch_sizes, variants):
@@ -164,7 +170,8 @@ def benchmark_ddp(
         if any(row["status"] == "oom" for row in rows):
             values = {"status": "skipped", "reason": "memory ran out in the same process group"}
         else:
-            values = _measure(context, config, key, steps)
+            look = _profiler(context, key, machine, bucket_sizes_mb[0]) if profile else None
+            values = _measure(context, config, key, steps, look)
         rows.append(key | values)
         if machine and context.rank == 0:
             save_rows(rows[-1:], LADDER, machine=machine)
@@ -198,10 +205,24 @@ def _sentence(row: dict[str, Any]) -> str:
     return f"{what}: {row['p50_ms']:.4g} ms a step{alone}"
 
 
-def _measure(context: WorkerContext, config: ModelConfig, key: dict[str, Any], steps: int) -> dict[str, Any]:
+def _profiler(
+    context: WorkerContext, key: dict[str, Any], machine: str | None, first_size: float
+) -> Profiler | None:
+    """What looks at a step's kernels and returns value columns; the timeline is kept once a wrapper."""
+    first = key["bucket_size_mb"] in (None, first_size)
+    if key["implementation"] == "single" or (key["implementation"] == "torch" and not first):
+        return None
+    return lambda step: profiled(step, context, key, machine, keep_timeline=first)
+
+
+def _measure(
+    context: WorkerContext, config: ModelConfig, key: dict[str, Any], steps: int, look: Profiler | None
+) -> dict[str, Any]:
     """The value columns of one row; out of memory on any rank is the status on all."""
     with matmul_precision(key["dtype"]):
-        values, reason = run_or_out_of_memory(lambda: _time(context, config, key, steps), context.device)
+        values, reason = run_or_out_of_memory(
+            lambda: _time(context, config, key, steps, look), context.device
+        )
     release_memory(context.device)  # a wrapper and its hooks refer to each other
     reasons: list[str] = [""] * context.world_size
     dist.all_gather_object(reasons, reason)
@@ -210,7 +231,9 @@ def _measure(context: WorkerContext, config: ModelConfig, key: dict[str, Any], s
     return values
 
 
-def _time(context: WorkerContext, config: ModelConfig, key: dict[str, Any], steps: int) -> dict[str, Any]:
+def _time(
+    context: WorkerContext, config: ModelConfig, key: dict[str, Any], steps: int, look: Profiler | None
+) -> dict[str, Any]:
     on_gpu = context.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(context.device)
@@ -234,4 +257,4 @@ def _time(context: WorkerContext, config: ModelConfig, key: dict[str, Any], step
     values |= {"alone_ms": alone.p50_ms, "exposed_communication_ms": together.p50_ms - alone.p50_ms}
     if key["implementation"] != "torch":
         values["communication_ms"] = time_together(run.communicate, context, **fewer).p50_ms
-    return values
+    return values | (look(run.train_step) if look else {})
