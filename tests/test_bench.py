@@ -1,6 +1,7 @@
 """The protocols of bench: what they compare, what is on record stays, and the table they print."""
 
 import pytest
+import torch
 
 from cs336_systems import bench
 from cs336_systems.measure.machine import machine_card
@@ -77,6 +78,17 @@ def test_the_command_saves_rows_and_prints_a_table(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "reference, float32, 1 x 1 x 32 x 16: " in printed
     assert "grid: median ms" in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures it all")
+def test_without_a_gpu_long_sequences_are_left_out(monkeypatch, capsys):
+    monkeypatch.setitem(
+        bench.PROTOCOLS, "grid", ("short", lambda names: [*CELLS, bench.Cell("reference", 512, 16)])
+    )
+    bench.run()
+    lengths = load_rows("short", machine_card().slug)["context_length"]
+    assert set(lengths) == {32}
+    assert "tiles: no GPU here" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("protocols", "names"), [(["speed"], []), ([], ["flashy"])])

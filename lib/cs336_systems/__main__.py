@@ -58,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         command = _command(commands, function, name, text)
         command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     bench = _command(commands, _bench, "bench", "time the attention kernels against PyTorch's own")
-    bench.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid (all)")
+    bench.add_argument(
+        "protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid, tiles (all)"
+    )
     bench.add_argument(
         "--implementations", nargs="+", default=[], metavar="NAME", help="default: a protocol's own"
     )

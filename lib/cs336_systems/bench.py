@@ -39,6 +39,7 @@ __all__ = ["IMPLEMENTATIONS", "OURS", "PASSES", "benchmark_cell", "benchmark_lea
 GRID_LENGTHS = tuple(2**power for power in range(7, 17))
 GRID_HEADS = (64, 128, 32, 16)  # what is looked at most comes first
 GRAPH_LENGTHS = GRID_LENGTHS[:5]  # up to 2,048 tokens the work of launching shows
+INTERPRETED_LENGTH = 128  # of a sequence, where Triton's interpreter stands in for a GPU
 MODEL_SHAPES = ((1, 16, 16_384, 64), (1, 16, 16_384, 128), (4, 16, 4096, 128))  # batch, heads, tokens, d_head
 HALF_PEERS = ("sdpa_cudnn", "sdpa_flash")
 DEFAULTS = {  # what each protocol compares, by dtype
@@ -118,10 +119,22 @@ def _compiled_last(cell: Cell) -> bool:
     return cell.implementation == "compiled"
 
 
+# What they compare and where its rows go; "tiles" is no comparison but a study of our own kernels.
 PROTOCOLS: dict[str, tuple[str, Callable[..., list[Cell]]]] = {
     "leaderboard": ("flash_leaderboard", leaderboard_cells),
     "models": ("flash_leaderboard", model_cells),
     "grid": ("flash_benchmarking", grid_cells),
+}
+
+
+def _tiles() -> Iterator[list[dict[str, Any]]]:
+    from cs336_systems.measure.tiles import sweep_tiles  # needs triton
+
+    return sweep_tiles()
+
+
+STUDIES: dict[str, tuple[str, Callable[[], Iterator[list[dict[str, Any]]]]]] = {
+    "tiles": ("flash_benchmarking", _tiles),
 }
 
 
@@ -135,7 +148,7 @@ def measure(
         force: measure also what is on record.
     """
     device = resolve_device(device)
-    machine = machine_card(str(device)).slug
+    machine = machine_card(device).slug
     known = set() if force else _on_record(slug, machine)
     cells = [replace(cell, case=_case_here(cell, device)) for cell in cells]
     cells = [cell for cell in dict.fromkeys(cells) if cell not in known]
@@ -193,37 +206,58 @@ def summary(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:
 def run(protocols: Iterable[str] = (), names: Iterable[str] = (), *, force: bool = False) -> None:
     """Measure what is not on record, save every row as it comes, print a table a protocol.
 
+    Without a GPU only what the interpreter can do in reasonable time is measured.
+
     Args:
-        protocols: names in PROTOCOLS; none means all.
+        protocols: names in PROTOCOLS or STUDIES; none means all.
         names: of implementations; none means those that a protocol compares.
         force: measure again what is on record.
 
     Raises:
         ValueError: the name of a protocol or of an implementation is unknown; the message lists the names.
     """
-    names, protocols = list(names), list(protocols) or list(PROTOCOLS)
+    known = (*PROTOCOLS, *STUDIES)
+    names, protocols = list(names), list(protocols) or known
     for protocol in protocols:
-        check_choice("protocol", protocol, PROTOCOLS)
+        check_choice("protocol", protocol, known)
     for name in names:
         check_choice("implementation", name, IMPLEMENTATIONS)
     for protocol in protocols:
-        slug, cells_of = PROTOCOLS[protocol]
-        cells = cells_of(names)
-        for rows in measure(cells, slug, force=force):
-            print(_line(rows), flush=True)
-        print(f"\n{protocol}: median ms (times ours)\n{_summary_on_record(slug, cells)}", flush=True)
+        if protocol in PROTOCOLS:
+            _compare(protocol, names, force)
+        else:
+            _study(protocol)
+
+
+def _compare(protocol: str, names: list[str], force: bool) -> None:
+    device = resolve_device("auto")
+    slug, cells_of = PROTOCOLS[protocol]
+    cells = cells_of(names)
+    if device.type == "cpu":
+        cells = [cell for cell in cells if cell.context_length <= INTERPRETED_LENGTH]
+        print(f"{protocol}: no GPU here, so nothing longer than {INTERPRETED_LENGTH} tokens is measured")
+    for rows in measure(cells, slug, force=force):
+        print(_line(rows), flush=True)
+    here = {replace(cell, case=_case_here(cell, device)) for cell in cells}
+    rows = load_rows(slug, machine_card().slug).to_dict("records")
+    if shown := [row for row in rows if _cell_of(row) in here]:
+        print(f"\n{protocol}: median ms (times ours)\n{summary(shown).to_string()}", flush=True)
+
+
+def _study(protocol: str) -> None:
+    if resolve_device("auto").type == "cpu":
+        print(f"{protocol}: no GPU here, so nothing is measured")
+        return
+    slug, study = STUDIES[protocol]
+    for rows in study():
+        save_rows(rows, slug, table=protocol)
+        for row in rows:
+            keys = ("kernel", "case", "block_m", "block_n", "num_warps", "num_stages")
+            what = ", ".join(str(row[key]) for key in keys if row.get(key) is not None)
+            print(f"{what}: {row['p50_ms'] or row['reason']}", flush=True)
 
 
 def _line(rows: list[dict[str, Any]]) -> str:
     cell = "{case}, {implementation}, {dtype}, {batch_size} x {num_heads} x {context_length} x {d_head}"
     times = [f"{row['p50_ms']:.3f}" if row["status"] == "ok" else row["status"] for row in rows]
     return f"{cell.format_map(rows[0])}: {' / '.join(times)} {rows[0]['reason']}".rstrip()
-
-
-def _summary_on_record(slug: str, cells: Iterable[Cell]) -> str:
-    """The table of these cells from all rows there are."""
-    device = resolve_device("auto")
-    rows = load_rows(slug, machine_card().slug)
-    wanted = {replace(cell, case=_case_here(cell, device)) for cell in cells}
-    shown = [row for row in rows.to_dict("records") if _cell_of(row) in wanted]
-    return summary(shown).to_string()

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.tuning import KERNELS, Tile
-from cs336_systems.measure.host import check_choice
+from cs336_systems.measure.host import check_choice, core_count
 from cs336_systems.measure.timing import Timing, matmul_precision, one_line, resolve_device, time_steps
 
 DTYPES = {
@@ -19,14 +21,15 @@ DTYPES = {
     "tf32": torch.float32,
     "float32": torch.float32,
 }
-# (block_m, block_n, num_warps, num_stages): the corners of what is sensible, and the tables' neighbours.
+# (block_m, block_n, num_warps, num_stages): a tensor core of Hopper's takes 64 rows, four warps at a time.
 TILES = tuple(
     Tile(block_m, block_n, warps, stages)
     for block_m in (64, 128)
     for block_n in (32, 64, 128)
     for warps in (4, 8)
-    for stages in (2, 3, 4)
+    for stages in (2, 3)
 )
+PROCESSES = 12  # that compile at once
 TOLERANCE = 0.02  # relative, to the tile of the table: a wrong tile is off by far more
 
 
@@ -86,13 +89,35 @@ def benchmark_tile(
 
 
 def sweep_tiles(
-    kernels: Iterable[str] = KERNELS, tiles: Iterable[Tile] = TILES, **size: Any
+    kernels: Iterable[str] = KERNELS,
+    tiles: Iterable[Tile] = TILES,
+    *,
+    dtype: str = "bfloat16",
+    d_head: int = 64,
+    device: str | torch.device = "auto",
+    **size: Any,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Rows of every kernel with every tile, one at a time."""
-    tiles = tuple(tiles)
-    for kernel in kernels:
-        for tile in tiles:
-            yield [benchmark_tile(kernel, tile, **size)]
+    """Rows of every kernel with every tile, one at a time; the table's own tile first.
+
+    Args:
+        size: batch_size, num_heads, context_length, is_causal and steps, as in `benchmark_tile`.
+    """
+    device, tiles = resolve_device(device), tuple(tiles)
+    size |= {"dtype": dtype, "d_head": d_head, "device": str(device)}
+    with matmul_precision(dtype):
+        way = flash_triton.way_for(DTYPES[dtype], d_head, device, torch.get_float32_matmul_precision())
+    work = [(kernel, tile) for kernel in kernels for tile in dict.fromkeys((way.tile(kernel), *tiles))]
+    if device.type == "cuda":
+        _compile(work, size | {"context_length": 512, "steps": 1})
+    for kernel, tile in work:
+        yield [benchmark_tile(kernel, tile, **size)]
+
+
+def _compile(work: list[tuple[str, Tile]], size: dict[str, Any]) -> None:
+    """Run every tile on a short sequence, in several processes: what Triton compiles there is on disk."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(PROCESSES, core_count(), len(work)), mp_context=spawn) as pool:
+        wait([pool.submit(benchmark_tile, *each, **size) for each in work])
 
 
 def _prepare(
