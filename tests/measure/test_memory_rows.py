@@ -11,7 +11,7 @@ from cs336_systems.configs import model_size
 from cs336_systems.measure import memory_rows as module
 from cs336_systems.measure.allocations import CATEGORIES, MIB, timeline_of_rows
 from cs336_systems.measure.checkpointing import block_bytes, checkpointing_rows
-from cs336_systems.measure.memory_rows import block_rows, memory_rows
+from cs336_systems.measure.memory_rows import PARTS, block_rows, explained_peaks, memory_rows
 from cs336_systems.measure.rows import load_rows, save_rows
 
 CONFIG = model_size("tiny")
@@ -40,6 +40,19 @@ def test_peaks_add_up_to_the_peak(tables):
     )
     at_rest = peaks[(peaks.range == "optimizer") & (peaks.category == "optimizer state")].size_mib.item()
     assert at_rest == accounting.optimizer_bytes(CONFIG) / MIB, "the recorded step is not the first"
+
+
+def test_a_peak_is_explained(tables):
+    oom = [tables["peaks"][0] | {"context_length": 64, "status": "oom", "size_mib": None}]
+    peaks = pd.DataFrame(tables["peaks"] + oom)
+    peaks["status"] = peaks["status"].fillna("ok")
+    peaks["peak_memory_mib"] += 0.5
+    line, failed = explained_peaks(peaks).to_dict("records")
+    assert (line["range"], line["context_length"], failed["status"]) == ("backward", 32, "oom")
+    assert line["closed_form_mib"] * MIB == accounting.peak_bytes(CONFIG, 2, 32, "train_step")
+    assert line["rounding_mib"] == pytest.approx(0.5)
+    assert abs(line["rest_mib"]) < 0.02 * line["closed_form_mib"]
+    assert sum(line[part] for part in PARTS) == pytest.approx(line["peak_memory_mib"])
 
 
 def test_largest_allocations_are_numbered(tables):

@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 
 from cs336_systems import accounting
-from cs336_systems.configs import ModelConfig
+from cs336_systems.configs import ModelConfig, model_size
 from cs336_systems.measure.allocations import (
     CATEGORIES,
     MIB,
@@ -31,6 +32,10 @@ from cs336_systems.measure.training import model_key
 from cs336_systems.model import TransformerBlock, build_model
 
 Rows = list[dict[str, Any]]
+
+# What tells one recording from another, and what its peak is explained by.
+RUN = ("edition", "model_size", "batch_size", "context_length", "dtype", "pass")
+PARTS = ("closed_form_mib", "other_mib", "rounding_mib", "rest_mib")
 
 # A timeline for a plot, thin enough to be kept as rows.
 TIMELINE_POINTS = 160
@@ -73,6 +78,36 @@ def memory_rows(
         "timeline": timeline_rows(timeline(history, points=TIMELINE_POINTS), key),
         "largest": _largest_rows(history, key),
     }
+
+
+def explained_peaks(peaks: pd.DataFrame) -> pd.DataFrame:
+    """One line a recording: the stage of its peak, and the closed form beside what it leaves out.
+
+    Args:
+        peaks: the table "peaks" of `memory_rows`.
+
+    Returns:
+        RUN, status and, of what ran, `range` (stage of the peak), peak_memory_mib, and the parts that it is
+        the sum of: closed_form_mib (`accounting.peak_bytes`), other_mib (no tensor of the step: workspaces of
+        libraries, the batch), rounding_mib (the allocator's, of sizes), rest_mib (explained by none of them).
+    """
+    lines = []
+    for key, rows in peaks.groupby(list(RUN), sort=False):
+        line = dict(zip(RUN, key, strict=True)) | {"status": rows["status"].iloc[0]}
+        lines.append(line | _explained(line, rows) if line["status"] == "ok" else line)
+    return pd.DataFrame(lines, columns=[*RUN, "status", "range", "peak_memory_mib", *PARTS])
+
+
+def _explained(run: dict[str, Any], rows: pd.DataFrame) -> dict[str, Any]:
+    stage = rows.groupby("range")["size_mib"].sum().idxmax()
+    at_peak = rows[rows["range"] == stage].set_index("category")["size_mib"]
+    config = model_size(run["model_size"], int(run["edition"]))
+    shape = int(run["batch_size"]), int(run["context_length"])
+    closed_form = accounting.peak_bytes(config, *shape, run["pass"], run["dtype"]) / MIB
+    peak, requested = (rows[f"{name}_memory_mib"].iloc[0] for name in ("peak", "requested"))
+    other = at_peak.get("other", 0.0)
+    parts = (closed_form, other, peak - requested, requested - other - closed_form)
+    return {"range": stage, "peak_memory_mib": peak} | dict(zip(PARTS, parts, strict=True))
 
 
 def block_rows(
