@@ -9,7 +9,7 @@ in which rank 0 saw the gradients of the first step become ready.
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 
 import torch
@@ -112,6 +112,33 @@ def _weak_hook(method: Callable[[int, Tensor], None], place: int) -> Callable[[T
     return hook
 
 
+def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: float) -> Buckets:
+    """Fill buckets with tensors in this order, each up to its limit; a bucket holds one dtype and device.
+
+    Args:
+        tensors: parameters or gradients; only their sizes matter, so they may be on the meta device.
+        order: places in `tensors`, in the order in which they become ready.
+        bucket_bytes: the most a bucket holds; a larger tensor is a bucket of its own.
+
+    Returns:
+        The buckets, in the order in which they become complete.
+    """
+    buckets: Buckets = []
+    open_buckets: dict[tuple, tuple[list[int], float]] = {}
+    for place in order:
+        tensor = tensors[place]
+        kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        bucket, used = open_buckets.get(kind, ([], math.inf))
+        if used + size > bucket_bytes:
+            bucket, used = [], 0.0
+            buckets.append(bucket)
+        bucket.append(place)
+        open_buckets[kind] = (bucket, used + size)
+    # A bucket is complete when its last gradient is ready.
+    position = {place: number for number, place in enumerate(order)}
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+
+
 class BucketedDDP(OverlappedDDP):
     """The same in few, larger messages: gradients lie side by side in buckets, and a full bucket leaves.
 
@@ -145,21 +172,7 @@ class BucketedDDP(OverlappedDDP):
         self._flat: dict[int, Tensor] = {}
 
     def _split(self, order: list[int]) -> Buckets:
-        """Fill buckets in order; a bucket holds one dtype and device."""
-        buckets: Buckets = []
-        open_buckets: dict[tuple, tuple[list[int], int]] = {}
-        for place in order:
-            parameter = self._trainable[place]
-            kind, size = self._kind(place), parameter.numel() * parameter.element_size()
-            bucket, used = open_buckets.get(kind, ([], math.inf))
-            if used + size > self._bucket_bytes:
-                bucket, used = [], 0
-                buckets.append(bucket)
-            bucket.append(place)
-            open_buckets[kind] = (bucket, used + size)
-        # A bucket is complete when its last gradient is ready.
-        position = {place: number for number, place in enumerate(order)}
-        return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+        return fill_buckets(self._trainable, order, self._bucket_bytes)
 
     def _lay_out(self) -> None:
         """Allocate the buffer of each kind, cut it into buckets, and each bucket into a view per gradient."""

@@ -1,0 +1,47 @@
+"""The overhead model: its closed forms against the queue that they describe."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_systems.parallel.overhead import (
+    best_bucket_bytes,
+    equal_buckets_exposed_seconds,
+    exposed_seconds,
+)
+
+seconds = st.floats(1e-6, 1.0)
+links = st.fixed_dictionaries({"latency_s": seconds, "bytes_per_s": st.floats(1e6, 1e12)})
+totals = st.floats(1e3, 1e11)
+
+
+@given(totals, st.integers(1, 50), links, st.floats(1e-6, 100.0))
+def test_equal_buckets_are_the_queue(total, buckets, link, backward_s):
+    queue = exposed_seconds([total / buckets] * buckets, backward_s=backward_s, **link)
+    closed = equal_buckets_exposed_seconds(total, buckets, backward_s=backward_s, **link)
+    assert queue == pytest.approx(closed, rel=1e-6, abs=1e-9 * backward_s)
+
+
+@given(totals, st.integers(1, 50), links)
+def test_the_handouts_assumption_gives_the_handouts_sum(total, buckets, link):
+    overhead = equal_buckets_exposed_seconds(total, buckets, **link)
+    expected = buckets * link["latency_s"] + total / (buckets * link["bytes_per_s"])
+    assert overhead == pytest.approx(expected, rel=1e-6)
+
+
+@given(totals, links, st.floats(0.01, 100))
+def test_no_size_beats_the_best(total, link, factor):
+    best = best_bucket_bytes(total, **link)
+    least = equal_buckets_exposed_seconds(total, total / best, **link)
+    assert equal_buckets_exposed_seconds(total, total / (factor * best), **link) >= least * (1 - 1e-9)
+    assert least == pytest.approx(2 * math.sqrt(total * link["latency_s"] / link["bytes_per_s"]), rel=1e-6)
+
+
+def test_a_small_last_bucket_leaves_little():
+    """Backward is slow enough for each bucket to be gone before the next is ready: only the last one counts."""
+    link = {"backward_s": 100.0, "latency_s": 0.5, "bytes_per_s": 100.0}
+    assert exposed_seconds([90, 10], **link) == pytest.approx(0.6)
+    assert exposed_seconds([10, 90], **link) == pytest.approx(1.4)
+    assert exposed_seconds([100], **link) == pytest.approx(1.5)
