@@ -40,7 +40,7 @@ def test_no_size_beats_the_best(total, link, factor):
 
 
 def test_a_small_last_bucket_leaves_little():
-    """Backward is slow enough for each bucket to be gone before the next is ready: only the last one counts."""
+    """A slow backward: each bucket is gone before the next is ready, and only the last one counts."""
     link = {"backward_s": 100.0, "latency_s": 0.5, "bytes_per_s": 100.0}
     assert exposed_seconds([90, 10], **link) == pytest.approx(0.6)
     assert exposed_seconds([10, 90], **link) == pytest.approx(1.4)
