@@ -13,12 +13,14 @@ from cs336_systems.checkpointing import (
     best_k,
     every_k,
     forward_with,
+    from_start,
     none,
     peak,
     recomputed,
     recursive,
     run,
     sqrt_n,
+    strategy,
 )
 from cs336_systems.configs import ModelConfig
 from cs336_systems.functional import cross_entropy
@@ -36,6 +38,7 @@ PLANS = {
     "every_3": lambda blocks: every_k(blocks, 3),
     "sqrt_n": sqrt_n,
     "recursive": recursive,
+    "from_start": from_start,
     "uneven": lambda blocks: (blocks[0], tuple(blocks[1:3]), (tuple(blocks[3:5]), *blocks[5:])),
 }
 INSIDE, BOUNDARY = 1000, 100
@@ -116,7 +119,7 @@ def model():
     return build_model(ModelConfig("deep", 2025, 32, 64, num_layers=6, num_heads=2, vocab_size=64), 16)
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [*PLANS, "half blocks"])
 def test_gradients_are_equal_to_the_last_bit(model, name):
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -126,7 +129,8 @@ def test_gradients_are_equal_to_the_last_bit(model, name):
         return [parameter.grad for parameter in model.parameters()]
 
     plain = gradients(model(tokens))
-    checkpointed = gradients(forward_with(model, PLANS[name], tokens))
+    plan = PLANS[name] if name in PLANS else strategy(name)
+    checkpointed = gradients(forward_with(model, plan, tokens))
     assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
 
 
@@ -174,9 +178,24 @@ def test_best_k_of_cheap_blocks_is_the_square_root():
 
 
 def test_strategies_by_name():
-    assert set(STRATEGIES) == {"none", "every_k", "sqrt_n", "recursive"}
-    assert STRATEGIES["recursive"](range(4)) == (((0,), (1,)), ((2,), (3,)))
-    assert none([]) == recursive([]) == sqrt_n([]) == ()
+    assert strategy("recursive")(range(4)) == (((0,), (1,)), ((2,), (3,)))
+    assert strategy("every 3")(range(4)) == ((0, 1, 2), (3,))
+    assert strategy("from start")(range(3)) == (((0,), 1), 2)
+    for name in STRATEGIES:
+        assert strategy(name)([]) == ()
+
+
+@pytest.mark.parametrize("name", ["every", "every k", "every -1", "sqrt", ""])
+def test_a_strategy_that_is_none(name):
+    with pytest.raises(ValueError, match=rf"strategy '{name}' is unknown; allowed: every 1, .* from start"):
+        strategy(name)
+
+
+@given(st.integers(2, 20))
+def test_from_the_start_is_constant_in_memory(count):
+    plan = from_start(range(count))
+    assert peak(plan, INSIDE, BOUNDARY) == INSIDE + 2 * BOUNDARY
+    assert recomputed(plan) == count * (count - 1) // 2
 
 
 @pytest.mark.parametrize("k", [0, -1, 1.5, None])

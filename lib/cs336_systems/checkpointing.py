@@ -11,6 +11,7 @@ A *plan* says which. It is a nested tuple of blocks; a tuple inside a plan is a 
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,12 +56,55 @@ def recursive(blocks: Sequence[Any]) -> Plan:
     return (recursive(blocks[:half]), recursive(blocks[half:]))
 
 
-STRATEGIES: dict[str, Callable[..., Plan]] = {
+def from_start(blocks: Sequence[Any]) -> Plan:
+    """All blocks but the last are a segment, and so on inside it: every input is made from the very first.
+
+    No plan needs less, memory O(1), and none runs more blocks again, N (N - 1) / 2.
+    """
+    plan: Plan = ()
+    for block in blocks:
+        plan = (plan, block) if plan else (block,)
+    return plan
+
+
+def half_blocks(blocks: Sequence[nn.Module]) -> Plan:
+    """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
+    return tuple(
+        (partial(half, block),) for block in blocks for half in (_attention_half, _feed_forward_half)
+    )
+
+
+def _attention_half(block: nn.Module, x: Tensor) -> Tensor:
+    return x + block.attn(block.ln1(x))
+
+
+def _feed_forward_half(block: nn.Module, x: Tensor) -> Tensor:
+    return x + block.ffn(block.ln2(x))
+
+
+STRATEGIES: dict[str, Callable[[Sequence[Any]], Plan]] = {
     "none": none,
-    "every_k": every_k,
+    "half blocks": half_blocks,
     "sqrt_n": sqrt_n,
     "recursive": recursive,
+    "from start": from_start,
 }
+
+
+def strategy(name: str) -> Callable[[Sequence[Any]], Plan]:
+    """A strategy by its name: one of STRATEGIES, or "every 3" for segments of three blocks.
+
+    Raises:
+        ValueError: there is none of that name; the message lists what there is.
+    """
+    word, _, number = name.partition(" ")
+    if word == "every" and number.isdigit():
+        return partial(every_k, k=int(number))
+    if name not in STRATEGIES:
+        raise ValueError(
+            f"strategy {name!r} is unknown; allowed: every 1, every 2 ..., {', '.join(STRATEGIES)}"
+        )
+    return STRATEGIES[name]
 
 
 def peak(plan: Plan, inside: float, boundary: float) -> float:
@@ -88,12 +132,13 @@ def recomputed(plan: Plan) -> int:
 def _reruns(segment: Plan) -> int:
     """Block forwards in one backward through a segment: its rerun, and those of the segments inside it."""
     last = segment[-1]
-    skipped = _blocks(last) if isinstance(last, tuple) else 0
-    return _blocks(segment) - skipped + recomputed(segment)
+    skipped = block_count(last) if isinstance(last, tuple) else 0
+    return block_count(segment) - skipped + recomputed(segment)
 
 
-def _blocks(plan: Plan) -> int:
-    return sum(_blocks(part) if isinstance(part, tuple) else 1 for part in plan)
+def block_count(plan: Plan) -> int:
+    """How many blocks a plan runs."""
+    return sum(block_count(part) if isinstance(part, tuple) else 1 for part in plan)
 
 
 def best_k(count: int, inside: float, boundary: float) -> int:

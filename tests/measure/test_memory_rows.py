@@ -86,26 +86,25 @@ def test_a_block_saves_and_gets_gradients():
 
 
 def test_checkpointing_trades_memory_for_reruns():
-    strategies = {"none": checkpointing.none, "every 1": lambda blocks: checkpointing.every_k(blocks, 1)}
+    names = ["none", "every 1", "half blocks"]
+    strategies = {name: checkpointing.strategy(name) for name in names}
     rows = list(checkpointing_rows(CONFIG, strategies, **RUN, steps=1))
     save_rows(rows, "gradient_checkpointing")
-    plain, checkpointed = rows
+    plain, checkpointed, _ = rows
     assert (plain["calls"], checkpointed["calls"]) == (0, CONFIG.num_layers)
-    for row in rows:
+    for row in rows[:2]:
         plan = strategies[row["case"]](range(CONFIG.num_layers))
         peak = accounting.peak_bytes(CONFIG, 2, 32, "forward_backward", plan=plan) / MIB
         assert row["peak_memory_mib"] == pytest.approx(peak, rel=0.02), row["case"]
     assert checkpointed["p50_ms"] > 0
+    assert rows[2]["calls"] == CONFIG.num_layers, "two halves are one block"
+    assert "saved_for_backward_mib" not in rows[2]
 
 
 @pytest.mark.gpu
 def test_checkpointed_peak_on_a_gpu_is_as_predicted():
-    strategies = {
-        "none": checkpointing.none,
-        "every 1": lambda blocks: checkpointing.every_k(blocks, 1),
-        "every 2": lambda blocks: checkpointing.every_k(blocks, 2),
-        "recursive": checkpointing.recursive,
-    }
+    names = ["none", "every 1", "every 2", "recursive"]
+    strategies = {name: checkpointing.strategy(name) for name in names}
     config, run = model_size("medium"), {"context_length": 512, "batch_size": 4}
     for row in checkpointing_rows(config, strategies, **run, device="cuda", steps=1):
         plan = strategies[row["case"]](range(config.num_layers))

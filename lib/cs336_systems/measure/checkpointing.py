@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems.checkpointing import Plan, forward_with, peak, recomputed
+from cs336_systems.checkpointing import Plan, block_count, forward_with, peak, recomputed
 from cs336_systems.configs import ModelConfig
 from cs336_systems.measure.allocations import MIB, stage_peaks
 from cs336_systems.measure.memory import record_memory
@@ -59,7 +59,8 @@ def checkpointing_rows(
     """A row for each strategy, its name as `case`: time of forward and backward, and peak memory.
 
     Beside what is measured stands what the model of `checkpointing` says: `saved_for_backward_mib`, at the
-    peak, by the blocks; `calls`, the block forwards that backward runs again. Out of memory is a status.
+    peak, by the blocks (of plans in whole blocks); `calls`, the block forwards that backward runs again. Out
+    of memory is a status.
     """
     device = resolve_device(device)
     shape = {"context_length": context_length, "batch_size": batch_size, "dtype": dtype}
@@ -75,10 +76,17 @@ def checkpointing_rows(
         row = key | {"case": name} | timing.as_row()
         if timing.status == "ok":
             row |= _peaks(checkpointed, timing)
-        plan = strategy(range(config.num_layers))
-        yield row | {"saved_for_backward_mib": peak(plan, *sizes) / MIB, "calls": recomputed(plan)}
+        yield row | _modelled(strategy(range(config.num_layers)), config.num_layers, *sizes)
         model.zero_grad(set_to_none=True)
         release_memory(device)
+
+
+def _modelled(plan: Plan, num_layers: int, inside: int, boundary: int) -> dict[str, float]:
+    parts = block_count(plan)  # more than layers where a block is two
+    calls = {"calls": recomputed(plan) * num_layers / parts}
+    return calls | (
+        {"saved_for_backward_mib": peak(plan, inside, boundary) / MIB} if parts == num_layers else {}
+    )
 
 
 def _with(strategy: Strategy) -> Callable[[nn.Module, Tensor], Tensor]:

@@ -38,7 +38,7 @@ RUN = ("edition", "model_size", "batch_size", "context_length", "dtype", "pass")
 PARTS = ("closed_form_mib", "other_mib", "rounding_mib", "rest_mib")
 
 # A timeline for a plot, thin enough to be kept as rows.
-TIMELINE_POINTS = 160
+TIMELINE_POINTS = 110
 
 
 def memory_rows(
