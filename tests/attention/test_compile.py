@@ -5,7 +5,7 @@ import pytest
 from cs336_systems.attention.tuning import KERNELS
 
 pytest.importorskip("triton")
-from cs336_systems.attention.ahead_of_time import ARITHMETICS, resources
+from cs336_systems.attention.ahead_of_time import ARITHMETICS, HOPPER_DKDV, resources
 
 CAPABILITIES = (80, 90, 100)
 HEAD_SIZES = (64, 128, 256)
@@ -30,6 +30,13 @@ def test_no_tile_spills_or_exceeds_the_chip(arithmetic):
     assert (portable.shared_bytes <= SMALLEST_SHARED_MEMORY).all(), portable.to_string()
     spilling = table[(table.spilled_bytes > 0) & ~table.apply(spills_and_may, axis=1)]
     assert spilling.empty, spilling.to_string()
+
+
+def test_hoppers_own_kernel_fits_too():
+    line = resources([90], [HOPPER_DKDV], ["half"], [64]).iloc[0]
+    assert line.spilled_bytes == 0
+    assert line.registers <= 255
+    assert line.shared_bytes * 4 <= line.shared_limit  # several blocks share a processor
 
 
 def test_a_tile_that_does_not_compile_is_an_error():

@@ -16,9 +16,10 @@ from typing import Any
 
 import pandas as pd
 
-from .tuning import KERNELS, Tile, exact_precision, tile_for, uses_descriptors
+from .tuning import KERNELS, Tile, exact_precision, tile_by_hand, tile_for, uses_descriptors
 
 ARITHMETICS = ("half", "tf32", "exact")
+HOPPER_DKDV = "hopper_dkdv"  # kernels_hopper's, beside those of tuning.KERNELS
 # Bytes of shared memory that a block can have.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
@@ -33,6 +34,7 @@ def resources(
 
     Args:
         capabilities: 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
+        kernels: of tuning.KERNELS, or HOPPER_DKDV where tuning.BY_HAND has a tile for it.
         arithmetics: "half" (bfloat16 stands for float16 too), "tf32", "exact".
 
     Returns:
@@ -79,15 +81,24 @@ def compile_one(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     from .kernels_backward import dkdv_kernel, dq_kernel
     from .kernels_forward import forward_kernel
+    from .kernels_hopper import hopper_dkdv_kernel
 
-    function = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}[kernel]
+    functions = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+    function = (functions | {HOPPER_DKDV: hopper_dkdv_kernel})[kernel]
     chip = divmod(capability, 10)
     element = "bf16" if arithmetic == "half" else "fp32"
     block_d = max(16, triton.next_power_of_2(d_head))
-    tile = tile or tile_for(kernel, arithmetic, block_d, chip)
+    if tile is None:
+        by_hand = kernel == HOPPER_DKDV
+        tile = (
+            tile_by_hand(arithmetic, block_d, chip)
+            if by_hand
+            else tile_for(kernel, arithmetic, block_d, chip)
+        )
     constants = {
         "CAUSAL": True,
         "EVEN_KEYS": True,
@@ -97,6 +108,8 @@ def compile_one(
         "BLOCK_N": tile.block_n,
         "DESCRIPTORS": uses_descriptors(chip, arithmetic, block_d),
         "PRECISION": exact_precision(chip) if arithmetic == "exact" else "tf32",
+        "STAGES": tile.num_stages,
+        "GLUON": kernel == HOPPER_DKDV,
     }
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -105,7 +118,7 @@ def compile_one(
         signature[name] = "constexpr" if name in constants else _type(name, element, tile, constants)
         if signature[name].startswith(("*", "i32")):
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(
+    source = (GluonASTSource if constants["GLUON"] else ASTSource)(
         function,
         signature,
         constexprs={name: value for name, value in constants.items() if name in signature},
@@ -123,14 +136,24 @@ def compile_one(
 
 def _type(name: str, element: str, tile: Tile, constants: dict[str, Any]) -> str:
     """The type of a kernel's argument, told by its name."""
+    from .hopper import row_layout, tile_layout
+
     if name.endswith("_src") and constants["DESCRIPTORS"]:
-        rows = tile.block_m if name in ("q_src", "do_src") else tile.block_n
-        return f"tensordesc<{element}[1, 1, {rows}, {constants['BLOCK_D']}]>"
+        if name in ("lse2_src", "delta_src"):
+            return _described("fp32", (1, tile.block_m), row_layout())
+        rows = tile.block_n if name in ("k_src", "v_src") else tile.block_m
+        shape = (1, 1, rows, constants["BLOCK_D"])
+        return _described(element, shape, tile_layout(shape, "bfloat16") if constants["GLUON"] else None)
     if name in ("lse_ptr", "lse2_ptr", "delta_ptr"):
         return "*fp32"
     if name.endswith(("_ptr", "_src")):
         return f"*{element}"
     return "fp32" if name.startswith("scale") else "i32"
+
+
+def _described(element: str, shape: tuple[int, ...], layout: Any) -> str:
+    """The type of a descriptor; Gluon's says how a tile lies in shared memory."""
+    return f"tensordesc<{element}[{', '.join(map(str, shape))}]{f',{layout!r}' if layout else ''}>"
 
 
 def _ask_ptxas(ptx: str, capability: int) -> dict[str, int]:

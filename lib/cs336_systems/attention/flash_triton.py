@@ -19,9 +19,19 @@ from .inputs import cast_for_autocast, check_inputs
 from .kernels_backward import dkdv_kernel, dq_kernel
 from .kernels_forward import forward_kernel
 from .launch import ALIGNMENT, INTERPRETED, Launch, Shape, describer, four_dims, loadable, on
-from .tuning import INTERPRETER, KERNELS, Tile, arithmetic, exact_precision, tile_for, uses_descriptors
+from .tuning import (
+    INTERPRETER,
+    KERNELS,
+    Tile,
+    arithmetic,
+    exact_precision,
+    tile_by_hand,
+    tile_for,
+    uses_descriptors,
+)
 
 LOG2E = math.log2(math.e)
+FLOAT32_BYTES = 4
 
 Layout = tuple[Shape, Shape]  # shape, strides
 
@@ -69,14 +79,16 @@ def flash_backward(
 
 @dataclass(frozen=True)
 class Way:
-    """How tensors of one dtype, head size and device are worked on."""
+    """How tensors of one dtype, head size and device are worked on; a launch is kept for each."""
 
+    dtype: torch.dtype
     device: torch.device
     arithmetic: str
     precision: str
     block_d: int
     descriptors: bool
     tiles: tuple[Tile, ...]  # one a kernel, in the order of tuning.KERNELS
+    by_hand: Tile | None  # of Hopper's own dK and dV kernel, where that is the faster one
 
     def tile(self, kernel: str) -> Tile:
         return self.tiles[KERNELS.index(kernel)]
@@ -89,10 +101,12 @@ def way_for(dtype: torch.dtype, d: int, device: torch.device, float32_precision:
     precision = exact_precision(capability) if exact else "tf32"
     kind, block_d = arithmetic(dtype.itemsize, precision), max(16, triton.next_power_of_2(d))
     tiles = tuple(tile_for(kernel, kind, block_d, capability) for kernel in KERNELS)
-    return Way(device, kind, precision, block_d, uses_descriptors(capability, kind, block_d), tiles)
+    descriptors = uses_descriptors(capability, kind, block_d)
+    by_hand = tile_by_hand(kind, block_d, capability)
+    return Way(dtype, device, kind, precision, block_d, descriptors, tiles, by_hand)
 
 
-class _Problem:
+class Problem:
     """The sizes and constants that all kernels of one attention share."""
 
     def __init__(self, q: Layout, k: Layout, way: Way, is_causal: bool) -> None:
@@ -100,6 +114,7 @@ class _Problem:
         (_, _, self.n_keys, _), _ = four_dims(*k)
         self.way, self.is_causal = way, is_causal
         self.scale = 1 / math.sqrt(self.d)
+        self.scale_log2 = self.scale * LOG2E
         self.sizes = (self.heads, self.n_queries, self.n_keys)
 
     def programs(self, rows: int, block: int) -> int:
@@ -121,7 +136,8 @@ class _Problem:
         if not self.way.descriptors:
             return lambda *tensors: tensors
         describers = [
-            describer(*layout, n, self.way.block_d) for layout, n in zip(layouts, rows, strict=True)
+            describer(*four_dims(*layout), (1, 1, n, self.way.block_d))
+            for layout, n in zip(layouts, rows, strict=True)
         ]
         return lambda *tensors: [describe(x) for describe, x in zip(describers, tensors, strict=True)]
 
@@ -130,12 +146,12 @@ class _Problem:
 def forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Callable[..., None]:
     """The forward's launch for q, k, v, o of these layouts."""
     q, k, v, o = layouts
-    problem = _Problem(q, k, way, is_causal)
+    problem = Problem(q, k, way, is_causal)
     tile = way.tile("forward")
     launch = Launch(
         forward_kernel,
         problem.programs(problem.n_queries, tile.block_m),
-        (*four_dims(*o)[1], *problem.sizes, problem.scale * LOG2E),
+        (*four_dims(*o)[1], *problem.sizes, problem.scale_log2),
         problem.constants(tile, EVEN_KEYS=problem.n_keys % tile.block_n == 0),
         tile,
     )
@@ -149,23 +165,26 @@ def backward_plans(
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """The backward's two launches, for q, k, v, do, o, dq, dk, dv of these layouts."""
     *inputs, o, dq, dk, dv = layouts
-    problem = _Problem(inputs[0], inputs[1], way, is_causal)
+    problem = Problem(inputs[0], inputs[1], way, is_causal)
 
     def plan(kernel: Any, tile: Tile, programs: int, outputs: tuple[Layout, ...], **constants: bool):
         strides = [stride for output in outputs for stride in four_dims(*output)[1]]
-        numbers = (*strides, *problem.sizes, problem.scale, problem.scale * LOG2E)
+        numbers = (*strides, *problem.sizes, problem.scale, problem.scale_log2)
         launch = Launch(kernel, programs, numbers, problem.constants(tile, **constants), tile)
         sources = problem.sources(inputs, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
         return lambda q, k, v, do, *others: launch(*sources(q, k, v, do), *others)
 
-    tile, dkdv_tile = way.tile("dq"), way.tile("dkdv")
+    tile = way.tile("dq")
     even = problem.n_keys % tile.block_n == 0
-    dq_programs = problem.programs(problem.n_queries, tile.block_m)
-    dkdv_programs = problem.programs(problem.n_keys, dkdv_tile.block_n)
-    return (
-        plan(dq_kernel, tile, dq_programs, (o, dq), EVEN_KEYS=even),
-        plan(dkdv_kernel, dkdv_tile, dkdv_programs, (dk, dv)),
-    )
+    programs = problem.programs(problem.n_queries, tile.block_m)
+    dq_plan = plan(dq_kernel, tile, programs, (o, dq), EVEN_KEYS=even)
+    rows_aligned = problem.n_queries * FLOAT32_BYTES % ALIGNMENT == 0  # of L, for the copy engine
+    if way.by_hand and rows_aligned:
+        from .hopper import hopper_dkdv_plan
+
+        return dq_plan, hopper_dkdv_plan(problem, inputs, (dk, dv))
+    tile = way.tile("dkdv")
+    return dq_plan, plan(dkdv_kernel, tile, problem.programs(problem.n_keys, tile.block_n), (dk, dv))
 
 
 # torch.compile sees the two launches as opaque operators: no graph break, and nothing of Triton's to trace.

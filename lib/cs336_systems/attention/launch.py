@@ -95,18 +95,26 @@ def four_dims(shape: Shape, strides: Shape) -> tuple[Shape, Shape]:
     return (1,) * missing + tuple(shape), (0,) * missing + tuple(strides)
 
 
-def describer(shape: Shape, strides: Shape, rows: int, block_d: int) -> Callable[[Tensor], TensorDescriptor]:
-    """A function that describes any tensor of this layout as tiles of (rows, block_d) of one head.
+def describer(
+    shape: Shape, strides: Shape, block_shape: Shape, gluon_layout: Any = None
+) -> Callable[[Tensor], Any]:
+    """A function that describes any tensor of this shape and these strides as tiles of block_shape.
 
     It fills in the address only: TensorDescriptor's own constructor checks everything again at every launch.
+    Gluon's descriptors say how a tile lies in shared memory, too.
     """
-    shape, strides = four_dims(shape, strides)
     outer = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides, strict=False)]
-    fields = {"shape": list(shape), "strides": [*outer, 1], "block_shape": [1, 1, rows, block_d]}
+    fields = {"shape": list(shape), "strides": [*outer, 1], "block_shape": list(block_shape)}
     fields = _descriptor_defaults | fields
+    if gluon_layout is None:
+        kind = TensorDescriptor
+    else:
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as kind
 
-    def describe(x: Tensor) -> TensorDescriptor:
-        descriptor = TensorDescriptor.__new__(TensorDescriptor)
+        fields["layout"] = gluon_layout
+
+    def describe(x: Tensor) -> Any:
+        descriptor = kind.__new__(kind)
         descriptor.__dict__.update(fields, base=x)
         return descriptor
 

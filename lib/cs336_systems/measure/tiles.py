@@ -2,9 +2,8 @@
 
 import dataclasses
 import math
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor
 
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.tuning import KERNELS, Tile
-from cs336_systems.measure.host import check_choice, core_count
+from cs336_systems.measure.fresh import in_processes
+from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.timing import Timing, matmul_precision, one_line, resolve_device, time_steps
 
 DTYPES = {
@@ -29,7 +29,6 @@ TILES = tuple(
     for warps in (4, 8)
     for stages in (2, 3)
 )
-PROCESSES = 12  # that compile at once
 TOLERANCE = 0.02  # relative, to the tile of the table: a wrong tile is off by far more
 
 
@@ -107,17 +106,10 @@ def sweep_tiles(
     with matmul_precision(dtype):
         way = flash_triton.way_for(DTYPES[dtype], d_head, device, torch.get_float32_matmul_precision())
     work = [(kernel, tile) for kernel in kernels for tile in dict.fromkeys((way.tile(kernel), *tiles))]
-    if device.type == "cuda":
-        _compile(work, size | {"context_length": 512, "steps": 1})
+    if device.type == "cuda":  # on a short sequence: the compiler needs longer than the kernels
+        in_processes(partial(benchmark_tile, **size | {"context_length": 512, "steps": 1}), work)
     for kernel, tile in work:
         yield [benchmark_tile(kernel, tile, **size)]
-
-
-def _compile(work: list[tuple[str, Tile]], size: dict[str, Any]) -> None:
-    """Run every tile on a short sequence, in several processes: what Triton compiles there is on disk."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(PROCESSES, core_count(), len(work)), mp_context=spawn) as pool:
-        wait([pool.submit(benchmark_tile, *each, **size) for each in work])
 
 
 def _prepare(
@@ -127,7 +119,7 @@ def _prepare(
     q, k, v, do = (torch.randn(shape, device=device, dtype=DTYPES[dtype]) for _ in range(4))
     way = flash_triton.way_for(q.dtype, shape[-1], device, torch.get_float32_matmul_precision())
     chosen = tuple(tile if name == kernel else other for name, other in zip(KERNELS, way.tiles, strict=True))
-    way = dataclasses.replace(way, tiles=chosen)
+    way = dataclasses.replace(way, tiles=chosen, by_hand=None)
     o, logsumexp = flash_triton.flash_forward(q, k, v, is_causal)
     layout = (q.shape, q.stride())
     if kernel == "forward":
