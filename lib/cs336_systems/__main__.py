@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     bench = _command(commands, _bench, "bench", "time the attention kernels against PyTorch's own")
     bench.add_argument(
-        "protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid, tiles (all)"
+        "protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid, tiles, ladder (all)"
     )
     bench.add_argument(
         "--implementations", nargs="+", default=[], metavar="NAME", help="default: a protocol's own"

@@ -10,9 +10,7 @@ Rows are saved as they come, and what a machine has on record is not measured ag
 continues. What is wrong is not timed and gets no ratio.
 """
 
-import multiprocessing
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -28,7 +26,8 @@ from cs336_systems.measure.flash import (
     benchmark_leaderboard,
     case_name,
 )
-from cs336_systems.measure.host import check_choice, core_count
+from cs336_systems.measure.fresh import in_processes
+from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.machine import machine_card
 from cs336_systems.measure.rows import load_rows, save_rows
 from cs336_systems.measure.timing import resolve_device
@@ -119,7 +118,7 @@ def _compiled_last(cell: Cell) -> bool:
     return cell.implementation == "compiled"
 
 
-# What they compare and where its rows go; "tiles" is no comparison but a study of our own kernels.
+# What they compare and where its rows go; the studies look at our own kernels only.
 PROTOCOLS: dict[str, tuple[str, Callable[..., list[Cell]]]] = {
     "leaderboard": ("flash_leaderboard", leaderboard_cells),
     "models": ("flash_leaderboard", model_cells),
@@ -133,8 +132,15 @@ def _tiles() -> Iterator[list[dict[str, Any]]]:
     return sweep_tiles()
 
 
+def _ladder() -> Iterator[list[dict[str, Any]]]:
+    from cs336_systems.measure.ladder import climb
+
+    return climb()
+
+
 STUDIES: dict[str, tuple[str, Callable[[], Iterator[list[dict[str, Any]]]]]] = {
     "tiles": ("flash_benchmarking", _tiles),
+    "ladder": ("flash_leaderboard", _ladder),
 }
 
 
@@ -179,14 +185,13 @@ def _compile_ours(cells: Iterable[Cell], device: torch.device) -> None:
 
     What Triton compiles there is on disk for this process, which else would spend minutes on it.
     """
-    wanted = {(cell.dtype, cell.d_head) for cell in cells if cell.implementation == OURS}
+    wanted = sorted({(cell.dtype, cell.d_head) for cell in cells if cell.implementation == OURS})
     if len(wanted) < 2:
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(len(wanted), 8, core_count()), mp_context=spawn) as pool:
-        jobs = {key: pool.submit(check_ours, *key, str(device)) for key in wanted}
-        for key, job in jobs.items():
-            remember(*key, device, job.result())
+    verdicts = in_processes(check_ours, [(*key, str(device)) for key in wanted], most=8)
+    for key, verdict in zip(wanted, verdicts, strict=True):
+        if verdict is not None:
+            remember(*key, device, verdict)
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> pd.DataFrame:

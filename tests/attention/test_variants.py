@@ -1,0 +1,40 @@
+"""Variants of the kernels: every change still fits the shipped source, and says so when it does not."""
+
+import pytest
+
+from cs336_systems.attention import variants
+from cs336_systems.attention.techniques import STEPS, rungs, shipped
+from cs336_systems.attention.variants import FORWARD, Change
+
+pytest.importorskip("triton")
+RUNGS = [rung for kernel in STEPS for rung in rungs(kernel)]
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: f"{rung.kernel}: {rung.name}")
+def test_every_change_fits_the_kernels(rung):
+    kernels = variants.kernels(rung.changes)
+    assert set(kernels) == {"forward", "dq", "dkdv"}
+    for change in rung.changes:
+        assert change.old != change.new
+
+
+def test_a_change_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match="is 0 times in kernels_forward; allowed: 1 times"):
+        variants.kernels((Change(FORWARD, "no such text", ""),))
+
+
+@pytest.mark.parametrize("kernel", STEPS)
+def test_the_climb_ends_at_the_shipped_source(kernel):
+    kept = [step for step in STEPS[kernel] if step.kept]
+    climbed = rungs(kernel)[: len(kept) + 1]
+    assert climbed[0].changes
+    assert not climbed[-1].changes
+    assert climbed[-1].copy_engine
+    names = [rung.name for rung in (*rungs(kernel), shipped(kernel))]
+    assert len(set(names)) == len(names)
+    assert len(names) == len(STEPS[kernel]) + 2
+
+
+@pytest.mark.parametrize("kernel", STEPS)
+def test_predictions_are_ranges(kernel):
+    assert all(0.5 < step.gain[0] <= step.gain[1] < 3 for step in STEPS[kernel])

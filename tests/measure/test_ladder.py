@@ -1,0 +1,55 @@
+"""The ladder: every rung computes the same thing, and a wrong one gets no time."""
+
+import pytest
+import torch
+
+from cs336_systems.attention.techniques import STEPS, rungs
+
+pytest.importorskip("triton")
+from cs336_systems.measure import ladder
+from cs336_systems.measure.machine import machine_card
+from cs336_systems.measure.rows import load_rows, save_rows
+
+TINY = {"num_heads": 2, "context_length": 256, "d_head": 16, "steps": 1}
+INTERPRETED = not torch.cuda.is_available()
+
+
+def by_copy_engine(row):
+    """The interpreter has no descriptor that adds."""
+    return INTERPRETED and row["case"] == "one kernel, dQ by the copy engine"
+
+
+@pytest.mark.parametrize("kernel", STEPS)
+def test_every_rung_is_right(kernel):
+    rows = [row for rows in ladder.climb([kernel], **TINY) for row in rows]
+    assert len(rows) == len(rungs(kernel)) + 1
+    assert [
+        (row["case"], row["reason"]) for row in rows if row["status"] != "ok" and not by_copy_engine(row)
+    ] == []
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    save_rows(rows, "flash_leaderboard", table="ladder")
+    saved = load_rows("flash_leaderboard", machine_card().slug, table="ladder")
+    assert len(saved[saved["kernel"] == kernel]) == len(rows)
+
+
+def test_a_wrong_rung_is_not_timed(monkeypatch):
+    prepare = ladder._prepare
+    monkeypatch.setattr(ladder, "_prepare", lambda *arguments: (lambda: None, *prepare(*arguments)[1:]))
+    row = ladder.benchmark_rung("forward", "copy engine", **TINY)
+    assert row["status"] == "error"
+    assert "off by nan" in row["reason"]
+
+
+def test_an_unknown_rung_is_named():
+    with pytest.raises(ValueError, match="forward rung 'faster' is unknown; allowed: first version"):
+        ladder.benchmark_rung("forward", "faster", **TINY)
+
+
+@pytest.mark.gpu
+def test_the_last_rung_is_as_fast_as_what_is_shipped():
+    size = {"num_heads": 4, "context_length": 4096, "d_head": 64}
+    times = {
+        name: ladder.benchmark_rung("forward", name, **size)["p50_ms"]
+        for name in ("at most 168 registers", "as shipped")
+    }
+    assert times["at most 168 registers"] == pytest.approx(times["as shipped"], rel=0.1)
