@@ -1,0 +1,65 @@
+"""Rows of data-parallel training, chosen and related: best bucket sizes, and efficiency on several GPUs."""
+
+from typing import Any
+
+import pandas as pd
+
+from cs336_systems.report.compare import with_model, with_wrapper
+from cs336_systems.report.frames import require_columns
+
+# What must be equal for two rows to be the same work.
+_WORK = ("edition", "model_size", "context_length", "dtype")
+
+
+def on_gpus(
+    rows: pd.DataFrame, world_size: int = 2, batch_size: int = 4, context_length: int = 512
+) -> pd.DataFrame:
+    """Measured rows over NCCL at one setting, the handout's by default, with `model` and `wrapper`."""
+    setting = {"world_size": world_size, "batch_size": batch_size, "context_length": context_length}
+    for name, value in {**setting, "backend": "nccl", "status": "ok"}.items():
+        rows = rows[rows[name] == value]
+    return with_wrapper(with_model(rows))
+
+
+def fastest(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of the bucket sizes of each wrapper, the one with the shortest median step.
+
+    Args:
+        rows: of `on_gpus`.
+    """
+    return rows.loc[rows.groupby(["model", "dtype", "wrapper"])["p50_ms"].idxmin()]
+
+
+def scaling(rows: pd.DataFrame) -> pd.DataFrame:
+    """Efficiency on n GPUs, against one process that talks to nobody.
+
+    Weak scaling: each GPU keeps its sequences, and the step should take as long as one process takes for
+    them. Strong: the batch stays and is shared, and the step should take 1/n of what one process takes.
+
+    Args:
+        rows: of the ladder, those of one process (implementation "single") among them.
+
+    Returns:
+        A row for each n above 1, wrapper and batch: its fastest bucket size, with `weak_efficiency` and
+        `strong_efficiency`; empty where one process has not been measured.
+    """
+    require_columns(rows, *_WORK, "implementation", "world_size", "batch_size", "p50_ms", "status")
+    rows = rows[(rows["status"] == "ok") & rows["p50_ms"].notna()]
+    on_gpu = rows[(rows["backend"] == "nccl") & (rows["world_size"] > 1)]
+    alone = rows[(rows["implementation"] == "single") & (rows["backend"] == "nccl")]
+    alone_ms = alone.set_index([*_WORK, "batch_size"])["p50_ms"].to_dict()
+    place = [*_WORK, "world_size", "batch_size", "implementation"]
+    best = on_gpu.loc[on_gpu.groupby(place)["p50_ms"].idxmin()] if len(on_gpu) else on_gpu
+    weak, strong = [], []
+    for row in best.to_dict("records"):
+        same, shared = (
+            _alone(alone_ms, row, batch)
+            for batch in (row["batch_size"] // row["world_size"], row["batch_size"])
+        )
+        weak.append(same / row["p50_ms"])
+        strong.append(shared / (row["world_size"] * row["p50_ms"]))
+    return with_wrapper(with_model(best.assign(weak_efficiency=weak, strong_efficiency=strong)))
+
+
+def _alone(alone_ms: dict[tuple, float], row: dict[str, Any], batch_size: int) -> float:
+    return alone_ms.get((*(row[name] for name in _WORK), batch_size), float("nan"))
