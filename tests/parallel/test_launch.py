@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cs336_systems.parallel import WorkerContext, WorkerError, launch
-from cs336_systems.parallel.worker import choose_backend, find_worker
+from cs336_systems.parallel.worker import choose_backend, find_worker, why_no_nccl
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -156,6 +156,8 @@ def test_backend_is_chosen_by_what_is_there(monkeypatch):
     assert choose_backend("gloo", 2) == "gloo"
     with pytest.raises(ValueError, match="3 workers a GPU and this machine has 2"):
         choose_backend("nccl", 3)
+    assert why_no_nccl(2) == ""
+    assert "3 workers a GPU and this machine has 2" in why_no_nccl(3)
     with pytest.raises(ValueError, match="'mpi' is unknown; allowed: auto, gloo, nccl"):
         choose_backend("mpi", 1)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)

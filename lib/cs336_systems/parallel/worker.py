@@ -40,15 +40,20 @@ def choose_backend(backend: str, local_workers: int) -> str:
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
-    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
-    if backend == "nccl" and gpus < local_workers:
-        raise ValueError(
-            f"backend 'nccl' gives each of the {local_workers} workers a GPU and this machine has {gpus} for "
-            "it; allowed: fewer workers, or backend 'gloo'"
-        )
+    reason = why_no_nccl(local_workers)
+    if backend == "nccl" and reason:
+        raise ValueError(f"{reason}; allowed: fewer workers, or backend 'gloo'")
     if backend == "auto":
-        return "nccl" if gpus >= local_workers else "gloo"
+        return "gloo" if reason else "nccl"
     return backend
+
+
+def why_no_nccl(local_workers: int) -> str:
+    """Why this machine cannot run so many workers over NCCL; empty if it can."""
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if gpus >= local_workers:
+        return ""
+    return f"backend 'nccl' gives each of the {local_workers} workers a GPU and this machine has {gpus} for it"
 
 
 def join(backend: str = "auto", *, init_method: str = "env://", timeout_s: float = 600.0) -> WorkerContext:
