@@ -15,6 +15,7 @@ from .attention import (
     attention_saved_bytes,
     attention_traffic_bytes,
 )
+from .flash import flash_bytes, flash_flops, flash_scores
 from .flops import (
     backward_flops,
     flops_breakdown,
@@ -49,6 +50,9 @@ __all__ = [
     "attention_traffic_bytes",
     "backward_flops",
     "block_activation_breakdown",
+    "flash_bytes",
+    "flash_flops",
+    "flash_scores",
     "flops_breakdown",
     "forward_flops",
     "gradient_bytes",

@@ -18,6 +18,10 @@ _VALUES = {
     "train_step": "train step",
     "tf32": "TF32",
     "sdpa": "SDPA",
+    "sdpa_cudnn": "cuDNN",
+    "sdpa_flash": "FlashAttention-2",
+    "sdpa_efficient": "SDPA, efficient",
+    "flex": "FlexAttention",
     "compiled_blocks": "compiled per block",
     "flash_pytorch": "Flash (PyTorch)",
     "flash_triton": "Flash (Triton)",
@@ -65,6 +69,10 @@ UNITS = {
 }
 UNITS |= {"gbps": "GB/s", "tflops": "TFLOP/s", "percent": "%"}
 
+# Of a profiled model: what the time is a share of, and the parts of attention.
+SCOPES = ("inference", "forward + backward", "training step")
+ATTENTION_PARTS = ("scores", "scale and mask", "softmax", "values")
+
 _SIZES = sorted(
     (c for sizes in MODEL_SIZES.values() for c in sizes.values()), key=lambda c: c.num_layers * c.d_model**2
 )
@@ -75,12 +83,18 @@ _ORDERS: dict[str, Sequence[Hashable]] = {
     "model": tuple(config.label for config in _SIZES),
     "pass": PASSES,
     "dtype": DTYPES,
+    "scope": SCOPES,
+    "part": ATTENTION_PARTS,
     "implementation": (
         "eager",
         "reference",
         "compiled",
         "compiled_blocks",
         "sdpa",
+        "sdpa_efficient",
+        "sdpa_flash",
+        "flex",
+        "sdpa_cudnn",
         "flash_pytorch",
         "flash_compiled",
         "flash_triton",
