@@ -91,16 +91,21 @@ _ORDERS: dict[str, Sequence[Hashable]] = {
         "compiled",
         "compiled_blocks",
         "sdpa",
-        "sdpa_efficient",
-        "sdpa_flash",
-        "flex",
-        "sdpa_cudnn",
         "flash_pytorch",
         "flash_compiled",
         "flash_triton",
     ),
     "wrapper": ("one process", "naive", "flat", "overlapped", "bucketed", "PyTorch's DDP"),
     "collective": ("all-reduce", "all-gather", "reduce-scatter", "broadcast"),
+    "peer": (
+        "reference",
+        "compiled",
+        "sdpa_efficient",
+        "sdpa_flash",
+        "flex",
+        "sdpa_cudnn",
+        "flash_triton",
+    ),
     "variant": tuple(
         f"{implementation}{dtype}"
         for dtype in ("", ", TF32")
