@@ -53,7 +53,7 @@ def why_no_nccl(local_workers: int) -> str:
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if gpus >= local_workers:
         return ""
-    return f"backend 'nccl' gives each of the {local_workers} workers a GPU and this machine has {gpus} for it"
+    return f"backend 'nccl' gives each of the {local_workers} workers a GPU and this machine has {gpus}"
 
 
 def join(backend: str = "auto", *, init_method: str = "env://", timeout_s: float = 600.0) -> WorkerContext:
