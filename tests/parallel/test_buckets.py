@@ -1,12 +1,15 @@
 """How buckets are filled, and when the messages of real steps leave."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cs336_systems.configs import model_size
+from cs336_systems.model import build_model
 from cs336_systems.parallel import launch
 from cs336_systems.parallel.departures import watch_departures
-from cs336_systems.parallel.overlapped import fill_buckets
+from cs336_systems.parallel.overlapped import bucket_bytes, fill_buckets
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
@@ -45,5 +48,12 @@ def test_a_bucket_leaves_with_its_last_gradient():
         gone += row["gradients"]
         assert row["ready"] == gone
         assert row["mb"] <= 0.25
+        assert row["buffers"] == 1
     assert gone == 21
     assert len(second) < 21
+
+
+def test_bytes_of_the_buckets_of_a_model():
+    parameters = build_model(model_size("tiny"), 16, device="meta").parameters()
+    sizes = bucket_bytes(parameters, 0.25)
+    assert [size / 2**20 for size in sizes] == pytest.approx([0.219, 0.204, 0.235], abs=1e-3)

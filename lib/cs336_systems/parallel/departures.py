@@ -47,7 +47,8 @@ def watch_departures(
 
     Returns:
         One dictionary a message: step, message (both from 1), gradients (in it), mb (2**20 bytes), ready (how
-        many of the step's gradients were ready when it left), last gradient (name of the last one in it).
+        many of the step's gradients were ready when it left), last gradient (name of the last one in it),
+        buffers (pieces of memory in which all gradients of the step lie).
     """
     module = build_model(model_size("tiny"), 16, device=context.device)
     wrapped = (
@@ -62,5 +63,6 @@ def watch_departures(
         wrapped.zero_grad()
         wrapped(tokens).sum().backward()
         wrapped.finish_gradient_synchronization()
-        rows += [{"step": step, **departure} for departure in wrapped.departures]
+        buffers = len({parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()})
+        rows += [{"step": step, **departure, "buffers": buffers} for departure in wrapped.departures]
     return rows

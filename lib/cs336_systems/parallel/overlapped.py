@@ -9,7 +9,7 @@ in which rank 0 saw the gradients of the first step become ready.
 
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 
 import torch
@@ -137,6 +137,16 @@ def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: 
     # A bucket is complete when its last gradient is ready.
     position = {place: number for number, place in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+
+
+def bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:
+    """Sizes of the messages of BucketedDDP, from the first to the last; parameters on the meta device will do.
+
+    Of one dtype and trainable; in the reverse of their order, as in the first step.
+    """
+    tensors = list(parameters)
+    buckets = fill_buckets(tensors, range(len(tensors))[::-1], bucket_size_mb * 2**20)
+    return [sum(tensors[place].nbytes for place in bucket) for bucket in buckets]
 
 
 class BucketedDDP(OverlappedDDP):

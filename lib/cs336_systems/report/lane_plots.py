@@ -49,7 +49,7 @@ def lanes_timeline(
     start, end = between_ms or (0.0, frame.end_ms.max())
     frame = frame[(frame.end_ms > start) & (frame.start_ms < end)]
     places = ordered(frame[by], by)
-    chart, (axes,) = sheet([None], None, height=0.72 * len(places) + 0.75)
+    chart, (axes,) = sheet([None], None, height=0.72 * max(len(places), 1.5) + 0.75)
     axes.set(xlim=(start, end), ylim=(len(places) - 0.45, -0.5))
     for place, value in enumerate(places):
         _draw_step(axes, place, frame[frame[by] == value])
@@ -59,7 +59,9 @@ def lanes_timeline(
     plain_numbers(axes.xaxis)
     used = set(frame[frame.lane == LANES[0]].range)
     stages = [
-        Patch(color=color, label=STAGE_LABELS.get(name, name)) for name, color in STAGES.items() if name in used
+        Patch(color=color, label=STAGE_LABELS.get(name, name))
+        for name, color in STAGES.items()
+        if name in used
     ]
     lanes = [
         Patch(color=HIDDEN, label="communication, hidden"),
