@@ -140,7 +140,7 @@ def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: 
 
 
 def bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:
-    """Sizes of the messages of BucketedDDP, from the first to the last; parameters on the meta device will do.
+    """Sizes of the messages of BucketedDDP, the first one first; parameters on the meta device will do.
 
     Of one dtype and trainable; in the reverse of their order, as in the first step.
     """

@@ -1,4 +1,4 @@
-"""Steps of several implementations under each other: what was computed, and what was communicated meanwhile."""
+"""Steps of several wrappers under each other: what was computed, and what was communicated meanwhile."""
 
 import matplotlib as mpl
 import pandas as pd
