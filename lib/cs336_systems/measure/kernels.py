@@ -228,7 +228,7 @@ def _inside(times: pd.Series, step: pd.Series) -> pd.Series:
 
 
 def kernel_rows(
-    table: pd.DataFrame, key: dict[str, Any], smallest_share: float = 1e-3
+    table: pd.DataFrame, key: dict[str, Any], smallest_share: float = 2e-3
 ) -> list[dict[str, Any]]:
     """A kernel table as rows: layers summed (layers.*), and kernels that hardly count as "rest".
 

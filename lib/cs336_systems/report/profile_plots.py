@@ -27,7 +27,7 @@ from cs336_systems.report.style import (
     readable_on,
 )
 from cs336_systems.report.ticks import plain_numbers
-from cs336_systems.report.words import column_label, ordered, significant, value_label
+from cs336_systems.report.words import MISSING, column_label, ordered, significant, value_label
 
 YELLOW, BROWN, WINE = "#F0E442", "#8C6D1F", "#7A1F5C"
 PARTS: dict[str, dict[str, str]] = {
@@ -90,7 +90,7 @@ def stacked_bars(
             _label_segments(axes, heights[name], bottom, heights.sum(axis=1).max(), PARTS[part][name], share)
             bottom += heights[name].to_numpy()
         for place, (top, total) in enumerate(zip(bottom, totals, strict=True)):
-            text = f"{significant(total)}{_unit(y)}" if total else "–"
+            text = _total(total, y) if total else MISSING
             axes.annotate(
                 text, (place, top), (0, 4), textcoords="offset points", ha="center", size=8.5, color=INK
             )
@@ -137,8 +137,11 @@ def _label_segments(
             )  # fmt: skip
 
 
-def _unit(column: str) -> str:
-    return column_label(column).partition(" (")[2].rstrip(")").join((" ", ""))
+def _total(value: float, column: str) -> str:
+    """A bar's total with its unit; from a second on in seconds, which leaves room for the bar beside it."""
+    if column.endswith("_ms") and value >= 1000:
+        return f"{significant(value / 1000)} s"
+    return significant(value) + column_label(column).partition(" (")[2].rstrip(")").join((" ", ""))
 
 
 def part_legend(names: Sequence[Hashable], part: str) -> list[Patch]:
