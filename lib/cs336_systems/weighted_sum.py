@@ -67,7 +67,8 @@ def backward_kernel(
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_row = columns < d
     w = tl.load(w_ptr + columns.to(tl.int64) * stride_w, mask=in_row, other=0.0).to(tl.float32)
-    first_row, last_row = part * rows_each, tl.minimum((part + 1) * rows_each, n_rows)
+    first_row = part * rows_each
+    last_row = tl.minimum(first_row + rows_each, n_rows)
     partial = tl.zeros([COLUMNS], tl.float32)
     for first in tl.range(first_row, last_row, ROWS):
         rows = first + tl.arange(0, ROWS)

@@ -76,14 +76,16 @@ def panels_of(frame: pd.DataFrame, facet: str | None) -> dict[Hashable, pd.DataF
     return {value: frame[frame[facet] == value] for value in ordered(frame[facet], facet)}
 
 
-def sheet(panels: Sequence[Hashable], facet: str | None, *, height: float = 3.7) -> tuple[Chart, list[Axes]]:
+def sheet(
+    panels: Sequence[Hashable], facet: str | None, *, height: float = 3.7, sharey: bool = True
+) -> tuple[Chart, list[Axes]]:
     """A chart and its axes: one wide panel, or small multiples named after their value of `facet`."""
     count = len(panels)
     columns = count if count <= 3 else 2 if count == 4 else 3
     rows = -(-count // columns)
     chart = Chart(figsize=(WIDTH, rows * min(height, 3.3 if columns > 1 else height)), layout="constrained")
     chart.get_layout_engine().set(w_pad=_EDGE, h_pad=_EDGE, wspace=0.03, hspace=0.05)
-    grid = chart.subplots(rows, columns, sharey=True, squeeze=False).flatten()
+    grid = chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
     for axes in grid[count:]:
         axes.remove()
     for axes, value in zip(grid, panels, strict=False):

@@ -3,5 +3,6 @@
 from cs336_systems.report.blocks import grouped_bars, heatmap
 from cs336_systems.report.figure import Chart, save
 from cs336_systems.report.lines import ratio, sweep, trace
+from cs336_systems.report.states import states
 
-__all__ = ["Chart", "grouped_bars", "heatmap", "ratio", "save", "sweep", "trace"]
+__all__ = ["Chart", "grouped_bars", "heatmap", "ratio", "save", "states", "sweep", "trace"]
