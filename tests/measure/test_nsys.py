@@ -200,7 +200,7 @@ def no_nsys(tmp_path, monkeypatch):
 
 def test_no_nsys_names_the_other_source(no_nsys, tmp_path):
     with pytest.raises(
-        ProfileError, match=r"neither on PATH nor below .*install Nsight Systems, or take torch\.profiler"
+        ProfileError, match=r"neither on PATH nor inside a Nsight Compute; install Nsight Systems, or take torch\.profiler"
     ):
         record(["true"], tmp_path / "profile")
 

@@ -53,7 +53,7 @@ def why_no_nsys() -> str:
     """Why nsys cannot profile here, and what would help; empty if it can."""
     nsys = find_nsys()
     if nsys is None:
-        return f"nsys is neither on PATH nor below {NSIGHT_COMPUTE}; install Nsight Systems"
+        return "nsys is neither on PATH nor inside a Nsight Compute; install Nsight Systems"
     if missing := _missing_library(nsys):
         return (
             f"the nsys inside Nsight Compute cannot make reports without {missing}; install libdw1 with all "
