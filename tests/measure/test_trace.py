@@ -94,6 +94,15 @@ def test_cuda_kernels_belong_to_the_range_of_their_launch(save):
     assert range_table(profile).device_busy_ms[0] == pytest.approx(0.031)
 
 
+def test_a_process_numbered_twice_is_one(save):
+    """Inside a container CUPTI may write down the process's number outside of it."""
+    trace = cuda_trace()
+    for e in trace["traceEvents"]:
+        if e.get("cat") in ("cuda_runtime", "cuda_driver"):
+            e["pid"] = 4242
+    assert set(kernel_table(read_trace(save(trace))).range) == {"measure/forward", "measure/backward"}
+
+
 def test_times_keep_nanoseconds(save):
     """Timestamps are microseconds since the epoch of a clock, as floats."""
     trace = cuda_trace()

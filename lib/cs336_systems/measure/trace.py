@@ -168,7 +168,8 @@ def _gpu_kernels(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
     launches = {}
     for event in events["cuda_runtime"] + events["cuda_driver"]:
         launches.setdefault(event.get("args", {}).get("correlation"), event)
-    process = next((event["pid"] for event in launches.values()), 0)
+    # One trace is of one process; CUPTI and torch may each have a number of their own for it.
+    process = next((event["pid"] for event in events["user_annotation"]), 0)
     records = []
     for category, kind in _KINDS.items():
         for event in events[category]:
