@@ -200,7 +200,8 @@ def no_nsys(tmp_path, monkeypatch):
 
 def test_no_nsys_names_the_other_source(no_nsys, tmp_path):
     with pytest.raises(
-        ProfileError, match=r"neither on PATH nor inside a Nsight Compute; install Nsight Systems, or take torch\.profiler"
+        ProfileError,
+        match=r"neither on PATH nor inside a Nsight Compute; install Nsight Systems, or take torch\.profiler",
     ):
         record(["true"], tmp_path / "profile")
 
@@ -239,6 +240,20 @@ def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch):
     for tool, libraries in (importer, export):
         assert libraries.endswith("2025.10.1/host/linux-desktop-glibc_2_11_3-x64:/my/libraries"), tool
     assert not (tmp_path / "profile.qdstrm").exists()
+
+
+def test_a_stream_left_elsewhere_is_found(no_nsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(nsys, "_missing_library", lambda nsys: "")
+    elsewhere = tmp_path / "quadd_session_1" / "report.qdstrm"
+    elsewhere.parent.mkdir()
+    host = tmp_path / "nsight-compute" / "2025.1" / "host"
+    make = (
+        f"[ $1 = profile ] && echo > {elsewhere} && echo '  {elsewhere}'; [ $1 = export ] && cp {SAMPLE} $out"
+    )
+    script(host / "target-linux-x64" / "nsys", FAKE.format(log="/dev/null", make=make))
+    made = f"[ $2 = {elsewhere} ] && echo > $out"
+    script(host / "linux-desktop-x" / "QdstrmImporter", FAKE.format(log="/dev/null", make=made))
+    assert read_export(record(["true"], tmp_path / "profile")).source == "nsys"
 
 
 def test_a_failing_command_shows_its_last_words(no_nsys, tmp_path):

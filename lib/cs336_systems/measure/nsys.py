@@ -99,8 +99,11 @@ def record(command: list[str], stem: Path) -> Path:
     log = _run([nsys.program, "profile", *options, *command], dict(os.environ))
     if failure := _python_error(log):
         raise ProfileError(f"{' '.join(command)!r} failed under nsys: {failure}")
-    if not report.exists() and raw.exists() and nsys.importer:
-        log += _run([nsys.importer, "-i", raw, "-o", report], nsys.environment)
+    if not report.exists() and nsys.importer:
+        # Beside the report that it could not make, or where it says that it left it.
+        streams = [raw, *map(Path, re.findall(r"/\S+\.qdstrm\b", log))]
+        for stream in [stream for stream in streams if stream.exists()][:1]:
+            log += _run([nsys.importer, "-i", stream, "-o", report], nsys.environment)
     if not report.exists():
         raise ProfileError(f"nsys made no report of {' '.join(command)!r}; its last words: {_tail(log)}")
     to_sqlite = ["--type=sqlite", "--force-overwrite=true", f"--output={export}", report]
