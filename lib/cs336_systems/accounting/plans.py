@@ -27,9 +27,12 @@ def held_in_backward(plan: Plan) -> list[Held]:
     Backward takes the parts of a plan from the last to the first. While it is at one, the parts before it
     still hold what forward kept of them, and a segment has just been run again: it is a plan of its own.
     """
-    found = []
-    for place, part in enumerate(plan):
-        before = held_after_forward(plan[:place])
-        inner = held_in_backward(part) if isinstance(part, tuple) else [Held(0, 0)]
-        found += [Held(before.blocks + held.blocks, before.inputs + held.inputs) for held in inner]
+    found, blocks, inputs = [], 0, 0  # of the parts before
+    for part in plan:
+        if isinstance(part, tuple):
+            found += [Held(blocks + held.blocks, inputs + held.inputs) for held in held_in_backward(part)]
+            inputs += 1
+        else:
+            found.append(Held(blocks, inputs))
+            blocks += 1
     return found
