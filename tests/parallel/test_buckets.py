@@ -41,7 +41,7 @@ def test_from_the_second_step_on_each_gradient_leaves_at_once():
 
 
 def test_a_bucket_leaves_with_its_last_gradient():
-    rows = launch(watch_departures, 2, 0.25, backend="gloo", timeout_s=60)[0]
+    rows = launch(watch_departures, 2, [0.25], backend="gloo", timeout_s=60)[0]
     second = [row for row in rows if row["step"] == 2]
     gone = 0
     for row in second:

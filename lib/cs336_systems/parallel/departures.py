@@ -1,5 +1,6 @@
 """When the messages of a step leave: seen from inside a wrapper, on a tiny Transformer."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -38,31 +39,31 @@ class _WatchedBucketed(_Watched, BucketedDDP):
 
 
 def watch_departures(
-    context: WorkerContext, bucket_size_mb: float | None = None, steps: int = 2
+    context: WorkerContext, bucket_sizes_mb: Iterable[float | None] = (None,), steps: int = 2
 ) -> list[dict[str, Any]]:
     """A worker for `launch`: the messages of the first steps of a tiny Transformer, in their order.
 
     Args:
-        bucket_size_mb: of BucketedDDP; None watches OverlappedDDP.
+        bucket_sizes_mb: of BucketedDDP, one after the other; None watches OverlappedDDP.
 
     Returns:
-        One dictionary a message: step, message (both from 1), gradients (in it), mb (2**20 bytes), ready (how
-        many of the step's gradients were ready when it left), last gradient (name of the last one in it),
-        buffers (pieces of memory in which all gradients of the step lie).
+        One dictionary a message: bucket_size_mb, step, message (both from 1), gradients (in it), mb (2**20
+        bytes), ready (how many of the step's gradients were ready when it left), last gradient (name of the
+        last one in it), buffers (pieces of memory in which all gradients of the step lie).
     """
-    module = build_model(model_size("tiny"), 16, device=context.device)
-    wrapped = (
-        _WatchedOverlapped(module)
-        if bucket_size_mb is None
-        else _WatchedBucketed(module, bucket_size_mb=bucket_size_mb)
-    )
-    tokens = torch.zeros(1, 16, dtype=torch.long, device=context.device)
     rows = []
-    for step in range(1, steps + 1):
-        wrapped.departures = []
-        wrapped.zero_grad()
-        wrapped(tokens).sum().backward()
-        wrapped.finish_gradient_synchronization()
-        buffers = len({parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()})
-        rows += [{"step": step, **departure, "buffers": buffers} for departure in wrapped.departures]
+    for size in bucket_sizes_mb:
+        module = build_model(model_size("tiny"), 16, device=context.device)
+        wrapped = (
+            _WatchedOverlapped(module) if size is None else _WatchedBucketed(module, bucket_size_mb=size)
+        )
+        tokens = torch.zeros(1, 16, dtype=torch.long, device=context.device)
+        for step in range(1, steps + 1):
+            wrapped.departures = []
+            wrapped.zero_grad()
+            wrapped(tokens).sum().backward()
+            wrapped.finish_gradient_synchronization()
+            pointers = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
+            of_step = {"bucket_size_mb": size, "step": step, "buffers": len(pointers)}
+            rows += [of_step | departure for departure in wrapped.departures]
     return rows
