@@ -117,6 +117,13 @@ def test_contexts_are_ticked_as_they_are(rows):
     assert not any("$" in text for text in texts(chart))
 
 
+def test_many_places_on_a_logarithm_have_round_ticks():
+    rows = pd.DataFrame({"intensity": [7.3 * 1.9**step for step in range(14)], "p50_ms": range(1, 15)})
+    ticked = sweep(rows, "intensity", band=None).axes[0].get_xticks()
+    assert {10, 100, 1000, 10_000} <= set(ticked)
+    assert all(np.log10(tick) % 1 == pytest.approx(0) for tick in ticked)
+
+
 def test_out_of_memory_is_written_on_every_kind_of_plot(rows):
     for kind in ("sweep", "bars", "heatmap"):
         assert "OOM" in texts(every_kind(rows)[kind]), kind

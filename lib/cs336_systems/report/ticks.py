@@ -14,7 +14,7 @@ _MOST_TICKS = 12
 
 
 def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> pd.Series:
-    """Tick each measured value when they are few, a logarithm in base 2; names stand at equal distances.
+    """Tick each measured value when they are few, round ones else; names stand at equal distances.
 
     Returns:
         Where each of `values` is on the axis.
@@ -26,10 +26,8 @@ def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> pd.Seri
     if log:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_minor_locator(NullLocator())
-    few = len(distinct) <= _MOST_TICKS
-    axes.xaxis.set_major_locator(
-        FixedLocator(distinct) if few else MaxNLocator(8, steps=[1, 2, 5, 10], integer=True)
-    )
+    many = LogLocator(10) if log else MaxNLocator(8, steps=[1, 2, 5, 10], integer=True)
+    axes.xaxis.set_major_locator(FixedLocator(distinct) if len(distinct) <= _MOST_TICKS else many)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_label(float(value), column)))
     return values
 
