@@ -214,6 +214,16 @@ def test_rows_sum_layers_and_fold_what_is_small():
     assert sum(row["total_ms"] for row in rows) == pytest.approx(table.total_ms.sum())
 
 
+def test_a_kernel_with_a_name_has_all_its_calls():
+    """MUL is long in one range and negligible in the other: it must not lose those calls to the rest."""
+    spans = [("forward", 0, 90), ("backward", 100, 190)]
+    launches = [(MUL, 5, 1000, 1900), (MUL, 105, 2000, 2001), ("tiny", 110, 3000, 3001)]
+    table = kernel_table(a_profile(ranges(("measure", 0, 1000), *spans), kernels(*launches)))
+    rows = kernel_rows(table, {"model_size": "tiny"}, smallest_share=0.01)
+    assert [row["calls"] for row in rows if row["kernel"] == "vectorized_elementwise[mul]"] == [1, 1]
+    assert [row["calls"] for row in rows if row["kernel"] == "rest"] == [1]
+
+
 def test_rows_speak_the_vocabulary(tmp_path, monkeypatch):
     monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
     profile, key = two_steps(), {"model_size": "tiny"}
