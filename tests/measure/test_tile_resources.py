@@ -20,6 +20,13 @@ def test_a_row_of_a_tile():
     assert not as_in_the_table({**row, "block_m": 2 * row["block_m"]})
 
 
+def test_hoppers_own_kernel_comes_with_the_common_one():
+    rows = tile_rows([90], kernels=["dkdv"], dtypes=["bfloat16"], d_heads=[64])
+    assert [row["kernel"] for row in rows] == ["dkdv", "hopper_dkdv"]
+    assert all(map(as_in_the_table, rows))
+    assert not as_in_the_table(rows[1] | {"capability": 80})
+
+
 def test_unknown_names():
     with pytest.raises(ValueError, match="kernel 'sideways' is unknown; allowed: forward, dq, dkdv"):
         tile_rows([80], kernels=["sideways"])

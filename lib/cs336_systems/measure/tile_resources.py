@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-from cs336_systems.attention.ahead_of_time import resources
-from cs336_systems.attention.tuning import KERNELS, tile_for
+import pandas as pd
+
+from cs336_systems.attention.ahead_of_time import HOPPER_DKDV, resources
+from cs336_systems.attention.tuning import BY_HAND, KERNELS, tile_by_hand, tile_for
 from cs336_systems.measure.host import check_choice
 
 ARITHMETIC = {"bfloat16": "half", "tf32": "tf32", "float32": "exact"}  # bfloat16 stands for float16 too
@@ -18,6 +20,8 @@ def tile_rows(
     d_heads: Iterable[int] = (64, 128, 256),
 ) -> list[dict[str, Any]]:
     """Compile every combination, causal, with the tile of the tuning table, and ask ptxas.
+
+    Where Hopper has a dkdv kernel of its own, it comes beside the common one.
 
     Args:
         capabilities: of ahead_of_time.SHARED_LIMIT: 80 is Ampere, 90 Hopper, 100 Blackwell.
@@ -34,7 +38,13 @@ def tile_rows(
     for dtype in dtypes:
         check_choice("dtype", dtype, ARITHMETIC)
     names = {arithmetic: dtype for dtype, arithmetic in ARITHMETIC.items()}
-    table = resources(capabilities, kernels, [ARITHMETIC[dtype] for dtype in dtypes], d_heads)
+    capabilities, d_heads = tuple(capabilities), tuple(d_heads)
+    arithmetics = [ARITHMETIC[dtype] for dtype in dtypes]
+    tables = [resources(capabilities, kernels, arithmetics, d_heads)]
+    for arithmetic, d_head in BY_HAND:
+        if 90 in capabilities and "dkdv" in kernels and arithmetic in arithmetics and d_head in d_heads:
+            tables.append(resources([90], [HOPPER_DKDV], [arithmetic], [d_head]))
+    table = pd.concat(tables)
     table = table.rename(columns={"shared_limit": "shared_limit_bytes"})
     table = table.assign(implementation="flash_triton", dtype=table.pop("arithmetic").map(names))
     return table.drop(columns="maxnreg", errors="ignore").to_dict("records")
@@ -42,8 +52,7 @@ def tile_rows(
 
 def as_in_the_table(row: Any) -> bool:
     """Whether a row is of a tile that the tuning table still has; `row` as a Series or a dict."""
-    tile = tile_for(
-        row["kernel"], ARITHMETIC[row["dtype"]], int(row["d_head"]), divmod(int(row["capability"]), 10)
-    )
+    place = ARITHMETIC[row["dtype"]], int(row["d_head"]), divmod(int(row["capability"]), 10)
+    tile = tile_by_hand(*place) if row["kernel"] == HOPPER_DKDV else tile_for(row["kernel"], *place)
     keys = ("block_m", "block_n", "num_warps", "num_stages")
-    return all(getattr(tile, key) == row[key] for key in keys)
+    return tile is not None and all(getattr(tile, key) == row[key] for key in keys)
