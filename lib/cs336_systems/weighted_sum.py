@@ -3,8 +3,8 @@
     y[i] = sum_j x[i, j] w[j]        dx[i, j] = dy[i] w[j]        dw[j] = sum_i dy[i] x[i, j]
 
 Every element is used once or twice, so the only cost is moving it. Forward reads x once; backward reads x
-and writes dx, each once. dw sums over rows that different programs own: each adds up its own, and PyTorch adds
-up those partial sums. No atomic additions, so the same bits every time.
+and writes dx, each once. dw sums over rows that different programs own: each adds up its own, PyTorch adds up
+those partial sums. No atomic additions, so the same bits every time.
 """
 
 import torch
