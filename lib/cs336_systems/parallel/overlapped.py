@@ -37,10 +37,12 @@ class OverlappedDDP(DataParallel):
         super().__init__(module)
         self._observed: dict[int, None] = {}  # the order of the first step; a dict as an ordered set
         self._order_is_final = False
+        self._ready: set[int] = set()  # places whose gradient this pass has made
         self._use_order(list(range(len(self._trainable)))[::-1])
+        this = weakref.ref(self)  # Python cannot collect a cycle through a tensor's hooks
         for place, parameter in enumerate(self._trainable):
-            parameter.register_hook(_weak_hook(self._before_accumulation, place))
-            parameter.register_post_accumulate_grad_hook(_weak_hook(self._after_accumulation, place))
+            parameter.register_hook(_before_accumulation(this, place, self._ready))
+            parameter.register_post_accumulate_grad_hook(_after_accumulation(this, place))
 
     def _use_order(self, order: list[int]) -> None:
         self._buckets = self._split(order)
@@ -51,24 +53,24 @@ class OverlappedDDP(DataParallel):
         return [[place] for place in order]
 
     def _start_pass(self) -> None:
-        self._ready: set[int] = set()
+        self._ready.clear()
         self._missing = [len(bucket) for bucket in self._buckets]
         self._under_way: list[Mean] = []  # one for each bucket that has left
 
-    def _before_accumulation(self, place: int, _: Tensor) -> None:
-        if place in self._ready:
-            # Another backward pass, which must not add to a gradient that is being averaged.
-            self._complete_pass()
-
-    def _after_accumulation(self, place: int, _: nn.Parameter) -> None:
+    def _gradient_is_ready(self, place: int) -> None:
         self._absent.discard(place)
         if not self._order_is_final:
             self._observed.setdefault(place)
         if self._synchronizes:
             self._ready.add(place)
-            self._missing[self._bucket_of[place]] -= 1
-            while len(self._under_way) < len(self._buckets) and self._missing[len(self._under_way)] == 0:
-                self._send_next()
+            number = self._bucket_of[place]
+            self._missing[number] -= 1
+            if self._missing[number] == 0 and number == len(self._under_way):
+                self._send_complete()
+
+    def _send_complete(self) -> None:
+        while len(self._under_way) < len(self._buckets) and self._missing[len(self._under_way)] == 0:
+            self._send_next()
 
     def _send_next(self) -> None:
         self._under_way.append(Mean(self._contribution(self._buckets[len(self._under_way)])))
@@ -101,13 +103,20 @@ class OverlappedDDP(DataParallel):
         self._use_order(order.tolist())
 
 
-def _weak_hook(method: Callable[[int, Tensor], None], place: int) -> Callable[[Tensor], None]:
-    """A hook that does not keep its wrapper alive: Python cannot collect a cycle through a tensor's hooks."""
-    reference = weakref.WeakMethod(method)
+# These two run for every parameter in every backward pass: each microsecond in them counts hundreds of times.
+def _before_accumulation(this: weakref.ref, place: int, ready: set[int]) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        # Another backward pass, which must not add to a gradient that is being averaged.
+        if place in ready and (wrapper := this()):
+            wrapper._complete_pass()
 
-    def hook(tensor: Tensor) -> None:
-        if alive := reference():
-            alive(place, tensor)
+    return hook
+
+
+def _after_accumulation(this: weakref.ref, place: int) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        if wrapper := this():
+            wrapper._gradient_is_ready(place)
 
     return hook
 
@@ -154,9 +163,9 @@ class BucketedDDP(OverlappedDDP):
 
     All buckets are stretches of one buffer (one for each dtype and device), and each `.grad` is a view into
     it, so nothing is packed before an all-reduce nor unpacked after. With zero_grad(set_to_none=False),
-    backward adds right into the buffer. After zero_grad(set_to_none=True), autograd brings a fresh tensor,
-    which moves to its place when it is ready: that reads and writes once, while clearing and adding would
-    read twice and write twice. The buffer stays allocated between steps.
+    backward adds right into the buffer. After zero_grad(set_to_none=True), autograd brings fresh tensors,
+    which move to their places when their bucket leaves: that reads and writes once, while clearing and
+    adding would read twice and write twice. The buffer stays allocated between steps.
 
     Args:
         bucket_size_mb: the most a bucket holds, in MB of 2**20 bytes as in PyTorch's DDP. A larger gradient
@@ -208,22 +217,17 @@ class BucketedDDP(OverlappedDDP):
         step = _ALIGNMENT_BYTES // parameter.element_size()
         return -(-parameter.numel() // step) * step
 
-    def _after_accumulation(self, place: int, parameter: nn.Parameter) -> None:
-        self._gradient(place)  # under no_sync() too, so that later passes add to the gradient in its place
-        super()._after_accumulation(place, parameter)
-
-    def _gradient(self, place: int) -> Tensor:
-        gradient, parameter = super()._gradient(place), self._trainable[place]
+    def _contribution(self, bucket: list[int]) -> Tensor:
+        """The bucket, with each gradient in its place; those that are not yet there move in one kernel."""
         if not self._views:
             self._lay_out()
-        view = self._views[place]
-        if parameter.grad is not view:
-            view.copy_(gradient)
-            parameter.grad = view
-        return view
-
-    def _contribution(self, bucket: list[int]) -> Tensor:
+        places, fresh = [], []
         for place in bucket:
-            if place not in self._ready:  # the others are in their places
-                self._gradient(place)
+            gradient, parameter, view = self._gradient(place), self._trainable[place], self._views[place]
+            if parameter.grad is not view:
+                parameter.grad = view
+                places.append(view)
+                fresh.append(gradient)
+        if fresh:
+            torch._foreach_copy_(places, fresh)
         return self._flat[self._bucket_of[bucket[0]]]
