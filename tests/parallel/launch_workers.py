@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.parallel.checks import run_cases
-from cs336_systems.parallel.collectives import time_collectives
+from cs336_systems.parallel.collectives import time_collectives, time_together
 
 
 def report(context, *args, **kwargs):
@@ -75,3 +75,9 @@ def check_each(context, classes):
 def time_collectives_strictly(context, **options):
     warnings.simplefilter("error")
     return time_collectives(context, warmup_steps=1, **options)
+
+
+def time_naps(context):
+    """Rank 0 naps for 10 ms, rank 1 for 20 ms; three naps a step."""
+    nap = 0.01 * (1 + context.rank)
+    return time_together(lambda: time.sleep(nap), context, warmup_steps=1, steps=2, calls=3).step_ms

@@ -143,6 +143,13 @@ def test_rows_over_nccl():
     assert all(row["bus_bandwidth_gbps"] < 1000 for row in rows)
 
 
+def test_a_step_is_timed_on_the_slowest_rank_and_shared_by_its_calls():
+    first, second = launch(launch_workers.time_naps, 2, backend="gloo")
+    assert first == second
+    assert len(first) == 2
+    assert all(20 <= ms < 40 for ms in first), first
+
+
 def test_a_row_ends_in_its_time(tmp_path, monkeypatch, capsys):
     """Rows are saved as they come; what does not fit is left out, but one step is measured."""
     monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
