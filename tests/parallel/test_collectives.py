@@ -147,7 +147,7 @@ def test_a_step_is_timed_on_the_slowest_rank_and_shared_by_its_calls():
     first, second = launch(launch_workers.time_naps, 2, backend="gloo")
     assert first == second
     assert len(first) == 2
-    assert all(20 <= ms < 40 for ms in first), first
+    assert all(20 <= ms < 50 for ms in first), first
 
 
 def test_a_row_ends_in_its_time(tmp_path, monkeypatch, capsys):
