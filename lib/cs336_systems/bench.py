@@ -17,6 +17,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from cs336_systems.attention import HAS_TRITON
 from cs336_systems.measure.flash import (
     DO_BENCH,
     GRAPH,
@@ -126,21 +127,27 @@ PROTOCOLS: dict[str, tuple[str, Callable[..., list[Cell]]]] = {
 }
 
 
-def _tiles() -> Iterator[list[dict[str, Any]]]:
-    from cs336_systems.measure.tiles import sweep_tiles  # needs triton
+def tile_study(**options: Any) -> Iterator[list[dict[str, Any]]]:
+    """`measure.tiles.sweep_tiles`; nothing where there is no Triton."""
+    if not HAS_TRITON:
+        return iter(())
+    from cs336_systems.measure.tiles import sweep_tiles
 
-    return sweep_tiles()
+    return sweep_tiles(**options)
 
 
-def _ladder() -> Iterator[list[dict[str, Any]]]:
+def ladder_study(**options: Any) -> Iterator[list[dict[str, Any]]]:
+    """`measure.ladder.climb`; nothing where there is no Triton."""
+    if not HAS_TRITON:
+        return iter(())
     from cs336_systems.measure.ladder import climb
 
-    return climb()
+    return climb(**options)
 
 
 STUDIES: dict[str, tuple[str, Callable[[], Iterator[list[dict[str, Any]]]]]] = {
-    "tiles": ("flash_benchmarking", _tiles),
-    "ladder": ("flash_leaderboard", _ladder),
+    "tiles": ("flash_benchmarking", tile_study),
+    "ladder": ("flash_leaderboard", ladder_study),
 }
 
 

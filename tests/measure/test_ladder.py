@@ -14,18 +14,13 @@ TINY = {"num_heads": 2, "context_length": 256, "d_head": 16, "steps": 1}
 INTERPRETED = not torch.cuda.is_available()
 
 
-def by_copy_engine(row):
-    """The interpreter has no descriptor that adds."""
-    return INTERPRETED and row["case"] == "one kernel, dQ by the copy engine"
-
-
 @pytest.mark.parametrize("kernel", STEPS)
 def test_every_rung_is_right(kernel):
     rows = [row for rows in ladder.climb([kernel], **TINY) for row in rows]
     assert len(rows) == len(rungs(kernel)) + 1
-    assert [
-        (row["case"], row["reason"]) for row in rows if row["status"] != "ok" and not by_copy_engine(row)
-    ] == []
+    not_timed = {row["case"]: row["status"] for row in rows if row["status"] != "ok"}
+    skipped = {"one kernel, dQ by the copy engine": "skipped"} if INTERPRETED and kernel == "backward" else {}
+    assert not_timed == skipped
     assert [row["step"] for row in rows] == list(range(len(rows)))
     save_rows(rows, "flash_leaderboard", table="ladder")
     saved = load_rows("flash_leaderboard", machine_card().slug, table="ladder")

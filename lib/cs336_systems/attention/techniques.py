@@ -202,3 +202,13 @@ def rungs(kernel: str) -> list[Rung]:
 def shipped(kernel: str) -> Rung:
     """The library's own forward or backward, whatever it launches."""
     return Rung(AS_SHIPPED, kernel, (), ())
+
+
+SHIPPED = {
+    "forward": Step(AS_SHIPPED, (1.0, 1.0), "the last version, through the library's own launch"),
+    "backward": Step(
+        AS_SHIPPED,
+        (1.0, 1.2),
+        "on Hopper driven by hand, in Gluon: a product is left running while exponentials are computed",
+    ),
+}

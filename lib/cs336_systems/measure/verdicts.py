@@ -3,19 +3,16 @@
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import HAS_TRITON
+from cs336_systems import attention
 from cs336_systems.attention.peers import COMPILED, HALF_ONLY, PEERS, AttentionFunction, switched_to
 from cs336_systems.checks import AttentionCase, check_attention
 from cs336_systems.measure.compiling import why_no_compile
 from cs336_systems.measure.timing import Timing, matmul_precision, one_line
 
 OURS = "flash_triton"
-if HAS_TRITON:
-    from cs336_systems.attention import FlashAttentionTriton
-
-    IMPLEMENTATIONS: dict[str, AttentionFunction] = {OURS: FlashAttentionTriton.apply, **PEERS}
-else:
-    IMPLEMENTATIONS = dict(PEERS)
+IMPLEMENTATIONS: dict[str, AttentionFunction] = {OURS: attention.IMPLEMENTATIONS[OURS], **PEERS}
+if attention.HAS_TRITON:  # without the named range around it, which is work for the host
+    IMPLEMENTATIONS[OURS] = attention.FlashAttentionTriton.apply
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")} | {"tf32": torch.float32}
 TF32_ERROR = 5e-3  # relative; TF32 keeps ten bits of a factor
 
@@ -28,6 +25,8 @@ def why_not(
         torch._dynamo.reset()  # it stops compiling after eight sizes
         if refused := cannot_compile(device):
             return refused
+    if name == OURS and not attention.HAS_TRITON:
+        return Timing(status="skipped", reason="our kernels need triton, which is not installed")
     if name in HALF_ONLY and DTYPES[dtype] == torch.float32:
         return Timing(status="skipped", reason=f"{name} takes 16-bit tensors only")
     wrong = why_wrong(name, function, dtype, d_head, device)
