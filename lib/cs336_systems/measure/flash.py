@@ -33,7 +33,7 @@ WARMUP_MS, REPEAT_MS = 10, 40  # do_bench's; the spread of an H200 is so small t
 GRAPH_MS = 5  # work in one graph, replayed ten times
 SLOW_MS = 30  # a step longer than this is repeated SLOW_STEPS times only, and finds the cache cold anyway
 SLOW_STEPS = 3
-CPU_STEPS = 7
+CPU_STEPS = 5
 KEPT_BYTES = 2**33  # more than this in PyTorch's own cache is given back between two measurements
 
 

@@ -24,8 +24,7 @@ def climbed(times_ms: pd.Series, first: str, techniques: Sequence[Technique]) ->
         techniques: each is compared with the last one kept before it.
 
     Returns:
-        rung (of those kept), technique, time_ms, predicted_gain (text), gain, outcome (against the prediction),
-        kept.
+        rung (of those kept), technique, time_ms, predicted_gain (text), gain, outcome (beside it), kept.
     """
     before, rung = times_ms.get(first, math.nan), 0
     lines: list[dict[str, Any]] = [{"rung": "0", "technique": first, "time_ms": before}]
