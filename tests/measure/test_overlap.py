@@ -60,6 +60,14 @@ def test_merging_without_a_gap_keeps_every_number(rows):
     assert overlap(fewer) == overlap(lanes)
 
 
+def test_the_tail_begins_where_backward_ends():
+    forward = frame([("compute", 0, 4)], "forward")
+    backward = frame([("compute", 4, 2), ("communication", 5, 1), ("compute", 7, 2), ("communication", 6, 7)])
+    assert overlap(pd.concat([forward, backward]))["profiled_tail_ms"] == 13 - 9
+    assert overlap(backward)["profiled_exposed_ms"] == 1 + 4
+    assert overlap(forward)["profiled_tail_ms"] is None
+
+
 def test_merging_bridges_small_gaps_and_keeps_stages_apart():
     lanes = pd.concat(
         [
@@ -105,5 +113,6 @@ def test_lanes_of_a_profile():
     assert overlap(lanes) == {
         "profiled_communication_ms": pytest.approx(250e-6),
         "profiled_exposed_ms": pytest.approx(150e-6),
+        "profiled_tail_ms": pytest.approx(150e-6),
         "overlap_share": pytest.approx(0.4),
     }

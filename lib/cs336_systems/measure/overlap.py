@@ -58,7 +58,11 @@ def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
 
 
 def overlap(lanes: pd.DataFrame) -> dict[str, float | None]:
-    """Value columns: time with communication, the part of it that is exposed, and the share that is not."""
+    """Value columns: time with communication, the part of it that is exposed, and the share that is not.
+
+    The tail is the time from the end of backward to that of communication: what DDP adds to a step. Exposed
+    are also the moments between two kernels of backward, in which nobody could have computed.
+    """
     communication, alone = (
         float((spans.end_ms - spans.start_ms).sum())
         for spans in (covered(lanes[lanes.lane == "communication"]), exposed(lanes))
@@ -66,8 +70,16 @@ def overlap(lanes: pd.DataFrame) -> dict[str, float | None]:
     return {
         "profiled_communication_ms": communication,
         "profiled_exposed_ms": alone,
+        "profiled_tail_ms": _tail_ms(lanes),
         "overlap_share": 1 - alone / communication if communication else None,
     }
+
+
+def _tail_ms(lanes: pd.DataFrame) -> float | None:
+    """None where nothing is communicated, or the step has no backward."""
+    computed = lanes[(lanes.lane == "compute") & (lanes.range == "backward")]
+    sent = lanes[lanes.lane == "communication"]
+    return max(0.0, sent.end_ms.max() - computed.end_ms.max()) if len(computed) and len(sent) else None
 
 
 def merged(lanes: pd.DataFrame, gap_ms: float = 0.02) -> pd.DataFrame:

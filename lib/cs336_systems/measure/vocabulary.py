@@ -172,6 +172,7 @@ COLUMNS: dict[str, Column] = {
     "exposed_communication_ms": _value(float, "median step less alone_ms", "ms", minimum=None),
     "profiled_communication_ms": _value(float, "part of a profiled step with a communication kernel", "ms"),
     "profiled_exposed_ms": _value(float, "... and without any other kernel", "ms"),
+    "profiled_tail_ms": _value(float, "from the end of backward to that of communication, profiled", "ms"),
     "overlap_share": _value(float, "part of the profiled communication that is hidden behind computing"),
     "start_ms": _value(float, "start of a span, since its step began", "ms", minimum=None),
     "end_ms": _value(float, "end of a span, since its step began", "ms"),
