@@ -19,7 +19,7 @@ import pandas as pd
 from .tuning import KERNELS, Tile, exact_precision, tile_by_hand, tile_for, uses_descriptors
 
 ARITHMETICS = ("half", "tf32", "exact")
-HOPPERS_OWN = {"hopper_dq": "dq", "hopper_dkdv": "dkdv"}  # kernels_hopper's, and which it stands in for
+HOPPER_DKDV = "hopper_dkdv"  # kernels_hopper's, beside those of tuning.KERNELS
 # Bytes of shared memory that a block can have.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
@@ -34,7 +34,7 @@ def resources(
 
     Args:
         capabilities: 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
-        kernels: of tuning.KERNELS, or of HOPPERS_OWN where tuning.BY_HAND has a tile.
+        kernels: of tuning.KERNELS, or HOPPER_DKDV where tuning.BY_HAND has a tile for it.
         arithmetics: "half" (bfloat16 stands for float16 too), "tf32", "exact".
 
     Returns:
@@ -85,22 +85,20 @@ def compile_one(
 
     from .kernels_backward import dkdv_kernel, dq_kernel
     from .kernels_forward import forward_kernel
-    from .kernels_hopper import hopper_dkdv_kernel, hopper_dq_kernel
+    from .kernels_hopper import hopper_dkdv_kernel
 
-    function = {
-        "forward": forward_kernel,
-        "dq": dq_kernel,
-        "dkdv": dkdv_kernel,
-        "hopper_dq": hopper_dq_kernel,
-        "hopper_dkdv": hopper_dkdv_kernel,
-    }[kernel]
+    functions = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
+    function = (functions | {HOPPER_DKDV: hopper_dkdv_kernel})[kernel]
     chip = divmod(capability, 10)
     element = "bf16" if arithmetic == "half" else "fp32"
     block_d = max(16, triton.next_power_of_2(d_head))
-    stands_in_for = HOPPERS_OWN.get(kernel)
     if tile is None:
-        choose = tile_by_hand if stands_in_for else tile_for
-        tile = choose(stands_in_for or kernel, arithmetic, block_d, chip)
+        by_hand = kernel == HOPPER_DKDV
+        tile = (
+            tile_by_hand(arithmetic, block_d, chip)
+            if by_hand
+            else tile_for(kernel, arithmetic, block_d, chip)
+        )
     constants = {
         "CAUSAL": True,
         "EVEN_KEYS": True,
@@ -111,7 +109,7 @@ def compile_one(
         "DESCRIPTORS": uses_descriptors(chip, arithmetic, block_d),
         "PRECISION": exact_precision(chip) if arithmetic == "exact" else "tf32",
         "STAGES": tile.num_stages,
-        "GLUON": stands_in_for is not None,
+        "GLUON": kernel == HOPPER_DKDV,
     }
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):

@@ -88,13 +88,10 @@ class Way:
     block_d: int
     descriptors: bool
     tiles: tuple[Tile, ...]  # one a kernel, in the order of tuning.KERNELS
-    by_hand: tuple[Tile | None, ...]  # of Hopper's own kernels, where those are the faster ones
+    by_hand: Tile | None  # of Hopper's own dK and dV kernel, where that is the faster one
 
     def tile(self, kernel: str) -> Tile:
         return self.tiles[KERNELS.index(kernel)]
-
-    def tile_by_hand(self, kernel: str) -> Tile | None:
-        return self.by_hand[KERNELS.index(kernel)]
 
 
 @lru_cache(maxsize=256)
@@ -105,7 +102,7 @@ def way_for(dtype: torch.dtype, d: int, device: torch.device, float32_precision:
     kind, block_d = arithmetic(dtype.itemsize, precision), max(16, triton.next_power_of_2(d))
     tiles = tuple(tile_for(kernel, kind, block_d, capability) for kernel in KERNELS)
     descriptors = uses_descriptors(capability, kind, block_d)
-    by_hand = tuple(tile_by_hand(kernel, kind, block_d, capability) for kernel in KERNELS)
+    by_hand = tile_by_hand(kind, block_d, capability)
     return Way(dtype, device, kind, precision, block_d, descriptors, tiles, by_hand)
 
 
@@ -177,27 +174,17 @@ def backward_plans(
         sources = problem.sources(inputs, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
         return lambda q, k, v, do, *others: launch(*sources(q, k, v, do), *others)
 
-    def dq_plan() -> Callable[..., None]:
-        if tile := way.tile_by_hand("dq"):
-            from .hopper import hopper_dq_plan
+    tile = way.tile("dq")
+    even = problem.n_keys % tile.block_n == 0
+    programs = problem.programs(problem.n_queries, tile.block_m)
+    dq_plan = plan(dq_kernel, tile, programs, (o, dq), EVEN_KEYS=even)
+    rows_aligned = problem.n_queries * FLOAT32_BYTES % ALIGNMENT == 0  # of L, for the copy engine
+    if way.by_hand and rows_aligned:
+        from .hopper import hopper_dkdv_plan
 
-            return hopper_dq_plan(problem, tile, inputs, (o, dq))
-        tile = way.tile("dq")
-        even = problem.n_keys % tile.block_n == 0
-        return plan(
-            dq_kernel, tile, problem.programs(problem.n_queries, tile.block_m), (o, dq), EVEN_KEYS=even
-        )
-
-    def dkdv_plan() -> Callable[..., None]:
-        rows_aligned = problem.n_queries * FLOAT32_BYTES % ALIGNMENT == 0  # of L, for the copy engine
-        if rows_aligned and (tile := way.tile_by_hand("dkdv")):
-            from .hopper import hopper_dkdv_plan
-
-            return hopper_dkdv_plan(problem, tile, inputs, (dk, dv))
-        tile = way.tile("dkdv")
-        return plan(dkdv_kernel, tile, problem.programs(problem.n_keys, tile.block_n), (dk, dv))
-
-    return dq_plan(), dkdv_plan()
+        return dq_plan, hopper_dkdv_plan(problem, inputs, (dk, dv))
+    tile = way.tile("dkdv")
+    return dq_plan, plan(dkdv_kernel, tile, problem.programs(problem.n_keys, tile.block_n), (dk, dv))
 
 
 # torch.compile sees the two launches as opaque operators: no graph break, and nothing of Triton's to trace.

@@ -1,10 +1,9 @@
-"""The backward for Hopper, its asynchronous units driven by hand (Gluon: Triton's lower-level language).
+"""dK and dV for Hopper, its asynchronous units driven by hand (Gluon: Triton's lower-level language).
 
-The algorithm and the notation are those of kernels_backward. What differs is *when* things happen. Triton
-waits for each matrix product right where it is written; here a product is issued and left running while the
-exponentials of its tile are computed, and the copy engine fills a ring of STAGES buffers ahead of both. And
-*where* things are: what a program keeps (K and V, or Q and dO) stays in registers, where the matrix units can
-read it without a trip to shared memory, which costs power.
+The algorithm and the notation are those of kernels_backward.dkdv_kernel. What differs is *when* things
+happen. Triton waits for each matrix product right where it is written; here a product is issued and left
+running while the exponentials of its tile are computed, and the copy engine fills a ring of STAGES buffers
+ahead of both. K and V stay in registers, where the matrix units can read them.
 """
 
 from triton.experimental import gluon
@@ -17,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
 barrier_of_block = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
 
 
@@ -28,7 +26,7 @@ def _accumulator(num_warps, n):
 
 
 @gluon.jit
-def _start_loading_queries(
+def _start_loading(
     descriptors, buffers, ready, batch, head, batch_head, first_query, tile, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, pred,
 ):  # fmt: skip
@@ -46,7 +44,7 @@ def _start_loading_queries(
 
 
 @gluon.jit
-def _add_queries(
+def _add_tile(
     dk, dv, k, v, descriptors, buffers, ready, zeros, batch, head, batch_head, keys, queries, first_query,
     tiles, tile, scale_log2,
     DIAGONAL: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, operand: gl.constexpr,
@@ -64,7 +62,7 @@ def _add_queries(
     st, dk, dv = warpgroup_mma_wait(1, deps=[st, dk, dv])
     barrier_of_block()
     ahead = tile + STAGES - 1
-    _start_loading_queries(
+    _start_loading(
         descriptors, buffers, ready, batch, head, batch_head, first_query, ahead, BLOCK_M, STAGES,
         ahead < tiles,
     )  # fmt: skip
@@ -140,7 +138,7 @@ def hopper_dkdv_kernel(
     tma.async_copy_global_to_shared(k_src, [batch, head, first_key, 0], kv_ready, k)
     tma.async_copy_global_to_shared(v_src, [batch, head, first_key, 0], kv_ready, v)
     for stage in gl.static_range(STAGES - 1):
-        _start_loading_queries(
+        _start_loading(
             descriptors, buffers, ready, batch, head, batch_head, first_query, stage, BLOCK_M, STAGES,
             stage < tiles,
         )  # fmt: skip
@@ -155,12 +153,12 @@ def hopper_dkdv_kernel(
     v = v.load(gl.DotOperandLayout(0, scores, 2))
     operand: gl.constexpr = gl.DotOperandLayout(0, gradients, 2)
     for tile in range(0, gl.minimum(masked, tiles)):
-        dk, dv = _add_queries(
+        dk, dv = _add_tile(
             dk, dv, k, v, descriptors, buffers, ready, zeros, batch, head, batch_head, keys, queries,
             first_query, tiles, tile, scale_log2, True, BLOCK_M, STAGES, operand,
         )  # fmt: skip
     for tile in range(masked, tiles):
-        dk, dv = _add_queries(
+        dk, dv = _add_tile(
             dk, dv, k, v, descriptors, buffers, ready, zeros, batch, head, batch_head, keys, queries,
             first_query, tiles, tile, scale_log2, False, BLOCK_M, STAGES, operand,
         )  # fmt: skip
@@ -171,135 +169,3 @@ def hopper_dkdv_kernel(
     dk *= scale
     _store(dk_ptr, dk, batch, head, rows, n_keys, stride_dkb, stride_dkh, stride_dkn, stride_dkd, D, stored)
     _store(dv_ptr, dv, batch, head, rows, n_keys, stride_dvb, stride_dvh, stride_dvn, stride_dvd, D, stored)
-
-
-@gluon.jit
-def _start_loading_keys(
-    k_src, v_src, ks, vs, ready, batch, head, tile, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, pred
-):
-    """Start the copies of one tile of K and V."""
-    stage = tile % STAGES
-    barrier = ready.index(stage)
-    mbarrier.expect(barrier, 2 * k_src.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(
-        k_src, [batch, head, tile * BLOCK_N, 0], barrier, ks.index(stage), pred=pred
-    )
-    tma.async_copy_global_to_shared(
-        v_src, [batch, head, tile * BLOCK_N, 0], barrier, vs.index(stage), pred=pred
-    )
-
-
-@gluon.jit
-def _add_keys(
-    dq, q, do, lse, delta, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys, tiles,
-    tile, scale_log2,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    operand: gl.constexpr,
-):  # fmt: skip
-    """Issue the products that add one tile of keys to dQ; the last is still running on return."""
-    stage = tile % STAGES
-    mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
-    k = ks.index(stage)
-    s = warpgroup_mma(q, k.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    dp = warpgroup_mma(do, vs.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    s, dq = warpgroup_mma_wait(
-        1, deps=[s, dq]
-    )  # with S, dQ of the tile before is there: its buffers are free
-    barrier_of_block()
-    ahead = tile + STAGES - 1
-    _start_loading_keys(k_src, v_src, ks, vs, ready, batch, head, ahead, BLOCK_N, STAGES, ahead < tiles)
-    p = gl.exp2(s * scale_log2 - lse[:, None])
-    if MASKED:
-        visible = tile * BLOCK_N + keys[None, :] < n_keys
-        if CAUSAL:
-            visible = visible & (queries[:, None] >= tile * BLOCK_N + keys[None, :])
-        p = gl.where(visible, p, 0.0)
-    dp = warpgroup_mma_wait(0, deps=[dp])
-    ds = p * (dp - delta[:, None])
-    return warpgroup_mma(gl.convert_layout(ds.to(q.dtype), operand), k, dq, is_async=True)
-
-
-@gluon.jit
-def hopper_dq_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr,
-    stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
-    n_heads, n_queries, n_keys, scale, scale_log2,
-    CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """dQ, and for the other kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
-    dtype: gl.constexpr = q_src.dtype
-    scores: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_N)
-    gradient: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_D)
-    query_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
-    key_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
-
-    query_tiles = gl.cdiv(n_queries, BLOCK_M)
-    tile = gl.program_id(0) % query_tiles
-    if CAUSAL:
-        tile = query_tiles - 1 - tile  # the longest rows first
-    batch_head = gl.program_id(0) // query_tiles
-    batch = batch_head // n_heads
-    head = batch_head % n_heads
-    first_query = tile * BLOCK_M
-
-    q = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], query_shape)
-    do = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_D], query_shape)
-    ks = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], key_shape)
-    vs = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], key_shape)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(q_ready, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
-    barrier_of_block()
-
-    unmasked = n_keys // BLOCK_N  # tiles that all our queries see in full; they come first
-    last_key = n_keys
-    if CAUSAL:
-        unmasked = gl.minimum(unmasked, first_query // BLOCK_N)
-        last_key = gl.minimum(n_keys, first_query + BLOCK_M)
-    tiles = gl.cdiv(last_key, BLOCK_N)
-    mbarrier.expect(q_ready, 2 * q_src.block_type.nbytes)
-    tma.async_copy_global_to_shared(q_src, [batch, head, first_query, 0], q_ready, q)
-    tma.async_copy_global_to_shared(do_src, [batch, head, first_query, 0], q_ready, do)
-    for stage in gl.static_range(STAGES - 1):
-        _start_loading_keys(k_src, v_src, ks, vs, ready, batch, head, stage, BLOCK_N, STAGES, stage < tiles)
-
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
-    rows = first_query + gl.arange(0, BLOCK_M, gl.SliceLayout(1, stored))
-    dims = gl.arange(0, BLOCK_D, gl.SliceLayout(0, stored))
-    o_tile = o_ptr + batch.to(gl.int64) * stride_ob + head.to(gl.int64) * stride_oh
-    o_tile += rows[:, None].to(gl.int64) * stride_on + dims[None, :] * stride_od
-    o = gl.load(o_tile, mask=(rows[:, None] < n_queries) & (dims[None, :] < D), other=0.0)
-    mbarrier.wait(q_ready, 0)
-    delta = gl.sum(o.to(gl.float32) * do.load(stored).to(gl.float32), 1)
-    row = batch_head.to(gl.int64) * n_queries + rows
-    lse = gl.load(lse_ptr + row, mask=rows < n_queries, other=0.0) * LOG2E
-    gl.store(lse2_ptr + row, lse, mask=rows < n_queries)
-    gl.store(delta_ptr + row, delta, mask=rows < n_queries)
-    delta = gl.convert_layout(delta, gl.SliceLayout(1, scores))
-    lse = gl.convert_layout(lse, gl.SliceLayout(1, scores))
-
-    q = q.load(gl.DotOperandLayout(0, scores, 2))
-    do = do.load(gl.DotOperandLayout(0, scores, 2))
-    queries = first_query + gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores))
-    keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
-    zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
-    dq = warpgroup_mma_init(gl.zeros([BLOCK_M, BLOCK_D], gl.float32, gradient))
-    operand: gl.constexpr = gl.DotOperandLayout(0, gradient, 2)
-    for tile in range(0, unmasked):
-        dq = _add_keys(
-            dq, q, do, lse, delta, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys,
-            tiles, tile, scale_log2, False, CAUSAL, BLOCK_N, STAGES, operand,
-        )  # fmt: skip
-    if CAUSAL or not EVEN_KEYS:
-        for tile in range(unmasked, tiles):
-            dq = _add_keys(
-                dq, q, do, lse, delta, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys,
-                tiles, tile, scale_log2, True, CAUSAL, BLOCK_N, STAGES, operand,
-            )  # fmt: skip
-    dq = warpgroup_mma_wait(0, deps=[dq]) * scale
-    _store(
-        dq_ptr, dq, batch, head, rows, n_queries, stride_dqb, stride_dqh, stride_dqn, stride_dqd, D, stored
-    )

@@ -36,8 +36,8 @@ HOPPER = {
     ("dq", "exact"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(16, 16, 8, 1)},
     ("dkdv", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
-# Of kernels_hopper's kernels, each in place of the common one where it was measured to be faster.
-BY_HAND = {("dq", "half", 64): Tile(64, 128, 4, 2), ("dkdv", "half", 64): Tile(64, 64, 4, 2)}
+# Of kernels_hopper.hopper_dkdv_kernel, in place of dkdv_kernel where it was measured to be faster.
+BY_HAND = {("half", 64): Tile(64, 64, 4, 2)}
 PORTABLE = {
     ("forward", "half"): {64: Tile(64, 64, 4, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
     ("dq", "half"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 8, 1)},
@@ -72,9 +72,9 @@ def uses_descriptors(capability: tuple[int, int], arithmetic: str, block_d: int)
     return capability == INTERPRETER or (capability[0] > 9 and arithmetic == "half" and block_d <= 128)
 
 
-def tile_by_hand(kernel: str, arithmetic: str, block_d: int, capability: tuple[int, int]) -> Tile | None:
-    """The tile of Hopper's own kernel in place of `kernel`; None where the common one runs."""
-    return BY_HAND.get((kernel, arithmetic, block_d)) if capability[0] == 9 else None
+def tile_by_hand(arithmetic: str, block_d: int, capability: tuple[int, int]) -> Tile | None:
+    """The tile of Hopper's own dK and dV kernel; None where the common one runs."""
+    return BY_HAND.get((arithmetic, block_d)) if capability[0] == 9 else None
 
 
 @cache

@@ -5,7 +5,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.attention.ahead_of_time import HOPPERS_OWN, resources
+from cs336_systems.attention.ahead_of_time import HOPPER_DKDV, resources
 from cs336_systems.attention.tuning import BY_HAND, KERNELS, tile_by_hand, tile_for
 from cs336_systems.measure.host import check_choice
 
@@ -41,11 +41,9 @@ def tile_rows(
     capabilities, d_heads = tuple(capabilities), tuple(d_heads)
     arithmetics = [ARITHMETIC[dtype] for dtype in dtypes]
     tables = [resources(capabilities, kernels, arithmetics, d_heads)]
-    for name, stands_in_for in HOPPERS_OWN.items():
-        for kernel, arithmetic, d_head in BY_HAND:
-            wanted = kernel in kernels and arithmetic in arithmetics and d_head in d_heads
-            if kernel == stands_in_for and 90 in capabilities and wanted:
-                tables.append(resources([90], [name], [arithmetic], [d_head]))
+    for arithmetic, d_head in BY_HAND:
+        if 90 in capabilities and "dkdv" in kernels and arithmetic in arithmetics and d_head in d_heads:
+            tables.append(resources([90], [HOPPER_DKDV], [arithmetic], [d_head]))
     table = pd.concat(tables)
     table = table.rename(columns={"shared_limit": "shared_limit_bytes"})
     table = table.assign(implementation="flash_triton", dtype=table.pop("arithmetic").map(names))
@@ -55,7 +53,6 @@ def tile_rows(
 def as_in_the_table(row: Any) -> bool:
     """Whether a row is of a tile that the tuning table still has; `row` as a Series or a dict."""
     place = ARITHMETIC[row["dtype"]], int(row["d_head"]), divmod(int(row["capability"]), 10)
-    stands_in_for = HOPPERS_OWN.get(row["kernel"])
-    tile = (tile_by_hand if stands_in_for else tile_for)(stands_in_for or row["kernel"], *place)
+    tile = tile_by_hand(*place) if row["kernel"] == HOPPER_DKDV else tile_for(row["kernel"], *place)
     keys = ("block_m", "block_n", "num_warps", "num_stages")
     return tile is not None and all(getattr(tile, key) == row[key] for key in keys)
