@@ -15,6 +15,7 @@ from cs336_systems import accounting, checkpointing
 from cs336_systems.attention.reference import reference_attention
 from cs336_systems.configs import MODEL_SIZES, ModelConfig, model_size
 from cs336_systems.functional import cross_entropy
+from cs336_systems.measure.timing import release_memory
 from cs336_systems.model import RotaryEmbedding, TransformerBlock, TransformerLM, build_model
 from cs336_systems.optimizer import AdamW
 
@@ -394,6 +395,7 @@ def test_refusals_name_what_is_allowed(call, message):
 @pytest.mark.parametrize("pass_", ["forward", "forward_backward", "train_step"])
 def test_peak_bytes_are_what_the_allocator_saw(pass_, dtype):
     config = model_size("small")
+    release_memory("cuda")  # workspaces of other tests' threads
     model = build_model(config, 512, device="cuda")
     batch = a_batch(config, 4, 512, "cuda")
     optimizer = AdamW(model.parameters())

@@ -13,6 +13,7 @@ from cs336_systems.measure.allocations import CATEGORIES, MIB, timeline_of_rows
 from cs336_systems.measure.checkpointing import block_bytes, checkpointing_rows
 from cs336_systems.measure.memory_rows import PARTS, block_rows, explained_peaks, memory_rows
 from cs336_systems.measure.rows import load_rows, save_rows
+from cs336_systems.measure.timing import release_memory
 
 CONFIG = model_size("tiny")
 RUN = {"context_length": 32, "batch_size": 2, "device": "cpu"}
@@ -46,11 +47,14 @@ def test_a_peak_is_explained(tables):
     oom = [tables["peaks"][0] | {"context_length": 64, "status": "oom", "size_mib": None}]
     peaks = pd.DataFrame(tables["peaks"] + oom)
     peaks["status"] = peaks["status"].fillna("ok")
-    peaks["peak_memory_mib"] += 0.5
+    peaks.loc[peaks["category"] == "other", "size_mib"] += 64  # a workspace
+    peaks["requested_memory_mib"] += 64
+    peaks["peak_memory_mib"] += 64.5
     line, failed = explained_peaks(peaks).to_dict("records")
     assert (line["range"], line["context_length"], failed["status"]) == ("backward", 32, "oom")
     assert line["closed_form_mib"] * MIB == accounting.peak_bytes(CONFIG, 2, 32, "train_step")
     assert line["rounding_mib"] == pytest.approx(0.5)
+    assert line["other_mib"] == pytest.approx(64, abs=0.1)
     assert abs(line["rest_mib"]) < 0.02 * line["closed_form_mib"]
     assert sum(line[part] for part in PARTS) == pytest.approx(line["peak_memory_mib"])
 
@@ -106,6 +110,7 @@ def test_checkpointed_peak_on_a_gpu_is_as_predicted():
     names = ["none", "every 1", "every 2", "recursive"]
     strategies = {name: checkpointing.strategy(name) for name in names}
     config, run = model_size("medium"), {"context_length": 512, "batch_size": 4}
+    release_memory("cuda")  # workspaces of other tests' threads
     for row in checkpointing_rows(config, strategies, **run, device="cuda", steps=1):
         plan = strategies[row["case"]](range(config.num_layers))
         expected = accounting.peak_bytes(config, 4, 512, "forward_backward", plan=plan) / MIB
