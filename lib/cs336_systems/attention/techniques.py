@@ -40,6 +40,7 @@ class Step:
     copy_engine: bool = False
     own_delta: bool = False  # the dQ kernel computes rowsum(dO * O) itself
     sums_dq: str = ""  # dK, dV and dQ in one kernel: how dQ is added up
+    by_hand: Tile | None = None  # Hopper's own kernel, with this tile
     kept: bool = True
 
 
@@ -110,6 +111,13 @@ STEPS = {
             added=HALF_POLYNOMIAL,
             kept=False,
         ),
+        Step(
+            "driven by hand",
+            (1.1, 1.2),
+            "Gluon, as FlashAttention-3: P V of one tile is left running during the softmax of the next",
+            by_hand=Tile(64, 128, 4, 3),
+            kept=False,
+        ),
     ),
     "backward": (
         _SKIP, _MASK, _POWERS, _ORDER, _COPY,
@@ -170,6 +178,7 @@ class Rung:
     copy_engine: bool = False
     own_delta: bool = False
     sums_dq: str = ""
+    by_hand: Tile | None = None
 
     def after(self, step: Step) -> "Rung":
         """With one technique more."""
@@ -182,6 +191,7 @@ class Rung:
             copy_engine=self.copy_engine or step.copy_engine,
             own_delta=self.own_delta or step.own_delta,
             sums_dq=step.sums_dq,
+            by_hand=step.by_hand,
         )
 
 

@@ -65,8 +65,8 @@ def benchmark_rung(
         "step": number,
     }
     shape = (1, num_heads, context_length, d_head)
-    if device.type == "cpu" and rung.sums_dq == "descriptor":
-        return key | Timing(status="skipped", reason="the interpreter has no copy engine that adds").as_row()
+    if reason := _why_not(rung, device):
+        return key | Timing(status="skipped", reason=reason).as_row()
     try:
         with on(device):
             run, outputs, wanted = _prepare(rung, shape, getattr(torch, dtype), device)
@@ -77,6 +77,15 @@ def benchmark_rung(
             return key | time_steps(run, device=device, warmup_steps=3, steps=steps).as_row()
     except Exception as error:  # the compiler and the launcher raise what they like
         return key | Timing(status="error", reason=one_line(error)).as_row()
+
+
+def _why_not(rung: Rung, device: torch.device) -> str:
+    """Why a rung cannot run there; empty if it can."""
+    if device.type == "cpu" and rung.sums_dq == "descriptor":
+        return "the interpreter has no copy engine that adds"
+    if rung.by_hand and (device.type == "cpu" or torch.cuda.get_device_capability(device)[0] != 9):
+        return "Hopper's own kernel needs a Hopper GPU"
+    return ""
 
 
 def _distance(mine: Tensor, right: Tensor) -> float:
@@ -115,6 +124,12 @@ def _problem(rung: Rung, q: Tensor) -> flash_triton.Problem:
 
 def _forward(rung: Rung, inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> Callable[[], None]:
     problem, tile = _problem(rung, inputs[0]), dict(rung.tiles)["forward"]
+    layouts = tuple((x.shape, x.stride()) for x in inputs)
+    if rung.by_hand:
+        from cs336_systems.attention.hopper import hopper_forward_plan  # brings Gluon
+
+        plan = hopper_forward_plan(problem, rung.by_hand, layouts, layouts[:1])
+        return lambda: plan(*inputs, *outputs)
     launch = Launch(
         kernels(rung.changes)["forward"],
         problem.programs(problem.n_queries, tile.block_m),
@@ -122,7 +137,6 @@ def _forward(rung: Rung, inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> C
         problem.constants(tile, EVEN_KEYS=problem.n_keys % tile.block_n == 0),
         tile,
     )
-    layouts = tuple((x.shape, x.stride()) for x in inputs)
     sources = problem.sources(layouts, (tile.block_m, tile.block_n, tile.block_n))
     return lambda: launch(*sources(*inputs), *outputs)
 
