@@ -2,11 +2,14 @@
 
 import gzip
 import json
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import profile
 
+from cs336_systems.measure import trace
 from cs336_systems.measure.kernels import ProfileError, kernel_table, range_table
 from cs336_systems.measure.trace import keep_one_step, read_trace, record
 from cs336_systems.ranges import annotate, recording
@@ -220,6 +223,25 @@ def test_cuda_calls_without_kernels(save):
         ProfileError, match="CUDA calls but no GPU kernels: CUPTI could not record; end other prof"
     ):
         read_trace(save(trace))
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_of_torchs(cpu, tmp_path, monkeypatch):
+    """torch 2.11 warns in every profile; what the profiled code warns of gets through."""
+
+    def warning(**options):
+        warnings.warn("Warning: Profiler clears events at the end of each cycle.", stacklevel=2)
+        return profile(**options)
+
+    def run(message):
+        with recording(), annotate("measure"):
+            torch.ones(3) + 1
+        warnings.warn(message, stacklevel=2)
+
+    monkeypatch.setattr(trace, "profile", warning)
+    with pytest.warns(UserWarning, match="mine") as seen:
+        trace.record(lambda: run("mine"), tmp_path / "t.json", device="cpu")
+    assert len(seen) == 1
 
 
 def test_no_ranges_and_no_kernels(tmp_path):

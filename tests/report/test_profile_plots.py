@@ -95,6 +95,13 @@ def test_shares_fill_the_bar_and_tell_the_total(shares):
     assert {"100 ms", "200 ms", "80"} <= set(texts(chart)), "totals, and matrix products in per cent"
 
 
+def test_the_legend_names_what_can_be_seen(shares):
+    shares.loc[shares["class"] == "softmax", "total_ms"] = 1e-4
+    shown = texts(stacked_bars(shares, "context_length", share=True))
+    assert "other" in shown
+    assert "softmax" not in shown
+
+
 def test_bars_add_up_ranges_but_no_configurations(shares):
     other = pd.concat([shares, shares.assign(model_size="large")])
     with pytest.raises(

@@ -41,7 +41,8 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ),
     (
         "embedding/index",
-        r"embedding|gather|scatter|(?<!with_)index|radixsort|krn_partial|compute_grad_weight|unique",
+        r"embedding|gather|scatter|(?<!with_)index|radixsort|partial_segment|partials_per_segment"
+        r"|compute_grad_weight|unique|devicecompact",
     ),
     ("embedding/index", r"^aten::(sort|topk|masked_select|nonzero|take|searchsorted)"),
     (

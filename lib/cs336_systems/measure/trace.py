@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -48,10 +49,13 @@ def record(
     on_cuda = torch.device(device).type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log goes to stderr
-    with profile(activities=activities, profile_memory=with_memory) as profiler:
-        run()
-        if on_cuda:
-            torch.cuda.synchronize(device)
+    with warnings.catch_warnings():
+        # torch 2.11 says each time that a profile holds its own events only: that is what is wanted.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+        with profile(activities=activities, profile_memory=with_memory) as profiler:
+            run()
+            if on_cuda:
+                torch.cuda.synchronize(device)
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
     return read_trace(path)

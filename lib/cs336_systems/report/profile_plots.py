@@ -42,6 +42,7 @@ PARTS: dict[str, dict[str, str]] = {
 }
 # Columns along which the rows of one bar may differ: they are what a bar adds up.
 _ADDED = {"range", "kernel", "class", "category", "code", "grid", "stream", "step", "tensor"}
+_VISIBLE = 1e-3  # of a bar: what is never more needs no place in the legend
 _LEVELS = ("step", "stage", "block", "module", "inside")
 
 
@@ -75,6 +76,7 @@ def stacked_bars(
     _require_one_configuration(frame, x, part, facet)
     groups, panels = ordered(frame[x], x), panels_of(frame, facet)
     used = [name for name in PARTS[part] if name in set(frame[part])]
+    seen: set[str] = set()
     chart, all_axes = sheet(list(panels), facet)
     for axes, rows in zip(all_axes, panels.values(), strict=True):
         table = rows.pivot_table(index=x, columns=part, values=y, aggfunc="sum").reindex(groups)
@@ -89,6 +91,8 @@ def stacked_bars(
             )  # fmt: skip
             _label_segments(axes, heights[name], bottom, heights.sum(axis=1).max(), PARTS[part][name], share)
             bottom += heights[name].to_numpy()
+            if (table[name] > _VISIBLE * totals).any():
+                seen.add(name)
         for place, (top, total) in enumerate(zip(bottom, totals, strict=True)):
             text = _total(total, y) if total else MISSING
             axes.annotate(
@@ -107,7 +111,7 @@ def stacked_bars(
         xlabel or column_label(x),
         ylabel or (("share of time" if y.endswith("_ms") else "share") if share else column_label(y)),
     )
-    return finish(chart, title, [part_legend(used, part)], subtitle)
+    return finish(chart, title, [part_legend([name for name in used if name in seen], part)], subtitle)
 
 
 def _require_one_configuration(frame: pd.DataFrame, x: str, part: str, facet: str | None) -> None:
