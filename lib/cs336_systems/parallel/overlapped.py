@@ -7,7 +7,6 @@ of the parameters, reversed, as backward runs from the last layer to the first. 
 in which rank 0 saw the gradients of the first step become ready.
 """
 
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from cs336_systems.parallel.ddp import DataParallel, Mean
 
 _ALIGNMENT_BYTES = 128  # of each gradient in its bucket: vectorised kernels are slow at odd addresses
-_TAPER_BYTES = 32 * 2**20  # half of it takes a fast link as long as starting a message does
 
 # Each bucket lists places in the list of trainable parameters, in the order in which they become ready.
 Buckets = list[list[int]]
@@ -126,9 +124,6 @@ def _after_accumulation(this: weakref.ref, place: int) -> Callable[[Tensor], Non
 def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: float) -> Buckets:
     """Fill buckets with tensors in this order, each up to its limit; a bucket holds one dtype and device.
 
-    The last bucket is cut into halves, quarters and so on as long as that is worth a message: what leaves
-    last has no backward to hide behind.
-
     Args:
         tensors: parameters or gradients; only their sizes matter, so they may be on the meta device.
         order: places in `tensors`, in the order in which they become ready.
@@ -150,17 +145,7 @@ def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: 
         open_buckets[kind] = (bucket, used + size)
     # A bucket is complete when its last gradient is ready.
     position = {place: number for number, place in enumerate(order)}
-    *others, last = sorted(buckets, key=lambda bucket: position[bucket[-1]])
-    return [*others, *_tapered(tensors, last)]
-
-
-def _tapered(tensors: Sequence[Tensor], bucket: list[int]) -> Buckets:
-    sizes = [tensors[place].nbytes for place in bucket]
-    if sum(sizes) <= _TAPER_BYTES or len(bucket) == 1:
-        return [bucket]
-    reached = itertools.accumulate(sizes)
-    front = sum(size <= sum(sizes) / 2 for size in reached) or 1
-    return [bucket[:front], *_tapered(tensors, bucket[front:])]
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
 def bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:
