@@ -211,6 +211,8 @@ def test_cuda_asked_for_where_there_is_none(monkeypatch):
 def test_gpu_times_are_of_the_work_and_without_synchronising_of_the_launch():
     a = torch.randn(8192, 8192, device="cuda")
     step = lambda: torch.mm(a, a)  # noqa: E731
+    step()
+    held_mib = torch.cuda.memory_allocated() / 2**20  # a, and the workspace of cuBLAS
     right = time_steps(step, device="cuda", warmup_steps=2, steps=5)
     wrong = time_steps(step, device="cuda", warmup_steps=2, steps=5, synchronize=False)
     start = time.perf_counter()
@@ -219,7 +221,7 @@ def test_gpu_times_are_of_the_work_and_without_synchronising_of_the_launch():
     wall_ms = (time.perf_counter() - start) * 1e3
     assert right.p50_ms == pytest.approx(wall_ms, rel=0.3)
     assert wrong.p50_ms < right.p50_ms / 10
-    assert right.peak_memory_mib == pytest.approx(512, abs=64)
+    assert right.peak_memory_mib == pytest.approx(held_mib + 256, abs=1)
 
 
 @pytest.mark.gpu
