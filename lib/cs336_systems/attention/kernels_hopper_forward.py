@@ -14,9 +14,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .kernels_hopper import _accumulator, _start_loading_keys, _store, barrier_of_block
+from .kernels_hopper import _accumulator, _store, barrier_of_block
 
 LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _start_loading_keys(
+    k_src, v_src, ks, vs, ready, batch, head, tile, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, pred
+):
+    """Start the copies of one tile of K and V; the stage's barrier tells when both are there."""
+    stage = tile % STAGES
+    barrier = ready.index(stage)
+    row = tile * BLOCK_N
+    mbarrier.expect(barrier, 2 * k_src.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(k_src, [batch, head, row, 0], barrier, ks.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(v_src, [batch, head, row, 0], barrier, vs.index(stage), pred=pred)
 
 
 @gluon.jit
