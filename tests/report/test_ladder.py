@@ -5,7 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from cs336_systems.report.ladder import fastest, on_gpus, scaling
+from cs336_systems.report.ladder import fastest, on_gpus, scaling, stages
 
 
 def row(implementation, p50_ms, world_size=2, batch_size=4, bucket=None, **other):
@@ -57,3 +57,21 @@ def test_scaling_compares_with_one_process_on_the_share_and_on_the_whole(rows):
 def test_nothing_measured_is_an_empty_frame(rows):
     assert scaling(rows.iloc[:0]).empty
     assert fastest(on_gpus(rows.iloc[:0])).empty
+
+
+def test_stages_of_a_step():
+    spans = [
+        ("compute", "forward", 0.0, 4.0),
+        ("compute", "backward", 4.0, 7.0),
+        ("compute", "backward", 8.0, 10.0),
+        ("communication", "backward", 6.0, 7.5),
+        ("communication", "communication", 9.5, 13.0),
+    ]
+    lanes = pd.DataFrame(spans, columns=["lane", "range", "start_ms", "end_ms"])
+    lanes = lanes.assign(dtype="float32", wrapper="overlapped", bucket_size_mb=None)
+    (found,) = stages(lanes).to_dict("records")
+    assert found["backward_ms"] == 6
+    assert found["busy_share"] == pytest.approx(5 / 6)
+    assert found["communication_ms"] == 5
+    assert found["tail_ms"] == 3
+    assert stages(lanes.iloc[:0]).empty

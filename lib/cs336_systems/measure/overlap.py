@@ -79,7 +79,7 @@ def _tail_ms(lanes: pd.DataFrame) -> float | None:
     """None where nothing is communicated, or the step has no backward."""
     computed = lanes[(lanes.lane == "compute") & (lanes.range == "backward")]
     sent = lanes[lanes.lane == "communication"]
-    return max(0.0, sent.end_ms.max() - computed.end_ms.max()) if len(computed) and len(sent) else None
+    return float(max(0.0, sent.end_ms.max() - computed.end_ms.max())) if len(computed) and len(sent) else None
 
 
 def merged(lanes: pd.DataFrame, gap_ms: float = 0.02) -> pd.DataFrame:

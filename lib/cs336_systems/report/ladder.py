@@ -4,6 +4,7 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.measure.overlap import overlap
 from cs336_systems.report.compare import with_model, with_wrapper
 from cs336_systems.report.frames import require_columns
 
@@ -59,6 +60,35 @@ def scaling(rows: pd.DataFrame) -> pd.DataFrame:
         weak.append(same / row["p50_ms"])
         strong.append(shared / (row["world_size"] * row["p50_ms"]))
     return with_wrapper(with_model(best.assign(weak_efficiency=weak, strong_efficiency=strong)))
+
+
+def stages(timeline: pd.DataFrame) -> pd.DataFrame:
+    """What the lanes of a step tell: how long backward took, how much of that the GPU computed, and the tail.
+
+    Args:
+        timeline: spans of one model on one rank, of `on_gpus`.
+
+    Returns:
+        A row for each dtype, wrapper and bucket size: backward_ms, busy_share (of backward), communication_ms
+        and tail_ms, from the end of backward to that of communication.
+    """
+    rows = []
+    place = ["dtype", "wrapper", "bucket_size_mb"]
+    for values, lanes in timeline.groupby(place, dropna=False):
+        backward = lanes[(lanes["lane"] == "compute") & (lanes["range"] == "backward")]
+        span = backward["end_ms"].max() - backward["start_ms"].min()
+        found = overlap(lanes)
+        rows.append(
+            dict(zip(place, values, strict=True))
+            | {
+                "backward_ms": span,
+                "busy_share": (backward["end_ms"] - backward["start_ms"]).sum() / span,
+                "communication_ms": found["profiled_communication_ms"],
+                "tail_ms": found["profiled_tail_ms"],
+            }
+        )
+    names = [*place, "backward_ms", "busy_share", "communication_ms", "tail_ms"]
+    return pd.DataFrame(rows, columns=names)
 
 
 def _alone(alone_ms: dict[tuple, float], row: dict[str, Any], batch_size: int) -> float:
