@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cs336_systems.accounting import attention_peak_bytes
 from cs336_systems.attention.peers import COMPILED, AttentionFunction, switched_to
+from cs336_systems.measure.clocks import watched_clocks
 from cs336_systems.measure.host import why_no_memory
 from cs336_systems.measure.rules import measured_in_order
 from cs336_systems.measure.timing import (
@@ -242,8 +243,9 @@ def benchmark_leaderboard(
 
         return _time(step, [], device, warmup_ms=warmup_ms, repeat_ms=repeat_ms)
 
-    timing = cannot_compile(device) or why_not(name, function, "bfloat16", d_head, device)
-    if timing is None:
-        with switched_to(name):
-            timing = _attempt(measure, device)
-    return key | timing.as_row()
+    refused = cannot_compile(device) or why_not(name, function, "bfloat16", d_head, device)
+    if refused:
+        return key | refused.as_row()
+    with switched_to(name), watched_clocks(device) as clocks:
+        timing = _attempt(measure, device)
+    return key | timing.as_row() | clocks.as_row()

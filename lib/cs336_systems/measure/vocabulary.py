@@ -188,6 +188,8 @@ COLUMNS: dict[str, Column] = {
     "spilled_bytes": _value(int, "bytes that a thread keeps in memory for want of registers", "bytes"),
     "shared_bytes": _value(int, "shared memory of a program", "bytes"),
     "shared_limit_bytes": _value(int, "shared memory that the chip can give one program", "bytes"),
+    "sm_clock_mhz": _value(float, "median clock of the multiprocessors during the steps", "MHz"),
+    "power_w": _value(float, "median power that the GPU drew during the steps", "W"),
     "result": _value(float, "a computed number", minimum=None, digits=9),
     "observed_dtype": _value(str, "dtype that a tensor was found to have"),
     "status": _value(str, "how the measurement ended", allowed=STATUSES),
