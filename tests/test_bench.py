@@ -46,6 +46,19 @@ def test_what_failed_is_measured_again():
     assert len(list(bench.measure(CELLS[:1], "failed"))) == 1
 
 
+def test_what_contradicts_itself_is_an_error_and_the_rest_goes_on(monkeypatch):
+    measure = bench.Cell.measure
+
+    def backwards(cell, device):
+        slow = {"p20_ms": 9.0, "p50_ms": 9.0, "p80_ms": 9.0, "mean_ms": 9.0}
+        return [row | (slow if row["pass"] == "forward" else {}) for row in measure(cell, device)]
+
+    monkeypatch.setattr(bench.Cell, "measure", backwards)
+    (rows,) = bench.measure(CELLS[:1], "contradicting")
+    assert {row["status"] for row in rows} == {"error"}
+    assert "inside it" in rows[0]["reason"]
+
+
 def test_the_ratio_is_to_ours_at_the_same_size():
     def row(name, length, ms, status="ok"):
         key = {

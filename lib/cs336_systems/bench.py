@@ -30,7 +30,7 @@ from cs336_systems.measure.flash import (
 from cs336_systems.measure.fresh import in_processes
 from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.machine import machine_card
-from cs336_systems.measure.rows import load_rows, save_rows
+from cs336_systems.measure.rows import KEYS, RowError, load_rows, save_rows
 from cs336_systems.measure.timing import resolve_device
 from cs336_systems.measure.verdicts import IMPLEMENTATIONS, OURS, check_ours, remember
 
@@ -169,8 +169,18 @@ def measure(
         _compile_ours(cells, device)
     for cell in cells:
         rows = cell.measure(device)
-        save_rows(rows, slug, machine=machine)
+        try:
+            save_rows(rows, slug, machine=machine)
+        except RowError as error:  # a pass faster than one inside it: something else had the machine
+            rows = [_failed(row, str(error)) for row in rows]
+            save_rows(rows, slug, machine=machine)
         yield rows
+
+
+def _failed(row: dict[str, Any], reason: str) -> dict[str, Any]:
+    """The row without its times; it will be measured again."""
+    key = {name: value for name, value in row.items() if name in KEYS}
+    return key | {"status": "error", "reason": reason}
 
 
 def _case_here(cell: Cell, device: torch.device) -> str:
