@@ -43,7 +43,7 @@ PARTS: dict[str, dict[str, str]] = {
 # Columns along which the rows of one bar may differ: they are what a bar adds up.
 _ADDED = {"range", "kernel", "class", "category", "code", "grid", "stream", "step", "tensor"}
 _VISIBLE = 1e-3  # of a bar: what is never more needs no place in the legend
-_LEVELS = ("step", "stage", "block", "module", "inside")
+_LEVELS = ("step", "stage", "block", "module", "inside", "part")
 
 
 @mpl.rc_context(STYLE)
