@@ -57,7 +57,9 @@ def lanes_timeline(
     axes.grid(False)
     axes.set_xlabel(xlabel)
     plain_numbers(axes.xaxis)
-    used = set(frame[frame.lane == LANES[0]].range)
+    computed = frame[frame.lane == LANES[0]].assign(ms=frame.end_ms - frame.start_ms)
+    times = computed.groupby("range").ms.sum()
+    used = set(times[times > 1e-3 * (end - start)].index)  # what can be seen
     stages = [
         Patch(color=color, label=STAGE_LABELS.get(name, name))
         for name, color in STAGES.items()
