@@ -87,7 +87,8 @@ def keep_one_step(path: Path, kept: Path, root: str = "measure") -> None:
     inside += [e for e in spans if e["cat"] in _KINDS and e["args"].get("correlation") in launched]
     names = [event for event in trace["traceEvents"] if event.get("ph") == "M"]
     machine = "deviceProperties" if on_cuda else "host_name"
-    small = {name: trace[name] for name in [machine] if name in trace} | {"traceEvents": names + [_without_details(event) for event in inside]}
+    small = {name: trace[name] for name in [machine] if name in trace}
+    small["traceEvents"] = names + [_without_details(event) for event in inside]
     make_folder(kept.parent)
     kept.write_bytes(gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
 
