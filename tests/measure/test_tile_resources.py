@@ -5,7 +5,8 @@ import pytest
 from cs336_systems.measure.rows import load_rows, save_rows
 
 pytest.importorskip("triton")
-from cs336_systems.measure.tile_resources import as_in_the_table, tile_rows
+from cs336_systems.measure import tile_resources
+from cs336_systems.measure.tile_resources import shipped_tiles, tile_rows
 
 
 def test_a_row_of_a_tile():
@@ -16,15 +17,28 @@ def test_a_row_of_a_tile():
     assert 32 < row["registers"] <= 255
     assert row["spilled_bytes"] == 0
     assert 0 < row["shared_bytes"] <= row["shared_limit_bytes"]
-    assert as_in_the_table(row)
-    assert not as_in_the_table({**row, "block_m": 2 * row["block_m"]})
 
 
 def test_hoppers_own_kernel_comes_with_the_common_one():
     rows = tile_rows([90], kernels=["dkdv"], dtypes=["bfloat16"], d_heads=[64])
     assert [row["kernel"] for row in rows] == ["dkdv", "hopper_dkdv"]
-    assert all(map(as_in_the_table, rows))
-    assert not as_in_the_table(rows[1] | {"capability": 80})
+
+
+def test_the_committed_table_is_of_the_tuning_table(monkeypatch, tmp_path):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    table = shipped_tiles()
+    assert set(table["capability"]) == set(tile_resources.CAPABILITIES)
+    assert len(table) == 3 * 3 * 3 * 3 + len(tile_resources.BY_HAND)
+
+
+@pytest.mark.parametrize("change", [{"block_m": 8}, {"num_stages": 9}, {"kernel": "hopper_dkdv"}])
+def test_a_table_that_is_older_is_refused(change, monkeypatch, tmp_path):
+    table = shipped_tiles()
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    first = table.iloc[:1].assign(**change).drop(columns=["torch", "triton", "measured_at", "commit"])
+    save_rows(first, **tile_resources.PLACE)
+    with pytest.raises(ValueError, match=r"older than the tuning table .*; write it again: python -m cs336"):
+        shipped_tiles()
 
 
 def test_unknown_names():

@@ -9,7 +9,7 @@ from pathlib import Path
 import filelock
 
 REPOSITORY_FIGURES = Path(__file__).resolve().parents[3] / "figures"
-_COMMITTED = ("h200", "published")
+_COMMITTED = ("h200", "published", "ahead_of_time")
 _LOCK_TIMEOUT_S = 60
 
 

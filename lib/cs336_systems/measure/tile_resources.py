@@ -1,4 +1,8 @@
-"""What the shipped tiles ask of a chip, as rows: compiled for it here, whether it is here or not."""
+"""What the shipped tiles ask of a chip, as rows: compiled for it here, whether it is here or not.
+
+No GPU has a part in this, so the table that notebook 24 shows belongs to no machine. After a change of the
+tuning table, `python -m cs336_systems.measure.tile_resources` writes it again.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,7 +12,10 @@ import pandas as pd
 from cs336_systems.attention.ahead_of_time import HOPPER_DKDV, resources
 from cs336_systems.attention.tuning import BY_HAND, KERNELS, tile_by_hand, tile_for
 from cs336_systems.measure.host import check_choice
+from cs336_systems.measure.rows import load_rows, save_rows
 
+PLACE = {"slug": "flash_forward", "machine": "ahead_of_time", "table": "tiles"}  # of the committed table
+CAPABILITIES = (80, 90, 100)
 ARITHMETIC = {"bfloat16": "half", "tf32": "tf32", "float32": "exact"}  # bfloat16 stands for float16 too
 
 
@@ -27,7 +34,7 @@ def tile_rows(
         capabilities: of ahead_of_time.SHARED_LIMIT: 80 is Ampere, 90 Hopper, 100 Blackwell.
 
     Returns:
-        A row each: registers, spilled_bytes, shared_bytes and shared_limit_bytes.
+        A row each: registers, spilled_bytes, shared_bytes and shared_limit_bytes. Their GPU is "none".
 
     Raises:
         ValueError: the name of a kernel or dtype is unknown. RuntimeError: a tile does not compile.
@@ -46,13 +53,32 @@ def tile_rows(
             tables.append(resources([90], [HOPPER_DKDV], [arithmetic], [d_head]))
     table = pd.concat(tables)
     table = table.rename(columns={"shared_limit": "shared_limit_bytes"})
-    table = table.assign(implementation="flash_triton", dtype=table.pop("arithmetic").map(names))
+    table = table.assign(implementation="flash_triton", gpu="none", dtype=table.pop("arithmetic").map(names))
     return table.drop(columns="maxnreg", errors="ignore").to_dict("records")
 
 
-def as_in_the_table(row: Any) -> bool:
-    """Whether a row is of a tile that the tuning table still has; `row` as a Series or a dict."""
+def shipped_tiles() -> pd.DataFrame:
+    """The committed rows of every tile in the tuning table.
+
+    Raises:
+        ValueError: the tuning table has changed since.
+    """
+    table = load_rows(**PLACE)
+    stale = [row["kernel"] for _, row in table.iterrows() if not _as_in_the_table(row)]
+    if stale or table.empty:
+        raise ValueError(
+            f"the table of tiles is older than the tuning table ({', '.join(stale) or 'there is none'}); "
+            f"write it again: python -m {__name__}"
+        )
+    return table
+
+
+def _as_in_the_table(row: Any) -> bool:
     place = ARITHMETIC[row["dtype"]], int(row["d_head"]), divmod(int(row["capability"]), 10)
     tile = tile_by_hand(*place) if row["kernel"] == HOPPER_DKDV else tile_for(row["kernel"], *place)
     keys = ("block_m", "block_n", "num_warps", "num_stages")
     return tile is not None and all(getattr(tile, key) == row[key] for key in keys)
+
+
+if __name__ == "__main__":
+    print(save_rows(tile_rows(CAPABILITIES), **PLACE, replacing={"implementation": "flash_triton"}))
