@@ -61,6 +61,7 @@ UNITS = {
     "us": "µs",
     "ms": "ms",
     "s": "s",
+    "kib": "KiB",
     "mib": "MiB",
     "gib": "GiB",
     "mb": "MB",
