@@ -53,6 +53,14 @@ def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_
     assert [again[0], again[2]] == [records[0], records[2]]
 
 
+def test_what_cannot_run_here_is_skipped_with_its_reason(jobs, executed, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "why_not_here", lambda name: "needs a moon" if name == "12_nb" else "")
+    records = runs.run_batch(jobs, tmp_path / "runs", CARD)
+    assert [record.status for record in records] == ["ok", "skipped", "ok"]
+    assert executed == ["11_nb", "13_nb"]
+    assert "needs a moon" in runs.summary(records)
+
+
 def test_force_does_everything_again(jobs, executed, tmp_path):
     runs.run_batch(jobs[:1], tmp_path / "runs", CARD)
     runs.run_batch(jobs[:1], tmp_path / "runs", CARD, force=True)

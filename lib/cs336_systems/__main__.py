@@ -15,7 +15,7 @@ from cs336_systems import batch
 from cs336_systems.measure.files import write_atomically
 from cs336_systems.measure.machine import load_card, machine_card
 from cs336_systems.notebook.execute import execute
-from cs336_systems.notebook.problems import START
+from cs336_systems.notebook.problems import START, why_not_here
 from cs336_systems.notebook.tidy import tidy
 
 
@@ -109,7 +109,7 @@ def _run_jobs(jobs: list[batch.Job], options: argparse.Namespace) -> int:
     folder = options.output.resolve() / card.slug
     records = runs.run_batch(jobs, folder, card, at_once=options.jobs, force=options.force)
     print(f"\n{runs.summary(records)}\n\n{folder / 'index.html'}")
-    return int(any(record.status != "ok" for record in records))
+    return int(any(record.status not in ("ok", "skipped") for record in records))
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -148,6 +148,9 @@ def _execute_defaults(words: list[str], *, in_place: bool) -> int:
         names = [name for name in names if name != START] + [START]
     failed = 0
     for path in (batch.NOTEBOOKS / f"{name}.ipynb" for name in names):
+        if reason := why_not_here(path.stem):
+            print(f"skipped {path.stem}: {reason}")
+            continue
         with tempfile.TemporaryDirectory() as folder:
             executed = Path(folder) / path.name
             outcome = execute(path, executed, {})

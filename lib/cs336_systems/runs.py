@@ -20,6 +20,7 @@ from cs336_systems.measure.rows import load_rows
 from cs336_systems.notebook.execute import execute
 from cs336_systems.notebook.form import START
 from cs336_systems.notebook.pages import render, write_index
+from cs336_systems.notebook.problems import why_not_here
 
 _COLUMNS = ("notebook", "parameters", "status", "seconds", "host MiB", "GPU MiB")
 
@@ -98,6 +99,8 @@ def _run_job(job: Job, folder: Path, card: MachineCard, stop: threading.Event) -
     if stop.is_set():
         return None
     mark, output = fingerprint(job), folder / f"{job.name}.ipynb"
+    if reason := why_not_here(job.notebook.stem):
+        return Record(job.notebook.stem, job.parameters, mark, "skipped", reason, 0.0, 0, None, _now())
     started = _now()
     outcome = execute(job.notebook, output, job.parameters, stop=stop)
     if outcome.status == "interrupted":

@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from cs336_systems.notebook.problems import PROBLEMS
+from cs336_systems.notebook import problems
+from cs336_systems.notebook.problems import PROBLEMS, why_not_here
 
 
 def test_a_number_and_a_name_mean_one_problem():
@@ -26,3 +27,10 @@ def test_every_chapter_of_both_editions_is_there():
 def test_a_notebook_is_named_after_its_number_and_slug():
     assert PROBLEMS[0].name == "11_benchmarking_script"
     assert PROBLEMS[0].title == "11 · benchmarking_script"
+
+
+def test_without_triton_the_notebooks_that_need_it_say_so(monkeypatch):
+    assert why_not_here("24_flash_forward") == ""
+    monkeypatch.setattr(problems, "find_spec", lambda name: None)
+    assert "needs triton" in why_not_here("24_flash_forward")
+    assert why_not_here("22_torch_compile") == why_not_here("00_start_here") == ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 START = "00_start_here"  # the map: no problem of its own, so no title and sections of one
 _BOTH, _2025, _2026 = (2025, 2026), (2025,), (2026,)
@@ -81,3 +82,13 @@ PROBLEMS = (
     ),
     *_chapter("Leaderboard", 61, leaderboard=_2026),
 )  # fmt: skip
+
+_NEED_TRITON = range(23, 28)  # from the first Triton kernel to the leaderboard of kernels
+
+
+def why_not_here(notebook: str) -> str:
+    """Why the notebook of this name cannot run on this machine; empty when it can."""
+    number, _, _ = notebook.partition("_")
+    if number.isdigit() and int(number) in _NEED_TRITON and find_spec("triton") is None:
+        return "needs triton, which is not installed here; there is none for macOS"
+    return ""
