@@ -52,6 +52,14 @@ def grouped_bars(
     require_columns(frame, error)
     frame = drawable(frame, x, y, hue, facet)
     by_value, series, groups = panels_of(frame, facet), series_of(frame, hue), ordered(frame[x], x)
+    bars = {
+        (value, group): [
+            one for each in series if len((one := each.within(facet, value).within(x, group)).rows)
+        ]
+        for value in by_value
+        for group in groups
+    }
+    width = _GROUP_WIDTH / max(map(len, bars.values()))  # as wide as the fullest group allows
     chart, panels = sheet(list(by_value), facet)
     for axes, value in zip(panels, by_value, strict=True):
         axes.set_xticks(range(len(groups)), [value_label(group, x) for group in groups])
@@ -59,14 +67,12 @@ def grouped_bars(
         axes.tick_params(axis="x", length=0)
         plain_log(axes, frame[y].dropna()) if logy else plain_numbers(axes.yaxis)
         for place, group in enumerate(groups):
-            present = [one.within(facet, value).within(x, group) for one in series]
-            present = [one for one in present if len(one.rows)]
-            for index, one in enumerate(present):
-                shift = (index - (len(present) - 1) / 2) * _GROUP_WIDTH / len(series)
-                _draw_bar(axes, place + shift, _BAR_WIDTH * _GROUP_WIDTH / len(series), one, y, error)
+            for index, one in enumerate(present := bars[value, group]):
+                shift = (index - (len(present) - 1) / 2) * width
+                _draw_bar(axes, place + shift, _BAR_WIDTH * width, one, y, error)
     outer_labels(panels, xlabel or column_label(x), ylabel or column_label(y))
     chart.draw_without_rendering()
-    _label_bars(panels, _GROUP_WIDTH / len(series), logy)
+    _label_bars(panels, width, logy)
     machines = [] if facet == "where" else machine_legend(series, bars=True)
     return finish(chart, title, [hue_legend(series, bars=True), machines], subtitle)
 
