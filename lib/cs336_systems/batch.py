@@ -107,7 +107,8 @@ def plan(
             job = Job(folder / f"{name}.ipynb", parameters | changed)
             if job not in jobs:
                 jobs.append(job)
-                errors += [f"{name}: {error}" for error in parameter_errors(known, job.parameters)]
+                slug = name.partition("_")[2]
+                errors += [f"{name}: {error}" for error in parameter_errors(known, job.parameters, slug)]
     if errors:
         raise BatchError("\n".join(dict.fromkeys(errors)))
     return jobs

@@ -105,6 +105,21 @@ def test_passes_have_their_vocabulary():
     )[0]
 
 
+def test_a_number_in_a_word_may_be_any_but_none():
+    known = read_parameters(notebook_with("strategies = ['none']  # of blocks"))
+    assert parameter_errors(known, {"strategies": ["every 3", "every 16"]}) == []
+    (error,) = parameter_errors(known, {"strategies": ["every 0"]})
+    assert "strategies has 'every 0'; allowed: none, every N" in error
+
+
+def test_a_reference_must_have_a_card():
+    known = read_parameters(notebook_with("reference = 'h200'  # machine"))
+    assert parameter_errors(known, {"reference": "h200"}) == []
+    (error,) = parameter_errors(known, {"reference": "h300"})
+    assert error.startswith("reference has 'h300'; allowed: ")
+    assert "h200" in error
+
+
 def test_text_is_read_by_the_type_of_the_default(known):
     assert parse_value(known["model_size"], "10B") == "10B"
     assert parse_value(known["model_size"], "1") == "1"

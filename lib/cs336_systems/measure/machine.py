@@ -93,6 +93,12 @@ def card_path(slug: str) -> Path:
     return find(slug, "machine.json")
 
 
+def machines() -> list[str]:
+    """The machines that have a card, and so may have rows."""
+    folders = {figures_dir(), REPOSITORY_FIGURES}
+    return sorted({card.parent.name for folder in folders for card in folder.glob("*/machine.json")})
+
+
 def load_card(slug: str) -> MachineCard:
     """The stored card of a machine.
 
@@ -102,9 +108,8 @@ def load_card(slug: str) -> MachineCard:
     """
     path = card_path(slug)
     if not path.exists():
-        folders = {figures_dir(), REPOSITORY_FIGURES}
-        known = sorted({card.parent.name for folder in folders for card in folder.glob("*/machine.json")})
-        raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {', '.join(known) or 'none yet'}")
+        known = ", ".join(machines()) or "none yet"
+        raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {known}")
     try:
         return MachineCard(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:

@@ -5,6 +5,7 @@ papermill itself only warns about an unknown name and takes a value of any type.
 
 import ast
 import io
+import re
 import tokenize
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +14,13 @@ import yaml
 from nbformat import NotebookNode
 
 from cs336_systems.configs import MODEL_SIZES, model_size
-from cs336_systems.measure.vocabulary import DTYPES, PASSES
+from cs336_systems.measure.machine import machines
+from cs336_systems.notebook.choices import choices
 
-# Words that mean the same in every notebook; a list may hold several of them.
-_WORDS = {"dtype": DTYPES, "pass": PASSES, "device": ("auto", "cpu", "cuda"), "edition": tuple(MODEL_SIZES)}
 # Whole numbers from 1 on; all others from 0 on.
 _POSITIVE = ("batch_size", "context_length", "model_batch_size", "model_context_length")
 _POSITIVE += ("d_head", "steps", "world_size")
+_SINGULARS = {"pass_": "pass", "passes": "pass", "strategies": "strategy"}
 _TYPE_NAMES = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text",
     list: "a list", dict: "a mapping", type(None): "null",
@@ -88,8 +89,14 @@ def parse_value(parameter: Parameter, text: str) -> Any:
         raise ValueError(f"{parameter.name}={text}: allowed: {describe(parameter.default)}") from None
 
 
-def parameter_errors(known: dict[str, Parameter], given: dict[str, Any]) -> list[str]:
-    """A sentence for each given parameter that the notebook does not have or that cannot be right."""
+def parameter_errors(known: dict[str, Parameter], given: dict[str, Any], slug: str = "") -> list[str]:
+    """A sentence for each given parameter that the notebook does not have or that cannot be right.
+
+    Args:
+        known: of the notebook.
+        given: values by name.
+        slug: of the notebook's problem, which has words of its own.
+    """
     errors = []
     for name, value in given.items():
         if name not in known:
@@ -100,7 +107,7 @@ def parameter_errors(known: dict[str, Parameter], given: dict[str, Any]) -> list
         return errors
     values = {name: parameter.default for name, parameter in known.items()} | given
     changed = [name for name in values if name in given or _singular(name) == "model_size"]
-    return [error for name in changed for error in _word_errors(name, values)]
+    return [error for name in changed for error in _word_errors(name, values, slug)]
 
 
 def describe(default: Any) -> str:
@@ -122,14 +129,14 @@ def _same_type(value: Any, default: Any) -> bool:
     return type(value) is type(default)
 
 
-def _word_errors(name: str, values: dict[str, Any]) -> list[str]:
+def _word_errors(name: str, values: dict[str, Any], slug: str) -> list[str]:
     """Errors of a value of the right type: a word out of its vocabulary, a number below what makes sense."""
     items = values[name] if isinstance(values[name], list | tuple) else [values[name]]
     stem, edition = _singular(name), values.get("edition", 2025)
     if stem == "model_size" and edition in MODEL_SIZES:
         return [error for item in items for error in _size_errors(item, edition)]
-    if allowed := _WORDS.get(stem):
-        bad = [item for item in items if item not in allowed]
+    if allowed := machines() if stem == "reference" else choices(slug, stem):
+        bad = [item for item in items if item not in allowed and _pattern(item) not in allowed]
         return [f"{name} has {bad[0]!r}; allowed: {', '.join(map(str, allowed))}"] if bad else []
     least = 1 if stem in _POSITIVE else 0
     bad = [item for item in items if type(item) is int and item < least]
@@ -144,7 +151,12 @@ def _size_errors(name: str, edition: int) -> list[str]:
     return []
 
 
+def _pattern(word: Any) -> str:
+    """The word with its number left open: "every 3" is one of "every N"."""
+    return re.sub(r"\b[1-9]\d*\b", "N", str(word))
+
+
 def _singular(name: str) -> str:
-    if name in ("pass_", "passes"):
-        return "pass"
+    if name in _SINGULARS:
+        return _SINGULARS[name]
     return name if name in ("pass", "steps") else name.removesuffix("s")
