@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,6 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "torch": TorchDDP,
 }
 WITH_BUCKETS = ("bucketed", "torch")
-Profiler = Callable[[Callable[[], None]], dict[str, Any]]
 
 
 class DataParallelSteps(ModelSteps):
@@ -134,8 +134,8 @@ def benchmark_ddp(
         batch_sizes: sequences in the global batch, shared equally by the ranks.
         implementations: names in WRAPPERS; "bucketed" and "torch" run with every bucket size, "single" in a
             world of one.
-        profile: also look at the kernels of a step (columns of `lanes.profiled`), which takes seconds a row;
-            of "torch" only with the first bucket size.
+        profile: afterwards, look at the kernels of a step too (columns of `lanes.profiled`), which takes
+            seconds a row; of "torch" only with the first bucket size.
         machine: save each row as it comes, as one of this machine's (`LADDER`), and print it.
 
     Returns:
@@ -154,28 +154,41 @@ def benchmark_ddp(
         for name in implementations
         for size in (bucket_sizes_mb if name in WITH_BUCKETS else (None,))
     ]
-    rows: list[dict[str, Any]] = []
-    for dtype, batch_size, variant in itertools.product(dtypes, batch_sizes, variants):
+    keys = []
+    for dtype, batch_size, (name, bucket_size_mb) in itertools.product(dtypes, batch_sizes, variants):
         key = model_key(
             config,
             context_length,
             batch_size,
             "train_step",
             dtype,
-            variant[0],
+            name,
             warmup_steps,
             attention_implementation,
         )
-        key |= {"world_size": context.world_size, "backend": context.backend, "bucket_size_mb": variant[1]}
+        world = {"world_size": context.world_size, "backend": context.backend}
+        keys.append(key | world | {"bucket_size_mb": bucket_size_mb})
+    rows: list[dict[str, Any]] = []
+    for key in keys:
         if any(row["status"] == "oom" for row in rows):
             values = {"status": "skipped", "reason": "memory ran out in the same process group"}
         else:
-            look = _profiler(context, key, machine, bucket_sizes_mb[0]) if profile else None
-            values = _measure(context, config, key, steps, look)
+            values = _measure(context, key["dtype"], partial(_time, context, config, key, steps))
         rows.append(key | values)
+        _save(context, rows[-1], machine)
         if machine and context.rank == 0:
-            save_rows(rows[-1:], LADDER, machine=machine)
             print(_sentence(rows[-1]))
+    # After a profile every launch of its process takes longer for good, so all profiles come last.
+    for key, row in zip(keys, rows, strict=True) if profile and rows[-1]["status"] == "ok" else ():
+        first = key["bucket_size_mb"] in (None, bucket_sizes_mb[0])
+        if key["implementation"] == "single" or (key["implementation"] == "torch" and not first):
+            continue
+        look = partial(_profile, context, config, key, machine, keep_timeline=first)
+        seen = _measure(context, key["dtype"], look)
+        if "status" in seen:  # memory ran out
+            break
+        row |= seen
+        _save(context, row, machine)
     return rows
 
 
@@ -205,24 +218,15 @@ def _sentence(row: dict[str, Any]) -> str:
     return f"{what}: {row['p50_ms']:.4g} ms a step{alone}"
 
 
-def _profiler(
-    context: WorkerContext, key: dict[str, Any], machine: str | None, first_size: float
-) -> Profiler | None:
-    """What looks at a step's kernels and returns value columns; the timeline is kept once a wrapper."""
-    first = key["bucket_size_mb"] in (None, first_size)
-    if key["implementation"] == "single" or (key["implementation"] == "torch" and not first):
-        return None
-    return lambda step: profiled(step, context, key, machine, keep_timeline=first)
+def _save(context: WorkerContext, row: dict[str, Any], machine: str | None) -> None:
+    if machine and context.rank == 0:
+        save_rows([row], LADDER, machine=machine)
 
 
-def _measure(
-    context: WorkerContext, config: ModelConfig, key: dict[str, Any], steps: int, look: Profiler | None
-) -> dict[str, Any]:
-    """The value columns of one row; out of memory on any rank is the status on all."""
-    with matmul_precision(key["dtype"]):
-        values, reason = run_or_out_of_memory(
-            lambda: _time(context, config, key, steps, look), context.device
-        )
+def _measure(context: WorkerContext, dtype: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The value columns that `measure` returns; out of memory on any rank is the status on all."""
+    with matmul_precision(dtype):
+        values, reason = run_or_out_of_memory(measure, context.device)
     release_memory(context.device)  # a wrapper and its hooks refer to each other
     reasons: list[str] = [""] * context.world_size
     dist.all_gather_object(reasons, reason)
@@ -231,12 +235,7 @@ def _measure(
     return values
 
 
-def _time(
-    context: WorkerContext, config: ModelConfig, key: dict[str, Any], steps: int, look: Profiler | None
-) -> dict[str, Any]:
-    on_gpu = context.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(context.device)
+def _build(context: WorkerContext, config: ModelConfig, key: dict[str, Any]) -> DataParallelSteps:
     model = build_model(
         config,
         key["context_length"],
@@ -246,7 +245,14 @@ def _time(
     buckets = {} if key["bucket_size_mb"] is None else {"bucket_size_mb": key["bucket_size_mb"]}
     wrapped = WRAPPERS[key["implementation"]](model, **buckets)
     share = key["batch_size"] // context.world_size
-    run = DataParallelSteps(wrapped, share, key["context_length"], key["dtype"])
+    return DataParallelSteps(wrapped, share, key["context_length"], key["dtype"])
+
+
+def _time(context: WorkerContext, config: ModelConfig, key: dict[str, Any], steps: int) -> dict[str, Any]:
+    on_gpu = context.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(context.device)
+    run = _build(context, config, key)
     together = time_together(run.train_step, context, warmup_steps=key["warmup_steps"], steps=steps)
     peak = torch.cuda.max_memory_allocated(context.device) / MIB if on_gpu else None
     values = together.as_row() | {"peak_memory_mib": peak}
@@ -257,4 +263,19 @@ def _time(
     values |= {"alone_ms": alone.p50_ms, "exposed_communication_ms": together.p50_ms - alone.p50_ms}
     if key["implementation"] != "torch":
         values["communication_ms"] = time_together(run.communicate, context, **fewer).p50_ms
-    return values | (look(run.train_step) if look else {})
+    return values
+
+
+def _profile(
+    context: WorkerContext,
+    config: ModelConfig,
+    key: dict[str, Any],
+    machine: str | None,
+    *,
+    keep_timeline: bool,
+) -> dict[str, Any]:
+    """What the kernels of a warm step tell; buckets have found their order by then."""
+    run = _build(context, config, key)
+    for _ in range(2):
+        run.train_step()
+    return profiled(run.train_step, context, key, machine, keep_timeline=keep_timeline)
