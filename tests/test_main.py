@@ -51,7 +51,7 @@ def test_the_profile_is_what_the_machine_has(folder, monkeypatch, capsys, gpus, 
         (["--jobs", "0"], "error: --jobs 0; allowed: 1 or more"),
         (["--only", "99"], "error: unknown notebook '99'; allowed: 11_one, 12_two"),
         (["-p", "stpes=1"], "error: -p stpes=1: unknown parameter 'stpes'"),
-        (["-p", "device=cuda"], "error: 11_one: device is 'cuda'; allowed without a GPU: auto, cpu"),
+        (["-p", "device=cuda"], "error: 11_one: device 'cuda' without a GPU; allowed: auto, cpu"),
     ],
 )
 def test_what_is_refused(folder, no_gpu, capsys, arguments, said):

@@ -90,7 +90,7 @@ def _run(options: argparse.Namespace) -> int:
         allowed = ", ".join(batch.PROFILES[: gpus + 1])
         raise batch.BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}")
     if not needed and (asking := [job for job in jobs if job.parameters.get("device") == "cuda"]):
-        raise batch.BatchError(f"{asking[0].notebook.stem}: device is 'cuda'; allowed without a GPU: auto, cpu")
+        raise batch.BatchError(f"{asking[0].notebook.stem}: device 'cuda' without a GPU; allowed: auto, cpu")
     if options.jobs < 1 or (options.jobs > 1 and needed):
         allowed = "1, for notebooks that share a GPU spoil each other's timings" if needed else "1 or more"
         raise batch.BatchError(f"--jobs {options.jobs}; allowed: {allowed}")
