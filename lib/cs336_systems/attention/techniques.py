@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from .tuning import Tile
 from .variants import (
+    DEPENDENT_LAUNCH,
     DV_BEFORE_DK,
     FUSED_BY_ATOMICS,
     FUSED_BY_COPY_ENGINE,
@@ -41,6 +42,7 @@ class Step:
     own_delta: bool = False  # the dQ kernel computes rowsum(dO * O) itself
     sums_dq: str = ""  # dK, dV and dQ in one kernel: how dQ is added up
     by_hand: Tile | None = None  # Hopper's own kernel, with this tile
+    dependent_launch: bool = False  # the second kernel may start before the first has ended
     kept: bool = True
 
 
@@ -148,6 +150,14 @@ STEPS = {
         ),
         _SIDE_BY_SIDE,
         Step(
+            "dependent launch",
+            (1.0, 1.01),
+            "the second kernel is launched and has loaded K and V when the first ends: some 10 us",
+            added=DEPENDENT_LAUNCH,
+            dependent_launch=True,
+            kept=False,
+        ),
+        Step(
             "one kernel, dQ by the copy engine",
             (1.2, 1.4),
             "five products and one exponential a score instead of seven and two; dQ is added up in L2",
@@ -179,6 +189,7 @@ class Rung:
     own_delta: bool = False
     sums_dq: str = ""
     by_hand: Tile | None = None
+    dependent_launch: bool = False
 
     def after(self, step: Step) -> "Rung":
         """With one technique more."""
@@ -192,6 +203,7 @@ class Rung:
             own_delta=self.own_delta or step.own_delta,
             sums_dq=step.sums_dq,
             by_hand=step.by_hand,
+            dependent_launch=step.dependent_launch,
         )
 
 

@@ -168,6 +168,26 @@ def _attend(""",
         FORWARD, "p = tl.exp2(s * scale_log2 - m_new[:, None])", "p = _exp2(s * scale_log2 - m_new[:, None])"
     ),
 )
+DEPENDENT_LAUNCH = (  # the second kernel starts while the first one's last programs run, and loads K and V
+    Change(
+        BACKWARD,
+        """    tiles = tl.cdiv(n_queries, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+""",
+        """    tl.extra.cuda.gdc_launch_dependents()
+    tiles = tl.cdiv(n_queries, BLOCK_M)
+    tile = tl.program_id(0) % tiles
+""",
+    ),
+    Change(
+        BACKWARD,
+        """    unmasked = 0
+    if CAUSAL:  # the tiles""",
+        """    tl.extra.cuda.gdc_wait()
+    unmasked = 0
+    if CAUSAL:  # the tiles""",
+    ),
+)
 # dK, dV and dQ in one kernel: all programs add dQ^T = K^T dS^T up in float32; dq_kernel only prepares.
 _FUSED = (
     Change(BACKWARD, "unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)", "unmasked = 0"),

@@ -83,6 +83,9 @@ def _why_not(rung: Rung, device: torch.device) -> str:
     """Why a rung cannot run there; empty if it can."""
     if device.type == "cpu" and rung.sums_dq == "descriptor":
         return "the interpreter has no copy engine that adds"
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    if rung.dependent_launch and not on_hopper:
+        return "dependent launches need a Hopper GPU or a later one"
     if rung.by_hand and (device.type == "cpu" or torch.cuda.get_device_capability(device)[0] != 9):
         return "Hopper's own kernel needs a Hopper GPU"
     return ""
@@ -169,7 +172,7 @@ def _backward(
     lse2, delta = (torch.empty_like(logsumexp) for _ in range(2))
     dq, dk, dv = outputs
 
-    def prepared(name: str, programs: int, **constants: bool) -> Callable[..., None]:
+    def prepared(name: str, programs: int, options: dict[str, bool], **constants: bool):
         tile = dict(rung.tiles)[name]
         numbers = (
             *o.stride(),
@@ -179,13 +182,15 @@ def _backward(
             problem.scale * flash_triton.LOG2E,
         )
         launch = Launch(changed[name], programs, numbers, problem.constants(tile, **constants), tile)
+        launch.options |= options
         sources = problem.sources(layouts, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
         return lambda *others: launch(*sources(*inputs), *others)
 
     tiles = dict(rung.tiles)
     even = problem.n_keys % tiles["dq"].block_n == 0
-    run_dq = prepared("dq", problem.programs(problem.n_queries, tiles["dq"].block_m), EVEN_KEYS=even)
-    run_dkdv = prepared("dkdv", problem.programs(problem.n_keys, tiles["dkdv"].block_n))
+    run_dq = prepared("dq", problem.programs(problem.n_queries, tiles["dq"].block_m), {}, EVEN_KEYS=even)
+    dependent = {"launch_pdl": True} if rung.dependent_launch else {}
+    run_dkdv = prepared("dkdv", problem.programs(problem.n_keys, tiles["dkdv"].block_n), dependent)
     sums = _SumsOfDq(rung, problem, dq) if rung.sums_dq else None
 
     def run() -> None:
