@@ -144,7 +144,7 @@ def test_a_missing_kernel_is_said_before_anything_starts(jobs, executed, tmp_pat
 
 def test_a_folder_that_cannot_be_written_to_is_said(jobs, executed, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(PermissionError, match="cannot be written to"):
+    with pytest.raises(PermissionError, match="cannot be written to; name one that can: --output"):
         runs.run_batch(jobs, tmp_path / "file" / "runs", CARD)
     assert executed == []
 

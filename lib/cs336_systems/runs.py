@@ -70,7 +70,7 @@ def run_batch(
     """
     if importlib.util.find_spec("ipykernel") is None:
         raise BatchError(f"no Jupyter kernel: {sys.executable} lacks ipykernel; run: pip install ipykernel")
-    make_folder(folder)
+    make_folder(folder, "name one that can: --output FOLDER")
     records = {} if force else {job.name: record for job in jobs if (record := _done(job, folder))}
     left = [job for job in jobs if job.name not in records]
     stop = threading.Event()

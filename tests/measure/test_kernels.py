@@ -186,6 +186,8 @@ def test_a_profile_without_kernels_or_ranges_says_what_to_do():
         ProfileError, match=r"1 kernels and no ranges to put them in; run the code under ranges\.rec"
     ):
         a_profile(pd.DataFrame(), kernels((MUL, 1, 2, 3)))
+    with pytest.raises(ProfileError, match="no kernel in it"):
+        a_profile(ranges(("measure", 0, 9)), kernels((MUL, 1, 2, 3)).assign(kind="memcpy"))
 
 
 def test_a_profile_from_another_machine_is_refused():

@@ -143,10 +143,15 @@ def test_no_database_at_all(tmp_path):
         read_export(tmp_path / "p.sqlite")
 
 
-@pytest.mark.parametrize("content", ["", "CREATE TABLE notes (text TEXT)"])
-def test_another_database(tmp_path, content):
+def test_an_empty_file(tmp_path):
+    (tmp_path / "empty.sqlite").touch()
+    with pytest.raises(ProfileError, match=r"empty\.sqlite is damaged .*\(the file is empty\); export"):
+        read_export(tmp_path / "empty.sqlite")
+
+
+def test_another_database(tmp_path):
     with sqlite3.connect(tmp_path / "p.sqlite") as export:
-        export.execute(content)
+        export.execute("CREATE TABLE notes (text TEXT)")
     with pytest.raises(
         ProfileError, match=r"p\.sqlite is a SQLite file, but not an export of Nsight Systems"
     ):

@@ -25,8 +25,8 @@ def find(folder: str, *parts: str) -> Path:
     return brought if folder in _COMMITTED and brought.exists() and not own.exists() else own
 
 
-def make_folder(folder: Path) -> Path:
-    """Create a folder under `figures_dir()`.
+def make_folder(folder: Path, way_out: str = "set CS336_FIGURES to a folder that can") -> Path:
+    """Create a folder, under `figures_dir()` if nothing else is said.
 
     Raises:
         PermissionError: it cannot be created or written to; the message names the way out.
@@ -37,9 +37,7 @@ def make_folder(folder: Path) -> Path:
     except OSError:
         writable = False
     if not writable:
-        raise PermissionError(
-            f"the folder {folder} cannot be written to; set CS336_FIGURES to a folder that can"
-        )
+        raise PermissionError(f"the folder {folder} cannot be written to; {way_out}")
     return folder
 
 

@@ -39,7 +39,7 @@ class Profile:
     kernels: pd.DataFrame
 
     def __post_init__(self) -> None:
-        if self.kernels.empty:
+        if self.kernels.empty or self.kernels.kind.isin(("memcpy", "memset")).all():
             raise ProfileError(
                 f"the {self.source} profile has no kernel in it; see whether the program ran to its end, and "
                 "computed on the device inside the capture"

@@ -155,6 +155,8 @@ def read_export(path: Path) -> Profile:
 
 def _check_size(export: sqlite3.Connection, path: Path) -> None:
     """SQLite reads the head of a truncated file happily; it notices only when a missing page is needed."""
+    if not path.stat().st_size:
+        raise sqlite3.DatabaseError("the file is empty")
     with path.open("rb") as file:
         pages = int.from_bytes(file.read(32)[28:], "big")
     size = pages * export.execute("PRAGMA page_size").fetchone()[0]

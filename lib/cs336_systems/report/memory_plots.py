@@ -117,18 +117,25 @@ def tradeoff(
 
 
 def _name_points(axes: Axes, points: np.ndarray, names: Sequence[str]) -> None:
-    """A name beside each point, moved up or down a thin line until it covers no point and no other name."""
+    """A name beside each point; above or below it where that would cover a point, a name or its line."""
     dots = axes.transData.transform(points) * 72 / axes.figure.dpi
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots]
     for point, (x, y), name in zip(points, dots, names, strict=True):
-        shifts = (sign * 13 * step for step in range(20) for sign in (1, -1))
-        boxes = ((shift, (x + 9, y + shift - 6, x + 13 + 6 * len(name), y + shift + 6)) for shift in shifts)
-        shift, box = next((s, box) for s, box in boxes if not any(_overlap(box, other) for other in taken))
-        taken.append(box)
-        line = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.7, "shrinkB": 4} if shift else None
+        for shift in (sign * 13 * step for step in range(20) for sign in (1, -1)):
+            wide = 5.5 * len(name) + 2
+            left = x + 9 if shift == 0 else x - wide / 2
+            box = (left, y + shift - 6, left + wide, y + shift + 6)
+            foot, head = sorted((y + 7 * np.sign(shift), y + shift))
+            covered = [box, (x - 1, foot, x + 1, head)] if abs(shift) > 13 else [box]
+            if not any(_overlap(one, other) for one in covered for other in taken):
+                break
+        taken += covered
+        beside = {"xytext": (10, 0), "ha": "left"} if shift == 0 else {"xytext": (0, shift), "ha": "center"}
+        line = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.7, "shrinkB": 4}
         axes.annotate(
-            name, tuple(point), (10, shift), textcoords="offset points", size=9.5, color=INK, va="center",
-            zorder=4, arrowprops=line, path_effects=[withStroke(linewidth=3, foreground=PAPER)],
+            name, tuple(point), textcoords="offset points", size=9.5, color=INK, va="center", zorder=4,
+            arrowprops=line if len(covered) > 1 else None,
+            path_effects=[withStroke(linewidth=3, foreground=PAPER)], **beside,
         )  # fmt: skip
 
 
