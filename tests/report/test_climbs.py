@@ -30,6 +30,12 @@ def test_what_is_not_measured_breaks_nothing():
     assert climbed(pd.Series(dtype=float), "first", [Technique("a")])["time_ms"].isna().all()
 
 
+def test_what_failed_says_why():
+    times = pd.Series({"first": 8.0, "a": float("nan"), "b": 4.0})
+    table = climbed(times, "first", [Technique("a"), Technique("b")], {"a": "error: off by 0.4"})
+    assert table["outcome"].tolist()[1:] == ["error: off by 0.4", "more"]
+
+
 @pytest.mark.parametrize(
     ("gain", "text"),
     [(0.9, "a loss"), (1.02, "less"), (1.045, "as predicted"), (1.1, "as predicted"), (1.2, "more")],

@@ -1,7 +1,7 @@
 """The optimisation ladder as a table: what each technique was predicted to gain, and what it gained."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import pandas as pd
@@ -15,13 +15,19 @@ class Technique(Protocol):
     kept: bool
 
 
-def climbed(times_ms: pd.Series, first: str, techniques: Sequence[Technique]) -> pd.DataFrame:
+def climbed(
+    times_ms: pd.Series,
+    first: str,
+    techniques: Sequence[Technique],
+    failures: Mapping[str, str] | None = None,
+) -> pd.DataFrame:
     """A line for the first version and for every technique, in order.
 
     Args:
         times_ms: by the name of the version.
         first: the name of the first version.
         techniques: each is compared with the last one kept before it.
+        failures: why a version has no time, by its name.
 
     Returns:
         rung (of those kept), technique, time_ms, predicted_gain (text), gain, outcome (beside it), kept.
@@ -38,7 +44,7 @@ def climbed(times_ms: pd.Series, first: str, techniques: Sequence[Technique]) ->
                 "time_ms": time,
                 "predicted_gain": "{:.2f} to {:.2f}".format(*technique.gain),
                 "gain": before / time,
-                "outcome": outcome(before / time, technique.gain),
+                "outcome": (failures or {}).get(technique.name) or outcome(before / time, technique.gain),
                 "kept": "kept" if technique.kept else "dropped",
             }
         )
