@@ -118,6 +118,13 @@ def test_every_error_is_said_at_once(folder):
         plan("cpu", folder=folder)
 
 
+def test_a_notebook_refuses_what_papermill_lets_through(folder, monkeypatch):
+    monkeypatch.setattr(batch, "NOTEBOOKS", folder)
+    batch.check_parameters("one", {"steps": 5, "np": object(), "context_lengths": [64]})
+    with pytest.raises(BatchError, match=r"context_lengths is 64; allowed: a(.|\n)*steps is '5'; a"):
+        batch.check_parameters("one", {"steps": "5", "context_lengths": 64, "np": object()})
+
+
 def test_a_damaged_notebook_is_named(folder):
     (folder / "12_two.ipynb").write_text("{")
     with pytest.raises(BatchError, match=r"12_two\.ipynb cannot be run"):

@@ -5,7 +5,7 @@ import importlib.metadata
 import itertools
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 NOTEBOOKS = REPOSITORY / "notebooks"
 RUNS = REPOSITORY / "runs"
 PROFILES = ("cpu", "gpu", "multi-gpu")
-# What runs and shows notebooks, and is in none of them: a change here leaves what was measured valid.
+# What checks, runs and shows notebooks: a change here leaves what was measured valid.
 _NOT_MEASURING = ("batch.py", "runs.py", "__main__.py", "notebook/")
 
 
@@ -112,6 +112,23 @@ def plan(
     if errors:
         raise BatchError("\n".join(dict.fromkeys(errors)))
     return jobs
+
+
+def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
+    """Refuse, inside a notebook, what it cannot run with: papermill itself takes any value.
+
+    Args:
+        slug: of the notebook's problem.
+        values: by name, as `globals()` has them; other names than its parameters are left alone.
+
+    Raises:
+        BatchError: a line for each wrong value, naming what is allowed.
+    """
+    (path,) = NOTEBOOKS.glob(f"[0-9][0-9]_{slug}.ipynb")
+    known = read_parameters(nbformat.read(path, as_version=4))
+    given = {name: values[name] for name in known if name in values}
+    if errors := parameter_errors(known, given, slug):
+        raise BatchError("\n".join(errors))
 
 
 def _read_yaml(path: Path) -> dict[str, list]:
