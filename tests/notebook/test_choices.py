@@ -5,7 +5,7 @@ import pytest
 from cs336_systems import batch
 from cs336_systems.attention.tuning import KERNELS
 from cs336_systems.checkpointing import STRATEGIES
-from cs336_systems.measure import attention, profiling, training, verdicts, weighted_sum
+from cs336_systems.measure import attention, profiling, training, verdicts
 from cs336_systems.notebook.choices import EVERYWHERE, IMPLEMENTATIONS, choices
 from cs336_systems.notebook.parameters import parameter_errors
 from cs336_systems.parallel.benchmark import WRAPPERS
@@ -37,13 +37,19 @@ def test_words_are_the_librarys(name, known):
     [
         ("pytorch_attention", attention.IMPLEMENTATIONS),
         ("torch_compile", training.IMPLEMENTATIONS),
-        ("weighted_sum", weighted_sum.IMPLEMENTATIONS),
         ("flash_benchmarking", verdicts.IMPLEMENTATIONS),
         ("naive_ddp", WRAPPERS),
     ],
 )
 def test_implementations_are_the_librarys(slug, known):
     assert set(IMPLEMENTATIONS[slug]) == set(known)
+
+
+def test_implementations_of_the_weighted_sum_are_the_librarys():
+    pytest.importorskip("triton")
+    from cs336_systems.measure import weighted_sum
+
+    assert set(IMPLEMENTATIONS["weighted_sum"]) == set(weighted_sum.IMPLEMENTATIONS)
 
 
 def texts():
