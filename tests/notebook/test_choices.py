@@ -3,6 +3,7 @@
 import pytest
 
 from cs336_systems import batch
+from cs336_systems.attention import IMPLEMENTATIONS as ATTENTION
 from cs336_systems.attention.tuning import KERNELS
 from cs336_systems.checkpointing import STRATEGIES
 from cs336_systems.measure import attention, profiling, training, verdicts
@@ -21,6 +22,7 @@ CHECKED_OTHERWISE = {"model_size", "reference"}
     ("name", "known"),
     [
         ("source", ("auto", *profiling.SOURCES)),
+        ("attention", ("auto", *ATTENTION)),
         ("backend", BACKENDS),
         ("collective", COLLECTIVES),
         ("optimizer", OPTIMIZERS),

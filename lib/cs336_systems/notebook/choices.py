@@ -13,6 +13,7 @@ from cs336_systems.measure.vocabulary import DTYPES, PASSES
 EVERYWHERE: dict[str, Sequence] = {
     "dtype": DTYPES,
     "pass": PASSES,
+    "attention": ("reference", "sdpa", "flash_pytorch", "flash_triton", "auto"),
     "edition": tuple(MODEL_SIZES),
     "device": ("auto", "cpu", "cuda"),
     "source": ("auto", "nsys", "torch"),
