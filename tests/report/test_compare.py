@@ -2,7 +2,13 @@ import pandas as pd
 import pytest
 
 from cs336_systems.measure import rows as measured_rows
-from cs336_systems.report.compare import published_rows, side_by_side, with_model, with_wrapper
+from cs336_systems.report.compare import (
+    longest_warmup,
+    published_rows,
+    side_by_side,
+    with_model,
+    with_wrapper,
+)
 from cs336_systems.report.plots import sweep
 from cs336_systems.report.style import COLORS
 
@@ -32,6 +38,13 @@ def test_rows_say_where_they_come_from(loaded):
 def test_the_reference_itself_appears_once(loaded):
     loaded.update(h200=of("h200"))
     assert side_by_side("slug", "h200")["where"].tolist() == ["reference: H200"]
+
+
+def test_of_several_warmups_the_longest_is_shown():
+    frame = pd.DataFrame({"pass": ["forward", "forward", "backward"], "d_head": [16, 16, None]})
+    frame = frame.assign(warmup_steps=[5, 2, 2], p50_ms=[1.0, 2.0, 3.0])
+    assert longest_warmup(frame)["p50_ms"].tolist() == [1.0, 3.0]
+    assert longest_warmup(frame[:0]).empty
 
 
 def test_nothing_measured_is_an_empty_frame_that_can_be_drawn(loaded):

@@ -39,6 +39,12 @@ def side_by_side(
     return pd.concat(filled, ignore_index=True) if filled else frames[0]
 
 
+def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of rows that differ in their warm-up alone the one with the longest: they are one point of a plot."""
+    keys = [name for name in rows.KEYS if name in frame and name != "warmup_steps"]
+    return frame.sort_values("warmup_steps", kind="stable").drop_duplicates(keys, keep="last").sort_index()
+
+
 def published_rows(name: str) -> pd.DataFrame:
     """A published table in the words of the rows: milliseconds, a row for each pass, `where` it is from.
 
