@@ -275,4 +275,4 @@ def test_a_second_launch_passes_the_constants_in_the_kernels_order(monkeypatch):
     flash_backward(q, q, k, v, output, logsumexp, True)
     assert len(seen) == 3
     flash_triton.forward_plan.cache_clear()
-    flash_triton.backward_plans.cache_clear()
+    flash_triton.backward_plan.cache_clear()

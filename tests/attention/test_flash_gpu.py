@@ -35,6 +35,22 @@ def test_every_tile_repeatedly_on_fresh_inputs(d, dtype):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("d", [40, 64, 72, 128])
+def test_enough_programs_for_hoppers_own_backward(d, dtype):
+    cases = [
+        AttentionCase("even", (5, 8), 512, 512, d, is_causal=True),
+        AttentionCase("full", (40,), 512, 640, d),
+        AttentionCase("ragged", (50,), 333, 390, d, is_causal=True),
+        AttentionCase("ragged, full", (50,), 301, 389, d),
+        AttentionCase("keys that no query sees", (30,), 70, 700, d, is_causal=True),
+        AttentionCase("one query, one key", (150,), 1, 1, d, is_causal=True),
+        AttentionCase("large scores", (40,), 512, 512, d, is_causal=True, logit_scale=30.0),
+    ]
+    for _ in range(3):
+        check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
+
+
 @pytest.mark.parametrize("d", [16, 64, 128, 256])
 def test_tf32(d):
     cases = [
@@ -52,8 +68,17 @@ def test_long_sequences(d, dtype):
     check_attention(FlashAttentionTriton.apply, cases=[case], dtype=dtype)
 
 
-def test_same_bits_every_time():
-    inputs, do = random_inputs(4, 2048, 64), torch.randn(4, 2048, 64, device="cuda", dtype=torch.bfloat16)
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_same_bits_every_time_where_they_are_asked_for(d, deterministic):
+    inputs = random_inputs(10, 2048, d)
+    do = torch.randn(10, 2048, d, device="cuda", dtype=torch.bfloat16)
     output = FlashAttentionTriton.apply(*inputs, True)
     first = torch.autograd.grad(output, inputs, do, retain_graph=True)
     for _ in range(20):
@@ -61,8 +86,9 @@ def test_same_bits_every_time():
         assert torch.equal(FlashAttentionTriton.apply(*inputs, True), output)
 
 
-def test_a_cuda_graph_replays_it():
-    inputs = [x.detach() for x in random_inputs(2, 300, 64)]
+@pytest.mark.parametrize("heads", [2, 60])
+def test_a_cuda_graph_replays_it(heads):
+    inputs = [x.detach() for x in random_inputs(heads, 300, 64)]
 
     def run():
         o, logsumexp = flash_forward(*inputs, True)
@@ -75,7 +101,8 @@ def test_a_cuda_graph_replays_it():
     for x in inputs:
         x.normal_()
     graph.replay()
-    assert all(map(torch.equal, captured, run()))
+    for mine, wanted in zip(captured, run(), strict=True):  # dQ may have been added up in another order
+        torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=1e-3)
 
 
 def test_a_thread_without_a_context():

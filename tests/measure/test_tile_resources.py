@@ -21,7 +21,7 @@ def test_a_row_of_a_tile():
 
 def test_hoppers_own_kernel_comes_with_the_common_one():
     rows = tile_rows([90], kernels=["dkdv"], dtypes=["bfloat16"], d_heads=[64])
-    assert [row["kernel"] for row in rows] == ["dkdv", "hopper_dkdv"]
+    assert [row["kernel"] for row in rows] == ["dkdv", "hopper_backward"]
 
 
 def test_the_committed_table_is_of_the_tuning_table(monkeypatch, tmp_path):
@@ -31,7 +31,9 @@ def test_the_committed_table_is_of_the_tuning_table(monkeypatch, tmp_path):
     assert len(table) == 3 * 3 * 3 * 3 + len(tile_resources.BY_HAND)
 
 
-@pytest.mark.parametrize("change", [{"block_m": 8}, {"num_stages": 9}, {"kernel": "hopper_dkdv"}])
+@pytest.mark.parametrize(
+    "change", [{"block_m": 8}, {"num_stages": 9}, {"kernel": "hopper_backward"}, {"kernel": "older"}]
+)
 def test_a_table_that_is_older_is_refused(change, monkeypatch, tmp_path):
     table = shipped_tiles()
     monkeypatch.setenv("CS336_FIGURES", str(tmp_path))

@@ -19,7 +19,7 @@ import pandas as pd
 from .tuning import KERNELS, Tile, exact_precision, tile_by_hand, tile_for, uses_descriptors
 
 ARITHMETICS = ("half", "tf32", "exact")
-HOPPER_DKDV = "hopper_dkdv"  # kernels_hopper's, beside those of tuning.KERNELS
+HOPPER_BACKWARD = "hopper_backward"  # kernels_hopper's, beside those of tuning.KERNELS
 # Bytes of shared memory that a block can have.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
@@ -34,7 +34,7 @@ def resources(
 
     Args:
         capabilities: 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
-        kernels: of tuning.KERNELS, or HOPPER_DKDV where tuning.BY_HAND has a tile for it.
+        kernels: of tuning.KERNELS, or HOPPER_BACKWARD where tuning.BY_HAND has a tile for it.
         arithmetics: "half" (bfloat16 stands for float16 too), "tf32", "exact".
 
     Returns:
@@ -85,15 +85,15 @@ def compile_one(
 
     from .kernels_backward import dkdv_kernel, dq_kernel
     from .kernels_forward import forward_kernel
-    from .kernels_hopper import hopper_dkdv_kernel
+    from .kernels_hopper import hopper_backward_kernel
 
     functions = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
-    function = (functions | {HOPPER_DKDV: hopper_dkdv_kernel})[kernel]
+    function = (functions | {HOPPER_BACKWARD: hopper_backward_kernel})[kernel]
     chip = divmod(capability, 10)
     element = "bf16" if arithmetic == "half" else "fp32"
     block_d = max(16, triton.next_power_of_2(d_head))
     if tile is None:
-        by_hand = kernel == HOPPER_DKDV
+        by_hand = kernel == HOPPER_BACKWARD
         tile = (
             tile_by_hand(arithmetic, block_d, chip)
             if by_hand
@@ -109,7 +109,7 @@ def compile_one(
         "DESCRIPTORS": uses_descriptors(chip, arithmetic, block_d),
         "PRECISION": exact_precision(chip) if arithmetic == "exact" else "tf32",
         "STAGES": tile.num_stages,
-        "GLUON": kernel == HOPPER_DKDV,
+        "GLUON": kernel == HOPPER_BACKWARD,
     }
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):
@@ -144,7 +144,7 @@ def _type(name: str, element: str, tile: Tile, constants: dict[str, Any]) -> str
         rows = tile.block_n if name in ("k_src", "v_src") else tile.block_m
         shape = (1, 1, rows, constants["BLOCK_D"])
         return _described(element, shape, tile_layout(shape, "bfloat16") if constants["GLUON"] else None)
-    if name in ("lse_ptr", "lse2_ptr", "delta_ptr"):
+    if name in ("lse_ptr", "lse2_ptr", "delta_ptr", "sums_ptr"):
         return "*fp32"
     if name.endswith(("_ptr", "_src")):
         return f"*{element}"

@@ -1,7 +1,9 @@
 """FlashAttention-2 with our own Triton kernels: launches, autograd.Function, and what torch.compile needs.
 
-float32 tensors multiply exactly by default and in TF32 after torch.set_float32_matmul_precision("high"):
-PyTorch's own switch. The result is deterministic, backward included.
+Two switches are PyTorch's own. float32 tensors multiply exactly by default, in TF32 after
+torch.set_float32_matmul_precision("high"). And the result has the same bits every time, but for dQ on Hopper,
+which is added up there in the order in which programs come: so it is deterministic everywhere after
+torch.use_deterministic_algorithms(True), and a little slower.
 """
 
 import math
@@ -31,7 +33,6 @@ from .tuning import (
 )
 
 LOG2E = math.log2(math.e)
-FLOAT32_BYTES = 4
 
 Layout = tuple[Shape, Shape]  # shape, strides
 
@@ -65,15 +66,13 @@ def flash_backward(
         grads = flash_backward(*(x.float() for x in (do, q, k, v, o)), logsumexp, is_causal)
         return tuple(grad.to(q.dtype) for grad in grads)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    lse2, delta = torch.empty((2, *logsumexp.shape), dtype=torch.float32, device=q.device)
     way = way_for(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
     q, k, v, do = (loadable(x, way.descriptors) for x in (q, k, v, do))
     o, logsumexp = (x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in (o, logsumexp))
     layouts = tuple((x.shape, x.stride()) for x in (q, k, v, do, o, dq, dk, dv))
-    dq_plan, dkdv_plan = backward_plans(layouts, way, is_causal)
+    plan = backward_plan(layouts, way, is_causal, torch.are_deterministic_algorithms_enabled())
     with on(q.device):
-        dq_plan(q, k, v, do, o, logsumexp, lse2, delta, dq)
-        dkdv_plan(q, k, v, do, lse2, delta, dk, dv)
+        plan(do, q, k, v, o, logsumexp, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -88,7 +87,8 @@ class Way:
     block_d: int
     descriptors: bool
     tiles: tuple[Tile, ...]  # one a kernel, in the order of tuning.KERNELS
-    by_hand: Tile | None  # of Hopper's own dK and dV kernel, where that is the faster one
+    by_hand: Tile | None  # of Hopper's own backward kernel, where there is one
+    processors: int
 
     def tile(self, kernel: str) -> Tile:
         return self.tiles[KERNELS.index(kernel)]
@@ -103,7 +103,8 @@ def way_for(dtype: torch.dtype, d: int, device: torch.device, float32_precision:
     tiles = tuple(tile_for(kernel, kind, block_d, capability) for kernel in KERNELS)
     descriptors = uses_descriptors(capability, kind, block_d)
     by_hand = tile_by_hand(kind, block_d, capability)
-    return Way(dtype, device, kind, precision, block_d, descriptors, tiles, by_hand)
+    processors = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+    return Way(dtype, device, kind, precision, block_d, descriptors, tiles, by_hand, processors)
 
 
 class Problem:
@@ -160,10 +161,35 @@ def forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Call
 
 
 @lru_cache(maxsize=256)
-def backward_plans(
+def backward_plan(
+    layouts: tuple[Layout, ...], way: Way, is_causal: bool, deterministic: bool
+) -> Callable[..., None]:
+    """The backward for q, k, v, do, o, dq, dk, dv of these layouts.
+
+    Call it with do, q, k, v, o, L, and what it writes: dq, dk, dv.
+    """
+    problem, tile = Problem(layouts[0], layouts[1], way, is_causal), way.by_hand
+    # One large program for each processor at least; below that, the smaller ones of two kernels do better.
+    enough = tile is not None and problem.programs(problem.n_keys, tile.block_n) >= way.processors
+    if enough and not deterministic:
+        from .hopper import hopper_backward_plan
+
+        return hopper_backward_plan(problem, layouts)
+    dq_plan, dkdv_plan = split_plans(layouts, way, is_causal)
+
+    def run(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, *outputs: Tensor):
+        dq, *dkdv = outputs
+        lse2, delta = torch.empty((2, *logsumexp.shape), dtype=torch.float32, device=q.device)
+        dq_plan(q, k, v, do, o, logsumexp, lse2, delta, dq)
+        dkdv_plan(q, k, v, do, lse2, delta, *dkdv)
+
+    return run
+
+
+def split_plans(
     layouts: tuple[Layout, ...], way: Way, is_causal: bool
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The backward's two launches, for q, k, v, do, o, dq, dk, dv of these layouts."""
+    """The launches of the two kernels, for q, k, v, do, o, dq, dk, dv of these layouts."""
     *inputs, o, dq, dk, dv = layouts
     problem = Problem(inputs[0], inputs[1], way, is_causal)
 
@@ -178,11 +204,6 @@ def backward_plans(
     even = problem.n_keys % tile.block_n == 0
     programs = problem.programs(problem.n_queries, tile.block_m)
     dq_plan = plan(dq_kernel, tile, programs, (o, dq), EVEN_KEYS=even)
-    rows_aligned = problem.n_queries * FLOAT32_BYTES % ALIGNMENT == 0  # of L, for the copy engine
-    if way.by_hand and rows_aligned:
-        from .hopper import hopper_dkdv_plan
-
-        return dq_plan, hopper_dkdv_plan(problem, inputs, (dk, dv))
     tile = way.tile("dkdv")
     return dq_plan, plan(dkdv_kernel, tile, problem.programs(problem.n_keys, tile.block_n), (dk, dv))
 

@@ -1,12 +1,17 @@
-"""Launching Hopper's own dK and dV kernel. Gluon is imported with it: the interpreter has no use for it."""
+"""Launching Hopper's own backward. Gluon is imported with it: the interpreter has no use for it."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+import triton
+from torch import Tensor
 from triton.experimental.gluon import language as gl
 
-from .kernels_hopper import hopper_dkdv_kernel
+from .dq_sums import dq_from_sums_kernel, prepare_kernel
+from .kernels_hopper import hopper_backward_kernel
 from .launch import Launch, describer, four_dims
+from .tuning import AROUND_SUMS
 
 if TYPE_CHECKING:
     from .flash_triton import Layout, Problem
@@ -22,42 +27,51 @@ def row_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-def hopper_dkdv_plan(
-    problem: "Problem", inputs: "tuple[Layout, ...]", outputs: "tuple[Layout, ...]"
-) -> Callable[..., None]:
-    """The launch for q, k, v, do of these layouts: call it with them, lse2, delta, dk, dv.
-
-    lse2 and delta are (batch, heads, n_queries), contiguous, n_queries a multiple of four.
-    """
+def hopper_backward_plan(problem: "Problem", layouts: "tuple[Layout, ...]") -> Callable[..., None]:
+    """The three launches for q, k, v, do, o, dq, dk, dv of these layouts; as flash_triton.backward_plan."""
     way, tile = problem.way, problem.way.by_hand
-    strides = [stride for output in outputs for stride in four_dims(*output)[1]]
-    launch = Launch(
-        hopper_dkdv_kernel,
+    q, k, v, do, o, dq, dk, dv = (four_dims(*layout) for layout in layouts)
+    sizes = {"D": problem.d, "BLOCK_D": way.block_d, "BLOCK_M": tile.block_m}
+    programs = problem.programs(problem.n_queries, tile.block_m)
+    heads_and_queries = problem.sizes[:2]
+    prepare = Launch(prepare_kernel, programs, (*do[1], *o[1], *heads_and_queries), sizes, AROUND_SUMS)
+    finish = Launch(
+        dq_from_sums_kernel, programs, (*dq[1], *heads_and_queries, problem.scale), sizes, AROUND_SUMS
+    )
+    backward = Launch(
+        hopper_backward_kernel,
         problem.programs(problem.n_keys, tile.block_n),
-        (*strides, *problem.sizes, problem.scale, problem.scale_log2),
-        {
-            "CAUSAL": problem.is_causal,
-            "D": problem.d,
-            "BLOCK_D": way.block_d,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "STAGES": tile.num_stages,
-        },
+        (*dk[1], *dv[1], *problem.sizes, problem.scale, problem.scale_log2),
+        {"CAUSAL": problem.is_causal, "EVEN_KEYS": problem.n_keys % tile.block_n == 0}
+        | sizes
+        | {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages},
         tile,
     )
-    shapes = [(1, 1, rows, way.block_d) for rows in (tile.block_m, tile.block_n, tile.block_n, tile.block_m)]
     dtype = str(way.dtype).removeprefix("torch.")
-    tensors = [
-        describer(*four_dims(*layout), shape, tile_layout(shape, dtype))
-        for layout, shape in zip(inputs, shapes, strict=True)
+    shapes = [(1, 1, rows, way.block_d) for rows in (tile.block_m, tile.block_n, tile.block_n, tile.block_m)]
+    tiles = [
+        describer(*layout, shape, tile_layout(shape, dtype))
+        for layout, shape in zip((q, k, v, do), shapes, strict=True)
     ]
-    rows = (problem.batch * problem.heads, problem.n_queries)
-    row = describer(rows, (problem.n_queries, 1), (1, tile.block_m), row_layout())
-    describers = (*tensors, row, row)
+    rows = problem.batch * problem.heads, triton.cdiv(problem.n_queries, tile.block_m) * tile.block_m
+    row = describer(rows, (rows[1], 1), (1, tile.block_m), row_layout())
 
-    def run(*arguments):
-        *sources, dk, dv = arguments
-        described = (describe(x) for describe, x in zip(describers, sources, strict=True))
-        launch(*described, dk, dv)
+    def run(
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        dq: Tensor,
+        dk: Tensor,
+        dv: Tensor,
+    ):
+        workspace = torch.empty((2 + way.block_d, *rows), dtype=torch.float32, device=q.device)
+        lse2, delta, sums = workspace[0], workspace[1], workspace[2:]
+        prepare(do, o, lse, lse2, delta, sums)
+        described = (describe(x) for describe, x in zip(tiles, (q, k, v, do), strict=True))
+        backward(*described, row(lse2), row(delta), sums, dk, dv)
+        finish(sums, dq)
 
     return run

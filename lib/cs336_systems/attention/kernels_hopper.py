@@ -1,18 +1,26 @@
-"""dK and dV for Hopper, its asynchronous units driven by hand (Gluon: Triton's lower-level language).
+"""FlashAttention-2's backward for Hopper in one kernel, its asynchronous units driven by hand.
 
-The algorithm and the notation are those of kernels_backward.dkdv_kernel. What differs is *when* things
-happen. Triton waits for each matrix product right where it is written; here a product is issued and left
-running while the exponentials of its tile are computed, and the copy engine fills a ring of STAGES buffers
-ahead of both. K and V stay in registers, where the matrix units can read them.
+Written in Gluon, Triton's lower-level language. The algorithm and the notation are those of kernels_backward;
+as in FlashAttention-3 (Shah et al. 2024) a program owns keys, walks over the queries that see them, and
+computes dQ too: five matrix products instead of seven, and each exponential once. All programs add their
+part of dQ to sums in float32 (`dq_sums`), in the order in which they come: dQ's last bits vary.
+
+What makes it fast is *when* things happen. Matrix products run in the order in which they are issued:
+
+    S(t+1)  dQ(t)  dK(t)  dP(t+1)  dV(t+1)  S(t+2) ...
+
+where t is a tile of queries. P(t+1) is computed while dQ(t) and dK(t) run, dQ(t) added up while dK(t) runs,
+dS(t+1) is computed while dV(t+1) runs. The copy engine fills a ring of STAGES buffers ahead of all that. dS
+crosses shared memory, for dQ needs it across the warps: two buffers, so that one barrier a tile is enough.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -20,9 +28,13 @@ barrier_of_block = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3
 
 
 @gluon.constexpr_function
-def _accumulator(num_warps, n):
-    """The registers of a (16 * num_warps, n) product: every warp owns 16 whole rows."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[num_warps, 1], instr_shape=[16, n, 16])
+def _accumulator(num_warps, m, n):
+    """The registers of an (m, n) product: a warp for every 16 rows; what warps are left share the columns."""
+    rows = max(4, min(num_warps, m // 16))
+    columns = num_warps // rows
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[rows, columns], instr_shape=[16, n // columns, 16]
+    )
 
 
 @gluon.jit
@@ -30,53 +42,108 @@ def _start_loading(
     descriptors, buffers, ready, batch, head, batch_head, first_query, tile, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, pred,
 ):  # fmt: skip
-    """Start the copies of one tile of Q, dO, L and delta; the stage's barrier tells when all are there."""
+    """Start the copies of one tile: Q and L arrive at one barrier of the stage, dO and delta at another."""
     stage = tile % STAGES
-    barrier = ready.index(stage)
     row = first_query + tile * BLOCK_M
+    q_ready = ready[0].index(stage)
+    do_ready = ready[1].index(stage)
     q, do, lse, delta = descriptors
     qs, dos, lses, deltas = buffers
-    mbarrier.expect(barrier, 2 * q.block_type.nbytes + 2 * lse.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(q, [batch, head, row, 0], barrier, qs.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(lse, [batch_head, row], barrier, lses.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(do, [batch, head, row, 0], barrier, dos.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(delta, [batch_head, row], barrier, deltas.index(stage), pred=pred)
+    mbarrier.expect(q_ready, q.block_type.nbytes + lse.block_type.nbytes, pred=pred)
+    mbarrier.expect(do_ready, do.block_type.nbytes + delta.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(q, [batch, head, row, 0], q_ready, qs.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(do, [batch, head, row, 0], do_ready, dos.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(lse, [batch_head, row], q_ready, lses.index(stage), pred=pred)
+    tma.async_copy_global_to_shared(delta, [batch_head, row], do_ready, deltas.index(stage), pred=pred)
+
+
+@gluon.jit
+def _probabilities(
+    st, lse, keys, queries, n_keys, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+):  # fmt: skip
+    """P^T of one tile. L is infinite for rows past the last query: their P is 0."""
+    lse = lse.reshape([BLOCK_M]).load(gl.SliceLayout(0, st.type.layout))
+    pt = gl.exp2(st * scale_log2 - lse[None, :])
+    if MASKED:
+        visible = keys[:, None] < n_keys
+        if CAUSAL:
+            visible = visible & (queries[None, :] >= keys[:, None])
+        pt = gl.where(visible, pt, 0.0)
+    return pt
+
+
+@gluon.jit
+def _add_up(sums, dq):
+    """Add a tile of dQ to the sums, which lie in the order of the registers: 16 bytes a thread, 512 a warp.
+
+    A thread's four neighbours are two columns of two rows, eight apart (`dq_sums.dq_from_sums_kernel`).
+    """
+    m: gl.constexpr = dq.shape[0]
+    n: gl.constexpr = dq.shape[1]
+    pieces = dq.reshape([m // 16, 2, 8, n // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([m * n])
+    gl.atomic_add(sums + gl.arange(0, m * n, pieces.type.layout), pieces, sem="relaxed")
 
 
 @gluon.jit
 def _add_tile(
-    dk, dv, k, v, descriptors, buffers, ready, zeros, batch, head, batch_head, keys, queries, first_query,
-    tiles, tile, scale_log2,
-    DIAGONAL: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, operand: gl.constexpr,
+    dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch, head,
+    batch_head, keys, queries, n_keys, first_query, tiles, tile, scale_log2,
+    LAST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
+    STAGES: gl.constexpr, operand: gl.constexpr,
 ):  # fmt: skip
-    """Issue the products that add one tile of queries to dK and dV; both are still running on return."""
-    per_query: gl.constexpr = gl.SliceLayout(0, zeros.type.layout)
-    stage = tile % STAGES
-    mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
+    """From P and dP of this tile, and dV still running, to those of the next; this one's dQ, dK are added."""
+    BLOCK_D: gl.constexpr = zeros_dq.shape[1]
     qs, dos, lses, deltas = buffers
+    stage = tile % STAGES
+    following = (tile + 1) % STAGES
     q = qs.index(stage)
-    do = dos.index(stage)
-    st = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    # S^T is there, and so are dK and dV of the tile before: nobody reads that tile's buffers any more.
-    st, dk, dv = warpgroup_mma_wait(1, deps=[st, dk, dv])
+    delta = deltas.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, zeros.type.layout))
+    dst = (pt.to(gl.float32) * (dpt - delta[None, :])).to(q.dtype)
+    ds = dss.index(tile & 1)
+    ds.store(dst)
+    fence_async_shared()
+    # All of dS is there for the matrix units; and all warps have waited for dK and dV of the tile before.
     barrier_of_block()
-    ahead = tile + STAGES - 1
-    _start_loading(
-        descriptors, buffers, ready, batch, head, batch_head, first_query, ahead, BLOCK_M, STAGES,
-        ahead < tiles,
-    )  # fmt: skip
-
-    lse = lses.index(stage).reshape([BLOCK_M]).load(per_query)
-    pt = gl.exp2(st * scale_log2 - lse[None, :])
-    if DIAGONAL:
-        pt = gl.where(first_query + tile * BLOCK_M + queries[None, :] >= keys[:, None], pt, 0.0)
-    dv = warpgroup_mma(gl.convert_layout(pt.to(q.dtype), operand), do, dv, is_async=True)
-    dpt = warpgroup_mma_wait(1, deps=[dpt])
-    delta = deltas.index(stage).reshape([BLOCK_M]).load(per_query)
-    dst = pt * (dpt - delta[None, :])
-    dk = warpgroup_mma(gl.convert_layout(dst.to(q.dtype), operand), q, dk, is_async=True)
-    return dk, dv
+    if not LAST:
+        q_ready = ready[0].index(following)
+        do_ready = ready[1].index(following)
+        phase = ((tile + 1) // STAGES) & 1
+        mbarrier.wait(q_ready, phase)
+        st = warpgroup_mma(k, qs.index(following).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    dq = warpgroup_mma(ds.permute([1, 0]), ks, zeros_dq, use_acc=False, is_async=True)
+    if BLOCK_D <= 64:  # of wide heads, dS would take registers that are not there
+        dk = warpgroup_mma(gl.convert_layout(dst, operand), q, dk, is_async=True)
+    else:
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+    sums += tile * (BLOCK_M * BLOCK_D)
+    if LAST:
+        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
+        _add_up(sums, dq)
+        dk = warpgroup_mma_wait(0, deps=[dk])
+    else:
+        ahead = tile + STAGES - 1  # into the buffers of the tile before
+        _start_loading(
+            descriptors, buffers, ready, batch, head, batch_head, first_query, ahead, BLOCK_M, STAGES,
+            ahead < tiles,
+        )  # fmt: skip
+        st, dv = warpgroup_mma_wait(2, deps=[st, dv])
+        pt = _probabilities(
+            st, lses.index(following), keys, first_query + (tile + 1) * BLOCK_M + queries, n_keys, scale_log2,
+            MASKED, CAUSAL, BLOCK_M,
+        )  # fmt: skip
+        p = pt.to(q.dtype)
+        if BLOCK_D > 64:
+            pt = p  # half the registers; dS becomes as exact as P itself is in the product with dO
+        mbarrier.wait(q_ready, phase)  # it is over; but the compiler moves nothing across a wait
+        dq = warpgroup_mma_wait(1, deps=[dq])
+        _add_up(sums, dq)
+        mbarrier.wait(do_ready, phase)
+        do = dos.index(following)
+        dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(p, operand), do, dv, is_async=True)
+        dpt, dk = warpgroup_mma_wait(1, deps=[dpt, dk])
+    return dk, dv, pt, dpt
 
 
 @gluon.jit
@@ -92,19 +159,24 @@ def _store(
 
 
 @gluon.jit
-def hopper_dkdv_kernel(
-    q_src, k_src, v_src, do_src, lse2_src, delta_src, dk_ptr, dv_ptr,
+def hopper_backward_kernel(
+    q_src, k_src, v_src, do_src, lse2_src, delta_src, sums_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     n_heads, n_queries, n_keys, scale, scale_log2,
-    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV. Grid: (key tiles * batch * heads,). L and delta come as (batch * heads, n_queries)."""
+    """dK, dV and the sums of dQ. Grid: (key tiles * batch * heads,). STAGES is at least 3.
+
+    L in powers of two, delta and the sums, cleared, come for whole tiles of queries, by batch * heads.
+    """
     dtype: gl.constexpr = q_src.dtype
-    scores: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_M)
-    gradients: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_D)
+    warps: gl.constexpr = gl.num_warps()
+    scores: gl.constexpr = _accumulator(warps, BLOCK_N, BLOCK_M)
+    gradients: gl.constexpr = _accumulator(warps, BLOCK_N, BLOCK_D)
     tile_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
     kv_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
+    ds_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
 
     key_tiles = gl.cdiv(n_keys, BLOCK_N)
     first_key = gl.program_id(0) % key_tiles * BLOCK_N  # causal: the first keys have the most queries
@@ -112,31 +184,40 @@ def hopper_dkdv_kernel(
     batch = batch_head // n_heads
     head = batch_head % n_heads
 
-    k = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], kv_shape)
-    v = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], kv_shape)
+    ks = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], kv_shape)
+    vs = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], kv_shape)
     buffers = (
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], tile_shape),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], tile_shape),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_src.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_src.layout),
     )
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    dss = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_shape)
+    ready = (
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+    )
     kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(kv_ready, count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready.index(stage), count=1)
+        mbarrier.init(ready[0].index(stage), count=1)
+        mbarrier.init(ready[1].index(stage), count=1)
+    fence_async_shared()
     barrier_of_block()
 
+    query_tiles = gl.cdiv(n_queries, BLOCK_M)
     first_query = 0
-    masked = 0  # tiles that the diagonal crosses; they come first
-    if CAUSAL:
-        first_query = first_key // BLOCK_M * BLOCK_M
+    masked = 0  # tiles that need a mask; they come first
+    if CAUSAL:  # at least one tile, so that keys that no query sees get their zeros
+        first_query = gl.minimum(first_key // BLOCK_M, query_tiles - 1) * BLOCK_M
         masked = gl.cdiv(first_key + BLOCK_N - 1 - first_query, BLOCK_M)
-    tiles = gl.maximum(gl.cdiv(n_queries - first_query, BLOCK_M), 0)
+    if not EVEN_KEYS:
+        masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked)
+    tiles = query_tiles - first_query // BLOCK_M
     descriptors = (q_src, do_src, lse2_src, delta_src)
     mbarrier.expect(kv_ready, 2 * k_src.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_src, [batch, head, first_key, 0], kv_ready, k)
-    tma.async_copy_global_to_shared(v_src, [batch, head, first_key, 0], kv_ready, v)
+    tma.async_copy_global_to_shared(k_src, [batch, head, first_key, 0], kv_ready, ks)
+    tma.async_copy_global_to_shared(v_src, [batch, head, first_key, 0], kv_ready, vs)
     for stage in gl.static_range(STAGES - 1):
         _start_loading(
             descriptors, buffers, ready, batch, head, batch_head, first_query, stage, BLOCK_M, STAGES,
@@ -146,25 +227,55 @@ def hopper_dkdv_kernel(
     keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores))
     queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
-    dk = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_D], gl.float32, gradients))
-    dv = warpgroup_mma_init(gl.zeros([BLOCK_N, BLOCK_D], gl.float32, gradients))
-    mbarrier.wait(kv_ready, 0)
-    k = k.load(gl.DotOperandLayout(0, scores, 2))
-    v = v.load(gl.DotOperandLayout(0, scores, 2))
+    zeros_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, _accumulator(warps, BLOCK_M, BLOCK_D))
+    dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, gradients)
+    dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, gradients)
     operand: gl.constexpr = gl.DotOperandLayout(0, gradients, 2)
-    for tile in range(0, gl.minimum(masked, tiles)):
-        dk, dv = _add_tile(
-            dk, dv, k, v, descriptors, buffers, ready, zeros, batch, head, batch_head, keys, queries,
-            first_query, tiles, tile, scale_log2, True, BLOCK_M, STAGES, operand,
-        )  # fmt: skip
-    for tile in range(masked, tiles):
-        dk, dv = _add_tile(
-            dk, dv, k, v, descriptors, buffers, ready, zeros, batch, head, batch_head, keys, queries,
-            first_query, tiles, tile, scale_log2, False, BLOCK_M, STAGES, operand,
-        )  # fmt: skip
-    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    first_row = batch_head.to(gl.int64) * query_tiles * BLOCK_M + first_query
+    sums = sums_ptr + first_row * BLOCK_D
 
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    mbarrier.wait(kv_ready, 0)
+    k = ks
+    v = vs
+    if BLOCK_D <= 64:  # narrow enough to stay in registers, where the matrix units can read them
+        k = ks.load(gl.DotOperandLayout(0, scores, 2))
+        v = vs.load(gl.DotOperandLayout(0, scores, 2))
+    mbarrier.wait(ready[0].index(0), 0)
+    mbarrier.wait(ready[1].index(0), 0)
+    st = warpgroup_mma(k, buffers[0].index(0).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    st = warpgroup_mma_wait(0, deps=[st])
+    pt = _probabilities(
+        st, buffers[2].index(0), keys, first_query + queries, n_keys, scale_log2, CAUSAL or not EVEN_KEYS,
+        CAUSAL, BLOCK_M,
+    )  # fmt: skip
+    p = pt.to(dtype)
+    if BLOCK_D > 64:
+        pt = p
+    do = buffers[1].index(0)
+    dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    dv = warpgroup_mma(gl.convert_layout(p, operand), do, dv, is_async=True)
+    dpt = warpgroup_mma_wait(1, deps=[dpt])
+    last_masked = gl.maximum(gl.minimum(masked, tiles) - 1, 0)
+    if CAUSAL or not EVEN_KEYS:
+        for tile in range(0, last_masked):
+            dk, dv, pt, dpt = _add_tile(
+                dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch,
+                head, batch_head, keys, queries, n_keys, first_query, tiles, tile, scale_log2,
+                False, True, CAUSAL, BLOCK_M, STAGES, operand,
+            )  # fmt: skip
+    for tile in range(last_masked, tiles - 1):
+        dk, dv, pt, dpt = _add_tile(
+            dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch, head,
+            batch_head, keys, queries, n_keys, first_query, tiles, tile, scale_log2,
+            False, False, CAUSAL, BLOCK_M, STAGES, operand,
+        )  # fmt: skip
+    dk, dv, pt, dpt = _add_tile(
+        dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch, head,
+        batch_head, keys, queries, n_keys, first_query, tiles, tiles - 1, scale_log2,
+        True, False, CAUSAL, BLOCK_M, STAGES, operand,
+    )  # fmt: skip
+
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
     rows = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, stored))
     dk *= scale
     _store(dk_ptr, dk, batch, head, rows, n_keys, stride_dkb, stride_dkh, stride_dkn, stride_dkd, D, stored)

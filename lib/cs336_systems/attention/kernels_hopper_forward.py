@@ -80,8 +80,8 @@ def hopper_forward_kernel(
 ):  # fmt: skip
     """O and L. Grid: (query tiles * batch * heads,)."""
     dtype: gl.constexpr = q_src.dtype
-    scores: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_N)
-    output: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_D)
+    scores: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_M, BLOCK_N)
+    output: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_M, BLOCK_D)
     query_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
     key_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
 

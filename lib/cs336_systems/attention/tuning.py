@@ -37,8 +37,9 @@ HOPPER = {
     ("dq", "exact"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(16, 16, 8, 1)},
     ("dkdv", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
-# Of kernels_hopper.hopper_dkdv_kernel, in place of dkdv_kernel where it was measured to be faster.
-BY_HAND = {("half", 64): Tile(64, 64, 4, 2)}
+# Of Hopper's own backward kernel, and of what runs before and after it.
+BY_HAND = {("half", 64): Tile(64, 128, 8, 3), ("half", 128): Tile(64, 128, 8, 3)}
+AROUND_SUMS = Tile(64, 128, 4, 1)
 PORTABLE = {
     ("forward", "half"): {64: Tile(64, 64, 4, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
     ("dq", "half"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 8, 1)},
@@ -74,7 +75,7 @@ def uses_descriptors(capability: tuple[int, int], arithmetic: str, block_d: int)
 
 
 def tile_by_hand(arithmetic: str, block_d: int, capability: tuple[int, int]) -> Tile | None:
-    """The tile of Hopper's own dK and dV kernel; None where the common one runs."""
+    """The tile of Hopper's own backward kernel; None where there is none."""
     return BY_HAND.get((arithmetic, block_d)) if capability[0] == 9 else None
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.attention.ahead_of_time import HOPPER_DKDV, resources
+from cs336_systems.attention.ahead_of_time import HOPPER_BACKWARD, resources
 from cs336_systems.attention.tuning import BY_HAND, KERNELS, tile_by_hand, tile_for
 from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.rows import load_rows, save_rows
@@ -28,7 +28,7 @@ def tile_rows(
 ) -> list[dict[str, Any]]:
     """Compile every combination, causal, with the tile of the tuning table, and ask ptxas.
 
-    Where Hopper has a dkdv kernel of its own, it comes beside the common one.
+    Where Hopper has a backward of its own, it comes beside the two common kernels.
 
     Args:
         capabilities: of ahead_of_time.SHARED_LIMIT: 80 is Ampere, 90 Hopper, 100 Blackwell.
@@ -50,7 +50,7 @@ def tile_rows(
     tables = [resources(capabilities, kernels, arithmetics, d_heads)]
     for arithmetic, d_head in BY_HAND:
         if 90 in capabilities and "dkdv" in kernels and arithmetic in arithmetics and d_head in d_heads:
-            tables.append(resources([90], [HOPPER_DKDV], [arithmetic], [d_head]))
+            tables.append(resources([90], [HOPPER_BACKWARD], [arithmetic], [d_head]))
     table = pd.concat(tables)
     table = table.rename(columns={"shared_limit": "shared_limit_bytes"})
     table = table.assign(implementation="flash_triton", gpu="none", dtype=table.pop("arithmetic").map(names))
@@ -75,7 +75,9 @@ def shipped_tiles() -> pd.DataFrame:
 
 def _as_in_the_table(row: Any) -> bool:
     place = ARITHMETIC[row["dtype"]], int(row["d_head"]), divmod(int(row["capability"]), 10)
-    tile = tile_by_hand(*place) if row["kernel"] == HOPPER_DKDV else tile_for(row["kernel"], *place)
+    if row["kernel"] not in (*KERNELS, HOPPER_BACKWARD):
+        return False
+    tile = tile_by_hand(*place) if row["kernel"] == HOPPER_BACKWARD else tile_for(row["kernel"], *place)
     keys = ("block_m", "block_n", "num_warps", "num_stages")
     return tile is not None and all(getattr(tile, key) == row[key] for key in keys)
 

@@ -127,7 +127,7 @@ def _prepare(
         outputs = [torch.full_like(o, math.nan), torch.full_like(logsumexp, math.nan)]
         return lambda: plan(q, k, v, *outputs), outputs, [o, logsumexp]
     dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, is_causal)
-    plans = flash_triton.backward_plans((layout,) * 8, way, is_causal)
+    plans = flash_triton.split_plans((layout,) * 8, way, is_causal)
     lse2, delta = logsumexp * flash_triton.LOG2E, (o.float() * do.float()).sum(-1)
     if kernel == "dq":
         outputs = [torch.full_like(q, math.nan)]

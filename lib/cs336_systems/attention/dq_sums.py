@@ -1,0 +1,56 @@
+"""What comes before and after Hopper's backward kernel: the sums of dQ cleared, and dQ made of them."""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def prepare_kernel(
+    do_ptr, o_ptr, lse_ptr, lse2_ptr, delta_ptr, sums_ptr,
+    stride_dob, stride_doh, stride_don, stride_dod, stride_ob, stride_oh, stride_on, stride_od,
+    n_heads, n_queries,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """delta, L in powers of two, and cleared sums. Grid: (query tiles * batch * heads,).
+
+    Past the last query L is infinite, so that P is zero there.
+    """
+    tiles = tl.cdiv(n_queries, BLOCK_M)
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (rows[:, None] < n_queries) & (dims[None, :] < D)
+    batch, head = batch_head // n_heads, batch_head % n_heads
+    o_tile = o_ptr + batch * stride_ob + head * stride_oh
+    o_tile += rows[:, None].to(tl.int64) * stride_on + dims[None, :] * stride_od
+    do_tile = do_ptr + batch * stride_dob + head * stride_doh
+    do_tile += rows[:, None].to(tl.int64) * stride_don + dims[None, :] * stride_dod
+    o = tl.load(o_tile, mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(do_tile, mask=inside, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + batch_head * n_queries + rows, mask=rows < n_queries, other=float("inf"))
+    padded = batch_head * tiles * BLOCK_M + rows
+    tl.store(lse2_ptr + padded, lse * LOG2E)
+    tl.store(delta_ptr + padded, tl.sum(o * do, 1))
+    tl.store(sums_ptr + padded[:, None] * BLOCK_D + dims[None, :], tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
+
+
+@triton.jit
+def dq_from_sums_kernel(
+    sums_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, n_heads, n_queries, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """dQ = scale * sums, brought from the order of the registers into rows. Grid: as prepare_kernel's."""
+    tiles = tl.cdiv(n_queries, BLOCK_M)
+    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    start = sums_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
+    pieces = tl.load(start + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
+    pieces = tl.reshape(pieces, [BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2])
+    dq = tl.reshape(tl.permute(pieces, [0, 4, 2, 1, 3, 5]), [BLOCK_M, BLOCK_D])
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    dq_tile = dq_ptr + batch_head // n_heads * stride_dqb + batch_head % n_heads * stride_dqh
+    dq_tile += rows[:, None].to(tl.int64) * stride_dqn + dims[None, :] * stride_dqd
+    inside = (rows[:, None] < n_queries) & (dims[None, :] < D)
+    tl.store(dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=inside)
