@@ -237,6 +237,11 @@ class FlashAttentionTriton(torch.autograd.Function):
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q, k, v = cast_for_autocast(q, k, v)
         check_inputs(q, k, v)
+        if not (q.is_cuda or INTERPRETED):
+            raise ValueError(
+                f"q, k, v are on {q.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
+                "(TRITON_INTERPRET=1)"
+            )
         run = _forward_op if torch.compiler.is_compiling() else flash_forward
         o, logsumexp = run(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, logsumexp)
