@@ -67,6 +67,28 @@ def test_leaderboard_protocol():
     assert row["pass"] == "forward_backward"
 
 
+def test_the_leaderboard_compiles_everything_anew():
+    """SDPA compiled for one backend must not be what is timed for another."""
+    counters = torch._dynamo.utils.counters
+    for _ in range(2):
+        counters.clear()
+        flash.benchmark_leaderboard(
+            "mine", reference_attention, num_heads=2, context_length=32, d_head=16, warmup_ms=1, repeat_ms=1
+        )
+        assert counters["stats"]["unique_graphs"] == 1
+        assert not [name for kind in counters.values() for name in kind if name.endswith("cache_hit")]
+
+
+@pytest.mark.gpu
+def test_the_leaderboard_tells_backends_apart():
+    size = {"context_length": 4096, "warmup_ms": 20, "repeat_ms": 100}
+    times = [
+        flash.benchmark_leaderboard(name, IMPLEMENTATIONS[name], **size)["p50_ms"]
+        for name in ("sdpa_cudnn", "sdpa_flash")
+    ]
+    assert times[1] > 1.2 * times[0]  # on Hopper cuDNN has kernels of its own, FlashAttention-2 has not
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
 def test_every_implementation_on_a_gpu(name):

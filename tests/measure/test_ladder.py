@@ -46,11 +46,11 @@ def test_an_unknown_rung_is_named():
 @pytest.mark.gpu
 def test_the_last_rung_is_as_fast_as_what_is_shipped():
     size = {"num_heads": 16, "context_length": 8192, "d_head": 64}  # long enough to hide the host's work
-    times = {
-        name: ladder.benchmark_rung("forward", name, **size)["p50_ms"]
-        for name in ("at most 168 registers", "as shipped")
-    }
-    assert times["at most 168 registers"] == pytest.approx(times["as shipped"], rel=0.1)
+    times = {"at most 168 registers": [], "as shipped": []}
+    for _ in range(3):  # in turn, for the clock of a GPU that was busy changes
+        for name in times:
+            times[name].append(ladder.benchmark_rung("forward", name, **size)["p20_ms"])
+    assert min(times["at most 168 registers"]) == pytest.approx(min(times["as shipped"]), rel=0.1)
 
 
 @pytest.mark.gpu
