@@ -230,7 +230,6 @@ def test_of_several_warmups_only_the_longest_must_be_in_order():
         save(row("forward", 500, warmup_steps=5))
 
 
-
 def test_a_foreign_machine_is_refused(figures):
     path = save(row())
     (figures / "other" / SLUG).mkdir(parents=True)

@@ -100,9 +100,10 @@ def test_a_size_is_checked_against_the_edition_it_will_run_with():
 def test_passes_have_their_vocabulary():
     known = read_parameters(notebook_with("passes = ['forward']  # what a step does"))
     assert parameter_errors(known, {"passes": ["train_step"]}) == []
-    assert "allowed: forward, backward, forward_backward, train_step" in parameter_errors(
-        known, {"passes": ["sideways"]}
-    )[0]
+    assert (
+        "allowed: forward, backward, forward_backward, train_step"
+        in parameter_errors(known, {"passes": ["sideways"]})[0]
+    )
 
 
 def test_a_number_in_a_word_may_be_any_but_none():
