@@ -14,7 +14,9 @@ IMPLEMENTATIONS: dict[str, AttentionFunction] = {OURS: attention.IMPLEMENTATIONS
 if attention.HAS_TRITON:  # without the named range around it, which is work for the host
     IMPLEMENTATIONS[OURS] = attention.FlashAttentionTriton.apply
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")} | {"tf32": torch.float32}
-TF32_ERROR = 5e-3  # relative; TF32 keeps ten bits of a factor
+# Relative. TF32 keeps ten bits of a factor; plain attention rounds to 16 bits at every step, fused does not.
+TF32_ERROR = 5e-3
+PEER_ERROR = 2e-2
 
 
 def why_not(
@@ -39,7 +41,7 @@ _verdicts: dict[tuple, str] = {}
 def why_wrong(name: str, function: AttentionFunction, dtype: str, d_head: int, device: torch.device) -> str:
     """What check_attention or PyTorch says against it at this dtype and head size; "" when all is well.
 
-    PyTorch's own functions need only show that they run. A verdict is remembered.
+    PyTorch's own functions need only be right by and large. A verdict is remembered.
     """
     key = (name, function, dtype, d_head, device)
     if key not in _verdicts:
@@ -52,6 +54,8 @@ def _checked(name: str, function: AttentionFunction, dtype: str, d_head: int, de
     if name not in PEERS and dtype != "tf32":
         cases.append(AttentionCase("large scores", (1,), 128, 128, d_head, is_causal=True, logit_scale=30.0))
     allowed = TF32_ERROR if dtype == "tf32" else None
+    if name in PEERS and DTYPES[dtype] != torch.float32:
+        allowed = PEER_ERROR
 
     def switched(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
         with switched_to(name):  # not around the check itself, whose yardstick is PyTorch's choice
