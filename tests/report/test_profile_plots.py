@@ -134,9 +134,27 @@ def test_memory_marks_peak_and_stages(held):
 def test_names_of_points_do_not_cover_each_other(strategies):
     chart = tradeoff(strategies)
     chart.draw_without_rendering()
-    boxes = [Text.get_window_extent(text) for text in chart.axes[0].texts]
-    assert len(boxes) == 6
-    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+    names = chart.axes[0].texts
+    level = [Text.get_window_extent(text) for text in names if text.get_rotation() == 0]
+    assert len(level) >= 2
+    assert not any(a.overlaps(b) for i, a in enumerate(level) for b in level[:i])
+    assert all(
+        chart.bbox.contains(*corner) for text in names for corner in text.get_window_extent().corners()
+    )
+
+
+def test_points_on_top_of_each_other_share_their_names(strategies):
+    twins = pd.concat([strategies, strategies.assign(case="twin of " + strategies["case"])])
+    names = {text.get_text() for text in tradeoff(twins).axes[0].texts}
+    first = "recursive"
+    assert f"{first}, twin of {first}" in names
+
+
+def test_one_slow_point_does_not_press_the_others_together(strategies):
+    slow = strategies.iloc[:1].assign(case="slow", p50_ms=10 * strategies["p50_ms"].max())
+    chart = tradeoff(pd.concat([strategies, slow]))
+    chart.draw_without_rendering()
+    assert chart.axes[0].get_window_extent().height > 0.4 * chart.bbox.height
 
 
 def test_missing_columns_are_named(shares, step, held, strategies):

@@ -13,7 +13,7 @@ from cs336_systems.report.figure import NO_ROWS, Chart, finish, placeholder, she
 from cs336_systems.report.frames import require_columns
 from cs336_systems.report.profile_plots import PARTS, part_legend
 from cs336_systems.report.style import BLUE, INK, MUTED, PAPER, STYLE, ZONE
-from cs336_systems.report.ticks import plain_numbers
+from cs336_systems.report.ticks import plain_log, plain_numbers
 from cs336_systems.report.words import column_label, significant, value_label
 
 
@@ -93,7 +93,7 @@ def tradeoff(
     subtitle: str | None = None,
     empty: str = NO_ROWS,
 ) -> Chart:
-    """What one thing costs in another: a named point for each row; both axes begin at zero.
+    """What one thing costs in another: a named point for each row, x from zero, y in decades.
 
     Raises:
         ValueError: a column is missing.
@@ -107,35 +107,34 @@ def tradeoff(
     chart, (axes,) = sheet([None], None, height=4.2)
     axes.grid(True, axis="both")
     axes.plot(frame[x], frame[y], "o", color=BLUE, markersize=8, zorder=3)
-    axes.set(xlim=(0, frame[x].max() * 1.16), ylim=(0, frame[y].max() * 1.15))
+    plain_log(axes, frame[y])
+    axes.set(xlim=(0, frame[x].max() * 1.16), ylim=(frame[y].min() / 2.5, frame[y].max() * 1.4))
     axes.set(xlabel=column_label(x), ylabel=column_label(y))
     plain_numbers(axes.xaxis)
-    plain_numbers(axes.yaxis)
     chart.draw_without_rendering()
     _name_points(axes, frame[[x, y]].to_numpy(float), [value_label(name, label) for name in frame[label]])
     return finish(chart, title, subtitle=subtitle)
 
 
 def _name_points(axes: Axes, points: np.ndarray, names: Sequence[str]) -> None:
-    """A name beside each point; above or below it where that would cover a point, a name or its line."""
+    """A name to the right of each point; slanting below it where that would cover another point or name."""
     dots = axes.transData.transform(points) * 72 / axes.figure.dpi
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots]
-    for point, (x, y), name in zip(points, dots, names, strict=True):
-        for shift in (sign * 13 * step for step in range(20) for sign in (1, -1)):
-            wide = 5.5 * len(name) + 2
-            left = x + 9 if shift == 0 else x - wide / 2
-            box = (left, y + shift - 6, left + wide, y + shift + 6)
-            foot, head = sorted((y + 7 * np.sign(shift), y + shift))
-            covered = [box, (x - 1, foot, x + 1, head)] if abs(shift) > 13 else [box]
-            if not any(_overlap(one, other) for one in covered for other in taken):
-                break
-        taken += covered
-        beside = {"xytext": (10, 0), "ha": "left"} if shift == 0 else {"xytext": (0, shift), "ha": "center"}
-        line = {"arrowstyle": "-", "color": MUTED, "linewidth": 0.7, "shrinkB": 4}
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots]
+    merged: dict[int, list[str]] = {}
+    for number, dot in enumerate(dots):  # points on top of each other share their names
+        same = next(other for other in range(number + 1) if np.abs(dots[other] - dot).max() < 6)
+        merged.setdefault(same, []).append(names[number])
+    for number, shared in merged.items():
+        (x, y), name = dots[number], ", ".join(shared)
+        box = (x + 8, y - 6, x + 10 + 5.5 * len(name), y + 6)
+        free = not any(_overlap(box, other) for other in taken)
+        taken += [box] if free else []
+        beside = (
+            {"xytext": (10, 0), "va": "center"} if free else {"xytext": (2, -6), "va": "top", "rotation": -35}
+        )
         axes.annotate(
-            name, tuple(point), textcoords="offset points", size=9.5, color=INK, va="center", zorder=4,
-            arrowprops=line if len(covered) > 1 else None,
-            path_effects=[withStroke(linewidth=3, foreground=PAPER)], **beside,
+            name, tuple(points[number]), textcoords="offset points", size=9.5, color=INK, zorder=4, ha="left",
+            rotation_mode="anchor", path_effects=[withStroke(linewidth=3, foreground=PAPER)], **beside,
         )  # fmt: skip
 
 
