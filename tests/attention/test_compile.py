@@ -34,7 +34,7 @@ def test_no_tile_spills_or_exceeds_the_chip(arithmetic):
 
 @pytest.mark.parametrize(("d_head", "spilled_bytes"), [(64, 0), (128, 96)])
 def test_hoppers_own_backward_fits_too(d_head, spilled_bytes):
-    """At 128 a program keeps a few addresses in memory while its loops run; the loops spill nothing."""
+    """At 128 a program keeps a few addresses in memory while its loops run; those store nothing there."""
     line = resources([90], [HOPPER_BACKWARD], ["half"], [d_head]).iloc[0]
     assert line.spilled_bytes <= spilled_bytes
     assert line.registers <= 255

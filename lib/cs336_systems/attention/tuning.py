@@ -38,7 +38,7 @@ HOPPER = {
     ("dkdv", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
 # Of Hopper's own backward kernel, and of what runs before and after it. (At 128 it keeps a few addresses in
-# memory while its loops run; the loops themselves spill nothing.)
+# memory while its loops run; the loops store nothing there.)
 BY_HAND = {("half", 64): Tile(64, 128, 8, 3), ("half", 128): Tile(64, 128, 8, 3)}
 AROUND_SUMS = Tile(64, 128, 4, 1)
 PORTABLE = {
