@@ -5,7 +5,7 @@ import math
 import pandas as pd
 import pytest
 
-from cs336_systems.report.ladder import fastest, on_gpus, scaling, stages
+from cs336_systems.report.ladder import fastest, of_run, on_gpus, scaling, stages, strong_and_weak
 
 
 def row(implementation, p50_ms, world_size=2, batch_size=4, bucket=None, **other):
@@ -76,3 +76,20 @@ def test_stages_of_a_step():
     assert found["communication_ms"] == 5
     assert found["tail_ms"] == 3
     assert stages(lanes.iloc[:0]).empty
+
+
+def test_strong_and_weak_are_told_apart(rows):
+    found = strong_and_weak(rows, "bucketed").set_index(["scaling", "GPUs"])
+    assert set(found["work"]) == {"the same batch of 4", "2 sequences on each"}
+    assert found["efficiency"].to_dict() == pytest.approx(
+        {("strong", 2): 340 / 400, ("strong", 4): 340 / 500, ("weak", 2): 180 / 200, ("weak", 4): 180 / 225}
+    )
+    assert strong_and_weak(rows.iloc[:0], "bucketed").empty
+
+
+def test_of_run_keeps_what_was_asked_for_and_wrappers_without_buckets(rows):
+    found = of_run(
+        rows, world_size=2, backend=["nccl"], attention="reference", bucket_size_mb=[100.0, 1000.0]
+    )
+    assert found["wrapper"].tolist() == ["naive", "bucketed", "bucketed"]
+    assert found["p50_ms"].dropna().tolist() == [240.0, 200.0]

@@ -25,6 +25,17 @@ def on_gpus(
     return with_wrapper(with_model(rows))
 
 
+def of_run(rows: pd.DataFrame, **chosen: Any) -> pd.DataFrame:
+    """The rows of one run of a notebook, with `wrapper`: each column has a value that was asked for.
+
+    An empty cell passes: wrappers without buckets have no bucket size.
+    """
+    for name, values in chosen.items():
+        allowed = values if isinstance(values, list) else [values]
+        rows = rows[rows[name].isna() | rows[name].isin(allowed)]
+    return with_wrapper(rows)
+
+
 def fastest(rows: pd.DataFrame) -> pd.DataFrame:
     """Of the bucket sizes of each wrapper, the one with the shortest median step.
 
@@ -63,6 +74,35 @@ def scaling(rows: pd.DataFrame) -> pd.DataFrame:
         weak.append(same / row["p50_ms"])
         strong.append(shared / (row["world_size"] * row["p50_ms"]))
     return with_wrapper(with_model(best.assign(weak_efficiency=weak, strong_efficiency=strong)))
+
+
+def strong_and_weak(
+    rows: pd.DataFrame, implementation: str, *, model: str = "xl (2025)", batch_size: int = 4, share: int = 2
+) -> pd.DataFrame:
+    """Both kinds of `scaling` of one wrapper, one under the other.
+
+    Args:
+        batch_size: the batch of which strong scaling gives each GPU its part.
+        share: the sequences that each GPU keeps in weak scaling.
+
+    Returns:
+        A row for each dtype, number of GPUs and kind: `scaling` ("strong" or "weak"), `work` (the same in
+        words), GPUs, p50_ms and efficiency.
+    """
+    found = scaling(rows)
+    found = found[(found["model"] == model) & (found["implementation"] == implementation)]
+    kinds = {
+        "strong": (found["batch_size"] == batch_size, f"the same batch of {batch_size}"),
+        "weak": (found["batch_size"] == share * found["world_size"], f"{share} sequences on each"),
+    }
+    parts = [
+        found[here].assign(scaling=kind, work=work, efficiency=found[f"{kind}_efficiency"])
+        for kind, (here, work) in kinds.items()
+    ]
+    both = pd.concat(parts).dropna(subset="efficiency")
+    return both.assign(GPUs=both["world_size"])[
+        ["dtype", "scaling", "work", "GPUs", "p50_ms", "efficiency", "bucket_size_mb"]
+    ].reset_index(drop=True)
 
 
 def stages(timeline: pd.DataFrame) -> pd.DataFrame:
