@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.attention import variants
-from cs336_systems.attention.techniques import STEPS, rungs, shipped
+from cs336_systems.attention.techniques import KNOWN, STEPS, rungs, shipped
 from cs336_systems.attention.variants import FORWARD, Change
 
 pytest.importorskip("triton")
@@ -38,3 +38,11 @@ def test_the_climb_ends_at_the_shipped_source(kernel):
 @pytest.mark.parametrize("kernel", STEPS)
 def test_predictions_are_ranges(kernel):
     assert all(0.5 < step.gain[0] <= step.gain[1] < 3 for step in STEPS[kernel])
+
+
+def test_every_rung_but_the_first_is_one_of_ten_techniques():
+    named = {place for _, places in KNOWN for place in places}
+    there = {(kernel, rung.name) for kernel in STEPS for rung in (*rungs(kernel)[1:], shipped(kernel))}
+    assert len(KNOWN) == 10
+    assert named <= there
+    assert {name for _, name in there - named} == {"skip what is masked", "as shipped"}  # forward as shipped

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.report.peers import fastest_peer, why_short
+from cs336_systems.report.peers import FEW, HOST, SLOW, fallen_short, fastest_peer, grouped, why_short
 
 
 def row(name, length, ms, pass_="forward"):
@@ -35,20 +35,43 @@ def test_a_failure_of_ours_is_a_line_too():
 
 
 @pytest.mark.parametrize(
-    ("line", "programs", "reason"),
+    ("line", "replayed", "few", "reason"),
     [
-        (
-            {"ours_graph_ms": 0.01, "peer_graph_ms": 0.02},
-            2,
-            "launched from Python: replayed from a graph 10.0 µs",
-        ),
-        ({"ours_graph_ms": 0.02, "peer_graph_ms": 0.01}, 2, "the kernels themselves are slower"),
-        ({"ours_ms": 0.1, "ours_graph_ms": 0.01}, 2, "launched from Python: replayed from a graph 10.0 µs"),
-        ({"ours_ms": 0.1, "ours_graph_ms": 0.09}, 64, "64 programs"),
-        ({"ours_graph_ms": None, "peer_graph_ms": None}, 64, "64 programs for 132 multiprocessors"),
-        ({}, 1024, "slower kernels, with 1,024 programs"),
-        ({"failure": "oom, out of memory"}, 2, "ours: oom, out of memory"),
+        ({}, (0.01, 0.02), True, HOST),
+        ({}, (0.02, 0.01), True, FEW),
+        ({}, (0.02, 0.01), False, SLOW),
+        ({}, (0.3, None), True, HOST),
+        ({}, (0.9, None), True, FEW),
+        ({"pass": "backward"}, (0.7, None), True, HOST),
+        ({"pass": "backward"}, (0.9, 0.5), True, FEW),
+        ({"first_ms": 0.9}, (None, None), True, HOST),
+        ({"first_ms": 0.9, "pass": "forward"}, (None, None), True, FEW),
+        ({"last_ratio": 0.5}, (None, None), False, SLOW),
+        ({"last_ratio": 0.5}, (None, None), True, f"{SLOW}, {FEW}"),
+        ({"failure": "oom, out of memory"}, (None, None), True, "ours: oom, out of memory"),
     ],
 )
-def test_reasons(line, programs, reason):
-    assert reason in why_short(pd.Series(line, dtype=object), programs, 132)
+def test_reasons(line, replayed, few, reason):
+    usual = {"pass": "forward_backward", "failure": "", "ours_ms": 1.0, "first_ms": 0.1, "last_ratio": 2.0}
+    assert why_short(usual | line, replayed, few) == reason
+
+
+def test_every_cell_that_falls_short_is_in_a_group():
+    whole = "forward_backward"
+    ours, theirs = (1.0, 1.1, 4.0, 4.0, None), (0.5, 0.7, 2.0, 8.0, 9.0)
+    times = {"ours": ours, "a": theirs}
+    rows = [row(name, 32 * 2**i, ms, whole) for name in times for i, ms in enumerate(times[name])]
+    lines = fastest_peer(pd.DataFrame(rows), "ours", ["a"])
+    graphs = pd.DataFrame([row("ours", 32, 0.1, whole), row("a", 32, 0.2, whole)])
+    short = fallen_short(lines, graphs, "ours", lambda line: line["context_length"] // 8, 132)
+    assert short["reason"].tolist() == [HOST, HOST, FEW, "ours: oom, out of memory"]
+    table = grouped(short).set_index("reason")
+    assert table.loc[HOST, ["context_lengths", "ratio", "cells"]].tolist() == ["32, 64", "0.500 to 0.636", 2]
+    assert table["cells"].sum() == len(short)
+    assert table.loc["ours: oom, out of memory", "ratio"] == "–"
+
+
+def test_nothing_falls_short():
+    lines = fastest_peer(pd.DataFrame([row("ours", 32, 1.0), row("a", 32, 2.0)]), "ours", ["a"])
+    short = fallen_short(lines, pd.DataFrame([row("ours", 32, 1.0)]), "ours", lambda line: 1, 132)
+    assert grouped(short).empty

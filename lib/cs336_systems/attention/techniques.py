@@ -234,3 +234,47 @@ SHIPPED = {
         "on Hopper one kernel driven by hand, in Gluon: five products, no waiting for the additions of dQ",
     ),
 }
+
+# Ten techniques known to matter for attention on Hopper, each with the rungs that try it: (kernel, rung).
+KNOWN: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "fused backward: five products, dQ added up in L2",
+        (
+            ("backward", "one kernel, dQ by the copy engine"),
+            ("backward", "one kernel, dQ by atomic additions"),
+            ("backward", AS_SHIPPED),
+        ),
+    ),
+    (
+        "several programs beside each other on a processor",
+        (
+            ("forward", "tiles of 64 x 128"),
+            ("forward", "at most 168 registers"),
+            ("forward", "three programs an SM"),
+            ("backward", "tiles of 64 x 64"),
+            ("backward", "three programs an SM"),
+        ),
+    ),
+    ("exponentials to the base 2", (("forward", "powers of two"), ("backward", "powers of two"))),
+    (
+        "loops with a mask and without",
+        (("forward", "mask on the diagonal only"), ("backward", "mask on the diagonal only")),
+    ),
+    (
+        "order of the programs",
+        (
+            ("forward", "longest rows first"),
+            ("backward", "longest rows first"),
+            ("forward", "heads side by side"),
+            ("backward", "heads side by side"),
+        ),
+    ),
+    ("order of the backward's products", (("backward", "dK before dV"),)),
+    ("tensor descriptors", (("forward", "copy engine"), ("backward", "copy engine"))),
+    (
+        "delta on the way; dependent launch",
+        (("backward", "D in the dQ kernel"), ("backward", "dependent launch")),
+    ),
+    ("asynchronous units driven by hand", (("forward", "driven by hand"), ("backward", AS_SHIPPED))),
+    ("exponentials as polynomials", (("forward", "half of the exponentials as polynomials"),)),
+)

@@ -3,6 +3,7 @@
 What is wrong is not timed: what fails check_attention, or cannot run, gets a row that says why.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -248,6 +249,7 @@ def benchmark_leaderboard(
     if refused:
         return key | refused.as_row()
     no_caches = torch.compiler.config.patch(force_disable_caches=True)  # nor do they remember it
-    with switched_to(name), no_caches, watched_clocks(device) as clocks:
+    with switched_to(name), no_caches, watched_clocks(device) as clocks, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
         timing = _attempt(measure, device)
     return key | timing.as_row() | clocks.as_row()

@@ -6,6 +6,7 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
@@ -13,13 +14,28 @@ from matplotlib.patheffects import withStroke
 from cs336_systems.report.figure import NO_ROWS, Chart, finish, outer_labels, panels_of, placeholder, sheet
 from cs336_systems.report.frames import drawable, require_columns
 from cs336_systems.report.series import Series, bar_look, hue_legend, machine_legend, series_of
-from cs336_systems.report.style import BLUE, HATCH, INK, MUTED, PAPER, STYLE, ZONE, readable_on, text_color
+from cs336_systems.report.style import (
+    BLUE,
+    HATCH,
+    INK,
+    MUTED,
+    PAPER,
+    STYLE,
+    VERMILLION,
+    ZONE,
+    readable_on,
+    text_color,
+)
 from cs336_systems.report.ticks import plain_log, plain_numbers
 from cs336_systems.report.words import MISSING, STATUS_WORDS, column_label, ordered, significant, value_label
 
 _GROUP_WIDTH = 0.84  # of the distance between two groups
 _BAR_WIDTH = 0.88  # of the place each bar has
 _PALE = LinearSegmentedColormap.from_list("pale", ["#F2F7FB", "#A9CFE8", "#4C9BCB", BLUE, "#08395C"])
+_PARTED = LinearSegmentedColormap.from_list(
+    "parted", ["#7A2E00", VERMILLION, "#F2B48A", "#F4F4F2", "#A9CFE8", BLUE, "#08395C"]
+)
+_MOST_APART = 8  # a value this many times the middle, or a part of it this small, has the darkest colour
 
 
 @mpl.rc_context(STYLE)
@@ -128,6 +144,7 @@ def heatmap(
     *,
     status: str = "status",
     fmt: str | None = None,
+    middle: float | None = None,
     facet: str | None = None,
     title: str | None = None,
     subtitle: str | None = None,
@@ -141,6 +158,7 @@ def heatmap(
         frame: rows, at most one for each index, column and facet.
         status: column that says why a cell has no value.
         fmt: format of a value, "{:.1f}"; three significant digits without it.
+        middle: the value that parts two colours, as 1 does for a ratio; without it one colour grows darker.
 
     Raises:
         ValueError: a column is missing, or two rows belong in one cell; the message names their difference.
@@ -151,13 +169,13 @@ def heatmap(
     down, across = ordered(frame[index], index), ordered(frame[columns], columns)
     by_value = panels_of(frame, facet)
     chart, axes = sheet(list(by_value), facet, height=0.46 * len(down) + 0.75)
-    norm = _norm(frame[values].dropna())
+    color = _colors(frame[values].dropna(), middle)
     for each, rows in zip(axes, by_value.values(), strict=True):
         _frame_cells(each, [value_label(v, index) for v in down], [value_label(v, columns) for v in across])
         cells = rows.set_index([index, columns])
         for i, j in np.ndindex(len(down), len(across)):
             row = cells.loc[(down[i], across[j])] if (down[i], across[j]) in cells.index else None
-            _draw_cell(each, j, i, row, values, status, fmt, norm)
+            _draw_cell(each, j, i, row, values, status, fmt, color)
     outer_labels(axes, xlabel or column_label(columns), ylabel or column_label(index))
     chart.draw_without_rendering()
     _fit_cells(axes, len(across))
@@ -173,11 +191,15 @@ def _fit_cells(panels: Sequence[Axes], across: int) -> None:
         text.set_size(size)
 
 
-def _norm(values: pd.Series) -> Normalize:
+def _colors(values: pd.Series, middle: float | None) -> ScalarMappable:
     """Colour by the logarithm: a step in colour is a factor in value."""
+    if middle is not None:
+        return ScalarMappable(LogNorm(middle / _MOST_APART, middle * _MOST_APART, clip=True), _PARTED)
     if values.empty or values.min() <= 0:
-        return Normalize(values.min() if len(values) else 0, values.max() if len(values) else 1)
-    return LogNorm(values.min(), max(values.max(), values.min() * 1.01))
+        norm = Normalize(values.min() if len(values) else 0, values.max() if len(values) else 1)
+    else:
+        norm = LogNorm(values.min(), max(values.max(), values.min() * 1.01))
+    return ScalarMappable(norm, _PALE)
 
 
 def _frame_cells(axes: Axes, down: list[str], across: list[str]) -> None:
@@ -190,11 +212,11 @@ def _frame_cells(axes: Axes, down: list[str], across: list[str]) -> None:
 
 
 def _draw_cell(
-    axes: Axes, x: int, y: int, row: pd.Series | None, values: str, status: str, fmt: str | None, norm
+    axes: Axes, x: int, y: int, row: pd.Series | None, values: str, status: str, fmt: str | None, colors
 ) -> None:
     value = np.nan if row is None else row[values]
     measured = not pd.isna(value)
-    face = _PALE(norm(value)) if measured else ZONE
+    face = colors.to_rgba(value) if measured else ZONE
     why = "" if row is None or measured else row.get(status, "ok")
     hatch = "////" if why == "oom" else None
     axes.add_patch(
