@@ -169,7 +169,7 @@ def backward_plan(
     Call it with do, q, k, v, o, L, and what it writes: dq, dk, dv.
     """
     problem, tile = Problem(layouts[0], layouts[1], way, is_causal), way.by_hand
-    # One large program for each processor at least; below that, the smaller ones of two kernels do better.
+    # A large program for each processor at least; below that, the smaller ones of two kernels fill more.
     enough = tile is not None and problem.programs(problem.n_keys, tile.block_n) >= way.processors
     if enough and not deterministic:
         from .hopper import hopper_backward_plan
