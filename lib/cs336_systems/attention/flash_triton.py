@@ -3,7 +3,7 @@
 Two switches are PyTorch's own. float32 tensors multiply exactly by default, in TF32 after
 torch.set_float32_matmul_precision("high"). And the result has the same bits every time, but for dQ on Hopper,
 which is added up there in the order in which programs come: so it is deterministic everywhere after
-torch.use_deterministic_algorithms(True), and a little slower.
+torch.use_deterministic_algorithms(True), and slower.
 """
 
 import math
@@ -208,7 +208,7 @@ def split_plans(
     return dq_plan, plan(dkdv_kernel, tile, problem.programs(problem.n_keys, tile.block_n), (dk, dv))
 
 
-# torch.compile sees the two launches as opaque operators: no graph break, and nothing of Triton's to trace.
+# To torch.compile forward and backward are opaque operators: no graph break, nothing of Triton's to trace.
 _forward_op = torch.library.custom_op("cs336_systems::flash_forward", mutates_args=())(flash_forward)
 _backward_op = torch.library.custom_op("cs336_systems::flash_backward", mutates_args=())(flash_backward)
 

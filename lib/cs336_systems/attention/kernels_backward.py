@@ -6,8 +6,8 @@ P is recomputed tile by tile from Q, K and the saved L. With D = rowsum(dO * O),
 
 `dq_kernel` owns queries and walks over keys; then `dkdv_kernel` owns keys and walks over queries. That is
 seven matrix products instead of the five of one fused kernel, but no two programs write to the same place: no
-atomic additions, and the same bits every time. (On an H200, five products with dQ added up in L2 took 7 %
-longer, written like this; kernels_hopper does better.)
+atomic additions, and the same bits every time. (On an H200, five products with dQ added up in L2 take longer
+when written like this: rungs of notebook 27. kernels_hopper does better.)
 
 `dkdv_kernel` works on transposed tiles (S^T = K Q^T): P^T and dS^T are then already the left operands of dV
 and dK, and never leave the registers.
