@@ -383,3 +383,13 @@ def run_all(context):
         start = time.perf_counter()
         worker(context)
         print(f"{worker.__name__}: {time.perf_counter() - start:.2f} s")
+
+
+def one_rank_forgets(context, name):
+    """All ranks run backward, and rank 0 alone asks for the means."""
+    model = wrap(name, nn.Linear(4, 2, device=context.device))
+    model(torch.ones(3, 4, device=context.device)).sum().backward()
+    if context.rank == 0:
+        model.finish_gradient_synchronization()
+        if context.device.type == "cuda":  # until here the CPU has not waited
+            torch.cuda.synchronize(context.device)

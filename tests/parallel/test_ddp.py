@@ -1,10 +1,12 @@
 """The data-parallel wrappers against one process, and what each promises beyond that."""
 
+import time
+
 import ddp_workers
 import pytest
 from torch import nn
 
-from cs336_systems.parallel import BucketedDDP, NaiveDDP, launch
+from cs336_systems.parallel import BucketedDDP, NaiveDDP, WorkerError, launch
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -28,3 +30,22 @@ def test_without_a_process_group_is_an_error_that_says_what_to_do():
 def test_bucket_size_is_checked(size):
     with pytest.raises(ValueError, match="allowed: a number above 0"):
         BucketedDDP(nn.Linear(2, 2), bucket_size_mb=size)
+
+
+def _one_rank_forgets(name, backend, timeout_s):
+    """All ranks run backward, rank 0 alone asks for the means: that must end, in an error."""
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match="rank 0"):
+        launch(ddp_workers.one_rank_forgets, 2, name, backend=backend, timeout_s=timeout_s)
+    assert time.monotonic() - start < timeout_s + 20
+
+
+@pytest.mark.parametrize("name", ddp_workers.WRAPPERS)
+def test_a_rank_that_forgets_to_finish_is_an_error(name):
+    _one_rank_forgets(name, "gloo", 10)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("name", ["naive", "flat", "overlapped", "some buckets"])
+def test_over_nccl_a_rank_that_forgets_to_finish_is_an_error(name):
+    _one_rank_forgets(name, "nccl", 15)
