@@ -26,7 +26,7 @@ CLASSES = (
 _PATTERNS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_coalesced|multimem|gloo"),
     ("attention", r"flash|fmha|sdpa|attention|attn|mem_?eff"),
-    ("attention", r"^(forward|delta|dq|dkdv|dq_from_sum)_kernel$"),  # ours, see attention/
+    ("attention", r"^(forward|dq|dkdv|hopper_forward|hopper_backward|prepare|dq_from_sums)_kernel$"),  # ours
     ("optimizer", r"multi_tensor_apply|_foreach_|fused_?adam|addcdiv|addcmul|lerp"),
     ("matrix product", r"gemm|gemv|nvjet|wgmma|splitkreduce|cutlass_\d+_|triton_tem_|triton_mm"),
     (
