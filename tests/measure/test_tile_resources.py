@@ -19,16 +19,16 @@ def test_a_row_of_a_tile():
     assert 0 < row["shared_bytes"] <= row["shared_limit_bytes"]
 
 
-def test_hoppers_own_kernel_comes_with_the_common_one():
-    rows = tile_rows([90], kernels=["dkdv"], dtypes=["bfloat16"], d_heads=[64])
-    assert [row["kernel"] for row in rows] == ["dkdv", "hopper_backward"]
+def test_hoppers_own_kernels_come_with_the_common_ones():
+    rows = tile_rows([90], kernels=["forward", "dkdv"], dtypes=["bfloat16"], d_heads=[64])
+    assert [row["kernel"] for row in rows] == ["forward", "dkdv", "hopper_forward", "hopper_backward"]
 
 
 def test_the_committed_table_is_of_the_tuning_table(monkeypatch, tmp_path):
     monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
     table = shipped_tiles()
     assert set(table["capability"]) == set(tile_resources.CAPABILITIES)
-    assert len(table) == 3 * 3 * 3 * 3 + len(tile_resources.BY_HAND)
+    assert len(table) == 3 * 3 * 3 * 3 + sum(map(len, tile_resources.BY_HAND.values()))
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,17 @@ from typing import Any
 
 import pandas as pd
 
-from .tuning import KERNELS, Tile, exact_precision, tile_by_hand, tile_for, uses_descriptors
+from .tuning import (
+    HOPPERS_OWN,
+    KERNELS,
+    Tile,
+    exact_precision,
+    tile_by_hand,
+    tile_for,
+    uses_descriptors,
+)
 
 ARITHMETICS = ("half", "tf32", "exact")
-HOPPER_BACKWARD = "hopper_backward"  # kernels_hopper's, beside those of tuning.KERNELS
 # Bytes of shared memory that a block can have.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
@@ -34,7 +41,7 @@ def resources(
 
     Args:
         capabilities: 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
-        kernels: of tuning.KERNELS, or HOPPER_BACKWARD where tuning.BY_HAND has a tile for it.
+        kernels: of tuning.KERNELS, or of tuning.HOPPERS_OWN where tuning.BY_HAND has a tile.
         arithmetics: "half" (bfloat16 stands for float16 too), "tf32", "exact".
 
     Returns:
@@ -86,19 +93,17 @@ def compile_one(
     from .kernels_backward import dkdv_kernel, dq_kernel
     from .kernels_forward import forward_kernel
     from .kernels_hopper import hopper_backward_kernel
+    from .kernels_hopper_forward import hopper_forward_kernel
 
-    functions = {"forward": forward_kernel, "dq": dq_kernel, "dkdv": dkdv_kernel}
-    function = (functions | {HOPPER_BACKWARD: hopper_backward_kernel})[kernel]
+    portable = forward_kernel, dq_kernel, dkdv_kernel
+    functions = (*portable, hopper_forward_kernel, hopper_backward_kernel)
+    function = dict(zip((*KERNELS, *HOPPERS_OWN), functions, strict=True))[kernel]
     chip = divmod(capability, 10)
     element = "bf16" if arithmetic == "half" else "fp32"
     block_d = max(16, triton.next_power_of_2(d_head))
     if tile is None:
-        by_hand = kernel == HOPPER_BACKWARD
-        tile = (
-            tile_by_hand(arithmetic, block_d, chip)
-            if by_hand
-            else tile_for(kernel, arithmetic, block_d, chip)
-        )
+        choose = tile_by_hand if kernel in HOPPERS_OWN else tile_for
+        tile = choose(kernel, arithmetic, block_d, chip)
     constants = {
         "CAUSAL": True,
         "EVEN_KEYS": True,
@@ -109,7 +114,7 @@ def compile_one(
         "DESCRIPTORS": uses_descriptors(chip, arithmetic, block_d),
         "PRECISION": exact_precision(chip) if arithmetic == "exact" else "tf32",
         "STAGES": tile.num_stages,
-        "GLUON": kernel == HOPPER_BACKWARD,
+        "GLUON": kernel in HOPPERS_OWN,
     }
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):

@@ -22,6 +22,7 @@ from .kernels_backward import dkdv_kernel, dq_kernel
 from .kernels_forward import forward_kernel
 from .launch import ALIGNMENT, INTERPRETED, Launch, Shape, describer, four_dims, loadable, on
 from .tuning import (
+    HOPPERS_OWN,
     INTERPRETER,
     KERNELS,
     Tile,
@@ -87,7 +88,8 @@ class Way:
     block_d: int
     descriptors: bool
     tiles: tuple[Tile, ...]  # one a kernel, in the order of tuning.KERNELS
-    by_hand: Tile | None  # of Hopper's own backward kernel, where there is one
+    forward_by_hand: Tile | None  # of Hopper's own kernels, where there are any
+    backward_by_hand: Tile | None
     processors: int
 
     def tile(self, kernel: str) -> Tile:
@@ -102,9 +104,9 @@ def way_for(dtype: torch.dtype, d: int, device: torch.device, float32_precision:
     kind, block_d = arithmetic(dtype.itemsize, precision), max(16, triton.next_power_of_2(d))
     tiles = tuple(tile_for(kernel, kind, block_d, capability) for kernel in KERNELS)
     descriptors = uses_descriptors(capability, kind, block_d)
-    by_hand = tile_by_hand(kind, block_d, capability)
+    by_hand = (tile_by_hand(kernel, kind, block_d, capability) for kernel in HOPPERS_OWN)
     processors = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
-    return Way(dtype, device, kind, precision, block_d, descriptors, tiles, by_hand, processors)
+    return Way(dtype, device, kind, precision, block_d, descriptors, tiles, *by_hand, processors)
 
 
 class Problem:
@@ -120,6 +122,10 @@ class Problem:
 
     def programs(self, rows: int, block: int) -> int:
         return triton.cdiv(rows, block) * self.batch * self.heads
+
+    def occupies_all(self, rows: int, block: int) -> bool:
+        """Whether there is a program for each processor at least."""
+        return self.programs(rows, block) >= self.way.processors
 
     def constants(self, tile: Tile, **only_some: bool) -> dict[str, Any]:
         """The constexprs, in the kernels' order."""
@@ -147,7 +153,11 @@ class Problem:
 def forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Callable[..., None]:
     """The forward's launch for q, k, v, o of these layouts."""
     q, k, v, o = layouts
-    problem = Problem(q, k, way, is_causal)
+    problem, tile = Problem(q, k, way, is_causal), way.forward_by_hand
+    if tile and problem.occupies_all(problem.n_queries, tile.block_m):
+        from .hopper import hopper_forward_plan
+
+        return hopper_forward_plan(problem, layouts)
     tile = way.tile("forward")
     launch = Launch(
         forward_kernel,
@@ -168,10 +178,9 @@ def backward_plan(
 
     Call it with do, q, k, v, o, L, and what it writes: dq, dk, dv.
     """
-    problem, tile = Problem(layouts[0], layouts[1], way, is_causal), way.by_hand
-    # A large program for each processor at least; below that, the smaller ones of two kernels fill more.
-    enough = tile is not None and problem.programs(problem.n_keys, tile.block_n) >= way.processors
-    if enough and not deterministic:
+    problem, tile = Problem(layouts[0], layouts[1], way, is_causal), way.backward_by_hand
+    # Its programs are large; where they leave processors idle, the smaller ones of two kernels fill more.
+    if tile and problem.occupies_all(problem.n_keys, tile.block_n) and not deterministic:
         from .hopper import hopper_backward_plan
 
         return hopper_backward_plan(problem, layouts)

@@ -1,7 +1,7 @@
-"""Launching Hopper's own backward. Gluon is imported with it: the interpreter has no use for it."""
+"""Launching Hopper's own kernels. Gluon is imported with it: the interpreter has no use for it."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 
 from .dq_sums import dq_from_sums_kernel, prepare_kernel
 from .kernels_hopper import hopper_backward_kernel
+from .kernels_hopper_forward import hopper_forward_kernel
 from .launch import Launch, describer, four_dims
-from .tuning import AROUND_SUMS
+from .tuning import AROUND_SUMS, Tile
 
 if TYPE_CHECKING:
     from .flash_triton import Layout, Problem
@@ -27,10 +28,55 @@ def row_layout() -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+def _constants(problem: "Problem", tile: Tile) -> dict[str, Any]:
+    """The constexprs, in both kernels' order."""
+    return {
+        "CAUSAL": problem.is_causal,
+        "EVEN_KEYS": problem.n_keys % tile.block_n == 0,
+        "D": problem.d,
+        "BLOCK_D": problem.way.block_d,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "STAGES": tile.num_stages,
+    }
+
+
+def _describers(
+    problem: "Problem", layouts: "Sequence[Layout]", rows: tuple[int, ...]
+) -> list[Callable[[Tensor], Any]]:
+    """For each layout a function that describes such a tensor as tiles of so many rows."""
+    dtype = str(problem.way.dtype).removeprefix("torch.")
+    shapes = [(1, 1, n, problem.way.block_d) for n in rows]
+    return [
+        describer(*four_dims(*layout), shape, tile_layout(shape, dtype))
+        for layout, shape in zip(layouts, shapes, strict=True)
+    ]
+
+
+def hopper_forward_plan(problem: "Problem", layouts: "tuple[Layout, ...]") -> Callable[..., None]:
+    """The launch for q, k, v, o of these layouts; as flash_triton.forward_plan."""
+    *inputs, o = layouts
+    tile = problem.way.forward_by_hand
+    launch = Launch(
+        hopper_forward_kernel,
+        problem.programs(problem.n_queries, tile.block_m),
+        (*four_dims(*o)[1], *problem.sizes, problem.scale_log2),
+        _constants(problem, tile),
+        tile,
+    )
+    tiles = _describers(problem, inputs, (tile.block_m, tile.block_n, tile.block_n))
+
+    def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor):
+        described = (describe(x) for describe, x in zip(tiles, (q, k, v), strict=True))
+        launch(*described, o, lse)
+
+    return run
+
+
 def hopper_backward_plan(problem: "Problem", layouts: "tuple[Layout, ...]") -> Callable[..., None]:
     """The three launches for q, k, v, do, o, dq, dk, dv of these layouts; as flash_triton.backward_plan."""
-    way, tile = problem.way, problem.way.by_hand
-    q, k, v, do, o, dq, dk, dv = (four_dims(*layout) for layout in layouts)
+    way, tile = problem.way, problem.way.backward_by_hand
+    _, _, _, do, o, dq, dk, dv = (four_dims(*layout) for layout in layouts)
     sizes = {"D": problem.d, "BLOCK_D": way.block_d, "BLOCK_M": tile.block_m}
     programs = problem.programs(problem.n_queries, tile.block_m)
     heads_and_queries = problem.sizes[:2]
@@ -42,17 +88,10 @@ def hopper_backward_plan(problem: "Problem", layouts: "tuple[Layout, ...]") -> C
         hopper_backward_kernel,
         problem.programs(problem.n_keys, tile.block_n),
         (*dk[1], *dv[1], *problem.sizes, problem.scale, problem.scale_log2),
-        {"CAUSAL": problem.is_causal, "EVEN_KEYS": problem.n_keys % tile.block_n == 0}
-        | sizes
-        | {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages},
+        _constants(problem, tile),
         tile,
     )
-    dtype = str(way.dtype).removeprefix("torch.")
-    shapes = [(1, 1, rows, way.block_d) for rows in (tile.block_m, tile.block_n, tile.block_n, tile.block_m)]
-    tiles = [
-        describer(*layout, shape, tile_layout(shape, dtype))
-        for layout, shape in zip((q, k, v, do), shapes, strict=True)
-    ]
+    tiles = _describers(problem, layouts[:4], (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
     rows = problem.batch * problem.heads, triton.cdiv(problem.n_queries, tile.block_m) * tile.block_m
     row = describer(rows, (rows[1], 1), (1, tile.block_m), row_layout())
 

@@ -1,13 +1,14 @@
 """The forward for Hopper, its asynchronous units driven by hand (Gluon), as FlashAttention-3 does in CUDA.
 
 The algorithm and the notation are those of kernels_forward. While P V of one tile of keys is running, S of
-the next has been computed and its softmax is under way. Q stays in registers, the copy engine fills a ring of
-STAGES buffers with K and V. A rung of the ladder in notebook 27.
+the next has been computed and its softmax is under way. The copy engine fills a ring of STAGES buffers with K
+and V.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -33,8 +34,14 @@ def _start_loading_keys(
 
 
 @gluon.jit
-def _softmax(s, m, total, queries, keys, n_keys, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
-    """P of one tile, and maximum and total brought up to date, with the factor for what was summed before."""
+def _softmax(
+    s, m, total, queries, keys, n_keys, scale_log2,
+    MASKED: gl.constexpr, CAUSAL: gl.constexpr, operand: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """P of one tile, and maximum and total brought up to date, with the factor for what was summed before.
+
+    P is rounded at once: until its product with V starts, a tile later, it takes half the registers so.
+    """
     if MASKED:
         visible = keys[None, :] < n_keys
         if CAUSAL:
@@ -43,7 +50,8 @@ def _softmax(s, m, total, queries, keys, n_keys, scale_log2, MASKED: gl.constexp
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     p = gl.exp2(s * scale_log2 - m_new[:, None])
     correction = gl.exp2(m - m_new)
-    return p, m_new, total * correction + gl.sum(p, 1), correction
+    total = total * correction + gl.sum(p, 1)
+    return gl.convert_layout(p.to(dtype), operand), m_new, total, correction
 
 
 @gluon.jit
@@ -51,18 +59,17 @@ def _attend(
     o, p, m, total, q, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys, tiles, tile,
     scale_log2,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    operand: gl.constexpr,
 ):  # fmt: skip
     """Add P V of the tile before, and compute P of this one meanwhile."""
     rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    operand: gl.constexpr = p.type.layout
     stage = tile % STAGES
     mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
     s = warpgroup_mma(q, ks.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    p = gl.convert_layout(p.to(q.dtype), operand)
     o = warpgroup_mma(p, vs.index((tile - 1) % STAGES), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p, m, total, correction = _softmax(
-        s, m, total, queries, tile * BLOCK_N + keys, n_keys, scale_log2, MASKED, CAUSAL
+        s, m, total, queries, tile * BLOCK_N + keys, n_keys, scale_log2, MASKED, CAUSAL, operand, p.dtype
     )
     o = warpgroup_mma_wait(0, deps=[o])
     barrier_of_block()  # all warps have read the tile before: its buffers are free
@@ -74,7 +81,7 @@ def _attend(
 @gluon.jit
 def hopper_forward_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
-    n_heads, n_queries, n_keys, scale, scale_log2,
+    n_heads, n_queries, n_keys, scale_log2,
     CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -102,6 +109,7 @@ def hopper_forward_kernel(
     mbarrier.init(q_ready, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
+    fence_async_shared()
     barrier_of_block()
 
     unmasked = n_keys // BLOCK_N  # tiles that all our queries see in full; they come first
@@ -124,26 +132,30 @@ def hopper_forward_kernel(
     operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
 
     mbarrier.wait(q_ready, 0)
-    q = q.load(gl.DotOperandLayout(0, scores, 2))
+    if BLOCK_D <= 64:  # narrow enough to stay in registers, where the matrix units can read it
+        q = q.load(gl.DotOperandLayout(0, scores, 2))
     mbarrier.wait(ready.index(0), 0)
     s = warpgroup_mma(q, ks.index(0).permute([1, 0]), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     if unmasked > 0:
-        p, m, total, _ = _softmax(s, m, total, queries, keys, n_keys, scale_log2, False, CAUSAL)
+        p, m, total, _ = _softmax(
+            s, m, total, queries, keys, n_keys, scale_log2, False, CAUSAL, operand, dtype
+        )
     else:
-        p, m, total, _ = _softmax(s, m, total, queries, keys, n_keys, scale_log2, True, CAUSAL)
+        p, m, total, _ = _softmax(
+            s, m, total, queries, keys, n_keys, scale_log2, True, CAUSAL, operand, dtype
+        )
     for tile in range(1, unmasked):
         o, p, m, total = _attend(
             o, p, m, total, q, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys, tiles,
-            tile, scale_log2, False, CAUSAL, BLOCK_N, STAGES, operand,
+            tile, scale_log2, False, CAUSAL, BLOCK_N, STAGES,
         )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         for tile in range(gl.maximum(unmasked, 1), tiles):
             o, p, m, total = _attend(
                 o, p, m, total, q, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys,
-                tiles, tile, scale_log2, True, CAUSAL, BLOCK_N, STAGES, operand,
+                tiles, tile, scale_log2, True, CAUSAL, BLOCK_N, STAGES,
             )  # fmt: skip
-    p = gl.convert_layout(p.to(dtype), operand)
     o = warpgroup_mma(p, vs.index((tiles - 1) % STAGES), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 KERNELS = ("forward", "dq", "dkdv")
+HOPPERS_OWN = ("hopper_forward", "hopper_backward")
 INTERPRETER = (0, 0)  # in place of a compute capability
 
 
@@ -37,10 +38,13 @@ HOPPER = {
     ("dq", "exact"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(16, 16, 8, 1)},
     ("dkdv", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 16, 8, 1)},
 }
-# Of Hopper's own backward kernel, and of what runs before and after it. (At 128 it keeps a few addresses in
-# memory while its loops run; the loops store nothing there.)
-BY_HAND = {("half", 64): Tile(64, 128, 8, 3), ("half", 128): Tile(64, 128, 8, 3)}
-AROUND_SUMS = Tile(64, 128, 4, 1)
+# Of Hopper's own kernels. (At 128 the backward keeps a few addresses in memory while its loops run; the loops
+# store nothing there.)
+BY_HAND = {
+    ("hopper_forward", "half"): {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3)},
+    ("hopper_backward", "half"): {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 3)},
+}
+AROUND_SUMS = Tile(64, 128, 4, 1)  # of what runs before and after that backward
 PORTABLE = {
     ("forward", "half"): {64: Tile(64, 64, 4, 3), 128: Tile(128, 32, 8, 3), 256: Tile(64, 32, 8, 2)},
     ("dq", "half"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(64, 32, 8, 1)},
@@ -75,9 +79,9 @@ def uses_descriptors(capability: tuple[int, int], arithmetic: str, block_d: int)
     return capability == INTERPRETER or (capability[0] > 9 and arithmetic == "half" and block_d <= 128)
 
 
-def tile_by_hand(arithmetic: str, block_d: int, capability: tuple[int, int]) -> Tile | None:
-    """The tile of Hopper's own backward kernel; None where there is none."""
-    return BY_HAND.get((arithmetic, block_d)) if capability[0] == 9 else None
+def tile_by_hand(kernel: str, arithmetic: str, block_d: int, capability: tuple[int, int]) -> Tile | None:
+    """The tile of one of HOPPERS_OWN; None where that kernel does not run."""
+    return BY_HAND.get((kernel, arithmetic), {}).get(block_d) if capability[0] == 9 else None
 
 
 @cache

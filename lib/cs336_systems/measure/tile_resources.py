@@ -9,13 +9,14 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.attention.ahead_of_time import HOPPER_BACKWARD, resources
-from cs336_systems.attention.tuning import BY_HAND, KERNELS, tile_by_hand, tile_for
+from cs336_systems.attention.ahead_of_time import resources
+from cs336_systems.attention.tuning import BY_HAND, HOPPERS_OWN, KERNELS, tile_by_hand, tile_for
 from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.rows import load_rows, save_rows
 
 PLACE = {"slug": "flash_forward", "machine": "ahead_of_time", "table": "tiles"}  # of the committed table
 CAPABILITIES = (80, 90, 100)
+BESIDE = dict(zip(HOPPERS_OWN, ("forward", "dkdv"), strict=True))  # the common kernel that each replaces
 ARITHMETIC = {"bfloat16": "half", "tf32": "tf32", "float32": "exact"}  # bfloat16 stands for float16 too
 
 
@@ -28,7 +29,7 @@ def tile_rows(
 ) -> list[dict[str, Any]]:
     """Compile every combination, causal, with the tile of the tuning table, and ask ptxas.
 
-    Where Hopper has a backward of its own, it comes beside the two common kernels.
+    Where Hopper has a kernel of its own, it comes with the common one: its backward with "dkdv".
 
     Args:
         capabilities: of ahead_of_time.SHARED_LIMIT: 80 is Ampere, 90 Hopper, 100 Blackwell.
@@ -48,9 +49,10 @@ def tile_rows(
     capabilities, d_heads = tuple(capabilities), tuple(d_heads)
     arithmetics = [ARITHMETIC[dtype] for dtype in dtypes]
     tables = [resources(capabilities, kernels, arithmetics, d_heads)]
-    for arithmetic, d_head in BY_HAND:
-        if 90 in capabilities and "dkdv" in kernels and arithmetic in arithmetics and d_head in d_heads:
-            tables.append(resources([90], [HOPPER_BACKWARD], [arithmetic], [d_head]))
+    for (kernel, arithmetic), tiles in BY_HAND.items():
+        sizes = [size for size in tiles if size in d_heads]
+        if 90 in capabilities and BESIDE[kernel] in kernels and arithmetic in arithmetics and sizes:
+            tables.append(resources([90], [kernel], [arithmetic], sizes))
     table = pd.concat(tables)
     table = table.rename(columns={"shared_limit": "shared_limit_bytes"})
     table = table.assign(implementation="flash_triton", gpu="none", dtype=table.pop("arithmetic").map(names))
@@ -74,10 +76,11 @@ def shipped_tiles() -> pd.DataFrame:
 
 
 def _as_in_the_table(row: Any) -> bool:
-    place = ARITHMETIC[row["dtype"]], int(row["d_head"]), divmod(int(row["capability"]), 10)
-    if row["kernel"] not in (*KERNELS, HOPPER_BACKWARD):
+    if row["kernel"] not in (*KERNELS, *HOPPERS_OWN):
         return False
-    tile = tile_by_hand(*place) if row["kernel"] == HOPPER_BACKWARD else tile_for(row["kernel"], *place)
+    choose = tile_by_hand if row["kernel"] in HOPPERS_OWN else tile_for
+    place = ARITHMETIC[row["dtype"]], int(row["d_head"]), divmod(int(row["capability"]), 10)
+    tile = choose(row["kernel"], *place)
     keys = ("block_m", "block_n", "num_warps", "num_stages")
     return tile is not None and all(getattr(tile, key) == row[key] for key in keys)
 

@@ -119,7 +119,7 @@ def _prepare(
     q, k, v, do = (torch.randn(shape, device=device, dtype=DTYPES[dtype]) for _ in range(4))
     way = flash_triton.way_for(q.dtype, shape[-1], device, torch.get_float32_matmul_precision())
     chosen = tuple(tile if name == kernel else other for name, other in zip(KERNELS, way.tiles, strict=True))
-    way = dataclasses.replace(way, tiles=chosen, by_hand=None)
+    way = dataclasses.replace(way, tiles=chosen, forward_by_hand=None)
     o, logsumexp = flash_triton.flash_forward(q, k, v, is_causal)
     layout = (q.shape, q.stride())
     if kernel == "forward":
