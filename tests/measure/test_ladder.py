@@ -19,11 +19,8 @@ def test_every_rung_is_right(kernel):
     rows = [row for rows in ladder.climb([kernel], **TINY) for row in rows]
     assert len(rows) == len(rungs(kernel)) + 1
     not_timed = {row["case"]: row["status"] for row in rows if row["status"] != "ok"}
-    for_gpus = {
-        "forward": ["driven by hand"],
-        "backward": ["dependent launch", "one kernel, dQ by the copy engine"],
-    }
-    assert not_timed == (dict.fromkeys(for_gpus[kernel], "skipped") if INTERPRETED else {})
+    for_gpus = ["dependent launch", "one kernel, dQ by the copy engine"] if kernel == "backward" else []
+    assert not_timed == (dict.fromkeys(for_gpus, "skipped") if INTERPRETED else {})
     assert [row["step"] for row in rows] == list(range(len(rows)))
     save_rows(rows, "flash_leaderboard", table="ladder")
     saved = load_rows("flash_leaderboard", machine_card().slug, table="ladder")
@@ -44,21 +41,10 @@ def test_an_unknown_rung_is_named():
 
 
 @pytest.mark.gpu
-def test_the_last_rung_is_as_fast_as_what_is_shipped():
+def test_what_is_shipped_is_as_fast_as_the_last_rung():
     size = {"num_heads": 16, "context_length": 8192, "d_head": 64}  # long enough to hide the host's work
     times = {"at most 168 registers": [], "as shipped": []}
     for _ in range(3):  # in turn, for the clock of a GPU that was busy changes
         for name in times:
             times[name].append(ladder.benchmark_rung("forward", name, **size)["p20_ms"])
-    assert min(times["at most 168 registers"]) == pytest.approx(min(times["as shipped"]), rel=0.1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("context_length", [64, 500, 1000, 4096])
-@pytest.mark.parametrize("d_head", [16, 40, 64, 128])
-def test_the_forward_driven_by_hand_is_right(context_length, d_head):
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("for Hopper")
-    size = {"num_heads": 3, "context_length": context_length, "d_head": d_head, "steps": 1}
-    row = ladder.benchmark_rung("forward", "driven by hand", **size)
-    assert row["status"] == "ok", row["reason"]
+    assert min(times["as shipped"]) < 1.1 * min(times["at most 168 registers"])

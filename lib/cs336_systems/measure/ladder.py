@@ -11,9 +11,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention import flash_triton
-from cs336_systems.attention.launch import Launch, describer, on
+from cs336_systems.attention.launch import Launch, on
 from cs336_systems.attention.techniques import AS_SHIPPED, STEPS, Rung, rungs, shipped
-from cs336_systems.attention.tuning import KERNELS, Tile
+from cs336_systems.attention.tuning import KERNELS
 from cs336_systems.attention.variants import kernels
 from cs336_systems.measure.fresh import in_processes
 from cs336_systems.measure.host import check_choice
@@ -86,8 +86,6 @@ def _why_not(rung: Rung, device: torch.device) -> str:
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     if rung.dependent_launch and not on_hopper:
         return "dependent launches need a Hopper GPU or a later one"
-    if rung.by_hand and (device.type == "cpu" or torch.cuda.get_device_capability(device)[0] != 9):
-        return "Hopper's own kernel needs a Hopper GPU"
     return ""
 
 
@@ -128,8 +126,6 @@ def _problem(rung: Rung, q: Tensor) -> flash_triton.Problem:
 def _forward(rung: Rung, inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> Callable[[], None]:
     problem, tile = _problem(rung, inputs[0]), dict(rung.tiles)["forward"]
     layouts = tuple((x.shape, x.stride()) for x in inputs)
-    if rung.by_hand:
-        return _forward_by_hand(problem, rung.by_hand, inputs, outputs)
     launch = Launch(
         kernels(rung.changes)["forward"],
         problem.programs(problem.n_queries, tile.block_m),
@@ -139,29 +135,6 @@ def _forward(rung: Rung, inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> C
     )
     sources = problem.sources(layouts, (tile.block_m, tile.block_n, tile.block_n))
     return lambda: launch(*sources(*inputs), *outputs)
-
-
-def _forward_by_hand(
-    problem: flash_triton.Problem, tile: Tile, inputs: tuple[Tensor, ...], outputs: list[Tensor]
-) -> Callable[[], None]:
-    from cs336_systems.attention.hopper import tile_layout  # brings Gluon
-    from cs336_systems.attention.kernels_hopper_forward import hopper_forward_kernel
-
-    constants = {"CAUSAL": True, "EVEN_KEYS": problem.n_keys % tile.block_n == 0, "D": problem.d}
-    constants |= {"BLOCK_D": problem.way.block_d, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
-    launch = Launch(
-        hopper_forward_kernel,
-        problem.programs(problem.n_queries, tile.block_m),
-        (*inputs[0].stride(), *problem.sizes, problem.scale, problem.scale * flash_triton.LOG2E),
-        constants | {"STAGES": tile.num_stages},
-        tile,
-    )
-    sources = []
-    for x, rows in zip(inputs, (tile.block_m, tile.block_n, tile.block_n), strict=True):
-        shape = (1, 1, rows, problem.way.block_d)
-        layout = tile_layout(shape, str(x.dtype).removeprefix("torch."))
-        sources.append(describer(tuple(x.shape), x.stride(), shape, layout)(x))
-    return lambda: launch(*sources, *outputs)
 
 
 def _backward(
