@@ -36,19 +36,50 @@ def test_every_tile_repeatedly_on_fresh_inputs(d, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("d", [40, 64, 72, 128])
-def test_enough_programs_for_hoppers_own_backward(d, dtype):
+@pytest.mark.parametrize("d", [33, 40, 64, 72, 128])
+def test_enough_programs_for_hoppers_own_kernels(d, dtype):
     cases = [
         AttentionCase("even", (5, 8), 512, 512, d, is_causal=True),
         AttentionCase("full", (40,), 512, 640, d),
         AttentionCase("ragged", (50,), 333, 390, d, is_causal=True),
         AttentionCase("ragged, full", (50,), 301, 389, d),
-        AttentionCase("keys that no query sees", (30,), 70, 700, d, is_causal=True),
+        AttentionCase("more queries than keys", (3, 50), 390, 70, d, is_causal=True),
+        AttentionCase("fewer keys than a tile has", (150,), 200, 5, d),
+        AttentionCase("keys that no query sees", (150,), 70, 700, d, is_causal=True),
         AttentionCase("one query, one key", (150,), 1, 1, d, is_causal=True),
         AttentionCase("large scores", (40,), 512, 512, d, is_causal=True, logit_scale=30.0),
     ]
     for _ in range(3):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("d", [40, 64, 128])
+@pytest.mark.parametrize("n", [1, 65, 300])
+def test_many_programs_write_every_element(n, d, is_causal, monkeypatch):
+    """Whatever memory the outputs start from: here every new tensor of floats starts as NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
+    q, k, v = (x.detach() for x in random_inputs(150, n, d))
+    o, logsumexp = flash_forward(q, k, v, is_causal)
+    results = [o, logsumexp, *flash_backward(torch.ones_like(o), q, k, v, o, logsumexp, is_causal)]
+    assert all(x.isfinite().all() for x in results)
+
+
+@pytest.mark.parametrize("d", [40, 64, 128])
+def test_many_programs_with_any_strides(d):
+    """A forward has the same bits every time: so it must have the same in any layout."""
+    layouts = [
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.mT.contiguous().mT,
+        lambda x: torch.stack([x, x], -1)[..., 0],
+        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    ]
+    inputs = [x.detach() for x in random_inputs(5, 10, 300, d)]
+    wanted = flash_forward(*inputs, True)
+    for layout in layouts:
+        assert all(map(torch.equal, flash_forward(*map(layout, inputs), True), wanted))
 
 
 @pytest.mark.parametrize("d", [16, 64, 128, 256])
