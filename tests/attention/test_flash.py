@@ -209,9 +209,12 @@ def test_every_element_is_written(n, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
+        (lambda q, k, v: (None, k, v), TypeError, "are NoneType, Tensor, Tensor; allowed: three tensors"),
+        (lambda q, k, v: (q, k.tolist(), v), TypeError, "are Tensor, list, Tensor; allowed"),
         (lambda q, k, v: (q.double(), k, v), TypeError, "torch.float64"),
         (lambda q, k, v: (q, k.half(), v), TypeError, "torch.float16"),
         (lambda q, k, v: (q, k.to("meta"), v), ValueError, "meta"),
+        (lambda q, k, v: (x.to("meta") for x in (q, k, v)), ValueError, "q is on meta; allowed: a dev"),
         (lambda q, k, v: (q[0], k, v), ValueError, r"\(16, 32\)"),
         (lambda q, k, v: (q, k, v[:, :3]), ValueError, r"\(2, 3, 32\)"),
         (lambda q, k, v: (q[..., :8], k, v), ValueError, r"\(2, 16, 8\)"),
@@ -230,6 +233,13 @@ def test_front_door(implementation):
     q, k, v = (x.detach() for x in random_inputs(2, 2, n=20, n_keys=30))
     output = attention(q, k, v, is_causal=True, implementation=implementation)
     agree([output], [reference_attention(q, k, v, True)])
+
+
+@pytest.mark.parametrize("implementation", ["auto", *IMPLEMENTATIONS])
+def test_front_door_takes_tensors(implementation):
+    q, k, _ = random_inputs(1)
+    with pytest.raises(TypeError, match="q, k, v are Tensor, Parameter, NoneType; allowed: three tensors"):
+        attention(q, torch.nn.Parameter(k), None, implementation=implementation)
 
 
 def test_front_door_lists_the_names():

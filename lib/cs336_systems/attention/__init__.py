@@ -10,7 +10,7 @@ from torch import Tensor
 from cs336_systems.ranges import annotate
 
 from .flash_pytorch import FlashAttentionPyTorch
-from .inputs import DTYPES, MAX_HEAD_SIZE
+from .inputs import DTYPES, MAX_HEAD_SIZE, check_tensors
 from .reference import reference_attention
 
 HAS_TRITON = find_spec("triton") is not None  # not on macOS
@@ -70,7 +70,9 @@ def attention(
     Raises:
         ValueError: the implementation's name is unknown; the message lists the names.
         ImportError: "flash_triton" where triton is not installed.
+        TypeError: q, k and v are not all tensors.
     """
+    check_tensors(q, k, v)
     if implementation == "auto":
         implementation = _fastest(q)
     if implementation not in IMPLEMENTATIONS:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .inputs import cast_for_autocast, check_inputs
+from .inputs import accepted
 
 TILE = 128  # queries and keys per tile
 
@@ -76,8 +76,7 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        q, k, v = cast_for_autocast(q, k, v)
-        check_inputs(q, k, v)
+        q, k, v = accepted(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             o, logsumexp = flash_forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, logsumexp)

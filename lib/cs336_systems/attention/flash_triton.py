@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .inputs import cast_for_autocast, check_inputs
+from .inputs import accepted
 from .kernels_backward import dkdv_kernel, dq_kernel
 from .kernels_forward import forward_kernel
 from .launch import ALIGNMENT, INTERPRETED, Launch, Shape, describer, four_dims, loadable, on
@@ -244,8 +244,7 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        q, k, v = cast_for_autocast(q, k, v)
-        check_inputs(q, k, v)
+        q, k, v = accepted(q, k, v)
         if not (q.is_cuda or INTERPRETED):
             raise ValueError(
                 f"q, k, v are on {q.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "

@@ -7,13 +7,33 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise one clear sentence for tensors that are no (..., n, d) queries, keys and values of one kind.
+def accepted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v, inside torch.autocast in the region's dtype: attention is made of matrix products.
+
+    What is no (..., n, d) queries, keys and values of one kind gets one clear sentence.
 
     Raises:
-        TypeError: dtypes that differ or are not supported.
-        ValueError: devices or shapes that do not fit together, no rows at all, or a head size over 256.
+        TypeError: no tensors, or dtypes that differ or are not supported.
+        ValueError: devices or shapes that do not fit, no numbers, no rows at all, or a head size over 256.
     """
+    check_tensors(q, k, v)
+    if q.device.type == "meta":  # which autocast does not know
+        raise ValueError("q is on meta; allowed: a device whose tensors hold numbers")
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    _check_that_they_fit(q, k, v)
+    return q, k, v
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise a TypeError for what is no tensor at all."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        kinds = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise TypeError(f"q, k, v are {kinds}; allowed: three tensors")
+
+
+def _check_that_they_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         raise TypeError(
             f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; "
@@ -33,12 +53,3 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{shapes}; allowed: no dimension of size 0")
     if q.shape[-1] > MAX_HEAD_SIZE:
         raise ValueError(f"{shapes}; allowed: a head size d of at most {MAX_HEAD_SIZE}")
-
-
-def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Inside torch.autocast, attention runs in the region's dtype, like the matrix products it is made of."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) for tensor in tensors)
