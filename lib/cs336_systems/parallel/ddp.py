@@ -26,10 +26,10 @@ class Mean:
     once the current stream has produced the tensor; `wait()` makes the current stream wait for NCCL's.
     """
 
-    def __init__(self, tensor: Tensor):
+    def __init__(self, tensor: Tensor, backend: str):
         self.tensor = tensor
         # NCCL divides on the fly; Gloo sums, and the division is ours.
-        self.divides = dist.get_backend() == "nccl"
+        self.divides = backend == "nccl"
         operation = dist.ReduceOp.AVG if self.divides else dist.ReduceOp.SUM
         self.work = dist.all_reduce(tensor, op=operation, async_op=True)
 
@@ -65,6 +65,7 @@ class DataParallel(nn.Module):
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._absent: set[int] = set()  # places in _trainable whose gradient is a zero of ours
         self._synchronizes = True
+        self._backend = dist.get_backend()  # asked once: a message should cost the CPU little
         check_ranks_agree(self._description())
         if not self._trainable:
             raise ValueError(f"{type(module).__name__} has no trainable parameter; allowed: one or more")
@@ -147,7 +148,7 @@ class NaiveDDP(DataParallel):
 
     def _average_gradients(self) -> None:
         for place in range(len(self._trainable)):
-            Mean(self._gradient(place)).wait()
+            Mean(self._gradient(place), self._backend).wait()
 
 
 class FlatDDP(DataParallel):
@@ -158,7 +159,7 @@ class FlatDDP(DataParallel):
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             group = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in group])
-            Mean(flat).wait()
+            Mean(flat, self._backend).wait()
             means = flat.split([gradient.numel() for gradient in group])
             for gradient, mean in zip(group, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))

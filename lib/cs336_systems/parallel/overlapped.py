@@ -73,7 +73,8 @@ class OverlappedDDP(DataParallel):
             self._send_next()
 
     def _send_next(self) -> None:
-        self._under_way.append(Mean(self._contribution(self._buckets[len(self._under_way)])))
+        contribution = self._contribution(self._buckets[len(self._under_way)])
+        self._under_way.append(Mean(contribution, self._backend))
 
     def _contribution(self, bucket: list[int]) -> Tensor:
         (place,) = bucket
