@@ -83,6 +83,7 @@ def test_the_line_names_machine_versions_and_rates(measured):
     assert "\n" not in line
     assert all(part in line for part in ("no GPU", torch.__version__, "float32 0.1", "10 GB/s"))
     assert H200.line().startswith("h200: NVIDIA H200 (140 GiB, 132 SMs)")
+    assert H200.line().endswith("copy 4,300 GB/s")
 
 
 def test_rates_of_this_cpu_are_plausible():

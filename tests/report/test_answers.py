@@ -85,6 +85,8 @@ def test_a_key_that_is_no_column_is_refused(rows):
         (answers.plural(0, "step"), "0 steps"),
         (answers.plural(2, "pass", "passes"), "2 passes"),
         (answers.between([9.531, 81.2, 20.0]), "9.53 ms to 81.2 ms"),
+        (answers.between([0.0983, 0.1031]), "98.3 µs to 103 µs"),
+        (answers.between([0.0983, 2.5]), "98.3 µs to 2.50 ms"),
         (answers.between([1.0, 1.001], answers.ratio_text), "1.00×"),
     ],
 )

@@ -54,7 +54,7 @@ class MachineCard:
         return (
             f"{self.slug}: {gpu}, {self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB), "
             f"torch {self.torch}, triton {self.triton}; "
-            f"measured: matrix products {rates} TFLOP/s, copy {self.copy_gbps:.3g} GB/s"
+            f"measured: matrix products {rates} TFLOP/s, copy {float(f'{self.copy_gbps:.3g}'):,g} GB/s"
         )
 
 

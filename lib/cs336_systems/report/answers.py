@@ -118,8 +118,13 @@ def plural(count: int, noun: str, plural_noun: str | None = None) -> str:
 
 
 def between(values, unit=ms) -> str:
-    """The range of some numbers: "9.53 ms to 81.2 ms", or one text when they round to the same."""
+    """The range of some numbers: "9.53 ms to 81.2 ms", or one text when they round to the same.
+
+    Both ends of a range of times have one unit where that reads well: "98.3 µs to 103 µs".
+    """
     low, high = unit(min(values)), unit(max(values))
+    if unit is ms and low.endswith("µs") and 0.1 <= max(values) < 1:
+        high = f"{significant(max(values) * 1e3)} µs"
     return low if low == high else f"{low} to {high}"
 
 

@@ -212,9 +212,11 @@ def with_map(readme: str, pages: dict[str, Page]) -> str:
     """The README's text with the map as it is now: a problem that is a link has its notebook."""
     lines = ["| chapter | problems |", "|:--|:--|"]
     for chapter, problems in chapters().items():
+        # No-break spaces: a line does not end between a number and its name.
+        titles = {problem: problem.title.replace(" ", "\u00a0") for problem in problems}
         names = [
-            f"[{problem.title}](notebooks/{problem.name}.ipynb)" if problem.name in pages else problem.title
-            for problem in problems
+            f"[{title}](notebooks/{problem.name}.ipynb)" if problem.name in pages else title
+            for problem, title in titles.items()
         ]
         lines.append(f"| {chapter} | {', '.join(names)} |")
     table = "\n".join(lines)

@@ -42,7 +42,11 @@ _COLUMNS = {
     "size_mib": "memory (MiB)",
     "context_length": "context length (tokens)",
     "d_head": "head dimension",
+    "is_causal": "causal",
+    "num_rows": "rows",
     "world_size": "processes",
+    "sm_clock_mhz": "SM clock (MHz)",
+    "power_w": "power (W)",
     "message_mb": "size of the message (MB)",
     "warmup_steps": "warm-up steps",
     "where": "machine",
@@ -135,6 +139,8 @@ def value_label(value: object, column: str | None = None) -> str:
         return MISSING
     if column == "context_length":
         return context_label(value)
+    if column == "num_rows":
+        return f"{value:,.0f}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
