@@ -211,9 +211,9 @@ def rungs(kernel: str) -> list[Rung]:
     return climbed + [climbed[-1].after(step) for step in STEPS[kernel] if not step.kept]
 
 
-def shipped(kernel: str) -> Rung:
-    """The library's own forward or backward, whatever it launches."""
-    return Rung(AS_SHIPPED, kernel, (), ())
+def all_rungs(kernel: str) -> list[Rung]:
+    """`rungs`, then what the library launches, whatever that is. A rung's place here is its number."""
+    return [*rungs(kernel), Rung(AS_SHIPPED, kernel, (), ())]
 
 
 SHIPPED = {

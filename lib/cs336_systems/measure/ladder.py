@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.launch import Launch, on
-from cs336_systems.attention.techniques import AS_SHIPPED, STEPS, Rung, rungs, shipped
+from cs336_systems.attention.techniques import AS_SHIPPED, STEPS, Rung, all_rungs
 from cs336_systems.attention.tuning import KERNELS
 from cs336_systems.attention.variants import kernels
 from cs336_systems.measure.fresh import in_processes
@@ -28,7 +28,7 @@ def climb(passes: Iterable[str] = tuple(STEPS), **size: Any) -> Iterator[list[di
     Args:
         size: num_heads, context_length, d_head, device, steps, as in `benchmark_rung`.
     """
-    work = [(kernel, rung.name) for kernel in passes for rung in (*rungs(kernel), shipped(kernel))]
+    work = [(kernel, rung.name) for kernel in passes for rung in all_rungs(kernel)]
     if resolve_device(size.get("device", "auto")).type == "cuda":
         in_processes(partial(benchmark_rung, **size | {"context_length": 512, "steps": 1}), work)
     for kernel, name in work:
@@ -47,7 +47,7 @@ def benchmark_rung(
 ) -> dict[str, Any]:
     """Time one rung: causal, bfloat16 (in the interpreter float16). A wrong result is an error."""
     device = resolve_device(device)
-    numbered = {rung.name: (number, rung) for number, rung in enumerate([*rungs(kernel), shipped(kernel)])}
+    numbered = {rung.name: (number, rung) for number, rung in enumerate(all_rungs(kernel))}
     check_choice(f"{kernel} rung", name, numbered)
     number, rung = numbered[name]
     dtype = "float16" if device.type == "cpu" else "bfloat16"
