@@ -9,7 +9,7 @@ exp(scale * s - max) is a single multiply-add and one exp2, the instruction the 
 
 Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has a copy engine (Hopper and newer),
 which then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
-either way.
+either way. (On Hopper, kernels_hopper_forward does the same for 16-bit tensors, faster.)
 """
 
 import triton
