@@ -62,6 +62,13 @@ COLORS: dict[str, dict[str, str]] = {
     "dtype": {"float32": BLUE, "tf32": SKY, "bfloat16": VERMILLION, "float16": PURPLE},
     "pass": {"forward": SKY, "backward": ORANGE, "forward_backward": BLUE, "train_step": INK},
     "machine": {"reference": GREEN, "this machine": ORANGE, "published": GREY},
+    "whose": {"ours": GREEN, "PyTorch's own": INK, "others, published": GREY},  # an entry of a leaderboard
+    "kernel": {  # a pass, and the least it can take
+        "forward": BLUE,
+        "forward, floor": SKY,
+        "backward": VERMILLION,
+        "backward, floor": ORANGE,
+    },
 }
 _SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK]
 
