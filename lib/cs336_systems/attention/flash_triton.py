@@ -153,8 +153,8 @@ class Problem:
 def forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Callable[..., None]:
     """The forward's launch for q, k, v, o of these layouts."""
     q, k, v, o = layouts
-    problem, tile = Problem(q, k, way, is_causal), way.forward_by_hand
-    if tile and problem.occupies_all(problem.n_queries, tile.block_m):
+    problem = Problem(q, k, way, is_causal)
+    if way.forward_by_hand:
         from .hopper import hopper_forward_plan
 
         return hopper_forward_plan(problem, layouts)

@@ -1,8 +1,8 @@
 """The forward for Hopper, its asynchronous units driven by hand (Gluon), as FlashAttention-3 does in CUDA.
 
 The algorithm and the notation are those of kernels_forward. While P V of one tile of keys is running, S of
-the next has been computed and its softmax is under way. The copy engine fills a ring of STAGES buffers with K
-and V.
+the next has been computed and its softmax is under way. Q stays in registers, the copy engine fills a ring of
+STAGES buffers with K and V.
 """
 
 from triton.experimental import gluon
@@ -34,14 +34,8 @@ def _start_loading_keys(
 
 
 @gluon.jit
-def _softmax(
-    s, m, total, queries, keys, n_keys, scale_log2,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, operand: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
-    """P of one tile, and maximum and total brought up to date, with the factor for what was summed before.
-
-    P is rounded at once: until its product with V starts, a tile later, it takes half the registers so.
-    """
+def _softmax(s, m, total, queries, keys, n_keys, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr):
+    """P of one tile, and maximum and total brought up to date, with the factor for what was summed before."""
     if MASKED:
         visible = keys[None, :] < n_keys
         if CAUSAL:
@@ -50,8 +44,7 @@ def _softmax(
     m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)
     p = gl.exp2(s * scale_log2 - m_new[:, None])
     correction = gl.exp2(m - m_new)
-    total = total * correction + gl.sum(p, 1)
-    return gl.convert_layout(p.to(dtype), operand), m_new, total, correction
+    return p, m_new, total * correction + gl.sum(p, 1), correction
 
 
 @gluon.jit
@@ -59,17 +52,18 @@ def _attend(
     o, p, m, total, q, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys, tiles, tile,
     scale_log2,
     MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    operand: gl.constexpr,
 ):  # fmt: skip
     """Add P V of the tile before, and compute P of this one meanwhile."""
     rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
-    operand: gl.constexpr = p.type.layout
     stage = tile % STAGES
     mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
     s = warpgroup_mma(q, ks.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
+    p = gl.convert_layout(p.to(q.dtype), operand)
     o = warpgroup_mma(p, vs.index((tile - 1) % STAGES), o, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     p, m, total, correction = _softmax(
-        s, m, total, queries, tile * BLOCK_N + keys, n_keys, scale_log2, MASKED, CAUSAL, operand, p.dtype
+        s, m, total, queries, tile * BLOCK_N + keys, n_keys, scale_log2, MASKED, CAUSAL
     )
     o = warpgroup_mma_wait(0, deps=[o])
     barrier_of_block()  # all warps have read the tile before: its buffers are free
@@ -132,30 +126,26 @@ def hopper_forward_kernel(
     operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
 
     mbarrier.wait(q_ready, 0)
-    if BLOCK_D <= 64:  # narrow enough to stay in registers, where the matrix units can read it
-        q = q.load(gl.DotOperandLayout(0, scores, 2))
+    q = q.load(gl.DotOperandLayout(0, scores, 2))
     mbarrier.wait(ready.index(0), 0)
     s = warpgroup_mma(q, ks.index(0).permute([1, 0]), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     if unmasked > 0:
-        p, m, total, _ = _softmax(
-            s, m, total, queries, keys, n_keys, scale_log2, False, CAUSAL, operand, dtype
-        )
+        p, m, total, _ = _softmax(s, m, total, queries, keys, n_keys, scale_log2, False, CAUSAL)
     else:
-        p, m, total, _ = _softmax(
-            s, m, total, queries, keys, n_keys, scale_log2, True, CAUSAL, operand, dtype
-        )
+        p, m, total, _ = _softmax(s, m, total, queries, keys, n_keys, scale_log2, True, CAUSAL)
     for tile in range(1, unmasked):
         o, p, m, total = _attend(
             o, p, m, total, q, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys, tiles,
-            tile, scale_log2, False, CAUSAL, BLOCK_N, STAGES,
+            tile, scale_log2, False, CAUSAL, BLOCK_N, STAGES, operand,
         )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         for tile in range(gl.maximum(unmasked, 1), tiles):
             o, p, m, total = _attend(
                 o, p, m, total, q, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys,
-                tiles, tile, scale_log2, True, CAUSAL, BLOCK_N, STAGES,
+                tiles, tile, scale_log2, True, CAUSAL, BLOCK_N, STAGES, operand,
             )  # fmt: skip
+    p = gl.convert_layout(p.to(dtype), operand)
     o = warpgroup_mma(p, vs.index((tiles - 1) % STAGES), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
 
