@@ -10,7 +10,8 @@ from cs336_systems.measure.timing import matmul_precision
 
 pytest.importorskip("triton")
 from cs336_systems.attention import FlashAttentionTriton
-from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.flash_triton import Problem, flash_backward, flash_forward, way_for
+from cs336_systems.attention.tuning import KERNELS
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -33,6 +34,28 @@ def test_every_tile_repeatedly_on_fresh_inputs(d, dtype):
     ]
     for _ in range(3):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
+
+
+@pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
+def test_every_tile_of_exact_float32_repeatedly(d):
+    """From so few heads that the smallest tiles run to so many that the largest do."""
+    heads = (5, 20, 30, 50)
+    way = way_for(torch.float32, d, torch.device("cuda"), "highest")
+    layouts = [((n, 300, d), (300 * d, d, 1)) for n in heads]
+    problems = [Problem(layout, layout, way, is_causal=True) for layout in layouts]
+    for kernel in KERNELS:
+        assert {problem.tile(kernel) for problem in problems} == set(way.tiles_of(kernel))
+    cases = [
+        case
+        for n in heads
+        for case in (
+            AttentionCase("causal", (n,), 300, 300, d, is_causal=True),
+            AttentionCase("full", (n,), 300, 311, d),
+            AttentionCase("large scores", (n,), 300, 300, d, is_causal=True, logit_scale=30.0),
+        )
+    ]
+    for _ in range(3):
+        check_attention(FlashAttentionTriton.apply, cases=cases)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

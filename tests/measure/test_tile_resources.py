@@ -2,6 +2,7 @@
 
 import pytest
 
+from cs336_systems.attention.tuning import KERNELS, tiles_for
 from cs336_systems.measure.rows import load_rows, save_rows
 
 pytest.importorskip("triton")
@@ -28,7 +29,18 @@ def test_the_committed_table_is_of_the_tuning_table(monkeypatch, tmp_path):
     monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
     table = shipped_tiles()
     assert set(table["capability"]) == set(tile_resources.CAPABILITIES)
-    assert len(table) == 3 * 3 * 3 * 3 + sum(map(len, tile_resources.BY_HAND.values()))
+    places = [(kernel, d) for kernel in KERNELS for d in (16, 32, 64, 128, 256)]
+    several = sum(len(tiles_for(kernel, "exact", d, (9, 0))) for kernel, d in places)
+    assert len(table) == several + 3 * 3 * (3 * 3 - 1) + sum(map(len, tile_resources.BY_HAND.values()))
+
+
+def test_a_table_that_lacks_one_of_several_tiles_is_refused(monkeypatch, tmp_path):
+    table = shipped_tiles()
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    place = "capability == 90 and d_head == 64 and dtype == 'float32' and kernel == 'forward'"
+    save_rows(table.query(place).iloc[1:], **tile_resources.PLACE)
+    with pytest.raises(ValueError, match=r"older than the tuning table \(forward\)"):
+        shipped_tiles()
 
 
 @pytest.mark.parametrize(
@@ -37,7 +49,8 @@ def test_the_committed_table_is_of_the_tuning_table(monkeypatch, tmp_path):
 def test_a_table_that_is_older_is_refused(change, monkeypatch, tmp_path):
     table = shipped_tiles()
     monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
-    first = table.iloc[:1].assign(**change).drop(columns=["torch", "triton", "measured_at", "commit"])
+    first = table[table["capability"] == 80].iloc[:1].assign(**change)
+    first = first.drop(columns=["torch", "triton", "measured_at", "commit"])
     save_rows(first, **tile_resources.PLACE)
     with pytest.raises(ValueError, match=r"older than the tuning table .*; write it again: python -m cs336"):
         shipped_tiles()

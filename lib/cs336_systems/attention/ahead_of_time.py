@@ -22,7 +22,7 @@ from .tuning import (
     Tile,
     exact_precision,
     tile_by_hand,
-    tile_for,
+    tiles_for,
     uses_descriptors,
 )
 
@@ -45,8 +45,9 @@ def resources(
         arithmetics: "half" (bfloat16 stands for float16 too), "tf32", "exact".
 
     Returns:
-        A line each: kernel, arithmetic, d_head, capability, block_m, block_n, num_warps, num_stages,
-        registers and spilled_bytes (a thread), shared_bytes (a block) and shared_limit (of the chip).
+        A line each: kernel, arithmetic, d_head, capability, block_m, block_n, num_warps, num_stages, case
+        (Tile.case), registers and spilled_bytes (a thread), shared_bytes (a block) and shared_limit (of the
+        chip).
 
     Raises:
         RuntimeError: a configuration does not compile; the message ends with the compiler's.
@@ -64,7 +65,7 @@ def resources(
         if process.returncode:
             raise RuntimeError(f"compiling ahead of time failed: {errors[-2000:]}")
         lines |= zip(range(first, len(work), count), map(json.loads, output.splitlines()), strict=True)
-    return pd.DataFrame([lines[number] for number in range(len(work))])
+    return pd.DataFrame([line for number in range(len(work)) for line in lines[number]])
 
 
 def _start(work: list[tuple]) -> subprocess.Popen:
@@ -77,14 +78,20 @@ def _start(work: list[tuple]) -> subprocess.Popen:
     )
 
 
-def compile_one(
-    kernel: str, arithmetic: str, d_head: int, capability: int, tile: Tile | None = None
-) -> dict[str, Any]:
-    """One line of `resources`, in this process, where TRITON_INTERPRET must not be 1.
+def shipped(kernel: str, arithmetic: str, d_head: int, capability: int) -> tuple[Tile, ...]:
+    """The tiles in the tuning table: one or more, or none where the kernel does not run."""
+    place = arithmetic, _block_d(d_head), divmod(capability, 10)
+    if kernel in HOPPERS_OWN:
+        return tuple(filter(None, [tile_by_hand(kernel, *place)]))
+    return tiles_for(kernel, *place)
 
-    Args:
-        tile: to compile another than the table's.
-    """
+
+def _block_d(d_head: int) -> int:
+    return max(16, 1 << (d_head - 1).bit_length())
+
+
+def compile_one(kernel: str, arithmetic: str, d_head: int, capability: int, tile: Tile) -> dict[str, Any]:
+    """One line of `resources`, in this process, where TRITON_INTERPRET must not be 1."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -100,10 +107,7 @@ def compile_one(
     function = dict(zip((*KERNELS, *HOPPERS_OWN), functions, strict=True))[kernel]
     chip = divmod(capability, 10)
     element = "bf16" if arithmetic == "half" else "fp32"
-    block_d = max(16, triton.next_power_of_2(d_head))
-    if tile is None:
-        choose = tile_by_hand if kernel in HOPPERS_OWN else tile_for
-        tile = choose(kernel, arithmetic, block_d, chip)
+    block_d = _block_d(d_head)
     constants = {
         "CAUSAL": True,
         "EVEN_KEYS": True,
@@ -112,7 +116,8 @@ def compile_one(
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "DESCRIPTORS": uses_descriptors(chip, arithmetic, block_d),
-        "PRECISION": exact_precision(chip) if arithmetic == "exact" else "tf32",
+        "PRECISION": tile.precision or (exact_precision(chip) if arithmetic == "exact" else "tf32"),
+        "RELOAD": tile.reload,
         "STAGES": tile.num_stages,
         "GLUON": kernel in HOPPERS_OWN,
     }
@@ -134,7 +139,8 @@ def compile_one(
         options["maxnreg"] = tile.maxnreg
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     line = {"kernel": kernel, "arithmetic": arithmetic, "d_head": d_head, "capability": capability}
-    line |= {"block_m": tile.block_m, "block_n": tile.block_n, **options}
+    line |= {"block_m": tile.block_m, "block_n": tile.block_n, "num_warps": tile.num_warps}
+    line |= {"num_stages": tile.num_stages, "case": tile.case}
     line |= _ask_ptxas(compiled.asm["ptx"], capability)
     return line | {"shared_bytes": compiled.metadata.shared, "shared_limit": SHARED_LIMIT[capability]}
 
@@ -179,4 +185,4 @@ def _ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
 
 if __name__ == "__main__":
     for item in json.loads(sys.argv[1]):
-        print(json.dumps(compile_one(*item)), flush=True)
+        print(json.dumps([compile_one(*item, tile) for tile in shipped(*item)]), flush=True)

@@ -29,7 +29,7 @@ from .tuning import (
     arithmetic,
     exact_precision,
     tile_by_hand,
-    tile_for,
+    tiles_for,
     uses_descriptors,
 )
 
@@ -87,12 +87,12 @@ class Way:
     precision: str
     block_d: int
     descriptors: bool
-    tiles: tuple[Tile, ...]  # one a kernel, in the order of tuning.KERNELS
+    tiles: tuple[tuple[Tile, ...], ...]  # of each of tuning.KERNELS, from large to small
     forward_by_hand: Tile | None  # of Hopper's own kernels, where there are any
     backward_by_hand: Tile | None
     processors: int
 
-    def tile(self, kernel: str) -> Tile:
+    def tiles_of(self, kernel: str) -> tuple[Tile, ...]:
         return self.tiles[KERNELS.index(kernel)]
 
 
@@ -102,7 +102,7 @@ def way_for(dtype: torch.dtype, d: int, device: torch.device, float32_precision:
     exact = dtype == torch.float32 and float32_precision == "highest"
     precision = exact_precision(capability) if exact else "tf32"
     kind, block_d = arithmetic(dtype.itemsize, precision), max(16, triton.next_power_of_2(d))
-    tiles = tuple(tile_for(kernel, kind, block_d, capability) for kernel in KERNELS)
+    tiles = tuple(tiles_for(kernel, kind, block_d, capability) for kernel in KERNELS)
     descriptors = uses_descriptors(capability, kind, block_d)
     by_hand = (tile_by_hand(kernel, kind, block_d, capability) for kernel in HOPPERS_OWN)
     processors = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
@@ -127,6 +127,14 @@ class Problem:
         """Whether there is a program for each processor at least."""
         return self.programs(rows, block) >= self.way.processors
 
+    def tile(self, kernel: str) -> Tile:
+        """The largest of the kernel's tiles that occupies all processors; the smallest where none does."""
+        owns_keys = kernel == "dkdv"
+        rows = self.n_keys if owns_keys else self.n_queries
+        tiles = self.way.tiles_of(kernel)
+        enough = (x for x in tiles if self.occupies_all(rows, x.block_n if owns_keys else x.block_m))
+        return next(enough, tiles[-1])
+
     def constants(self, tile: Tile, **only_some: bool) -> dict[str, Any]:
         """The constexprs, in the kernels' order."""
         return {"CAUSAL": self.is_causal, **only_some} | {
@@ -135,7 +143,8 @@ class Problem:
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "DESCRIPTORS": self.way.descriptors,
-            "PRECISION": self.way.precision,
+            "PRECISION": tile.precision or self.way.precision,
+            "RELOAD": tile.reload,
         }
 
     def sources(self, layouts: tuple[Layout, ...], rows: tuple[int, ...]) -> Callable[..., Iterable]:
@@ -158,7 +167,7 @@ def forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Call
         from .hopper import hopper_forward_plan
 
         return hopper_forward_plan(problem, layouts)
-    tile = way.tile("forward")
+    tile = problem.tile("forward")
     launch = Launch(
         forward_kernel,
         problem.programs(problem.n_queries, tile.block_m),
@@ -209,11 +218,11 @@ def split_plans(
         sources = problem.sources(inputs, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
         return lambda q, k, v, do, *others: launch(*sources(q, k, v, do), *others)
 
-    tile = way.tile("dq")
+    tile = problem.tile("dq")
     even = problem.n_keys % tile.block_n == 0
     programs = problem.programs(problem.n_queries, tile.block_m)
     dq_plan = plan(dq_kernel, tile, programs, (o, dq), EVEN_KEYS=even)
-    tile = way.tile("dkdv")
+    tile = problem.tile("dkdv")
     return dq_plan, plan(dkdv_kernel, tile, problem.programs(problem.n_keys, tile.block_n), (dk, dv))
 
 

@@ -30,15 +30,24 @@ def _tile(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d):
 
 @triton.jit
 def _dq_tiles(
-    dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, first_key, last_key, n_keys,
-    scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    dq, q, do, lse, delta, q_src, k_src, v_src, do_src, batch, head, n_heads, first_query, n_queries, queries,
+    first_key, last_key, n_keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """Adds the key tiles in [first_key, last_key) to dQ. lse in powers of two."""
-    for start in tl.range(first_key, last_key, BLOCK_N):
+    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=RELOAD):
         k = load_tile(k_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         v = load_tile(v_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        if RELOAD:  # see kernels_forward
+            q = load_tile(
+                q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS
+            )
         s = tl.dot(q, k.T, input_precision=PRECISION)
+        if RELOAD:
+            do = load_tile(
+                do_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS
+            )
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
@@ -59,6 +68,7 @@ def dq_kernel(
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):  # fmt: skip
     """dQ, and for dkdv_kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
     tiles = tl.cdiv(n_queries, BLOCK_M)
@@ -91,13 +101,15 @@ def dq_kernel(
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
     dq = _dq_tiles(
-        dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, 0, unmasked, n_keys,
-        scale_log2, False, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+        dq, q, do, lse, delta, q_src, k_src, v_src, do_src, batch, head, n_heads, first_query, n_queries,
+        queries, 0, unmasked, n_keys, scale_log2, False, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N,
+        DESCRIPTORS, PRECISION, RELOAD,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         dq = _dq_tiles(
-            dq, q, do, lse, delta, k_src, v_src, batch, head, n_heads, queries, unmasked, last_key, n_keys,
-            scale_log2, True, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+            dq, q, do, lse, delta, q_src, k_src, v_src, do_src, batch, head, n_heads, first_query, n_queries,
+            queries, unmasked, last_key, n_keys, scale_log2, True, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N,
+            DESCRIPTORS, PRECISION, RELOAD,
         )  # fmt: skip
     dq_tile = _tile(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
     tl.store(dq_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
@@ -105,21 +117,25 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, q_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads, keys, first_query, last_query,
-    n_queries, scale_log2,
-    DIAGONAL: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads, first_key, n_keys,
+    keys, first_query, last_query, n_queries, scale_log2, DIAGONAL: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """Adds the query tiles in [first_query, last_query) to dK and dV.
 
     Queries and keys outside the tensors are harmless: such a query adds zeros, because its q and dO read as
     zero, and such a key only spoils a row that is never stored.
     """
-    for start in tl.range(first_query, last_query, BLOCK_M):
+    for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=RELOAD):
         queries = start + tl.arange(0, BLOCK_M)
         q = load_tile(q_src, batch, head, n_heads, start, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
         do = load_tile(do_src, batch, head, n_heads, start, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+        if RELOAD:
+            k = load_tile(k_src, batch, head, n_heads, first_key, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         st = tl.dot(k, q.T, input_precision=PRECISION)
+        if RELOAD:
+            v = load_tile(v_src, batch, head, n_heads, first_key, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         dpt = tl.dot(v, do.T, input_precision=PRECISION)
         lse = tl.load(lse2_ptr + queries, mask=queries < n_queries, other=0.0)
         delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
@@ -139,6 +155,7 @@ def dkdv_kernel(
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):  # fmt: skip
     """dK and dV. Grid: (key tiles * batch * heads,)."""
     tiles = tl.cdiv(n_keys, BLOCK_N)
@@ -159,14 +176,15 @@ def dkdv_kernel(
     if CAUSAL:  # the tiles that the diagonal crosses, then those under it
         unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
         dk, dv = _dkdv_tiles(
-            dk, dv, k, v, q_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads, keys,
+            dk, dv, k, v, q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads,
+            first_key, n_keys, keys,
             first_key // BLOCK_M * BLOCK_M, tl.minimum(unmasked, n_queries), n_queries, scale_log2,
-            True, D, BLOCK_M, BLOCK_D, DESCRIPTORS, PRECISION,
+            True, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS, PRECISION, RELOAD,
         )  # fmt: skip
     dk, dv = _dkdv_tiles(
-        dk, dv, k, v, q_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads, keys,
-        unmasked, n_queries, n_queries, scale_log2,
-        False, D, BLOCK_M, BLOCK_D, DESCRIPTORS, PRECISION,
+        dk, dv, k, v, q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads,
+        first_key, n_keys, keys, unmasked, n_queries, n_queries, scale_log2,
+        False, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS, PRECISION, RELOAD,
     )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)

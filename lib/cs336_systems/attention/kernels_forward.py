@@ -10,6 +10,10 @@ exp(scale * s - max) is a single multiply-add and one exp2, the instruction the 
 Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has a copy engine (Hopper and newer),
 which then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
 either way. (On Hopper, kernels_hopper_forward does the same for 16-bit tensors, faster.)
+
+RELOAD is for exact float32, where a product takes each operand in two or three parts. Those of a tile that
+never changes would be made once, before the loop, and fill registers until it ends. Where those run out, it
+is faster to load that tile again for every product, right before it (earlier, it spills more).
 """
 
 import triton
@@ -37,13 +41,18 @@ def load_tile(
 
 @triton.jit
 def _attend(
-    acc, total, m, q, k_src, v_src, batch, head, n_heads, queries, first_key, last_key, n_keys, scale_log2,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    acc, total, m, q, q_src, k_src, v_src, batch, head, n_heads, first_query, n_queries, queries,
+    first_key, last_key, n_keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr, RELOAD: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles in [first_key, last_key)."""
-    for start in tl.range(first_key, last_key, BLOCK_N):
+    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=RELOAD):
         k = load_tile(k_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        if RELOAD:
+            q = load_tile(
+                q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS
+            )
         s = tl.dot(q, k.T, input_precision=PRECISION)
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
@@ -68,6 +77,7 @@ def forward_kernel(
     n_heads, n_queries, n_keys, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, n_queries, d), L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
     tiles = tl.cdiv(n_queries, BLOCK_M)
@@ -92,13 +102,15 @@ def forward_kernel(
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
     acc, total, m = _attend(
-        acc, total, m, q, k_src, v_src, batch, head, n_heads, queries, 0, unmasked, n_keys,
-        scale_log2, False, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+        acc, total, m, q, q_src, k_src, v_src, batch, head, n_heads, first_query, n_queries, queries,
+        0, unmasked, n_keys, scale_log2, False, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS,
+        PRECISION, RELOAD,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         acc, total, m = _attend(
-            acc, total, m, q, k_src, v_src, batch, head, n_heads, queries, unmasked, last_key, n_keys,
-            scale_log2, True, CAUSAL, D, BLOCK_N, BLOCK_D, DESCRIPTORS, PRECISION,
+            acc, total, m, q, q_src, k_src, v_src, batch, head, n_heads, first_query, n_queries, queries,
+            unmasked, last_key, n_keys, scale_log2, True, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS,
+            PRECISION, RELOAD,
         )  # fmt: skip
 
     in_range = queries < n_queries

@@ -2,8 +2,8 @@
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
 Hopper's tiles are the fastest measured on an H200 at 16,384 tokens that spill no registers; those of exact
-float32 do spill and are among the fastest all the same. The portable ones, for all other GPUs, were only
-compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
+float32 are the fastest for many programs and for few, and some spill all the same. The portable ones, for all
+other GPUs, were only compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,31 @@ from functools import cache
 KERNELS = ("forward", "dq", "dkdv")
 HOPPERS_OWN = ("hopper_forward", "hopper_backward")
 INTERPRETER = (0, 0)  # in place of a compute capability
+TF32X3 = "tf32x3"
 
 
 @dataclass(frozen=True)
 class Tile:
-    """block_m queries by block_n keys; at most maxnreg registers a thread (None: the compiler decides)."""
+    """block_m queries by block_n keys; at most maxnreg registers a thread (None: the compiler decides).
+
+    precision is how tl.dot multiplies (None: as the arithmetic does). With reload a program loads the tiles
+    that it owns again for every product (see kernels_forward).
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
+    precision: str | None = None
+    reload: bool = False
+
+    @property
+    def case(self) -> str | None:
+        """What the four numbers do not say, in words; None for nothing."""
+        registers = f"at most {self.maxnreg} registers" if self.maxnreg else None
+        words = registers, self.precision, "reloads" if self.reload else None
+        return ", ".join(filter(None, words)) or None
 
 
 # (kernel, arithmetic): {largest head size: tile}.
@@ -34,9 +48,41 @@ HOPPER = {
     ("forward", "tf32"): {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(16, 16, 4, 1)},
     ("dq", "tf32"): {64: Tile(32, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(16, 16, 8, 1)},
     ("dkdv", "tf32"): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 16, 8, 1)},
-    ("forward", "exact"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(16, 16, 4, 1)},
-    ("dq", "exact"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 4, 2), 256: Tile(16, 16, 8, 1)},
-    ("dkdv", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 64, 4, 1), 256: Tile(16, 16, 8, 1)},
+}
+# Exact products are so slow that a processor at work counts for more than a large tile: the first of these
+# that makes a program for every processor runs, else the last. Measured on an H200, one head of 512 to 65,536
+# tokens and eight of 4,096: where programs are few, small tiles take as little as a third of the time.
+# (Not for heads of 16: there they took longer at 4,096 tokens, too.)
+HOPPER_EXACT = {
+    ("forward", "exact"): {
+        16: (Tile(64, 64, 4, 2, precision=TF32X3),),
+        32: (Tile(64, 64, 4, 2, precision=TF32X3), Tile(16, 64, 4, 2, precision=TF32X3)),
+        64: (Tile(64, 64, 4, 2), Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)),
+        128: (
+            Tile(64, 64, 4, 2),
+            Tile(32, 64, 8, 2, precision=TF32X3, reload=True),
+            Tile(16, 64, 8, 2, precision=TF32X3, reload=True),
+        ),
+        256: (Tile(16, 16, 4, 1),),
+    },
+    ("dq", "exact"): {
+        16: (Tile(64, 64, 4, 2, precision=TF32X3),),
+        32: (Tile(64, 64, 4, 2), Tile(16, 64, 4, 2, precision=TF32X3)),
+        64: (Tile(64, 64, 4, 2), Tile(32, 64, 8, 2, precision=TF32X3, reload=True), Tile(16, 64, 8, 2)),
+        128: (
+            Tile(128, 32, 8, 2, reload=True),
+            Tile(64, 64, 8, 2, reload=True),
+            Tile(16, 64, 8, 2, precision=TF32X3, reload=True),
+        ),
+        256: (Tile(16, 16, 8, 1),),
+    },
+    ("dkdv", "exact"): {
+        16: (Tile(64, 64, 4, 2, precision=TF32X3),),
+        32: (Tile(64, 64, 4, 2, precision=TF32X3, reload=True), Tile(64, 16, 4, 2, precision=TF32X3)),
+        64: (Tile(64, 128, 8, 2, reload=True), Tile(64, 16, 4, 2, precision=TF32X3, reload=True)),
+        128: (Tile(32, 128, 8, 2, reload=True), Tile(64, 16, 8, 2, precision=TF32X3, reload=True)),
+        256: (Tile(16, 16, 8, 1),),
+    },
 }
 # Of Hopper's own kernels. (At 128 the backward keeps a few addresses in memory while its loops run; the loops
 # store nothing there.)
@@ -67,9 +113,10 @@ def arithmetic(itemsize: int, precision: str) -> str:
 def exact_precision(capability: tuple[int, int]) -> str:
     """How float32 is multiplied exactly: as three bfloat16 each (six products), or two TF32 (three products).
 
-    Both are as near as sums in float32 are. The first is faster on Hopper, the second needs fewer registers.
+    Both are as near as sums in float32 are. The first is faster on Hopper where there are registers enough;
+    the second needs fewer, and the tiles there that take it say so.
     """
-    return "bf16x6" if capability[0] == 9 else "tf32x3"
+    return "bf16x6" if capability[0] == 9 else TF32X3
 
 
 def uses_descriptors(capability: tuple[int, int], arithmetic: str, block_d: int) -> bool:
@@ -85,9 +132,15 @@ def tile_by_hand(kernel: str, arithmetic: str, block_d: int, capability: tuple[i
 
 
 @cache
-def tile_for(kernel: str, arithmetic: str, block_d: int, capability: tuple[int, int]) -> Tile:
-    """The tile of "forward", "dq" or "dkdv" on a GPU of this compute capability, or in the interpreter."""
+def tiles_for(kernel: str, arithmetic: str, block_d: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
+    """The tiles of "forward", "dq" or "dkdv" on a GPU of this compute capability, or in the interpreter.
+
+    From large to small, for `flash_triton.Problem.tile` to choose from; most have no alternative.
+    """
     if capability == INTERPRETER:
-        return INTERPRETED
-    tiles = (HOPPER if capability[0] == 9 else PORTABLE)[kernel, arithmetic]
-    return tiles[min(size for size in tiles if size >= block_d)]
+        return (INTERPRETED,)
+    several = capability[0] == 9 and arithmetic == "exact"
+    table = HOPPER_EXACT if several else HOPPER if capability[0] == 9 else PORTABLE
+    sizes = table[kernel, arithmetic]
+    found = sizes[min(size for size in sizes if size >= block_d)]
+    return found if several else (found,)

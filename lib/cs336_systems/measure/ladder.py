@@ -13,7 +13,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.launch import Launch, on
 from cs336_systems.attention.techniques import AS_SHIPPED, STEPS, Rung, all_rungs
-from cs336_systems.attention.tuning import KERNELS
 from cs336_systems.attention.variants import kernels
 from cs336_systems.measure.fresh import in_processes
 from cs336_systems.measure.host import check_choice
@@ -117,8 +116,7 @@ def _prepare(
 
 def _problem(rung: Rung, q: Tensor) -> flash_triton.Problem:
     way = flash_triton.way_for(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
-    tiles = tuple(dict(rung.tiles)[kernel] for kernel in KERNELS)
-    way = replace(way, descriptors=rung.copy_engine, tiles=tiles)
+    way = replace(way, descriptors=rung.copy_engine)
     layout = (q.shape, q.stride())
     return flash_triton.Problem(layout, layout, way, is_causal=True)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.attention.ahead_of_time import resources
-from cs336_systems.attention.tuning import BY_HAND, HOPPERS_OWN, KERNELS, tile_by_hand, tile_for
+from cs336_systems.attention.ahead_of_time import resources, shipped
+from cs336_systems.attention.tuning import BY_HAND, HOPPERS_OWN, KERNELS
 from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.rows import load_rows, save_rows
 
@@ -27,7 +27,7 @@ def tile_rows(
     dtypes: Iterable[str] = tuple(ARITHMETIC),
     d_heads: Iterable[int] = (64, 128, 256),
 ) -> list[dict[str, Any]]:
-    """Compile every combination, causal, with the tile of the tuning table, and ask ptxas.
+    """Compile every combination, causal, with the tiles of the tuning table, and ask ptxas.
 
     Where Hopper has a kernel of its own, it comes with the common one: its backward with "dkdv".
 
@@ -56,7 +56,7 @@ def tile_rows(
     table = pd.concat(tables)
     table = table.rename(columns={"shared_limit": "shared_limit_bytes"})
     table = table.assign(implementation="flash_triton", gpu="none", dtype=table.pop("arithmetic").map(names))
-    return table.drop(columns="maxnreg", errors="ignore").to_dict("records")
+    return table.to_dict("records")
 
 
 def shipped_tiles() -> pd.DataFrame:
@@ -66,7 +66,8 @@ def shipped_tiles() -> pd.DataFrame:
         ValueError: the tuning table has changed since.
     """
     table = load_rows(**PLACE)
-    stale = [row["kernel"] for _, row in table.iterrows() if not _as_in_the_table(row)]
+    places = table.groupby(["kernel", "dtype", "d_head", "capability"])
+    stale = [place[0] for place, rows in places if not _as_in_the_table(rows, *place)]
     if stale or table.empty:
         raise ValueError(
             f"the table of tiles is older than the tuning table ({', '.join(stale) or 'there is none'}); "
@@ -75,15 +76,16 @@ def shipped_tiles() -> pd.DataFrame:
     return table
 
 
-def _as_in_the_table(row: Any) -> bool:
-    if row["kernel"] not in (*KERNELS, *HOPPERS_OWN):
+def _as_in_the_table(rows: pd.DataFrame, kernel: str, dtype: str, d_head: int, capability: int) -> bool:
+    if kernel not in (*KERNELS, *HOPPERS_OWN):
         return False
-    choose = tile_by_hand if row["kernel"] in HOPPERS_OWN else tile_for
-    place = ARITHMETIC[row["dtype"]], int(row["d_head"]), divmod(int(row["capability"]), 10)
-    tile = choose(row["kernel"], *place)
-    keys = ("block_m", "block_n", "num_warps", "num_stages")
-    return tile is not None and all(getattr(tile, key) == row[key] for key in keys)
+    keys = ["block_m", "block_n", "num_warps", "num_stages", "case"]
+    listed = set(rows[keys].fillna({"case": ""}).itertuples(index=False, name=None))
+    tiles = shipped(kernel, ARITHMETIC[dtype], d_head, capability)
+    return listed == {(*(getattr(tile, key) for key in keys[:-1]), tile.case or "") for tile in tiles}
 
 
 if __name__ == "__main__":
-    print(save_rows(tile_rows(CAPABILITIES), **PLACE, replacing={"implementation": "flash_triton"}))
+    rows = tile_rows(CAPABILITIES)
+    rows += tile_rows([90], dtypes=["float32"], d_heads=[16, 32])  # which have tiles of their own there
+    print(save_rows(rows, **PLACE, replacing={"implementation": "flash_triton"}))

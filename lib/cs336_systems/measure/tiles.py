@@ -61,7 +61,7 @@ def benchmark_tile(
         "d_head": d_head,
         "is_causal": is_causal,
         "dtype": dtype,
-        "case": f"at most {tile.maxnreg} registers" if tile.maxnreg else None,
+        "case": tile.case,
         "kernel": kernel,
         "block_m": tile.block_m,
         "block_n": tile.block_n,
@@ -96,7 +96,7 @@ def sweep_tiles(
     device: str | torch.device = "auto",
     **size: Any,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Rows of every kernel with every tile, one at a time; the table's own tile first.
+    """Rows of every kernel with every tile, one at a time; the table's own tiles first.
 
     Args:
         size: batch_size, num_heads, context_length, is_causal and steps, as in `benchmark_tile`.
@@ -105,7 +105,7 @@ def sweep_tiles(
     size |= {"dtype": dtype, "d_head": d_head, "device": str(device)}
     with matmul_precision(dtype):
         way = flash_triton.way_for(DTYPES[dtype], d_head, device, torch.get_float32_matmul_precision())
-    work = [(kernel, tile) for kernel in kernels for tile in dict.fromkeys((way.tile(kernel), *tiles))]
+    work = [(kernel, tile) for kernel in kernels for tile in dict.fromkeys((*way.tiles_of(kernel), *tiles))]
     if device.type == "cuda":  # on a short sequence: the compiler needs longer than the kernels
         in_processes(partial(benchmark_tile, **size | {"context_length": 512, "steps": 1}), work)
     for kernel, tile in work:
@@ -118,7 +118,7 @@ def _prepare(
     """A function that runs the kernel with this tile, what it writes, and what the table's tiles write."""
     q, k, v, do = (torch.randn(shape, device=device, dtype=DTYPES[dtype]) for _ in range(4))
     way = flash_triton.way_for(q.dtype, shape[-1], device, torch.get_float32_matmul_precision())
-    chosen = tuple(tile if name == kernel else other for name, other in zip(KERNELS, way.tiles, strict=True))
+    chosen = tuple((tile,) if name == kernel else way.tiles_of(name) for name in KERNELS)
     way = dataclasses.replace(way, tiles=chosen, forward_by_hand=None)
     o, logsumexp = flash_triton.flash_forward(q, k, v, is_causal)
     layout = (q.shape, q.stride())

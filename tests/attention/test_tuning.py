@@ -1,0 +1,83 @@
+"""Which tile of the tuning table a kernel runs with, told without a GPU."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from cs336_systems.attention.tuning import HOPPER_EXACT, INTERPRETER, KERNELS, TF32X3, Tile, tiles_for
+from cs336_systems.checks import AttentionCase, check_attention
+
+pytest.importorskip("triton")
+from cs336_systems.attention import FlashAttentionTriton, flash_triton
+
+LARGE, MIDDLE, SMALL = TILES = Tile(64, 128, 4, 2), Tile(32, 64, 8, 2, precision=TF32X3), Tile(16, 32, 4, 1)
+QUERIES, KEYS = ((2, 3, 512, 64), (98_304, 32_768, 64, 1)), ((2, 3, 256, 64), (49_152, 16_384, 64, 1))
+WAY = flash_triton.way_for(torch.float32, 64, torch.device("cpu"), "highest")
+
+
+@pytest.mark.parametrize(
+    ("processors", "by_queries", "by_keys"),
+    [
+        (12, LARGE, LARGE),  # 6 heads of 8 tiles of queries, 2 tiles of keys
+        (13, LARGE, MIDDLE),
+        (48, LARGE, SMALL),
+        (49, MIDDLE, SMALL),
+        (97, SMALL, SMALL),
+        (1000, SMALL, SMALL),
+    ],
+)
+def test_the_largest_tile_that_occupies_all_processors(processors, by_queries, by_keys):
+    way = dataclasses.replace(WAY, tiles=(TILES,) * 3, processors=processors)
+    problem = flash_triton.Problem(QUERIES, KEYS, way, is_causal=True)
+    assert [problem.tile(kernel) for kernel in KERNELS] == [by_queries, by_queries, by_keys]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_tiles_go_from_large_to_small(kernel):
+    side = "block_n" if kernel == "dkdv" else "block_m"
+    for tiles in HOPPER_EXACT[kernel, "exact"].values():
+        rows = [getattr(tile, side) for tile in tiles]
+        assert rows == sorted(set(rows), reverse=True), "else a later one never runs"
+
+
+def test_only_exact_float32_on_hopper_has_a_choice():
+    for capability in (INTERPRETER, (8, 0), (9, 0), (10, 0)):
+        for kind in ("half", "tf32", "exact"):
+            tiles = [tiles_for(kernel, kind, 128, capability) for kernel in KERNELS]
+            assert all(len(some) > 1 for some in tiles) == ((capability, kind) == ((9, 0), "exact"))
+
+
+def test_a_tile_brings_its_precision_and_whether_it_loads_again():
+    problem = flash_triton.Problem(QUERIES, KEYS, WAY, is_causal=True)
+    plain = problem.constants(Tile(64, 64, 4, 1))
+    assert (plain["PRECISION"], plain["RELOAD"]) == (WAY.precision, False)
+    other = problem.constants(Tile(64, 64, 4, 1, precision="bf16x6", reload=True))
+    assert (other["PRECISION"], other["RELOAD"]) == ("bf16x6", True)
+
+
+def test_what_a_tile_says_in_words():
+    assert Tile(64, 64, 4, 1).case is None
+    assert Tile(64, 64, 4, 1, 168).case == "at most 168 registers"
+    assert Tile(64, 64, 4, 1, precision=TF32X3, reload=True).case == "tf32x3, reloads"
+
+
+@pytest.fixture
+def loads_again(monkeypatch):
+    """Every kernel with a tile whose own queries or keys are loaded in the loop."""
+    tile = Tile(32, 64, 4, 1, reload=True)
+    monkeypatch.setattr(flash_triton, "tiles_for", lambda *_: (tile,))
+    flash_triton.way_for.cache_clear()
+    yield
+    flash_triton.way_for.cache_clear()
+
+
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_what_is_loaded_again_is_the_same(loads_again, descriptors, monkeypatch):
+    monkeypatch.setattr(flash_triton, "uses_descriptors", lambda *_: descriptors)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    cases = [
+        AttentionCase("causal", (2, 2), 130, 130, 24, is_causal=True),
+        AttentionCase("full", (2,), 70, 100, 16),
+    ]
+    check_attention(FlashAttentionTriton.apply, cases=cases, device=device)
