@@ -5,15 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from cs336_systems.attention.tuning import HOPPER_EXACT, INTERPRETER, KERNELS, TF32X3, Tile, tiles_for
+from cs336_systems.attention.tuning import HOPPER_EXACT, INTERPRETER, KERNELS, Tile, tiles_for
 from cs336_systems.checks import AttentionCase, check_attention
 
 pytest.importorskip("triton")
 from cs336_systems.attention import FlashAttentionTriton, flash_triton
 
-LARGE, MIDDLE, SMALL = TILES = Tile(64, 128, 4, 2), Tile(32, 64, 8, 2, precision=TF32X3), Tile(16, 32, 4, 1)
+LARGE, MIDDLE, SMALL = TILES = Tile(64, 128, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 1)
 QUERIES, KEYS = ((2, 3, 512, 64), (98_304, 32_768, 64, 1)), ((2, 3, 256, 64), (49_152, 16_384, 64, 1))
-WAY = flash_triton.way_for(torch.float32, 64, torch.device("cpu"), "highest")
+DEVICE = torch.device("cpu" if flash_triton.INTERPRETED else "cuda")
+WAY = flash_triton.way_for(torch.float32, 64, DEVICE, "highest")
 
 
 @pytest.mark.parametrize(
@@ -48,18 +49,18 @@ def test_only_exact_float32_on_hopper_has_a_choice():
             assert all(len(some) > 1 for some in tiles) == ((capability, kind) == ((9, 0), "exact"))
 
 
-def test_a_tile_brings_its_precision_and_whether_it_loads_again():
+def test_a_tile_brings_whether_it_loads_again():
     problem = flash_triton.Problem(QUERIES, KEYS, WAY, is_causal=True)
-    plain = problem.constants(Tile(64, 64, 4, 1))
-    assert (plain["PRECISION"], plain["RELOAD"]) == (WAY.precision, False)
-    other = problem.constants(Tile(64, 64, 4, 1, precision="bf16x6", reload=True))
-    assert (other["PRECISION"], other["RELOAD"]) == ("bf16x6", True)
+    assert [problem.constants(tile)["RELOAD"] for tile in (LARGE, Tile(64, 64, 4, 1, reload=True))] == [
+        False,
+        True,
+    ]
 
 
 def test_what_a_tile_says_in_words():
     assert Tile(64, 64, 4, 1).case is None
     assert Tile(64, 64, 4, 1, 168).case == "at most 168 registers"
-    assert Tile(64, 64, 4, 1, precision=TF32X3, reload=True).case == "tf32x3, reloads"
+    assert Tile(64, 64, 4, 1, 168, reload=True).case == "at most 168 registers, reloads"
 
 
 @pytest.fixture
@@ -75,9 +76,8 @@ def loads_again(monkeypatch):
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_what_is_loaded_again_is_the_same(loads_again, descriptors, monkeypatch):
     monkeypatch.setattr(flash_triton, "uses_descriptors", lambda *_: descriptors)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     cases = [
         AttentionCase("causal", (2, 2), 130, 130, 24, is_causal=True),
         AttentionCase("full", (2,), 70, 100, 16),
     ]
-    check_attention(FlashAttentionTriton.apply, cases=cases, device=device)
+    check_attention(FlashAttentionTriton.apply, cases=cases, device=DEVICE)

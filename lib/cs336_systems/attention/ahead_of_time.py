@@ -116,7 +116,7 @@ def compile_one(kernel: str, arithmetic: str, d_head: int, capability: int, tile
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "DESCRIPTORS": uses_descriptors(chip, arithmetic, block_d),
-        "PRECISION": tile.precision or (exact_precision(chip) if arithmetic == "exact" else "tf32"),
+        "PRECISION": exact_precision(chip) if arithmetic == "exact" else "tf32",
         "RELOAD": tile.reload,
         "STAGES": tile.num_stages,
         "GLUON": kernel in HOPPERS_OWN,

@@ -143,7 +143,7 @@ class Problem:
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "DESCRIPTORS": self.way.descriptors,
-            "PRECISION": tile.precision or self.way.precision,
+            "PRECISION": self.way.precision,
             "RELOAD": tile.reload,
         }
 

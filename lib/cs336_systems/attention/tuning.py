@@ -12,15 +12,13 @@ from functools import cache
 KERNELS = ("forward", "dq", "dkdv")
 HOPPERS_OWN = ("hopper_forward", "hopper_backward")
 INTERPRETER = (0, 0)  # in place of a compute capability
-TF32X3 = "tf32x3"
 
 
 @dataclass(frozen=True)
 class Tile:
     """block_m queries by block_n keys; at most maxnreg registers a thread (None: the compiler decides).
 
-    precision is how tl.dot multiplies (None: as the arithmetic does). With reload a program loads the tiles
-    that it owns again for every product (see kernels_forward).
+    With reload a program loads the tiles that it owns again for every product (see kernels_forward).
     """
 
     block_m: int
@@ -28,14 +26,13 @@ class Tile:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
-    precision: str | None = None
     reload: bool = False
 
     @property
     def case(self) -> str | None:
         """What the four numbers do not say, in words; None for nothing."""
         registers = f"at most {self.maxnreg} registers" if self.maxnreg else None
-        words = registers, self.precision, "reloads" if self.reload else None
+        words = registers, "reloads" if self.reload else None
         return ", ".join(filter(None, words)) or None
 
 
@@ -51,36 +48,32 @@ HOPPER = {
 }
 # Exact products are so slow that a processor at work counts for more than a large tile: the first of these
 # that makes a program for every processor runs, else the last. Measured on an H200, one head of 512 to 65,536
-# tokens and eight of 4,096: where programs are few, small tiles take as little as a third of the time.
+# tokens and eight of 4,096: where programs are few, small tiles take as little as half the time.
 # (Not for heads of 16: there they took longer at 4,096 tokens, too.)
 HOPPER_EXACT = {
     ("forward", "exact"): {
-        16: (Tile(64, 64, 4, 2, precision=TF32X3),),
-        32: (Tile(64, 64, 4, 2, precision=TF32X3), Tile(16, 64, 4, 2, precision=TF32X3)),
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)),
         64: (Tile(64, 64, 4, 2), Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)),
-        128: (
-            Tile(64, 64, 4, 2),
-            Tile(32, 64, 8, 2, precision=TF32X3, reload=True),
-            Tile(16, 64, 8, 2, precision=TF32X3, reload=True),
-        ),
+        128: (Tile(64, 64, 4, 2), Tile(16, 64, 8, 2)),
         256: (Tile(16, 16, 4, 1),),
     },
     ("dq", "exact"): {
-        16: (Tile(64, 64, 4, 2, precision=TF32X3),),
-        32: (Tile(64, 64, 4, 2), Tile(16, 64, 4, 2, precision=TF32X3)),
-        64: (Tile(64, 64, 4, 2), Tile(32, 64, 8, 2, precision=TF32X3, reload=True), Tile(16, 64, 8, 2)),
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)),
+        64: (Tile(64, 64, 4, 2), Tile(16, 64, 8, 2)),
         128: (
             Tile(128, 32, 8, 2, reload=True),
             Tile(64, 64, 8, 2, reload=True),
-            Tile(16, 64, 8, 2, precision=TF32X3, reload=True),
+            Tile(16, 64, 8, 2, reload=True),
         ),
         256: (Tile(16, 16, 8, 1),),
     },
     ("dkdv", "exact"): {
-        16: (Tile(64, 64, 4, 2, precision=TF32X3),),
-        32: (Tile(64, 64, 4, 2, precision=TF32X3, reload=True), Tile(64, 16, 4, 2, precision=TF32X3)),
-        64: (Tile(64, 128, 8, 2, reload=True), Tile(64, 16, 4, 2, precision=TF32X3, reload=True)),
-        128: (Tile(32, 128, 8, 2, reload=True), Tile(64, 16, 8, 2, precision=TF32X3, reload=True)),
+        16: (Tile(64, 64, 4, 2),),
+        32: (Tile(64, 64, 4, 2, reload=True), Tile(32, 16, 4, 2)),
+        64: (Tile(64, 128, 8, 2, reload=True), Tile(32, 32, 4, 2), Tile(64, 16, 8, 2)),
+        128: (Tile(32, 128, 8, 2, reload=True), Tile(32, 64, 4, 1), Tile(64, 16, 8, 2, reload=True)),
         256: (Tile(16, 16, 8, 1),),
     },
 }
@@ -113,10 +106,11 @@ def arithmetic(itemsize: int, precision: str) -> str:
 def exact_precision(capability: tuple[int, int]) -> str:
     """How float32 is multiplied exactly: as three bfloat16 each (six products), or two TF32 (three products).
 
-    Both are as near as sums in float32 are. The first is faster on Hopper where there are registers enough;
-    the second needs fewer, and the tiles there that take it say so.
+    The first has half the error of PyTorch's attention, and is Hopper's. The second needs fewer registers and
+    is faster where programs are few, but was off by 2.5 to 3 times as much as PyTorch's in dK and dV of large
+    scores: on other GPUs, which have no registers for the first.
     """
-    return "bf16x6" if capability[0] == 9 else TF32X3
+    return "bf16x6" if capability[0] == 9 else "tf32x3"
 
 
 def uses_descriptors(capability: tuple[int, int], arithmetic: str, block_d: int) -> bool:
