@@ -1,5 +1,7 @@
 """The protocols of bench: what they compare, what is on record stays, and the table they print."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -37,6 +39,14 @@ def test_what_is_on_record_is_not_measured_again():
     assert [{row["status"] for row in rows} for rows in first] == [{"ok"}, {"skipped"}]
     assert list(bench.measure(CELLS, "resumed")) == []
     assert len(list(bench.measure(CELLS, "resumed", force=True))) == 2
+
+
+def test_what_earlier_kernels_took_is_measured_again(monkeypatch):
+    cells = [replace(CELLS[0], implementation=name) for name in (bench.OURS, "reference")]
+    assert len(list(bench.measure(cells, "earlier"))) == 2
+    monkeypatch.setattr("cs336_systems.attention.revision.SINCE", "2999-01-01T00:00:00Z")
+    again = list(bench.measure(cells, "earlier"))
+    assert [rows[0]["implementation"] for rows in again] == [bench.OURS]
 
 
 def test_what_failed_is_measured_again():

@@ -7,7 +7,7 @@
     benchmark_cell("mine", MyFlashAttention.apply, context_length=4096, d_head=64)
 
 Rows are saved as they come, and what a machine has on record is not measured again: an interrupted run
-continues. What is wrong is not timed and gets no ratio.
+continues. Rows of earlier kernels of ours do not count. What is wrong is not timed and gets no ratio.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +18,7 @@ import pandas as pd
 import torch
 
 from cs336_systems.attention import HAS_TRITON
+from cs336_systems.attention.revision import is_earlier
 from cs336_systems.measure.flash import (
     DO_BENCH,
     GRAPH,
@@ -188,9 +189,12 @@ def _case_here(cell: Cell, device: torch.device) -> str:
 
 
 def _on_record(slug: str, machine: str) -> set[Cell]:
-    """Cells that the machine has rows of, but for those that failed."""
+    """Cells that the machine has rows of, but for those that failed and those of earlier kernels of ours."""
     rows = load_rows(slug, machine).to_dict("records")
-    return {_cell_of(row) for row in rows if row["status"] != "error"}
+    earlier = [is_earlier(row["implementation"], row["measured_at"]) for row in rows]
+    return {
+        _cell_of(row) for row, old in zip(rows, earlier, strict=True) if row["status"] != "error" and not old
+    }
 
 
 def _cell_of(row: dict[str, Any]) -> Cell:

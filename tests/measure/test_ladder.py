@@ -43,8 +43,8 @@ def test_an_unknown_rung_is_named():
 @pytest.mark.gpu
 def test_what_is_shipped_is_as_fast_as_the_last_rung():
     size = {"num_heads": 16, "context_length": 8192, "d_head": 64}  # long enough to hide the host's work
-    times = {"at most 168 registers": [], "as shipped": []}
+    times = {"at most 168 registers": [], "driven by hand": []}
     for _ in range(3):  # in turn, for the clock of a GPU that was busy changes
         for name in times:
             times[name].append(ladder.benchmark_rung("forward", name, **size)["p20_ms"])
-    assert min(times["as shipped"]) < 1.1 * min(times["at most 168 registers"])
+    assert min(times["driven by hand"]) < 1.1 * min(times["at most 168 registers"])
