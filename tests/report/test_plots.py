@@ -248,3 +248,13 @@ def test_labels_are_moved_apart_and_keep_their_order(places):
     assert np.mean(moved) == pytest.approx(np.mean(places), abs=1e-6)
     if np.all(np.diff(places) >= 13.0):
         assert moved == pytest.approx(places)
+
+
+def test_tiny_numbers_are_powers_of_ten_and_others_plain():
+    def labels(*errors):
+        figure = sweep(pd.DataFrame({"step": [1, 2], "error": errors}), "step", "error", band=None)
+        figure.canvas.draw()
+        return [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+
+    assert all("10^" in label for label in labels(1e-7, 1e-2))
+    assert not any("^" in label or "e" in label for label in labels(1e-3, 10))

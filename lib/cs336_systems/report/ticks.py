@@ -6,11 +6,19 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogFormatterSciNotation,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
 
 from cs336_systems.report.words import ordered, value_label
 
 _MOST_TICKS = 12
+_TINY = 1e-4  # plain numbers below this are mostly zeros
 
 
 def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> pd.Series:
@@ -33,17 +41,21 @@ def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> pd.Seri
 
 
 def plain_log(axes: Axes, values: Iterable[float]) -> None:
-    """A logarithmic y axis with plain numbers, more of them where it spans little."""
+    """A logarithmic y axis: plain numbers, powers of ten where they are tiny, more where it spans little."""
     sizes = [value for value in values if value > 0]
     if not sizes:
         axes.set_yticks([])
         return
     axes.set_yscale("log")
     decades = np.log10(max(sizes) / min(sizes))
-    subdivisions = (1,) if decades > 3 else (1, 3) if decades > 1.6 else (1, 2, 5)
+    tiny = min(sizes) < _TINY and decades > 1
+    subdivisions = (1,) if tiny or decades > 3 else (1, 3) if decades > 1.6 else (1, 2, 5)
     axes.yaxis.set_major_locator(LogLocator(subs=subdivisions, numticks=20))
     axes.yaxis.set_minor_locator(NullLocator())
-    plain_numbers(axes.yaxis)
+    if tiny:
+        axes.yaxis.set_major_formatter(LogFormatterSciNotation())
+    else:
+        plain_numbers(axes.yaxis)
 
 
 def plain_numbers(axis: Axis) -> None:
