@@ -93,7 +93,8 @@ def test_of_peers_less_is_asked_than_of_ours():
     """Plain attention in bfloat16 is up to 2.3 times as far off as fused attention: right all the same."""
 
     def rough(q, k, v, is_causal):
-        return reference_attention(q, k, v, is_causal) * (1 + 0.01 * torch.ones_like(q))
+        # 1.6 %: three to four times what plain attention is off, and within the 2 % that peers are allowed
+        return reference_attention(q, k, v, is_causal) * (1 + 2**-6)
 
     here = ("bfloat16", 32, torch.device("cpu"))
     assert why_wrong("reference", rough, *here) == ""
