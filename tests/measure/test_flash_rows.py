@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cs336_systems.attention.peers import sdpa as right  # as far off as PyTorch, always
 from cs336_systems.attention.reference import reference_attention
 from cs336_systems.measure import flash
 from cs336_systems.measure.verdicts import IMPLEMENTATIONS, why_wrong
@@ -11,7 +12,7 @@ TINY = {"context_length": 32, "d_head": 16, "dtype": "float32"}
 
 
 def test_a_row_a_pass():
-    rows = flash.benchmark_cell("mine", reference_attention, **TINY)
+    rows = flash.benchmark_cell("mine", right, **TINY)
     assert [row["pass"] for row in rows] == list(flash.PASSES)
     assert all(row["status"] == "ok" and row["p50_ms"] > 0 for row in rows)
     assert rows[0]["num_heads"] == 1
@@ -23,14 +24,14 @@ def test_heads_are_a_dimension_of_their_own():
 
     def watched(q, k, v, is_causal):
         shapes.add(q.shape)
-        return reference_attention(q, k, v, is_causal)
+        return right(q, k, v, is_causal)
 
     flash.benchmark_cell("mine", watched, num_heads=3, batch_size=2, passes=["forward"], **TINY)
     assert (2, 3, 32, 16) in shapes
 
 
 def test_what_is_wrong_is_not_timed():
-    rows = flash.benchmark_cell("mine", lambda q, k, v, is_causal: reference_attention(q, k, v), **TINY)
+    rows = flash.benchmark_cell("mine", lambda q, k, v, is_causal: right(q, k, v, not is_causal), **TINY)
     assert [row["status"] for row in rows] == ["error"] * 3
     assert "O of case 'whole tiles' is off by" in rows[0]["reason"]
     assert rows[0]["p50_ms"] is None
@@ -40,7 +41,7 @@ def test_what_breaks_at_this_size_is_an_error_of_its_own():
     def breaks(q, k, v, is_causal):
         if q.shape[-2] == TINY["context_length"]:
             raise RuntimeError("out of resources")
-        return reference_attention(q, k, v, is_causal)
+        return right(q, k, v, is_causal)
 
     rows = flash.benchmark_cell("mine", breaks, **TINY)
     assert {(row["status"], row["reason"]) for row in rows} == {("error", "RuntimeError: out of resources")}
@@ -60,7 +61,7 @@ def test_scores_that_do_not_fit_are_not_tried(monkeypatch):
 
 def test_leaderboard_protocol():
     row = flash.benchmark_leaderboard(
-        "mine", reference_attention, num_heads=2, context_length=32, d_head=16, warmup_ms=1, repeat_ms=1
+        "mine", right, num_heads=2, context_length=32, d_head=16, warmup_ms=1, repeat_ms=1
     )
     assert row["status"] == "ok"
     assert row["case"] == "leaderboard protocol"
@@ -73,7 +74,7 @@ def test_the_leaderboard_compiles_everything_anew():
     for _ in range(2):
         counters.clear()
         flash.benchmark_leaderboard(
-            "mine", reference_attention, num_heads=2, context_length=32, d_head=16, warmup_ms=1, repeat_ms=1
+            "mine", right, num_heads=2, context_length=32, d_head=16, warmup_ms=1, repeat_ms=1
         )
         assert counters["stats"]["unique_graphs"] == 1
         assert not [name for kind in counters.values() for name in kind if name.endswith("cache_hit")]
@@ -100,6 +101,14 @@ def test_of_peers_less_is_asked_than_of_ours():
     assert why_wrong("reference", rough, *here) == ""
     assert "is off by" in why_wrong("mine", rough, *here)
     assert "is off by" in why_wrong("reference", lambda *x: rough(*x) * 1.1, *here)
+
+
+@pytest.mark.parametrize(("off", "refused"), [(2**-18, False), (2**-11, True)])
+def test_a_peer_in_float32_may_round_at_every_step_but_not_to_tf32(off, refused):
+    def rough(*inputs):
+        return right(*inputs) * (1 + off)
+
+    assert ("is off by" in why_wrong("reference", rough, "float32", 16, torch.device("cpu"))) == refused
 
 
 @pytest.mark.gpu
