@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from cs336_systems.parallel import WorkerContext, WorkerError, launch
-from cs336_systems.parallel.worker import choose_backend, find_worker, why_no_nccl
+from cs336_systems.parallel.worker import backends_here, choose_backend, find_worker, why_no_nccl
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
 
@@ -162,6 +162,19 @@ def test_backend_is_chosen_by_what_is_there(monkeypatch):
         choose_backend("mpi", 1)
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
     assert choose_backend("auto", 1) == "gloo"
+
+
+def test_a_notebook_skips_what_cannot_run_here(monkeypatch, capsys):
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert backends_here("auto", [2, 4]) == {2: "nccl", 4: "gloo"}
+    assert backends_here("nccl", [2, 4]) == {2: "nccl"}
+    assert backends_here("gloo", [2, 4]) == {2: "gloo", 4: "gloo"}
+    why = " (backend 'nccl' gives each of the 4 workers a GPU and this machine has 2)"
+    said = ["2: nccl", "4: gloo" + why, "2: nccl", "4: not possible here" + why, "2: gloo", "4: gloo"]
+    assert capsys.readouterr().out.splitlines() == [f"world size {words}" for words in said]
+    with pytest.raises(ValueError, match="'mpi' is unknown; allowed: auto, gloo, nccl"):
+        backends_here("mpi", [2])
 
 
 @pytest.mark.parametrize("address", ["no_colon", "no_such_module:f", "launch_workers:no_such_function"])

@@ -3,7 +3,7 @@
 from cs336_systems.parallel.ddp import DataParallel, FlatDDP, NaiveDDP
 from cs336_systems.parallel.launch import WorkerError, launch
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP
-from cs336_systems.parallel.worker import WorkerContext
+from cs336_systems.parallel.worker import WorkerContext, backends_here
 
 __all__ = [
     "BucketedDDP",
@@ -13,5 +13,6 @@ __all__ = [
     "OverlappedDDP",
     "WorkerContext",
     "WorkerError",
+    "backends_here",
     "launch",
 ]

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,6 +78,17 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
 WITH_BUCKETS = ("bucketed", "torch")
 
 
+def bucket_variants(
+    implementations: Iterable[str], bucket_sizes_mb: Sequence[float]
+) -> list[tuple[str, float | None]]:
+    """Each wrapper with each bucket size, and once with None if it has no buckets."""
+    return [
+        (name, size)
+        for name in implementations
+        for size in (bucket_sizes_mb if name in WITH_BUCKETS else (None,))
+    ]
+
+
 class DataParallelSteps(ModelSteps):
     """The passes of a wrapped model; the range "communication" is the wait for gradients after backward."""
 
@@ -149,11 +160,7 @@ def benchmark_ddp(
     dtypes, batch_sizes, implementations = tuple(dtypes), tuple(batch_sizes), tuple(implementations)
     bucket_sizes_mb = tuple(bucket_sizes_mb)
     _check(context, dtypes, batch_sizes, implementations)
-    variants = [
-        (name, size)
-        for name in implementations
-        for size in (bucket_sizes_mb if name in WITH_BUCKETS else (None,))
-    ]
+    variants = bucket_variants(implementations, bucket_sizes_mb)
     keys = []
     for dtype, batch_size, (name, bucket_size_mb) in itertools.product(dtypes, batch_sizes, variants):
         key = model_key(

@@ -16,7 +16,7 @@ from cs336_systems.measure.rows import save_rows
 from cs336_systems.measure.training import model_key
 from cs336_systems.model import build_model
 from cs336_systems.optimizer import AdamW
-from cs336_systems.parallel.benchmark import WITH_BUCKETS, WRAPPERS
+from cs336_systems.parallel.benchmark import WRAPPERS, bucket_variants
 from cs336_systems.parallel.worker import WorkerContext
 
 OPTIMIZERS = {"SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), "AdamW": AdamW}
@@ -52,12 +52,7 @@ def compare_training(
     config = find_size(model_size, edition)
     if batch_size % context.world_size:
         raise ValueError(f"batch_size {batch_size} cannot be shared by {context.world_size} ranks equally")
-    bucket_sizes_mb = tuple(bucket_sizes_mb)
-    variants = [
-        (name, size)
-        for name in implementations
-        for size in (bucket_sizes_mb if name in WITH_BUCKETS else (None,))
-    ]
+    variants = bucket_variants(implementations, tuple(bucket_sizes_mb))
     rows = []
     for (name, size), optimizer in itertools.product(variants, tuple(optimizers)):
         check_choice("implementation", name, WRAPPERS)

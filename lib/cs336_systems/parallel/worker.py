@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,6 +54,24 @@ def why_no_nccl(local_workers: int) -> str:
     if gpus >= local_workers:
         return ""
     return f"backend 'nccl' gives each of the {local_workers} workers a GPU and this machine has {gpus}"
+
+
+def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
+    """Choose for each number of workers, leave out those that cannot run here, and print what came of each.
+
+    For notebooks, which had better skip what needs more GPUs than to end with its error.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    chosen = {}
+    for world_size in world_sizes:
+        reason = "" if backend == "gloo" else why_no_nccl(world_size)
+        if backend != "nccl" or not reason:
+            chosen[world_size] = choose_backend(backend, world_size)
+        used = chosen.get(world_size, "not possible here")
+        print(f"world size {world_size}: {used} ({reason})" if reason else f"world size {world_size}: {used}")
+    return chosen
 
 
 def join(backend: str = "auto", *, init_method: str = "env://", timeout_s: float = 600.0) -> WorkerContext:
