@@ -2,11 +2,14 @@
 
 A bucket is ready when backward has made its last gradient. Then it takes a latency and its bytes over the
 bandwidth (o and w of the handout, the alpha-beta fit of `collectives`), after the buckets before it. What is
-still on its way when backward ends is the overhead.
+still on its way when backward ends is the overhead. PyTorch's DDP fills buckets by a rule of its own: its
+messages are counted here too.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
 
 
 def exposed_seconds(
@@ -55,3 +58,19 @@ def best_bucket_bytes(total_bytes: float, *, latency_s: float, bytes_per_s: floa
     The overhead n o + s / (n w) is least where its two parts are equal: n = sqrt(s / (w o)), a bucket s / n.
     """
     return math.sqrt(total_bytes * bytes_per_s * latency_s)
+
+
+def torch_bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:
+    """Sizes of the messages of PyTorch's DDP, the first one first, as `overlapped.bucket_bytes` of ours.
+
+    PyTorch closes a bucket as soon as it holds bucket_size_mb or more. `BucketedDDP` closes one before it
+    would hold more, so the same number makes more and smaller messages. (PyTorch's small first bucket of
+    1 MB comes with its default size only, not with one that is asked for.)
+    """
+    limit = int(bucket_size_mb * 2**20)
+    buckets: list[int] = []
+    for parameter in reversed(list(parameters)):
+        if not buckets or buckets[-1] >= limit:
+            buckets.append(0)
+        buckets[-1] += parameter.nbytes
+    return buckets
