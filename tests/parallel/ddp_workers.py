@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
@@ -145,6 +146,16 @@ class OutOfOrder(nn.Module):
         return x
 
 
+class Recomputed(OutOfOrder):
+    """Computes all layers but the first once more in backward, each in a backward of its own."""
+
+    def forward(self, x):
+        x = self.layers[0](x)
+        for layer in self.layers[1:]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
 LAYER_MB = 8 * 8 * 4 / MB
 
 
@@ -242,6 +253,9 @@ def overlap(context):
         run(backwards)
         run(backwards)
         assert sent == [0, 3]
+        # A checkpoint of the old kind runs a backward inside the backward: still one pass.
+        nested = OverlappedDDP(Recomputed())
+        assert run(nested) == run(nested) == [*4 * [weight], over, used]
     finally:
         dist.all_reduce = original
 
@@ -259,6 +273,19 @@ def late_use(context):
         model.finish_gradient_synchronization()
         expected = torch.autograd.grad(second(first(inputs)).sum(), first.weight)[0]
         torch.testing.assert_close(first.weight.grad, expected / 2)
+
+
+def passes_apart(context):
+    """The passes of the ranks reach different layers, and the means are right all the same."""
+    for name in WRAPPERS:
+        module = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
+        model = wrap(name, module)
+        for _ in range(2):  # first in the order of the parameters, then in the order observed
+            model.zero_grad()
+            for number in ((0, 0, 1), (0, 1, 2))[context.rank]:
+                module[number](torch.ones(1, 2)).sum().backward()
+            model.finish_gradient_synchronization()
+            assert [layer.weight.grad.mean().item() for layer in module] == [1.5, 1, 0.5], name
 
 
 def disagreement(context):
@@ -369,6 +396,7 @@ TWO_RANKS = [
     bucket_sizes,
     overlap,
     late_use,
+    passes_apart,
     disagreement,
     refusals,
     garbage,

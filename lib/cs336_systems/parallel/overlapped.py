@@ -27,21 +27,21 @@ Buckets = list[list[int]]
 class OverlappedDDP(DataParallel):
     """An asynchronous all-reduce for each gradient as soon as backward has accumulated it.
 
-    Several backward passes may precede `finish_gradient_synchronization()`, the same number on every rank.
-    Passes under `no_sync()` only add up; any other pass first waits for what is under way, and averages
-    again. That is right too, as the mean of a mean is itself, only slower. A parameter that is not used in
-    a pass holds back those behind it in the agreed order until `finish_gradient_synchronization()`.
+    Several backward passes may precede `finish_gradient_synchronization()`: as many on every rank, each of
+    which reaches a trainable parameter, not necessarily the same ones. Passes under `no_sync()` only add up;
+    any other pass first waits for what is under way, and averages again. That is right too, as the mean of
+    a mean is itself, only slower. A parameter that is not used in a pass holds back those behind it in the
+    agreed order until the next pass or `finish_gradient_synchronization()`.
     """
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
         self._observed: dict[int, None] = {}  # the order of the first step; a dict as an ordered set
         self._order_is_final = False
-        self._ready: set[int] = set()  # places whose gradient this pass has made
         self._use_order(list(range(len(self._trainable)))[::-1])
         this = weakref.ref(self)  # Python cannot collect a cycle through a tensor's hooks
         for place, parameter in enumerate(self._trainable):
-            parameter.register_hook(_before_accumulation(this, place, self._ready))
+            parameter.register_hook(_before_accumulation(this, place))
             parameter.register_post_accumulate_grad_hook(_after_accumulation(this, place))
 
     def _use_order(self, order: list[int]) -> None:
@@ -53,7 +53,8 @@ class OverlappedDDP(DataParallel):
         return [[place] for place in order]
 
     def _start_pass(self) -> None:
-        self._ready.clear()
+        self._ready: set[int] = set()  # places whose gradient this pass has made
+        self._awaits_end = self._pass_is_over = False
         self._missing = [len(bucket) for bucket in self._buckets]
         self._under_way: list[Mean] = []  # one for each bucket that has left
 
@@ -62,11 +63,19 @@ class OverlappedDDP(DataParallel):
         if not self._order_is_final:
             self._observed.setdefault(place)
         if self._synchronizes:
+            if not self._awaits_end:
+                self._awaits_end = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
             self._ready.add(place)
             number = self._bucket_of[place]
             self._missing[number] -= 1
             if self._missing[number] == 0 and number == len(self._under_way):
                 self._send_complete()
+
+    def _backward_ends(self) -> None:
+        self._awaits_end = False
+        # Inside a node it was only a part of the pass, as checkpoint(use_reentrant=True) runs them.
+        self._pass_is_over = torch._C._current_autograd_node() is None
 
     def _send_complete(self) -> None:
         while len(self._under_way) < len(self._buckets) and self._missing[len(self._under_way)] == 0:
@@ -105,10 +114,12 @@ class OverlappedDDP(DataParallel):
 
 
 # These two run for every parameter in every backward pass: each microsecond in them counts hundreds of times.
-def _before_accumulation(this: weakref.ref, place: int, ready: set[int]) -> Callable[[Tensor], None]:
+def _before_accumulation(this: weakref.ref, place: int) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
-        # Another backward pass, which must not add to a gradient that is being averaged.
-        if place in ready and (wrapper := this()):
+        # What is being averaged must not be added to. And ranks whose passes reach different parameters
+        # have to send the gradients of one pass before those of the next.
+        wrapper = this()
+        if wrapper and (wrapper._pass_is_over or place in wrapper._ready):
             wrapper._complete_pass()
 
     return hook
@@ -163,10 +174,10 @@ class BucketedDDP(OverlappedDDP):
     """The same in few, larger messages: gradients lie side by side in buckets, and a full bucket leaves.
 
     All buckets are stretches of one buffer (one for each dtype and device), and each `.grad` is a view into
-    it, so nothing is packed before an all-reduce nor unpacked after. With zero_grad(set_to_none=False),
-    backward adds right into the buffer. After zero_grad(set_to_none=True), autograd brings fresh tensors,
-    which move to their places when their bucket leaves: that reads and writes once, while clearing and
-    adding would read twice and write twice. The buffer stays allocated between steps.
+    it, so nothing is unpacked after an all-reduce. With zero_grad(set_to_none=False), nothing is packed
+    either: backward adds right into the buffer. After zero_grad(set_to_none=True), autograd brings fresh
+    tensors, which are copied to their places when their bucket leaves: that reads and writes once, while
+    clearing and adding would read twice and write twice. The buffer stays allocated between steps.
 
     Args:
         bucket_size_mb: the most a bucket holds, in MB of 2**20 bytes as in PyTorch's DDP. A larger gradient
