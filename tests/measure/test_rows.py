@@ -337,7 +337,8 @@ def check_nothing_is_lost(at_least: int) -> None:
 def test_a_run_killed_at_any_moment_leaves_a_whole_file_and_a_rerun_goes_on():
     process = start(0, 10**6)
     go(process)
-    time.sleep(0.5)
+    while len(load_rows(SLUG, MACHINE)) < 3:
+        time.sleep(0.1)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     check_nothing_is_lost(at_least=3)
