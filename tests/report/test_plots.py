@@ -17,8 +17,9 @@ from PIL import Image
 
 from cs336_systems.report.marks import spread
 from cs336_systems.report.plots import grouped_bars, heatmap, ratio, save, sweep, trace
-from cs336_systems.report.style import PAPER, ZONE, color_of
+from cs336_systems.report.style import COLORS, PAPER, ZONE
 
+COLOR = COLORS["implementation"]
 BY_CONTEXT = {"x": "context_length", "hue": "implementation"}
 
 
@@ -105,8 +106,8 @@ def test_a_cell_shows_a_chart_once_and_says_nothing_that_changes(rows, monkeypat
 
 def test_a_sweep_has_a_line_of_its_colour_for_each_implementation(rows):
     drawn = {to_hex(line.get_color()).upper(): line for line in lines(sweep(rows, **BY_CONTEXT))}
-    assert set(drawn) == {color_of("eager"), color_of("compiled")}
-    assert drawn[color_of("eager")].get_xydata().tolist() == [[256, 1.0], [512, 4.0]]
+    assert set(drawn) == {COLOR["eager"], COLOR["compiled"]}
+    assert drawn[COLOR["eager"]].get_xydata().tolist() == [[256, 1.0], [512, 4.0]]
 
 
 def test_contexts_are_ticked_as_they_are(rows):
@@ -132,7 +133,7 @@ def test_out_of_memory_is_written_on_every_kind_of_plot(rows):
 
 def test_an_out_of_memory_cross_has_the_colour_of_its_line(rows):
     (cross,) = [text for text in sweep(rows, **BY_CONTEXT).findobj(Text) if text.get_text() == "×"]
-    assert to_hex(cross.get_color()).upper() == color_of("eager")
+    assert to_hex(cross.get_color()).upper() == COLOR["eager"]
     assert cross.xy[0] == 1024
 
 

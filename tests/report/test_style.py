@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from cs336_systems.report.style import COLORS, color_of, machine_style, palette, ramp, readable_on, text_color
+from cs336_systems.report.style import COLORS, machine_style, palette, ramp, readable_on, text_color
 
 # Complete deuteranopia, protanopia and tritanopia on linear RGB (Machado, Oliveira & Fernandes 2009).
 VISION = {
@@ -50,11 +50,6 @@ def test_a_ramp_darkens_step_by_step_for_every_eye(vision):
     assert np.all(np.diff(lightness) < -5)
 
 
-def test_colours_are_fixed():
-    expected = {"eager": "#0072B2", "compiled": "#D55E00", "flash_triton": "#009E73", "bfloat16": "#D55E00"}
-    assert {name: color_of(name) for name in expected} == expected
-
-
 def test_a_value_keeps_its_colour_whatever_else_is_drawn():
     alone = palette(["compiled"], "implementation")["compiled"]
     assert palette(["new", "compiled", "eager"], "implementation")["compiled"] == alone
@@ -67,11 +62,6 @@ def test_values_without_a_fixed_colour_get_one_that_is_free():
 
 def test_more_values_than_colours_still_get_one():
     assert len(palette([f"case {i}" for i in range(30)], "case")) == 30
-
-
-def test_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'teal' has no fixed colour; those that have: eager"):
-        color_of("teal")
 
 
 def test_kinds_of_machine_look_different():

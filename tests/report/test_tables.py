@@ -2,7 +2,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.report.html import Table
-from cs336_systems.report.tables import as_text, pivot, ratio_table
+from cs336_systems.report.tables import as_text, pivot
 
 
 def html(frame, caption=""):
@@ -38,24 +38,6 @@ def test_two_rows_in_one_cell_are_refused(rows):
         pivot(rows, "pass", "context_length")
 
 
-def test_a_ratio_table_shows_both_values_and_their_ratio(rows):
-    table = ratio_table(rows, "implementation", "eager")
-    assert table.index.tolist() == [("256",), ("512",), ("1K",)] or table.index.tolist() == [
-        "256",
-        "512",
-        "1K",
-    ]
-    assert table["median time (ms)", "eager"].tolist() == ["1.00", "4.00", "OOM"]
-    assert table["median time (ms)", "compiled"].tolist() == ["0.500", "1.000", "8.000"]
-    assert table["times better than eager", "compiled"].tolist() == ["2.00×", "4.00×", "–"]
-
-
-def test_a_ratio_table_of_mixed_rows_is_refused(rows):
-    mixed = rows.assign(batch_size=rows["implementation"].map({"eager": 8, "compiled": 4}))
-    with pytest.raises(ValueError, match="differ in batch_size"):
-        ratio_table(mixed, "implementation", "eager", index="context_length")
-
-
 def test_html_is_the_same_twice_and_brings_no_colours(rows):
     table = pivot(rows, "implementation", "context_length")
     assert html(table) == html(pivot(rows, "implementation", "context_length"))
@@ -86,10 +68,6 @@ def test_markup_in_cells_and_captions_is_escaped():
 
 def test_no_rows_say_so(rows):
     none = rows.iloc[:0]
-    for table in (
-        none,
-        pivot(none, "implementation", "context_length"),
-        ratio_table(none, "pass", "forward"),
-    ):
+    for table in (none, pivot(none, "implementation", "context_length")):
         assert "no rows yet" in html(table)
         assert "no rows yet" in repr(Table(as_text(table)))

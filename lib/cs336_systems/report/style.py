@@ -118,19 +118,6 @@ STYLE = {
 }
 
 
-def color_of(name: str) -> str:
-    """The fixed colour of an implementation, dtype, pass or kind of machine.
-
-    Raises:
-        ValueError: the name has no fixed colour; the message lists what has one.
-    """
-    for family in COLORS.values():
-        if name in family:
-            return family[name]
-    known = ", ".join(name for family in COLORS.values() for name in family)
-    raise ValueError(f"{name!r} has no fixed colour; those that have: {known}")
-
-
 def palette(values: Sequence[Hashable], column: str) -> dict[Hashable, str]:
     """A colour for each value of a column: its fixed one, a ramp for what is ordered, or a spare one."""
     values = ordered(values, column)

@@ -1,11 +1,11 @@
 """Rows laid out as tables: few digits, units in the headers, "OOM" written out."""
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from cs336_systems.report.frames import compared, key_columns, plain, require_columns, require_one_row_each
+from cs336_systems.report.frames import plain, require_columns, require_one_row_each
 from cs336_systems.report.html import Table
 from cs336_systems.report.words import MISSING, STATUS_WORDS, column_label, ordered, value_label
 
@@ -41,44 +41,6 @@ def pivot(
                 frame[frame[columns] == place], index, value, fmt
             )
     return _laid_out(cells, frame, index)
-
-
-def ratio_table(
-    frame: pd.DataFrame,
-    on: str,
-    baseline: Hashable,
-    values: str = "p50_ms",
-    *,
-    index: str | Sequence[str] | None = None,
-) -> pd.DataFrame:
-    """Rows equal in everything but `on` side by side, and how many times better than the baseline each is.
-
-    Args:
-        on: the compared column.
-        index: columns that name a line of the table; without it, those that vary.
-
-    Raises:
-        ValueError: rows differ in something else as well, or the baseline has no row; the message names it.
-    """
-    frame = plain(frame)
-    if frame.empty:
-        return frame
-    pairs = compared(frame, on, baseline, values, place=_names(index or ()))
-    if pairs.empty:
-        return pairs
-    varying = [name for name in key_columns(pairs) if name != on and pairs[name].nunique(dropna=False) > 1]
-    index = _names(index or varying or on)
-    require_one_row_each(pairs, *index, on)
-    unit, name = column_label(values), value_label(baseline, on)
-    by_other = {value_label(other, on): pairs[pairs[on] == other] for other in ordered(pairs[on], on)}
-    base = pairs.drop_duplicates(index).drop(columns=values)
-    base = base.rename(columns={"baseline": values}).assign(status=base.get("baseline_status"))
-    cells = {(unit, name): _cells(base, index, values)}
-    cells |= {(unit, other): _cells(rows, index, values) for other, rows in by_other.items()}
-    for other, rows in by_other.items():
-        without_status = rows.drop(columns="status", errors="ignore")
-        cells[f"times better than {name}", other] = _cells(without_status, index, "ratio", "{:.2f}×")
-    return _laid_out(cells, pairs, index)
 
 
 def show(frame: pd.DataFrame, caption: str = "") -> None:
