@@ -19,7 +19,9 @@ kept() {  # does .venv stand on a Python that suits, and on the one asked for?
 
 # One set-up at a time in a checkout (macOS has no flock: there it is up to the user).
 exec 9<lib/pins.txt
-if command -v flock >/dev/null 2>&1; then flock 9; fi
+if command -v flock >/dev/null 2>&1; then
+    flock 9 2>/dev/null || say "this file system has no locks: run one set-up at a time"
+fi
 
 gpu=no
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then gpu=yes; fi
