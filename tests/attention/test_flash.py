@@ -6,17 +6,19 @@ Runs on the GPU where there is one; elsewhere the Triton kernels go through the 
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.attention import IMPLEMENTATIONS, FlashAttentionPyTorch, attention
+from cs336_systems.attention import IMPLEMENTATIONS, FlashAttentionPyTorch, _fastest, attention
 from cs336_systems.attention.reference import reference_attention
 from cs336_systems.checks import EVERYTHING, check_attention, check_logsumexp
+from cs336_systems.measure.timing import matmul_precision
 
 pytest.importorskip("triton")
-from cs336_systems.attention import FlashAttentionTriton
+from cs336_systems.attention import FlashAttentionTriton, flash_triton
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,8 +76,6 @@ def test_error_at_most_twice_pytorchs(flash, dtype):
 @pytest.mark.parametrize("layout", [torch.clone, off_alignment, lambda x: x.mT.contiguous().mT])
 def test_without_a_copy_engine(layout, monkeypatch):
     """Where tiles are loaded by pointers, as on Ampere."""
-    from cs336_systems.attention import flash_triton
-
     monkeypatch.setattr(flash_triton, "uses_descriptors", lambda *_: False)
     flash_triton.way_for.cache_clear()
     try:
@@ -242,20 +242,48 @@ def test_front_door_takes_tensors(implementation):
         attention(q, torch.nn.Parameter(k), None, implementation=implementation)
 
 
+@pytest.mark.parametrize(("n", "n_keys"), [(0, 0), (0, 8), (8, 0)])
+def test_automatic_takes_empty_tensors_too(n, n_keys, monkeypatch):
+    monkeypatch.setattr("cs336_systems.attention.HAS_TRITON", True)
+    q, k = (SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(2, x, 32)) for x in (n, n_keys))
+    assert _fastest(q, k) == "sdpa"
+
+
 def test_front_door_lists_the_names():
     with pytest.raises(ValueError, match="auto, reference, sdpa, flash_pytorch, flash_triton"):
         attention(*random_inputs(1), implementation="flash")
 
 
-def test_float32_follows_pytorchs_switch():
-    from cs336_systems.attention.flash_triton import way_for
+@pytest.fixture
+def _switches_restored():
+    with matmul_precision("float32"):
+        yield
 
-    device = torch.device(DEVICE)
-    kinds = {
-        name: way_for(torch.float32, 64, device, name).arithmetic for name in ("highest", "high", "medium")
-    }
-    assert kinds == {"highest": "exact", "high": "tf32", "medium": "tf32"}
-    assert way_for(torch.bfloat16, 64, device, "highest").arithmetic == "half"
+
+@pytest.mark.usefixtures("_switches_restored")
+@pytest.mark.parametrize(("precision", "tf32"), [("highest", False), ("high", True), ("medium", True)])
+def test_float32_follows_pytorchs_switch(precision, tf32):
+    torch.set_float32_matmul_precision(precision)
+    assert flash_triton.allows_tf32(torch.float32) == tf32
+    assert not flash_triton.allows_tf32(torch.bfloat16)
+
+
+@pytest.mark.usefixtures("_switches_restored")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pytorchs_newer_switch_will_do(dtype):
+    """After it, the older one refuses to answer."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert flash_triton.allows_tf32(dtype) == (dtype == torch.float32)
+    q, k, v = (x.to(dtype) for x in random_inputs(1))
+    assert attention(q, k, v, implementation="flash_triton").isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tf32", "kind"),
+    [(torch.float32, False, "exact"), (torch.float32, True, "tf32"), (torch.bfloat16, False, "half")],
+)
+def test_ways_of_multiplying(dtype, tf32, kind):
+    assert flash_triton.way_for(dtype, 64, torch.device(DEVICE), tf32).arithmetic == kind
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU there is nothing to choose")
@@ -289,8 +317,6 @@ def test_a_second_launch_passes_the_constants_in_the_kernels_order(monkeypatch):
 
 
 def test_without_gpu_and_interpreter_it_says_where_it_can_run(monkeypatch):
-    from cs336_systems.attention import flash_triton
-
     monkeypatch.setattr(flash_triton, "INTERPRETED", False)
     with pytest.raises(ValueError, match="are on cpu; allowed: a CUDA GPU, or any device in Triton's inter"):
         FlashAttentionTriton.apply(*(torch.zeros(1, 4, 8) for _ in range(3)))

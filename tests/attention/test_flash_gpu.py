@@ -40,7 +40,7 @@ def test_every_tile_repeatedly_on_fresh_inputs(d, dtype):
 def test_every_tile_of_exact_float32_repeatedly(d):
     """From so few heads that the smallest tiles run to so many that the largest do."""
     heads = (5, 20, 30, 50)
-    way = way_for(torch.float32, d, torch.device("cuda"), "highest")
+    way = way_for(torch.float32, d, torch.device("cuda"))
     layouts = [((n, 300, d), (300 * d, d, 1)) for n in heads]
     problems = [Problem(layout, layout, way, is_causal=True) for layout in layouts]
     for kernel in KERNELS:

@@ -14,7 +14,7 @@ LAYOUT = (2, 4, 300, 40), (48_000, 12_000, 40, 1)  # three programs of 128 keys 
 TILES = [tile_by_hand(kernel, "half", 64, (9, 0)) for kernel in HOPPERS_OWN]
 DEVICE = torch.device("cpu" if flash_triton.INTERPRETED else "cuda")
 PORTABLE = dataclasses.replace(
-    flash_triton.way_for(torch.float16, 40, DEVICE, "highest"), forward_by_hand=None, backward_by_hand=None
+    flash_triton.way_for(torch.float16, 40, DEVICE), forward_by_hand=None, backward_by_hand=None
 )
 
 

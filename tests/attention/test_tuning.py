@@ -14,7 +14,7 @@ from cs336_systems.attention import FlashAttentionTriton, flash_triton
 LARGE, MIDDLE, SMALL = TILES = Tile(64, 128, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 1)
 QUERIES, KEYS = ((2, 3, 512, 64), (98_304, 32_768, 64, 1)), ((2, 3, 256, 64), (49_152, 16_384, 64, 1))
 DEVICE = torch.device("cpu" if flash_triton.INTERPRETED else "cuda")
-WAY = flash_triton.way_for(torch.float32, 64, DEVICE, "highest")
+WAY = flash_triton.way_for(torch.float32, 64, DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,17 @@ def test_tf32_is_allowed_inside_only(dtype, inside, before):
         torch.set_float32_matmul_precision(original)
 
 
+def test_tf32_where_pytorchs_newer_switch_was_used():
+    """The older one then refuses to answer; the newer one is left as it was."""
+    switch = torch.backends.cuda.matmul
+    with matmul_precision("float32"):
+        switch.fp32_precision = "tf32"
+        with matmul_precision("float32"):
+            assert switch.fp32_precision == "ieee"
+        assert switch.fp32_precision == "tf32"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
 def test_devices():
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
@@ -205,6 +216,14 @@ def test_cuda_asked_for_where_there_is_none(monkeypatch):
         RuntimeError, match="'cuda' is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu"
     ):
         resolve_device("cuda")
+
+
+def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(RuntimeError, match="'cuda:0' is asked for, and cuda:1 is the current one; allowed"):
+        resolve_device("cuda:0")
 
 
 @pytest.mark.gpu

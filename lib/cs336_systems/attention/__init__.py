@@ -47,9 +47,10 @@ IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def _fastest(q: Tensor) -> str:
+def _fastest(q: Tensor, k: Tensor) -> str:
     ours = HAS_TRITON and q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= MAX_HEAD_SIZE
-    return "flash_triton" if ours else "sdpa"
+    empty = 0 in q.shape or 0 in k.shape
+    return "flash_triton" if ours and not empty else "sdpa"
 
 
 def attention(
@@ -74,7 +75,7 @@ def attention(
     """
     check_tensors(q, k, v)
     if implementation == "auto":
-        implementation = _fastest(q)
+        implementation = _fastest(q, k)
     if implementation not in IMPLEMENTATIONS:
         allowed = ", ".join(["auto", *IMPLEMENTATIONS])
         raise ValueError(f"attention implementation {implementation!r} is unknown; allowed: {allowed}")

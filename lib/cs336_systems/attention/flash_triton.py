@@ -1,9 +1,9 @@
 """FlashAttention-2 with our own Triton kernels: launches, autograd.Function, and what torch.compile needs.
 
 Two switches are PyTorch's own. float32 tensors multiply exactly by default, in TF32 after
-torch.set_float32_matmul_precision("high"). And the result has the same bits every time, but for dQ on Hopper,
-which is added up there in the order in which programs come: so it is deterministic everywhere after
-torch.use_deterministic_algorithms(True), and slower.
+torch.set_float32_matmul_precision("high") or torch.backends.cuda.matmul.fp32_precision = "tf32". And the
+result has the same bits every time, but for dQ on Hopper, which is added up there in the order in which
+programs come: so it is deterministic everywhere after torch.use_deterministic_algorithms(True), and slower.
 """
 
 import math
@@ -48,7 +48,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
         return o.to(q.dtype), logsumexp
     o = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-    way = way_for(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
+    way = way_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
     q, k, v = (loadable(x, way.descriptors) for x in (q, k, v))
     plan = forward_plan(tuple((x.shape, x.stride()) for x in (q, k, v, o)), way, is_causal)
     with on(q.device):
@@ -67,7 +67,7 @@ def flash_backward(
         grads = flash_backward(*(x.float() for x in (do, q, k, v, o)), logsumexp, is_causal)
         return tuple(grad.to(q.dtype) for grad in grads)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    way = way_for(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
+    way = way_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
     q, k, v, do = (loadable(x, way.descriptors) for x in (q, k, v, do))
     o, logsumexp = (x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in (o, logsumexp))
     layouts = tuple((x.shape, x.stride()) for x in (q, k, v, do, o, dq, dk, dv))
@@ -96,10 +96,18 @@ class Way:
         return self.tiles[KERNELS.index(kernel)]
 
 
+def allows_tf32(dtype: torch.dtype) -> bool:
+    """Whether PyTorch now multiplies matrices of this dtype in TF32 on a GPU.
+
+    Of its switches the newest is read: it follows the older ones, which refuse to answer once it was used.
+    """
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
 @lru_cache(maxsize=256)
-def way_for(dtype: torch.dtype, d: int, device: torch.device, float32_precision: str) -> Way:
+def way_for(dtype: torch.dtype, d: int, device: torch.device, tf32: bool = False) -> Way:
     capability = INTERPRETER if INTERPRETED else torch.cuda.get_device_capability(device)
-    exact = dtype == torch.float32 and float32_precision == "highest"
+    exact = dtype == torch.float32 and not tf32
     precision = exact_precision(capability) if exact else "tf32"
     kind, block_d = arithmetic(dtype.itemsize, precision), max(16, triton.next_power_of_2(d))
     tiles = tuple(tiles_for(kernel, kind, block_d, capability) for kernel in KERNELS)

@@ -115,7 +115,7 @@ def _prepare(
 
 
 def _problem(rung: Rung, q: Tensor) -> flash_triton.Problem:
-    way = flash_triton.way_for(q.dtype, q.shape[-1], q.device, torch.get_float32_matmul_precision())
+    way = flash_triton.way_for(q.dtype, q.shape[-1], q.device)
     way = replace(way, descriptors=rung.copy_engine)
     layout = (q.shape, q.stride())
     return flash_triton.Problem(layout, layout, way, is_causal=True)

@@ -104,7 +104,7 @@ def sweep_tiles(
     device, tiles = resolve_device(device), tuple(tiles)
     size |= {"dtype": dtype, "d_head": d_head, "device": str(device)}
     with matmul_precision(dtype):
-        way = flash_triton.way_for(DTYPES[dtype], d_head, device, torch.get_float32_matmul_precision())
+        way = flash_triton.way_for(DTYPES[dtype], d_head, device, dtype == "tf32")
     work = [(kernel, tile) for kernel in kernels for tile in dict.fromkeys((*way.tiles_of(kernel), *tiles))]
     if device.type == "cuda":  # on a short sequence: the compiler needs longer than the kernels
         in_processes(partial(benchmark_tile, **size | {"context_length": 512, "steps": 1}), work)
@@ -117,7 +117,7 @@ def _prepare(
 ) -> tuple[Callable[[], None], list[Tensor], list[Tensor]]:
     """A function that runs the kernel with this tile, what it writes, and what the table's tiles write."""
     q, k, v, do = (torch.randn(shape, device=device, dtype=DTYPES[dtype]) for _ in range(4))
-    way = flash_triton.way_for(q.dtype, shape[-1], device, torch.get_float32_matmul_precision())
+    way = flash_triton.way_for(q.dtype, shape[-1], device, dtype == "tf32")
     chosen = tuple((tile,) if name == kernel else way.tiles_of(name) for name in KERNELS)
     way = dataclasses.replace(way, tiles=chosen, forward_by_hand=None)
     o, logsumexp = flash_triton.flash_forward(q, k, v, is_causal)

@@ -94,7 +94,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     """Turn "auto" (CUDA where there is one), "cpu" or "cuda" into a device.
 
     Raises:
-        RuntimeError: CUDA is asked for and not there.
+        RuntimeError: CUDA is asked for and not there, or a GPU that is not the current one.
         ValueError: another device.
     """
     name = str(device)
@@ -105,20 +105,29 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         raise ValueError(f"device {name!r} is unknown; allowed: auto, cpu, cuda")
     if kind == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("device 'cuda' is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu")
-    if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
-        raise RuntimeError(f"device {name!r} is asked for; allowed: below cuda:{torch.cuda.device_count()}")
+    if kind == "cuda" and index and int(index) != torch.cuda.current_device():  # events would time the other
+        raise RuntimeError(
+            f"device {name!r} is asked for, and cuda:{torch.cuda.current_device()} is the current one; "
+            "allowed: auto, cpu, cuda (for another GPU call torch.cuda.set_device first)"
+        )
     return torch.device(name)
 
 
 @contextmanager
 def matmul_precision(dtype: str) -> Iterator[None]:
     """Allow TF32 in float32 matrix products for "tf32" and for no other dtype; restore it afterwards."""
-    before = torch.get_float32_matmul_precision()
+    newer_switch = torch.backends.cuda.matmul
+    newer = newer_switch.fp32_precision
+    try:
+        older = torch.get_float32_matmul_precision()
+    except RuntimeError:  # this one refuses to answer where the newer one says something else
+        older = "highest"
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(older)
+        newer_switch.fp32_precision = newer
 
 
 def time_steps(
