@@ -4,7 +4,7 @@ import pytest
 
 from cs336_systems.attention import variants
 from cs336_systems.attention.techniques import KNOWN, STEPS, all_rungs, rungs
-from cs336_systems.attention.variants import FORWARD, Change
+from cs336_systems.attention.variants import BACKWARD, FORWARD, Change
 
 pytest.importorskip("triton")
 RUNGS = [rung for kernel in STEPS for rung in rungs(kernel)]
@@ -16,6 +16,12 @@ def test_every_change_fits_the_kernels(rung):
     assert set(kernels) == {"forward", "dq", "dkdv"}
     for change in rung.changes:
         assert change.old != change.new
+
+
+@pytest.mark.parametrize("rung", rungs("backward"), ids=lambda rung: rung.name)
+def test_d_is_computed_once(rung):
+    changes = tuple(change for change in rung.changes if change.file == BACKWARD)
+    assert ("delta = tl.sum(" in variants.changed_source(BACKWARD, changes)) == rung.own_delta
 
 
 def test_a_change_that_does_not_fit_is_an_error():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from .tuning import Tile
 from .variants import (
+    DELTA_BEFOREHAND,
     DEPENDENT_LAUNCH,
     DV_BEFORE_DK,
     FUSED_BY_ATOMICS,
@@ -131,6 +132,7 @@ STEPS = {
             "D in the dQ kernel",
             (1.02, 1.05),
             "O and dO are at hand there; PyTorch needs passes of its own over both, and float32 copies",
+            undone=DELTA_BEFOREHAND,
             own_delta=True,
         ),
         Step(

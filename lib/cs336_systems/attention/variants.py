@@ -132,6 +132,21 @@ DV_BEFORE_DK = (
 """,
     ),
 )
+DELTA_BEFOREHAND = (  # D comes from a pass of its own
+    Change(
+        BACKWARD,
+        """    o_tile = _tile(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od)
+    o = tl.load(o_tile, mask=inside, other=0.0)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+""",
+        "",
+    ),
+    Change(
+        BACKWARD,
+        "    tl.store(delta_ptr + rows, delta, mask=in_range)\n",
+        "    delta = tl.load(delta_ptr + rows, mask=in_range, other=0.0)\n",
+    ),
+)
 
 # ... and added: what was tried and is not in the shipped kernels.
 HEADS_SIDE_BY_SIDE = tuple(  # the longest rows of all heads first, not one head after the other
