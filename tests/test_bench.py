@@ -60,7 +60,7 @@ def test_what_contradicts_itself_is_an_error_and_the_rest_goes_on(monkeypatch):
     measure = bench.Cell.measure
 
     def backwards(cell, device):
-        slow = {"p20_ms": 9.0, "p50_ms": 9.0, "p80_ms": 9.0, "mean_ms": 9.0}
+        slow = dict.fromkeys(("p20_ms", "p50_ms", "p80_ms", "mean_ms"), 1e6)
         return [row | (slow if row["pass"] == "forward" else {}) for row in measure(cell, device)]
 
     monkeypatch.setattr(bench.Cell, "measure", backwards)
@@ -112,6 +112,14 @@ def test_without_a_gpu_long_sequences_are_left_out(monkeypatch, capsys):
     lengths = load_rows("short", machine_card().slug)["context_length"]
     assert set(lengths) == {32}
     assert "tiles: no GPU here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names", [[], [bench.OURS], ["flex"], ["flex", bench.OURS]])
+def test_the_studies_are_of_our_kernels(names, monkeypatch):
+    ran = []
+    monkeypatch.setattr(bench, "_study", ran.append)
+    bench.run(bench.STUDIES, names)
+    assert ran == (list(bench.STUDIES) if names != ["flex"] else [])
 
 
 @pytest.mark.parametrize(("protocols", "names"), [(["speed"], []), ([], ["flashy"])])

@@ -66,6 +66,8 @@ def test_many_rows_a_partial_sum(monkeypatch):
 def test_from_a_descriptor(shape):
     x, weight = torch.randn(shape, device=DEVICE), torch.randn(shape[1], device=DEVICE)
     torch.testing.assert_close(forward_from_descriptor(x, weight), x @ weight, rtol=1e-4, atol=1e-4)
+    every_second = torch.stack((weight, weight + 1), -1)[:, 0]
+    torch.testing.assert_close(forward_from_descriptor(x, every_second), x @ weight, rtol=1e-4, atol=1e-4)
 
 
 def test_same_bits_every_time():

@@ -104,14 +104,14 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def forward_from_descriptor(x: Tensor, weight: Tensor) -> Tensor:
-    """As `forward`, for what the copy engine takes: contiguous, and rows of a multiple of 16 bytes."""
+    """As `forward`, for an x that the copy engine takes: contiguous, with rows of a multiple of 16 bytes."""
     n_rows, d = x.shape
     rows, columns = tile_sizes(n_rows, d)
     y = x.new_empty(n_rows)
     descriptor = TensorDescriptor.from_tensor(x, [rows, columns])
     with on(x.device):
         forward_descriptor_kernel[(triton.cdiv(n_rows, rows),)](
-            descriptor, weight, y, n_rows, d, ROWS=rows, COLUMNS=columns
+            descriptor, weight.contiguous(), y, n_rows, d, ROWS=rows, COLUMNS=columns
         )
     return y
 
