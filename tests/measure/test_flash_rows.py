@@ -47,6 +47,18 @@ def test_what_breaks_at_this_size_is_an_error_of_its_own():
     assert {(row["status"], row["reason"]) for row in rows} == {("error", "RuntimeError: out of resources")}
 
 
+def test_what_does_not_even_compile_is_an_error():
+    """Triton's errors are no RuntimeErrors."""
+
+    def breaks(q, k, v, is_causal):
+        raise ValueError("shape mismatch in tl.dot")
+
+    rows = flash.benchmark_cell("mine", breaks, **TINY)
+    assert {(row["status"], row["reason"]) for row in rows} == {
+        ("error", "ValueError: shape mismatch in tl.dot")
+    }
+
+
 def test_16_bit_implementations_are_skipped_in_float32():
     rows = flash.benchmark_cell("sdpa_cudnn", IMPLEMENTATIONS["sdpa_cudnn"], **TINY)
     assert [row["status"] for row in rows] == ["skipped"] * 3

@@ -52,7 +52,7 @@ def why_wrong(name: str, function: AttentionFunction, dtype: str, d_head: int, d
 def _checked(name: str, function: AttentionFunction, dtype: str, d_head: int, device: torch.device) -> str:
     cases = [AttentionCase("whole tiles", (2,), 256, 256, d_head, is_causal=True)]
     if name not in PEERS and dtype != "tf32":
-        cases.append(AttentionCase("large scores", (1,), 128, 128, d_head, is_causal=True, logit_scale=30.0))
+        cases.append(AttentionCase("large scores", (8,), 128, 128, d_head, is_causal=True, logit_scale=30.0))
     allowed = PEER_ERROR[DTYPES[dtype]] if name in PEERS else None
     if dtype == "tf32":
         allowed = TF32_ERROR
@@ -63,7 +63,7 @@ def _checked(name: str, function: AttentionFunction, dtype: str, d_head: int, de
 
     try:
         check_attention(switched, cases=cases, dtype=DTYPES[dtype], device=device, allowed_error=allowed)
-    except (AssertionError, RuntimeError) as error:
+    except Exception as error:  # a wrong result, or whatever a compiler or a launcher raises
         return one_line(error)
     return ""
 
