@@ -27,6 +27,10 @@ def talk(context):
     os.write(1, b"native words, no newline")
 
 
+def talk_much(context, lines):
+    print(*(f"{number} {'.' * 90}" for number in range(lines)), sep="\n")
+
+
 def fail_on(context, rank, how):
     """Rank `rank` fails in the way named; the others wait for it in a collective."""
     if context.rank == rank:

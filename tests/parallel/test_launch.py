@@ -53,6 +53,12 @@ def test_prints_appear_with_their_rank(capsys):
     assert lines[-1] == "[rank 0] native words, no newline"
 
 
+def test_no_print_is_lost_at_the_end(capsys):
+    launch(launch_workers.talk_much, 1, 30_000, backend="gloo")  # 3 MB at once
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"[rank 0] {number} {'.' * 90}" for number in range(30_000)]
+
+
 @pytest.mark.parametrize(
     ("how", "expected"),
     [

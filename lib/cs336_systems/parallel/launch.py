@@ -174,9 +174,10 @@ class _Process:
 
     def show_output(self) -> None:
         """Print the lines that the worker has written since the last call."""
-        lines = os.pread(self.log.fileno(), 1 << 20, self.shown).splitlines(keepends=True)
-        for line in lines:
-            if self.running and not line.endswith(b"\n"):
+        may_go_on = self.running  # asked before reading: only then is a last line without an end all of it
+        log = self.log.fileno()
+        for line in os.pread(log, os.fstat(log).st_size - self.shown, self.shown).splitlines(keepends=True):
+            if may_go_on and not line.endswith(b"\n"):
                 break
             self.shown += len(line)
             text = line.decode(errors="replace").rstrip()
