@@ -7,19 +7,24 @@ from cs336_systems.report.answers import answer
 from cs336_systems.report.frames import require_columns
 
 
+def count_earlier(rows: pd.DataFrame) -> int:
+    """How many rows are of earlier versions of our Triton kernels.
+
+    Args:
+        rows: with the columns implementation and measured_at.
+    """
+    require_columns(rows, "implementation", "measured_at")
+    return sum(map(is_earlier, rows["implementation"], rows["measured_at"]))
+
+
 def note_earlier_kernels(*tables: pd.DataFrame) -> None:
     """Tell the reader how many rows of our Triton kernels are of earlier versions; nothing if none is.
 
     Args:
         tables: rows with the columns implementation and measured_at.
     """
-    total = earlier = 0
-    for rows in tables:
-        require_columns(rows, "implementation", "measured_at")
-        ours = rows[rows["implementation"] == "flash_triton"]
-        total += len(ours)
-        earlier += sum(map(is_earlier, ours["implementation"], ours["measured_at"]))
-    if earlier:
+    if earlier := sum(map(count_earlier, tables)):
+        total = sum((rows["implementation"] == "flash_triton").sum() for rows in tables)
         when = f"{SINCE[:10]} {SINCE[11:16]} UTC"
         answer(
             "before you read on",
