@@ -1,4 +1,4 @@
-"""What every test file shares: a figures folder of its own, the GPU marker, and a way to write notebooks."""
+"""What every test file shares: a figures folder, the GPU marker, no deadlines, a way to write notebooks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,7 +6,12 @@ from pathlib import Path
 import nbformat
 import pytest
 import torch
+from hypothesis import settings
 from nbformat import v4
+
+# On a busy machine any example may be slow.
+settings.register_profile("without deadline", deadline=None)
+settings.load_profile("without deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

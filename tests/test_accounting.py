@@ -82,7 +82,7 @@ def test_parameter_breakdown_is_the_models_own():
 # Operations
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(config=small_configs, batch_size=st.integers(1, 3), context_length=st.integers(2, 24))
 def test_flops_are_those_of_torchs_counter(config, batch_size, context_length):
     model = build_model(config, context_length, device="meta")
@@ -111,7 +111,6 @@ def test_flops_breakdown_is_that_of_the_modules():
     assert sum(parts[name] for name in names) == attention
 
 
-@settings(deadline=None)
 @given(config=small_configs, batch_size=st.integers(1, 9), context_length=st.integers(1, 99))
 def test_flops_scale(config, batch_size, context_length):
     once = accounting.flops_breakdown(config, batch_size, context_length)
@@ -158,7 +157,7 @@ def test_static_bytes_are_those_of_a_training_step():
     assert accounting.optimizer_bytes(TINY) == sum(tensor.nbytes for tensor in state)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     config=small_configs,
     batch_size=st.integers(1, 3),
@@ -274,7 +273,7 @@ def test_the_peak_is_where_the_shape_says():
 @pytest.mark.parametrize("pass_", accounting.PASSES)
 @pytest.mark.parametrize("dtype", accounting.DTYPE_BYTES)
 @given(config=small_configs, context_length=st.integers(1, 99))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_peak_never_falls_with_the_context_and_holds_the_parameters(pass_, dtype, config, context_length):
     shorter, longer = (
         accounting.peak_bytes(config, 2, length, pass_, dtype)
@@ -292,7 +291,7 @@ def an_attention_problem(batch_size: int, context_length: int, d_head: int, dtyp
     return tuple(torch.randn(shape, dtype=tensor_type, requires_grad=True) for _ in range(3))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     batch_size=st.integers(1, 4),
     context_length=st.integers(2, 40),
@@ -328,7 +327,6 @@ def test_attention_peak_bytes_are_what_lives_at_once(context_length, d_head, pas
 # Time
 
 
-@settings(deadline=None)
 @given(flops=st.floats(0, 1e18), bytes_moved=st.floats(0, 1e15), factor=st.floats(1, 100))
 def test_roofline_is_the_slower_of_two_clocks(flops, bytes_moved, factor):
     seconds = accounting.roofline_seconds(flops, bytes_moved, matmul_tflops=500, copy_gbps=4000)

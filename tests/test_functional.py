@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -16,7 +16,6 @@ def normal(shape, seed: int, scale: float = 1.0, dtype=torch.float64) -> torch.T
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-@settings(deadline=None)
 @given(shape=shapes, seed=seeds, scale=st.sampled_from([1e-3, 1.0, 30.0, 1e4]), data=st.data())
 def test_softmax_is_torchs(shape, seed, scale, data):
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
@@ -24,7 +23,6 @@ def test_softmax_is_torchs(shape, seed, scale, data):
     torch.testing.assert_close(softmax(x, dim), torch.softmax(x, dim))
 
 
-@settings(deadline=None)
 @given(shape=shapes, seed=seeds, shift=st.floats(-1e4, 1e4))
 def test_softmax_does_not_see_a_shift_and_sums_to_one(shape, seed, shift):
     x = normal(shape, seed)
@@ -55,14 +53,12 @@ def test_gradients_are_those_of_the_functions():
     assert torch.autograd.gradcheck(lambda x: cross_entropy(x, targets), x)
 
 
-@settings(deadline=None)
 @given(shape=shapes, seed=seeds)
 def test_silu_is_torchs(shape, seed):
     x = normal(shape, seed, scale=5)
     torch.testing.assert_close(silu(x), F.silu(x))
 
 
-@settings(deadline=None)
 @given(
     shape=st.lists(st.integers(1, 5), max_size=3),
     vocabulary=st.integers(1, 40),

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
@@ -256,7 +256,6 @@ def test_rmsnorm_survives_squares_that_float16_cannot_hold():
     torch.testing.assert_close(output.float(), RMSNorm(64)(x), rtol=2e-3, atol=2e-3)
 
 
-@settings(deadline=None)
 @given(
     position=st.integers(0, 20), other=st.integers(0, 20), shift=st.integers(0, 40), half=st.integers(1, 8)
 )

@@ -75,7 +75,7 @@ def test_100_steps_with_groups_are_torchs():
     assert_same_over_100_steps(ours, own, theirs, other)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     lr=st.floats(0, 1),
     beta1=st.floats(0, 0.999),

@@ -20,7 +20,7 @@ def test_error_at_most_twice_pytorchs(dtype):
     check_weighted_sum(weighted_sum, dtype=dtype)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.lists(st.integers(1, 9), max_size=3), st.integers(1, 70))
 def test_any_shape(leading, d):
     check_weighted_sum(weighted_sum, shapes=[(*leading, d)])

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
@@ -17,7 +17,6 @@ def qkv(leading, n_queries: int, n_keys: int, d: int, dtype=torch.float64, seed:
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
 
 
-@settings(deadline=None)
 @given(
     leading=st.lists(st.integers(1, 3), max_size=3),
     n_queries=st.integers(1, 9),

@@ -127,7 +127,7 @@ values = {str: text, bool: st.booleans(), int: st.integers(0, 2**40), float: st.
 free_keys = [name for name in KEYS if not COLUMNS[name].allowed]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.dictionaries(st.sampled_from(free_keys), st.none(), min_size=1).flatmap(
         lambda names: st.fixed_dictionaries({name: values[COLUMNS[name].type] for name in names})

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cs336_systems.parallel.overhead import (
@@ -20,7 +20,6 @@ links = st.fixed_dictionaries({"latency_s": seconds, "bytes_per_s": st.floats(1e
 totals = st.floats(1e3, 1e11)
 
 
-@settings(deadline=None)
 @given(totals, st.integers(1, 50), links, st.floats(1e-6, 100.0))
 def test_equal_buckets_are_the_queue(total, buckets, link, backward_s):
     queue = exposed_seconds([total / buckets] * buckets, backward_s=backward_s, **link)
@@ -28,7 +27,6 @@ def test_equal_buckets_are_the_queue(total, buckets, link, backward_s):
     assert queue == pytest.approx(closed, rel=1e-6, abs=1e-9 * backward_s)
 
 
-@settings(deadline=None)
 @given(totals, st.integers(1, 50), links)
 def test_the_handouts_assumption_gives_the_handouts_sum(total, buckets, link):
     overhead = equal_buckets_exposed_seconds(total, buckets, **link)
@@ -36,7 +34,6 @@ def test_the_handouts_assumption_gives_the_handouts_sum(total, buckets, link):
     assert overhead == pytest.approx(expected, rel=1e-6)
 
 
-@settings(deadline=None)
 @given(totals, links, st.floats(0.01, 100))
 def test_no_size_beats_the_best(total, link, factor):
     best = best_bucket_bytes(total, **link)
@@ -53,7 +50,6 @@ def test_a_small_last_bucket_leaves_little():
     assert exposed_seconds([100], **link) == pytest.approx(1.5)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 400).map(lambda size: size / 2**20))
 def test_pytorchs_buckets_are_those_that_pytorch_fills(numbers, bucket_size_mb):
     parameters = [torch.empty(number, device="meta") for number in numbers]
