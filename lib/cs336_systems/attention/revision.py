@@ -4,8 +4,12 @@ import ast
 import hashlib
 from pathlib import Path
 
-SINCE = "2026-11-21T13:06:00Z"
-CHANGE = "a 16-bit forward of Hopper's own, and other tiles for exact float32 on Hopper"  # made then
+SINCE = "2026-11-21T15:22:00Z"
+# What was made last.
+CHANGE = (
+    "a 16-bit forward of Hopper's own, other tiles for exact float32 on Hopper, and a ladder whose first "
+    "backward computes D once"
+)
 SOURCES = (
     "kernels_forward.py",
     "kernels_backward.py",
