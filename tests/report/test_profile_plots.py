@@ -121,6 +121,18 @@ def test_lanes_of_the_timeline(step):
     assert part.axes[0].get_xlim() == (6, 9)
 
 
+def test_a_range_has_its_name_wherever_it_fits(step):
+    ranges, kernels = step
+    narrow = {"softmax": 0.66, "q_proj": 0.25, "output_proj": 0.36, "no_room_at_all": 0.1}
+    inside = [(name, 2, 4 + place, 4 + place + width) for place, (name, width) in enumerate(narrow.items())]
+    chart = kernel_timeline(pd.concat([ranges, pd.DataFrame(inside, columns=ranges.columns)]), kernels)
+    names = {text.get_text().replace("\n", ""): text for text in chart.axes[0].texts}
+    assert {"softmax", "q_proj", "output_proj"} <= set(names)
+    assert "no_room_at_all" not in names
+    per_ms = np.ptp(chart.axes[0].transData.transform([(0, 0), (1, 0)])[:, 0])
+    assert all(names[name].get_window_extent().width < narrow[name] * per_ms for name in list(narrow)[:3])
+
+
 def test_memory_marks_peak_and_stages(held):
     chart = memory_timeline(held)
     assert {"peak 15.0 MiB", "forward", "backward", "optimizer", "memory (MiB)"} <= set(texts(chart))

@@ -182,7 +182,7 @@ def kernel_timeline(
     ranges, kernels = (frame[(frame.end_ms > start) & (frame.start_ms < end)] for frame in (ranges, kernels))
     levels = range(min(depth, int(ranges.depth.max())) + 1 if len(ranges) else 0)
     streams = sorted(set(kernels.stream))
-    chart, (axes,) = sheet([None], None, height=0.5 * (len(levels) + len(streams)) + 0.9)
+    chart, (axes,) = sheet([None], None, height=0.56 * (len(levels) + len(streams)) + 0.9)
     axes.set(xlim=(start, end), ylim=(len(levels) + len(streams) - 0.4, -0.6))
     for level in levels:
         _draw_level(axes, level, ranges[ranges.depth == level])
@@ -197,15 +197,31 @@ def kernel_timeline(
     axes.set_xlabel("time since the step began (ms)")
     plain_numbers(axes.xaxis)
     used = [name for name in CLASSES if name in set(kernels["class"])]
-    return finish(chart, title, [part_legend(used, "class")], subtitle)
+    finish(chart, title, [part_legend(used, "class")], subtitle)
+    for level in levels:  # only now it is known how much room there is
+        _name_ranges(axes, level, ranges[ranges.depth == level])
+    return chart
 
 
 def _draw_level(axes: Axes, level: int, rows: pd.DataFrame) -> None:
-    """The ranges of one level, in two alternating greys, their names where they fit."""
+    """The ranges of one level, in two alternating greys."""
     shades = ("#D5DAE1", "#BFC6D0")
-    points_per_ms = axes.figure.get_figwidth() * 72 * 0.82 / np.ptp(axes.get_xlim())
-    for number, (name, start, end) in enumerate(rows[["name", "start_ms", "end_ms"]].itertuples(index=False)):
+    for number, (start, end) in enumerate(rows[["start_ms", "end_ms"]].itertuples(index=False)):
         axes.broken_barh([(start, end - start)], (level - 0.42, 0.84), color=shades[number % 2], linewidth=0)
-        low, high = max(start, axes.get_xlim()[0]), min(end, axes.get_xlim()[1])
-        if (high - low) * points_per_ms > 5.2 * len(name) + 4:
-            axes.text((low + high) / 2, level, name, ha="center", va="center", size=8, color=INK)
+
+
+def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
+    """The name of each range of one level, the first way that fits its box: across, smaller, upright."""
+    first, last = axes.get_xlim()
+    for name, start, end in rows[["name", "start_ms", "end_ms"]].itertuples(index=False):
+        low, high = max(start, first), min(end, last)
+        corners = axes.transData.transform([(low, level + 0.42), (high, level - 0.42)])
+        width, height = np.ptp(corners, axis=0)
+        upright = name.replace("_", "_\n")  # on two lines
+        for text, size, rotation in ((name, 8, 0), (name, 7, 0), (name, 7, 90), (upright, 7, 90)):
+            written = axes.text((low + high) / 2, level, text, ha="center", va="center", color=INK)
+            written.set(size=size, rotation=rotation)
+            room = written.get_window_extent()
+            if room.width < width and room.height < height:
+                break
+            written.remove()
