@@ -44,9 +44,10 @@ def flash_forward(
             total = total * correction + p.sum(-1)
             o = o * correction[..., None] + p @ v_tile
             m = m_new
-        outputs.append(o / total[..., None])
+        # Rounded here, not after `cat`: where to() has nothing to do, torch 2.11 compiles a wrong backward.
+        outputs.append((o / total[..., None]).to(q.dtype))
         logsumexps.append(m + torch.log(total))
-    return torch.cat(outputs, -2).to(q.dtype), torch.cat(logsumexps, -1)
+    return torch.cat(outputs, -2), torch.cat(logsumexps, -1)
 
 
 def flash_backward(
