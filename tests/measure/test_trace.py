@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import platform
 import warnings
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch.profiler import profile
 
 from cs336_systems.measure import trace
 from cs336_systems.measure.kernels import ProfileError, kernel_table, range_table
-from cs336_systems.measure.trace import keep_one_step, read_trace, record
+from cs336_systems.measure.trace import keep_one_step, load_trace, read_trace, record
 from cs336_systems.ranges import annotate, recording
 
 MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float> >(int)"
@@ -119,8 +120,9 @@ def test_times_keep_nanoseconds(save):
 
 
 def test_cpu_operators_by_range(cpu):
-    profile, _ = cpu
+    profile, path = cpu
     assert profile.source == "torch cpu"
+    assert load_trace(path)["recorded_on"] == profile.machine == platform.node()
     table = kernel_table(profile)
     assert table.attrs["steps"] == 2
     calls = table.set_index(["range", "kernel"]).calls

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import platform
 import re
 import warnings
 from collections import defaultdict
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from cs336_systems.measure.files import make_folder
 from cs336_systems.measure.kernels import Profile, ProfileError
 
+_HOST = "recorded_on"  # the host's name, by our hand: torch 2.11 leaves out its own "host_name"
 _KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 # Ranges that PyTorch opens by itself; a path is made of ours.
 FOREIGN = re.compile(
@@ -56,6 +58,7 @@ def record(
             run()
             if on_cuda:
                 torch.cuda.synchronize(device)
+            profiler.add_metadata_json(_HOST, json.dumps(platform.node()))
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
     return read_trace(path)
@@ -86,8 +89,8 @@ def keep_one_step(path: Path, kept: Path, root: str = "measure") -> None:
     launched = {event.get("args", {}).get("correlation") for event in inside} - {None}
     inside += [e for e in spans if e["cat"] in _KINDS and e["args"].get("correlation") in launched]
     names = [event for event in trace["traceEvents"] if event.get("ph") == "M"]
-    machine = "deviceProperties" if on_cuda else "host_name"
-    small = {name: trace[name] for name in [machine] if name in trace}
+    machine = ["deviceProperties"] if on_cuda else [_HOST, "host_name"]
+    small = {name: trace[name] for name in machine if name in trace}
     small["traceEvents"] = names + [_without_details(event) for event in inside]
     make_folder(kept.parent)
     kept.write_bytes(gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
@@ -145,9 +148,10 @@ def read_trace(path: Path) -> Profile:
             "other profilers (nsys among them), or allow this user to read GPU performance counters"
         )
     devices = [device.get("name", "unknown") for device in trace.get("deviceProperties", [])]
+    host = trace.get(_HOST) or trace.get("host_name", "unknown")
     return Profile(
         source="torch cuda" if has_kernels else "torch cpu",
-        machine=", ".join(sorted(set(devices))) if has_kernels else trace.get("host_name", "unknown"),
+        machine=", ".join(sorted(set(devices))) if has_kernels else host,
         ranges=trace_ranges(events["user_annotation"]),
         kernels=pd.DataFrame(_gpu_kernels(events) if has_kernels else _on_cpu(events)),
     )
