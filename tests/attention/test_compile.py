@@ -32,8 +32,10 @@ FAST_AND_SPILLING = {
 
 
 def spills_and_may(line) -> bool:
-    """Exact float32: at a head of 256 everywhere, and the tiles above."""
+    """Exact float32: at a head of 256 everywhere, and the tiles above; and three words with Triton 3.6."""
     place = line.kernel, line.d_head, line.block_m, line.block_n
+    if line.arithmetic == "tf32":
+        return line.capability == 90 and place == ("forward", 32, 32, 64) and line.spilled_bytes <= 12
     on_hopper = line.capability == 90 and place in FAST_AND_SPILLING
     return line.arithmetic == "exact" and (line.d_head == 256 or on_hopper)
 
