@@ -2,9 +2,9 @@
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
 Hopper's tiles spill no registers (one of TF32 12 bytes with Triton 3.6, nothing with 3.7) and are the fastest
-measured on an H200 at 16,384 tokens, or within 3 % of them (the ladder of notebook 27); those of exact float32
-are the fastest for many programs and for few, and some spill all the same. The portable ones, for all other
-GPUs, were only compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
+measured on an H200 at 16,384 tokens, or within 3 % of them (see notebook 27); those of exact float32 are the
+fastest for many programs and for few, and some spill all the same. The portable ones, for all other GPUs,
+were only compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
 """
 
 from dataclasses import dataclass
