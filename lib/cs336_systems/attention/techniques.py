@@ -40,7 +40,6 @@ class Step:
     added: tuple[Change, ...] = ()
     tiles: tuple[tuple[str, Tile], ...] = ()
     copy_engine: bool = False
-    own_delta: bool = False  # the dQ kernel computes rowsum(dO * O) itself
     sums_dq: str = ""  # dK, dV and dQ in one kernel: how dQ is added up
     dependent_launch: bool = False  # the second kernel may start before the first has ended
     kept: bool = True
@@ -133,7 +132,6 @@ STEPS = {
             (1.02, 1.05),
             "O and dO are at hand there; PyTorch needs passes of its own over both, and float32 copies",
             undone=DELTA_BEFOREHAND,
-            own_delta=True,
         ),
         Step(
             "three programs an SM",
@@ -180,9 +178,13 @@ class Rung:
     changes: tuple[Change, ...]
     tiles: tuple[tuple[str, Tile], ...]
     copy_engine: bool = False
-    own_delta: bool = False
     sums_dq: str = ""
     dependent_launch: bool = False
+
+    @property
+    def own_delta(self) -> bool:
+        """Whether the dQ kernel computes rowsum(dO * O) itself."""
+        return not set(DELTA_BEFOREHAND) & set(self.changes)
 
     def after(self, step: Step) -> "Rung":
         """With one technique more."""
@@ -193,7 +195,6 @@ class Rung:
             changes=left + step.added,
             tiles=tuple((dict(self.tiles) | dict(step.tiles)).items()),
             copy_engine=self.copy_engine or step.copy_engine,
-            own_delta=self.own_delta or step.own_delta,
             sums_dq=step.sums_dq,
             dependent_launch=step.dependent_launch,
         )
