@@ -18,7 +18,7 @@ from cs336_systems.checks import EVERYTHING, check_attention, check_logsumexp
 from cs336_systems.measure.timing import matmul_precision
 
 pytest.importorskip("triton")
-from cs336_systems.attention import FlashAttentionTriton, flash_triton
+from cs336_systems.attention import FlashAttentionTriton, flash_triton, plans
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,15 +76,15 @@ def test_error_at_most_twice_pytorchs(flash, dtype):
 @pytest.mark.parametrize("layout", [torch.clone, off_alignment, lambda x: x.mT.contiguous().mT])
 def test_without_a_copy_engine(layout, monkeypatch):
     """Where tiles are loaded by pointers, as on Ampere."""
-    monkeypatch.setattr(flash_triton, "uses_descriptors", lambda *_: False)
-    flash_triton.way_for.cache_clear()
+    monkeypatch.setattr(plans, "uses_descriptors", lambda *_: False)
+    plans.way_for.cache_clear()
     try:
         check_attention(
             lambda q, k, v, is_causal: FlashAttentionTriton.apply(*map(layout, (q, k, v)), is_causal),
             cases=EVERYTHING[3:14:2],
         )
     finally:
-        flash_triton.way_for.cache_clear()
+        plans.way_for.cache_clear()
 
 
 @both
@@ -283,7 +283,7 @@ def test_pytorchs_newer_switch_will_do(dtype):
     [(torch.float32, False, "exact"), (torch.float32, True, "tf32"), (torch.bfloat16, False, "half")],
 )
 def test_ways_of_multiplying(dtype, tf32, kind):
-    assert flash_triton.way_for(dtype, 64, torch.device(DEVICE), tf32).arithmetic == kind
+    assert plans.way_for(dtype, 64, torch.device(DEVICE), tf32).arithmetic == kind
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU there is nothing to choose")
@@ -297,7 +297,7 @@ def test_triton_imported_too_early_is_named():
 
 def test_a_second_launch_passes_the_constants_in_the_kernels_order(monkeypatch):
     """The compiled kernel takes by position what the first launch passes by name."""
-    from cs336_systems.attention import flash_triton, launch
+    from cs336_systems.attention import launch
 
     class Recorder(launch.Launch):
         def __call__(self, *tensors):
@@ -307,13 +307,13 @@ def test_a_second_launch_passes_the_constants_in_the_kernels_order(monkeypatch):
             seen.append(self.kernel)
 
     seen = []
-    monkeypatch.setattr(flash_triton, "Launch", Recorder)
+    monkeypatch.setattr(plans, "Launch", Recorder)
     q, k, v = (x.detach() for x in random_inputs(1, n=48, n_keys=49, d=40))
     output, logsumexp = flash_forward(q, k, v, True)
     flash_backward(q, q, k, v, output, logsumexp, True)
     assert len(seen) == 3
-    flash_triton.forward_plan.cache_clear()
-    flash_triton.backward_plan.cache_clear()
+    plans.forward_plan.cache_clear()
+    plans.backward_plan.cache_clear()
 
 
 def test_without_gpu_and_interpreter_it_says_where_it_can_run(monkeypatch):

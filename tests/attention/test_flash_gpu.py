@@ -10,7 +10,8 @@ from cs336_systems.measure.timing import matmul_precision
 
 pytest.importorskip("triton")
 from cs336_systems.attention import FlashAttentionTriton
-from cs336_systems.attention.flash_triton import Problem, flash_backward, flash_forward, way_for
+from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.plans import Problem, way_for
 from cs336_systems.attention.tuning import KERNELS
 
 pytestmark = pytest.mark.gpu

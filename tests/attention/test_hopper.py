@@ -8,13 +8,13 @@ import torch
 from cs336_systems.attention.tuning import HOPPERS_OWN, tile_by_hand
 
 pytest.importorskip("triton")
-from cs336_systems.attention import flash_triton, hopper, launch
+from cs336_systems.attention import flash_triton, hopper, launch, plans
 
 LAYOUT = (2, 4, 300, 40), (48_000, 12_000, 40, 1)  # three programs of 128 keys a head
 TILES = [tile_by_hand(kernel, "half", 64, (9, 0)) for kernel in HOPPERS_OWN]
 DEVICE = torch.device("cpu" if flash_triton.INTERPRETED else "cuda")
 PORTABLE = dataclasses.replace(
-    flash_triton.way_for(torch.float16, 40, DEVICE), forward_by_hand=None, backward_by_hand=None
+    plans.way_for(torch.float16, 40, DEVICE), forward_by_hand=None, backward_by_hand=None
 )
 
 
@@ -27,19 +27,35 @@ def way(programs):
 
 
 def test_its_forward_runs_where_there_is_one():
-    assert flash_triton.forward_plan((LAYOUT,) * 4, way(1000), True).__module__ == hopper.__name__
-    assert flash_triton.forward_plan((LAYOUT,) * 4, PORTABLE, True).__module__ == flash_triton.__name__
+    assert plans.forward_plan((LAYOUT,) * 4, way(100), True).__module__ == hopper.__name__
+    assert plans.forward_plan((LAYOUT,) * 4, PORTABLE, True).__module__ == plans.__name__
 
 
 @pytest.mark.parametrize(
     ("processors", "deterministic", "chosen"),
-    [(24, False, hopper), (25, False, flash_triton), (24, True, flash_triton)],
+    [(24, False, hopper), (25, False, plans), (24, True, plans)],
 )
 def test_its_backward_needs_a_program_for_every_processor_and_repeats_no_bits(
     processors, deterministic, chosen
 ):
-    plan = flash_triton.backward_plan((LAYOUT,) * 8, way(processors), True, deterministic)
+    plan = plans.backward_plan((LAYOUT,) * 8, way(processors), True, deterministic)
     assert plan.__module__ == chosen.__name__
+
+
+def test_short_sequences_are_loaded_by_pointers():
+    """There, Hopper's own kernels and descriptors cost the host more than they save the GPU."""
+    rows = 2 * 4 * 300
+    most = rows // plans.FEW_ROWS
+    assert plans.in_brief((LAYOUT,) * 3, way(most)).descriptors
+    brief = plans.in_brief((LAYOUT,) * 3, way(most + 1))
+    assert (brief.descriptors, brief.forward_by_hand, brief.backward_by_hand) == (False, None, None)
+    assert isinstance(plans.forward_plan((LAYOUT,) * 4, way(most + 1), True), launch.Launch)
+
+
+def test_short_sequences_that_pointers_could_not_load_keep_their_descriptors():
+    shape, (batch, head, row, _) = LAYOUT
+    apart = shape, (2 * batch, 2 * head, 2 * row, 1)
+    assert plans.in_brief((LAYOUT, apart, LAYOUT), way(1000)).descriptors
 
 
 def test_elsewhere_there_are_none():
@@ -63,7 +79,7 @@ def test_a_second_launch_passes_the_constants_in_the_kernels_order(is_causal, mo
 
     seen = []
     monkeypatch.setattr(hopper, "Launch", Recorder)
-    problem = flash_triton.Problem(LAYOUT, LAYOUT, way(1), is_causal)
+    problem = plans.Problem(LAYOUT, LAYOUT, way(1), is_causal)
     hopper.hopper_forward_plan(problem, (LAYOUT,) * 4)
     hopper.hopper_backward_plan(problem, (LAYOUT,) * 8)
     assert {hopper.hopper_forward_kernel, hopper.hopper_backward_kernel} < set(seen)

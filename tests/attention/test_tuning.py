@@ -9,12 +9,12 @@ from cs336_systems.attention.tuning import HOPPER_EXACT, INTERPRETER, KERNELS, T
 from cs336_systems.checks import AttentionCase, check_attention
 
 pytest.importorskip("triton")
-from cs336_systems.attention import FlashAttentionTriton, flash_triton
+from cs336_systems.attention import FlashAttentionTriton, flash_triton, plans
 
 LARGE, MIDDLE, SMALL = TILES = Tile(64, 128, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 1)
 QUERIES, KEYS = ((2, 3, 512, 64), (98_304, 32_768, 64, 1)), ((2, 3, 256, 64), (49_152, 16_384, 64, 1))
 DEVICE = torch.device("cpu" if flash_triton.INTERPRETED else "cuda")
-WAY = flash_triton.way_for(torch.float32, 64, DEVICE)
+WAY = plans.way_for(torch.float32, 64, DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ WAY = flash_triton.way_for(torch.float32, 64, DEVICE)
 )
 def test_the_largest_tile_that_occupies_all_processors(processors, by_queries, by_keys):
     way = dataclasses.replace(WAY, tiles=(TILES,) * 3, processors=processors)
-    problem = flash_triton.Problem(QUERIES, KEYS, way, is_causal=True)
+    problem = plans.Problem(QUERIES, KEYS, way, is_causal=True)
     assert [problem.tile(kernel) for kernel in KERNELS] == [by_queries, by_queries, by_keys]
 
 
@@ -50,7 +50,7 @@ def test_only_exact_float32_on_hopper_has_a_choice():
 
 
 def test_a_tile_brings_whether_it_loads_again():
-    problem = flash_triton.Problem(QUERIES, KEYS, WAY, is_causal=True)
+    problem = plans.Problem(QUERIES, KEYS, WAY, is_causal=True)
     assert [problem.constants(tile)["RELOAD"] for tile in (LARGE, Tile(64, 64, 4, 1, reload=True))] == [
         False,
         True,
@@ -67,15 +67,15 @@ def test_what_a_tile_says_in_words():
 def loads_again(monkeypatch):
     """Every kernel with a tile whose own queries or keys are loaded in the loop."""
     tile = Tile(32, 64, 4, 1, reload=True)
-    monkeypatch.setattr(flash_triton, "tiles_for", lambda *_: (tile,))
-    flash_triton.way_for.cache_clear()
+    monkeypatch.setattr(plans, "tiles_for", lambda *_: (tile,))
+    plans.way_for.cache_clear()
     yield
-    flash_triton.way_for.cache_clear()
+    plans.way_for.cache_clear()
 
 
 @pytest.mark.parametrize("descriptors", [False, True])
 def test_what_is_loaded_again_is_the_same(loads_again, descriptors, monkeypatch):
-    monkeypatch.setattr(flash_triton, "uses_descriptors", lambda *_: descriptors)
+    monkeypatch.setattr(plans, "uses_descriptors", lambda *_: descriptors)
     cases = [
         AttentionCase("causal", (2, 2), 130, 130, 24, is_causal=True),
         AttentionCase("full", (2,), 70, 100, 16),

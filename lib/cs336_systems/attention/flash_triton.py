@@ -6,36 +6,13 @@ result has the same bits every time, but for dQ on Hopper, which is added up the
 programs come: so it is deterministic everywhere after torch.use_deterministic_algorithms(True), and slower.
 """
 
-import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
-
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .inputs import accepted
-from .kernels_backward import dkdv_kernel, dq_kernel
-from .kernels_forward import forward_kernel
-from .launch import ALIGNMENT, INTERPRETED, Launch, Shape, describer, four_dims, loadable, on
-from .tuning import (
-    HOPPERS_OWN,
-    INTERPRETER,
-    KERNELS,
-    Tile,
-    arithmetic,
-    exact_precision,
-    tile_by_hand,
-    tiles_for,
-    uses_descriptors,
-)
-
-LOG2E = math.log2(math.e)
-
-Layout = tuple[Shape, Shape]  # shape, strides
+from .launch import ALIGNMENT, INTERPRETED, aligned, layout, on
+from .plans import backward_plan, forward_plan, way_for
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -46,11 +23,12 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter multiplies bfloat16's bit patterns
         o, logsumexp = flash_forward(q.float(), k.float(), v.float(), is_causal)
         return o.to(q.dtype), logsumexp
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+        q, k, v = aligned(q), aligned(k), aligned(v)
     o = torch.empty_like(q)
-    logsumexp = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    logsumexp = q.new_empty(q.shape[:-1], dtype=torch.float32)
     way = way_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
-    q, k, v = (loadable(x, way.descriptors) for x in (q, k, v))
-    plan = forward_plan(tuple((x.shape, x.stride()) for x in (q, k, v, o)), way, is_causal)
+    plan = forward_plan((layout(q), layout(k), layout(v), layout(o)), way, is_causal)
     with on(q.device):
         plan(q, k, v, o, logsumexp)
     return o, logsumexp
@@ -66,34 +44,17 @@ def flash_backward(
     if INTERPRETED and q.dtype == torch.bfloat16:
         grads = flash_backward(*(x.float() for x in (do, q, k, v, o)), logsumexp, is_causal)
         return tuple(grad.to(q.dtype) for grad in grads)
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr() | o.data_ptr()
+    if (addresses | logsumexp.data_ptr()) % ALIGNMENT:
+        q, k, v, do, o, logsumexp = (aligned(x) for x in (q, k, v, do, o, logsumexp))
+    inputs = layout(q), layout(k), layout(v), layout(do)
+    others = layout(o), layout(dq), layout(dk), layout(dv)
     way = way_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
-    q, k, v, do = (loadable(x, way.descriptors) for x in (q, k, v, do))
-    o, logsumexp = (x if x.data_ptr() % ALIGNMENT == 0 else x.clone() for x in (o, logsumexp))
-    layouts = tuple((x.shape, x.stride()) for x in (q, k, v, do, o, dq, dk, dv))
-    plan = backward_plan(layouts, way, is_causal, torch.are_deterministic_algorithms_enabled())
+    plan = backward_plan(inputs + others, way, is_causal, torch.are_deterministic_algorithms_enabled())
     with on(q.device):
-        plan(do, q, k, v, o, logsumexp, dq, dk, dv)
+        plan(q, k, v, do, o, logsumexp, dq, dk, dv)
     return dq, dk, dv
-
-
-@dataclass(frozen=True)
-class Way:
-    """How tensors of one dtype, head size and device are worked on; a launch is kept for each."""
-
-    dtype: torch.dtype
-    device: torch.device
-    arithmetic: str
-    precision: str
-    block_d: int
-    descriptors: bool
-    tiles: tuple[tuple[Tile, ...], ...]  # of each of tuning.KERNELS, from large to small
-    forward_by_hand: Tile | None  # of Hopper's own kernels, where there are any
-    backward_by_hand: Tile | None
-    processors: int
-
-    def tiles_of(self, kernel: str) -> tuple[Tile, ...]:
-        return self.tiles[KERNELS.index(kernel)]
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:
@@ -102,136 +63,6 @@ def allows_tf32(dtype: torch.dtype) -> bool:
     Of its switches the newest is read: it follows the older ones, which refuse to answer once it was used.
     """
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-
-
-@lru_cache(maxsize=256)
-def way_for(dtype: torch.dtype, d: int, device: torch.device, tf32: bool = False) -> Way:
-    capability = INTERPRETER if INTERPRETED else torch.cuda.get_device_capability(device)
-    exact = dtype == torch.float32 and not tf32
-    precision = exact_precision(capability) if exact else "tf32"
-    kind, block_d = arithmetic(dtype.itemsize, precision), max(16, triton.next_power_of_2(d))
-    tiles = tuple(tiles_for(kernel, kind, block_d, capability) for kernel in KERNELS)
-    descriptors = uses_descriptors(capability, kind, block_d)
-    by_hand = (tile_by_hand(kernel, kind, block_d, capability) for kernel in HOPPERS_OWN)
-    processors = 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
-    return Way(dtype, device, kind, precision, block_d, descriptors, tiles, *by_hand, processors)
-
-
-class Problem:
-    """The sizes and constants that all kernels of one attention share."""
-
-    def __init__(self, q: Layout, k: Layout, way: Way, is_causal: bool) -> None:
-        (self.batch, self.heads, self.n_queries, self.d), _ = four_dims(*q)
-        (_, _, self.n_keys, _), _ = four_dims(*k)
-        self.way, self.is_causal = way, is_causal
-        self.scale = 1 / math.sqrt(self.d)
-        self.scale_log2 = self.scale * LOG2E
-        self.sizes = (self.heads, self.n_queries, self.n_keys)
-
-    def programs(self, rows: int, block: int) -> int:
-        return triton.cdiv(rows, block) * self.batch * self.heads
-
-    def occupies_all(self, rows: int, block: int) -> bool:
-        """Whether there is a program for each processor at least."""
-        return self.programs(rows, block) >= self.way.processors
-
-    def tile(self, kernel: str) -> Tile:
-        """The largest of the kernel's tiles that occupies all processors; the smallest where none does."""
-        owns_keys = kernel == "dkdv"
-        rows = self.n_keys if owns_keys else self.n_queries
-        tiles = self.way.tiles_of(kernel)
-        enough = (x for x in tiles if self.occupies_all(rows, x.block_n if owns_keys else x.block_m))
-        return next(enough, tiles[-1])
-
-    def constants(self, tile: Tile, **only_some: bool) -> dict[str, Any]:
-        """The constexprs, in the kernels' order."""
-        return {"CAUSAL": self.is_causal, **only_some} | {
-            "D": self.d,
-            "BLOCK_D": self.way.block_d,
-            "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
-            "DESCRIPTORS": self.way.descriptors,
-            "PRECISION": self.way.precision,
-            "RELOAD": tile.reload,
-        }
-
-    def sources(self, layouts: tuple[Layout, ...], rows: tuple[int, ...]) -> Callable[..., Iterable]:
-        """A function that turns tensors into what the kernels load from: descriptors, or just themselves."""
-        if not self.way.descriptors:
-            return lambda *tensors: tensors
-        describers = [
-            describer(*four_dims(*layout), (1, 1, n, self.way.block_d))
-            for layout, n in zip(layouts, rows, strict=True)
-        ]
-        return lambda *tensors: [describe(x) for describe, x in zip(describers, tensors, strict=True)]
-
-
-@lru_cache(maxsize=256)
-def forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Callable[..., None]:
-    """The forward's launch for q, k, v, o of these layouts."""
-    q, k, v, o = layouts
-    problem = Problem(q, k, way, is_causal)
-    if way.forward_by_hand:
-        from .hopper import hopper_forward_plan
-
-        return hopper_forward_plan(problem, layouts)
-    tile = problem.tile("forward")
-    launch = Launch(
-        forward_kernel,
-        problem.programs(problem.n_queries, tile.block_m),
-        (*four_dims(*o)[1], *problem.sizes, problem.scale_log2),
-        problem.constants(tile, EVEN_KEYS=problem.n_keys % tile.block_n == 0),
-        tile,
-    )
-    sources = problem.sources((q, k, v), (tile.block_m, tile.block_n, tile.block_n))
-    return lambda q, k, v, *outputs: launch(*sources(q, k, v), *outputs)
-
-
-@lru_cache(maxsize=256)
-def backward_plan(
-    layouts: tuple[Layout, ...], way: Way, is_causal: bool, deterministic: bool
-) -> Callable[..., None]:
-    """The backward for q, k, v, do, o, dq, dk, dv of these layouts.
-
-    Call it with do, q, k, v, o, L, and what it writes: dq, dk, dv.
-    """
-    problem, tile = Problem(layouts[0], layouts[1], way, is_causal), way.backward_by_hand
-    # Its programs are large; where they leave processors idle, the smaller ones of two kernels fill more.
-    if tile and problem.occupies_all(problem.n_keys, tile.block_n) and not deterministic:
-        from .hopper import hopper_backward_plan
-
-        return hopper_backward_plan(problem, layouts)
-    dq_plan, dkdv_plan = split_plans(layouts, way, is_causal)
-
-    def run(do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, *outputs: Tensor):
-        dq, *dkdv = outputs
-        lse2, delta = torch.empty((2, *logsumexp.shape), dtype=torch.float32, device=q.device)
-        dq_plan(q, k, v, do, o, logsumexp, lse2, delta, dq)
-        dkdv_plan(q, k, v, do, lse2, delta, *dkdv)
-
-    return run
-
-
-def split_plans(
-    layouts: tuple[Layout, ...], way: Way, is_causal: bool
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    """The launches of the two kernels, for q, k, v, do, o, dq, dk, dv of these layouts."""
-    *inputs, o, dq, dk, dv = layouts
-    problem = Problem(inputs[0], inputs[1], way, is_causal)
-
-    def plan(kernel: Any, tile: Tile, programs: int, outputs: tuple[Layout, ...], **constants: bool):
-        strides = [stride for output in outputs for stride in four_dims(*output)[1]]
-        numbers = (*strides, *problem.sizes, problem.scale, problem.scale_log2)
-        launch = Launch(kernel, programs, numbers, problem.constants(tile, **constants), tile)
-        sources = problem.sources(inputs, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
-        return lambda q, k, v, do, *others: launch(*sources(q, k, v, do), *others)
-
-    tile = problem.tile("dq")
-    even = problem.n_keys % tile.block_n == 0
-    programs = problem.programs(problem.n_queries, tile.block_m)
-    dq_plan = plan(dq_kernel, tile, programs, (o, dq), EVEN_KEYS=even)
-    tile = problem.tile("dkdv")
-    return dq_plan, plan(dkdv_kernel, tile, problem.programs(problem.n_keys, tile.block_n), (dk, dv))
 
 
 # To torch.compile forward and backward are opaque operators: no graph break, nothing of Triton's to trace.

@@ -11,11 +11,11 @@ from triton.experimental.gluon import language as gl
 from .dq_sums import dq_from_sums_kernel, prepare_kernel
 from .kernels_hopper import hopper_backward_kernel
 from .kernels_hopper_forward import hopper_forward_kernel
-from .launch import Launch, describer, four_dims
+from .launch import Launch, Layout, describer, four_dims
 from .tuning import AROUND_SUMS, Tile
 
 if TYPE_CHECKING:
-    from .flash_triton import Layout, Problem
+    from .plans import Problem
 
 
 def tile_layout(block_shape: tuple[int, ...], dtype: str) -> gl.NVMMASharedLayout:
@@ -42,7 +42,7 @@ def _constants(problem: "Problem", tile: Tile) -> dict[str, Any]:
 
 
 def _describers(
-    problem: "Problem", layouts: "Sequence[Layout]", rows: tuple[int, ...]
+    problem: "Problem", layouts: Sequence[Layout], rows: tuple[int, ...]
 ) -> list[Callable[[Tensor], Any]]:
     """For each layout a function that describes such a tensor as tiles of so many rows."""
     dtype = str(problem.way.dtype).removeprefix("torch.")
@@ -53,8 +53,8 @@ def _describers(
     ]
 
 
-def hopper_forward_plan(problem: "Problem", layouts: "tuple[Layout, ...]") -> Callable[..., None]:
-    """The launch for q, k, v, o of these layouts; as flash_triton.forward_plan."""
+def hopper_forward_plan(problem: "Problem", layouts: tuple[Layout, ...]) -> Callable[..., None]:
+    """The launch for q, k, v, o of these layouts; as plans.forward_plan."""
     *inputs, o = layouts
     tile = problem.way.forward_by_hand
     launch = Launch(
@@ -66,15 +66,15 @@ def hopper_forward_plan(problem: "Problem", layouts: "tuple[Layout, ...]") -> Ca
     )
     tiles = _describers(problem, inputs, (tile.block_m, tile.block_n, tile.block_n))
 
-    def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor):
+    def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
         described = (describe(x) for describe, x in zip(tiles, (q, k, v), strict=True))
         launch(*described, o, lse)
 
     return run
 
 
-def hopper_backward_plan(problem: "Problem", layouts: "tuple[Layout, ...]") -> Callable[..., None]:
-    """The three launches for q, k, v, do, o, dq, dk, dv of these layouts; as flash_triton.backward_plan."""
+def hopper_backward_plan(problem: "Problem", layouts: tuple[Layout, ...]) -> Callable[..., None]:
+    """The three launches for q, k, v, do, o, dq, dk, dv of these layouts; as plans.backward_plan."""
     way, tile = problem.way, problem.way.backward_by_hand
     _, _, _, do, o, dq, dk, dv = (four_dims(*layout) for layout in layouts)
     sizes = {"D": problem.d, "BLOCK_D": way.block_d, "BLOCK_M": tile.block_m}
@@ -95,17 +95,8 @@ def hopper_backward_plan(problem: "Problem", layouts: "tuple[Layout, ...]") -> C
     rows = problem.batch * problem.heads, triton.cdiv(problem.n_queries, tile.block_m) * tile.block_m
     row = describer(rows, (rows[1], 1), (1, tile.block_m), row_layout())
 
-    def run(
-        do: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        o: Tensor,
-        lse: Tensor,
-        dq: Tensor,
-        dk: Tensor,
-        dv: Tensor,
-    ):
+    def run(*tensors: Tensor) -> None:
+        q, k, v, do, o, lse, dq, dk, dv = tensors
         workspace = torch.empty((2 + way.block_d, *rows), dtype=torch.float32, device=q.device)
         lse2, delta, sums = workspace[0], workspace[1], workspace[2:]
         prepare(do, o, lse, lse2, delta, sums)

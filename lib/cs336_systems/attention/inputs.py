@@ -43,13 +43,14 @@ def _check_that_they_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q, k, v are on devices {q.device}, {k.device}, {v.device}; allowed: all on the same one"
         )
-    shapes = f"q, k, v have shapes {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
     fit = q.dim() >= 2 and k.shape == v.shape and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
     if not fit:
-        raise ValueError(
-            f"{shapes}; allowed: (..., n_queries, d), (..., n_keys, d) and again (..., n_keys, d)"
-        )
-    if 0 in q.shape or 0 in k.shape:
-        raise ValueError(f"{shapes}; allowed: no dimension of size 0")
-    if q.shape[-1] > MAX_HEAD_SIZE:
-        raise ValueError(f"{shapes}; allowed: a head size d of at most {MAX_HEAD_SIZE}")
+        allowed = "(..., n_queries, d), (..., n_keys, d) and again (..., n_keys, d)"
+    elif 0 in q.shape or 0 in k.shape:
+        allowed = "no dimension of size 0"
+    elif q.shape[-1] > MAX_HEAD_SIZE:
+        allowed = f"a head size d of at most {MAX_HEAD_SIZE}"
+    else:
+        return
+    shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
+    raise ValueError(f"q, k, v have shapes {shapes}; allowed: {allowed}")

@@ -6,9 +6,9 @@ compiled kernel again at every call would take longer than the kernel itself.
 
 import contextlib
 import dataclasses
+import math
 import threading
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ INTERPRETED = triton.knobs.runtime.interpret
 TOO_LATE = INTERPRETED and isinstance(tl.max, JITFunction)
 ALIGNMENT = 16  # bytes; what the copy engine asks of addresses and of every stride but the last
 Shape = tuple[int, ...]
+Layout = tuple[Shape, Shape]  # shape, strides
 
-_thread = threading.local()
 _descriptor_defaults = {
     field.name: field.default
     for field in dataclasses.fields(TensorDescriptor)
@@ -52,41 +52,60 @@ class Launch:
                 "no GPU; import cs336_systems first, or set TRITON_INTERPRET=1"
             )
         self.kernel, self.numbers, self.constants = kernel, numbers, constants
+        self.by_position = *numbers, *constants.values()
         self.grid = (programs, 1, 1)
         self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if tile.maxnreg:
             self.options["maxnreg"] = tile.maxnreg
-        self.compiled = None
+        self.run_compiled = None
 
     def __call__(self, *tensors: Tensor | TensorDescriptor) -> None:
-        if self.compiled is None:  # always so in the interpreter
-            self.compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, **self.options)
-        else:
-            self.compiled[self.grid](*tensors, *self.numbers, *self.constants.values())
+        if self.run_compiled is not None:
+            self.run_compiled(*tensors, *self.by_position)
+            return
+        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, **self.options)
+        if compiled is not None:  # as it is in the interpreter
+            self.run_compiled = compiled[self.grid]
 
 
-def loadable(x: Tensor, descriptors: bool) -> Tensor:
-    """x itself if the kernels can read it where it is, otherwise a copy.
+def layout(x: Tensor) -> Layout:
+    """All that a plan needs to know of a tensor but its address."""
+    return x.shape, x.stride()
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself if the copy engine can read from its address, otherwise a copy."""
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def readable(layout: Layout, itemsize: int, descriptors: bool) -> bool:
+    """Whether the kernels can read such a tensor where it is.
 
     Descriptors need a last stride of 1 and the others in multiples of 16 bytes, pointers a contiguous tensor.
     """
-    if x.data_ptr() % ALIGNMENT == 0 and _readable(x.shape, x.stride(), x.element_size(), descriptors):
-        return x
-    unit = ALIGNMENT // x.element_size()
-    width = triton.cdiv(x.shape[-1], unit) * unit if descriptors else x.shape[-1]
-    return x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]].copy_(x)
-
-
-@lru_cache(maxsize=1024)
-def _readable(shape: Shape, strides: Shape, itemsize: int, descriptors: bool) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size > 1 and not descriptors and stride != expected:
-            return False
-        expected *= size
+    shape, strides = layout
+    if not descriptors:
+        steps = zip(shape, strides, _contiguous(shape), strict=True)
+        return all(size == 1 or stride == expected for size, stride, expected in steps)
     outer = [stride * itemsize for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
     unit_last = strides[-1] == 1 or shape[-1] == 1
-    return not descriptors or (unit_last and all(stride and stride % ALIGNMENT == 0 for stride in outer))
+    return unit_last and all(stride and stride % ALIGNMENT == 0 for stride in outer)
+
+
+def readable_copy(x: Tensor, descriptors: bool) -> Tensor:
+    """A copy that the kernels can read, of layout `layout_of_copy`."""
+    shape, strides = layout_of_copy(x.shape, x.element_size(), descriptors)
+    return x.new_empty_strided(shape, strides).copy_(x)
+
+
+def layout_of_copy(shape: Shape, itemsize: int, descriptors: bool) -> Layout:
+    """Contiguous; for descriptors, but for the rows, which begin at multiples of 16 bytes."""
+    unit = ALIGNMENT // itemsize if descriptors else 1
+    return shape, _contiguous((*shape[:-1], triton.cdiv(shape[-1], unit) * unit))
+
+
+def _contiguous(shape: Shape) -> Shape:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def four_dims(shape: Shape, strides: Shape) -> tuple[Shape, Shape]:
@@ -121,6 +140,14 @@ def describer(
     return describe
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()  # whose contexts are this thread's, too
+
+
+_thread = _Thread()
+
+
 def on(device: torch.device) -> contextlib.AbstractContextManager:
     """Make the device current.
 
@@ -129,7 +156,7 @@ def on(device: torch.device) -> contextlib.AbstractContextManager:
     """
     if device.type != "cuda":
         return contextlib.nullcontext()
-    if device not in _thread.__dict__.setdefault("devices", set()):
+    if device not in _thread.devices:
         torch.zeros(1, device=device)
         _thread.devices.add(device)
     return torch.cuda.device(device)

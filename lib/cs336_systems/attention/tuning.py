@@ -131,7 +131,7 @@ def tile_by_hand(kernel: str, arithmetic: str, block_d: int, capability: tuple[i
 def tiles_for(kernel: str, arithmetic: str, block_d: int, capability: tuple[int, int]) -> tuple[Tile, ...]:
     """The tiles of "forward", "dq" or "dkdv" on a GPU of this compute capability, or in the interpreter.
 
-    From large to small, for `flash_triton.Problem.tile` to choose from; most have no alternative.
+    From large to small, for `plans.Problem.tile` to choose from; most have no alternative.
     """
     if capability == INTERPRETER:
         return (INTERPRETED,)

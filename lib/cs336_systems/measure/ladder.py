@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention import flash_triton
+from cs336_systems.attention import flash_triton, plans
 from cs336_systems.attention.launch import Launch, on
 from cs336_systems.attention.techniques import SHIPPED, STEPS, Rung, all_rungs
 from cs336_systems.attention.variants import kernels
@@ -114,11 +114,11 @@ def _prepare(
     return run, outputs, wanted
 
 
-def _problem(rung: Rung, q: Tensor) -> flash_triton.Problem:
-    way = flash_triton.way_for(q.dtype, q.shape[-1], q.device)
+def _problem(rung: Rung, q: Tensor) -> plans.Problem:
+    way = plans.way_for(q.dtype, q.shape[-1], q.device)
     way = replace(way, descriptors=rung.copy_engine)
     layout = (q.shape, q.stride())
-    return flash_triton.Problem(layout, layout, way, is_causal=True)
+    return plans.Problem(layout, layout, way, is_causal=True)
 
 
 def _forward(rung: Rung, inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> Callable[[], None]:
@@ -127,12 +127,12 @@ def _forward(rung: Rung, inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> C
     launch = Launch(
         kernels(rung.changes)["forward"],
         problem.programs(problem.n_queries, tile.block_m),
-        (*inputs[0].stride(), *problem.sizes, problem.scale * flash_triton.LOG2E),
+        (*inputs[0].stride(), *problem.sizes, problem.scale * plans.LOG2E),
         problem.constants(tile, EVEN_KEYS=problem.n_keys % tile.block_n == 0),
         tile,
     )
-    sources = problem.sources(layouts, (tile.block_m, tile.block_n, tile.block_n))
-    return lambda: launch(*sources(*inputs), *outputs)
+    run = problem.loading(launch, layouts, (tile.block_m, tile.block_n, tile.block_n))
+    return lambda: run(*inputs, *outputs)
 
 
 def _backward(
@@ -150,12 +150,12 @@ def _backward(
             *o.stride(),
             *problem.sizes,
             problem.scale,
-            problem.scale * flash_triton.LOG2E,
+            problem.scale * plans.LOG2E,
         )
         launch = Launch(changed[name], programs, numbers, problem.constants(tile, **constants), tile)
         launch.options |= options
-        sources = problem.sources(layouts, (tile.block_m, tile.block_n, tile.block_n, tile.block_m))
-        return lambda *others: launch(*sources(*inputs), *others)
+        rows = tile.block_m, tile.block_n, tile.block_n, tile.block_m
+        return partial(problem.loading(launch, layouts, rows), *inputs)
 
     tiles = dict(rung.tiles)
     even = problem.n_keys % tiles["dq"].block_n == 0
@@ -181,7 +181,7 @@ def _backward(
 class _SumsOfDq:
     """dQ^T in float32, (batch * heads, BLOCK_D, n): programs of one fused kernel add to it."""
 
-    def __init__(self, rung: Rung, problem: flash_triton.Problem, dq: Tensor) -> None:
+    def __init__(self, rung: Rung, problem: plans.Problem, dq: Tensor) -> None:
         heads, block_d = problem.batch * problem.heads, problem.way.block_d
         self.sums = dq.new_empty((heads * block_d, problem.n_queries), dtype=torch.float32)
         self.target, self.scale = self.sums, problem.scale

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems.attention import flash_triton
+from cs336_systems.attention import flash_triton, plans
 from cs336_systems.attention.tuning import KERNELS, Tile
 from cs336_systems.measure.fresh import in_processes
 from cs336_systems.measure.host import check_choice
@@ -104,7 +104,7 @@ def sweep_tiles(
     device, tiles = resolve_device(device), tuple(tiles)
     size |= {"dtype": dtype, "d_head": d_head, "device": str(device)}
     with matmul_precision(dtype):
-        way = flash_triton.way_for(DTYPES[dtype], d_head, device, dtype == "tf32")
+        way = plans.way_for(DTYPES[dtype], d_head, device, dtype == "tf32")
     work = [(kernel, tile) for kernel in kernels for tile in dict.fromkeys((*way.tiles_of(kernel), *tiles))]
     if device.type == "cuda":  # on a short sequence: the compiler needs longer than the kernels
         in_processes(partial(benchmark_tile, **size | {"context_length": 512, "steps": 1}), work)
@@ -117,20 +117,20 @@ def _prepare(
 ) -> tuple[Callable[[], None], list[Tensor], list[Tensor]]:
     """A function that runs the kernel with this tile, what it writes, and what the table's tiles write."""
     q, k, v, do = (torch.randn(shape, device=device, dtype=DTYPES[dtype]) for _ in range(4))
-    way = flash_triton.way_for(q.dtype, shape[-1], device, dtype == "tf32")
+    way = plans.way_for(q.dtype, shape[-1], device, dtype == "tf32")
     chosen = tuple((tile,) if name == kernel else way.tiles_of(name) for name in KERNELS)
     way = dataclasses.replace(way, tiles=chosen, forward_by_hand=None)
     o, logsumexp = flash_triton.flash_forward(q, k, v, is_causal)
     layout = (q.shape, q.stride())
     if kernel == "forward":
-        plan = flash_triton.forward_plan((layout,) * 4, way, is_causal)
+        plan = plans.forward_plan((layout,) * 4, way, is_causal)
         outputs = [torch.full_like(o, math.nan), torch.full_like(logsumexp, math.nan)]
         return lambda: plan(q, k, v, *outputs), outputs, [o, logsumexp]
     dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, is_causal)
-    plans = flash_triton.split_plans((layout,) * 8, way, is_causal)
-    lse2, delta = logsumexp * flash_triton.LOG2E, (o.float() * do.float()).sum(-1)
+    dq_plan, dkdv_plan = plans.split_plans((layout,) * 8, way, is_causal)
+    lse2, delta = logsumexp * plans.LOG2E, (o.float() * do.float()).sum(-1)
     if kernel == "dq":
         outputs = [torch.full_like(q, math.nan)]
-        return lambda: plans[0](q, k, v, do, o, logsumexp, lse2, delta, *outputs), outputs, [dq]
+        return lambda: dq_plan(q, k, v, do, o, logsumexp, lse2, delta, *outputs), outputs, [dq]
     outputs = [torch.full_like(k, math.nan), torch.full_like(v, math.nan)]
-    return lambda: plans[1](q, k, v, do, lse2, delta, *outputs), outputs, [dk, dv]
+    return lambda: dkdv_plan(q, k, v, do, lse2, delta, *outputs), outputs, [dk, dv]
