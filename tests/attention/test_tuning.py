@@ -49,35 +49,27 @@ def test_only_exact_float32_on_hopper_has_a_choice():
             assert all(len(some) > 1 for some in tiles) == ((capability, kind) == ((9, 0), "exact"))
 
 
-def test_a_tile_brings_whether_it_loads_again():
+def test_a_tile_brings_its_chunk():
     problem = plans.Problem(QUERIES, KEYS, WAY, is_causal=True)
-    assert [problem.constants(tile)["RELOAD"] for tile in (LARGE, Tile(64, 64, 4, 1, reload=True))] == [
-        False,
-        True,
-    ]
+    assert [problem.constants(tile)["CHUNK"] for tile in (LARGE, Tile(64, 64, 4, 1, chunk=32))] == [0, 32]
 
 
 def test_what_a_tile_says_in_words():
     assert Tile(64, 64, 4, 1).case is None
     assert Tile(64, 64, 4, 1, 168).case == "at most 168 registers"
-    assert Tile(64, 64, 4, 1, 168, reload=True).case == "at most 168 registers, reloads"
+    assert Tile(64, 64, 4, 1, 168, chunk=32).case == "at most 168 registers, chunks of 32"
 
 
-@pytest.fixture
-def loads_again(monkeypatch):
-    """Every kernel with a tile whose own queries or keys are loaded in the loop."""
-    tile = Tile(32, 64, 4, 1, reload=True)
-    monkeypatch.setattr(plans, "tiles_for", lambda *_: (tile,))
+@pytest.mark.parametrize("d", [24, 64])
+def test_scores_in_chunks_are_the_same(d, monkeypatch):
+    monkeypatch.setattr(plans, "uses_descriptors", lambda *_: False)
+    monkeypatch.setattr(plans, "tiles_for", lambda *_: (Tile(32, 64, 4, 1, chunk=16),))
     plans.way_for.cache_clear()
-    yield
-    plans.way_for.cache_clear()
-
-
-@pytest.mark.parametrize("descriptors", [False, True])
-def test_what_is_loaded_again_is_the_same(loads_again, descriptors, monkeypatch):
-    monkeypatch.setattr(plans, "uses_descriptors", lambda *_: descriptors)
     cases = [
-        AttentionCase("causal", (2, 2), 130, 130, 24, is_causal=True),
-        AttentionCase("full", (2,), 70, 100, 16),
+        AttentionCase("causal", (2, 2), 130, 130, d, is_causal=True),
+        AttentionCase("full", (2,), 70, 100, d),
     ]
-    check_attention(FlashAttentionTriton.apply, cases=cases, device=DEVICE)
+    try:
+        check_attention(FlashAttentionTriton.apply, cases=cases, device=DEVICE)
+    finally:
+        plans.way_for.cache_clear()

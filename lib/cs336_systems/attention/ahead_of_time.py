@@ -117,7 +117,7 @@ def compile_one(kernel: str, arithmetic: str, d_head: int, capability: int, tile
         "BLOCK_N": tile.block_n,
         "DESCRIPTORS": uses_descriptors(chip, arithmetic, block_d),
         "PRECISION": exact_precision(chip) if arithmetic == "exact" else "tf32",
-        "RELOAD": tile.reload,
+        "CHUNK": tile.chunk,
         "STAGES": tile.num_stages,
         "GLUON": kernel in HOPPERS_OWN,
     }

@@ -16,7 +16,7 @@ and dK, and never leave the registers.
 import triton
 import triton.language as tl
 
-from .kernels_forward import load_tile
+from .kernels_forward import load_tile, product_in_chunks
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -33,22 +33,24 @@ def _dq_tiles(
     dq, q, do, lse, delta, q_src, k_src, v_src, do_src, batch, head, n_heads, first_query, n_queries, queries,
     first_key, last_key, n_keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PRECISION: tl.constexpr, RELOAD: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Adds the key tiles in [first_key, last_key) to dQ. lse in powers of two."""
-    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=RELOAD):
+    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=CHUNK > 0):
         k = load_tile(k_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
         v = load_tile(v_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        if RELOAD:  # see kernels_forward
-            q = load_tile(
-                q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS
-            )
-        s = tl.dot(q, k.T, input_precision=PRECISION)
-        if RELOAD:
-            do = load_tile(
-                do_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS
-            )
-        dp = tl.dot(do, v.T, input_precision=PRECISION)
+        if CHUNK:  # see kernels_forward
+            s = product_in_chunks(
+                q_src, first_query, n_queries, k_src, start, n_keys, batch, head, n_heads,
+                D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+            )  # fmt: skip
+            dp = product_in_chunks(
+                do_src, first_query, n_queries, v_src, start, n_keys, batch, head, n_heads,
+                D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+            )  # fmt: skip
+        else:
+            s = tl.dot(q, k.T, input_precision=PRECISION)
+            dp = tl.dot(do, v.T, input_precision=PRECISION)
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
             visible = keys[None, :] < n_keys
@@ -68,7 +70,7 @@ def dq_kernel(
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
-    RELOAD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dQ, and for dkdv_kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
     tiles = tl.cdiv(n_queries, BLOCK_M)
@@ -103,13 +105,13 @@ def dq_kernel(
     dq = _dq_tiles(
         dq, q, do, lse, delta, q_src, k_src, v_src, do_src, batch, head, n_heads, first_query, n_queries,
         queries, 0, unmasked, n_keys, scale_log2, False, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N,
-        DESCRIPTORS, PRECISION, RELOAD,
+        DESCRIPTORS, PRECISION, CHUNK,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         dq = _dq_tiles(
             dq, q, do, lse, delta, q_src, k_src, v_src, do_src, batch, head, n_heads, first_query, n_queries,
             queries, unmasked, last_key, n_keys, scale_log2, True, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N,
-            DESCRIPTORS, PRECISION, RELOAD,
+            DESCRIPTORS, PRECISION, CHUNK,
         )  # fmt: skip
     dq_tile = _tile(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
     tl.store(dq_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
@@ -120,23 +122,29 @@ def _dkdv_tiles(
     dk, dv, k, v, q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads, first_key, n_keys,
     keys, first_query, last_query, n_queries, scale_log2, DIAGONAL: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PRECISION: tl.constexpr, RELOAD: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Adds the query tiles in [first_query, last_query) to dK and dV.
 
     Queries and keys outside the tensors are harmless: such a query adds zeros, because its q and dO read as
     zero, and such a key only spoils a row that is never stored.
     """
-    for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=RELOAD):
+    for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=CHUNK > 0):
         queries = start + tl.arange(0, BLOCK_M)
         q = load_tile(q_src, batch, head, n_heads, start, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
         do = load_tile(do_src, batch, head, n_heads, start, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
-        if RELOAD:
-            k = load_tile(k_src, batch, head, n_heads, first_key, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        st = tl.dot(k, q.T, input_precision=PRECISION)
-        if RELOAD:
-            v = load_tile(v_src, batch, head, n_heads, first_key, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        dpt = tl.dot(v, do.T, input_precision=PRECISION)
+        if CHUNK:
+            st = product_in_chunks(
+                k_src, first_key, n_keys, q_src, start, n_queries, batch, head, n_heads,
+                D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
+            )  # fmt: skip
+            dpt = product_in_chunks(
+                v_src, first_key, n_keys, do_src, start, n_queries, batch, head, n_heads,
+                D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
+            )  # fmt: skip
+        else:
+            st = tl.dot(k, q.T, input_precision=PRECISION)
+            dpt = tl.dot(v, do.T, input_precision=PRECISION)
         lse = tl.load(lse2_ptr + queries, mask=queries < n_queries, other=0.0)
         delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
         if DIAGONAL:
@@ -155,7 +163,7 @@ def dkdv_kernel(
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
-    RELOAD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dK and dV. Grid: (key tiles * batch * heads,)."""
     tiles = tl.cdiv(n_keys, BLOCK_N)
@@ -179,12 +187,12 @@ def dkdv_kernel(
             dk, dv, k, v, q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads,
             first_key, n_keys, keys,
             first_key // BLOCK_M * BLOCK_M, tl.minimum(unmasked, n_queries), n_queries, scale_log2,
-            True, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS, PRECISION, RELOAD,
+            True, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS, PRECISION, CHUNK,
         )  # fmt: skip
     dk, dv = _dkdv_tiles(
         dk, dv, k, v, q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads,
         first_key, n_keys, keys, unmasked, n_queries, n_queries, scale_log2,
-        False, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS, PRECISION, RELOAD,
+        False, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS, PRECISION, CHUNK,
     )  # fmt: skip
 
     dims = tl.arange(0, BLOCK_D)

@@ -11,9 +11,10 @@ Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has a c
 which then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
 either way. (On Hopper, kernels_hopper_forward does the same for 16-bit tensors, faster.)
 
-RELOAD is for exact float32, where a product takes each operand in two or three parts. Those of a tile that
-never changes would be made once, before the loop, and fill registers until it ends. Where those run out, it
-is faster to load that tile again for every product, right before it (earlier, it spills more).
+CHUNK is for exact float32, where Triton splits each operand of a product in registers, into two or three
+parts. Scores are products over the whole head size, and their operands would take more registers than there
+are: with CHUNK those are loaded and multiplied so many dimensions at a time. (Once more, that is, in every
+round of the loop. From L1 or L2, it costs less than registers that have run out.)
 """
 
 import triton
@@ -31,12 +32,35 @@ def load_tile(
     if DESCRIPTORS:
         tile = source.load([batch, head, first_row, 0]).reshape([BLOCK, BLOCK_D])
     else:
-        rows = first_row + tl.arange(0, BLOCK)
-        dims = tl.arange(0, BLOCK_D)
-        head_start = source + (batch * n_heads + head).to(tl.int64) * n_rows * D
-        inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
-        tile = tl.load(head_start + rows[:, None] * D + dims[None, :], mask=inside, other=0.0)
+        tile = _load(source, batch, head, n_heads, first_row, n_rows, 0, D, BLOCK, BLOCK_D)
     return tile
+
+
+@triton.jit
+def _load(
+    source, batch, head, n_heads, first_row, n_rows, first_dim,
+    D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    rows = first_row + tl.arange(0, BLOCK)
+    dims = first_dim + tl.arange(0, WIDTH)
+    head_start = source + (batch * n_heads + head).to(tl.int64) * n_rows * D
+    inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
+    return tl.load(head_start + rows[:, None] * D + dims[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def product_in_chunks(
+    a_src, first_a, n_a, b_src, first_b, n_b, batch, head, n_heads,
+    D: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A B^T, of the tiles of rows that begin at first_a and first_b."""
+    product = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
+    for first_dim in tl.static_range(0, BLOCK_D, CHUNK):
+        a = _load(a_src, batch, head, n_heads, first_a, n_a, first_dim, D, BLOCK_A, CHUNK)
+        b = _load(b_src, batch, head, n_heads, first_b, n_b, first_dim, D, BLOCK_B, CHUNK)
+        product = tl.dot(a, b.T, product, input_precision=PRECISION)
+    return product
 
 
 @triton.jit
@@ -44,16 +68,18 @@ def _attend(
     acc, total, m, q, q_src, k_src, v_src, batch, head, n_heads, first_query, n_queries, queries,
     first_key, last_key, n_keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PRECISION: tl.constexpr, RELOAD: tl.constexpr,
+    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles in [first_key, last_key)."""
-    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=RELOAD):
+    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=CHUNK > 0):
         k = load_tile(k_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        if RELOAD:
-            q = load_tile(
-                q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS
-            )
-        s = tl.dot(q, k.T, input_precision=PRECISION)
+        if CHUNK:
+            s = product_in_chunks(
+                q_src, first_query, n_queries, k_src, start, n_keys, batch, head, n_heads,
+                D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
+            )  # fmt: skip
+        else:
+            s = tl.dot(q, k.T, input_precision=PRECISION)
         if MASKED:
             keys = start + tl.arange(0, BLOCK_N)
             visible = keys[None, :] < n_keys
@@ -77,7 +103,7 @@ def forward_kernel(
     n_heads, n_queries, n_keys, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
-    RELOAD: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, n_queries, d), L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
     tiles = tl.cdiv(n_queries, BLOCK_M)
@@ -104,13 +130,13 @@ def forward_kernel(
     acc, total, m = _attend(
         acc, total, m, q, q_src, k_src, v_src, batch, head, n_heads, first_query, n_queries, queries,
         0, unmasked, n_keys, scale_log2, False, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS,
-        PRECISION, RELOAD,
+        PRECISION, CHUNK,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         acc, total, m = _attend(
             acc, total, m, q, q_src, k_src, v_src, batch, head, n_heads, first_query, n_queries, queries,
             unmasked, last_key, n_keys, scale_log2, True, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS,
-            PRECISION, RELOAD,
+            PRECISION, CHUNK,
         )  # fmt: skip
 
     in_range = queries < n_queries

@@ -6,7 +6,7 @@ launches kernels.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +39,6 @@ from .tuning import (
 )
 
 LOG2E = math.log2(math.e)
-FEW_ROWS = 16  # for each processor
 
 
 @dataclass(frozen=True, eq=False)  # each is its own key: to compare all this takes longer than to launch
@@ -119,7 +118,7 @@ class Problem:
             "BLOCK_N": tile.block_n,
             "DESCRIPTORS": self.way.descriptors,
             "PRECISION": self.way.precision,
-            "RELOAD": tile.reload,
+            "CHUNK": tile.chunk,
         }
 
     def loading(
@@ -143,18 +142,6 @@ class Problem:
         return run
 
 
-def in_brief(inputs: tuple[Layout, ...], way: Way) -> Way:
-    """The way for tensors of these layouts.
-
-    Of a short sequence the kernels take less time than the host, and each of its descriptors takes it 3 us.
-    """
-    (batch, heads, n_queries, _), _ = four_dims(*inputs[0])
-    rows = batch * heads * max(n_queries, inputs[1][0][-2])
-    by_pointers = replace(way, descriptors=False, forward_by_hand=None, backward_by_hand=None)
-    short = rows < FEW_ROWS * way.processors and all(by_pointers.reads(x) for x in inputs)
-    return by_pointers if short and way.descriptors else way
-
-
 def with_copies(plan: Callable[..., None], inputs: tuple[Layout, ...], way: Way) -> Callable[..., None]:
     """The plan, given copies of those of its inputs that the kernels cannot read where they are."""
     copied = [not way.reads(x) for x in inputs]
@@ -173,7 +160,6 @@ def with_copies(plan: Callable[..., None], inputs: tuple[Layout, ...], way: Way)
 def forward_plan(layouts: tuple[Layout, ...], way: Way, is_causal: bool) -> Callable[..., None]:
     """The forward's launch for q, k, v, o of these layouts; call it with q, k, v, o, L."""
     inputs, o = layouts[:3], layouts[3]
-    way = in_brief(inputs, way)
     read = tuple(way.as_read(x) for x in inputs)
     problem = Problem(read[0], read[1], way, is_causal)
     if way.forward_by_hand:
@@ -201,7 +187,6 @@ def backward_plan(
     Call it with q, k, v, do, o, L, and what it writes: dq, dk, dv.
     """
     inputs, others = layouts[:4], layouts[4:]
-    way = in_brief(inputs, way)
     layouts = *(way.as_read(x) for x in inputs), *others
     problem, tile = Problem(layouts[0], layouts[1], way, is_causal), way.backward_by_hand
     # Its programs are large; where they leave processors idle, the smaller ones of two kernels fill more.

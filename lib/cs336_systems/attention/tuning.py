@@ -19,7 +19,7 @@ INTERPRETER = (0, 0)  # in place of a compute capability
 class Tile:
     """block_m queries by block_n keys; at most maxnreg registers a thread (None: the compiler decides).
 
-    With reload a program loads the tiles that it owns again for every product (see kernels_forward).
+    With a chunk, scores are made of so many dimensions at a time (see kernels_forward).
     """
 
     block_m: int
@@ -27,13 +27,13 @@ class Tile:
     num_warps: int
     num_stages: int
     maxnreg: int | None = None
-    reload: bool = False
+    chunk: int = 0
 
     @property
     def case(self) -> str | None:
         """What the four numbers do not say, in words; None for nothing."""
         registers = f"at most {self.maxnreg} registers" if self.maxnreg else None
-        words = registers, "reloads" if self.reload else None
+        words = registers, f"chunks of {self.chunk}" if self.chunk else None
         return ", ".join(filter(None, words)) or None
 
 
@@ -65,17 +65,17 @@ HOPPER_EXACT = {
         32: (Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)),
         64: (Tile(64, 64, 4, 2), Tile(16, 64, 8, 2)),
         128: (
-            Tile(128, 32, 8, 2, reload=True),
-            Tile(64, 64, 8, 2, reload=True),
-            Tile(16, 64, 8, 2, reload=True),
+            Tile(128, 32, 8, 2, chunk=64),
+            Tile(64, 64, 8, 2, chunk=64),
+            Tile(16, 64, 8, 2, chunk=64),
         ),
         256: (Tile(16, 16, 8, 1),),
     },
     ("dkdv", "exact"): {
         16: (Tile(64, 64, 4, 2),),
-        32: (Tile(64, 64, 4, 2, reload=True), Tile(32, 16, 4, 2)),
-        64: (Tile(64, 128, 8, 2, reload=True), Tile(32, 32, 4, 2), Tile(64, 16, 8, 2)),
-        128: (Tile(32, 128, 8, 2, reload=True), Tile(32, 64, 4, 1), Tile(64, 16, 8, 2, reload=True)),
+        32: (Tile(64, 64, 4, 2, chunk=64), Tile(32, 16, 4, 2)),
+        64: (Tile(64, 128, 8, 2, chunk=64), Tile(32, 32, 4, 2), Tile(64, 16, 8, 2)),
+        128: (Tile(32, 128, 8, 2, chunk=64), Tile(32, 64, 4, 1), Tile(64, 16, 8, 2, chunk=64)),
         256: (Tile(16, 16, 8, 1),),
     },
 }
@@ -116,9 +116,13 @@ def exact_precision(capability: tuple[int, int]) -> str:
 
 
 def uses_descriptors(capability: tuple[int, int], arithmetic: str, block_d: int) -> bool:
-    """Whether the copy engine loads the tiles: where there is one, and where that does not cost registers."""
+    """Whether the copy engine loads the tiles: where there is one, and where that does not cost registers.
+
+    Exact products of tiles that it brought take up to twice the registers, and each descriptor takes the host
+    3 us: more than a short sequence's kernels need.
+    """
     if capability[0] == 9:
-        return arithmetic == "half" or block_d <= 128
+        return arithmetic == "half" or (arithmetic == "tf32" and block_d <= 128)
     return capability == INTERPRETER or (capability[0] > 9 and arithmetic == "half" and block_d <= 128)
 
 
