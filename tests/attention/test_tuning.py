@@ -46,7 +46,7 @@ def test_only_exact_float32_on_hopper_has_a_choice():
     for capability in (INTERPRETER, (8, 0), (9, 0), (10, 0)):
         for kind in ("half", "tf32", "exact"):
             tiles = [tiles_for(kernel, kind, 128, capability) for kernel in KERNELS]
-            assert all(len(some) > 1 for some in tiles) == ((capability, kind) == ((9, 0), "exact"))
+            assert any(len(some) > 1 for some in tiles) == ((capability, kind) == ((9, 0), "exact"))
 
 
 def test_a_tile_brings_its_chunk():

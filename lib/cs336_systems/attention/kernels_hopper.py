@@ -39,11 +39,10 @@ def _accumulator(num_warps, m, n):
 
 @gluon.jit
 def _start_loading(
-    descriptors, buffers, ready, batch, head, batch_head, first_query, tile, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, pred,
+    descriptors, buffers, ready, batch, head, batch_head, first_query, tile, stage,
+    BLOCK_M: gl.constexpr, pred,
 ):  # fmt: skip
     """Start the copies of one tile: Q and L arrive at one barrier of the stage, dO and delta at another."""
-    stage = tile % STAGES
     row = first_query + tile * BLOCK_M
     q_ready = ready[0].index(stage)
     do_ready = ready[1].index(stage)
@@ -69,6 +68,8 @@ def _probabilities(
         visible = keys[:, None] < n_keys
         if CAUSAL:
             visible = visible & (queries[None, :] >= keys[:, None])
+        else:  # always true; but of a mask by rows alone the compiler makes code that no longer pairs P
+            visible = visible & (queries[None, :] >= 0)
         pt = gl.where(visible, pt, 0.0)
     return pt
 
@@ -88,15 +89,18 @@ def _add_up(sums, dq):
 @gluon.jit
 def _add_tile(
     dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch, head,
-    batch_head, keys, queries, n_keys, first_query, tiles, tile, scale_log2,
+    batch_head, keys, queries, n_keys, first_query, tiles, tile, stage, phase, scale_log2,
     LAST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
     STAGES: gl.constexpr, operand: gl.constexpr,
 ):  # fmt: skip
-    """From P and dP of this tile, and dV still running, to those of the next; this one's dQ, dK are added."""
+    """From P and dP of this tile, and dV still running, to those of the next; this one's dQ, dK are added.
+
+    The place of the sums, the stage and its phase go from tile to tile too: what is computed from the number
+    of the tile, the compiler keeps in registers, one for each use.
+    """
     BLOCK_D: gl.constexpr = zeros_dq.shape[1]
     qs, dos, lses, deltas = buffers
-    stage = tile % STAGES
-    following = (tile + 1) % STAGES
+    following = gl.where(stage == STAGES - 1, 0, stage + 1)
     q = qs.index(stage)
     delta = deltas.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, zeros.type.layout))
     dst = (pt.to(gl.float32) * (dpt - delta[None, :])).to(q.dtype)
@@ -108,23 +112,25 @@ def _add_tile(
     if not LAST:
         q_ready = ready[0].index(following)
         do_ready = ready[1].index(following)
-        phase = ((tile + 1) // STAGES) & 1
+        phase ^= (following == 0).to(gl.int32)
         mbarrier.wait(q_ready, phase)
         st = warpgroup_mma(k, qs.index(following).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    dq = warpgroup_mma(ds.permute([1, 0]), ks, zeros_dq, use_acc=False, is_async=True)
+    # 0, which the compiler cannot know: it would keep the places of K's 8 parts in 16 registers.
+    k_rows = ks.index(tile >> 30)
+    dq = warpgroup_mma(ds.permute([1, 0]), k_rows, zeros_dq, use_acc=False, is_async=True)
     if BLOCK_D <= 64:  # of wide heads, dS would take registers that are not there
         dk = warpgroup_mma(gl.convert_layout(dst, operand), q, dk, is_async=True)
     else:
         dk = warpgroup_mma(ds, q, dk, is_async=True)
-    sums += tile * (BLOCK_M * BLOCK_D)
     if LAST:
         dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
         _add_up(sums, dq)
         dk = warpgroup_mma_wait(0, deps=[dk])
     else:
         ahead = tile + STAGES - 1  # into the buffers of the tile before
+        before = gl.where(stage == 0, STAGES - 1, stage - 1)
         _start_loading(
-            descriptors, buffers, ready, batch, head, batch_head, first_query, ahead, BLOCK_M, STAGES,
+            descriptors, buffers, ready, batch, head, batch_head, first_query, ahead, before, BLOCK_M,
             ahead < tiles,
         )  # fmt: skip
         st, dv = warpgroup_mma_wait(2, deps=[st, dv])
@@ -143,7 +149,7 @@ def _add_tile(
         dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dv = warpgroup_mma(gl.convert_layout(p, operand), do, dv, is_async=True)
         dpt, dk = warpgroup_mma_wait(1, deps=[dpt, dk])
-    return dk, dv, pt, dpt
+    return dk, dv, pt, dpt, sums + BLOCK_M * BLOCK_D, following, phase
 
 
 @gluon.jit
@@ -184,7 +190,7 @@ def hopper_backward_kernel(
     batch = batch_head // n_heads
     head = batch_head % n_heads
 
-    ks = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], kv_shape)
+    ks = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_D], kv_shape)
     vs = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], kv_shape)
     buffers = (
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], tile_shape),
@@ -216,11 +222,11 @@ def hopper_backward_kernel(
     tiles = query_tiles - first_query // BLOCK_M
     descriptors = (q_src, do_src, lse2_src, delta_src)
     mbarrier.expect(kv_ready, 2 * k_src.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_src, [batch, head, first_key, 0], kv_ready, ks)
+    tma.async_copy_global_to_shared(k_src, [batch, head, first_key, 0], kv_ready, ks.index(0))
     tma.async_copy_global_to_shared(v_src, [batch, head, first_key, 0], kv_ready, vs)
     for stage in gl.static_range(STAGES - 1):
         _start_loading(
-            descriptors, buffers, ready, batch, head, batch_head, first_query, stage, BLOCK_M, STAGES,
+            descriptors, buffers, ready, batch, head, batch_head, first_query, stage, stage, BLOCK_M,
             stage < tiles,
         )  # fmt: skip
 
@@ -235,10 +241,10 @@ def hopper_backward_kernel(
     sums = sums_ptr + first_row * BLOCK_D
 
     mbarrier.wait(kv_ready, 0)
-    k = ks
+    k = ks.index(0)
     v = vs
     if BLOCK_D <= 64:  # narrow enough to stay in registers, where the matrix units can read them
-        k = ks.load(gl.DotOperandLayout(0, scores, 2))
+        k = k.load(gl.DotOperandLayout(0, scores, 2))
         v = vs.load(gl.DotOperandLayout(0, scores, 2))
     mbarrier.wait(ready[0].index(0), 0)
     mbarrier.wait(ready[1].index(0), 0)
@@ -255,23 +261,25 @@ def hopper_backward_kernel(
     dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
     dv = warpgroup_mma(gl.convert_layout(p, operand), do, dv, is_async=True)
     dpt = warpgroup_mma_wait(1, deps=[dpt])
+    stage = 0
+    phase = 0
     last_masked = gl.maximum(gl.minimum(masked, tiles) - 1, 0)
     if CAUSAL or not EVEN_KEYS:
         for tile in range(0, last_masked):
-            dk, dv, pt, dpt = _add_tile(
+            dk, dv, pt, dpt, sums, stage, phase = _add_tile(
                 dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch,
-                head, batch_head, keys, queries, n_keys, first_query, tiles, tile, scale_log2,
+                head, batch_head, keys, queries, n_keys, first_query, tiles, tile, stage, phase, scale_log2,
                 False, True, CAUSAL, BLOCK_M, STAGES, operand,
             )  # fmt: skip
     for tile in range(last_masked, tiles - 1):
-        dk, dv, pt, dpt = _add_tile(
+        dk, dv, pt, dpt, sums, stage, phase = _add_tile(
             dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch, head,
-            batch_head, keys, queries, n_keys, first_query, tiles, tile, scale_log2,
+            batch_head, keys, queries, n_keys, first_query, tiles, tile, stage, phase, scale_log2,
             False, False, CAUSAL, BLOCK_M, STAGES, operand,
         )  # fmt: skip
-    dk, dv, pt, dpt = _add_tile(
+    dk, dv, pt, dpt, sums, stage, phase = _add_tile(
         dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch, head,
-        batch_head, keys, queries, n_keys, first_query, tiles, tiles - 1, scale_log2,
+        batch_head, keys, queries, n_keys, first_query, tiles, tiles - 1, stage, phase, scale_log2,
         True, False, CAUSAL, BLOCK_M, STAGES, operand,
     )  # fmt: skip
 

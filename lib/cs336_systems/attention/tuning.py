@@ -1,10 +1,10 @@
 """Tile sizes: which configuration a kernel runs with, decided by GPU, arithmetic and head size.
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
-Hopper's tiles spill no registers (one of TF32 12 bytes with Triton 3.6, nothing with 3.7) and are the fastest
-measured on an H200 at 16,384 tokens, or within 3 % of them (see notebook 27); those of exact float32 are the
-fastest for many programs and for few, and some spill all the same. The portable ones, for all other GPUs,
-were only compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
+No tile spills registers (one of TF32 12 bytes with Triton 3.6, nothing with 3.7). Of those that do not,
+Hopper's are the fastest measured on an H200 at 16,384 tokens, or within 3 % of them (see notebook 27); those
+of exact float32 are the fastest for many programs and for few. The portable ones, for all other GPUs, were
+only compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
 """
 
 from dataclasses import dataclass
@@ -49,38 +49,33 @@ HOPPER = {
     ("dkdv", "tf32"): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 16, 8, 1)},
 }
 # Exact products are so slow that a processor at work counts for more than a large tile: the first of these
-# that makes a program for every processor runs, else the last. Measured on an H200, one head of 512 to 65,536
-# tokens and eight of 4,096: up to 4,096 of one head, the last takes 0.33 to 0.73 of the first one's time.
-# (Not for heads of 16: there it took longer at 4,096 tokens, too.)
+# that makes a program for every processor runs, else the last. Measured on an H200: up to 4,096 tokens of one
+# head, the last takes 0.33 to 0.73 of the first one's time. (Not for heads of 16: there it took longer at
+# 4,096 tokens, too.)
 HOPPER_EXACT = {
     ("forward", "exact"): {
         16: (Tile(64, 64, 4, 2),),
         32: (Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)),
         64: (Tile(64, 64, 4, 2), Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)),
-        128: (Tile(64, 64, 4, 2), Tile(16, 64, 8, 2)),
-        256: (Tile(16, 16, 4, 1),),
+        128: (Tile(32, 64, 4, 2, chunk=32), Tile(16, 64, 8, 2)),
+        256: (Tile(32, 32, 8, 1, chunk=32),),
     },
     ("dq", "exact"): {
         16: (Tile(64, 64, 4, 2),),
         32: (Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)),
-        64: (Tile(64, 64, 4, 2), Tile(16, 64, 8, 2)),
-        128: (
-            Tile(128, 32, 8, 2, chunk=64),
-            Tile(64, 64, 8, 2, chunk=64),
-            Tile(16, 64, 8, 2, chunk=64),
-        ),
-        256: (Tile(16, 16, 8, 1),),
+        64: (Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)),
+        128: (Tile(32, 64, 8, 1, chunk=16), Tile(16, 64, 8, 2)),
+        256: (Tile(16, 32, 8, 1, chunk=64),),
     },
     ("dkdv", "exact"): {
         16: (Tile(64, 64, 4, 2),),
-        32: (Tile(64, 64, 4, 2, chunk=64), Tile(32, 16, 4, 2)),
-        64: (Tile(64, 128, 8, 2, chunk=64), Tile(32, 32, 4, 2), Tile(64, 16, 8, 2)),
-        128: (Tile(32, 128, 8, 2, chunk=64), Tile(32, 64, 4, 1), Tile(64, 16, 8, 2, chunk=64)),
-        256: (Tile(16, 16, 8, 1),),
+        32: (Tile(64, 128, 8, 2, chunk=32), Tile(32, 16, 4, 2)),
+        64: (Tile(32, 32, 4, 2), Tile(64, 16, 8, 2)),
+        128: (Tile(64, 16, 8, 2),),
+        256: (Tile(16, 16, 8, 1, chunk=32),),
     },
 }
-# Of Hopper's own kernels. (At 128 the backward keeps a few addresses in memory while its loops run; the loops
-# store nothing there.)
+# Of Hopper's own kernels.
 BY_HAND = {
     ("hopper_forward", "half"): {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3)},
     ("hopper_backward", "half"): {64: Tile(64, 128, 8, 3), 128: Tile(64, 128, 8, 3)},
@@ -93,9 +88,13 @@ PORTABLE = {
     ("forward", "tf32"): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 1)},
     ("dq", "tf32"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 8, 1), 256: Tile(16, 16, 8, 1)},
     ("dkdv", "tf32"): {64: Tile(32, 32, 4, 1), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1)},
-    ("forward", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 1)},
-    ("dq", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1)},
-    ("dkdv", "exact"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1)},
+    ("forward", "exact"): {
+        64: Tile(32, 32, 4, 2),
+        128: Tile(16, 32, 4, 2),
+        256: Tile(16, 16, 8, 1, chunk=64),
+    },
+    ("dq", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1, chunk=64)},
+    ("dkdv", "exact"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1, chunk=32)},
 }
 INTERPRETED = Tile(64, 64, 4, 1)
 
