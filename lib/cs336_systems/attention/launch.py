@@ -146,17 +146,18 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_NOTHING = contextlib.nullcontext()
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Make the device current.
+    """Make the device current, which takes time only where it is not.
 
     The first time in a thread, make its context current too: descriptors need one, and autograd's own threads
     start without. Any kernel of PyTorch's brings it.
     """
     if device.type != "cuda":
-        return contextlib.nullcontext()
+        return _NOTHING
     if device not in _thread.devices:
         torch.zeros(1, device=device)
         _thread.devices.add(device)
-    return torch.cuda.device(device)
+    return _NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)
