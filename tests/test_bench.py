@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cs336_systems import bench
+from cs336_systems.attention.revision import SINCE
 from cs336_systems.measure.machine import machine_card
 from cs336_systems.measure.rows import load_rows, save_rows
 
@@ -44,7 +45,7 @@ def test_what_is_on_record_is_not_measured_again():
 def test_what_earlier_kernels_took_is_measured_again(monkeypatch):
     cells = [replace(CELLS[0], implementation=name) for name in (bench.OURS, "reference")]
     assert len(list(bench.measure(cells, "earlier"))) == 2
-    monkeypatch.setattr("cs336_systems.attention.revision.SINCE", "2999-01-01T00:00:00Z")
+    monkeypatch.setitem(SINCE, cells[0].dtype, "2999-01-01T00:00:00Z")
     again = list(bench.measure(cells, "earlier"))
     assert [rows[0]["implementation"] for rows in again] == [bench.OURS]
 

@@ -192,7 +192,7 @@ def _case_here(cell: Cell, device: torch.device) -> str:
 def _on_record(slug: str, machine: str) -> set[Cell]:
     """Cells that the machine has rows of, but for those that failed and those of earlier kernels of ours."""
     rows = load_rows(slug, machine).to_dict("records")
-    earlier = [is_earlier(row["implementation"], row["measured_at"]) for row in rows]
+    earlier = [is_earlier(row["implementation"], row["dtype"], row["measured_at"]) for row in rows]
     return {
         _cell_of(row) for row, old in zip(rows, earlier, strict=True) if row["status"] != "error" and not old
     }

@@ -1,6 +1,7 @@
 """Every configuration in the tuning table, compiled for three generations of GPU without having one."""
 
 import itertools
+from importlib.metadata import version
 
 import pytest
 
@@ -15,9 +16,9 @@ SMALLEST_SHARED_MEMORY = 101_376
 
 
 def spills_and_may(line) -> bool:
-    """Three words with Triton 3.6, and none with 3.7."""
-    place = line.kernel, line.arithmetic, line.d_head, line.capability
-    return place == ("forward", "tf32", 32, 90) and line.spilled_bytes <= 12
+    """Ten words with Triton 3.6, and none with 3.7."""
+    place = line.kernel, line.arithmetic, line.d_head, line.capability, line.block_n
+    return place == ("dkdv", "exact", 64, 90, 32) and line.spilled_bytes <= 40 * (version("triton") < "3.7")
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)

@@ -25,6 +25,12 @@ def test_the_digest_follows_the_code_alone(tmp_path, monkeypatch):
 
 def test_only_ours_have_earlier_kernels():
     before, after = "2020-01-01T00:00:00Z", "2999-01-01T00:00:00Z"
-    assert is_earlier("flash_triton", before)
-    assert not is_earlier("flash_triton", after)
-    assert not is_earlier("sdpa_cudnn", before)
+    assert is_earlier("flash_triton", "bfloat16", before)
+    assert not is_earlier("flash_triton", "bfloat16", after)
+    assert not is_earlier("sdpa_cudnn", "bfloat16", before)
+
+
+def test_each_dtype_has_a_date_of_its_own(monkeypatch):
+    monkeypatch.setitem(revision.SINCE, "float32", "2999-01-01T00:00:00Z")
+    then = "2998-01-01T00:00:00Z"
+    assert [is_earlier("flash_triton", dtype, then) for dtype in ("bfloat16", "float32")] == [False, True]

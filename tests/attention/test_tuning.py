@@ -42,6 +42,14 @@ def test_tiles_go_from_large_to_small(kernel):
         assert rows == sorted(set(rows), reverse=True), "else a later one never runs"
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+@pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
+def test_the_kernels_of_one_head_size_round_scores_alike(d, capability):
+    """The backward makes the forward's scores again, and L has to fit them."""
+    tiles = [tile for kernel in KERNELS for tile in tiles_for(kernel, "exact", d, capability)]
+    assert len({tile.chunk % d for tile in tiles}) == 1  # whole heads are one chunk
+
+
 def test_only_exact_float32_on_hopper_has_a_choice():
     for capability in (INTERPRETER, (8, 0), (9, 0), (10, 0)):
         for kind in ("half", "tf32", "exact"):

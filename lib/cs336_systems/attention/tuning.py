@@ -1,7 +1,7 @@
 """Tile sizes: which configuration a kernel runs with, decided by GPU, arithmetic and head size.
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
-No tile spills registers (one of TF32 12 bytes with Triton 3.6, nothing with 3.7). Of those that do not,
+No tile spills registers (one of exact float32 40 bytes with Triton 3.6, none with 3.7). Of those that do not,
 Hopper's are the fastest measured on an H200 at 16,384 tokens, or within 3 % of them (see notebook 27); those
 of exact float32 are the fastest for many programs and for few. The portable ones, for all other GPUs, were
 only compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
@@ -44,33 +44,34 @@ HOPPER = {
     ("forward", "half"): {64: Tile(64, 128, 4, 3, 168), 128: Tile(64, 64, 4, 3), 256: Tile(128, 64, 8, 2)},
     ("dq", "half"): {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 32, 8, 2)},
     ("dkdv", "half"): {64: Tile(64, 64, 4, 3), 128: Tile(64, 64, 4, 2), 256: Tile(32, 64, 8, 2)},
-    ("forward", "tf32"): {64: Tile(32, 64, 4, 2), 128: Tile(32, 64, 4, 2), 256: Tile(16, 16, 4, 1)},
+    ("forward", "tf32"): {64: Tile(32, 64, 4, 2, 168), 128: Tile(32, 64, 4, 2), 256: Tile(16, 16, 4, 1)},
     ("dq", "tf32"): {64: Tile(32, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(16, 16, 8, 1)},
     ("dkdv", "tf32"): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 16, 8, 1)},
 }
 # Exact products are so slow that a processor at work counts for more than a large tile: the first of these
 # that makes a program for every processor runs, else the last. Measured on an H200: up to 4,096 tokens of one
 # head, the last takes 0.33 to 0.73 of the first one's time. (Not for heads of 16: there it took longer at
-# 4,096 tokens, too.)
+# 4,096 tokens, too.) Chunks that are smaller than the head are the same in all three kernels: rounded in
+# another order, scores of 100 and more would no longer fit the sums that the forward left.
 HOPPER_EXACT = {
     ("forward", "exact"): {
         16: (Tile(64, 64, 4, 2),),
         32: (Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)),
         64: (Tile(64, 64, 4, 2), Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)),
-        128: (Tile(32, 64, 4, 2, chunk=32), Tile(16, 64, 8, 2)),
+        128: (Tile(32, 64, 8, 2, chunk=128), Tile(16, 64, 8, 2)),
         256: (Tile(32, 32, 8, 1, chunk=32),),
     },
     ("dq", "exact"): {
         16: (Tile(64, 64, 4, 2),),
         32: (Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)),
         64: (Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)),
-        128: (Tile(32, 64, 8, 1, chunk=16), Tile(16, 64, 8, 2)),
+        128: (Tile(16, 64, 8, 2),),
         256: (Tile(16, 32, 8, 1, chunk=32),),
     },
     ("dkdv", "exact"): {
         16: (Tile(64, 64, 4, 2),),
         32: (Tile(64, 128, 8, 2, chunk=32), Tile(32, 16, 4, 2)),
-        64: (Tile(32, 32, 4, 2, chunk=32), Tile(64, 16, 8, 2)),
+        64: (Tile(32, 32, 4, 2), Tile(64, 16, 8, 2)),
         128: (Tile(64, 16, 8, 2),),
         256: (Tile(16, 16, 8, 1, chunk=32),),
     },
@@ -91,9 +92,9 @@ PORTABLE = {
     ("forward", "exact"): {
         64: Tile(32, 32, 4, 2),
         128: Tile(16, 32, 4, 2),
-        256: Tile(16, 16, 8, 1, chunk=64),
+        256: Tile(16, 16, 8, 1, chunk=32),
     },
-    ("dq", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 16, 8, 1, chunk=64)},
+    ("dq", "exact"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 1), 256: Tile(16, 32, 8, 1, chunk=32)},
     ("dkdv", "exact"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 1), 256: Tile(16, 16, 8, 1, chunk=32)},
 }
 INTERPRETED = Tile(64, 64, 4, 1)
