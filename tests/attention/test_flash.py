@@ -18,7 +18,7 @@ from cs336_systems.checks import EVERYTHING, check_attention, check_logsumexp
 from cs336_systems.measure.timing import matmul_precision
 
 pytest.importorskip("triton")
-from cs336_systems.attention import FlashAttentionTriton, flash_triton, plans
+from cs336_systems.attention import FlashAttentionTriton, flash_triton, launch, plans
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,6 +85,23 @@ def test_without_a_copy_engine(layout, monkeypatch):
         )
     finally:
         plans.way_for.cache_clear()
+
+
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize("shape", [(5, 40, 20), (3, 40, 64), (2, 3, 1, 24)])
+def test_kernels_get_what_they_can_read(shape, descriptors):
+    """Contiguous tensors, or rows at multiples of 16 bytes; the interpreter would read anything."""
+    for name, change in LAYOUTS.items():
+        x = launch.aligned(change(torch.randn(shape, dtype=torch.float16)))
+        if not launch.readable(launch.layout(x), x.element_size(), descriptors):
+            copy = launch.readable_copy(x, descriptors)
+            assert launch.layout(copy) == launch.layout_of_copy(x.shape, x.element_size(), descriptors)
+            assert launch.readable(launch.layout(copy), copy.element_size(), descriptors), name
+            assert torch.equal(copy, x)
+            x = copy
+        assert x.data_ptr() % launch.ALIGNMENT == 0, name
+        rows = [n * x.element_size() for n, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
+        assert all(n % launch.ALIGNMENT == 0 for n in rows) if descriptors else x.is_contiguous(), name
 
 
 @both
@@ -297,7 +314,6 @@ def test_triton_imported_too_early_is_named():
 
 def test_a_second_launch_passes_the_constants_in_the_kernels_order(monkeypatch):
     """The compiled kernel takes by position what the first launch passes by name."""
-    from cs336_systems.attention import launch
 
     class Recorder(launch.Launch):
         def __call__(self, *tensors):

@@ -64,7 +64,7 @@ class Launch:
             self.run_compiled(*tensors, *self.by_position)
             return
         compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, **self.options)
-        if compiled is not None:  # as it is in the interpreter
+        if compiled is not None:  # the interpreter compiles nothing
             self.run_compiled = compiled[self.grid]
 
 
