@@ -1,10 +1,11 @@
 """Tile sizes: which configuration a kernel runs with, decided by GPU, arithmetic and head size.
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
-No tile spills registers (one of exact float32 40 bytes with Triton 3.6, none with 3.7). Of those that do not,
-Hopper's are the fastest measured on an H200 at 16,384 tokens, or within 3 % of them (see notebook 27); those
-of exact float32 are the fastest for many programs and for few. The portable ones, for all other GPUs, were
-only compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
+No tile spills registers (one of exact float32 40 bytes with Triton 3.6, none with 3.7). Hopper's were chosen
+by measurements on an H200: within 1 % of the fastest forward at 16,384 tokens, and within 11 % of the fastest
+dq and dkdv, which run there on short sequences alone (notebook 26 has the study); those of exact float32 for
+many programs and for few. The portable ones, for all other GPUs, were only compiled: they fit the 99 KiB of
+shared memory that a block has on the smallest of them.
 """
 
 from dataclasses import dataclass
@@ -49,9 +50,9 @@ HOPPER = {
     ("dkdv", "tf32"): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 16, 8, 1)},
 }
 # Exact products are so slow that a processor at work counts for more than a large tile: the first of these
-# that makes a program for every processor runs, else the last. Measured on an H200: up to 4,096 tokens of one
-# head, the last takes 0.33 to 0.73 of the first one's time. (Not for heads of 16: there it took longer at
-# 4,096 tokens, too.) Chunks that are smaller than the head are the same in all three kernels: rounded in
+# that makes a program for every processor runs, else the last. Measured on an H200, one head of 1,024 and
+# 4,096 tokens: the last takes 0.43 to 0.88 of the first one's time. (Not for heads of 16: there it took longer
+# at 4,096 tokens, too.) Chunks that are smaller than the head are the same in all three kernels: rounded in
 # another order, scores of 100 and more would no longer fit the sums that the forward left.
 HOPPER_EXACT = {
     ("forward", "exact"): {
