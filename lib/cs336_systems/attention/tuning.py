@@ -51,8 +51,8 @@ HOPPER = {
 }
 # Exact products are so slow that a processor at work counts for more than a large tile: the first of these
 # that makes a program for every processor runs, else the last. Measured on an H200, one head of 1,024 and
-# 4,096 tokens: the last takes 0.43 to 0.88 of the first one's time. (Not for heads of 16: there it took longer
-# at 4,096 tokens, too.) Chunks that are smaller than the head are the same in all three kernels: rounded in
+# 4,096 tokens: the last takes 0.43 to 0.88 of the first one's time. (Heads of 16 have one: small tiles took
+# longer there.) Chunks that are smaller than the head are the same in all three kernels: rounded in
 # another order, scores of 100 and more would no longer fit the sums that the forward left.
 HOPPER_EXACT = {
     ("forward", "exact"): {
