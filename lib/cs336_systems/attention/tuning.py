@@ -1,9 +1,10 @@
 """Tile sizes: which configuration a kernel runs with, decided by GPU, arithmetic and head size.
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
-No tile spills registers (one of exact float32 40 bytes with Triton 3.6, none with 3.7). Hopper's were chosen
-by measurements on an H200: within 1 % of the fastest forward at 16,384 tokens, and within 11 % of the fastest
-dq and dkdv, which run there on short sequences alone (notebook 26 has the study); those of exact float32 for
+No tile spills registers, as notebook 24 compiles them: causal (one of exact float32 40 bytes with Triton 3.6,
+none with 3.7). In their other forms a few of exact float32 spill up to 24 bytes. Hopper's were chosen by
+measurements on an H200: within 1 % of the fastest forward at 16,384 tokens, and within 11 % of the fastest dq
+and dkdv, which run there on short sequences (notebook 26 has the study); those of exact float32 for
 many programs and for few. The portable ones, for all other GPUs, were only compiled: they fit the 99 KiB of
 shared memory that a block has on the smallest of them.
 """
