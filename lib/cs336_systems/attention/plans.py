@@ -41,7 +41,7 @@ from .tuning import (
 LOG2E = math.log2(math.e)
 
 
-@dataclass(frozen=True, eq=False)  # each is its own key: to compare all this takes longer than to launch
+@dataclass(frozen=True, eq=False)  # each is its own key: all this would be hashed at every launch
 class Way:
     """How tensors of one dtype, head size and device are worked on; a plan is kept for each."""
 

@@ -120,8 +120,8 @@ def exact_precision(capability: tuple[int, int]) -> str:
 def uses_descriptors(capability: tuple[int, int], arithmetic: str, block_d: int) -> bool:
     """Whether the copy engine loads the tiles: where there is one, and where that does not cost registers.
 
-    Exact products of tiles that it brought take up to twice the registers, and each descriptor takes the host
-    3 us: more than a short sequence's kernels need.
+    Exact products of tiles that it brought take up to twice the registers. And descriptors are made by the
+    host, at every launch: of a short sequence that is time that the GPU waits.
     """
     if capability[0] == 9:
         return arithmetic == "half" or (arithmetic == "tf32" and block_d <= 128)

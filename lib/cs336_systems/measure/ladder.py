@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention import flash_triton, plans
-from cs336_systems.attention.launch import Launch, on
+from cs336_systems.attention.launch import Launch, layout, on
 from cs336_systems.attention.techniques import SHIPPED, STEPS, Rung, all_rungs
 from cs336_systems.attention.variants import kernels
 from cs336_systems.measure.fresh import in_processes
@@ -117,13 +117,12 @@ def _prepare(
 def _problem(rung: Rung, q: Tensor) -> plans.Problem:
     way = plans.way_for(q.dtype, q.shape[-1], q.device)
     way = replace(way, descriptors=rung.copy_engine)
-    layout = (q.shape, q.stride())
-    return plans.Problem(layout, layout, way, is_causal=True)
+    return plans.Problem(layout(q), layout(q), way, is_causal=True)
 
 
 def _forward(rung: Rung, inputs: tuple[Tensor, ...], outputs: list[Tensor]) -> Callable[[], None]:
     problem, tile = _problem(rung, inputs[0]), dict(rung.tiles)["forward"]
-    layouts = tuple((x.shape, x.stride()) for x in inputs)
+    layouts = tuple(layout(x) for x in inputs)
     launch = Launch(
         kernels(rung.changes)["forward"],
         problem.programs(problem.n_queries, tile.block_m),
@@ -139,7 +138,7 @@ def _backward(
     rung: Rung, inputs: tuple[Tensor, ...], o: Tensor, logsumexp: Tensor, outputs: list[Tensor]
 ) -> Callable[[], None]:
     problem, changed = _problem(rung, inputs[0]), kernels(rung.changes)
-    layouts = tuple((x.shape, x.stride()) for x in inputs)
+    layouts = tuple(layout(x) for x in inputs)
     lse2, delta = (torch.empty_like(logsumexp) for _ in range(2))
     dq, dk, dv = outputs
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import flash_triton, plans
+from cs336_systems.attention.launch import layout
 from cs336_systems.attention.tuning import KERNELS, Tile
 from cs336_systems.measure.fresh import in_processes
 from cs336_systems.measure.host import check_choice
@@ -121,13 +122,12 @@ def _prepare(
     chosen = tuple((tile,) if name == kernel else way.tiles_of(name) for name in KERNELS)
     way = dataclasses.replace(way, tiles=chosen, forward_by_hand=None)
     o, logsumexp = flash_triton.flash_forward(q, k, v, is_causal)
-    layout = (q.shape, q.stride())
     if kernel == "forward":
-        plan = plans.forward_plan((layout,) * 4, way, is_causal)
+        plan = plans.forward_plan((layout(q),) * 4, way, is_causal)
         outputs = [torch.full_like(o, math.nan), torch.full_like(logsumexp, math.nan)]
         return lambda: plan(q, k, v, *outputs), outputs, [o, logsumexp]
     dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, is_causal)
-    dq_plan, dkdv_plan = plans.split_plans((layout,) * 8, way, is_causal)
+    dq_plan, dkdv_plan = plans.split_plans((layout(q),) * 8, way, is_causal)
     lse2, delta = logsumexp * plans.LOG2E, (o.float() * do.float()).sum(-1)
     if kernel == "dq":
         outputs = [torch.full_like(q, math.nan)]
