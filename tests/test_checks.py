@@ -9,6 +9,10 @@ from cs336_systems.attention.reference import causal_mask, reference_attention
 from cs336_systems.checks import BASIC, EVERYTHING, AttentionCase, check_attention, check_logsumexp
 
 
+def visible(scores):
+    return causal_mask(*scores.shape[-2:], device=scores.device)
+
+
 def mixed_batch(q, k, v, is_causal):
     """Batch and queries flattened together: every sequence sees the keys of the first."""
     return reference_attention(q, k[:1].expand_as(k), v[:1].expand_as(v), is_causal)
@@ -17,13 +21,13 @@ def mixed_batch(q, k, v, is_causal):
 def mask_of_the_wrong_side(q, k, v, is_causal):
     scores = q @ k.mT / math.sqrt(q.shape[-1])
     if is_causal:
-        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:]).mT, -1e4)
+        scores = scores.masked_fill(~visible(scores).mT, -1e4)
     return scores.softmax(-1) @ v
 
 
 def without_a_maximum(q, k, v, is_causal):
     scores = q @ k.mT / math.sqrt(q.shape[-1])
-    p = scores.masked_fill(~causal_mask(*scores.shape[-2:]), -math.inf).exp() if is_causal else scores.exp()
+    p = scores.masked_fill(~visible(scores), -math.inf).exp() if is_causal else scores.exp()
     return p / p.sum(-1, keepdim=True) @ v
 
 
@@ -91,7 +95,7 @@ class SavesLogsumexp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, is_causal):
         scores = q @ k.mT / math.sqrt(q.shape[-1])
-        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:]), -math.inf)
+        scores = scores.masked_fill(~visible(scores), -math.inf)
         ctx.save_for_backward(q, k, v, scores.logsumexp(-1) * SavesLogsumexp.base)
         return scores.softmax(-1) @ v
 

@@ -192,6 +192,11 @@ def check_inputs(x: Tensor, weight: Tensor) -> None:
         )
     if x.device != weight.device:
         raise ValueError(f"x, weight are on devices {x.device}, {weight.device}; allowed: the same one")
+    if not (x.is_cuda or INTERPRETED):
+        raise ValueError(
+            f"x, weight are on {x.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
+            "(TRITON_INTERPRET=1)"
+        )
     if x.dim() < 1 or weight.shape != x.shape[-1:] or 0 in x.shape:
         raise ValueError(
             f"x, weight have shapes {tuple(x.shape)}, {tuple(weight.shape)}; "

@@ -66,7 +66,7 @@ def test_16_bit_implementations_are_skipped_in_float32():
 
 def test_scores_that_do_not_fit_are_not_tried(monkeypatch):
     monkeypatch.setattr("cs336_systems.measure.host.available_memory_bytes", lambda: 10**4)
-    rows = flash.benchmark_cell("reference", reference_attention, **TINY)
+    rows = flash.benchmark_cell("reference", reference_attention, device="cpu", **TINY)
     assert [row["status"] for row in rows] == ["skipped"] * 3
     assert "GiB are free" in rows[0]["reason"]
 

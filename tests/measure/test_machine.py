@@ -97,7 +97,8 @@ def test_rates_of_this_cpu_are_plausible():
 @pytest.mark.parametrize(
     ("gpu", "cpu", "cores", "slug"),
     [
-        ("NVIDIA H200", "", 16, "h200"),
+        ("NVIDIA H200", "", 16, "my-h200"),
+        ("NVIDIA H100 80GB HBM3", "", 16, "h100-80gb-hbm3"),
         ("NVIDIA A100-SXM4-80GB", "", 8, "a100-sxm4-80gb"),
         ("NVIDIA GeForce RTX 4090", "", 8, "rtx-4090"),
         ("none", "Intel(R) Xeon(R) Processor", 2, "cpu-intel-xeon-2-cores"),
@@ -108,6 +109,12 @@ def test_rates_of_this_cpu_are_plausible():
 )
 def test_slugs(gpu, cpu, cores, slug):
     assert machine_slug(gpu, cpu, cores) == slug
+
+
+def test_the_reference_is_measured_again_only_where_that_is_asked_for(monkeypatch):
+    monkeypatch.setenv("CS336_REMEASURE", "h200")
+    assert machine_slug("NVIDIA H200", "", 16) == "h200"
+    assert machine_slug("NVIDIA A100", "", 16) == "a100"
 
 
 def test_a_card_that_is_not_there_or_damaged_is_a_clear_error(figures):

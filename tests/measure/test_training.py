@@ -18,15 +18,15 @@ RUN = {"batch_size": 2, "context_length": 8, "warmup_steps": 1, "steps": 2}
 
 
 @pytest.fixture
-def benchmark():
+def model_benchmark():
     return ModelBenchmark(CONFIG, 16, device="cpu")
 
 
 class Watch:
     """Stands in for `time_steps`: runs one step and looks at the model around it."""
 
-    def __init__(self, monkeypatch, benchmark):
-        self.benchmark, self.logits_dtype, self.saves_for_backward = benchmark, None, None
+    def __init__(self, monkeypatch, model_benchmark):
+        self.benchmark, self.logits_dtype, self.saves_for_backward = model_benchmark, None, None
         monkeypatch.setattr(training, "time_steps", self)
 
     def __call__(self, step, *, prepare, **options) -> Timing:
@@ -60,14 +60,14 @@ class Watch:
         ("train_step", True, True, True),
     ],
 )
-def test_a_pass_does_what_it_says(pass_, saves, gradients, weights_changed, monkeypatch, benchmark):
-    watch = Watch(monkeypatch, benchmark)
-    benchmark.time(pass_, **RUN)
+def test_a_pass_does_what_it_says(pass_, saves, gradients, weights_changed, monkeypatch, model_benchmark):
+    watch = Watch(monkeypatch, model_benchmark)
+    model_benchmark.time(pass_, **RUN)
     assert not watch.gradients_after_prepare
     assert watch.saves_for_backward is saves
     assert watch.gradients_after_step is gradients
     assert watch.weights_changed is weights_changed
-    assert all(weight.grad is None for weight in benchmark._model.parameters())
+    assert all(weight.grad is None for weight in model_benchmark._model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -79,27 +79,27 @@ def test_a_pass_does_what_it_says(pass_, saves, gradients, weights_changed, monk
         ("float16", torch.float16, "highest"),
     ],
 )
-def test_a_dtype_is_what_it_says(dtype, logits, precision, monkeypatch, benchmark):
+def test_a_dtype_is_what_it_says(dtype, logits, precision, monkeypatch, model_benchmark):
     monkeypatch.setattr(training, "why_no_tf32", lambda device: "")
-    watch = Watch(monkeypatch, benchmark)
-    benchmark.time("forward", **RUN, dtype=dtype)
+    watch = Watch(monkeypatch, model_benchmark)
+    model_benchmark.time("forward", **RUN, dtype=dtype)
     assert (watch.logits_dtype, watch.precision) == (logits, precision)
-    assert next(benchmark._model.parameters()).dtype == torch.float32
+    assert next(model_benchmark._model.parameters()).dtype == torch.float32
 
 
-def test_times_are_measured(benchmark):
-    timing = benchmark.time("train_step", **RUN)
+def test_times_are_measured(model_benchmark):
+    timing = model_benchmark.time("train_step", **RUN)
     assert (timing.status, timing.steps, len(timing.warmup_ms), timing.compile_s) == ("ok", 2, 1, None)
     assert timing.peak_memory_mib is None
 
 
-def test_one_model_serves_every_pass_and_context(benchmark):
-    benchmark.time("forward", **RUN)
-    model = benchmark._model
-    assert benchmark.time("train_step", **RUN | {"context_length": 16}).status == "ok"
-    assert benchmark._model is model
+def test_one_model_serves_every_pass_and_context(model_benchmark):
+    model_benchmark.time("forward", **RUN)
+    model = model_benchmark._model
+    assert model_benchmark.time("train_step", **RUN | {"context_length": 16}).status == "ok"
+    assert model_benchmark._model is model
     with pytest.raises(ValueError, match="17"):
-        benchmark.time("forward", **RUN | {"context_length": 17})
+        model_benchmark.time("forward", **RUN | {"context_length": 17})
 
 
 @pytest.mark.parametrize(
@@ -128,24 +128,24 @@ def test_a_wrong_argument_is_refused_by_name(arguments, sentence):
         benchmark_model(CONFIG, **{"pass_": "forward", "device": "cpu"} | RUN | arguments)
 
 
-def test_out_of_memory_while_building_is_a_status(monkeypatch, benchmark):
+def test_out_of_memory_while_building_is_a_status(monkeypatch, model_benchmark):
     def build(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(training, "build_model", build)
-    timing = benchmark.time("forward", **RUN)
+    timing = model_benchmark.time("forward", **RUN)
     assert (timing.status, timing.steps) == ("oom", 0)
     assert timing.reason.startswith("building the model: OutOfMemoryError")
 
 
-def test_after_out_of_memory_the_same_model_goes_on(monkeypatch, benchmark):
-    benchmark.time("forward", **RUN)
-    model = benchmark._model
+def test_after_out_of_memory_the_same_model_goes_on(monkeypatch, model_benchmark):
+    model_benchmark.time("forward", **RUN)
+    model = model_benchmark._model
     with monkeypatch.context() as patch:
         patch.setattr(steps, "cross_entropy", lambda *_: torch.empty(2**58))
-        assert benchmark.time("forward_backward", **RUN).status == "oom"
-    assert benchmark.time("forward_backward", **RUN).status == "ok"
-    assert benchmark._model is model
+        assert model_benchmark.time("forward_backward", **RUN).status == "oom"
+    assert model_benchmark.time("forward_backward", **RUN).status == "ok"
+    assert model_benchmark._model is model
 
 
 def test_a_model_too_large_for_this_memory_is_skipped_before_it_is_built(monkeypatch):
@@ -155,8 +155,8 @@ def test_a_model_too_large_for_this_memory_is_skipped_before_it_is_built(monkeyp
     assert timing.reason.endswith("GiB, and 1.0 GiB are free")
 
 
-def test_tf32_is_skipped_on_a_cpu(benchmark):
-    timing = benchmark.time("forward", **RUN, dtype="tf32")
+def test_tf32_is_skipped_on_a_cpu(model_benchmark):
+    timing = model_benchmark.time("forward", **RUN, dtype="tf32")
     assert (timing.status, timing.reason[:4]) == ("skipped", "TF32")
 
 

@@ -11,7 +11,7 @@ from cs336_systems.measure.weighted_sum import IMPLEMENTATIONS, sweep_weighted_s
 
 def test_rows_of_every_pass_and_size():
     names = ["eager", "matmul", "triton", "triton_descriptor"]
-    for rows in sweep_weighted_sum(num_rows=[8, 16], d_model=64, implementations=names, device="cpu"):
+    for rows in sweep_weighted_sum(num_rows=[8, 16], d_model=64, implementations=names):
         save_rows(rows, "weighted_sum", machine="test")
     frame = load_rows("weighted_sum", "test")
     assert len(frame) == 16

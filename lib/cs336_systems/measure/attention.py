@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from cs336_systems import accounting
-from cs336_systems.attention import HAS_TRITON, attention
 from cs336_systems.attention import IMPLEMENTATIONS as ATTENTION
-from cs336_systems.measure.compiling import time_compiled, why_no_compile
+from cs336_systems.attention import attention
+from cs336_systems.measure.compiling import time_compiled, why_no_compile, why_no_triton
 from cs336_systems.measure.host import check_choice, why_no_memory, why_no_tf32
 from cs336_systems.measure.rules import measured_in_order
 from cs336_systems.measure.timing import (
@@ -25,6 +25,7 @@ from cs336_systems.measure.timing import (
 from cs336_systems.measure.vocabulary import DTYPES
 
 COMPILED = ("compiled", "flash_compiled")
+TRITON = ("flash_triton", "flash_compiled")
 IMPLEMENTATIONS = (*ATTENTION, *COMPILED)
 PASSES = ("forward", "backward", "forward_backward")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -185,8 +186,8 @@ def _why_not(implementation: str, dtype: str, needed_bytes: int, device: torch.d
         return reason
     if implementation in COMPILED and (reason := why_no_compile(device)):
         return reason
-    if implementation == "flash_compiled" and not HAS_TRITON:
-        return "its forward needs triton, which is not installed"
+    if implementation in TRITON and (reason := why_no_triton(device)):
+        return reason
     # The closed form is that of reference attention; the others need far less.
     return why_no_memory(needed_bytes, device) if implementation in ("reference", "compiled") else ""
 

@@ -25,6 +25,17 @@ def why_no_compile(device: torch.device) -> str:
     return ""
 
 
+def why_no_triton(device: torch.device) -> str:
+    """Why our Triton kernels cannot run on the device; empty if they can."""
+    if find_spec("triton") is None:
+        return "our kernels need triton, which is not installed"
+    from cs336_systems.attention.launch import INTERPRETED  # imports triton
+
+    if device.type == "cuda" or INTERPRETED:
+        return ""
+    return "where there is a GPU our kernels run on it; on a CPU in the interpreter (TRITON_INTERPRET=1)"
+
+
 def time_compiled(step: Callable[..., Any], **options: Any) -> Timing:
     """`time_steps` of a step with compiled code inside, and `compile_s`: its first call less a steady one.
 

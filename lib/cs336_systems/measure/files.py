@@ -9,7 +9,7 @@ from pathlib import Path
 import filelock
 
 REPOSITORY_FIGURES = Path(__file__).resolve().parents[3] / "figures"
-_COMMITTED = ("h200", "published", "ahead_of_time")
+COMMITTED = ("h200", "published", "ahead_of_time")
 _LOCK_TIMEOUT_S = 60
 
 
@@ -22,7 +22,7 @@ def find(folder: str, *parts: str) -> Path:
     """Path of a file to read: under `figures_dir()`, or, of the results that git keeps, in the repository."""
     own = figures_dir().joinpath(folder, *parts)
     brought = REPOSITORY_FIGURES.joinpath(folder, *parts)
-    return brought if folder in _COMMITTED and brought.exists() and not own.exists() else own
+    return brought if folder in COMMITTED and brought.exists() and not own.exists() else own
 
 
 def make_folder(folder: Path, way_out: str = "set CS336_FIGURES to a folder that can") -> Path:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import platform
 import re
 from dataclasses import asdict, dataclass
@@ -10,7 +11,14 @@ from pathlib import Path
 
 import torch
 
-from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find, locked, write_atomically
+from cs336_systems.measure.files import (
+    COMMITTED,
+    REPOSITORY_FIGURES,
+    figures_dir,
+    find,
+    locked,
+    write_atomically,
+)
 from cs336_systems.measure.host import (
     GIB,
     core_count,
@@ -134,11 +142,16 @@ def triton_version() -> str:
 
 
 def machine_slug(gpu: str, cpu: str, cores: int) -> str:
-    """Name of a machine's folder: `h200` for "NVIDIA H200", `cpu-intel-xeon-2-cores` for two Xeon cores."""
+    """Name of a machine's folder: `a100` for "NVIDIA A100", `cpu-intel-xeon-2-cores` for two Xeon cores.
+
+    The reference keeps its name to itself: your own H200 is `my-h200`, unless $CS336_REMEASURE says "h200".
+    """
     name = (gpu if gpu != "none" else f"{cpu} {cores} cores").lower()
     name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
     slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
-    return slug if gpu != "none" else f"cpu-{slug}"
+    if gpu == "none":
+        return f"cpu-{slug}"
+    return f"my-{slug}" if slug in COMMITTED and os.environ.get("CS336_REMEASURE") != slug else slug
 
 
 def _describe(device: torch.device) -> dict:

@@ -8,7 +8,7 @@ import torch
 from cs336_systems import accounting
 from cs336_systems.attention import IMPLEMENTATIONS as ATTENTION
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure.compiling import time_compiled, why_no_compile
+from cs336_systems.measure.compiling import time_compiled, why_no_compile, why_no_triton
 from cs336_systems.measure.host import check_choice, why_no_memory, why_no_tf32
 from cs336_systems.measure.rules import measured_in_order
 from cs336_systems.measure.steps import ModelSteps
@@ -118,6 +118,8 @@ class ModelBenchmark:
         if dtype == "tf32" and (reason := why_no_tf32(self.device)):
             return reason
         if self.implementation != "eager" and (reason := why_no_compile(self.device)):
+            return reason
+        if self.attention_implementation == "flash_triton" and (reason := why_no_triton(self.device)):
             return reason
         needed = accounting.peak_bytes(self.config, batch_size, context_length, pass_, dtype)
         # The closed form is that of reference attention; the others need far less.

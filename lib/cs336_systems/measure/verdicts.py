@@ -6,7 +6,7 @@ from torch import Tensor
 from cs336_systems import attention
 from cs336_systems.attention.peers import COMPILED, HALF_ONLY, PEERS, AttentionFunction, switched_to
 from cs336_systems.checks import AttentionCase, check_attention
-from cs336_systems.measure.compiling import why_no_compile
+from cs336_systems.measure.compiling import why_no_compile, why_no_triton
 from cs336_systems.measure.timing import Timing, matmul_precision, one_line
 
 OURS = "flash_triton"
@@ -27,8 +27,8 @@ def why_not(
         torch._dynamo.reset()  # it stops compiling after eight sizes
         if refused := cannot_compile(device):
             return refused
-    if name == OURS and not attention.HAS_TRITON:
-        return Timing(status="skipped", reason="our kernels need triton, which is not installed")
+    if name == OURS and (reason := why_no_triton(device)):
+        return Timing(status="skipped", reason=reason)
     if name in HALF_ONLY and DTYPES[dtype] == torch.float32:
         return Timing(status="skipped", reason=f"{name} takes 16-bit tensors only")
     wrong = why_wrong(name, function, dtype, d_head, device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.measure.cold import time_cold
-from cs336_systems.measure.compiling import why_no_compile
+from cs336_systems.measure.compiling import why_no_compile, why_no_triton
 from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.timing import Timing, release_memory, resolve_device, run_or_out_of_memory
 from cs336_systems.weighted_sum import forward_from_descriptor, weighted_sum
@@ -74,6 +74,8 @@ def _benchmark(name: str, shape: tuple[int, int], dtype: str, pass_: str, device
     if name == "triton_descriptor" and pass_ == "backward":
         return Timing(status="skipped", reason="written for the forward pass only")
     if name == "compiled" and (reason := why_no_compile(device)):
+        return Timing(status="skipped", reason=reason)
+    if name.startswith("triton") and (reason := why_no_triton(device)):
         return Timing(status="skipped", reason=reason)
 
     def measure() -> Timing:
