@@ -101,6 +101,12 @@ def test_bad_input_is_named(x, weight, error, sentence):
         weighted_sum(x, weight)
 
 
+def test_beside_a_gpu_tensors_of_the_cpu_are_refused(monkeypatch):
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="on cpu; allowed: a CUDA GPU"):
+        weighted_sum(torch.zeros(2, 3), torch.zeros(3))
+
+
 def test_the_check_sees_a_wrong_gradient():
     class Forgetful(kernels.WeightedSum):
         @staticmethod

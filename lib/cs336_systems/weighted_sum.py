@@ -183,7 +183,8 @@ def check_inputs(x: Tensor, weight: Tensor) -> None:
 
     Raises:
         TypeError: dtypes that differ or are not supported.
-        ValueError: different devices, shapes that do not fit together, or nothing in a tensor.
+        ValueError: different devices, shapes that do not fit together, nothing in a tensor, or a device that
+            kernels do not run on.
     """
     if x.dtype != weight.dtype or x.dtype not in DTYPES:
         raise TypeError(
@@ -192,13 +193,13 @@ def check_inputs(x: Tensor, weight: Tensor) -> None:
         )
     if x.device != weight.device:
         raise ValueError(f"x, weight are on devices {x.device}, {weight.device}; allowed: the same one")
-    if not (x.is_cuda or INTERPRETED):
-        raise ValueError(
-            f"x, weight are on {x.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
-            "(TRITON_INTERPRET=1)"
-        )
     if x.dim() < 1 or weight.shape != x.shape[-1:] or 0 in x.shape:
         raise ValueError(
             f"x, weight have shapes {tuple(x.shape)}, {tuple(weight.shape)}; "
             "allowed: (..., d) and (d,), no dimension of size 0"
+        )
+    if not (x.is_cuda or INTERPRETED):
+        raise ValueError(
+            f"x, weight are on {x.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
+            "(TRITON_INTERPRET=1)"
         )
