@@ -6,7 +6,9 @@ from cs336_systems.report.compare import (
     longest_warmup,
     published_rows,
     side_by_side,
+    times_in,
     with_model,
+    with_reference,
     with_wrapper,
 )
 from cs336_systems.report.plots import sweep
@@ -18,7 +20,7 @@ def loaded(monkeypatch):
     """Rows of the machines named here, instead of files."""
     frames = {}
 
-    def load_rows(slug, machine, table="rows"):
+    def load_rows(slug, machine):
         return frames.get(machine, pd.DataFrame(columns=["machine", "context_length", "p50_ms"]))
 
     monkeypatch.setattr(measured_rows, "load_rows", load_rows)
@@ -40,6 +42,32 @@ def test_the_reference_itself_appears_once(loaded):
     assert side_by_side("slug", "h200")["where"].tolist() == ["reference: H200"]
 
 
+def test_of_the_reference_only_what_this_machine_has_too(loaded):
+    loaded.update(h200=pd.concat([of("h200"), of("h200").assign(context_length=256)]), cpu=of("cpu"))
+    frame = side_by_side("slug", "cpu", sharing=["context_length"])
+    assert frame["context_length"].tolist() == [128, 128]
+    assert frame["machine"].tolist() == ["h200", "cpu"]
+    assert len(side_by_side("slug", "h200", sharing=["context_length"])) == 2
+    assert side_by_side("slug", "nobody", sharing=["context_length"]).empty
+
+
+def test_the_reference_stands_beside_what_it_measured_too(loaded):
+    theirs = [
+        of("h200").assign(warmup_steps=steps, p50_ms=ms, d_head=None) for steps, ms in ((1, 9.0), (5, 2.0))
+    ]
+    mine = [of("cpu").assign(warmup_steps=3, context_length=length) for length in (128, 256)]
+    loaded.update(h200=pd.concat(theirs, ignore_index=True), cpu=pd.concat(mine, ignore_index=True))
+    frame = with_reference("slug", "cpu")
+    assert times_in(frame) == ["p50_ms", "reference_ms"]
+    assert frame["reference_ms"].fillna(0).tolist() == [2.0, 0.0]
+
+
+def test_without_a_partner_nothing_stands_beside(loaded):
+    loaded.update(h200=of("h200").assign(context_length=512), cpu=of("cpu"), gpu=of("gpu").assign(d_head=64))
+    for machine in ("cpu", "gpu", "h200", "nobody"):
+        assert times_in(with_reference("slug", machine)) == ["p50_ms"]
+
+
 def test_of_several_warmups_the_longest_is_shown():
     frame = pd.DataFrame({"pass": ["forward", "forward", "backward"], "d_head": [16, 16, None]})
     frame = frame.assign(warmup_steps=[5, 2, 2], p50_ms=[1.0, 2.0, 3.0])
@@ -53,11 +81,8 @@ def test_nothing_measured_is_an_empty_frame_that_can_be_drawn(loaded):
     sweep(frame, "context_length")
 
 
-def test_published_rows_join(loaded):
-    loaded.update(h200=of("h200"))
-    published = published_rows("benchmarking_script")
-    frame = side_by_side("slug", "cpu", published=published)
-    assert set(frame["where"]) == {"reference: H200", "published: RTX 5090, rtx5090-report"}
+def test_published_rows_say_where_they_come_from():
+    assert set(published_rows("benchmarking_script")["where"]) == {"published: RTX 5090, rtx5090-report"}
 
 
 def test_seconds_become_milliseconds():

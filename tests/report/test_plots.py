@@ -259,3 +259,11 @@ def test_tiny_numbers_are_powers_of_ten_and_others_plain():
 
     assert all("10^" in label for label in labels(1e-7, 1e-2))
     assert not any("^" in label or "e" in label for label in labels(1e-3, 10))
+
+
+def test_long_names_of_bars_go_on_two_lines(rows):
+    few = rows[rows["status"] == "ok"].head(1)
+    models = pd.concat([few.assign(model=f"model {number} (2025)") for number in range(12)])
+    for frame, ends in ((models.head(1), "0 (2025)"), (models, "0\n(2025)")):
+        figure = grouped_bars(frame, "model", "p50_ms", "implementation")
+        assert figure.axes[0].get_xticklabels()[0].get_text() == f"model {ends}"

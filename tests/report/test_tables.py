@@ -33,6 +33,13 @@ def test_two_values_stand_side_by_side_and_fmt_rules(rows):
     assert table.loc[("eager", "forward")].tolist() == ["1.0", "4.0", "OOM", "1.2", "4.8", "OOM"]
 
 
+def test_a_later_value_has_no_empty_columns(rows):
+    half = rows.assign(p80_ms=rows["p80_ms"].where(rows["context_length"] == 512))
+    half = half[half["status"] == "ok"]
+    table = pivot(half.assign(p20_ms=float("nan")), "implementation", "context_length", ["p20_ms", "p80_ms"])
+    assert [place for _, place in table.columns] == ["256", "512", "1K", "512"]
+
+
 def test_two_rows_in_one_cell_are_refused(rows):
     with pytest.raises(ValueError, match="differ in implementation"):
         pivot(rows, "pass", "context_length")

@@ -88,6 +88,7 @@ def grouped_bars(
                 _draw_bar(axes, place + shift, _BAR_WIDTH * width, one, y, error)
     outer_labels(panels, xlabel or column_label(x), ylabel or column_label(y))
     chart.draw_without_rendering()
+    _fold_names(panels)
     _label_bars(panels, width, logy)
     machines = [] if facet == "where" else machine_legend(series, bars=True)
     return finish(chart, title, [hue_legend(series, bars=True), machines], subtitle)
@@ -119,6 +120,16 @@ def _write(
         weight=weight, size=8.5, ha="center", va="bottom", annotation_clip=False, zorder=4,
         path_effects=[withStroke(linewidth=1.8, foreground=PAPER)], **ground,
     )  # fmt: skip
+
+
+def _fold_names(panels: Sequence[Axes]) -> None:
+    """Put the edition of a model on a second line where the names would run into each other."""
+    axes = panels[0]
+    room = axes.bbox.width / np.ptp(axes.get_xlim())
+    names = axes.get_xticklabels()
+    if max(name.get_window_extent().width for name in names) > room:
+        for axes in panels:
+            axes.set_xticks(axes.get_xticks(), [name.get_text().replace(" (", "\n(") for name in names])
 
 
 def _label_bars(panels: Sequence[Axes], width: float, logy: bool) -> None:

@@ -1,4 +1,6 @@
-"""Rows of several machines under each other, each labelled with where it comes from (column `where`)."""
+"""Rows of several machines: under each other, labelled with where they come from, or beside each other."""
+
+from collections.abc import Sequence
 
 import pandas as pd
 
@@ -6,25 +8,24 @@ from cs336_systems.configs import model_size
 from cs336_systems.measure import rows
 from cs336_systems.report.words import value_label
 
+# Rows that differ in nothing else measured the same.
+_SAME = [name for name in rows.KEYS if name != "warmup_steps"]
+
 _PASS_COLUMNS = {"forward_ms": "forward", "backward_ms": "backward", "train_step_ms": "train_step"}
 _MODES = {"compiled_tf32": ("compiled", "tf32")}
 _WRAPPERS = {"single": "one process", "torch": "PyTorch's DDP"}
 
 
 def side_by_side(
-    slug: str,
-    machine: str,
-    reference: str = "h200",
-    *,
-    published: pd.DataFrame | None = None,
-    table: str = "rows",
+    slug: str, machine: str, reference: str = "h200", *, sharing: Sequence[str] = ()
 ) -> pd.DataFrame:
-    """The reference's rows, this machine's and published ones, with a column `where` that plots understand.
+    """The reference's rows and this machine's, with a column `where` that plots understand.
 
     Args:
         slug: the notebook's slug.
         machine: slug of this machine; where it is the reference, its rows appear once.
-        published: from `published_rows`, filtered as needed.
+        sharing: of the reference only rows that agree in these columns with one of this machine's, say in the
+            model.
 
     Returns:
         One frame; empty where nothing has been measured.
@@ -32,16 +33,42 @@ def side_by_side(
     places = {f"reference: {value_label(reference)}": reference}
     if machine != reference:
         places[f"this machine: {machine}"] = machine
-    frames = [rows.load_rows(slug, name, table=table).assign(where=where) for where, name in places.items()]
-    if published is not None:
-        frames.append(published)
+    frames = [rows.load_rows(slug, name).assign(where=where) for where, name in places.items()]
+    if sharing and len(frames) == 2:
+        frames[0] = frames[0].merge(frames[1][list(sharing)].drop_duplicates(), on=list(sharing))
     filled = [frame for frame in frames if len(frame)]
     return pd.concat(filled, ignore_index=True) if filled else frames[0]
 
 
+def with_reference(slug: str, machine: str, reference: str = "h200") -> pd.DataFrame:
+    """This machine's rows, and what the reference took for the same, after the longest of its warm-ups.
+
+    Returns:
+        The rows, with a column `reference_ms` if any of them has a partner: the reference's median.
+    """
+    mine, theirs = (rows.load_rows(slug, name) for name in (machine, reference))
+    theirs = longest_warmup(theirs)
+    found = dict(zip(_places(theirs), theirs["p50_ms"], strict=True)) if machine != reference else {}
+    times = [found.get(place) for place in _places(mine)]
+    return mine if pd.isna(times).all() else mine.assign(reference_ms=pd.Series(times, mine.index, float))
+
+
+def _places(frame: pd.DataFrame) -> list[tuple]:
+    """What each row measured."""
+    keys = frame.reindex(columns=_SAME).astype(object)
+    return list(keys.where(keys.notna(), None).itertuples(index=False, name=None))
+
+
+def times_in(frame: pd.DataFrame) -> list[str]:
+    """The columns of times that rows of `with_reference` have, for a table."""
+    return [name for name in ("p50_ms", "reference_ms") if name in frame]
+
+
 def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
     """Of rows that differ in their warm-up alone the one with the longest: they are one point of a plot."""
-    keys = [name for name in rows.KEYS if name in frame and name != "warmup_steps"]
+    if "warmup_steps" not in frame:
+        return frame
+    keys = [name for name in (*_SAME, "machine") if name in frame]
     return frame.sort_values("warmup_steps", kind="stable").drop_duplicates(keys, keep="last").sort_index()
 
 

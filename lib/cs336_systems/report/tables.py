@@ -20,6 +20,8 @@ def pivot(
 ) -> pd.DataFrame:
     """A table of text: `index` down, `columns` across, under the name and unit of each of `values`.
 
+    Of the values after the first, columns with nothing in them are left out.
+
     Args:
         fmt: format of a number, "{:.2f}"; without it a column has the decimals its smallest number needs.
 
@@ -37,9 +39,9 @@ def pivot(
     for value in values:
         header = f"{column_label(value)} by {column_label(columns)}"
         for place in across:
-            cells[header, value_label(place, columns)] = _cells(
-                frame[frame[columns] == place], index, value, fmt
-            )
+            column = _cells(frame[frame[columns] == place], index, value, fmt)
+            if value == values[0] or (column != MISSING).any():
+                cells[header, value_label(place, columns)] = column
     return _laid_out(cells, frame, index)
 
 
