@@ -13,6 +13,7 @@ from cs336_systems.report.compare import (
 )
 from cs336_systems.report.plots import sweep
 from cs336_systems.report.style import COLORS
+from cs336_systems.report.tables import pivot
 
 
 @pytest.fixture
@@ -28,7 +29,8 @@ def loaded(monkeypatch):
 
 
 def of(machine):
-    return pd.DataFrame({"machine": [machine], "context_length": [128], "p50_ms": [1.0]})
+    row = {"machine": machine, "context_length": 128, "p50_ms": 1.0, "status": "ok"}
+    return pd.DataFrame([row])
 
 
 def test_rows_say_where_they_come_from(loaded):
@@ -60,6 +62,19 @@ def test_the_reference_stands_beside_what_it_measured_too(loaded):
     frame = with_reference("slug", "cpu")
     assert times_in(frame) == ["p50_ms", "reference_ms"]
     assert frame["reference_ms"].fillna(0).tolist() == [2.0, 0.0]
+
+
+def test_each_has_a_status_of_its_own(loaded):
+    theirs = [
+        of("h200").assign(d_head=d, p50_ms=ms, status=s) for d, ms, s in ((1, None, "oom"), (2, 3.0, "ok"))
+    ]
+    mine = [
+        of("cpu").assign(d_head=d, p50_ms=ms, status=s) for d, ms, s in ((1, 4.0, "ok"), (3, None, "skipped"))
+    ]
+    loaded.update(h200=pd.concat(theirs, ignore_index=True), cpu=pd.concat(mine, ignore_index=True))
+    frame = with_reference("slug", "cpu")
+    table = pivot(frame, "d_head", "context_length", times_in(frame))
+    assert table.to_numpy().tolist() == [["4.00", "OOM"], ["skipped", "–"]]
 
 
 def test_without_a_partner_nothing_stands_beside(loaded):

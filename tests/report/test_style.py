@@ -67,6 +67,7 @@ def test_more_values_than_colours_still_get_one():
 def test_kinds_of_machine_look_different():
     looks = [machine_style(w) for w in ("reference: H200", "this machine: cpu", "published: RTX 5090")]
     assert len({str(look.linestyle) for look in looks}) == 3
+    assert len({look.marker for look in looks}) == 3  # a single point has no line
     assert [look.hollow for look in looks] == [False, False, True]
     assert machine_style("published: a", 0).marker != machine_style("published: b", 1).marker
 

@@ -44,13 +44,18 @@ def with_reference(slug: str, machine: str, reference: str = "h200") -> pd.DataF
     """This machine's rows, and what the reference took for the same, after the longest of its warm-ups.
 
     Returns:
-        The rows, with a column `reference_ms` if any of them has a partner: the reference's median.
+        The rows; if any has a partner, with columns `reference_ms`, the reference's median, and
+        `reference_status`.
     """
     mine, theirs = (rows.load_rows(slug, name) for name in (machine, reference))
     theirs = longest_warmup(theirs)
-    found = dict(zip(_places(theirs), theirs["p50_ms"], strict=True)) if machine != reference else {}
-    times = [found.get(place) for place in _places(mine)]
-    return mine if pd.isna(times).all() else mine.assign(reference_ms=pd.Series(times, mine.index, float))
+    values = theirs.reindex(columns=["p50_ms", "status"]).itertuples(index=False, name=None)
+    found = dict(zip(_places(theirs), values, strict=True))
+    partners = [found.get(place, (None, None)) for place in _places(mine)]
+    if machine == reference or not any(status for _, status in partners):
+        return mine
+    times, statuses = zip(*partners, strict=True)
+    return mine.assign(reference_ms=pd.Series(times, mine.index, float), reference_status=statuses)
 
 
 def _places(frame: pd.DataFrame) -> list[tuple]:

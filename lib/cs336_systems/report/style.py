@@ -150,12 +150,12 @@ _PUBLISHED = (("s", None), ("D", "...."), ("^", "xxxx"), ("v", "----"))  # marke
 
 
 def machine_style(where: str, published_index: int = 0) -> MachineStyle:
-    """The reference is solid and filled, this machine dashed, a published measurement hollow and greyish."""
+    """The reference: solid, dots; this machine: dashed, diamonds; published measurements: hollow, greyish."""
     if where.startswith("published"):
         marker, hatch = _PUBLISHED[published_index % len(_PUBLISHED)]
         return MachineStyle((0, (1, 2)), marker, hollow=True, linewidth=1.5, hatch=hatch, fade=0.5)
     if where.startswith("this machine"):
-        return MachineStyle((0, (3, 1.6)), hatch="////")
+        return MachineStyle((0, (3, 1.6)), "D", hatch="////")
     return MachineStyle()
 
 

@@ -72,7 +72,8 @@ def _names(columns: str | Sequence[str]) -> tuple[str, ...]:
 def _cells(rows: pd.DataFrame, index: Sequence[str], value: str, fmt: str | None = None) -> pd.Series:
     """One column of text, by the index."""
     fmt = fmt or f"{{:,.{_decimals(rows[value].dropna())}f}}"
-    statuses = rows["status"] if "status" in rows else [None] * len(rows)
+    own = f"{value.removesuffix('_ms')}_status"  # what stands beside a row has another status than the row
+    statuses = rows[own] if own in rows else rows["status"] if "status" in rows else [None] * len(rows)
     texts = [
         STATUS_WORDS.get(status, MISSING) if pd.isna(number) else fmt.format(number)
         for number, status in zip(rows[value], statuses, strict=True)

@@ -36,7 +36,7 @@ _COLUMNS = {
     "p20_ms": "20th percentile of time (ms)",
     "p50_ms": "median time (ms)",
     "p80_ms": "80th percentile of time (ms)",
-    "reference_ms": "median of the reference (ms)",
+    "reference_ms": "median on the reference machine (ms)",
     "step_ms": "time of the step (ms)",
     "compile_s": "time to compile (s)",
     "total_ms": "total time (ms)",
