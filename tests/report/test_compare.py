@@ -87,6 +87,7 @@ def test_of_several_warmups_the_longest_is_shown():
     frame = pd.DataFrame({"pass": ["forward", "forward", "backward"], "d_head": [16, 16, None]})
     frame = frame.assign(warmup_steps=[5, 2, 2], p50_ms=[1.0, 2.0, 3.0])
     assert longest_warmup(frame)["p50_ms"].tolist() == [1.0, 3.0]
+    assert len(longest_warmup(pd.concat([frame.assign(machine=name) for name in ("h200", "cpu")]))) == 4
     assert longest_warmup(frame[:0]).empty
 
 
