@@ -1,4 +1,4 @@
-"""torch.compile: whether it can work here, and its time apart from that of the code it makes."""
+"""Whether torch.compile and Triton work here, and the time of compiling apart from that of what it makes."""
 
 import os
 import shutil
