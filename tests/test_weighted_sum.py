@@ -102,7 +102,7 @@ def test_bad_input_is_named(x, weight, error, sentence):
 
 
 def test_beside_a_gpu_tensors_of_the_cpu_are_refused(monkeypatch):
-    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    monkeypatch.setattr("cs336_systems.attention.launch.INTERPRETED", False)
     with pytest.raises(ValueError, match="on cpu; allowed: a CUDA GPU"):
         weighted_sum(torch.zeros(2, 3), torch.zeros(3))
 

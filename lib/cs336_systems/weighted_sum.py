@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.inputs import DTYPES
-from cs336_systems.attention.launch import INTERPRETED, on
+from cs336_systems.attention.launch import INTERPRETED, check_device, on
 
 TILE = 4096  # elements of a tile: 128 bytes a thread are on their way at once
 WIDEST = 1024  # columns of a tile
@@ -198,8 +198,4 @@ def check_inputs(x: Tensor, weight: Tensor) -> None:
             f"x, weight have shapes {tuple(x.shape)}, {tuple(weight.shape)}; "
             "allowed: (..., d) and (d,), no dimension of size 0"
         )
-    if not (x.is_cuda or INTERPRETED):
-        raise ValueError(
-            f"x, weight are on {x.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
-            "(TRITON_INTERPRET=1)"
-        )
+    check_device("x, weight", x)

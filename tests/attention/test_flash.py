@@ -333,6 +333,6 @@ def test_a_second_launch_passes_the_constants_in_the_kernels_order(monkeypatch):
 
 
 def test_without_gpu_and_interpreter_it_says_where_it_can_run(monkeypatch):
-    monkeypatch.setattr(flash_triton, "INTERPRETED", False)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
     with pytest.raises(ValueError, match="are on cpu; allowed: a CUDA GPU, or any device in Triton's inter"):
         FlashAttentionTriton.apply(*(torch.zeros(1, 4, 8) for _ in range(3)))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .inputs import accepted
-from .launch import ALIGNMENT, INTERPRETED, aligned, layout, on
+from .launch import ALIGNMENT, INTERPRETED, aligned, check_device, layout, on
 from .plans import backward_plan, forward_plan, way_for
 
 
@@ -93,11 +93,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q, k, v = accepted(q, k, v)
-        if not (q.is_cuda or INTERPRETED):
-            raise ValueError(
-                f"q, k, v are on {q.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
-                "(TRITON_INTERPRET=1)"
-            )
+        check_device("q, k, v", q)
         run = _forward_op if torch.compiler.is_compiling() else flash_forward
         o, logsumexp = run(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, logsumexp)

@@ -34,6 +34,15 @@ _descriptor_defaults = {
 }
 
 
+def check_device(names: str, x: Tensor) -> None:
+    """Raises ValueError where no kernel runs, naming the tensors."""
+    if not (x.is_cuda or INTERPRETED):
+        raise ValueError(
+            f"{names} are on {x.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
+            "(TRITON_INTERPRET=1)"
+        )
+
+
 class Launch:
     """A kernel with its grid, its numbers and its options: call it with the tensors that are left to say."""
 

@@ -25,7 +25,7 @@ from cs336_systems.measure.timing import (
 from cs336_systems.measure.vocabulary import DTYPES
 
 COMPILED = ("compiled", "flash_compiled")
-TRITON = ("flash_triton", "flash_compiled")
+_TRITON = ("flash_triton", "flash_compiled")
 IMPLEMENTATIONS = (*ATTENTION, *COMPILED)
 PASSES = ("forward", "backward", "forward_backward")
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -186,7 +186,7 @@ def _why_not(implementation: str, dtype: str, needed_bytes: int, device: torch.d
         return reason
     if implementation in COMPILED and (reason := why_no_compile(device)):
         return reason
-    if implementation in TRITON and (reason := why_no_triton(device)):
+    if implementation in _TRITON and (reason := why_no_triton(device)):
         return reason
     # The closed form is that of reference attention; the others need far less.
     return why_no_memory(needed_bytes, device) if implementation in ("reference", "compiled") else ""

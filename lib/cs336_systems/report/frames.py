@@ -60,7 +60,7 @@ def _is_key(cells: pd.Series, column: str) -> bool:
     if column in COLUMNS:
         return COLUMNS[column].kind == "key" or column in ("machine", "gpu")
     computed = cells.dtype.kind == "f" or column.rpartition("_")[2] in UNITS
-    return not computed and column not in ("statistic", "baseline_status", "reference_status")
+    return not computed and column != "statistic" and not column.endswith("_status")
 
 
 def require_one_row_each(frame: pd.DataFrame, *by: str | None) -> None:
