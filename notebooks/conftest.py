@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cs336_systems.notebook.problems import why_not_here
+from cs336_systems.workbook.problems import why_not_here
 
 _REASONS = {path.name: why_not_here(path.stem) for path in Path(__file__).parent.glob("*.ipynb")}
 collect_ignore = [name for name, reason in _REASONS.items() if reason]

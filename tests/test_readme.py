@@ -7,8 +7,8 @@ import nbformat
 import pytest
 
 from cs336_systems.__main__ import main
-from cs336_systems.notebook.form import SECTIONS
-from cs336_systems.notebook.problems import START
+from cs336_systems.workbook.form import SECTIONS
+from cs336_systems.workbook.problems import START
 
 REPOSITORY = Path(__file__).parents[1]
 NOTEBOOKS = REPOSITORY / "notebooks"

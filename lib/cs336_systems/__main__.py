@@ -11,12 +11,12 @@ from pathlib import Path
 
 import nbformat
 
-from cs336_systems import batch
 from cs336_systems.measure.files import write_atomically
 from cs336_systems.measure.machine import load_card, machine_card
-from cs336_systems.notebook.execute import execute
-from cs336_systems.notebook.problems import START, why_not_here
-from cs336_systems.notebook.tidy import tidy
+from cs336_systems.workbook import batch
+from cs336_systems.workbook.execute import execute
+from cs336_systems.workbook.problems import START, why_not_here
+from cs336_systems.workbook.tidy import tidy
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,7 +102,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_jobs(jobs: list[batch.Job], options: argparse.Namespace) -> int:
-    from cs336_systems import runs
+    from cs336_systems.workbook import runs
 
     # In a process of its own: one that has touched CUDA holds GPU memory until it ends.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -129,7 +129,7 @@ def _card(options: argparse.Namespace) -> int:
 
 def _notebooks(options: argparse.Namespace) -> int:
     """Rows and plots go to a scratch folder: outputs show the committed rows and this run, nothing else."""
-    from cs336_systems.report.overview import renew_map
+    from cs336_systems.workbook.map import renew_map
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as scratch:
@@ -165,15 +165,15 @@ def _execute_defaults(words: list[str], *, in_place: bool) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from cs336_systems import bench
+    from cs336_systems.bench import flash_sweep as bench
 
     bench.run(options.protocols, options.implementations, force=options.force)
     return 0
 
 
 def _index(options: argparse.Namespace) -> int:
-    from cs336_systems import runs
-    from cs336_systems.notebook.pages import render
+    from cs336_systems.workbook import runs
+    from cs336_systems.workbook.pages import render
 
     folders = sorted({path.parent for path in options.output.glob("*/*.ipynb")})
     if not folders:

@@ -5,10 +5,10 @@ from importlib.metadata import version
 
 import pytest
 
-from cs336_systems.attention.tuning import HOPPERS_OWN, KERNELS
+from cs336_systems.attention.config import HOPPERS_OWN, KERNELS
 
 pytest.importorskip("triton")
-from cs336_systems.attention.ahead_of_time import ARITHMETICS, resources, shipped
+from cs336_systems.attention.compile_resources import ARITHMETICS, resources, shipped
 
 CAPABILITIES = (80, 90, 100)
 HEAD_SIZES = (16, 32, 64, 128, 256)

@@ -13,12 +13,21 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.attention import IMPLEMENTATIONS, FlashAttentionPyTorch, _fastest, attention
-from cs336_systems.attention.reference import reference_attention
-from cs336_systems.checks import EVERYTHING, check_attention, check_logsumexp
+from cs336_systems.attention.plain import reference_attention
+from cs336_systems.checks.attention_checks import EVERYTHING, check_attention, check_logsumexp
 from cs336_systems.measure.timing import matmul_precision
 
 pytest.importorskip("triton")
-from cs336_systems.attention import FlashAttentionTriton, flash_triton, launch, plans
+from cs336_systems.attention import (
+    FlashAttentionTriton,
+    flash_triton,
+)
+from cs336_systems.attention import (
+    launch_plans as plans,
+)
+from cs336_systems.attention import (
+    launcher as launch,
+)
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cs336_systems.attention import flash_pytorch
-from cs336_systems.checks import AttentionCase, check_attention, check_logsumexp
-from cs336_systems.measure.attention import benchmark_attention
+from cs336_systems.bench.attention_bench import benchmark_attention
+from cs336_systems.checks.attention_checks import AttentionCase, check_attention, check_logsumexp
 
 pytest.importorskip("triton")
 from cs336_systems.attention import flash_compiled

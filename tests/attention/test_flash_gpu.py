@@ -5,14 +5,14 @@ import threading
 import pytest
 import torch
 
-from cs336_systems.checks import AttentionCase, check_attention
+from cs336_systems.checks.attention_checks import AttentionCase, check_attention
 from cs336_systems.measure.timing import matmul_precision
 
 pytest.importorskip("triton")
 from cs336_systems.attention import FlashAttentionTriton
+from cs336_systems.attention.config import KERNELS
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.plans import Problem, way_for
-from cs336_systems.attention.tuning import KERNELS
+from cs336_systems.attention.launch_plans import Problem, way_for
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

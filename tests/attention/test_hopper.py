@@ -5,10 +5,21 @@ import dataclasses
 import pytest
 import torch
 
-from cs336_systems.attention.tuning import HOPPERS_OWN, tile_by_hand
+from cs336_systems.attention.config import HOPPERS_OWN, tile_by_hand
 
 pytest.importorskip("triton")
-from cs336_systems.attention import flash_triton, hopper, launch, plans
+from cs336_systems.attention import (
+    flash_triton,
+)
+from cs336_systems.attention import (
+    hopper_launch as hopper,
+)
+from cs336_systems.attention import (
+    launch_plans as plans,
+)
+from cs336_systems.attention import (
+    launcher as launch,
+)
 
 LAYOUT = (2, 4, 300, 40), (48_000, 12_000, 40, 1)  # three programs of 128 keys a head
 TILES = [tile_by_hand(kernel, "half", 64, (9, 0)) for kernel in HOPPERS_OWN]

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from cs336_systems.attention.reference import reference_attention
+from cs336_systems.attention.plain import reference_attention
+from cs336_systems.bench.attention_bench import benchmark_attention
+from cs336_systems.bench.flash_bench import benchmark_cell
+from cs336_systems.bench.model_bench import benchmark_model
 from cs336_systems.configs import model_size
-from cs336_systems.measure.attention import benchmark_attention
 from cs336_systems.measure.compiling import why_no_triton
-from cs336_systems.measure.flash import benchmark_cell
-from cs336_systems.measure.training import benchmark_model
 
 pytest.importorskip("triton")
-from cs336_systems.measure.weighted_sum import sweep_weighted_sum
+from cs336_systems.bench.weighted_sum_bench import sweep_weighted_sum
 
 SIZE = {"context_length": 16, "d_head": 16}
 ON_THE_CPU = {"device": "cpu", "batch_size": 1}
@@ -20,7 +20,7 @@ ON_THE_CPU = {"device": "cpu", "batch_size": 1}
 @pytest.fixture
 def _no_interpreter(monkeypatch):
     """As on a machine with a GPU."""
-    monkeypatch.setattr("cs336_systems.attention.launch.INTERPRETED", False)
+    monkeypatch.setattr("cs336_systems.attention.launcher.INTERPRETED", False)
 
 
 @pytest.mark.usefixtures("_no_interpreter")

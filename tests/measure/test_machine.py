@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from cs336_systems.measure import machine as module
-from cs336_systems.measure.machine import MachineCard, card_path, load_card, machine_card, machine_slug
+from cs336_systems.measure.machine import (
+    MachineCard,
+    card_path,
+    load_card,
+    machine_card,
+    machine_slug,
+)
 from cs336_systems.measure.rows import RowError, load_rows, save_rows
 
 ROW = {"context_length": 128, "result": 1.0}

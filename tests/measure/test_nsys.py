@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.measure import nsys
-from cs336_systems.measure.kernels import ProfileError, kernel_table, within
 from cs336_systems.measure.nsys import find_nsys, read_export, record, why_no_nsys
+from cs336_systems.measure.profile import ProfileError, kernel_table, within
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
 PROCESS, MAIN, AUTOGRAD = 5 << 24, (5 << 24) + 1, (5 << 24) + 2

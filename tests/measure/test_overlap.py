@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems.measure.kernels import Profile
 from cs336_systems.measure.overlap import covered, exposed, merged, overlap, step_lanes
+from cs336_systems.measure.profile import Profile
 
 spans = st.lists(
     st.tuples(st.sampled_from(["compute", "communication"]), st.integers(0, 30), st.integers(0, 8)),

@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from cs336_systems.bench.ddp_bench import TorchDDP
+from cs336_systems.checks.ddp_checks import run_cases
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
 from cs336_systems.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
-from cs336_systems.parallel.benchmark import TorchDDP
-from cs336_systems.parallel.checks import run_cases
 
 MB = 2**20
 WRAPPERS = {

@@ -10,8 +10,8 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from cs336_systems.parallel.checks import run_cases
-from cs336_systems.parallel.collectives import time_collectives, time_together
+from cs336_systems.bench.collectives_bench import time_collectives, time_together
+from cs336_systems.checks.ddp_checks import run_cases
 
 
 def report(context, *args, **kwargs):

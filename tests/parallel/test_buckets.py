@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cs336_systems.bench.message_log import watch_departures
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
 from cs336_systems.parallel import launch
-from cs336_systems.parallel.departures import watch_departures
 from cs336_systems.parallel.overlapped import bucket_bytes, fill_buckets
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from cs336_systems.report.style import COLORS, machine_style, palette, ramp, readable_on, text_color
+from cs336_systems.report.style import (
+    COLORS,
+    machine_style,
+    palette,
+    ramp,
+    readable_on,
+    text_color,
+)
 
 # Complete deuteranopia, protanopia and tritanopia on linear RGB (Machado, Oliveira & Fernandes 2009).
 VISION = {

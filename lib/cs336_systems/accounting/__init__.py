@@ -5,8 +5,8 @@ with `reference_attention`); the tests hold them against torch's FLOP counter, a
 autograd really saves, and against the storages alive during a step.
 """
 
-from .arguments import DTYPE_BYTES, PASSES
-from .attention import (
+from cs336_systems.accounting.arguments import DTYPE_BYTES, PASSES
+from cs336_systems.accounting.attention_costs import (
     attention_flops,
     attention_part_bytes,
     attention_part_flops,
@@ -15,8 +15,8 @@ from .attention import (
     attention_saved_bytes,
     attention_traffic_bytes,
 )
-from .flash import flash_bytes, flash_flops, flash_scores
-from .flops import (
+from cs336_systems.accounting.flash_costs import flash_bytes, flash_flops, flash_scores
+from cs336_systems.accounting.flops import (
     backward_flops,
     flops_breakdown,
     forward_flops,
@@ -27,7 +27,7 @@ from .flops import (
     step_flops,
     utilisation,
 )
-from .memory import (
+from cs336_systems.accounting.model_memory import (
     activation_bytes,
     block_activation_breakdown,
     gradient_bytes,
@@ -35,7 +35,7 @@ from .memory import (
     optimizer_bytes,
     parameter_bytes,
 )
-from .peak import peak_bytes, peak_moments
+from cs336_systems.accounting.peak_memory import peak_bytes, peak_moments
 
 __all__ = [
     "DTYPE_BYTES",

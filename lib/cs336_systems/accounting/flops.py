@@ -5,9 +5,12 @@ product of an (m, k) and a (k, n) matrix counts 2 m k n operations: a multiplica
 term.
 """
 
+from cs336_systems.accounting.arguments import (
+    check_pass,
+    check_positive_integers,
+    check_positive_numbers,
+)
 from cs336_systems.configs import ModelConfig
-
-from .arguments import check_pass, check_positive_integers, check_positive_numbers
 
 # One AdamW update of one number, as `optimizer.AdamW` does it: decay 1, mean 3, mean square 4, root 1,
 # bias correction 1, epsilon 1, step 3.

@@ -7,15 +7,14 @@ from importlib.util import find_spec
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems.ranges import annotate
-
-from .flash_pytorch import FlashAttentionPyTorch
-from .inputs import DTYPES, MAX_HEAD_SIZE, check_tensors
-from .reference import reference_attention
+from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
+from cs336_systems.attention.inputs import DTYPES, MAX_HEAD_SIZE, check_tensors
+from cs336_systems.attention.plain import reference_attention
+from cs336_systems.nvtx import annotate
 
 HAS_TRITON = find_spec("triton") is not None  # not on macOS
 if HAS_TRITON:
-    from .flash_triton import FlashAttentionTriton
+    from cs336_systems.attention.flash_triton import FlashAttentionTriton
 
 __all__ = ["IMPLEMENTATIONS", "FlashAttentionPyTorch", "FlashAttentionTriton", "attention"]
 

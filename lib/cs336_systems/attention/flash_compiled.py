@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import flash_pytorch
-from .flash_triton import FlashAttentionTriton
+from cs336_systems.attention import flash_pytorch
+from cs336_systems.attention.flash_triton import FlashAttentionTriton
 
 
 class FlashAttentionCompiled(FlashAttentionTriton):

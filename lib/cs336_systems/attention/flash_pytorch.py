@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .inputs import accepted
+from cs336_systems.attention.inputs import accepted
 
 TILE = 128  # queries and keys per tile
 

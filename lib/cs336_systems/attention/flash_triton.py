@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .inputs import accepted
-from .launch import ALIGNMENT, INTERPRETED, aligned, check_device, layout, on
-from .plans import backward_plan, forward_plan, way_for
+from cs336_systems.attention.inputs import accepted
+from cs336_systems.attention.launch_plans import backward_plan, forward_plan, way_for
+from cs336_systems.attention.launcher import (
+    ALIGNMENT,
+    INTERPRETED,
+    aligned,
+    check_device,
+    layout,
+    on,
+)
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@ Every technique has a prediction, made before it was measured. What was tried an
 
 from dataclasses import dataclass, replace
 
-from .tuning import Tile
-from .variants import (
+from cs336_systems.attention.config import Tile
+from cs336_systems.attention.variants import (
     DELTA_BEFOREHAND,
     DEPENDENT_LAUNCH,
     DV_BEFORE_DK,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.measure.kernels import ProfileError, range_paths
+from cs336_systems.measure.profile import ProfileError, range_paths
 
 MIB = 2**20
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")

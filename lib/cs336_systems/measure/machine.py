@@ -27,8 +27,13 @@ from cs336_systems.measure.host import (
     memory_bytes,
     why_no_tf32,
 )
-from cs336_systems.measure.timing import matmul_precision, release_memory, resolve_device, time_steps
-from cs336_systems.measure.vocabulary import DTYPES
+from cs336_systems.measure.schema import DTYPES
+from cs336_systems.measure.timing import (
+    matmul_precision,
+    release_memory,
+    resolve_device,
+    time_steps,
+)
 
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # A CPU without instructions for a 16-bit type multiplies it hundreds of times slower: not worth the wait.

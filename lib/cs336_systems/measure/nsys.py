@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from cs336_systems.measure.kernels import Profile, ProfileError
+from cs336_systems.measure.profile import Profile, ProfileError
 
 NSIGHT_COMPUTE = Path("/opt/nvidia/nsight-compute")
 

@@ -6,7 +6,7 @@ is hidden behind computing, and free. A communication kernel also runs while it 
 
 import pandas as pd
 
-from cs336_systems.measure.kernels import Profile, one_step, stages
+from cs336_systems.measure.profile import Profile, one_step, stages
 
 LANES = ("compute", "communication")
 

@@ -18,8 +18,23 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.measure import machine as here
-from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find, locked, write_atomically
-from cs336_systems.measure.rules import (
+from cs336_systems.measure.files import (
+    REPOSITORY_FIGURES,
+    figures_dir,
+    find,
+    locked,
+    write_atomically,
+)
+from cs336_systems.measure.schema import (
+    COLUMNS,
+    DTYPES,
+    KEYS,
+    PASSES,
+    PROVENANCE,
+    STATUSES,
+    unknown_column,
+)
+from cs336_systems.measure.validation import (
     Key,
     Row,
     RowError,
@@ -28,15 +43,6 @@ from cs336_systems.measure.rules import (
     describe,
     key_of,
     pass_order_errors,
-)
-from cs336_systems.measure.vocabulary import (
-    COLUMNS,
-    DTYPES,
-    KEYS,
-    PASSES,
-    PROVENANCE,
-    STATUSES,
-    unknown_column,
 )
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Run one worker function from a shell: under torchrun, on all of its nodes, or on this machine alone.
 
     torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$THIS_NODE --master-addr=$FIRST_NODE -m \\
-        cs336_systems.parallel cs336_systems.parallel.collectives:time_collectives --arguments '{"steps": 5}'
-    python -m cs336_systems.parallel cs336_systems.parallel.collectives:time_collectives --workers 2
+        cs336_systems.parallel cs336_systems.bench.collectives_bench:time_collectives --arguments '{"steps": 5}'
+    python -m cs336_systems.parallel cs336_systems.bench.collectives_bench:time_collectives --workers 2
 
 Rank 0's result is printed as JSON, or written to --output.
 """

@@ -11,7 +11,15 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm, Normalize
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 
-from cs336_systems.report.figure import NO_ROWS, Chart, finish, outer_labels, panels_of, placeholder, sheet
+from cs336_systems.report.figure import (
+    NO_ROWS,
+    Chart,
+    finish,
+    outer_labels,
+    panels_of,
+    placeholder,
+    sheet,
+)
 from cs336_systems.report.frames import drawable, require_columns
 from cs336_systems.report.series import Series, bar_look, hue_legend, machine_legend, series_of
 from cs336_systems.report.style import (
@@ -27,7 +35,14 @@ from cs336_systems.report.style import (
     text_color,
 )
 from cs336_systems.report.ticks import plain_log, plain_numbers
-from cs336_systems.report.words import MISSING, STATUS_WORDS, column_label, ordered, significant, value_label
+from cs336_systems.report.words import (
+    MISSING,
+    STATUS_WORDS,
+    column_label,
+    ordered,
+    significant,
+    value_label,
+)
 
 _GROUP_WIDTH = 0.84  # of the distance between two groups
 _BAR_WIDTH = 0.88  # of the place each bar has

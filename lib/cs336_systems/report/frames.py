@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 
-from cs336_systems.measure.vocabulary import COLUMNS
+from cs336_systems.measure.schema import COLUMNS
 from cs336_systems.report.words import UNITS
 
 # Columns that name one thing in several ways: whoever compares one of them does not hold the others fixed.

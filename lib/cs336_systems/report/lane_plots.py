@@ -8,7 +8,17 @@ from matplotlib.patches import Patch
 from cs336_systems.measure.overlap import LANES, covered, exposed
 from cs336_systems.report.figure import NO_ROWS, Chart, finish, placeholder, sheet
 from cs336_systems.report.frames import require_columns
-from cs336_systems.report.style import GREEN, GREY, INK, ORANGE, PURPLE, SKY, STYLE, VERMILLION, ZONE
+from cs336_systems.report.style import (
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PURPLE,
+    SKY,
+    STYLE,
+    VERMILLION,
+    ZONE,
+)
 from cs336_systems.report.ticks import plain_numbers
 from cs336_systems.report.words import ordered, value_label
 

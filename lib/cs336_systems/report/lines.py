@@ -8,7 +8,15 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from cs336_systems.report.figure import NO_ROWS, Chart, finish, outer_labels, panels_of, placeholder, sheet
+from cs336_systems.report.figure import (
+    NO_ROWS,
+    Chart,
+    finish,
+    outer_labels,
+    panels_of,
+    placeholder,
+    sheet,
+)
 from cs336_systems.report.frames import compared, drawable
 from cs336_systems.report.marks import label_lines, mark_failures
 from cs336_systems.report.series import Series, hue_legend, machine_legend, series_of

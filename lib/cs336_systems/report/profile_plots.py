@@ -10,7 +10,15 @@ from matplotlib.patches import Patch
 
 from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.measure.kernel_names import CLASSES
-from cs336_systems.report.figure import NO_ROWS, Chart, finish, outer_labels, panels_of, placeholder, sheet
+from cs336_systems.report.figure import (
+    NO_ROWS,
+    Chart,
+    finish,
+    outer_labels,
+    panels_of,
+    placeholder,
+    sheet,
+)
 from cs336_systems.report.frames import key_columns, require_columns
 from cs336_systems.report.style import (
     BLUE,

@@ -6,7 +6,7 @@ import pandas as pd
 
 from cs336_systems import accounting
 from cs336_systems.configs import model_size
-from cs336_systems.measure.kernels import class_shares, stages, top_kernels, within
+from cs336_systems.measure.profile import class_shares, stages, top_kernels, within
 from cs336_systems.report.words import SCOPES
 
 _RUN = ["profiler", "implementation", "attention", "edition", "model_size", "batch_size", "context_length"]

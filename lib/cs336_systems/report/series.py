@@ -7,7 +7,15 @@ import pandas as pd
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from cs336_systems.report.style import COLORS, MUTED, PAPER, MachineStyle, faded, machine_style, palette
+from cs336_systems.report.style import (
+    COLORS,
+    MUTED,
+    PAPER,
+    MachineStyle,
+    faded,
+    machine_style,
+    palette,
+)
 from cs336_systems.report.words import named_value, ordered, place_label
 
 

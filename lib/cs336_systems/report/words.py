@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import pandas as pd
 
 from cs336_systems.configs import MODEL_SIZES
-from cs336_systems.measure.vocabulary import DTYPES, PASSES
+from cs336_systems.measure.schema import DTYPES, PASSES
 
 MISSING = "–"
 

@@ -1,0 +1,133 @@
+"""Reference attention alone, as pytorch_attention measures it: q, k, v of (batch, context, d_head).
+
+A 16-bit type means that the tensors themselves have it; the softmax inside is float32 all the same.
+"""
+
+from cs336_systems.accounting.arguments import (
+    FLOAT32_BYTES,
+    check_pass,
+    check_positive_integers,
+    dtype_bytes,
+)
+
+
+def attention_flops(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
+    """Operations in the matrix products: 4 B T^2 d forward, twice that backward; the masked half is included.
+
+    Raises:
+        ValueError: the pass is "train_step": attention has nothing to train.
+    """
+    _check(batch_size, context_length, d_head, pass_)
+    times = {"forward": 1, "backward": 2, "forward_backward": 3}[pass_]
+    return times * 4 * batch_size * context_length**2 * d_head
+
+
+def attention_saved_bytes(
+    batch_size: int, context_length: int, d_head: int, dtype: str = "float32", is_causal: bool = False
+) -> int:
+    """Bytes saved for backward: q, k, v, and per score its float32 exponential and its attention weight.
+
+    float32: 12 B T d + 8 B T^2 + 4 B T, the mask T^2 more. It grows with the square of the context.
+    """
+    _check(batch_size, context_length, d_head)
+    width = dtype_bytes(dtype)
+    rows = batch_size * context_length
+    inputs = 3 * width * rows * d_head
+    exponentials_and_sums = FLOAT32_BYTES * rows * (context_length + 1)
+    weights = width * rows * context_length
+    return inputs + exponentials_and_sums + weights + (context_length**2 if is_causal else 0)
+
+
+def attention_peak_bytes(
+    batch_size: int,
+    context_length: int,
+    d_head: int,
+    pass_: str = "forward_backward",
+    dtype: str = "float32",
+    is_causal: bool = False,
+) -> int:
+    """Most bytes alive at once, q, k and v included: the sum of `attention_peak_breakdown`."""
+    return sum(attention_peak_breakdown(batch_size, context_length, d_head, pass_, dtype, is_causal).values())
+
+
+def attention_peak_breakdown(
+    batch_size: int,
+    context_length: int,
+    d_head: int,
+    pass_: str = "forward_backward",
+    dtype: str = "float32",
+    is_causal: bool = False,
+) -> dict[str, int]:
+    """What is alive at the moment of most memory, for a context at least as long as a head is wide.
+
+    Both peaks lie in the softmax, at its division, and are 12 bytes a score forward and 24 backward, whatever
+    the type: 16-bit scores are half as wide, and the quotient's rounded copy takes up the other half.
+    """
+    _check(batch_size, context_length, d_head, pass_)
+    rows = batch_size * context_length
+    operand = dtype_bytes(dtype) * rows * d_head
+    scores = FLOAT32_BYTES * rows * context_length
+    alive = {"q, k, v": 3 * operand}
+    if pass_ == "forward":
+        alive |= {"scores": scores, "exponentials": scores, "their quotient": scores}
+    else:
+        alive |= {
+            "output, its gradient, gradient of v": 3 * operand,
+            "exponentials": scores,
+            "gradient of the weights": scores,
+            "temporaries of the division's derivative": 4 * scores,
+        }
+    return alive | {
+        "row sums": FLOAT32_BYTES * rows,
+        "causal mask": context_length**2 if is_causal else 0,
+    }
+
+
+def attention_traffic_bytes(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
+    """Bytes that eager float32 attention, without a mask, reads and writes: each operation is a kernel.
+
+    Forward goes 12 times over the scores (write q k^T; scale; maximum; subtract; exponential; sum; divide;
+    read for the product with v), backward 23 times, of which 17 belong to the softmax.
+    """
+    _check(batch_size, context_length, d_head, pass_)
+    rows = batch_size * context_length
+    forward = (12 * context_length + 4 * d_head + 4) * rows
+    backward = (23 * context_length + 10 * d_head + 5) * rows
+    elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
+    return FLOAT32_BYTES * elements[pass_]
+
+
+def attention_part_flops(batch_size: int, context_length: int, d_head: int) -> dict[str, int]:
+    """Operations of each part of a causal forward: 2 B T^2 d in a product, and for each score 1 in the scale
+    and 5 in the softmax (maximum, subtract, exponential, sum, divide).
+    """
+    _check(batch_size, context_length, d_head)
+    scores = batch_size * context_length**2
+    product = 2 * scores * d_head
+    return {"scores": product, "scale and mask": scores, "softmax": 5 * scores, "values": product}
+
+
+def attention_part_bytes(batch_size: int, context_length: int, d_head: int) -> dict[str, int]:
+    """Bytes that each part of an eager, causal float32 forward reads and writes.
+
+    A product writes the scores or reads the weights once. Scaling goes over the scores twice (read, write),
+    masking four times (copy, then fill) and once over the mask, the softmax eight times: read for the
+    maximum; subtract; exponential; read for the sum; divide.
+    """
+    _check(batch_size, context_length, d_head)
+    rows = batch_size * context_length
+    scores = rows * context_length
+    product = FLOAT32_BYTES * (scores + 2 * rows * d_head)
+    return {
+        "scores": product,
+        "scale and mask": FLOAT32_BYTES * 6 * scores + context_length**2,
+        "softmax": FLOAT32_BYTES * (8 * scores + 4 * rows),
+        "values": product,
+    }
+
+
+def _check(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> None:
+    check_positive_integers(batch_size=batch_size, context_length=context_length, d_head=d_head)
+    check_pass(pass_)
+    if pass_ == "train_step":
+        raise ValueError("attention alone has no train_step; allowed: forward, backward, forward_backward")

@@ -1,0 +1,106 @@
+"""Time and peak memory of forward and backward under each checkpointing strategy."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs336_systems.bench.memory_bench import one_block
+from cs336_systems.bench.model_bench import model_key
+from cs336_systems.configs import ModelConfig
+from cs336_systems.measure.allocations import MIB, stage_peaks
+from cs336_systems.measure.memory_recording import record_memory
+from cs336_systems.measure.model_steps import ModelSteps, autocast
+from cs336_systems.measure.saved_tensors import saved_for_backward
+from cs336_systems.measure.timing import (
+    Timing,
+    matmul_precision,
+    release_memory,
+    resolve_device,
+    time_steps,
+)
+from cs336_systems.model import build_model
+from cs336_systems.training.checkpointing import Plan, block_count, forward_with, peak, recomputed
+
+Strategy = Callable[[Sequence[Any]], Plan]
+
+
+def block_bytes(
+    config: ModelConfig,
+    *,
+    context_length: int,
+    batch_size: int,
+    dtype: str = "float32",
+    device: str | torch.device = "auto",
+) -> tuple[int, int]:
+    """What one block saves besides its input, and its input: `inside` and `boundary` of `peak`."""
+    device = resolve_device(device)
+    x = torch.randn(batch_size, context_length, config.d_model, device=device, requires_grad=True)
+    with autocast(device, dtype):
+        saved = saved_for_backward(one_block(config, context_length, device), x)
+    boundary = int(saved[saved.is_input].size_bytes.sum())
+    return int(saved.size_bytes.sum()) - boundary, boundary
+
+
+def checkpointing_rows(
+    config: ModelConfig,
+    strategies: Mapping[str, Strategy],
+    *,
+    context_length: int,
+    batch_size: int,
+    dtype: str = "float32",
+    device: str | torch.device = "auto",
+    warmup_steps: int = 1,
+    steps: int = 3,
+) -> Iterator[dict[str, Any]]:
+    """A row for each strategy, its name as `case`: time of forward and backward, and peak memory.
+
+    Beside what is measured stands what the model of `checkpointing` says: `saved_for_backward_mib`, at the
+    peak, by the blocks (of plans in whole blocks); `calls`, the block forwards that backward runs again. Out
+    of memory is a status.
+    """
+    device = resolve_device(device)
+    shape = {"context_length": context_length, "batch_size": batch_size, "dtype": dtype}
+    key = model_key(config, pass_="forward_backward", warmup_steps=warmup_steps, **shape)
+    sizes = block_bytes(config, **shape, device=device)
+    model = build_model(config, context_length, device=device)
+    for name, strategy in strategies.items():
+        checkpointed = ModelSteps(model, batch_size, context_length, dtype, call=_with(strategy))
+        with matmul_precision(dtype):
+            timing = time_steps(
+                checkpointed.forward_backward, device=device, warmup_steps=warmup_steps, steps=steps
+            )
+        row = key | {"case": name} | timing.as_row()
+        if timing.status == "ok":
+            row |= _peaks(checkpointed, timing)
+        yield row | _modelled(strategy(range(config.num_layers)), config.num_layers, *sizes)
+        model.zero_grad(set_to_none=True)
+        release_memory(device)
+
+
+def _modelled(plan: Plan, num_layers: int, inside: int, boundary: int) -> dict[str, float]:
+    parts = block_count(plan)  # more than layers where a block is two
+    calls = {"calls": recomputed(plan) * num_layers / parts}
+    return calls | (
+        {"saved_for_backward_mib": peak(plan, inside, boundary) / MIB} if parts == num_layers else {}
+    )
+
+
+def _with(strategy: Strategy) -> Callable[[nn.Module, Tensor], Tensor]:
+    return lambda model, tokens: forward_with(model, strategy, tokens)
+
+
+def _peaks(steps: ModelSteps, timing: Timing) -> dict[str, float]:
+    """What the steps just timed held at most, in the allocator's blocks and in what was asked of it (MiB).
+
+    A CPU keeps no count and rounds nothing: there one more step is recorded, and its memory events added up.
+    """
+    if steps.device.type == "cuda":
+        requested = torch.cuda.memory_stats(steps.device)["requested_bytes.all.peak"] / MIB
+        return {"peak_memory_mib": timing.peak_memory_mib, "requested_memory_mib": requested}
+    with TemporaryDirectory() as folder:
+        history = record_memory(steps, "forward_backward", Path(folder) / "step")
+    return dict.fromkeys(("peak_memory_mib", "requested_memory_mib"), stage_peaks(history).total.max())

@@ -1,0 +1,231 @@
+"""Profile a model of the workbook with the best profiler that the machine has.
+
+    python -m cs336_systems.bench.profile_bench --model-size small --context-length 256 --pass train_step
+
+runs the steps and says to a profiler around it (nsys) when the measured ones begin and end.
+"""
+
+import argparse
+import platform
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cs336_systems import accounting
+from cs336_systems.bench.model_bench import model_key
+from cs336_systems.configs import ModelConfig, model_size
+from cs336_systems.measure import nsys
+from cs336_systems.measure import torch_trace as trace
+from cs336_systems.measure.host import check_choice, why_no_memory
+from cs336_systems.measure.model_steps import ModelSteps
+from cs336_systems.measure.profile import (
+    Profile,
+    ProfileError,
+    kernel_rows,
+    kernel_table,
+    range_rows,
+    range_table,
+)
+from cs336_systems.measure.timing import (
+    matmul_precision,
+    release_memory,
+    resolve_device,
+    run_or_out_of_memory,
+)
+from cs336_systems.model import build_model
+from cs336_systems.nvtx import annotate, recording
+
+SOURCES = ("nsys", "torch")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is profiled: a few steps of one pass of one model, after a warm-up that is not recorded."""
+
+    model_size: str = "tiny"
+    edition: int = 2025
+    context_length: int = 64
+    batch_size: int = 4
+    pass_: str = "train_step"
+    dtype: str = "float32"
+    device: str = "auto"
+    implementation: str = "eager"
+    attention: str = "reference"
+    warmup_steps: int = 5
+    steps: int = 3
+
+    @property
+    def config(self) -> ModelConfig:
+        return model_size(self.model_size, self.edition)
+
+    def key(self) -> dict[str, Any]:
+        """The key columns of its rows."""
+        return model_key(
+            self.config,
+            self.context_length,
+            self.batch_size,
+            self.pass_,
+            self.dtype,
+            self.implementation,
+            self.warmup_steps,
+            self.attention,
+        )
+
+    def arguments(self) -> list[str]:
+        """The command line that `main` reads back."""
+        return [f"--{name.strip('_').replace('_', '-')}={value}" for name, value in asdict(self).items()]
+
+
+def choose_source(device: torch.device, source: str = "auto") -> str:
+    """ "nsys" on a GPU where nsys works, else "torch"; or the one that is asked for.
+
+    Raises:
+        ValueError: the source is unknown, or nsys is asked for without a GPU.
+    """
+    check_choice("source", source, ("auto", *SOURCES))
+    if source == "nsys" and device.type != "cuda":
+        raise ValueError(f"source 'nsys' sees GPU kernels only; allowed on a {device.type}: auto, torch")
+    if source == "auto":
+        return "torch" if device.type != "cuda" or nsys.why_no_nsys() else "nsys"
+    return source
+
+
+def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
+    """Profile a target; leaves <stem>.nsys-rep and .sqlite, or <stem>.json for ui.perfetto.dev.
+
+    nsys runs the target in a process of its own: give this one's GPU memory back first.
+
+    Raises:
+        torch.OutOfMemoryError: the target does not fit, in this process or in the other.
+        ValueError, RuntimeError, ProfileError: see `choose_source`, `nsys.record` and `trace.record`.
+    """
+    device = resolve_device(target.device)
+    if choose_source(device, source) == "torch":
+        with matmul_precision(target.dtype):
+            return trace.record(prepare(target), stem.with_name(stem.name + ".json"), device=device)
+    command = [sys.executable, "-m", "cs336_systems.bench.profile_bench", *target.arguments()]
+    try:
+        return nsys.read_export(nsys.record(command, stem))
+    except ProfileError as error:
+        if "out of memory" in str(error).lower():
+            raise torch.OutOfMemoryError(str(error)) from None
+        raise
+
+
+def profile_rows(
+    target: Target, source: str = "auto", *, keep: Path | None = None
+) -> dict[str, list[dict[str, Any]]]:
+    """Profile a target and return its tables as rows: "kernels" and "ranges"; what cannot run is a status.
+
+    Names of kernels are keys, so save them with `replacing=target.key() | {"profiler": ...}`.
+
+    Args:
+        keep: a .json.gz for the trace of one step, where torch.profiler is the source.
+
+    Raises:
+        ValueError, RuntimeError: see `choose_source`; the device is not there.
+    """
+    device = resolve_device(target.device)
+    source = choose_source(device, source)
+    needed = accounting.peak_bytes(
+        target.config, target.batch_size, target.context_length, target.pass_, target.dtype
+    )
+    if reason := why_no_memory(needed, device):
+        return _failed(target, source, device, "skipped", reason)
+    with tempfile.TemporaryDirectory() as folder:
+        stem = Path(folder) / "profile"
+        try:
+            profile, reason = run_or_out_of_memory(lambda: profile_model(target, stem, source), device)
+        except ProfileError as error:
+            return _failed(target, source, device, "error", str(error))
+        finally:
+            release_memory(device)
+        if profile is None:
+            return _failed(target, source, device, "oom", reason)
+        if keep and source == "torch":
+            trace.keep_one_step(stem.with_suffix(".json"), keep)
+    return {
+        "kernels": kernel_rows(kernel_table(profile), target.key()),
+        "ranges": range_rows(range_table(profile), target.key()),
+    }
+
+
+def _failed(
+    target: Target, source: str, device: torch.device, status: str, reason: str
+) -> dict[str, list[dict[str, Any]]]:
+    profiler = source if source == "nsys" else f"torch {device.type}"
+    row = target.key() | {"profiler": profiler, "status": status, "reason": reason}
+    return {"kernels": [row], "ranges": [row]}
+
+
+def read_profile(path: Path, device: str | torch.device = "auto") -> Profile:
+    """Read a profile saved by `profile_model`: an nsys export (.sqlite), or a trace (.json, .json.gz).
+
+    Raises:
+        ProfileError: it is damaged, or was recorded on another machine than this one.
+        FileNotFoundError, RuntimeError: see `nsys.read_export`, `trace.read_trace` and `resolve_device`.
+    """
+    profile = (nsys.read_export if path.suffix == ".sqlite" else trace.read_trace)(path)
+    device = resolve_device(device)
+    on_cuda = device.type == "cuda"
+    profile.require_machine(torch.cuda.get_device_name(device) if on_cuda else platform.node())
+    return profile
+
+
+def prepare(target: Target) -> Callable[[], None]:
+    """Build and warm up; what is returned runs the measured steps, each in a range `measure`, ranges on."""
+    check_choice("implementation", target.implementation, ("eager", "compiled"))
+    device = resolve_device(target.device)
+    model = build_model(
+        target.config, target.context_length, attention_implementation=target.attention, device=device
+    )
+    hooked = [model]
+    if target.implementation == "compiled":
+        model.compile(dynamic=False)
+        hooked = []  # new hooks would have it compiled again
+    steps = ModelSteps(model, target.batch_size, target.context_length, target.dtype)
+    step, before = steps.of(target.pass_)
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            argument = () if before is None else (before(),)
+            _synchronize(device)
+            with annotate("measure"):
+                step(*argument)
+                _synchronize(device)
+
+    def measured() -> None:
+        with recording(*hooked):
+            run(target.steps)
+
+    run(target.warmup_steps)
+    return measured
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a target, with cudaProfilerStart and -Stop around its measured steps."""
+    parser = argparse.ArgumentParser(prog="cs336_systems.bench.profile_bench", description=Target.__doc__)
+    for name, value in asdict(Target()).items():
+        option = f"--{name.strip('_').replace('_', '-')}"
+        parser.add_argument(option, dest=name, type=type(value), default=value)
+    target = Target(**vars(parser.parse_args(arguments)))
+    with matmul_precision(target.dtype):
+        measured = prepare(target)
+        on_cuda = resolve_device(target.device).type == "cuda"
+        with torch.cuda.profiler.profile() if on_cuda else nullcontext():
+            measured()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""What "correct" means for an attention function, or a weighted sum: ours, or the one you wrote.
+
+    from cs336_systems.checks.attention_checks import check_attention
+    check_attention(MyFlashAttention.apply)
+
+The yardstick is PyTorch's own attention: in the same dtype on the same tensors, nobody may be more than
+twice as far from the float64 result. No tolerance to choose, and none to tune until a wrong kernel passes.
+PyTorch's own is its fused attention, save for 16-bit tensors on a CPU: there it computes in float32
+throughout, so the formula, written out and rounded at every step, takes its place.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import pandas as pd
+import torch
+from torch import Tensor
+
+from cs336_systems.attention import IMPLEMENTATIONS
+from cs336_systems.attention.plain import causal_mask
+
+ALLOWED_RATIO = 2.0
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One set of random inputs: q (*leading, n_queries, d), k and v (*leading, n_keys, d)."""
+
+    name: str
+    leading: tuple[int, ...] = (3,)
+    n_queries: int = 128
+    n_keys: int = 128
+    d: int = 64
+    is_causal: bool = False
+    logit_scale: float = 1.0  # q is multiplied by it: 1 gives scores of unit variance
+
+
+# What the handout asks for: one batch dimension, lengths and head sizes that are powers of two.
+BASIC = (
+    AttentionCase("full"),
+    AttentionCase("causal", is_causal=True),
+    AttentionCase("twice as many keys", n_keys=256),
+    AttentionCase("large scores", is_causal=True, logit_scale=30.0),
+)
+# What a library function should take.
+EVERYTHING = (
+    *BASIC,
+    AttentionCase("batch and heads", leading=(2, 3), is_causal=True),
+    AttentionCase("three leading dimensions", leading=(2, 1, 2), n_queries=40, n_keys=40, is_causal=True),
+    AttentionCase("no leading dimension", leading=(), is_causal=True),
+    AttentionCase("odd lengths", n_queries=101, n_keys=77),
+    AttentionCase("odd lengths, causal", n_queries=77, n_keys=131, is_causal=True),
+    AttentionCase("more queries than keys, causal", n_queries=150, n_keys=30, is_causal=True),
+    # Of so few numbers a sequence, many sequences: chance must not decide who is how far off.
+    AttentionCase("one query", leading=(128,), n_queries=1, n_keys=70),
+    AttentionCase("two keys", n_queries=70, n_keys=2, is_causal=True),
+    AttentionCase("head of 8", d=8, is_causal=True),
+    AttentionCase("head of 33", d=33, n_queries=65, n_keys=65),
+    AttentionCase("head of 80", d=80, is_causal=True),
+    AttentionCase("head of 128", d=128),
+    AttentionCase("head of 256", d=256, n_queries=64, n_keys=96, is_causal=True),
+)
+
+# Odd sizes, a row, a column, and as many leading dimensions as one likes.
+WEIGHTED_SUM_SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
+
+
+def check_attention(
+    attention: AttentionFunction,
+    *,
+    cases: Iterable[AttentionCase] = BASIC,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    backward: bool = True,
+    allowed_error: float | None = None,
+    seed: int | None = None,
+) -> pd.DataFrame:
+    """Compare an attention function and its gradients with float64, on fresh random inputs.
+
+    Args:
+        attention: called as attention(q, k, v, is_causal), returns O (..., n_queries, d).
+        cases: BASIC (what the handout asks), EVERYTHING, or your own.
+        device: None is the GPU when there is one.
+        backward: check dQ, dK and dV too.
+        allowed_error: relative, instead of twice PyTorch's own; for arithmetic that PyTorch's does not share,
+            such as TF32.
+        seed: of the inputs; None draws new ones at every call.
+
+    Returns:
+        One line a case and tensor: its relative error, PyTorch's, and their ratio.
+
+    Raises:
+        AssertionError: a result has the wrong shape or dtype, is not finite, or is more than twice as far
+            from float64 as PyTorch's own; the message names the case, the tensor and the usual suspect.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
+    lines = []
+    for case in cases:
+        inputs = [tensor.to(device, dtype) for tensor in _random_inputs(case, generator)]
+        ours = _results(attention, inputs, case, backward)
+        torchs = _results(_torchs_own, inputs, case, backward)
+        exact = _results(_formula, [tensor.double() for tensor in inputs], case, backward)
+        for name, wanted in exact.items():
+            lines.append(_judge(case, name, ours.get(name), torchs[name], wanted, dtype, allowed_error))
+    return pd.DataFrame(lines)
+
+
+def check_logsumexp(
+    attention: AttentionFunction, *, is_causal: bool = True, device: str | torch.device | None = None
+) -> None:
+    """The forward keeps exactly one tensor of shape (..., n_queries) for its backward: each row's logsumexp.
+
+    Raises:
+        AssertionError: it keeps none or several, or its numbers are no natural logarithms of the row sums.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    case = AttentionCase("logsumexp", leading=(2,), n_queries=96, n_keys=128, is_causal=is_causal)
+    q, k, v, _ = (tensor.to(device) for tensor in _random_inputs(case, torch.Generator()))
+    output = attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), is_causal)
+    rows = output.shape[:-1]
+    saved = [x for x in getattr(output.grad_fn, "saved_tensors", ()) if x.shape == rows]
+    assert len(saved) == 1, f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
+    exact = _scores(q.double(), k.double(), is_causal).logsumexp(-1)
+    error = (saved[0].double() - exact).abs().max().item()
+    assert error < 1e-2, f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
+
+
+def check_weighted_sum(
+    weighted_sum: Callable[[Tensor, Tensor], Tensor],
+    *,
+    shapes: Iterable[tuple[int, ...]] = WEIGHTED_SUM_SHAPES,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    backward: bool = True,
+    seed: int | None = None,
+) -> pd.DataFrame:
+    """Compare a weighted sum of rows and its gradients with float64, on fresh random inputs.
+
+    Args:
+        weighted_sum: called as weighted_sum(x, weight) with x (..., d) and weight (d,), returns (...).
+        shapes: of x.
+        device, backward, seed: as in `check_attention`.
+
+    Returns:
+        One line a shape and tensor: its error relative to the sums of magnitudes, that of PyTorch's
+        (x * weight).sum(-1), and their ratio.
+
+    Raises:
+        AssertionError: a result has the wrong shape or dtype, is not finite, or is more than twice as far
+            from float64 as PyTorch's own.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
+    lines = []
+    for shape in shapes:
+        inputs = [torch.randn(size, generator=generator) for size in (shape, shape[-1:], shape[:-1])]
+        inputs = [tensor.to(device, dtype) for tensor in inputs]
+        ours = _sum_results(weighted_sum, inputs, backward)
+        torchs = _sum_results(_product_and_sum, inputs, backward)
+        exact = _sum_results(_product_and_sum, [tensor.double() for tensor in inputs], backward)
+        # Of sums whose terms cancel nobody can know more than a rounding of the terms.
+        sizes = _sum_results(_product_and_sum, [tensor.double().abs() for tensor in inputs], backward)
+        for name, wanted in exact.items():
+            where, result = f"{name} of x {shape}", ours.get(name)
+            assert result is not None, f"{where} is missing"
+            given = f"{tuple(result.shape)}, {result.dtype}"
+            wanted_kind = f"{tuple(wanted.shape)}, {dtype}"
+            assert given == wanted_kind, f"{where} is {given}; wanted: {wanted_kind}"
+            error, torch_error = (
+                ((each.double() - wanted).norm() / sizes[name].norm()).item()
+                for each in (result, torchs[name])
+            )
+            torch_error = max(torch_error, 2 * torch.finfo(torch.float32).eps)
+            assert error <= ALLOWED_RATIO * torch_error, (
+                f"{where} is off by {error:.2g} (relative); allowed: {ALLOWED_RATIO * torch_error:.2g}, "
+                f"{ALLOWED_RATIO:g} times what PyTorch's own product and sum are off"
+            )
+            numbers = {"error": error, "torch_error": torch_error, "ratio": error / torch_error}
+            lines.append({"x": str(shape), "tensor": name} | numbers)
+    return pd.DataFrame(lines)
+
+
+def _product_and_sum(x: Tensor, weight: Tensor) -> Tensor:
+    return (x * weight).sum(-1)
+
+
+def _sum_results(
+    weighted_sum: Callable[[Tensor, Tensor], Tensor], inputs: list[Tensor], backward: bool
+) -> dict[str, Tensor]:
+    x, weight = (tensor.detach().clone().requires_grad_(backward) for tensor in inputs[:2])
+    y = weighted_sum(x, weight)
+    results = {"y": y.detach()}
+    if backward and y.shape == inputs[2].shape:
+        y.backward(inputs[2])
+        results |= {"dx": x.grad, "dw": weight.grad}
+    return results
+
+
+def _random_inputs(case: AttentionCase, generator: torch.Generator) -> list[Tensor]:
+    shapes = [(*case.leading, n, case.d) for n in (case.n_queries, case.n_keys, case.n_keys, case.n_queries)]
+    q, k, v, do = (torch.randn(shape, generator=generator) for shape in shapes)
+    return [q * case.logit_scale, k, v, do]
+
+
+def _scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:], device=q.device), -math.inf)
+    return scores
+
+
+def _formula(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    return _scores(q, k, is_causal).softmax(-1) @ v
+
+
+def _torchs_own(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    if q.device.type == "cpu" and q.element_size() == 2:
+        return _formula(q, k, v, is_causal)
+    return IMPLEMENTATIONS["sdpa"](q, k, v, is_causal)
+
+
+def _results(
+    attention: AttentionFunction, inputs: list[Tensor], case: AttentionCase, backward: bool
+) -> dict[str, Tensor]:
+    q, k, v = (tensor.detach().clone().requires_grad_(backward) for tensor in inputs[:3])
+    output = attention(q, k, v, case.is_causal)
+    results = {"O": output.detach()}
+    if backward and output.shape == inputs[3].shape:
+        output.backward(inputs[3])
+        results |= {"dQ": q.grad, "dK": k.grad, "dV": v.grad}
+    return results
+
+
+def _judge(
+    case: AttentionCase,
+    name: str,
+    ours: Tensor,
+    torchs: Tensor,
+    exact: Tensor,
+    dtype: torch.dtype,
+    allowed: float | None,
+) -> dict[str, str | float]:
+    where = f"{name} of case {case.name!r}"
+    assert ours is not None, f"{where} is missing"
+    assert ours.shape == exact.shape, f"{where} has shape {tuple(ours.shape)}; wanted: {tuple(exact.shape)}"
+    assert ours.dtype == dtype, f"{where} has dtype {ours.dtype}; wanted: {dtype}"
+    size = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    # float32 knows a sum to a rounding or two, and a large score, to be exponentiated, to its last bit: that
+    # much is fair even where PyTorch happens to be luckier.
+    rounding = max(2, case.logit_scale / 2) * torch.finfo(torch.float32).eps
+    torch_error = max(((torchs.double() - exact).norm() / size).item(), rounding)
+    error = ((ours.double() - exact).norm() / size).item()
+    yardstick = "as given" if allowed else f"{ALLOWED_RATIO:g} times what PyTorch's own attention is off"
+    allowed = allowed or ALLOWED_RATIO * torch_error
+    if not error <= allowed:
+        raise AssertionError(
+            f"{where} is off by {error:.2g} (relative); allowed: {allowed:.2g}, {yardstick}"
+            f"{_suspect(ours, exact)}"
+        )
+    numbers = {"error": error, "torch_error": torch_error, "ratio": error / torch_error}
+    return {"case": case.name, "tensor": name} | numbers
+
+
+def _suspect(ours: Tensor, exact: Tensor) -> str:
+    """The usual reason for an error of this kind."""
+    if not ours.isfinite().all():
+        return ". It is not finite: is a maximum subtracted before exp, and is every element written?"
+    difference = (ours.double() - exact).reshape(-1, *exact.shape[-2:])
+    sequences, rows = difference.norm(dim=(1, 2)), difference.norm(dim=(0, 2))
+    if sequences[0] < 0.01 * sequences.max():
+        return ". The first sequence is right, others are not: are batch and queries flattened together?"
+    if rows[0] < 0.01 * rows.max():
+        return ". The first row is right, others are not: is the sum rescaled when the maximum grows?"
+    return ""

@@ -1,0 +1,201 @@
+"""Row-wise weighted sum in Triton, forward and backward: the handout's worked example.
+
+    y[i] = sum_j x[i, j] w[j]        dx[i, j] = dy[i] w[j]        dw[j] = sum_i dy[i] x[i, j]
+
+Every element is used once or twice, so the only cost is moving it. Forward reads x once; backward reads x
+and writes dx, each once. dw sums over rows that different programs own: each adds up its own, PyTorch adds up
+those partial sums. No atomic additions, so the same bits every time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cs336_systems.attention.inputs import DTYPES
+from cs336_systems.attention.launcher import INTERPRETED, check_device, on
+
+TILE = 4096  # elements of a tile: 128 bytes a thread are on their way at once
+WIDEST = 1024  # columns of a tile
+MOST_PARTIALS = 1024  # rows of partial sums of dw
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, w_ptr, y_ptr, stride_xr, stride_xd, stride_w, n_rows, d,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """y (n_rows,). Grid: (row tiles,); a program owns ROWS rows and walks over their columns."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    x_rows = x_ptr + rows[:, None].to(tl.int64) * stride_xr
+    y = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(0, d, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = (rows[:, None] < n_rows) & (columns[None, :] < d)
+        x = tl.load(x_rows + columns[None, :].to(tl.int64) * stride_xd, mask=inside, other=0.0)
+        w = tl.load(w_ptr + columns.to(tl.int64) * stride_w, mask=columns < d, other=0.0)
+        y += tl.sum(x.to(tl.float32) * w.to(tl.float32)[None, :], axis=1)
+    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < n_rows)
+
+
+@triton.jit
+def forward_descriptor_kernel(x, w_ptr, y_ptr, n_rows, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same from a tensor descriptor: it knows shape and strides, so no pointers and no masks."""
+    first_row = tl.program_id(0) * ROWS
+    y = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(0, d, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        w = tl.load(w_ptr + columns, mask=columns < d, other=0.0)
+        y += tl.sum(x.load([first_row, first]).to(tl.float32) * w.to(tl.float32)[None, :], axis=1)
+    rows = first_row + tl.arange(0, ROWS)
+    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < n_rows)
+
+
+@triton.jit
+def backward_kernel(
+    x_ptr, w_ptr, dy_ptr, dx_ptr, partial_ptr,
+    stride_xr, stride_xd, stride_w, stride_dy, n_rows, d, rows_each,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """dx (n_rows, d) and a row of partial sums of dw. Grid: (partials, column tiles).
+
+    A program owns COLUMNS columns of rows_each rows and walks down the rows, its partial sum in registers.
+    """
+    part = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = columns < d
+    w = tl.load(w_ptr + columns.to(tl.int64) * stride_w, mask=in_row, other=0.0).to(tl.float32)
+    first_row = part * rows_each
+    last_row = tl.minimum(first_row + rows_each, n_rows)
+    partial = tl.zeros([COLUMNS], tl.float32)
+    for first in tl.range(first_row, last_row, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        long_rows = rows[:, None].to(tl.int64)
+        inside = (rows[:, None] < last_row) & in_row[None, :]
+        dy = tl.load(dy_ptr + rows.to(tl.int64) * stride_dy, mask=rows < last_row, other=0.0).to(tl.float32)
+        x_tile = x_ptr + long_rows * stride_xr + columns[None, :].to(tl.int64) * stride_xd
+        x = tl.load(x_tile, mask=inside, other=0.0).to(tl.float32)
+        dx = dy[:, None] * w[None, :]
+        tl.store(dx_ptr + long_rows * d + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        partial += tl.sum(dy[:, None] * x, axis=0)
+    tl.store(partial_ptr + part.to(tl.int64) * d + columns, partial, mask=in_row)
+
+
+def tile_sizes(n_rows: int, d: int) -> tuple[int, int]:
+    """Rows and columns of a tile: whole rows up to WIDEST columns, and no more rows than there are."""
+    columns = min(triton.next_power_of_2(d), WIDEST)
+    return min(TILE // columns, triton.next_power_of_2(n_rows)), columns
+
+
+def forward(x: Tensor, weight: Tensor) -> Tensor:
+    """y (n_rows,) of x (n_rows, d) and weight (d,), any strides; sums in float32."""
+    if _truncates(x.dtype):
+        return forward(x.float(), weight.float()).to(x.dtype)
+    n_rows, d = x.shape
+    rows, columns = tile_sizes(n_rows, d)
+    y = x.new_empty(n_rows)
+    with on(x.device):
+        forward_kernel[(triton.cdiv(n_rows, rows),)](
+            x, weight, y, *x.stride(), *weight.stride(), n_rows, d, ROWS=rows, COLUMNS=columns
+        )
+    return y
+
+
+def forward_from_descriptor(x: Tensor, weight: Tensor) -> Tensor:
+    """As `forward`, for an x that the copy engine takes: contiguous, with rows of a multiple of 16 bytes."""
+    n_rows, d = x.shape
+    rows, columns = tile_sizes(n_rows, d)
+    y = x.new_empty(n_rows)
+    descriptor = TensorDescriptor.from_tensor(x, [rows, columns])
+    with on(x.device):
+        forward_descriptor_kernel[(triton.cdiv(n_rows, rows),)](
+            descriptor, weight.contiguous(), y, n_rows, d, ROWS=rows, COLUMNS=columns
+        )
+    return y
+
+
+def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """dx (n_rows, d) and dw (d,), from dy (n_rows,), x (n_rows, d) and weight (d,), any strides."""
+    if _truncates(x.dtype):
+        dx, dw = backward(dy.float(), x.float(), weight.float())
+        return dx.to(x.dtype), dw.to(x.dtype)
+    n_rows, d = x.shape
+    rows, columns = tile_sizes(n_rows, d)
+    rows_each = triton.cdiv(n_rows, partial_sums(n_rows, d))
+    partials = triton.cdiv(n_rows, rows_each)
+    dx = torch.empty((n_rows, d), dtype=x.dtype, device=x.device)
+    partial = torch.empty((partials, d), dtype=torch.float32, device=x.device)
+    with on(x.device):
+        backward_kernel[(partials, triton.cdiv(d, columns))](
+            x, weight, dy, dx, partial,
+            *x.stride(), *weight.stride(), *dy.stride(), n_rows, d, rows_each, ROWS=rows, COLUMNS=columns,
+        )  # fmt: skip
+    return dx, partial.sum(0).to(weight.dtype)
+
+
+def _truncates(dtype: torch.dtype) -> bool:
+    """The interpreter cuts float32 down to bfloat16 where a GPU rounds."""
+    return INTERPRETED and dtype == torch.bfloat16
+
+
+def partial_sums(n_rows: int, d: int) -> int:
+    """How many rows of partial sums: one a tile of rows, until there are enough programs to fill a GPU."""
+    return min(triton.cdiv(n_rows, tile_sizes(n_rows, d)[0]), MOST_PARTIALS)
+
+
+class WeightedSum(torch.autograd.Function):
+    """(x * weight).sum(-1) without the product in memory: `apply(x, weight)`."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        check_inputs(x, weight)
+        ctx.save_for_backward(x, weight)
+        return forward(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape[:-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        dx, dw = backward(dy.reshape(-1), x.reshape(-1, x.shape[-1]), weight)
+        return dx.reshape(x.shape), dw
+
+
+def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """Sum of each row of x, its elements weighted.
+
+    Args:
+        x: (..., d); any leading dimensions, none included.
+        weight: (d,).
+
+    Returns:
+        (...), in x's dtype; the sum itself is made in float32.
+
+    Raises:
+        TypeError, ValueError: see `check_inputs`.
+    """
+    return WeightedSum.apply(x, weight)
+
+
+def check_inputs(x: Tensor, weight: Tensor) -> None:
+    """Raise one clear sentence for tensors that are no rows and a weight for each of their columns.
+
+    Raises:
+        TypeError: dtypes that differ or are not supported.
+        ValueError: different devices, shapes that do not fit together, nothing in a tensor, or a device that
+            kernels do not run on.
+    """
+    if x.dtype != weight.dtype or x.dtype not in DTYPES:
+        raise TypeError(
+            f"x, weight have dtypes {x.dtype}, {weight.dtype}; "
+            f"allowed: both the same, one of {', '.join(map(str, DTYPES))}"
+        )
+    if x.device != weight.device:
+        raise ValueError(f"x, weight are on devices {x.device}, {weight.device}; allowed: the same one")
+    if x.dim() < 1 or weight.shape != x.shape[-1:] or 0 in x.shape:
+        raise ValueError(
+            f"x, weight have shapes {tuple(x.shape)}, {tuple(weight.shape)}; "
+            "allowed: (..., d) and (d,), no dimension of size 0"
+        )
+    check_device("x, weight", x)

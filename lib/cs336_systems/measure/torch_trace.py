@@ -1,0 +1,242 @@
+"""torch.profiler: record a trace, for Perfetto and for us, and read it into a `Profile`."""
+
+import gzip
+import json
+import os
+import platform
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from cs336_systems.measure.files import make_folder
+from cs336_systems.measure.profile import Profile, ProfileError
+
+_HOST = "recorded_on"  # the host's name, by our hand: torch 2.11 leaves out its own "host_name"
+_KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+# Ranges that PyTorch opens by itself; a path is made of ours.
+FOREIGN = re.compile(
+    r"^(Optimizer\.|ProfilerStep|nccl:|gloo:|c10d|Torch-Compiled|DistributedDataParallel|## )"
+)
+# Operators that touch no data: views, allocations and autograd's own nodes. They are the host's work, no
+# kernels.
+_BOOKKEEPING = re.compile(
+    r"^aten::(view|_?unsafe_view|reshape|_reshape_alias|transpose|t|numpy_T|as_strided|expand|expand_as|unsqueeze|squeeze"
+    r"|select|slice|narrow|detach_?|alias|permute|unbind|split|chunk|flatten|unflatten|movedim|swapaxes|view_as|lift_fresh"
+    r"|(new_)?(empty|zeros|ones)(_like|_strided)?|resize_|promote_types|real|resolve_(conj|neg)|result_type|item|is_nonzero|set_|diagonal|broadcast\w*)$"
+    r"|^detach_?$|^torch::autograd|^autograd::|Backward\d*$|^profiler::|^Torch-|^CompiledFunction|^TorchDynamo"
+)
+
+
+def record(
+    run: Callable[[], Any], path: Path, *, device: torch.device | str, with_memory: bool = False
+) -> Profile:
+    """Call `run()` under torch.profiler and save a Chrome trace (ui.perfetto.dev opens it).
+
+    Args:
+        run: what to profile; warm it up before, and open ranges in it (`ranges.recording`).
+        path: file to write, .json or .json.gz.
+        device: where `run` computes.
+        with_memory: also record every allocation, for `memory.read_memory_trace`.
+
+    Raises:
+        ProfileError: see `read_trace`.
+    """
+    on_cuda = torch.device(device).type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log goes to stderr
+    with warnings.catch_warnings():
+        # torch 2.11 says each time that a profile holds its own events only: that is what is wanted.
+        warnings.filterwarnings("ignore", "Warning: Profiler clears events")
+        with profile(activities=activities, profile_memory=with_memory) as profiler:
+            run()
+            if on_cuda:
+                torch.cuda.synchronize(device)
+            profiler.add_metadata_json(_HOST, json.dumps(platform.node()))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(path))
+    return read_trace(path)
+
+
+def keep_one_step(path: Path, kept: Path, root: str = "measure") -> None:
+    """Write the last step of a trace, without what neither a reader nor `read_trace` needs, to a .json.gz.
+
+    Of a CUDA trace that is the ranges, the launches and the kernels: a hundredth of the bytes.
+
+    Raises:
+        ProfileError: no range of that name was recorded.
+        FileNotFoundError, PermissionError: there is no such trace, or the folder cannot be written to.
+    """
+    trace = load_trace(path)
+    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    steps = [event for event in spans if (event["cat"], event["name"]) == ("user_annotation", root)]
+    if not steps:
+        raise ProfileError(f"{Path(path).name} has no range {root!r}; record it under ranges.recording()")
+    step = max(steps, key=lambda event: event["ts"])
+    on_cuda = any(event["cat"] in _KINDS for event in spans)
+    host = {"user_annotation", "cuda_runtime", "cuda_driver"} if on_cuda else {"user_annotation", "cpu_op"}
+    inside = [
+        event
+        for event in spans
+        if event["cat"] in host and step["ts"] <= event["ts"] < step["ts"] + step["dur"]
+    ]
+    launched = {event.get("args", {}).get("correlation") for event in inside} - {None}
+    inside += [e for e in spans if e["cat"] in _KINDS and e["args"].get("correlation") in launched]
+    names = [event for event in trace["traceEvents"] if event.get("ph") == "M"]
+    machine = ["deviceProperties"] if on_cuda else [_HOST, "host_name"]
+    small = {name: trace[name] for name in machine if name in trace}
+    small["traceEvents"] = names + [_without_details(event) for event in inside]
+    make_folder(kept.parent)
+    kept.write_bytes(gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
+
+
+def _without_details(event: dict[str, Any]) -> dict[str, Any]:
+    args = {
+        name: value
+        for name, value in event.get("args", {}).items()
+        if name in ("correlation", "grid", "stream")
+    }
+    return event | {"args": args}
+
+
+def load_trace(path: Path) -> dict[str, Any]:
+    """The JSON of a trace file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ProfileError: it is cut off, or no trace.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no trace {path}; make one with measure.trace.record")
+    try:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+            trace = json.load(file)
+    except (OSError, EOFError, ValueError) as error:
+        raise ProfileError(f"{path.name} is cut off or no trace ({error}); record it again") from None
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ProfileError(f"{path.name} is JSON, but no Chrome trace: it has no list of traceEvents")
+    return trace
+
+
+def read_trace(path: Path) -> Profile:
+    """Read a torch.profiler trace; with GPU kernels in it the source is "torch cuda", without "torch cpu".
+
+    On a CPU an operator's own time counts, without the operators that it calls, and operators that touch no
+    data (views, allocations) are left out: what remains corresponds to a GPU's kernels. A stream is a thread.
+    Gloo communicates on threads of its own, and what it does there counts like NCCL's kernels.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ProfileError: the file is damaged, or has no kernels or no ranges.
+    """
+    trace = load_trace(path)
+    events = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X":
+            events[event.get("cat")].append(event)
+    has_kernels = any(events[category] for category in _KINDS)
+    if not has_kernels and (events["cuda_runtime"] or events["cuda_driver"]):
+        raise ProfileError(
+            f"{Path(path).name} has CUDA calls but no GPU kernels: CUPTI could not record; end "
+            "other profilers (nsys among them), or allow this user to read GPU performance counters"
+        )
+    devices = [device.get("name", "unknown") for device in trace.get("deviceProperties", [])]
+    host = trace.get(_HOST) or trace.get("host_name", "unknown")
+    return Profile(
+        source="torch cuda" if has_kernels else "torch cpu",
+        machine=", ".join(sorted(set(devices))) if has_kernels else host,
+        ranges=trace_ranges(events["user_annotation"]),
+        kernels=pd.DataFrame(_gpu_kernels(events) if has_kernels else _on_cpu(events)),
+    )
+
+
+def trace_ranges(annotations: list[dict[str, Any]]) -> pd.DataFrame:
+    """Our ranges among a trace's user annotations."""
+    return pd.DataFrame(
+        {
+            "process": event["pid"],
+            "thread": event["tid"],
+            "name": event["name"],
+            "start_ns": _ns(event["ts"]),
+            "end_ns": _ns(event["ts"] + event["dur"]),
+        }
+        for event in annotations
+        if not FOREIGN.match(event["name"])
+    )
+
+
+def _gpu_kernels(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Kernels, copies and fills, each with the time and thread of the CUDA call that launched it."""
+    launches = {}
+    for event in events["cuda_runtime"] + events["cuda_driver"]:
+        launches.setdefault(event.get("args", {}).get("correlation"), event)
+    # One trace is of one process; CUPTI and torch may each have a number of their own for it.
+    process = next((event["pid"] for event in events["user_annotation"]), 0)
+    records = []
+    for category, kind in _KINDS.items():
+        for event in events[category]:
+            launch = launches.get(event["args"].get("correlation"), event)
+            records.append(
+                {
+                    "name": event["name"],
+                    "kind": kind,
+                    "process": process,
+                    "thread": launch["tid"],
+                    "launch_ns": _ns(launch["ts"]),
+                    "start_ns": _ns(event["ts"]),
+                    "end_ns": _ns(event["ts"] + event["dur"]),
+                    "grid": ",".join(map(str, event["args"].get("grid", []))),
+                    "stream": event["args"].get("stream", event["tid"]),
+                }
+            )
+    return records
+
+
+def _on_cpu(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What corresponds to kernels on a CPU: operators, and Gloo's collectives from start to end."""
+    collectives = [event for event in events["user_annotation"] if event["name"].startswith("gloo:")]
+    return _cpu_operators(events["cpu_op"] + collectives)
+
+
+def _cpu_operators(operators: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Operators with the time they spent themselves, found by nesting them thread by thread."""
+    own_time = {}
+    by_thread = defaultdict(list)
+    for event in operators:
+        by_thread[event["tid"]].append(event)
+    for events in by_thread.values():
+        enclosing: list[dict[str, Any]] = []
+        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+            while enclosing and event["ts"] >= enclosing[-1]["ts"] + enclosing[-1]["dur"]:
+                enclosing.pop()
+            own_time[id(event)] = event["dur"]
+            if enclosing:
+                own_time[id(enclosing[-1])] -= event["dur"]
+            enclosing.append(event)
+    threads = {thread: number for number, thread in enumerate(sorted(by_thread))}
+    return [
+        {
+            "name": event["name"],
+            "kind": "operator",
+            "process": event["pid"],
+            "thread": event["tid"],
+            "launch_ns": _ns(event["ts"]),
+            "start_ns": _ns(event["ts"]),
+            "end_ns": _ns(event["ts"] + max(0.0, own_time[id(event)])),
+            "grid": "",
+            "stream": threads[event["tid"]],
+        }
+        for event in operators
+        if not _BOOKKEEPING.search(event["name"])
+    ]
+
+
+def _ns(microseconds: float) -> int:
+    return round(microseconds * 1000)

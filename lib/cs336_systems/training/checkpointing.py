@@ -1,0 +1,152 @@
+"""Activation checkpointing: keep only the inputs of some blocks, and run them again when backward needs them.
+
+A *plan* says which. It is a nested tuple of blocks; a tuple inside a plan is a checkpointed segment:
+
+    (a, b, c, d)                    plain: everything is kept
+    ((a, b), (c, d))                two segments: their two inputs are kept
+    (((a,), (b,)), ((c,), (d,)))    segments inside segments
+
+`run` executes a plan. `peak` and `recomputed` say what it costs, exactly, for blocks that are all alike.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cs336_systems.accounting.checkpoint_costs import Plan, held_in_backward
+
+
+def run(plan: Plan, x: Tensor) -> Tensor:
+    """Send x through every block of the plan; same values and gradients as without checkpoints."""
+    for part in plan:
+        x = checkpoint(run, part, x, use_reentrant=False) if isinstance(part, tuple) else part(x)
+    return x
+
+
+def none(blocks: Sequence[Any]) -> Plan:
+    """Keep everything."""
+    return tuple(blocks)
+
+
+def every_k(blocks: Sequence[Any], k: int) -> Plan:
+    """Segments of k blocks, the last one possibly shorter.
+
+    Raises:
+        ValueError: k is not a positive integer.
+    """
+    if not isinstance(k, int) or k < 1:
+        raise ValueError(f"a segment has a positive number of blocks; got k={k!r}")
+    return tuple(tuple(blocks[start : start + k]) for start in range(0, len(blocks), k))
+
+
+def sqrt_n(blocks: Sequence[Any]) -> Plan:
+    """About sqrt(N) segments of sqrt(N) blocks (Chen et al. 2016): memory O(sqrt(N)), one more forward."""
+    return every_k(blocks, max(1, round(math.sqrt(len(blocks)))))
+
+
+def recursive(blocks: Sequence[Any]) -> Plan:
+    """Halves of halves, down to single blocks (Chen et al. 2016): memory O(log N), time O(N log N)."""
+    if len(blocks) <= 1:
+        return tuple(blocks)
+    half = len(blocks) // 2
+    return (recursive(blocks[:half]), recursive(blocks[half:]))
+
+
+def from_start(blocks: Sequence[Any]) -> Plan:
+    """All blocks but the last are a segment, and so on inside it: every input is made from the very first.
+
+    No plan needs less, memory O(1), and none runs more blocks again, N (N - 1) / 2.
+    """
+    plan: Plan = ()
+    for block in blocks:
+        plan = (plan, block) if plan else (block,)
+    return plan
+
+
+def half_blocks(blocks: Sequence[nn.Module]) -> Plan:
+    """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
+    return tuple(
+        (partial(half, block),) for block in blocks for half in (_attention_half, _feed_forward_half)
+    )
+
+
+def _attention_half(block: nn.Module, x: Tensor) -> Tensor:
+    return x + block.attn(block.ln1(x))
+
+
+def _feed_forward_half(block: nn.Module, x: Tensor) -> Tensor:
+    return x + block.ffn(block.ln2(x))
+
+
+STRATEGIES: dict[str, Callable[[Sequence[Any]], Plan]] = {
+    "none": none,
+    "half blocks": half_blocks,
+    "sqrt_n": sqrt_n,
+    "recursive": recursive,
+    "from start": from_start,
+}
+
+
+def strategy(name: str) -> Callable[[Sequence[Any]], Plan]:
+    """A strategy by its name: one of STRATEGIES, or "every 3" for segments of three blocks.
+
+    Raises:
+        ValueError: there is none of that name; the message lists what there is.
+    """
+    word, _, number = name.partition(" ")
+    if word == "every" and number.isdigit():
+        return partial(every_k, k=int(number))
+    if name not in STRATEGIES:
+        raise ValueError(
+            f"strategy {name!r} is unknown; allowed: every 1, every 2 ..., {', '.join(STRATEGIES)}"
+        )
+    return STRATEGIES[name]
+
+
+def peak(plan: Plan, inside: float, boundary: float) -> float:
+    """Most bytes saved for backward at any time, when every block of the plan is alike.
+
+    Args:
+        inside: bytes that one block saves besides its input.
+        boundary: bytes of a block's input.
+    """
+    beside = held_in_backward(plan)
+    whole = inside + boundary
+    return max((held.blocks * whole + held.inputs * boundary + whole for held in beside), default=0)
+
+
+def recomputed(plan: Plan) -> int:
+    """How many forwards of a block backward runs again, a partial one counted whole.
+
+    A segment is run again once for every time that the segment around it is, and once for itself. But PyTorch
+    stops a rerun as soon as everything saved is there, and of a segment only the input is: so when a segment
+    ends with a segment, that last one is not run again with it.
+    """
+    return sum(_reruns(part) for part in plan if isinstance(part, tuple))
+
+
+def _reruns(segment: Plan) -> int:
+    """Block forwards in one backward through a segment: its rerun, and those of the segments inside it."""
+    last = segment[-1]
+    skipped = block_count(last) if isinstance(last, tuple) else 0
+    return block_count(segment) - skipped + recomputed(segment)
+
+
+def block_count(plan: Plan) -> int:
+    """How many blocks a plan runs."""
+    return sum(block_count(part) if isinstance(part, tuple) else 1 for part in plan)
+
+
+def best_k(count: int, inside: float, boundary: float) -> int:
+    """The segment length with the lowest peak for `count` equal blocks, without nesting."""
+    return min(range(1, count + 1), key=lambda k: peak(every_k(range(count), k), inside, boundary))
+
+
+def forward_with(model: nn.Module, plan: Callable[[Sequence[nn.Module]], Plan], token_ids: Tensor) -> Tensor:
+    """A TransformerLM's forward with its blocks checkpointed: `forward_with(model, sqrt_n, token_ids)`."""
+    x = run(plan(list(model.layers)), model.token_embeddings(token_ids))
+    return model.lm_head(model.ln_final(x))

@@ -1,0 +1,136 @@
+"""The form of a committed notebook, as rules that a test applies to every one of them."""
+
+import json
+import re
+import statistics
+from collections.abc import Iterator
+
+from nbformat import NotebookNode
+
+from cs336_systems.workbook.parameters import read_parameters
+from cs336_systems.workbook.problems import PROBLEMS, START
+from cs336_systems.workbook.tidy import tidy
+
+SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summary", "Exercises")
+NAMES = (START, *(problem.name for problem in PROBLEMS))
+MOST_LINES, MEDIAN_LINES, MOST_BYTES = 25, 8, 2**20
+_ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w.]|\bC:\\")
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
+
+
+def problems(notebook: NotebookNode, name: str) -> list[str]:
+    """A sentence for everything that keeps a notebook from being committed; none when it is well.
+
+    Args:
+        notebook: as nbformat reads it.
+        name: of its file, without `.ipynb`.
+    """
+    rules = [_name(name), _execution(notebook), _parameters(notebook), _cells(notebook), _outputs(notebook)]
+    rules.append(_metadata(notebook))
+    if name != START:
+        rules += [_title(notebook, name), _sections(notebook)]
+    return [problem for rule in rules for problem in rule]
+
+
+def _name(name: str) -> Iterator[str]:
+    if name not in NAMES:
+        yield f"{name} is no notebook of the workbook; allowed: {', '.join(NAMES)}"
+
+
+def _code(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _execution(notebook: NotebookNode) -> Iterator[str]:
+    counts = [cell.execution_count for cell in _code(notebook)]
+    if counts != list(range(1, len(counts) + 1)):
+        yield f"not executed top to bottom: the cells are numbered {counts}"
+    for cell in _code(notebook):
+        for output in cell.outputs:
+            if output.output_type == "error":
+                yield f"cell [{cell.execution_count}] ended with {output.ename}"
+
+
+def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
+    number, _, slug = name.partition("_")
+    wanted = f"# {number} · {slug}"
+    first = notebook.cells[0].source.split("\n")[0] if notebook.cells else ""
+    if first != wanted:
+        yield f"the first line is {first!r}; allowed: {wanted!r}"
+
+
+def _sections(notebook: NotebookNode) -> Iterator[str]:
+    texts = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    found = [heading for text in texts for heading in re.findall(r"^## (.+?)\s*$", text, re.MULTILINE)]
+    if tuple(found) != SECTIONS:
+        yield f"the sections are {', '.join(found) or 'none'}; allowed: {', '.join(SECTIONS)}"
+
+
+def _parameters(notebook: NotebookNode) -> Iterator[str]:
+    try:
+        parameters = read_parameters(notebook)
+    except ValueError as error:
+        yield str(error)
+        return
+    if not parameters:
+        yield "no cell is tagged `parameters`, or it is empty"
+    for parameter in parameters.values():
+        if not parameter.comment:
+            yield f"parameter {parameter.name} has no comment"
+
+
+def _cells(notebook: NotebookNode) -> Iterator[str]:
+    lengths = [len(cell.source.splitlines()) for cell in _code(notebook)]
+    for number, length in enumerate(lengths, start=1):
+        if length > MOST_LINES:
+            yield f"code cell {number} has {length} lines; allowed: {MOST_LINES}"
+        if not length:
+            yield f"code cell {number} is empty"
+    if lengths and statistics.median(lengths) > MEDIAN_LINES:
+        yield f"the median code cell has {statistics.median(lengths):g} lines; allowed: {MEDIAN_LINES}"
+    for cell in notebook.cells:
+        if unfinished := re.search(r"\b(TODO|FIXME|XXX)\b", cell.source):
+            yield f"{unfinished[0]} is left in: {cell.source.strip().splitlines()[0]!r}"
+        if path := _ABSOLUTE_PATH.search(cell.source):
+            yield f"absolute path in a cell: {_around(cell.source, path)!r}"
+
+
+def _outputs(notebook: NotebookNode) -> Iterator[str]:
+    size = len(json.dumps([cell.outputs for cell in _code(notebook)]))
+    if size > MOST_BYTES:
+        yield f"outputs take {size:,} bytes; allowed: {MOST_BYTES:,}"
+    for cell in _code(notebook):
+        where = f"output of cell [{cell.execution_count}]"
+        for output in cell.outputs:
+            data = output.get("data", {})
+            for kind in data:
+                if kind.startswith("image/") and kind != "image/png":
+                    yield f"{where}: {kind}; allowed: image/png"
+            for text in _texts(output):
+                if "<svg" in text:
+                    yield f"{where}: an SVG picture; allowed: image/png"
+                if path := _ABSOLUTE_PATH.search(text):
+                    yield f"{where}: absolute path {_around(text, path)!r}"
+                if address := _ADDRESS.search(text):
+                    yield f"{where}: memory address {_around(text, address)!r}, another one in each run"
+
+
+def _texts(output: NotebookNode) -> list[str]:
+    data = output.get("data", {})
+    texts = [data[kind] for kind in data if kind.startswith("text/")] + [output.get("text", "")]
+    return texts + output.get("traceback", [])
+
+
+def _around(text: str, match: re.Match) -> str:
+    return text[max(0, match.start() - 20) : match.end() + 20]
+
+
+def _metadata(notebook: NotebookNode) -> Iterator[str]:
+    clean = tidy(notebook)
+    for part in ("metadata", "nbformat", "nbformat_minor"):
+        if notebook[part] != clean[part]:
+            yield f"{part} is {dict(notebook)[part]}; allowed: {clean[part]} (make notebooks writes it)"
+    for number, (cell, wanted) in enumerate(zip(notebook.cells, clean.cells, strict=True), start=1):
+        for part in sorted(cell.keys() | wanted.keys()):
+            if cell.get(part) != wanted.get(part):
+                yield f"cell {number} keeps {part} that changes from run to run (make notebooks strips it)"

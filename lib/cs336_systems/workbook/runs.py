@@ -1,0 +1,177 @@
+"""Carrying out a batch: one process a notebook, a record of each on disk, a summary and an index."""
+
+import importlib.util
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import tqdm
+
+from cs336_systems.measure.files import make_folder, write_atomically
+from cs336_systems.measure.machine import MachineCard
+from cs336_systems.measure.rows import load_rows
+from cs336_systems.workbook.batch import BatchError, Job, fingerprint
+from cs336_systems.workbook.execute import execute
+from cs336_systems.workbook.form import START
+from cs336_systems.workbook.pages import render, write_index
+from cs336_systems.workbook.problems import why_not_here
+
+_COLUMNS = ("notebook", "parameters", "status", "seconds", "host MiB", "GPU MiB")
+
+
+@dataclass(frozen=True)
+class Record:
+    """How one job ended, as kept beside its executed notebook."""
+
+    notebook: str
+    parameters: dict[str, Any]
+    fingerprint: str
+    status: str
+    reason: str
+    seconds: float
+    host_memory_mib: float
+    gpu_memory_mib: float | None
+    finished_at: str
+
+    def fields(self) -> tuple[str, ...]:
+        """The record as one line of the summary."""
+        line = Job(Path(self.notebook), self.parameters).line()
+        gpu = "" if self.gpu_memory_mib is None else f"{self.gpu_memory_mib:,.0f}"
+        return (self.notebook, line, self.status, f"{self.seconds:.1f}", f"{self.host_memory_mib:,.0f}", gpu)
+
+
+def run_batch(
+    jobs: Sequence[Job], folder: Path, card: MachineCard, *, at_once: int = 1, force: bool = False
+) -> list[Record]:
+    """Execute jobs, leaving out what is done and unchanged; a failing notebook does not stop the others.
+
+    Each ends as `<name>.ipynb`, `.html` and `.json` in the folder, whose index.html is renewed each time, so
+    that a killed run continues where it was. Ctrl-C ends the running notebooks and raises KeyboardInterrupt.
+
+    Args:
+        jobs: from `batch.plan`.
+        folder: of this machine, `runs/<machine>`.
+        card: this machine's.
+        at_once: notebooks at the same time; more than one disturbs their timings.
+        force: execute also what is done.
+
+    Returns:
+        The record of every job, in the order of the jobs.
+
+    Raises:
+        BatchError: there is no Jupyter kernel to run on.
+        PermissionError: the folder cannot be written to.
+    """
+    if importlib.util.find_spec("ipykernel") is None:
+        raise BatchError(f"no Jupyter kernel: {sys.executable} lacks ipykernel; run: pip install ipykernel")
+    make_folder(folder, "name one that can: --output FOLDER")
+    records = {} if force else {job.name: record for job in jobs if (record := _done(job, folder))}
+    left = [job for job in jobs if job.name not in records]
+    stop = threading.Event()
+    with (
+        tqdm.tqdm(total=len(jobs), initial=len(records), unit="notebook", disable=None) as bar,
+        ThreadPoolExecutor(at_once) as pool,
+    ):
+        try:
+            pending = {pool.submit(_run_job, job, folder, card, stop): job.name for job in left}
+            while pending:
+                finished, _ = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    record = records[pending.pop(future)] = future.result()
+                    name, line, *_ = record.fields()
+                    bar.write(f"{record.status:5} {record.seconds:7.1f} s  {name} {line} {record.reason}")
+                    bar.update()
+                    index(folder, card.line())
+                bar.set_postfix_str(" ".join(name for future, name in pending.items() if future.running()))
+        finally:
+            stop.set()  # on Ctrl-C what runs is killed and what waits ends at once; then the pool closes
+    index(folder, card.line())
+    return [records[job.name] for job in jobs]
+
+
+def _run_job(job: Job, folder: Path, card: MachineCard, stop: threading.Event) -> Record | None:
+    if stop.is_set():
+        return None
+    mark, output = fingerprint(job), folder / f"{job.name}.ipynb"
+    if reason := why_not_here(job.notebook.stem):
+        return Record(job.notebook.stem, job.parameters, mark, "skipped", reason, 0.0, 0, None, _now())
+    started = _now()
+    outcome = execute(job.notebook, output, job.parameters, stop=stop)
+    if outcome.status == "interrupted":
+        return None
+    if output.exists():
+        render(output)
+    gpu = _gpu_memory_mib(job, card, started) if card.gpu != "none" else None
+    record = Record(
+        job.notebook.stem, job.parameters, mark, outcome.status, outcome.reason, round(outcome.seconds, 1),
+        round(outcome.peak_memory_mib), gpu, _now(),
+    )  # fmt: skip
+    write_atomically(folder / f"{job.name}.json", json.dumps(asdict(record), indent=2) + "\n")
+    return record
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def _gpu_memory_mib(job: Job, card: MachineCard, since: str) -> float | None:
+    """The largest peak among the rows that the notebook has just saved; None when it saved none with one."""
+    try:
+        rows = load_rows(job.notebook.stem.partition("_")[2], card.slug)
+    except ValueError:  # a damaged file: the notebook itself has said so
+        return None
+    if "peak_memory_mib" not in rows:
+        return None
+    peak = rows.loc[rows["measured_at"] >= since, "peak_memory_mib"].max()
+    return None if peak != peak else float(peak)
+
+
+def load_record(path: Path) -> Record | None:
+    """The record in a file; None when it is not there or damaged, and its job runs again."""
+    try:
+        return Record(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _done(job: Job, folder: Path) -> Record | None:
+    if job.notebook.stem == START:  # shows what all others brought, and is never done
+        return None
+    record = load_record(folder / f"{job.name}.json")
+    kept = record and record.status == "ok" and (folder / f"{job.name}.ipynb").exists()
+    return record if kept and record.fingerprint == fingerprint(job) else None
+
+
+def index(folder: Path, subtitle: str) -> Path:
+    """Write index.html: every executed notebook of the folder, with its page."""
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        if record := load_record(path):
+            page = path.with_suffix(".html")
+            name, line, status, *numbers = record.fields()
+            told = f"{status}: {record.reason}" if record.reason else status
+            rows.append((page.name if page.exists() else None, (name, line, told, *numbers)))
+    write_index(folder / "index.html", f"The workbook on {folder.name}", subtitle, _COLUMNS, rows)
+    return folder / "index.html"
+
+
+def summary(records: Sequence[Record]) -> str:
+    """The records as a table of plain text, a failure's reason under its line."""
+    table = [_COLUMNS, *(record.fields() for record in records)]
+    widths = [min(max(map(len, column)), 60) for column in zip(*table, strict=True)]
+    lines = []
+    for fields, record in zip(table, [None, *records], strict=True):
+        cells = [
+            f"{text:>{width}}" if i >= 3 else f"{text:<{width}}"
+            for i, (text, width) in enumerate(zip(fields, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+        if record and record.reason:
+            lines.append(f"    {record.reason}")
+    return "\n".join(lines)

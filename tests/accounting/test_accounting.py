@@ -1,0 +1,408 @@
+"""The closed forms against the model itself: its parameters, torch's FLOP counter, what lives in memory."""
+
+import dataclasses
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_probes import LiveBytes, saved_bytes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from cs336_systems import accounting
+from cs336_systems.attention.plain import reference_attention
+from cs336_systems.configs import MODEL_SIZES, ModelConfig, model_size
+from cs336_systems.functional import cross_entropy
+from cs336_systems.measure.timing import release_memory
+from cs336_systems.model import RotaryEmbedding, TransformerBlock, TransformerLM, build_model
+from cs336_systems.optimizer import AdamW
+from cs336_systems.training import checkpointing
+
+TINY = model_size("tiny")
+EVERY_SIZE = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
+AUTOCAST_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+small_configs = st.builds(
+    lambda heads, half_head, d_ff, layers, vocab: ModelConfig(
+        "random", 0, heads * 2 * half_head, d_ff, layers, heads, vocab
+    ),
+    heads=st.integers(1, 4),
+    half_head=st.integers(1, 8),
+    d_ff=st.integers(1, 80),
+    layers=st.integers(1, 3),
+    vocab=st.integers(2, 90),
+)
+
+
+def autocast(dtype: str, device: str = "cpu"):
+    return torch.autocast(device, AUTOCAST_TYPES[dtype]) if dtype in AUTOCAST_TYPES else nullcontext()
+
+
+def a_batch(config: ModelConfig, batch_size: int, context_length: int, device: str = "cpu"):
+    tokens = torch.randint(config.vocab_size, (2, batch_size, context_length), device=device)
+    return tokens[0], tokens[1]
+
+
+def run_pass(
+    model: TransformerLM, tokens, targets, pass_: str, dtype: str, optimizer=None, plan=checkpointing.none
+) -> None:
+    """One step as the benchmark takes it, with blocks checkpointed by a plan."""
+    device = tokens.device.type
+    if pass_ == "forward":
+        with torch.no_grad(), autocast(dtype, device):
+            model(tokens)
+        return
+    model.zero_grad()
+    with autocast(dtype, device):
+        loss = cross_entropy(checkpointing.forward_with(model, plan, tokens), targets)
+    loss.backward()
+    if pass_ == "train_step":
+        optimizer.step()
+
+
+# Parameters
+
+
+@pytest.mark.parametrize("config", EVERY_SIZE, ids=lambda config: config.label)
+def test_parameters_of_every_size(config):
+    model = build_model(config, 8, device="meta")
+    assert accounting.parameter_count(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_parameter_breakdown_is_the_models_own():
+    parts = dict.fromkeys(accounting.parameter_breakdown(TINY), 0)
+    of = {"attn": "attention", "ffn": "feed_forward", "ln1": "norms", "ln2": "norms", "ln_final": "norms"}
+    for name, parameter in build_model(TINY, 8, device="meta").named_parameters():
+        part = next((of[piece] for piece in name.split(".") if piece in of), name.split(".")[0])
+        parts[part] += parameter.numel()
+    assert accounting.parameter_breakdown(TINY) == parts
+
+
+# Operations
+
+
+@settings(max_examples=15)
+@given(config=small_configs, batch_size=st.integers(1, 3), context_length=st.integers(2, 24))
+def test_flops_are_those_of_torchs_counter(config, batch_size, context_length):
+    model = build_model(config, context_length, device="meta")
+    tokens, targets = a_batch(config, batch_size, context_length, "meta")
+    with FlopCounterMode(display=False) as forward:
+        loss = cross_entropy(model(tokens), targets)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    shape = (config, batch_size, context_length)
+    assert forward.get_total_flops() == accounting.forward_flops(*shape)
+    assert backward.get_total_flops() == accounting.backward_flops(*shape)
+
+
+def test_flops_breakdown_is_that_of_the_modules():
+    model = build_model(TINY, 32, device="meta")
+    tokens, _ = a_batch(TINY, 2, 32, "meta")
+    with FlopCounterMode(display=False) as counter:
+        model(tokens)
+    of_module = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
+    parts = accounting.flops_breakdown(TINY, 2, 32)
+    blocks = range(TINY.num_layers)
+    assert parts["lm_head"] == of_module["TransformerLM.lm_head"]
+    assert parts["feed_forward"] == sum(of_module[f"TransformerLM.layers.{i}.ffn"] for i in blocks)
+    attention = sum(of_module[f"TransformerLM.layers.{i}.attn"] for i in blocks)
+    names = ("attention_projections", "attention_scores", "attention_values")
+    assert sum(parts[name] for name in names) == attention
+
+
+@given(config=small_configs, batch_size=st.integers(1, 9), context_length=st.integers(1, 99))
+def test_flops_scale(config, batch_size, context_length):
+    once = accounting.flops_breakdown(config, batch_size, context_length)
+    more_sequences = accounting.flops_breakdown(config, 3 * batch_size, context_length)
+    longer = accounting.flops_breakdown(config, batch_size, 3 * context_length)
+    for part, flops in once.items():
+        assert more_sequences[part] == 3 * flops
+        assert longer[part] == (9 if part in ("attention_scores", "attention_values") else 3) * flops
+
+
+def test_passes_add_up():
+    flops = {pass_: accounting.step_flops(TINY, 2, 16, pass_) for pass_ in accounting.PASSES}
+    assert flops["forward_backward"] == flops["forward"] + flops["backward"] == 3 * flops["forward"]
+    assert flops["train_step"] == flops["forward_backward"] + accounting.optimizer_flops(TINY)
+
+
+@pytest.mark.parametrize("pass_", ["forward", "backward", "forward_backward"])
+def test_attention_flops_are_those_of_torchs_counter(pass_):
+    q, k, v = (torch.randn(3, 40, 16, device="meta", requires_grad=True) for _ in range(3))
+    with FlopCounterMode(display=False) as counter:
+        output = reference_attention(q, k, v, is_causal=True)
+        forward = counter.get_total_flops()
+        output.sum().backward()
+        both = counter.get_total_flops()
+    counted = {"forward": forward, "backward": both - forward, "forward_backward": both}
+    assert accounting.attention_flops(3, 40, 16, pass_) == counted[pass_]
+
+
+# Memory
+
+
+def test_static_bytes_are_those_of_a_training_step():
+    model = build_model(TINY, 16)
+    optimizer = AdamW(model.parameters())
+    run_pass(model, *a_batch(TINY, 2, 16), "train_step", "float32", optimizer)
+    state = [
+        tensor
+        for moments in optimizer.state.values()
+        for tensor in moments.values()
+        if torch.is_tensor(tensor)
+    ]
+    assert accounting.parameter_bytes(TINY) == sum(p.nbytes for p in model.parameters())
+    assert accounting.gradient_bytes(TINY) == sum(p.grad.nbytes for p in model.parameters())
+    assert accounting.optimizer_bytes(TINY) == sum(tensor.nbytes for tensor in state)
+
+
+@settings(max_examples=20)
+@given(
+    config=small_configs,
+    batch_size=st.integers(1, 3),
+    context_length=st.integers(2, 24),
+    dtype=st.sampled_from(sorted(accounting.DTYPE_BYTES)),
+)
+def test_activation_bytes_are_what_autograd_saves(config, batch_size, context_length, dtype):
+    model = build_model(config, context_length)
+    batch = a_batch(config, batch_size, context_length)
+    with saved_bytes(*batch, *model.parameters(), *model.buffers()) as saved, autocast(dtype):
+        cross_entropy(model(batch[0]), batch[1])
+    assert accounting.activation_bytes(config, batch_size, context_length, dtype) == saved.total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_block_activation_bytes_are_what_one_block_saves(dtype):
+    rope = RotaryEmbedding(32, TINY.d_head)
+    block = TransformerBlock(TINY.d_model, TINY.num_heads, TINY.d_ff, rope)
+    stream = torch.randn(2, 32, TINY.d_model, requires_grad=True)
+    with saved_bytes(*block.parameters(), *block.buffers()) as saved, autocast(dtype):
+        block(stream)
+    assert sum(accounting.block_activation_breakdown(TINY, 2, 32, dtype).values()) == saved.total
+
+
+def measured_peak(
+    config: ModelConfig, batch_size: int, context_length: int, pass_: str, dtype: str, plan=checkpointing.none
+) -> int:
+    """Peak of the second step, on fake tensors: the real operations in their order, without the numbers."""
+    with FakeTensorMode():
+        model = build_model(config, context_length)
+        batch = a_batch(config, batch_size, context_length)
+        optimizer = AdamW(model.parameters())
+        with LiveBytes(*batch, *model.parameters(), *model.buffers()) as memory:
+            for _ in range(2 if pass_ == "train_step" else 1):
+                run_pass(model, *batch, pass_, dtype, optimizer, plan)
+    return memory.peak
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pass_", ["forward", "forward_backward", "train_step"])
+@pytest.mark.parametrize(
+    ("size", "batch_size", "context_length", "vocab_size"),
+    [
+        ("small", 4, 16, 10_000),
+        ("small", 400, 16, 100),
+        ("xl", 4, 512, 10_000),
+        ("10B", 4, 128, 10_000),
+        ("10B", 4, 2048, 10_000),
+    ],
+)
+def test_peak_bytes_are_what_lives_at_once(size, batch_size, context_length, vocab_size, pass_, dtype):
+    # A first and a last layer; those between them add what a whole model below adds.
+    config = dataclasses.replace(model_size(size, 2026), num_layers=2, vocab_size=vocab_size)
+    run = (config, batch_size, context_length, pass_, dtype)
+    assert accounting.peak_bytes(*run) == pytest.approx(measured_peak(*run), rel=0.005)
+
+
+def test_peak_bytes_of_a_whole_model():
+    config = model_size("medium")
+    peak = measured_peak(config, 4, 512, "forward_backward", "float32")
+    assert accounting.peak_bytes(config, 4, 512, "forward_backward") == pytest.approx(peak, rel=0.001)
+
+
+PLANS = {
+    "every 1": lambda blocks: checkpointing.every_k(blocks, 1),
+    "every 2": lambda blocks: checkpointing.every_k(blocks, 2),
+    "recursive": checkpointing.recursive,
+    "from start": checkpointing.from_start,
+    "uneven": lambda blocks: (blocks[0], tuple(blocks[1:3]), (tuple(blocks[3:5]), blocks[5])),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(("size", "context_length"), [("small", 256), ("small", 16), ("xl", 2048)])
+def test_peak_bytes_with_checkpoints_are_what_lives_at_once(size, context_length, plan, dtype):
+    config = dataclasses.replace(model_size(size, 2026), num_layers=6)
+    run = (config, 4, context_length, "forward_backward", dtype)
+    expected = accounting.peak_bytes(*run, plan=plan(range(6)))
+    assert expected == pytest.approx(measured_peak(*run, plan=plan), rel=0.002)
+
+
+def test_half_a_block_at_a_time_needs_no_less_than_a_block():
+    """The peak is in the softmax of attention; there a whole block has let go of its feed-forward half."""
+    config = dataclasses.replace(model_size("xl", 2026), num_layers=3)
+    run = (config, 4, 2048, "forward_backward", "bfloat16")
+    halves, whole = (measured_peak(*run, plan=plan) for plan in (checkpointing.half_blocks, PLANS["every 1"]))
+    assert halves == pytest.approx(whole, rel=1e-3)
+
+
+def test_a_plan_of_another_model_is_refused():
+    with pytest.raises(ValueError, match=r"the plan has 3 blocks, and the model \d+"):
+        accounting.peak_bytes(TINY, 1, 8, "forward_backward", plan=checkpointing.every_k(range(3), 1))
+
+
+def test_the_peak_is_where_the_shape_says():
+    def moment(config, context_length, pass_):
+        moments = accounting.peak_moments(config, 4, context_length, pass_)
+        return max(moments, key=moments.get)
+
+    ten_billion = model_size("10B", 2026)
+    assert moment(ten_billion, 16, "train_step") == "optimizer"
+    assert moment(ten_billion, 16, "forward_backward") == "embedding"
+    assert moment(ten_billion, 2048, "train_step") == "softmax, last block"
+    small = model_size("small")
+    assert moment(small, 256, "forward_backward") == "loss"
+    assert moment(small, 64, "forward") == "output head"
+    few_words = dataclasses.replace(small, vocab_size=100)
+    assert moment(few_words, 64, "forward") == "feed-forward"
+    assert moment(few_words, 64, "forward_backward") == "feed-forward, first block"
+
+
+@pytest.mark.parametrize("pass_", accounting.PASSES)
+@pytest.mark.parametrize("dtype", accounting.DTYPE_BYTES)
+@given(config=small_configs, context_length=st.integers(1, 99))
+@settings(max_examples=10)
+def test_peak_never_falls_with_the_context_and_holds_the_parameters(pass_, dtype, config, context_length):
+    shorter, longer = (
+        accounting.peak_bytes(config, 2, length, pass_, dtype)
+        for length in (context_length, context_length + 1)
+    )
+    assert accounting.parameter_bytes(config) < shorter <= longer
+
+
+# Attention alone
+
+
+def an_attention_problem(batch_size: int, context_length: int, d_head: int, dtype: str):
+    tensor_type = AUTOCAST_TYPES.get(dtype, torch.float32)
+    shape = (batch_size, context_length, d_head)
+    return tuple(torch.randn(shape, dtype=tensor_type, requires_grad=True) for _ in range(3))
+
+
+@settings(max_examples=25)
+@given(
+    batch_size=st.integers(1, 4),
+    context_length=st.integers(2, 40),
+    d_head=st.integers(1, 24),
+    dtype=st.sampled_from(sorted(accounting.DTYPE_BYTES)),
+    is_causal=st.booleans(),
+)
+def test_attention_saved_bytes_are_what_autograd_saves(batch_size, context_length, d_head, dtype, is_causal):
+    q, k, v = an_attention_problem(batch_size, context_length, d_head, dtype)
+    with saved_bytes() as saved:
+        reference_attention(q, k, v, is_causal)
+    expected = accounting.attention_saved_bytes(batch_size, context_length, d_head, dtype, is_causal)
+    assert expected == saved.total
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pass_", ["forward", "forward_backward"])
+@pytest.mark.parametrize(("context_length", "d_head"), [(256, 128), (1024, 16), (16384, 64)])
+def test_attention_peak_bytes_are_what_lives_at_once(context_length, d_head, pass_, dtype, is_causal):
+    with FakeTensorMode():
+        q, k, v = an_attention_problem(8, context_length, d_head, dtype)
+        output_gradient = torch.randn_like(q, requires_grad=False)
+        inputs = (q, k, v, output_gradient) if pass_ == "forward_backward" else (q, k, v)
+        with LiveBytes(*inputs) as memory, torch.set_grad_enabled(pass_ != "forward"):
+            output = reference_attention(q, k, v, is_causal)
+            if pass_ == "forward_backward":
+                output.backward(output_gradient)
+    expected = accounting.attention_peak_bytes(8, context_length, d_head, pass_, dtype, is_causal)
+    assert expected == pytest.approx(memory.peak, rel=0.005)
+
+
+# Time
+
+
+@given(flops=st.floats(0, 1e18), bytes_moved=st.floats(0, 1e15), factor=st.floats(1, 100))
+def test_roofline_is_the_slower_of_two_clocks(flops, bytes_moved, factor):
+    seconds = accounting.roofline_seconds(flops, bytes_moved, matmul_tflops=500, copy_gbps=4000)
+    assert seconds == max(flops / 500e12, bytes_moved / 4000e9)
+    faster = accounting.roofline_seconds(flops, bytes_moved, 500 * factor, 4000 * factor)
+    assert faster == pytest.approx(seconds / factor)
+
+
+def test_a_step_at_the_roofline_is_fully_utilised():
+    flops = accounting.forward_flops(model_size("large"), 4, 512)
+    seconds = accounting.roofline_seconds(flops, 0, matmul_tflops=600, copy_gbps=4000)
+    assert accounting.utilisation(flops, seconds, 600) == pytest.approx(1)
+    assert accounting.utilisation(flops, 2 * seconds, 600) == pytest.approx(0.5)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: accounting.forward_flops(TINY, 0, 16), "batch_size must be a positive integer; got 0"),
+        (
+            lambda: accounting.forward_flops(TINY, 1, 1.5),
+            "context_length must be a positive integer; got 1.5",
+        ),
+        (
+            lambda: accounting.activation_bytes(TINY, 1, -1),
+            "context_length must be a positive integer; got -1",
+        ),
+        (
+            lambda: accounting.activation_bytes(TINY, 1, 8, "fp8"),
+            "dtype 'fp8' is unknown; allowed: float32, tf32",
+        ),
+        (
+            lambda: accounting.peak_bytes(TINY, 1, 8, "sideways"),
+            "pass 'sideways' is unknown; allowed: forward, ",
+        ),
+        (
+            lambda: accounting.step_flops(TINY, 1, 8, "step"),
+            "pass 'step' is unknown; allowed: forward, backward",
+        ),
+        (lambda: accounting.attention_saved_bytes(1, 8, 0), "d_head must be a positive integer; got 0"),
+        (lambda: accounting.attention_flops(1, 8, 4, "train_step"), "attention alone has no train_step"),
+        (lambda: accounting.roofline_seconds(1, 1, 0, 1), "matmul_tflops must be a positive number; got 0"),
+        (
+            lambda: accounting.roofline_seconds(1, 1, 1, float("nan")),
+            "copy_gbps must be a positive number; got nan",
+        ),
+        (lambda: accounting.utilisation(1, 0, 1), "seconds must be a positive number; got 0"),
+    ],
+)
+def test_refusals_name_what_is_allowed(call, message):
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is compared below, in full characters
+        call()
+    assert str(refusal.value).startswith(message)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pass_", ["forward", "forward_backward", "train_step"])
+def test_peak_bytes_are_what_the_allocator_saw(pass_, dtype):
+    config = model_size("small")
+    release_memory("cuda")  # workspaces of other tests' threads
+    model = build_model(config, 512, device="cuda")
+    batch = a_batch(config, 4, 512, "cuda")
+    optimizer = AdamW(model.parameters())
+    run_pass(model, *batch, pass_, dtype, optimizer)
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    run_pass(model, *batch, pass_, dtype, optimizer)
+    measured = torch.cuda.memory_stats()["requested_bytes.all.peak"]  # before it rounds sizes up
+    expected = accounting.peak_bytes(config, 4, 512, pass_, dtype)
+    # Beyond the tensors: a workspace of cuBLAS for each of two threads, 32 MiB on Hopper.
+    assert expected <= measured <= 1.002 * expected + 2 * 32 * 2**20

@@ -1,0 +1,44 @@
+"""Benchmarks of the weighted sum: rows that can be saved, names that are checked, and equal results."""
+
+import pytest
+import torch
+
+from cs336_systems.measure.rows import load_rows, save_rows
+
+pytest.importorskip("triton")
+from cs336_systems.bench.weighted_sum_bench import IMPLEMENTATIONS, sweep_weighted_sum
+
+
+def test_rows_of_every_pass_and_size():
+    names = ["eager", "matmul", "triton", "triton_descriptor"]
+    for rows in sweep_weighted_sum(num_rows=[8, 16], d_model=64, implementations=names):
+        save_rows(rows, "weighted_sum", machine="test")
+    frame = load_rows("weighted_sum", "test")
+    assert len(frame) == 16
+    skipped = frame[frame["status"] == "skipped"]
+    assert set(skipped["implementation"]) == {"triton_descriptor"}
+    assert set(skipped["pass"]) == {"backward"}
+    assert (frame.loc[frame["status"] == "ok", "p50_ms"] > 0).all()
+
+
+def test_unknown_names():
+    with pytest.raises(ValueError, match="implementation 'numpy' is unknown; allowed: eager"):
+        next(sweep_weighted_sum(num_rows=[8], d_model=8, implementations=["numpy"]))
+    with pytest.raises(ValueError, match="pass 'train_step' is unknown"):
+        next(sweep_weighted_sum(num_rows=[8], d_model=8, passes=["train_step"]))
+
+
+def test_all_compute_the_same():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, weight = torch.randn(9, 64, device=device), torch.randn(64, device=device)
+    for function in IMPLEMENTATIONS.values():
+        torch.testing.assert_close(function(x, weight), x @ weight, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_cold_cache_on_a_gpu():
+    """64 MiB fit a cache of 50 MB in part; from memory they take their bytes over its bandwidth."""
+    sweep = sweep_weighted_sum(num_rows=[2**14], d_model=1024, implementations=["triton", "compiled"])
+    for rows in sweep:
+        assert [row["status"] for row in rows] == ["ok", "ok"]
+        assert rows[0]["p50_ms"] > 4 * 2**24 / 8e12 * 1e3

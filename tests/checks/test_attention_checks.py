@@ -1,0 +1,119 @@
+"""check_attention accepts what is right, and names what is wrong with the mistakes that people make."""
+
+import math
+
+import pytest
+import torch
+
+from cs336_systems.attention.plain import causal_mask, reference_attention
+from cs336_systems.checks.attention_checks import (
+    BASIC,
+    EVERYTHING,
+    AttentionCase,
+    check_attention,
+    check_logsumexp,
+)
+
+
+def visible(scores):
+    return causal_mask(*scores.shape[-2:], device=scores.device)
+
+
+def mixed_batch(q, k, v, is_causal):
+    """Batch and queries flattened together: every sequence sees the keys of the first."""
+    return reference_attention(q, k[:1].expand_as(k), v[:1].expand_as(v), is_causal)
+
+
+def mask_of_the_wrong_side(q, k, v, is_causal):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if is_causal:
+        scores = scores.masked_fill(~visible(scores).mT, -1e4)
+    return scores.softmax(-1) @ v
+
+
+def without_a_maximum(q, k, v, is_causal):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    p = scores.masked_fill(~visible(scores), -math.inf).exp() if is_causal else scores.exp()
+    return p / p.sum(-1, keepdim=True) @ v
+
+
+def without_the_scale(q, k, v, is_causal):
+    return reference_attention(q * math.sqrt(q.shape[-1]), k, v, is_causal)
+
+
+def in_float16(q, k, v, is_causal):
+    return reference_attention(q.half(), k.half(), v.half(), is_causal).to(q.dtype)
+
+
+def without_a_gradient_for_k(q, k, v, is_causal):
+    return reference_attention(q, k.detach(), v, is_causal)
+
+
+def of_another_shape(q, k, v, is_causal):
+    return reference_attention(q, k, v, is_causal).mT
+
+
+def of_another_dtype(q, k, v, is_causal):
+    return reference_attention(q, k, v, is_causal).double()
+
+
+def last_query_forgotten(q, k, v, is_causal):
+    output = reference_attention(q, k, v, is_causal)
+    return torch.cat([output[..., :-1, :], torch.zeros_like(output[..., -1:, :])], -2)
+
+
+def test_accepts_what_is_right():
+    table = check_attention(reference_attention)
+    assert len(table) == 4 * len(BASIC)
+    assert set(table.tensor) == {"O", "dQ", "dK", "dV"}
+    assert (table.ratio <= 2).all()
+    assert len(check_attention(reference_attention, cases=EVERYTHING, backward=False)) == len(EVERYTHING)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (mixed_batch, "O of case 'full'.*batch and queries flattened together"),
+        (mask_of_the_wrong_side, "O of case 'causal'"),
+        (without_a_maximum, "O of case 'large scores'.*not finite"),
+        (without_the_scale, "O of case 'full'"),
+        (in_float16, "O of case 'full'.*allowed"),
+        (without_a_gradient_for_k, "dK of case 'full' is missing"),
+        (of_another_shape, r"shape \(3, 64, 128\); wanted: \(3, 128, 64\)"),
+        (of_another_dtype, "dtype torch.float64; wanted: torch.float32"),
+        (last_query_forgotten, "O of case 'full'"),
+    ],
+)
+def test_names_what_is_wrong(wrong, message):
+    with pytest.raises(AssertionError, match=message):
+        check_attention(wrong)
+
+
+def test_same_seed_same_numbers():
+    case = [AttentionCase("small", n_queries=16, n_keys=16, d=8)]
+    first, second = (check_attention(reference_attention, cases=case, seed=7) for _ in range(2))
+    assert first.equals(second)
+
+
+class SavesLogsumexp(torch.autograd.Function):
+    base = 1.0  # of the logarithm that is saved: 1 for the natural one
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal):
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        scores = scores.masked_fill(~visible(scores), -math.inf)
+        ctx.save_for_backward(q, k, v, scores.logsumexp(-1) * SavesLogsumexp.base)
+        return scores.softmax(-1) @ v
+
+    @staticmethod
+    def backward(ctx, do):
+        raise NotImplementedError
+
+
+def test_logsumexp_is_natural_and_alone(monkeypatch):
+    check_logsumexp(SavesLogsumexp.apply)
+    monkeypatch.setattr(SavesLogsumexp, "base", math.log2(math.e))
+    with pytest.raises(AssertionError, match="natural logarithm"):
+        check_logsumexp(SavesLogsumexp.apply)
+    with pytest.raises(AssertionError, match="0 saved tensors have shape"):
+        check_logsumexp(reference_attention)

@@ -1,0 +1,319 @@
+"""Memory histories: synthetic snapshots of the CUDA allocator, a real step on this CPU, and damaged files."""
+
+import pickle
+
+import pandas as pd
+import pytest
+import torch
+
+from cs336_systems import accounting
+from cs336_systems.configs import model_size
+from cs336_systems.measure import memory_recording as memory
+from cs336_systems.measure.allocations import (
+    CATEGORIES,
+    MIB,
+    largest_allocations,
+    stage_peaks,
+    timeline,
+    timeline_of_rows,
+    timeline_rows,
+)
+from cs336_systems.measure.memory_recording import (
+    code_of,
+    load_snapshot,
+    read_memory_trace,
+    read_snapshot,
+    record_memory,
+    save_viewer,
+)
+from cs336_systems.measure.model_steps import ModelSteps
+from cs336_systems.measure.profile import ProfileError
+from cs336_systems.measure.rows import load_rows, save_rows
+from cs336_systems.model import build_model
+
+PARAMETER, STATE, INPUT, SAVED, SCRATCH, GRADIENT = (0x1000 * n for n in range(1, 7))
+LINE = {"filename": "/home/me/cs336/lib/cs336_systems/model.py", "line": 90, "name": "forward"}
+TORCH = {
+    "filename": "/usr/lib/python3/site-packages/torch/nn/modules/module.py",
+    "line": 1,
+    "name": "_call_impl",
+}
+
+
+def change(action: str, address: int, mib: int, time_us: int, *frames: dict) -> dict:
+    return {"action": action, "addr": address, "size": mib * MIB, "time_us": time_us, "frames": list(frames)}
+
+
+def annotation(stage: str, name: str, time_us: int) -> dict:
+    return {"stage": stage, "name": name, "time_us": time_us, "device": 0}
+
+
+def a_snapshot() -> dict:
+    """A step of 100 us: 8 MiB of parameters, 16 of optimizer state, 1 of input, 4 saved for backward."""
+    blocks = [(PARAMETER, 8), (STATE, 16), (INPUT, 1), (GRADIENT, 8)]
+    return {
+        "segments": [
+            {
+                "device": 0,
+                "address": 0x1000,
+                "blocks": [
+                    {
+                        "address": address,
+                        "size": mib * MIB,
+                        "requested_size": mib * MIB,
+                        "state": "active_allocated",
+                    }
+                    for address, mib in blocks
+                ]
+                + [{"address": SAVED, "requested_size": 0, "state": "inactive"}],
+            }
+        ],
+        "device_traces": [
+            [
+                {"action": "segment_alloc", "addr": SAVED, "size": 20 * MIB, "time_us": 1009, "frames": []},
+                change("alloc", SAVED, 4, 1010, TORCH, LINE, LINE | {"line": 200}),
+                change("alloc", SCRATCH, 2, 1020, LINE | {"line": 91}),
+                change("free_requested", SCRATCH, 2, 1025),
+                change("free_completed", SCRATCH, 2, 1025),
+                change("alloc", GRADIENT, 8, 1050, TORCH),
+                change("alloc", SCRATCH, 3, 1055),
+                change("free_requested", SCRATCH, 3, 1058),
+                change("free_requested", SAVED, 4, 1060),
+                change("free_completed", SAVED, 4, 1060),
+                change("alloc", SCRATCH, 8, 1080),
+                change("free_requested", SCRATCH, 8, 1085),
+                {"action": "snapshot", "addr": 0, "size": 0, "time_us": 1100},
+            ]
+        ],
+        "external_annotations": [
+            annotation("START", "forward", 1005),
+            annotation("START", "layers.0", 1008),
+            annotation("END", "layers.0", 1030),
+            annotation("END", "forward", 1035),
+            annotation("START", "backward", 1040),
+            annotation("END", "backward", 1070),
+            annotation("START", "optimizer", 1075),
+            annotation("START", "Optimizer.step#AdamW.step", 1076),
+            annotation("END", "Optimizer.step#AdamW.step", 1089),
+            annotation("END", "optimizer", 1090),
+        ],
+    }
+
+
+BEFORE = {PARAMETER: ("parameters", 8 * MIB), STATE: ("optimizer state", 16 * MIB)}
+AFTER = BEFORE | {GRADIENT: ("gradients", 8 * MIB)}
+
+
+@pytest.fixture
+def history():
+    return read_snapshot(a_snapshot(), BEFORE, AFTER)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A tiny model after one step, and the memory history of its second."""
+    config = model_size("tiny")
+    steps = ModelSteps(build_model(config, 32), 2, 32)
+    steps.train_step()
+    stem = tmp_path_factory.mktemp("memory") / "step"
+    return steps, record_memory(steps, "train_step", stem), stem
+
+
+def test_every_allocation_has_a_category(history):
+    found = history.allocations.set_index("size_bytes").category
+    assert {size // MIB: found[size] for size in (4 * MIB, 16 * MIB, MIB, 2 * MIB, 3 * MIB)} == {
+        4: "activations",
+        16: "optimizer state",
+        1: "other",
+        2: "temporary",
+        3: "temporary",
+    }
+    assert sorted(found[8 * MIB]) == ["gradients", "parameters", "temporary"]
+
+
+def test_ranges_and_lines(history):
+    saved = history.allocations.query("category == 'activations'").iloc[0]
+    assert saved["range"] == "forward/layers.0"
+    assert saved.code == "model.py:90 forward", "the innermost line of ours"
+    assert set(history.allocations.query("category == 'gradients'")["range"]) == {"backward"}
+    assert history.stages.name.tolist() == ["forward", "backward", "optimizer"]
+
+
+def test_timeline_adds_up(history):
+    held = timeline(history).set_index("at_ms")
+    stages = held.pop("stage")
+    assert stages.tolist() == ["forward"] * 4 + ["backward"] * 4 + ["optimizer"] * 2
+    assert list(held.columns) == list(CATEGORIES)
+    assert held.loc[0.0].to_dict() == {
+        **dict.fromkeys(CATEGORIES, 0.0),
+        "parameters": 8,
+        "optimizer state": 16,
+        "other": 1,
+    }
+    assert held.sum(axis=1).tolist() == [25, 29, 31, 29, 37, 40, 37, 33, 41, 33]
+    assert held.index[-1] == pytest.approx(0.080)
+
+
+def test_fewer_points_keep_every_peak(history):
+    few = timeline(history, points=3)
+    assert len(few) <= 3
+    assert few[list(CATEGORIES)].sum(axis=1).max() == 41
+
+
+def test_a_timeline_is_rows_and_back(history, tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    held = timeline(history)
+    path = save_rows(timeline_rows(held, {"model_size": "tiny"}), "memory_profiling", table="timeline")
+    rows = load_rows("memory_profiling", path.parent.parent.name, table="timeline")
+    pd.testing.assert_frame_equal(timeline_of_rows(rows), held, check_dtype=False)
+
+
+def test_a_timeline_has_no_rows_where_nothing_changes(history):
+    rows = pd.DataFrame(timeline_rows(timeline(history), {}))
+    assert (rows.category == "parameters").sum() == 2, "the beginning and the end"
+
+
+def test_peak_of_each_stage(history):
+    peaks = stage_peaks(history).set_index("stage")
+    assert peaks.total.to_dict() == {"forward": 31, "backward": 40, "optimizer": 41}
+    assert peaks.activations.to_dict() == {"forward": 4, "backward": 4, "optimizer": 0}
+
+
+def test_largest_allocations_group_layers(history):
+    top = largest_allocations(history, 3)
+    assert top.size_mib.tolist() == [8, 8, 4]
+    assert top["range"].tolist()[-1] == "forward/layers.*"
+    assert top.times.tolist() == [1, 1, 1]
+
+
+def test_memory_freed_in_the_step_but_older_than_it():
+    snapshot = a_snapshot()
+    snapshot["device_traces"][0].insert(0, change("free_requested", 0x9000, 5, 1006))
+    first = timeline(read_snapshot(snapshot, BEFORE, AFTER)).iloc[0]
+    assert first.other == 6
+    named = read_snapshot(snapshot, BEFORE | {0x9000: ("gradients", 5 * MIB)}, AFTER)
+    assert timeline(named).iloc[0].gradients == 5
+
+
+def test_code_of_backward_is_unknown():
+    assert code_of([TORCH]) == ""
+    assert code_of([]) == ""
+    assert code_of([LINE | {"filename": "C:\\lib\\cs336_systems\\attention\\reference.py"}]) == (
+        "attention/reference.py:90 forward"
+    )
+    assert (
+        code_of([LINE | {"filename": "/lib/cs336_systems/measure/steps.py"}, LINE]) == "model.py:90 forward"
+    )
+
+
+def test_a_real_step_keeps_what_accounting_says(trained):
+    """Parameters, gradients and state exactly; activations to the few hundred bytes of scalars."""
+    steps, history, _ = trained
+    held = history.allocations.groupby("category").size_bytes.sum()
+    parameters = sum(parameter.nbytes for parameter in steps.model.parameters())
+    buffers = sum(buffer.nbytes for buffer in steps.model.buffers())
+    assert held["parameters"] == parameters + buffers
+    assert held["optimizer state"] == 2 * parameters
+    assert held["gradients"] == pytest.approx(parameters, rel=0.06), (
+        "a gradient may be a view of a larger buffer"
+    )
+    assert held["activations"] == pytest.approx(
+        accounting.activation_bytes(model_size("tiny"), 2, 32), abs=512
+    )
+
+
+def test_a_real_step_has_stages_and_ranges(trained):
+    _, history, _ = trained
+    assert history.stages.name.tolist() == ["forward", "backward", "optimizer"]
+    peaks = stage_peaks(history).set_index("stage")
+    assert peaks.total.idxmax() == "backward"
+    assert peaks.activations["optimizer"] == 0
+    assert "forward/layers.*/attn/attention/softmax" in set(largest_allocations(history, 30)["range"])
+
+
+def test_inference_leaves_no_activations(trained, tmp_path):
+    steps, *_ = trained
+    history = record_memory(steps, "forward", tmp_path / "forward")
+    assert "activations" not in set(history.allocations.category)
+    assert history.stages.name.tolist() == ["forward"]
+
+
+def test_the_saved_trace_reads_back(trained):
+    _, history, stem = trained
+    again = read_memory_trace(stem.with_name("step.json.gz"))
+    made = history.allocations.start_us > -1
+    assert again.allocations.size_bytes.sum() == history.allocations[made].size_bytes.sum()
+
+
+def test_on_cuda_the_snapshot_is_kept(trained, tmp_path, monkeypatch):
+    """The CUDA path without CUDA: what it is told, what it saves, and that recording always ends."""
+    steps, *_ = trained
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", a_snapshot)
+    monkeypatch.setattr(steps, "device", torch.device("cuda"))
+    monkeypatch.setattr(steps, "train_step", lambda: None)
+    history = record_memory(steps, "train_step", tmp_path / "deep" / "step")
+    assert history.stages.name.tolist() == ["forward", "backward", "optimizer"]
+    assert calls[0]["global_record_annotations"]
+    assert calls[-1] == {"enabled": None}
+    assert load_snapshot(tmp_path / "deep" / "step.pickle") == a_snapshot()
+
+    monkeypatch.setattr(steps, "train_step", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        record_memory(steps, "train_step", tmp_path / "step")
+    assert calls[-1] == {"enabled": None}
+
+
+def test_torchs_own_viewer(tmp_path):
+    page = save_viewer(a_snapshot(), tmp_path / "viewer.html").read_text()
+    assert "MemoryViz" in page
+
+
+@pytest.mark.gpu
+def test_the_history_agrees_with_the_allocator(tmp_path):
+    """The peak of our timeline is what was asked of the allocator; in its blocks it is a little more."""
+    steps = ModelSteps(build_model(model_size("small"), 256, device="cuda"), 4, 256)
+    steps.train_step()
+    torch.cuda.reset_peak_memory_stats()
+    history = record_memory(steps, "train_step", tmp_path / "step")
+    peaks = stage_peaks(history).set_index("stage")
+    requested = torch.cuda.memory_stats()["requested_bytes.all.peak"] / MIB
+    assert peaks.total.max() == pytest.approx(requested, rel=1e-4)
+    assert requested <= torch.cuda.max_memory_allocated() / MIB <= 1.05 * requested
+    assert peaks.index.tolist() == ["forward", "backward", "optimizer"]
+    activations = history.allocations.query("category == 'activations'").size_bytes.sum()
+    assert activations == pytest.approx(accounting.activation_bytes(model_size("small"), 4, 256), rel=0.02)
+    assert largest_allocations(history).code.str.contains(r"\.py:\d+ ").any()
+
+
+def test_files_that_are_no_snapshot(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no snapshot .*none\.pickle; make one with"):
+        load_snapshot(tmp_path / "none.pickle")
+    whole = pickle.dumps(a_snapshot())
+    for name, content in {"cut": whole[:400], "text": b"kernel,calls", "empty": b""}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ProfileError, match=f"{name} is cut off or no snapshot .*; record it again"):
+            load_snapshot(tmp_path / name)
+    (tmp_path / "other").write_bytes(pickle.dumps([1, 2]))
+    with pytest.raises(ProfileError, match="other is a pickle, but no memory snapshot"):
+        load_snapshot(tmp_path / "other")
+
+
+def test_snapshots_without_history_or_ranges():
+    with pytest.raises(ProfileError, match="no history of GPU 1; record one with"):
+        read_snapshot(a_snapshot(), device=1)
+    with pytest.raises(ProfileError, match="the recording has no ranges"):
+        read_snapshot(a_snapshot() | {"external_annotations": []})
+
+
+def test_trace_without_memory_events(trained, tmp_path):
+    (tmp_path / "t.json").write_text('{"traceEvents": []}')
+    with pytest.raises(ProfileError, match=r"t\.json has no memory events; record it with_memory"):
+        read_memory_trace(tmp_path / "t.json")
+
+
+def test_recording_refuses_what_is_no_pass(trained, tmp_path):
+    with pytest.raises(ValueError, match="pass 'eval' is unknown; allowed: forward"):
+        memory.record_memory(trained[0], "eval", tmp_path / "x")

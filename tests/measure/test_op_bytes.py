@@ -1,0 +1,110 @@
+"""Operations as eager PyTorch runs them: their bytes, their floating-point operations, their least time."""
+
+import pytest
+import torch
+
+from cs336_systems import accounting, configs
+from cs336_systems.attention.plain import reference_attention
+from cs336_systems.functional import cross_entropy
+from cs336_systems.measure.op_bytes import Operation, one_by_one_ms, operations
+from cs336_systems.model import build_model
+
+FLOAT = 4
+
+
+def only(function) -> Operation:
+    (operation,) = operations(function)
+    return operation
+
+
+@pytest.fixture
+def x():
+    return torch.empty(30, 20, device="meta")
+
+
+def test_an_elementwise_operation_reads_and_writes_once(x):
+    assert only(lambda: x + x.new_empty(30, 20)) == Operation("add", 0, 3 * FLOAT * 600)
+
+
+def test_what_is_broadcast_is_read_at_its_own_size(x):
+    column = torch.empty(30, 1, device="meta")
+    assert only(lambda: x * column).bytes_moved == FLOAT * (600 + 30 + 600)
+    assert only(lambda: x * column.expand(30, 20)).bytes_moved == FLOAT * (600 + 30 + 600)
+
+
+def test_a_tensor_given_twice_is_read_once(x):
+    assert only(lambda: x * x).bytes_moved == 2 * FLOAT * 600
+
+
+def test_halves_of_one_tensor_are_both_read(x):
+    assert only(lambda: x[:, :10] + x[:, 10:]).bytes_moved == FLOAT * (600 + 300)
+
+
+def test_views_and_empty_tensors_move_nothing(x):
+    assert operations(lambda: x.view(600).unsqueeze(0).expand(2, 600)) == []
+    assert operations(lambda: torch.empty_like(x)) == []
+
+
+def test_in_place_reads_what_it_changes_and_not_what_it_replaces(x):
+    assert only(lambda: x.mul_(2)).bytes_moved == 2 * FLOAT * 600
+    assert only(lambda: x.zero_()).bytes_moved == FLOAT * 600
+    assert only(lambda: x.copy_(torch.empty(30, 20, device="meta"))).bytes_moved == 2 * FLOAT * 600
+
+
+def test_looking_up_rows_reads_only_those(x):
+    rows = torch.empty(5, dtype=torch.long, device="meta")
+    assert only(lambda: x[rows]).bytes_moved == 2 * FLOAT * 5 * 20
+
+
+def test_a_matrix_product_counts_its_operations(x):
+    assert only(lambda: x @ x.T) == Operation("mm", 2 * 30 * 20 * 30, FLOAT * (600 + 900))
+
+
+@pytest.mark.parametrize(("context_length", "d_head"), [(64, 16), (256, 128)])
+def test_closed_form_of_attention_is_what_eager_attention_moves(context_length, d_head):
+    shape = (8, context_length, d_head)
+    q, k, v, gradient = (torch.empty(shape, device="meta", requires_grad=True) for _ in range(4))
+    output = reference_attention(q, k, v)
+    runs = {
+        "forward": lambda: reference_attention(q, k, v),
+        "backward": lambda: output.backward(gradient.detach()),
+    }
+    for pass_, run in runs.items():
+        counted = operations(run)
+        moved = sum(one.bytes_moved for one in counted)
+        assert moved == accounting.attention_traffic_bytes(*shape, pass_)
+        assert sum(one.flops for one in counted) == accounting.attention_flops(*shape, pass_)
+    both = accounting.attention_traffic_bytes(*shape, "forward_backward")
+    assert both == sum(accounting.attention_traffic_bytes(*shape, pass_) for pass_ in runs)
+
+
+def test_operations_of_a_whole_model_have_its_flops():
+    config = configs.model_size("2.7B")
+    model = build_model(config, 128, device="meta")
+    tokens = torch.zeros(2, 128, dtype=torch.long, device="meta")
+    counted = operations(lambda: cross_entropy(model(tokens), tokens).backward())
+    flops = sum(one.flops for one in counted)
+    assert flops == accounting.step_flops(config, 2, 128, "forward_backward")
+
+
+def test_one_by_one_each_operation_waits_for_its_own_bottleneck():
+    counted = [Operation("mm", 8 * 10**9, 1), Operation("add", 0, 3 * 10**6)]
+    assert one_by_one_ms(counted, matmul_tflops=2, copy_gbps=1) == pytest.approx(4 + 3)
+
+
+def test_the_parts_of_a_causal_forward():
+    """The mask adds four trips over the scores, of which one operation hides two, and the mask itself."""
+    shape, context_length = (6, 40, 16), 40
+    parts, trip = accounting.attention_part_bytes(*shape), FLOAT * 6 * 40 * 40
+    whole = accounting.attention_traffic_bytes(*shape)
+    assert sum(parts.values()) == whole + 4 * trip + context_length**2
+    q, k, v = (torch.empty(*shape, device="meta") for _ in range(3))
+    seen = operations(lambda: reference_attention(q, k, v, is_causal=True))
+    of = {name: [one for one in seen if one.name == name] for name in ("bmm", "masked_fill", "div", "exp")}
+    assert [one.bytes_moved for one in of["bmm"]] == [parts["scores"], parts["values"]]
+    assert of["masked_fill"][0].bytes_moved == 2 * trip + context_length**2
+    assert sum(one.bytes_moved for one in seen) > whole + 2 * trip
+
+    flops = accounting.attention_part_flops(*shape)
+    assert flops["scores"] + flops["values"] == accounting.attention_flops(*shape)
+    assert flops["softmax"] == 5 * flops["scale and mask"] == 5 * trip / FLOAT

@@ -1,0 +1,99 @@
+"""Bytes saved for backward, tensor by tensor."""
+
+import pytest
+import torch
+from torch import nn
+
+from cs336_systems import accounting
+from cs336_systems.configs import model_size
+from cs336_systems.measure.saved_tensors import contributors, gradient_bytes, saved_for_backward
+from cs336_systems.model import build_model
+
+BATCH, CONTEXT = 2, 16
+CONFIG = model_size("tiny")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build_model(CONFIG, CONTEXT)
+
+
+@pytest.fixture
+def x():
+    return torch.randn(BATCH, CONTEXT, CONFIG.d_model, requires_grad=True)
+
+
+def test_shared_storages_count_once_and_parameters_never():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return x.exp() + (x @ self.weight) * (x.view(2, 4, 8) @ self.weight).view(8, 8)
+
+    saved = saved_for_backward(Twice(), torch.randn(8, 8, requires_grad=True))
+    # x is saved by both products; exp and the product of products save their results and operands.
+    assert saved.size_bytes.tolist() == [256] * 4
+    assert saved.is_input.sum() == 1
+    assert set(saved.operation) == {"exp", "matmul", "mul"}
+
+
+def test_a_view_counts_as_the_storage_it_keeps_alive():
+    saved = saved_for_backward(nn.Tanh(), torch.randn(4))
+    assert saved.empty, "nothing requires a gradient, nothing is saved"
+    x = torch.randn(100, requires_grad=True)
+    assert saved_for_backward(Sliced(), x).size_bytes.tolist() == [400]
+
+
+class Sliced(nn.Module):
+    def forward(self, x):
+        return x[:2].sin()
+
+
+def test_a_block_and_its_largest_contributors(model, x):
+    saved = saved_for_backward(model.layers[0], x)
+    scores = BATCH * CONFIG.num_heads * CONTEXT**2 * 4
+    attention = saved[
+        saved.code.str.startswith(("attention/reference", "functional")) & (saved.module == "attn")
+    ]
+    assert attention.size_bytes.max() == scores
+    assert set(saved.module) >= {"ln1", "attn", "attn.q_proj", "ffn", "ffn.w2"}
+    assert not saved.module.str.startswith("layers").any(), "modules are named within the block"
+    assert saved[saved.is_input].size_bytes.tolist() == [x.nbytes]
+    top = contributors(saved)
+    assert top.share.sum() == pytest.approx(1)
+    assert top.size_bytes.is_monotonic_decreasing
+    assert top.size_bytes.sum() == saved.size_bytes.sum()
+
+
+def test_the_whole_model_against_the_closed_form(model):
+    tokens = torch.zeros(BATCH, CONTEXT, dtype=torch.long)
+    saved = saved_for_backward(model, tokens).size_bytes.sum()
+    head = BATCH * CONTEXT * CONFIG.vocab_size * 4  # logits and what the loss saves come after the model
+    assert saved <= accounting.activation_bytes(CONFIG, BATCH, CONTEXT) <= saved + 1.1 * head
+
+
+def test_flash_attention_saves_no_scores(x):
+    block = build_model(CONFIG, CONTEXT, attention_implementation="flash_pytorch").layers[0]
+    saved = saved_for_backward(block, x)
+    flash = saved[saved.code.str.startswith("attention/")]
+    assert len(flash) == 5, "q, k, v, o and one logsumexp"
+    assert BATCH * CONFIG.num_heads * CONTEXT * 4 in set(flash.size_bytes)
+    assert (flash.operation != "").all()
+
+
+def test_sixteen_bits_halve_the_products(model, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        saved = saved_for_backward(model.layers[0], x)
+    products = saved[saved.operation == "linear"]
+    assert set(products.dtype) == {"bfloat16"}
+
+
+def test_gradients_of_a_block(model, x):
+    model.zero_grad(set_to_none=True)
+    assert gradient_bytes(model.layers[0]).empty
+    model.layers[0](x).sum().backward()
+    gradients = gradient_bytes(model.layers[0])
+    assert len(gradients) == 9
+    assert gradients.size_bytes.sum() == sum(p.nbytes for p in model.layers[0].parameters())

@@ -1,0 +1,253 @@
+"""torch.profiler traces: a real one from this CPU, a synthetic one as CUDA writes it, and damaged ones."""
+
+import gzip
+import json
+import platform
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from cs336_systems.measure import torch_trace as trace
+from cs336_systems.measure.profile import ProfileError, kernel_table, range_table
+from cs336_systems.measure.torch_trace import keep_one_step, load_trace, read_trace, record
+from cs336_systems.nvtx import annotate, recording
+
+MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float> >(int)"
+
+
+def event(category: str, name: str, ts: float, dur: float, tid: int = 1, **args) -> dict:
+    return {
+        "ph": "X",
+        "cat": category,
+        "name": name,
+        "pid": 9,
+        "tid": tid,
+        "ts": ts,
+        "dur": dur,
+        "args": args,
+    }
+
+
+def cuda_trace() -> dict:
+    """One step in microseconds; forward launches a kernel and a copy, backward one from another thread."""
+    return {
+        "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}],
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "python"}},
+            event("user_annotation", "measure", 0, 100),
+            event("user_annotation", "forward", 10, 30),
+            event("user_annotation", "Optimizer.step#AdamW.step", 10, 30),
+            event("user_annotation", "backward", 50, 40),
+            event("gpu_user_annotation", "forward", 110, 30, tid=7),
+            event("cpu_op", "aten::mul", 11, 5),
+            event("cuda_runtime", "cudaLaunchKernel", 12.5, 2, correlation=1),
+            event("cuda_runtime", "cudaMemcpyAsync", 20, 2, correlation=2),
+            event("cuda_driver", "cuLaunchKernelEx", 60, 2, tid=2, correlation=3),
+            event("cuda_runtime", "cudaDeviceSynchronize", 91, 8, correlation=4),
+            event("kernel", MUL, 110, 8, tid=7, correlation=1, grid=[4, 2, 1], stream=7),
+            event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 120, 3, tid=7, correlation=2, stream=7),
+            event("kernel", "nvjet_sst_128x64", 160, 20, tid=7, correlation=3, grid=[132, 1, 1], stream=7),
+        ],
+    }
+
+
+@pytest.fixture
+def save(tmp_path):
+    def write(trace: dict) -> Path:
+        path = tmp_path / "trace.json"
+        path.write_text(json.dumps(trace))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def cpu(tmp_path_factory):
+    """Two recorded steps of a small product, and where their trace is."""
+    weight = torch.randn(64, 64, requires_grad=True)
+
+    def run():
+        for _ in range(2):
+            with annotate("measure"):
+                with annotate("forward"):
+                    loss = torch.softmax(weight @ weight.T, -1).mul(2).sum()
+                with annotate("backward"):
+                    loss.backward()
+
+    path = tmp_path_factory.mktemp("trace") / "trace.json.gz"
+    with recording():
+        return record(run, path, device="cpu"), path
+
+
+def test_cuda_kernels_belong_to_the_range_of_their_launch(save):
+    profile = read_trace(save(cuda_trace()))
+    assert (profile.source, profile.machine) == ("torch cuda", "NVIDIA H200")
+    table = kernel_table(profile).set_index("kernel")
+    assert table.range.to_dict() == {
+        "nvjet_sst_128x64": "measure/backward",
+        "vectorized_elementwise[mul]": "measure/forward",
+        "Memcpy HtoD": "measure/forward",
+    }
+    assert table.total_ms.tolist() == pytest.approx([0.020, 0.008, 0.003])
+    assert table.grid["nvjet_sst_128x64"] == "132,1,1"
+    assert table.stream.tolist() == [7, 7, 7]
+    assert table["class"].tolist() == ["matrix product", "elementwise", "copy/cast"]
+    assert range_table(profile).device_busy_ms[0] == pytest.approx(0.031)
+
+
+def test_a_process_numbered_twice_is_one(save):
+    """Inside a container CUPTI may write down the process's number outside of it."""
+    trace = cuda_trace()
+    for e in trace["traceEvents"]:
+        if e.get("cat") in ("cuda_runtime", "cuda_driver"):
+            e["pid"] = 4242
+    assert set(kernel_table(read_trace(save(trace))).range) == {"measure/forward", "measure/backward"}
+
+
+def test_times_keep_nanoseconds(save):
+    """Timestamps are microseconds since the epoch of a clock, as floats."""
+    trace = cuda_trace()
+    for e in trace["traceEvents"]:
+        if "ts" in e:
+            e["ts"] += 4_373_195_132_418.775
+    profile = read_trace(save(trace))
+    first = profile.kernels.iloc[0]
+    assert first.end_ns - first.start_ns == 8000
+    assert first.start_ns - first.launch_ns == pytest.approx(97_500, abs=2)
+
+
+def test_cpu_operators_by_range(cpu):
+    profile, path = cpu
+    assert profile.source == "torch cpu"
+    assert load_trace(path)["recorded_on"] == profile.machine == platform.node()
+    table = kernel_table(profile)
+    assert table.attrs["steps"] == 2
+    calls = table.set_index(["range", "kernel"]).calls
+    assert calls["measure/forward", "aten::mm"] == 1
+    assert calls["measure/backward", "aten::mm"] == 2
+    assert calls["measure/forward", "aten::_softmax"] == 1
+    assert not table.kernel.str.contains("aten::(?:t|transpose|view|empty|expand)$").any()
+    assert set(table.kind) == {"operator"}
+
+
+def test_cpu_time_is_counted_once(cpu):
+    """Operators call operators; own times never add up to more than the range was open."""
+    profile, _ = cpu
+    host = range_table(profile).set_index("range").host_ms["measure"]
+    assert 0 < kernel_table(profile).total_ms.sum() <= host
+
+
+def test_own_time_excludes_what_is_called(save):
+    trace = {
+        "host_name": "laptop",
+        "traceEvents": [
+            event("user_annotation", "measure", 0, 100),
+            event("cpu_op", "aten::sum", 10, 30),
+            event("cpu_op", "aten::fill_", 12, 5),
+            event("cpu_op", "aten::as_strided", 20, 2),
+            event("cpu_op", "aten::mm", 40, 10),  # begins where the other ends: beside it, not inside
+        ],
+    }
+    profile = read_trace(save(trace))
+    assert profile.machine == "laptop"
+    times = kernel_table(profile).set_index("kernel").total_ms
+    assert times.to_dict() == pytest.approx({"aten::sum": 0.023, "aten::mm": 0.010, "aten::fill_": 0.005})
+
+
+def test_the_saved_trace_reads_back(cpu):
+    profile, path = cpu
+    assert kernel_table(read_trace(path)).equals(kernel_table(profile))
+    with gzip.open(path) as file:
+        assert json.load(file)["traceEvents"], "what Perfetto opens"
+
+
+def test_one_step_kept_of_several(save, tmp_path):
+    """The same table as the whole trace's, when its steps are equal; and the same file each time."""
+    whole = cuda_trace()
+    for e in [e for e in cuda_trace()["traceEvents"] if e["ph"] == "X"]:
+        e["ts"] += 1000
+        if "correlation" in e["args"]:
+            e["args"]["correlation"] += 10
+        e["args"] |= {"External id": 7, "registers per thread": 32}
+        whole["traceEvents"].append(e)
+    path, kept = save(whole), tmp_path / "kept" / "step.json.gz"
+    keep_one_step(path, kept)
+    both, last = kernel_table(read_trace(path)), kernel_table(read_trace(kept))
+    assert (both.attrs["steps"], last.attrs["steps"]) == (2, 1)
+    assert last.equals(both)
+    written = kept.read_bytes()
+    keep_one_step(path, kept)
+    assert kept.read_bytes() == written
+    assert b"registers" not in gzip.decompress(written)
+    assert b"process_name" in gzip.decompress(written), "Perfetto names the lanes"
+
+
+def test_no_step_to_keep(save, tmp_path):
+    with pytest.raises(ProfileError, match=r"trace\.json has no range 'epoch'; record it under"):
+        keep_one_step(save(cuda_trace()), tmp_path / "step.json.gz", root="epoch")
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"no trace .*none\.json; make one with measure\.trace\.record"
+    ):
+        read_trace(tmp_path / "none.json")
+
+
+def test_cut_off_file(cpu, tmp_path):
+    _, path = cpu
+    text = gzip.decompress(path.read_bytes())
+    for name, content in {
+        "a.json": text[:5000],
+        "b.json.gz": path.read_bytes()[:3000],
+        "c.json.gz": b"no",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(
+            ProfileError, match=rf"{name[0]}\.json.* is cut off or no trace .*; record it again"
+        ):
+            read_trace(tmp_path / name)
+
+
+@pytest.mark.parametrize("content", [[], {}, {"traceEvents": 3}])
+def test_json_that_is_no_trace(save, content):
+    with pytest.raises(ProfileError, match=r"trace\.json is JSON, but no Chrome trace"):
+        read_trace(save(content))
+
+
+def test_cuda_calls_without_kernels(save):
+    trace = cuda_trace()
+    trace["traceEvents"] = [e for e in trace["traceEvents"] if e.get("cat") not in ("kernel", "gpu_memcpy")]
+    with pytest.raises(
+        ProfileError, match="CUDA calls but no GPU kernels: CUPTI could not record; end other prof"
+    ):
+        read_trace(save(trace))
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_of_torchs(cpu, tmp_path, monkeypatch):
+    """torch 2.11 warns in every profile; what the profiled code warns of gets through."""
+
+    def warning(**options):
+        warnings.warn("Warning: Profiler clears events at the end of each cycle.", stacklevel=2)
+        return profile(**options)
+
+    def run(message):
+        with recording(), annotate("measure"):
+            torch.ones(3) + 1
+        warnings.warn(message, stacklevel=2)
+
+    monkeypatch.setattr(trace, "profile", warning)
+    with pytest.warns(UserWarning, match="mine") as seen:
+        trace.record(lambda: run("mine"), tmp_path / "t.json", device="cpu")
+    assert len(seen) == 1
+
+
+def test_no_ranges_and_no_kernels(tmp_path):
+    with pytest.raises(ProfileError, match="kernels and no ranges to put them in"):
+        record(lambda: torch.ones(3) + 1, tmp_path / "t.json", device="cpu")
+    with pytest.raises(ProfileError, match="no kernel in it"):
+        record(lambda: None, tmp_path / "t.json", device="cpu")

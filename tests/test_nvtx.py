@@ -1,0 +1,123 @@
+"""Ranges: named by nesting, free and invisible while nobody records."""
+
+import timeit
+
+import pytest
+import torch
+
+from cs336_systems import nvtx as ranges
+from cs336_systems.attention import attention
+from cs336_systems.configs import model_size
+from cs336_systems.model import build_model
+from cs336_systems.nvtx import annotate, module_labels, recording
+
+
+def recorded_names(run) -> list[str]:
+    """Names of the record_function ranges that `run()` opened, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        run()
+    events = [event for event in profiler.events() if event.is_user_annotation]
+    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+
+
+@pytest.fixture
+def nvtx(monkeypatch) -> list[str]:
+    """NVTX calls, on a machine that pretends to have a GPU: '+name' for a push, '-' for a pop."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: calls.append(f"+{name}"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("-"))
+    return calls
+
+
+def test_off_by_default():
+    def run():
+        with annotate("forward"):
+            torch.ones(2).sum()
+
+    assert recorded_names(run) == []
+    assert annotate("forward") is annotate("backward"), "off, every range is the same empty context"
+
+
+def test_off_costs_less_than_two_microseconds():
+    def run():
+        with annotate("forward"):
+            pass
+
+    assert min(timeit.repeat(run, number=1000, repeat=5)) / 1000 < 2e-6
+
+
+def test_nvtx_and_record_function_are_told_the_same(nvtx):
+    def run():
+        with recording(), annotate("forward"), annotate("layer"):
+            pass
+
+    assert recorded_names(run) == ["forward", "layer"]
+    assert nvtx == ["+forward", "+layer", "-", "-"]
+
+
+def test_modules_open_ranges_only_while_recorded():
+    model = build_model(model_size("tiny"), 8)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+
+    def run():
+        with recording(model):
+            model(tokens)
+
+    block = (
+        "ln1 attn q_proj k_proj v_proj rope rope attention scores softmax values output_proj ln2 ffn w1 w3 w2"
+    )
+    expected = [
+        "token_embeddings",
+        "layers.0",
+        *block.split(),
+        "layers.1",
+        *block.split(),
+        "ln_final",
+        "lm_head",
+    ]
+    assert recorded_names(run) == expected
+    assert recorded_names(lambda: model(tokens)) == []
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_labels_are_relative_to_the_nearest_called_module():
+    labels = set(module_labels(build_model(model_size("tiny"), 8)).values())
+    assert {"layers.0", "layers.1", "attn", "q_proj", "rope", "w2"} <= labels
+    assert "layers" not in labels
+
+
+def test_annotated_attention_gives_the_same_bits():
+    q, k, v = torch.randn(3, 2, 16, 8)
+    plain = attention(q, k, v, is_causal=True, implementation="reference")
+    with recording():
+        assert torch.equal(plain, attention(q, k, v, is_causal=True, implementation="reference"))
+
+
+def test_ranges_close_when_the_code_inside_raises(nvtx):
+    model = build_model(model_size("tiny"), 8)
+    with pytest.raises(IndexError), recording(model):
+        model(torch.full((1, 8), 10**6))
+    assert sum(call == "-" for call in nvtx) == sum(call != "-" for call in nvtx) > 0
+    assert ranges._recording is False
+
+
+def test_recording_nests():
+    with recording():
+        with recording():
+            pass
+        assert annotate("x") is not ranges._OFF
+    assert annotate("x") is ranges._OFF
+
+
+@pytest.mark.parametrize("record", [False, True])
+def test_compiles_to_one_graph(record):
+    model = build_model(model_size("tiny"), 8)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    if record:
+        with recording(model):
+            logits = compiled(tokens)
+    else:
+        logits = compiled(tokens)
+    torch.testing.assert_close(logits, model(tokens))

@@ -1,0 +1,233 @@
+"""Checkpointing strategies: the same gradients, and exactly the memory and the reruns that the model says."""
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_systems.configs import ModelConfig
+from cs336_systems.functional import cross_entropy
+from cs336_systems.measure import torch_trace as trace
+from cs336_systems.measure.allocations import MIB, stage_peaks
+from cs336_systems.measure.memory_recording import read_memory_trace
+from cs336_systems.measure.saved_tensors import saved_for_backward
+from cs336_systems.model import build_model
+from cs336_systems.nvtx import annotate, recording
+from cs336_systems.training.checkpointing import (
+    STRATEGIES,
+    best_k,
+    every_k,
+    forward_with,
+    from_start,
+    none,
+    peak,
+    recomputed,
+    recursive,
+    run,
+    sqrt_n,
+    strategy,
+)
+
+PLANS = {
+    "none": none,
+    "every_1": lambda blocks: every_k(blocks, 1),
+    "every_2": lambda blocks: every_k(blocks, 2),
+    "every_3": lambda blocks: every_k(blocks, 3),
+    "sqrt_n": sqrt_n,
+    "recursive": recursive,
+    "from_start": from_start,
+    "uneven": lambda blocks: (blocks[0], tuple(blocks[1:3]), (tuple(blocks[3:5]), *blocks[5:])),
+}
+INSIDE, BOUNDARY = 1000, 100
+
+
+class Meter:
+    """Elements that blocks hold for backward, counted as they are made and as they die; and blocks run."""
+
+    def __init__(self):
+        self.held = self.most = self.forwards = 0
+
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.numel()
+        self.held += size
+        self.most = max(self.most, self.held)
+        weakref.finalize(tensor.untyped_storage(), self._died, size)
+        return tensor
+
+    def _died(self, size: int) -> None:
+        self.held -= size
+
+
+class Saves(torch.autograd.Function):
+    """Saves its input and INSIDE elements of its own."""
+
+    @staticmethod
+    def forward(ctx, x, meter):
+        ctx.save_for_backward(x, meter.count(torch.empty(INSIDE)))
+        return x + 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        assert len(ctx.saved_tensors) == 2
+        return gradient, None
+
+
+def metered_blocks(meter: Meter, count: int) -> list:
+    def block(x):
+        meter.forwards += 1
+        meter.count(x)
+        return Saves.apply(x, meter)
+
+    return [block] * count
+
+
+class CountsOnce(Meter):
+    """Counts a storage that it already counts no second time: a segment's input is also its first block's."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive = weakref.WeakSet()
+
+    def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage() not in self.alive:
+            self.alive.add(tensor.untyped_storage())
+            super().count(tensor)
+        return tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [(name, n) for name in PLANS for n in (1, 2, 3, 4, 7, 8, 16) if name != "uneven" or n >= 6],
+)
+def test_peak_and_reruns_are_exact(name, count):
+    meter = CountsOnce()
+    plan = PLANS[name](metered_blocks(meter, count))
+    y = run(plan, torch.zeros(BOUNDARY, requires_grad=True))
+    in_forward = meter.forwards
+    y.sum().backward()
+    assert in_forward == count
+    assert meter.forwards - in_forward == recomputed(plan)
+    assert meter.most == peak(plan, INSIDE, BOUNDARY)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return build_model(ModelConfig("deep", 2025, 32, 64, num_layers=6, num_heads=2, vocab_size=64), 16)
+
+
+@pytest.mark.parametrize("name", [*PLANS, "half blocks"])
+def test_gradients_are_equal_to_the_last_bit(model, name):
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def gradients(logits):
+        model.zero_grad(set_to_none=True)
+        cross_entropy(logits, tokens).backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain = gradients(model(tokens))
+    plan = PLANS[name] if name in PLANS else strategy(name)
+    checkpointed = gradients(forward_with(model, plan, tokens))
+    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_every_k_in_closed_form(count, k):
+    """Segments hold their input; the one that backward is at is there in full."""
+    plan = every_k(range(count), k)
+    segments, last = divmod(count, k)
+    full = (segments - 1) * BOUNDARY + k * (INSIDE + BOUNDARY) if segments else 0
+    short = segments * BOUNDARY + last * (INSIDE + BOUNDARY) if last else 0
+    assert peak(plan, INSIDE, BOUNDARY) == max(full, short)
+    assert recomputed(plan) == count
+
+
+@given(st.integers(1, 10))
+def test_recursion_is_logarithmic_in_memory(depth):
+    plan = recursive(range(2**depth))
+    assert peak(plan, INSIDE, BOUNDARY) == INSIDE + (depth + 1) * BOUNDARY
+    # A segment's last segment is not run again with it, so the reruns halve against N log2 N.
+    assert recomputed(plan) == 2**depth * (1 + (depth - 1) / 2)
+
+
+@given(st.sampled_from(sorted(PLANS)), st.integers(6, 30))
+def test_every_plan_runs_every_block_once_in_order(name, count):
+    def flat(plan):
+        return [block for part in plan for block in (flat(part) if isinstance(part, tuple) else [part])]
+
+    assert flat(PLANS[name](list(range(count)))) == list(range(count))
+
+
+@given(st.integers(1, 64), st.floats(0, 1e4), st.floats(1, 1e4))
+def test_best_k_has_no_better_neighbour(count, inside, boundary):
+    k = best_k(count, inside, boundary)
+    costs = {
+        other: peak(every_k(range(count), other), inside, boundary) for other in (k - 1, k, k + 1) if other
+    }
+    assert min(costs.values()) == costs[k]
+
+
+def test_best_k_of_cheap_blocks_is_the_square_root():
+    """With nothing inside, a segment of k costs k, and the inputs N / k."""
+    assert peak(every_k(range(36), best_k(36, 0, 1)), 0, 1) == peak(sqrt_n(range(36)), 0, 1) == 11
+    assert len(sqrt_n(range(36))) == 6
+    assert best_k(32, 40, 1) == 1, "where a block's inside is far larger than its input, no two at a time"
+
+
+def test_strategies_by_name():
+    assert strategy("recursive")(range(4)) == (((0,), (1,)), ((2,), (3,)))
+    assert strategy("every 3")(range(4)) == ((0, 1, 2), (3,))
+    assert strategy("from start")(range(3)) == (((0,), 1), 2)
+    for name in STRATEGIES:
+        assert strategy(name)([]) == ()
+
+
+@pytest.mark.parametrize("name", ["every", "every k", "every -1", "sqrt", ""])
+def test_a_strategy_that_is_none(name):
+    with pytest.raises(ValueError, match=rf"strategy '{name}' is unknown; allowed: every 1, .* from start"):
+        strategy(name)
+
+
+@given(st.integers(2, 20))
+def test_from_the_start_is_constant_in_memory(count):
+    plan = from_start(range(count))
+    assert peak(plan, INSIDE, BOUNDARY) == INSIDE + 2 * BOUNDARY
+    assert recomputed(plan) == count * (count - 1) // 2
+
+
+@pytest.mark.parametrize("k", [0, -1, 1.5, None])
+def test_k_must_be_a_positive_integer(k):
+    with pytest.raises(ValueError, match=r"positive number of blocks; got k="):
+        every_k(range(4), k)
+
+
+def measured_peak_mib(model, plan, path: Path) -> float:
+    """Peak of all that a forward and a backward over the blocks allocate, from the memory events."""
+    x = torch.randn(4, 64, 64, requires_grad=True)
+
+    def step():
+        with annotate("forward"):
+            y = run(plan(list(model.layers)), x).sum()
+        with annotate("backward"):
+            y.backward()
+
+    with recording():
+        trace.record(step, path, device="cpu", with_memory=True)
+    return stage_peaks(read_memory_trace(path)).total.max()
+
+
+def test_real_blocks_need_what_the_model_says(tmp_path):
+    """In real allocations; differences leave out what the strategies have in common."""
+    model = build_model(ModelConfig("deep", 2025, 64, 192, num_layers=8, num_heads=4, vocab_size=64), 64)
+    saved = saved_for_backward(model.layers[0], torch.randn(4, 64, 64, requires_grad=True))
+    boundary = saved[saved.is_input].size_bytes.sum() / MIB
+    inside = saved.size_bytes.sum() / MIB - boundary
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)  # else they would grow during backward
+    measured = {name: measured_peak_mib(model, plan, tmp_path / "t.json") for name, plan in PLANS.items()}
+    for name, plan in PLANS.items():
+        predicted = peak(none(range(8)), inside, boundary) - peak(plan(range(8)), inside, boundary)
+        assert measured["none"] - measured[name] == pytest.approx(predicted, rel=0.01, abs=0.1), name

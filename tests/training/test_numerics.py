@@ -1,0 +1,89 @@
+"""The replayed sums: against Python's exact fractions, and against the handout's own one-liners."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cs336_systems.training.numerics import (
+    ACCUMULATIONS,
+    Accumulation,
+    autocast_dtypes,
+    binades,
+    layer_norm_stages,
+    rounded_increment,
+    running_sum,
+    spacing,
+)
+
+
+def test_the_four_sums_are_those_of_the_plain_loop():
+    for how in ACCUMULATIONS:
+        total = torch.tensor(0, dtype=how.accumulator)
+        for _ in range(1000):
+            total += torch.tensor(0.01, dtype=how.addend)
+        assert running_sum(how, 0.01, 1000)[-1].item() == total.item()
+
+
+def test_float16_loses_and_float32_does_not():
+    finals = {how.case: running_sum(how, 0.01, 1000)[-1].item() for how in ACCUMULATIONS}
+    assert finals["float16 += float16"] == 9.953125
+    assert finals["float32 += float32"] == pytest.approx(10, abs=2e-4)
+    # All that is left of the mixed sum's error is that float16 holds 0.01 as 0.010002.
+    assert finals["float32 += float16"] == pytest.approx(1000 * torch.tensor(0.01).half().item(), abs=2e-4)
+    assert finals["float32 += float16"] == finals["float32 += float16 cast to float32"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mantissa_bits"), [(torch.float16, 10), (torch.bfloat16, 7), (torch.float32, 23)]
+)
+def test_spacing_is_two_to_the_exponent_minus_the_mantissa(dtype, mantissa_bits):
+    for exponent in range(-3, 8):
+        assert spacing(1.5 * 2.0**exponent, dtype) == 2.0 ** (exponent - mantissa_bits)
+
+
+@given(st.floats(0, 1000, width=16), st.floats(1e-3, 10))
+def test_the_rounded_increment_is_within_half_a_spacing(total, value):
+    held = torch.tensor(value, dtype=torch.float16).double().item()
+    error = Fraction(rounded_increment(value, total, torch.float16)) - Fraction(held)
+    assert abs(error) <= Fraction(spacing(total + held, torch.float16)) / 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@given(value=st.floats(1e-3, 1), count=st.integers(2, 60))
+def test_binades_predict_the_sum_without_adding(dtype, value, count):
+    held = torch.tensor(value, dtype=dtype).double().item()
+    rows = binades(value, count, dtype)
+    assume(all((held / row["spacing"]) % 1 != 0.5 for row in rows))
+    assert rows[-1]["end"] == running_sum(Accumulation("", dtype, dtype), value, count)[-1].item()
+
+
+def test_bfloat16_stops_at_four():
+    assert binades(0.01, 1000, torch.bfloat16)[-1] == {
+        "total": 4.0,
+        "spacing": 0.03125,
+        "increment": 0.0,
+        "additions": 650,
+        "end": 4.0,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_lowers_the_linear_layers_and_nothing_that_is_stored(dtype):
+    seen = autocast_dtypes(dtype, "cpu")
+    assert seen["output of the first linear layer"] == seen["logits"] == dtype
+    assert seen["parameters"] == seen["gradients"] == seen["loss"] == torch.float32
+
+
+def test_layer_norm_in_float32_is_torch_s():
+    x = torch.randn(4, 64)
+    expected = torch.nn.functional.layer_norm(x, (64,))
+    torch.testing.assert_close(layer_norm_stages(x, torch.float32)["output"], expected)
+
+
+def test_float16_squares_overflow_where_bfloat16_s_do_not():
+    x = 600 * torch.linspace(-1, 1, 64)
+    assert layer_norm_stages(x, torch.float16)["squares"].isinf().any()
+    assert layer_norm_stages(x, torch.bfloat16)["squares"].isfinite().all()

@@ -1,0 +1,47 @@
+"""Every committed notebook is in form; the rules, and that each can fail: notebook/test_tidy_and_form.py.
+
+And some run on a machine without rows, with other parameters than they are committed with.
+"""
+
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from cs336_systems.workbook.execute import execute
+from cs336_systems.workbook.form import problems
+
+NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_form(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert problems(notebook, path.stem) == []
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    def run(number, **parameters):
+        monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+        (path,) = (path for path in NOTEBOOKS if path.stem.startswith(number))
+        outcome = execute(path, tmp_path / "out.ipynb", parameters)
+        assert outcome.status == "ok", outcome.reason
+        return tmp_path
+
+    return run
+
+
+def test_the_first_exercise_of_13_runs_and_leaves_the_picture_of_the_handouts_sum_alone(run):
+    folder = run("13", value=0.02, count=500)
+    assert [path.parts[-3] != "h200" for path in folder.glob("*/*/error.png")] == [True]
+
+
+@pytest.mark.parametrize("part", ["attention", "model"])
+def test_22_shows_one_part_alone(run, part):
+    run("22", parts=[part], implementations=["eager"], dtypes=["float32"])

@@ -1,0 +1,199 @@
+"""Batches: what is done is not done again, what fails does not stop the rest, and a killed run continues."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+
+from cs336_systems.measure.machine import MachineCard
+from cs336_systems.measure.rows import load_rows, save_rows
+from cs336_systems.workbook import batch, runs
+from cs336_systems.workbook.batch import BatchError, Job
+from cs336_systems.workbook.execute import Outcome
+
+RATES = {"float32": 1.0}
+CARD = MachineCard("cpu-test", "none", None, None, "a CPU", 2, 8.0, "3", "2", "3", RATES, 1.0, "now")
+
+
+@pytest.fixture
+def jobs(tmp_path, write_notebook):
+    paths = {n: tmp_path / f"{n}_nb.ipynb" for n in (11, 12, 13)}
+    return [Job(write_notebook(path, "print(steps)"), {"steps": n}) for n, path in paths.items()]
+
+
+@pytest.fixture
+def executed(monkeypatch, tmp_path):
+    """Executions without a kernel: the list of what was executed; notebooks with 12 in their name fail."""
+    done = []
+
+    def execute(source, output, parameters, *, stop):
+        done.append(source.stem)
+        nbformat.write(nbformat.read(source, as_version=4), output)
+        failed = source.stem.startswith("12")
+        return Outcome("error" if failed else "ok", "cell [1]: Bad: luck" if failed else "", 1.25, 100.4)
+
+    monkeypatch.setattr(runs, "execute", execute)
+    monkeypatch.setattr(batch, "__file__", str(tmp_path / "library" / "batch.py"))  # may change meanwhile
+    return done
+
+
+def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_path):
+    folder = tmp_path / "runs" / "cpu-test"
+    records = runs.run_batch(jobs, folder, CARD)
+    assert [record.status for record in records] == ["ok", "error", "ok"]
+    assert executed == ["11_nb", "12_nb", "13_nb"]
+    again = runs.run_batch(jobs, folder, CARD)
+    assert executed[3:] == ["12_nb"]
+    assert [again[0], again[2]] == [records[0], records[2]]
+
+
+def test_what_cannot_run_here_is_skipped_with_its_reason(jobs, executed, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "why_not_here", lambda name: "needs a moon" if name == "12_nb" else "")
+    records = runs.run_batch(jobs, tmp_path / "runs", CARD)
+    assert [record.status for record in records] == ["ok", "skipped", "ok"]
+    assert executed == ["11_nb", "13_nb"]
+    assert "needs a moon" in runs.summary(records)
+
+
+def test_force_does_everything_again(jobs, executed, tmp_path):
+    runs.run_batch(jobs[:1], tmp_path / "runs", CARD)
+    runs.run_batch(jobs[:1], tmp_path / "runs", CARD, force=True)
+    assert executed == ["11_nb", "11_nb"]
+
+
+def test_the_start_is_never_done(executed, tmp_path, write_notebook):
+    start = Job(write_notebook(tmp_path / "00_start_here.ipynb"))
+    for _ in range(2):
+        runs.run_batch([start], tmp_path / "runs", CARD)
+    assert executed == ["00_start_here", "00_start_here"]
+
+
+def touch_notebook(job, folder, write_notebook):
+    write_notebook(job.notebook, "print(steps, 'changed')")
+
+
+def drop_output(job, folder, write_notebook):
+    (folder / f"{job.name}.ipynb").unlink()
+
+
+def damage_record(job, folder, write_notebook):
+    (folder / f"{job.name}.json").write_text('{"notebook":')
+
+
+def foreign_record(job, folder, write_notebook):
+    (folder / f"{job.name}.json").write_text('{"of": "another version"}')
+
+
+@pytest.mark.parametrize("change", [touch_notebook, drop_output, damage_record, foreign_record])
+def test_what_changed_is_done_again(jobs, executed, tmp_path, write_notebook, change):
+    folder = tmp_path / "runs"
+    runs.run_batch(jobs[:1], folder, CARD)
+    change(jobs[0], folder, write_notebook)
+    runs.run_batch(jobs[:1], folder, CARD)
+    assert executed == ["11_nb", "11_nb"]
+
+
+def test_files_index_and_summary(jobs, executed, tmp_path):
+    folder = tmp_path / "runs" / "cpu-test"
+    records = runs.run_batch(jobs, folder, CARD)
+    text = runs.summary(records)
+    assert [line.split() for line in text.splitlines()][:2] == [
+        ["notebook", "parameters", "status", "seconds", "host", "MiB", "GPU", "MiB"],
+        ["11_nb", "steps=11", "ok", "1.2", "100"],
+    ]
+    assert "cell [1]: Bad: luck" in text
+    page = (folder / "index.html").read_text()
+    for job in jobs:
+        assert f'href="{job.name}.html"' in page
+        assert (folder / f"{job.name}.html").exists()
+    assert CARD.slug in page
+    assert '<td class="error">error: cell [1]: Bad: luck</td>' in page
+
+
+def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(jobs, tmp_path):
+    gpu = MachineCard(**{**vars(CARD), "gpu": "GPU", "slug": "gpu-test"})
+    provenance = {"machine": "gpu-test", "gpu": "GPU"}
+    keys = {"case": "old", "measured_at": "2001-01-01T00:00:00Z", "peak_memory_mib": 99.0, "result": 1.0}
+    save_rows([keys | provenance], "nb", machine="gpu-test")
+    assert runs._gpu_memory_mib(jobs[0], gpu, runs._now()) is None
+    started = runs._now()
+    rows = [{"case": str(n), "peak_memory_mib": 10.0 * n, "result": 1.0} | provenance for n in (1, 2)]
+    save_rows(rows, "nb", machine="gpu-test")
+    assert runs._gpu_memory_mib(jobs[0], gpu, started) == 20
+
+
+def test_rows_without_memory_give_no_peak(jobs):
+    gpu = MachineCard(**{**vars(CARD), "gpu": "GPU", "slug": "gpu-without"})
+    row = {"case": "a", "result": 1.0, "machine": "gpu-without", "gpu": "GPU"}
+    save_rows([row], "nb", machine="gpu-without")
+    assert runs._gpu_memory_mib(jobs[0], gpu, "2000") is None
+
+
+def test_a_missing_kernel_is_said_before_anything_starts(jobs, executed, tmp_path, monkeypatch):
+    monkeypatch.setattr(runs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BatchError, match=r"no Jupyter kernel: .* lacks ipykernel; run: pip"):
+        runs.run_batch(jobs, tmp_path / "runs", CARD)
+    assert executed == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_said(jobs, executed, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(PermissionError, match="cannot be written to; name one that can: --output"):
+        runs.run_batch(jobs, tmp_path / "file" / "runs", CARD)
+    assert executed == []
+
+
+SAVE = """\
+import os, time
+from cs336_systems.measure.rows import save_rows
+save_rows([{"case": str(steps), "result": 1.0}], "killed", machine="cpu-test")
+open(f"started-{steps}", "a").write(f"{os.getpid()}\\n")
+time.sleep(60 if steps == 2 and not os.path.exists("finish") else 0)
+"""
+RUN = """\
+import signal, sys
+from pathlib import Path
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands on "ignore"
+sys.path.insert(0, sys.argv[2])
+from test_runs import CARD
+from cs336_systems.workbook import batch, runs
+from cs336_systems.workbook.batch import Job
+runs.fingerprint = lambda job: "unchanged"
+folder = Path(sys.argv[1])
+runs.run_batch([Job(folder / "11_nb.ipynb", {"steps": n}) for n in (1, 2)], folder / "runs", CARD)
+"""
+
+
+def test_a_killed_run_continues_and_no_row_is_lost_or_doubled(tmp_path, write_notebook, monkeypatch):
+    """Killed while the second job runs, once for good and once with Ctrl-C, and then left alone."""
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path / "figures"))
+    write_notebook(tmp_path / "11_nb.ipynb", SAVE, parameters="steps = 0  # which")
+    command = [sys.executable, "-c", RUN, str(tmp_path), str(Path(__file__).parent)]
+
+    def started(job):
+        path = tmp_path / f"started-{job}"
+        return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+    for number, sign in enumerate([signal.SIGKILL, signal.SIGINT], start=1):
+        run = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        while len(started(2)) < number and run.poll() is None:
+            time.sleep(0.05)
+        run.send_signal(sign)
+        assert run.wait(20) != 0
+        assert len(started(2)) == number
+    (tmp_path / "finish").touch()
+    subprocess.run(command, check=True)
+
+    assert (len(started(1)), len(started(2))) == (1, 3), "what was done is not done again"
+    assert not any(psutil.pid_exists(pid) for pid in started(1) + started(2)), "a kernel is left"
+    assert list(load_rows("killed", "cpu-test")["case"]) == ["1", "2"]
+    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").glob("*.json"))]
+    assert [record["status"] for record in records] == ["ok", "ok"]
+    notebooks = {path.stem for path in (tmp_path / "runs").glob("*.ipynb")}
+    assert notebooks == {path.stem for path in (tmp_path / "runs").glob("*.json")}, "half a notebook is left"
