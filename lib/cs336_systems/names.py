@@ -1,0 +1,150 @@
+"""The registry: every implementation, wrapper, dtype and pass, once, in the order of legends and tables.
+
+Whatever else lists them (checks, sweeps, parameters of notebooks, axes, legends, tables) reads it from here. To
+add an attention implementation, write its file and its line in ATTENTION.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+# Okabe & Ito, "Color Universal Design" (2008), told apart with every common kind of colour vision; and three more.
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+VERMILLION, PURPLE, BLACK, GREY = "#D55E00", "#CC79A7", "#22272E", "#7F868F"
+WINE, BROWN, YELLOW = "#7A1F5C", "#8C6D1F", "#F0E442"
+
+# What an implementation may need: Triton, a compiler for torch.compile, tensors of 16 bits.
+TRITON, COMPILER, SIXTEEN_BITS = "triton", "compiler", "16bit"
+
+
+@dataclass(frozen=True)
+class Named:
+    """How a name is shown: its label, and its colour in every plot."""
+
+    label: str
+    color: str
+
+
+@dataclass(frozen=True)
+class Attention(Named):
+    """An attention implementation.
+
+    function: "package.module:name", called as function(q, k, v, is_causal); imported on first use.
+    needs: TRITON, COMPILER, SIXTEEN_BITS.
+    sdpa_backend: the backend of PyTorch's scaled_dot_product_attention to switch on around it.
+    in_model: a model's blocks may call it, and `attention.attention` knows it.
+    holds_scores: its memory grows with n_queries * n_keys.
+    """
+
+    function: str
+    needs: frozenset[str] = frozenset()
+    sdpa_backend: str = ""
+    in_model: bool = False
+    holds_scores: bool = False
+
+
+_PACKAGE = "cs336_systems.attention"
+ATTENTION: dict[str, Attention] = {
+    "plain": Attention("plain", BLUE, f"{_PACKAGE}.plain:plain_attention", in_model=True, holds_scores=True),
+    "compiled": Attention(
+        "compiled", VERMILLION, f"{_PACKAGE}.baselines:compiled", frozenset({COMPILER}), holds_scores=True
+    ),
+    "sdpa": Attention("SDPA", GREY, f"{_PACKAGE}.baselines:sdpa", in_model=True),
+    "sdpa_efficient": Attention(
+        "SDPA, efficient", ORANGE, f"{_PACKAGE}.baselines:sdpa", sdpa_backend="EFFICIENT_ATTENTION"
+    ),
+    "sdpa_flash": Attention(
+        "FlashAttention-2", PURPLE, f"{_PACKAGE}.baselines:sdpa", frozenset({SIXTEEN_BITS}), "FLASH_ATTENTION"
+    ),
+    "flex": Attention("FlexAttention", SKY, f"{_PACKAGE}.baselines:flex", frozenset({COMPILER})),
+    "sdpa_cudnn": Attention(
+        "cuDNN", BLACK, f"{_PACKAGE}.baselines:sdpa", frozenset({SIXTEEN_BITS}), "CUDNN_ATTENTION"
+    ),
+    "flash_pytorch": Attention(
+        "Flash (PyTorch)", BROWN, f"{_PACKAGE}.flash_pytorch:flash_attention_pytorch", in_model=True
+    ),
+    "flash_compiled": Attention(
+        "Flash (compiled backward)",
+        WINE,
+        f"{_PACKAGE}.flash_triton:flash_attention_compiled",
+        frozenset({TRITON, COMPILER}),
+    ),
+    "flash_triton": Attention(
+        "Flash (ours)", GREEN, f"{_PACKAGE}.flash_triton:flash_attention_triton", frozenset({TRITON}), in_model=True
+    ),
+}
+OURS = "flash_triton"
+
+# A model's own code, run as it is or compiled.
+MODEL_IMPLEMENTATIONS: dict[str, Named] = {
+    "eager": Named("eager", BLUE),
+    "compiled": Named("compiled", VERMILLION),
+    "compiled_blocks": Named("compiled per block", ORANGE),
+}
+
+WEIGHTED_SUMS: dict[str, Named] = {
+    "eager": Named("eager", BLUE),
+    "compiled": Named("compiled", VERMILLION),
+    "matmul": Named("matmul", PURPLE),
+    "triton": Named("Triton", GREEN),
+    "triton_descriptor": Named("Triton, descriptor", SKY),
+}
+
+
+@dataclass(frozen=True)
+class Wrapper(Named):
+    """A wrapper for data-parallel training. `function` as in `Attention`; has_buckets: it takes bucket_size_mb."""
+
+    function: str
+    has_buckets: bool = False
+
+
+WRAPPERS: dict[str, Wrapper] = {
+    "single": Wrapper("one process", GREY, "cs336_systems.parallel.adapters:Single"),
+    "naive": Wrapper("naive", ORANGE, "cs336_systems.parallel.ddp:NaiveDDP"),
+    "flat": Wrapper("flat", SKY, "cs336_systems.parallel.ddp:FlatDDP"),
+    "overlapped": Wrapper("overlapped", GREEN, "cs336_systems.parallel.overlapped:OverlappedDDP"),
+    "bucketed": Wrapper("bucketed", BLUE, "cs336_systems.parallel.overlapped:BucketedDDP", has_buckets=True),
+    "torch": Wrapper("PyTorch's DDP", BLACK, "cs336_systems.parallel.adapters:TorchDDP", has_buckets=True),
+}
+
+COLLECTIVES: dict[str, Named] = {
+    "all_reduce": Named("all-reduce", BLUE),
+    "all_gather": Named("all-gather", GREEN),
+    "reduce_scatter": Named("reduce-scatter", ORANGE),
+    "broadcast": Named("broadcast", PURPLE),
+}
+
+DTYPES: dict[str, Named] = {
+    "float32": Named("float32", BLUE),
+    "tf32": Named("TF32", SKY),
+    "bfloat16": Named("bfloat16", VERMILLION),
+    "float16": Named("float16", PURPLE),
+}
+
+PASSES: dict[str, Named] = {
+    "forward": Named("forward", SKY),
+    "backward": Named("backward", ORANGE),
+    "forward_backward": Named("forward + backward", BLUE),
+    "train_step": Named("train step", BLACK),
+}
+
+
+@cache
+def load(function: str) -> Callable[..., Any]:
+    """The object at "package.module:name"."""
+    module, _, name = function.partition(":")
+    return getattr(import_module(module), name)
+
+
+def check_choice(what: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Refuse a name that is not one of the allowed.
+
+    Raises:
+        ValueError: it is not; the message lists those that are.
+    """
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{what} {value!r} is unknown; allowed: {', '.join(map(str, allowed))}")
