@@ -1,55 +1,21 @@
-"""Attention behind one front door: every implementation computes the same function of (q, k, v)."""
+"""Attention: every implementation computes the same function of (q, k, v); `attention` calls any of them."""
 
-import math
 from collections.abc import Callable
 from importlib.util import find_spec
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from cs336_systems import names
+from cs336_systems.attention.digest import kernel_digest
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.inputs import DTYPES, MAX_HEAD_SIZE, check_tensors
-from cs336_systems.attention.plain import reference_attention
 from cs336_systems.nvtx import annotate
 
 HAS_TRITON = find_spec("triton") is not None  # not on macOS
 if HAS_TRITON:
     from cs336_systems.attention.flash_triton import FlashAttentionTriton
 
-__all__ = ["IMPLEMENTATIONS", "FlashAttentionPyTorch", "FlashAttentionTriton", "attention"]
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    # Only tensors of four dimensions reach torch's fused kernels; for others it materialises the scores.
-    with_heads = [
-        x if x.dim() == 4 else x.reshape(1, math.prod(x.shape[:-2]), *x.shape[-2:]) for x in (q, k, v)
-    ]
-    output = F.scaled_dot_product_attention(*with_heads, is_causal=is_causal)
-    return output.reshape(*q.shape[:-1], v.shape[-1])
-
-
-def _flash_pytorch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    return FlashAttentionPyTorch.apply(q, k, v, is_causal)
-
-
-def _flash_triton(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    if not HAS_TRITON:
-        raise ImportError("attention implementation 'flash_triton' needs triton, which is not installed here")
-    return FlashAttentionTriton.apply(q, k, v, is_causal)
-
-
-IMPLEMENTATIONS: dict[str, Callable[..., Tensor]] = {
-    "reference": reference_attention,
-    "sdpa": _sdpa,
-    "flash_pytorch": _flash_pytorch,
-    "flash_triton": _flash_triton,
-}
-
-
-def _fastest(q: Tensor, k: Tensor) -> str:
-    ours = HAS_TRITON and q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= MAX_HEAD_SIZE
-    empty = 0 in q.shape or 0 in k.shape
-    return "flash_triton" if ours and not empty else "sdpa"
+__all__ = ["HAS_TRITON", "FlashAttentionPyTorch", "FlashAttentionTriton", "attention", "kernel_digest"]
 
 
 def attention(
@@ -62,21 +28,43 @@ def attention(
         k, v: (..., n_keys, d).
         is_causal: query i sees key j only if j <= i (aligned at the first position, also when
             n_queries != n_keys).
-        implementation: a name in IMPLEMENTATIONS, or "auto": the fastest that can run these tensors.
+        implementation: one of names.ATTENTION that is `in_model`, or "auto": the fastest that can run these
+            tensors.
 
     Returns:
         (..., n_queries, d), in q's dtype.
 
     Raises:
         ValueError: the implementation's name is unknown; the message lists the names.
-        ImportError: "flash_triton" where triton is not installed.
+        ImportError: the implementation needs triton, which is not installed.
         TypeError: q, k and v are not all tensors.
     """
     check_tensors(q, k, v)
     if implementation == "auto":
         implementation = _fastest(q, k)
-    if implementation not in IMPLEMENTATIONS:
-        allowed = ", ".join(["auto", *IMPLEMENTATIONS])
-        raise ValueError(f"attention implementation {implementation!r} is unknown; allowed: {allowed}")
+    function = _loaded.get(implementation) or _load(implementation)
     with annotate("attention"):
-        return IMPLEMENTATIONS[implementation](q, k, v, is_causal)
+        return function(q, k, v, is_causal)
+
+
+def _load(implementation: str) -> Callable[..., Tensor]:
+    in_model = [name for name, entry in names.ATTENTION.items() if entry.in_model]
+    names.check_choice("attention implementation", implementation, ["auto", *in_model])
+    entry = names.ATTENTION[implementation]
+    if names.TRITON in entry.needs and not HAS_TRITON:
+        raise ImportError(f"attention implementation {implementation!r} needs triton, not installed here")
+    return names.load(entry.function)
+
+
+# Loaded here, because torch.compile, which may be what calls `attention` first, cannot trace an import.
+_loaded = {
+    name: _load(name)
+    for name, entry in names.ATTENTION.items()
+    if entry.in_model and (HAS_TRITON or names.TRITON not in entry.needs)
+}
+
+
+def _fastest(q: Tensor, k: Tensor) -> str:
+    kernels = HAS_TRITON and q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= MAX_HEAD_SIZE
+    empty = 0 in q.shape or 0 in k.shape
+    return names.OURS if kernels and not empty else "sdpa"

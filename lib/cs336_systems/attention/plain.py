@@ -1,4 +1,4 @@
-"""Attention as the formula has it, every score materialised: what the faster kernels are measured against."""
+"""Attention as the formula has it, every score in memory: what the faster kernels are measured against."""
 
 import math
 
@@ -14,7 +14,7 @@ def causal_mask(n_queries: int, n_keys: int, device: torch.device | str | None =
     return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril()
 
 
-def reference_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """softmax(q k^T / sqrt(d)) v (Vaswani et al. 2017, equation 1), one full matrix after the other.
 
     Args:
