@@ -140,7 +140,7 @@ class CausalSelfAttention(nn.Module):
         num_heads: int,
         rope: RotaryEmbedding,
         *,
-        attention_implementation: str = "reference",
+        attention_implementation: str = "plain",
         device: Device = None,
         dtype: DType = None,
     ):
@@ -187,7 +187,7 @@ class TransformerBlock(nn.Module):
         d_ff: int,
         rope: RotaryEmbedding,
         *,
-        attention_implementation: str = "reference",
+        attention_implementation: str = "plain",
         device: Device = None,
         dtype: DType = None,
     ):
@@ -227,7 +227,7 @@ class TransformerLM(nn.Module):
         d_ff: int,
         rope_theta: float = 10_000.0,
         *,
-        attention_implementation: str = "reference",
+        attention_implementation: str = "plain",
         device: Device = None,
         dtype: DType = None,
     ):
@@ -273,7 +273,7 @@ def build_model(
     config: ModelConfig,
     context_length: int,
     *,
-    attention_implementation: str = "reference",
+    attention_implementation: str = "plain",
     device: Device = None,
     dtype: DType = None,
 ) -> TransformerLM:

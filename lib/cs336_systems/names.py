@@ -1,7 +1,7 @@
 """The registry: every implementation, wrapper, dtype and pass, once, in the order of legends and tables.
 
-Whatever else lists them (checks, sweeps, parameters of notebooks, axes, legends, tables) reads it from here. To
-add an attention implementation, write its file and its line in ATTENTION.
+Whatever else lists them (checks, sweeps, parameters of notebooks, axes, legends, tables) reads it from here.
+To add an attention implementation, write its file and its line in ATTENTION.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-# Okabe & Ito, "Color Universal Design" (2008), told apart with every common kind of colour vision; and three more.
+# Okabe & Ito, "Color Universal Design" (2008): told apart with every common kind of colour vision; three more.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 VERMILLION, PURPLE, BLACK, GREY = "#D55E00", "#CC79A7", "#22272E", "#7F868F"
 WINE, BROWN, YELLOW = "#7A1F5C", "#8C6D1F", "#F0E442"
@@ -72,7 +72,11 @@ ATTENTION: dict[str, Attention] = {
         frozenset({TRITON, COMPILER}),
     ),
     "flash_triton": Attention(
-        "Flash (ours)", GREEN, f"{_PACKAGE}.flash_triton:flash_attention_triton", frozenset({TRITON}), in_model=True
+        "Flash (ours)",
+        GREEN,
+        f"{_PACKAGE}.flash_triton:flash_attention_triton",
+        frozenset({TRITON}),
+        in_model=True,
     ),
 }
 OURS = "flash_triton"
@@ -95,7 +99,7 @@ WEIGHTED_SUMS: dict[str, Named] = {
 
 @dataclass(frozen=True)
 class Wrapper(Named):
-    """A wrapper for data-parallel training. `function` as in `Attention`; has_buckets: it takes bucket_size_mb."""
+    """A data-parallel wrapper. function: as in `Attention`; has_buckets: it takes bucket_size_mb."""
 
     function: str
     has_buckets: bool = False
@@ -117,11 +121,20 @@ COLLECTIVES: dict[str, Named] = {
     "broadcast": Named("broadcast", PURPLE),
 }
 
-DTYPES: dict[str, Named] = {
-    "float32": Named("float32", BLUE),
-    "tf32": Named("TF32", SKY),
-    "bfloat16": Named("bfloat16", VERMILLION),
-    "float16": Named("float16", PURPLE),
+
+@dataclass(frozen=True)
+class DType(Named):
+    """A dtype of the arithmetic. tensor: the torch.dtype of the tensors; bytes: of one of their elements."""
+
+    tensor: str
+    bytes: int
+
+
+DTYPES: dict[str, DType] = {
+    "float32": DType("float32", BLUE, "float32", 4),
+    "tf32": DType("TF32", SKY, "float32", 4),  # float32 in memory: only matmuls round it
+    "bfloat16": DType("bfloat16", VERMILLION, "bfloat16", 2),
+    "float16": DType("float16", PURPLE, "float16", 2),
 }
 
 PASSES: dict[str, Named] = {
@@ -130,6 +143,8 @@ PASSES: dict[str, Named] = {
     "forward_backward": Named("forward + backward", BLUE),
     "train_step": Named("train step", BLACK),
 }
+# Attention alone has nothing to train.
+ATTENTION_PASSES = tuple(name for name in PASSES if name != "train_step")
 
 
 @cache
@@ -137,6 +152,11 @@ def load(function: str) -> Callable[..., Any]:
     """The object at "package.module:name"."""
     module, _, name = function.partition(":")
     return getattr(import_module(module), name)
+
+
+def torch_dtype(name: str) -> Any:
+    """The torch.dtype of the tensors of one of DTYPES."""
+    return load(f"torch:{DTYPES[name].tensor}")
 
 
 def check_choice(what: str, value: Any, allowed: Iterable[Any]) -> None:
