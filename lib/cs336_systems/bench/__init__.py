@@ -1,1 +1,21 @@
-"""."""
+"""What is swept for each family of problems, and with which tools. A bench yields rows; its caller saves them.
+
+Imported on first use: `python -m cs336_systems.bench.profile_bench` must not find itself imported already.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "checkpointing_bench": ("block_bytes", "sweep_checkpointing"),
+    "memory_bench": ("block_rows", "memory_rows"),
+    "profile_bench": ("Target", "choose_source", "profile_rows"),
+}
+_OFFERED = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = [*_OFFERED]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OFFERED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_OFFERED[name]}"), name)
