@@ -1,11 +1,11 @@
 """Closed forms: what a model costs in parameters, FLOPs, bytes and seconds before anything is measured.
 
 Pure functions of a `ModelConfig` and integers. They describe this repository's own eager model (`model.py`
-with `reference_attention`); the tests hold them against torch's FLOP counter, against the tensors that
+with plain attention); the tests hold them against torch's FLOP counter, against the tensors that
 autograd really saves, and against the storages alive during a step.
 """
 
-from cs336_systems.accounting.arguments import DTYPE_BYTES, PASSES
+from cs336_systems.accounting.arguments import DTYPE_BYTES
 from cs336_systems.accounting.attention_costs import (
     attention_flops,
     attention_part_bytes,
@@ -39,7 +39,6 @@ from cs336_systems.accounting.peak_memory import peak_bytes, peak_moments
 
 __all__ = [
     "DTYPE_BYTES",
-    "PASSES",
     "activation_bytes",
     "attention_flops",
     "attention_part_bytes",

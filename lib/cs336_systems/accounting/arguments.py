@@ -1,13 +1,11 @@
-"""The vocabulary of the closed forms, and the refusal of anything else."""
+"""What the closed forms accept, and the refusal of anything else."""
 
 from numbers import Integral, Real
 
-# The width of a tensor in the arithmetic's type. "tf32" is float32 in memory: only the matrix units round it.
-DTYPE_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2, "float16": 2}
+from cs336_systems import names
 
+DTYPE_BYTES = {name: dtype.bytes for name, dtype in names.DTYPES.items()}
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
-
-PASSES = ("forward", "backward", "forward_backward", "train_step")
 
 
 def check_positive_integers(**values: int) -> None:
@@ -23,16 +21,19 @@ def check_positive_numbers(**values: float) -> None:
 
 
 def check_pass(pass_: str) -> None:
-    if pass_ not in PASSES:
-        raise ValueError(f"pass {pass_!r} is unknown; allowed: {', '.join(PASSES)}")
+    names.check_choice("pass", pass_, names.PASSES)
+
+
+def check_attention_pass(pass_: str) -> None:
+    check_pass(pass_)
+    names.check_choice("pass of attention alone", pass_, names.ATTENTION_PASSES)
 
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes per element.
 
     Raises:
-        ValueError: the type is not in DTYPE_BYTES; the message lists what is.
+        ValueError: the dtype is not in DTYPE_BYTES; the message lists what is.
     """
-    if dtype not in DTYPE_BYTES:
-        raise ValueError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPE_BYTES)}")
+    names.check_choice("dtype", dtype, DTYPE_BYTES)
     return DTYPE_BYTES[dtype]

@@ -1,18 +1,18 @@
-"""Reference attention alone, as pytorch_attention measures it: q, k, v of (batch, context, d_head).
+"""Plain attention alone, as pytorch_attention measures it: q, k, v of (batch, context, d_head).
 
 A 16-bit type means that the tensors themselves have it; the softmax inside is float32 all the same.
 """
 
 from cs336_systems.accounting.arguments import (
     FLOAT32_BYTES,
-    check_pass,
+    check_attention_pass,
     check_positive_integers,
     dtype_bytes,
 )
 
 
 def attention_flops(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
-    """Operations in the matrix products: 4 B T^2 d forward, twice that backward; the masked half is included.
+    """Operations in the matmuls: 4 B T^2 d forward, twice that backward; the masked half is included.
 
     Raises:
         ValueError: the pass is "train_step": attention has nothing to train.
@@ -86,8 +86,9 @@ def attention_peak_breakdown(
 def attention_traffic_bytes(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
     """Bytes that eager float32 attention, without a mask, reads and writes: each operation is a kernel.
 
-    Forward goes 12 times over the scores (write q k^T; scale; maximum; subtract; exponential; sum; divide;
-    read for the product with v), backward 23 times, of which 17 belong to the softmax.
+    The softmax is `functional.softmax`, whose every operation goes through memory; torch.softmax is one kernel.
+    Forward makes 12 passes over the scores (write q k^T; scale; maximum; subtract; exponential; sum; divide;
+    read for the matmul with v), backward 23, of which 17 belong to the softmax.
     """
     _check(batch_size, context_length, d_head, pass_)
     rows = batch_size * context_length
@@ -98,36 +99,36 @@ def attention_traffic_bytes(batch_size: int, context_length: int, d_head: int, p
 
 
 def attention_part_flops(batch_size: int, context_length: int, d_head: int) -> dict[str, int]:
-    """Operations of each part of a causal forward: 2 B T^2 d in a product, and for each score 1 in the scale
-    and 5 in the softmax (maximum, subtract, exponential, sum, divide).
+    """Operations of each part of a causal forward.
+
+    2 B T^2 d in a matmul; for each score 1 in the scale and 5 in the softmax (maximum, subtract, exponential,
+    sum, divide).
     """
     _check(batch_size, context_length, d_head)
     scores = batch_size * context_length**2
-    product = 2 * scores * d_head
-    return {"scores": product, "scale and mask": scores, "softmax": 5 * scores, "values": product}
+    matmul = 2 * scores * d_head
+    return {"scores": matmul, "scale and mask": scores, "softmax": 5 * scores, "values": matmul}
 
 
 def attention_part_bytes(batch_size: int, context_length: int, d_head: int) -> dict[str, int]:
     """Bytes that each part of an eager, causal float32 forward reads and writes.
 
-    A product writes the scores or reads the weights once. Scaling goes over the scores twice (read, write),
-    masking four times (copy, then fill) and once over the mask, the softmax eight times: read for the
-    maximum; subtract; exponential; read for the sum; divide.
+    A matmul writes the scores or reads the weights once. Scaling makes two passes over the scores (read,
+    write), masking four (copy, then fill) and one over the mask, the softmax eight: read for the maximum;
+    subtract; exponential; read for the sum; divide.
     """
     _check(batch_size, context_length, d_head)
     rows = batch_size * context_length
     scores = rows * context_length
-    product = FLOAT32_BYTES * (scores + 2 * rows * d_head)
+    matmul = FLOAT32_BYTES * (scores + 2 * rows * d_head)
     return {
-        "scores": product,
+        "scores": matmul,
         "scale and mask": FLOAT32_BYTES * 6 * scores + context_length**2,
         "softmax": FLOAT32_BYTES * (8 * scores + 4 * rows),
-        "values": product,
+        "values": matmul,
     }
 
 
 def _check(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> None:
     check_positive_integers(batch_size=batch_size, context_length=context_length, d_head=d_head)
-    check_pass(pass_)
-    if pass_ == "train_step":
-        raise ValueError("attention alone has no train_step; allowed: forward, backward, forward_backward")
+    check_attention_pass(pass_)

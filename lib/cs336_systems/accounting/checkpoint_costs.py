@@ -1,6 +1,7 @@
-"""What a plan of checkpoints holds: a nested tuple of blocks, where a tuple inside is a checkpointed segment.
+"""What activation checkpointing costs. A plan is a nested tuple of blocks; a tuple inside it is a segment.
 
-`cs336_systems.training.checkpointing` has plans that run. Here a block may be anything but a tuple: a number will do.
+`cs336_systems.training.checkpointing` makes and runs plans. Here a block may be anything but a tuple, a number
+for example.
 """
 
 from typing import Any, NamedTuple
@@ -36,3 +37,47 @@ def held_in_backward(plan: Plan) -> list[Held]:
             found.append(Held(blocks, inputs))
             blocks += 1
     return found
+
+
+def block_count(plan: Plan) -> int:
+    """How many blocks a plan runs."""
+    return sum(block_count(part) if isinstance(part, tuple) else 1 for part in plan)
+
+
+def peak(plan: Plan, inside: float, boundary: float) -> float:
+    """Most bytes saved for backward at any time, when every block of the plan is alike.
+
+    Args:
+        inside: bytes that one block saves besides its input.
+        boundary: bytes of a block's input.
+    """
+    whole = inside + boundary
+    held = held_in_backward(plan)
+    return max((blocks * whole + inputs * boundary + whole for blocks, inputs in held), default=0)
+
+
+def recomputed(plan: Plan) -> int:
+    """How many forwards of a block backward runs again, a partial one counted whole.
+
+    A segment is run again once for every time that the segment around it is, and once for itself. But PyTorch
+    stops a rerun as soon as everything saved is there, and of a segment only the input is: so when a segment
+    ends with a segment, that last one is not run again with it.
+    """
+    return sum(_reruns(part) for part in plan if isinstance(part, tuple))
+
+
+def _reruns(segment: Plan) -> int:
+    """Block forwards in one backward through a segment: its rerun, and those of the segments inside it."""
+    last = segment[-1]
+    skipped = block_count(last) if isinstance(last, tuple) else 0
+    return block_count(segment) - skipped + recomputed(segment)
+
+
+def best_k(count: int, inside: float, boundary: float) -> int:
+    """The segment length with the lowest peak for `count` equal blocks, without nesting."""
+
+    def peak_of(k: int) -> float:
+        segments = tuple((0,) * min(k, count - start) for start in range(0, count, k))
+        return peak(segments, inside, boundary)
+
+    return min(range(1, count + 1), key=peak_of)

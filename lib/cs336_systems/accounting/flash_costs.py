@@ -6,19 +6,19 @@ the diagonal count.
 
 from cs336_systems.accounting.arguments import (
     FLOAT32_BYTES,
-    check_pass,
+    check_attention_pass,
     check_positive_integers,
     dtype_bytes,
 )
 
-_PRODUCTS = {"forward": 2, "backward": 5, "forward_backward": 7}
+_MATMULS = {"forward": 2, "backward": 5, "forward_backward": 7}
 _TENSORS = {"forward": 4, "backward": 8, "forward_backward": 12}
 
 
 def flash_flops(
     sequences: int, context_length: int, d_head: int, pass_: str = "forward", is_causal: bool = True
 ) -> int:
-    """Operations in the matrix products: 2 d a score and product, two products forward and five backward.
+    """Operations in the matmuls: 2 d a score and matmul, two matmuls forward and five backward.
 
     Backward computes S = Q K^T again, then dP, dV, dK and dQ (Dao 2023, algorithm 2).
 
@@ -26,7 +26,7 @@ def flash_flops(
         ValueError: the pass is "train_step": attention has nothing to train.
     """
     _check(sequences, context_length, d_head, pass_)
-    return _PRODUCTS[pass_] * 2 * d_head * flash_scores(sequences, context_length, is_causal)
+    return _MATMULS[pass_] * 2 * d_head * flash_scores(sequences, context_length, is_causal)
 
 
 def flash_scores(sequences: int, context_length: int, is_causal: bool = True) -> int:
@@ -51,6 +51,4 @@ def flash_bytes(
 
 def _check(sequences: int, context_length: int, d_head: int, pass_: str) -> None:
     check_positive_integers(sequences=sequences, context_length=context_length, d_head=d_head)
-    check_pass(pass_)
-    if pass_ not in _PRODUCTS:
-        raise ValueError(f"attention alone has no {pass_}; allowed: {', '.join(_PRODUCTS)}")
+    check_attention_pass(pass_)

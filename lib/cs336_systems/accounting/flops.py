@@ -1,15 +1,11 @@
 """Parameters, floating-point operations, and the time they take at best.
 
 Symbols: batch B, context T, width D = d_model, feed-forward width F = d_ff, layers L, vocabulary V. The
-product of an (m, k) and a (k, n) matrix counts 2 m k n operations: a multiplication and an addition per
+matmul of an (m, k) and a (k, n) matrix counts 2 m k n operations: a multiplication and an addition per
 term.
 """
 
-from cs336_systems.accounting.arguments import (
-    check_pass,
-    check_positive_integers,
-    check_positive_numbers,
-)
+from cs336_systems.accounting.arguments import check_pass, check_positive_integers, check_positive_numbers
 from cs336_systems.configs import ModelConfig
 
 # One AdamW update of one number, as `optimizer.AdamW` does it: decay 1, mean 3, mean square 4, root 1,
@@ -33,12 +29,12 @@ def parameter_breakdown(config: ModelConfig) -> dict[str, int]:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Number of learnt numbers of the whole model."""
+    """How many numbers the whole model learns."""
     return sum(parameter_breakdown(config).values())
 
 
 def flops_breakdown(config: ModelConfig, batch_size: int, context_length: int) -> dict[str, int]:
-    """Operations in the matrix products of one forward pass, part by part over the whole model.
+    """Operations in the matmuls of one forward pass, part by part over the whole model.
 
     projections 8 L B T D^2; scores and their product with the values 2 L B T^2 D each, the masked half
     included, because eager attention computes it; feed-forward 6 L B T D F; output head 2 B T D V.
@@ -56,17 +52,17 @@ def flops_breakdown(config: ModelConfig, batch_size: int, context_length: int) -
 
 
 def forward_flops(config: ModelConfig, batch_size: int, context_length: int) -> int:
-    """Operations in the matrix products of one forward pass."""
+    """Operations in the matmuls of one forward pass."""
     return sum(flops_breakdown(config, batch_size, context_length).values())
 
 
 def backward_flops(config: ModelConfig, batch_size: int, context_length: int) -> int:
-    """Operations in the matrix products of one backward pass: two for every product of the forward."""
+    """Operations in the matmuls of one backward pass: two for every one of the forward."""
     return 2 * forward_flops(config, batch_size, context_length)
 
 
 def optimizer_flops(config: ModelConfig) -> int:
-    """Elementwise operations of one AdamW step. No matrix product among them: bandwidth sets their time."""
+    """Elementwise operations of one AdamW step. No matmul among them: bandwidth sets their time."""
     return ADAMW_FLOPS_PER_PARAMETER * parameter_count(config)
 
 
@@ -99,6 +95,6 @@ def roofline_seconds(flops: float, bytes_moved: float, matmul_tflops: float, cop
 
 
 def utilisation(flops: float, seconds: float, matmul_tflops: float) -> float:
-    """Share of the machine's matrix rate that a step reached, 1.0 at best (Chowdhery et al. 2022, "MFU")."""
+    """Share of the machine's matmul rate that a step reached, 1.0 at best (Chowdhery et al. 2022, "MFU")."""
     check_positive_numbers(seconds=seconds, matmul_tflops=matmul_tflops)
     return flops / (seconds * matmul_tflops * 1e12)

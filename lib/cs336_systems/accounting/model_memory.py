@@ -1,7 +1,7 @@
 """Bytes that live through a training step: parameters, gradients, optimizer state, saved activations.
 
 Parameters, gradients and the optimizer's moments are float32. A 16-bit type means autocast: linear layers and
-attention products run in 16 bit on copies of their weights and inputs; the residual stream, the norms, the
+attention matmuls run in 16 bit on copies of their weights and inputs; the residual stream, the norms, the
 softmax and the loss stay float32.
 """
 

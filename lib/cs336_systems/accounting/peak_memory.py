@@ -5,12 +5,7 @@ allocator and the matrix library keep for themselves.
 """
 
 from cs336_systems.accounting.arguments import FLOAT32_BYTES, check_pass
-from cs336_systems.accounting.checkpoint_costs import (
-    Held,
-    Plan,
-    held_after_forward,
-    held_in_backward,
-)
+from cs336_systems.accounting.checkpoint_costs import Held, Plan, held_after_forward, held_in_backward
 from cs336_systems.accounting.element_counts import Elements
 from cs336_systems.accounting.model_memory import (
     block_activation_breakdown,
@@ -30,12 +25,12 @@ def peak_bytes(
     dtype: str = "float32",
     plan: Plan | None = None,
 ) -> int:
-    """Most bytes alive at once in one step of the eager model with reference attention.
+    """Most bytes alive at once in one step of the eager model with plain attention.
 
     Args:
         pass_: "forward" runs without autograd; "backward" and "forward_backward" have the same peak and start
             without gradients; "train_step" has AdamW's state from the start.
-        plan: which blocks are checkpointed, see `plans`; by default none is.
+        plan: which blocks are checkpointed, see `checkpoint_costs`; by default none is.
 
     Raises:
         ValueError: the plan has not as many blocks as the model.
@@ -124,10 +119,10 @@ def _training_moments(n: Elements, plan: Plan) -> dict[str, int]:
         "embedding": gradient_bytes(n.config) + stream,
     }
     for block, held in enumerate(beside):
-        place = {last: "last block", 0: "first block"}.get(block, f"block {block}")
+        where = {last: "last block", 0: "first block"}.get(block, f"block {block}")
         gradients = FLOAT32_BYTES * (n.head + (last - block) * n.block_weights)
         for part, alive in _block_moments(n).items():
-            moments[f"{part}, {place}"] = saved_by(held) + alive + gradients
+            moments[f"{part}, {where}"] = saved_by(held) + alive + gradients
     return moments
 
 
