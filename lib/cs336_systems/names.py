@@ -80,6 +80,8 @@ ATTENTION: dict[str, Attention] = {
     ),
 }
 OURS = "flash_triton"
+# What a model's blocks may be given; "auto" is the fastest of them that can run the tensors.
+MODEL_ATTENTION = ("auto", *(name for name, entry in ATTENTION.items() if entry.in_model))
 
 # A model's own code, run as it is or compiled.
 MODEL_IMPLEMENTATIONS: dict[str, Named] = {

@@ -86,7 +86,7 @@ def attention_peak_breakdown(
 def attention_traffic_bytes(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
     """Bytes that eager float32 attention, without a mask, reads and writes: each operation is a kernel.
 
-    The softmax is `functional.softmax`, whose every operation goes through memory; torch.softmax is one kernel.
+    The softmax is `functional.softmax`, each operation of which is a kernel too; torch.softmax is one kernel.
     Forward makes 12 passes over the scores (write q k^T; scale; maximum; subtract; exponential; sum; divide;
     read for the matmul with v), backward 23, of which 17 belong to the softmax.
     """

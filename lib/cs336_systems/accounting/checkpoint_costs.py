@@ -1,7 +1,6 @@
 """What activation checkpointing costs. A plan is a nested tuple of blocks; a tuple inside it is a segment.
 
-`cs336_systems.training.checkpointing` makes and runs plans. Here a block may be anything but a tuple, a number
-for example.
+`training.checkpointing` makes and runs plans. Here a block may be anything but a tuple: a number will do.
 """
 
 from typing import Any, NamedTuple

@@ -7,18 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cs336_systems import names
 from cs336_systems.functional import cross_entropy
-from cs336_systems.measure.host import check_choice
-from cs336_systems.measure.schema import DTYPES, PASSES
 from cs336_systems.nvtx import annotate
 from cs336_systems.optimizer import AdamW
-
-AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
     """Autocast to a 16-bit dtype; nothing for float32 and tf32."""
-    return torch.autocast(device.type, AUTOCAST[dtype]) if dtype in AUTOCAST else nullcontext()
+    tensors = names.torch_dtype(dtype)
+    return nullcontext() if tensors == torch.float32 else torch.autocast(device.type, tensors)
 
 
 class ModelSteps:
@@ -42,7 +40,7 @@ class ModelSteps:
         dtype: str = "float32",
         call: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
     ):
-        check_choice("dtype", dtype, DTYPES)
+        names.check_choice("dtype", dtype, names.DTYPES)
         self.model, self.dtype, self.call = model, dtype, call
         embeddings = model.token_embeddings.weight
         self.device = embeddings.device
@@ -51,12 +49,12 @@ class ModelSteps:
         self.optimizer = AdamW(model.parameters())
 
     def of(self, pass_: str) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
-        """The step of one of PASSES, and what must run untimed before each and hand it its argument, or None.
+        """The step of one of names.PASSES, and what must run untimed before each and hand it its argument, or None.
 
         Raises:
             ValueError: the pass is unknown.
         """
-        check_choice("pass", pass_, PASSES)
+        names.check_choice("pass", pass_, names.PASSES)
         return getattr(self, pass_), self.loss if pass_ == "backward" else None
 
     @torch.no_grad()

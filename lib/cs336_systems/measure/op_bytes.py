@@ -26,7 +26,7 @@ class Operation:
     """One operation of eager PyTorch, as a rule one kernel: it reads its inputs and writes its output."""
 
     name: str
-    flops: int  # of a matrix product; 0 for everything else
+    flops: int  # of a matmul; 0 for everything else
     bytes_moved: int
 
 
@@ -40,7 +40,7 @@ def operations(function: Callable[[], Any]) -> list[Operation]:
     return recorder.operations
 
 
-def one_by_one_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps: float) -> float:
+def sum_of_rooflines_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps: float) -> float:
     """Least time when each operation is a kernel of its own, waiting for the one before: a sum of rooflines.
 
     Args:
