@@ -1,33 +1,37 @@
-"""The vocabulary of rows: every column there is, with its unit. A new column is one line here."""
+"""The schema of rows: every column with its one meaning, and every table with the columns that it has.
+
+A table is the file `figures/<machine>/<slug>/<table>.csv`: its keys say what was measured, its values what
+came out. A new column is a line in COLUMNS, a new table an entry in TABLES.
+"""
 
 import difflib
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-PASSES = ("forward", "backward", "forward_backward", "train_step")
-DTYPES = ("float32", "tf32", "bfloat16", "float16")
+from cs336_systems import names
+
 STATUSES = ("ok", "oom", "skipped", "error")
+_PROTOCOLS = ("do_bench", "cuda_graph", "wall_clock", "leaderboard")
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what was measured (key), what came out (value), or where it comes from (provenance)."""
+    """One column: its type, its unit, what it means, the values that it may have."""
 
-    kind: Literal["key", "value", "provenance"]
     type: type
-    unit: str
     description: str
+    unit: str = ""
     allowed: tuple[str, ...] = ()
     minimum: float | None = 0
-    digits: int = 6  # significant digits kept in the file
+    digits: int = 6  # significant digits of a float that the file keeps
 
     def check(self, value: Any) -> int | float | str | bool | None:
-        """Return the value as this column stores it; None, NaN and pandas' NA mean "empty".
+        """The value as the column stores it; None, NaN and pandas' NA mean "empty".
 
         Raises:
             ValueError: what is allowed.
@@ -37,170 +41,281 @@ class Column:
         is_bool = isinstance(value, bool | np.bool_)
         is_number = isinstance(value, numbers.Real) and not is_bool and math.isfinite(value)
         if self.type is str and isinstance(value, str):
-            return self._allowed(_one_line(value)) or None
+            text = " ".join(
+                "".join(c if c.isprintable() else " " for c in value).split()
+            )  # a row is one line
+            if text and self.allowed and text not in self.allowed:
+                raise ValueError(f"allowed: {', '.join(self.allowed)}")
+            return text or None
         if self.type is bool and is_bool:
             return bool(value)
-        if self.type is int and is_number and float(value).is_integer():
-            return int(self._within(value))
-        if self.type is float and is_number:
-            return float(f"{self._within(value):.{self.digits}g}")
+        if self.type in (int, float) and is_number and (self.type is float or float(value).is_integer()):
+            if self.minimum is not None and value < self.minimum:
+                raise ValueError(f"allowed: {self.minimum:g} or more")
+            return int(value) if self.type is int else float(f"{value:.{self.digits}g}")
         raise ValueError(f"allowed: {_TYPE_NAMES[self.type]}")
 
-    def parse(self, text: str) -> int | float | str | bool | None:
-        """Read a CSV field; errors as in `check`."""
-        if text == "":
-            return None
-        try:
-            value = _PARSERS[self.type](text)
-        except (KeyError, ValueError):
-            raise ValueError(f"allowed: {_TYPE_NAMES[self.type]}") from None
-        return self.check(value)
-
     def format(self, value: Any) -> str:
-        """Write a CSV field: short, and the same text for the same value."""
+        """A checked value as a CSV field."""
         if value is None:
             return ""
         if self.type is float:
             return format(value, f".{self.digits}g")
         return str(value).lower() if self.type is bool else str(value)
 
-    def order(self, value: Any) -> tuple:
-        """Sort key: empty first, numbers by size, listed names in the order of the list."""
-        if value is None:
-            return (0,)
-        return (1, self.allowed.index(value) if self.allowed else value)
+    def parse(self, texts: "pd.Series[str]") -> pd.Series:
+        """CSV fields as plain numpy dtypes: whole numbers with gaps are floats, empty text is None.
 
-    def _allowed(self, value: str) -> str:
-        if self.allowed and value not in self.allowed:
-            raise ValueError(f"allowed: {', '.join(self.allowed)}")
-        return value
+        Raises:
+            ValueError: what is allowed. Its `args[1]` is the index of the field at fault.
+        """
+        empty = texts == ""
+        if self.type is str:
+            bad = ~empty & ~texts.isin(self.allowed) if self.allowed else pd.Series(False, texts.index)
+            values, allowed = texts.astype(object).where(~empty, None), ", ".join(self.allowed)
+        elif self.type is bool:
+            values = texts.astype(object).map({"true": True, "false": False, "": None}).astype(object)
+            bad, allowed = ~empty & ~texts.isin(("true", "false")), _TYPE_NAMES[bool]
+            values = values.where(~empty, None) if empty.any() or bad.any() else values.astype(bool)
+        else:
+            values = pd.to_numeric(texts.astype(object).where(~empty, "nan"), errors="coerce").astype(float)
+            finite, allowed = pd.Series(np.isfinite(values), texts.index), _TYPE_NAMES[self.type]
+            bad = ~empty & ~(finite & (values % 1 == 0 if self.type is int else True))
+            if not bad.any() and self.minimum is not None:
+                bad, allowed = values < self.minimum, f"{self.minimum:g} or more"
+            if self.type is int and not empty.any() and not bad.any():
+                values = values.astype("int64")
+        if bad.any():
+            raise ValueError(f"allowed: {allowed}", bad.idxmax())
+        return values
 
-    def _within(self, value: Any) -> Any:
-        if self.minimum is not None and value < self.minimum:
-            raise ValueError(f"allowed: {self.minimum:g} or more")
-        return value
+    def order(self, values: pd.Series) -> pd.Series:
+        """What to sort a loaded column by: listed names in the order of the list, the rest by itself."""
+        if self.allowed:
+            return values.map({name: place for place, name in enumerate(self.allowed)})
+        return values.astype(float) if self.type is bool else values
 
 
 _TYPE_NAMES = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
-_PARSERS = {int: int, float: float, str: str, bool: {"true": True, "false": False}.__getitem__}
 
 
-def _one_line(text: str) -> str:
-    """The text with line breaks and control characters as single spaces: a row stays one line."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+@dataclass(frozen=True)
+class Table:
+    """What a table has: keys, values and, in all of them, STATUS and PROVENANCE.
+
+    group: the keys of one recording, where other keys (names of kernels) come out of the measurement: a new
+    recording replaces all rows of an older one of its group. Without, a row replaces the one with its key.
+    """
+
+    keys: tuple[str, ...]
+    values: tuple[str, ...]
+    group: tuple[str, ...] = ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.keys, *self.values, *STATUS, *PROVENANCE)
+
+    def unknown(self, column: Any) -> str:
+        """Why the table has no such column: another unit of a quantity that it has, a typo, or neither."""
+        stem = str(column).rpartition("_")[0]
+        same = [name for name in self.columns if stem and name.rpartition("_")[0] == stem]
+        close = same or difflib.get_close_matches(str(column), self.columns, n=2) or self.columns
+        return f"column {column!r} is not in this table; allowed: {', '.join(close)}"
 
 
-def unknown_column(name: Any) -> str:
-    """Say what is wrong with a column: another unit of a known quantity, a typo, or neither."""
-    stem = str(name).rpartition("_")[0]
-    other_unit = [column for column in COLUMNS if stem and column.rpartition("_")[0] == stem]
-    close = difflib.get_close_matches(str(name), COLUMNS, n=2)
-    if other_unit:
-        return f"column {name!r}: the vocabulary has {', '.join(other_unit)}, and one unit a quantity"
-    if close:
-        return f"column {name!r} is not in the vocabulary; it has {', '.join(close)}"
-    return f"column {name!r} is not in the vocabulary; allowed: {', '.join(COLUMNS)}"
-
-
-def _key(type_: type, description: str, unit: str = "", allowed: tuple[str, ...] = ()) -> Column:
-    return Column("key", type_, unit, description, allowed)
-
-
-def _value(type_: type, description: str, unit: str = "", **options: Any) -> Column:
-    return Column("value", type_, unit, description, **options)
-
-
-def _provenance(description: str) -> Column:
-    return Column("provenance", str, "", description)
-
-
-# In the order of a file's columns; the order of the keys is also the order of its rows.
+# fmt: off
 COLUMNS: dict[str, Column] = {
-    "implementation": _key(str, "what ran: eager, compiled, compiled_blocks, or an attention implementation"),
-    "attention": _key(str, "attention implementation inside a model"),
-    "edition": _key(int, "edition of the assignment"),
-    "model_size": _key(str, "name of the model's size in its edition"),
-    "d_model": _key(int, "width of the residual stream"),
-    "num_heads": _key(int, "attention heads"),
-    "num_rows": _key(int, "rows of a matrix"),
-    "batch_size": _key(int, "sequences in a batch"),
-    "context_length": _key(int, "tokens in a sequence"),
-    "d_head": _key(int, "width of one attention head"),
-    "is_causal": _key(bool, "a query sees only keys up to its own position"),
-    "dtype": _key(
-        str, "tf32 is float32 with TF32 matrix products; 16 bits are autocast in a model", allowed=DTYPES
-    ),
-    "world_size": _key(int, "processes that take part"),
-    "backend": _key(str, "communication backend"),
-    "bucket_size_mb": _key(float, "largest gradient bucket", "MB"),
-    "message_mb": _key(float, "largest buffer of a collective on one rank", "MB"),
-    "case": _key(str, "which variant, where no other key says it"),
-    "tensor": _key(str, "name of the tensor looked at"),
-    "profiler": _key(str, "what saw the kernels: nsys, torch cuda or torch cpu"),
-    "rank": _key(int, "which process of a group"),
-    "lane": _key(str, "compute or communication, see measure.overlap.LANES"),
-    "span": _key(int, "number of a stretch of time in its lane, from 0"),
-    "range": _key(str, "path of the named ranges around it; a star stands for every layer"),
-    "kernel": _key(str, "short name of a kernel, or of an operator on a CPU"),
-    "class": _key(str, "kind of kernel, see measure.kernel_names.CLASSES"),
-    "category": _key(str, "what memory is used for, see measure.allocations.CATEGORIES"),
-    "code": _key(str, "line of code that allocated"),
-    "capability": _key(int, "compute capability that a kernel is compiled for: 80, 90, 100"),
-    "block_m": _key(int, "queries in a tile"),
-    "block_n": _key(int, "keys in a tile"),
-    "num_warps": _key(int, "warps of a program"),
-    "num_stages": _key(int, "stages of the software pipeline"),
-    "pass": _key(str, "what one step does", allowed=PASSES),
-    "warmup_steps": _key(int, "steps run before the measured ones"),
-    "step": _key(int, "number of the step in its trace, from 0, warm-up included"),
-    "mean_ms": _value(float, "mean time of a step", "ms"),
-    "std_ms": _value(float, "sample standard deviation over the steps", "ms"),
-    "p20_ms": _value(float, "20th percentile over the steps", "ms"),
-    "p50_ms": _value(float, "median over the steps", "ms"),
-    "p80_ms": _value(float, "80th percentile over the steps", "ms"),
-    "steps": _value(int, "measured steps"),
-    "step_ms": _value(float, "time of this one step", "ms"),
-    "peak_memory_mib": _value(float, "most memory that tensors held during the steps", "MiB"),
-    "requested_memory_mib": _value(float, "the same before the allocator rounded sizes up", "MiB"),
-    "memory_before_backward_mib": _value(float, "memory in use between forward and backward", "MiB"),
-    "saved_for_backward_mib": _value(float, "distinct storage that autograd keeps for backward", "MiB"),
-    "compile_s": _value(float, "first call less a steady step", "s"),
-    "algorithm_bandwidth_gbps": _value(float, "message over time in a collective", "GB/s"),
-    "bus_bandwidth_gbps": _value(float, "bytes over each link and second in a collective", "GB/s"),
-    "communication_ms": _value(float, "communication of a step with nothing to hide behind", "ms"),
-    "alone_ms": _value(float, "median step without its communication", "ms"),
-    "exposed_communication_ms": _value(float, "median step less alone_ms", "ms", minimum=None),
-    "profiled_communication_ms": _value(float, "part of a profiled step with a communication kernel", "ms"),
-    "profiled_exposed_ms": _value(float, "... and without any other kernel", "ms"),
-    "profiled_tail_ms": _value(float, "from the end of backward to that of communication, profiled", "ms"),
-    "overlap_share": _value(float, "part of the profiled communication that is hidden behind computing"),
-    "start_ms": _value(float, "start of a span, since its step began", "ms", minimum=None),
-    "end_ms": _value(float, "end of a span, since its step began", "ms"),
-    "calls": _value(float, "launches in a step"),
-    "total_ms": _value(float, "time of all those launches in a step", "ms"),
-    "host_ms": _value(float, "time that a range was open on the host", "ms"),
-    "device_span_ms": _value(float, "from the start of a range's first kernel to the end of its last", "ms"),
-    "device_busy_ms": _value(float, "part of the span with a kernel running", "ms"),
-    "device_idle_share": _value(float, "part of the span with none"),
-    "at_ms": _value(float, "time since the recording began", "ms"),
-    "size_mib": _value(float, "memory held", "MiB"),
-    "registers": _value(int, "registers of a thread"),
-    "spilled_bytes": _value(int, "bytes that a thread keeps in memory for want of registers", "bytes"),
-    "shared_bytes": _value(int, "shared memory of a program", "bytes"),
-    "shared_limit_bytes": _value(int, "shared memory that the chip can give one program", "bytes"),
-    "sm_clock_mhz": _value(float, "median clock of the multiprocessors during the steps", "MHz"),
-    "power_w": _value(float, "median power that the GPU drew during the steps", "W"),
-    "result": _value(float, "a computed number", minimum=None, digits=9),
-    "observed_dtype": _value(str, "dtype that a tensor was found to have"),
-    "status": _value(str, "how the measurement ended", allowed=STATUSES),
-    "reason": _value(str, "why the status is not ok"),
-    "machine": _provenance("slug of the machine, the name of its folder"),
-    "gpu": _provenance("name of the GPU, or none"),
-    "torch": _provenance("version of torch"),
-    "triton": _provenance("version of triton, or none"),
-    "measured_at": _provenance("when the row was saved, UTC"),
-    "commit": _provenance("commit of this repository"),
+    # What was measured.
+    "implementation": Column(str, "what ran: a name from the tables in names.py"),
+    "attention": Column(str, "attention implementation inside a model"),
+    "edition": Column(int, "edition of the assignment"),
+    "model_size": Column(str, "name of the model's size in its edition"),
+    "d_model": Column(int, "width of the residual stream; of a weighted sum, the columns of its matrix"),
+    "num_heads": Column(int, "attention heads"),
+    "num_rows": Column(int, "rows of a matrix"),
+    "batch_size": Column(int, "sequences in a batch"),
+    "context_length": Column(int, "tokens in a sequence"),
+    "d_head": Column(int, "width of one attention head"),
+    "is_causal": Column(bool, "a query sees only keys up to its own position"),
+    "dtype": Column(str, "tf32: float32 with TF32 matmuls; 16 bits in a model: autocast", allowed=tuple(names.DTYPES)),
+    "pass": Column(str, "what one step does", allowed=tuple(names.PASSES)),
+    "warmup_steps": Column(int, "steps run before the measured ones"),
+    "synchronized": Column(bool, "the clock stopped only when the step's kernels were done"),
+    "step_index": Column(int, "number of a step in its run, from 0; of training, from 1"),
+    "protocol": Column(str, "how a step was timed", allowed=_PROTOCOLS),
+    "deterministic": Column(bool, "torch.use_deterministic_algorithms was on"),
+    "accumulation": Column(str, "dtypes of an accumulator and of what is added to it"),
+    "tensor": Column(str, "name of a tensor, or of the operation that saved it"),
+    "strategy": Column(str, "which blocks of a model are checkpointed"),
+    "world_size": Column(int, "processes that take part"),
+    "backend": Column(str, "communication backend"),
+    "rank": Column(int, "which process of a group"),
+    "bucket_size_mb": Column(float, "largest gradient bucket", "MB"),
+    "collective": Column(str, "collective operation", allowed=tuple(names.COLLECTIVES)),
+    "message_mb": Column(float, "largest buffer of a collective on one rank", "MB"),
+    "optimizer": Column(str, "optimizer of a training run"),
+    "compared": Column(str, "weights with one process's, or replicas with each other", allowed=("weights", "replicas")),
+    "profiler": Column(str, "what saw the kernels: nsys, torch cuda or torch cpu"),
+    "range": Column(str, "path of the named ranges around it; a star stands for every layer"),
+    "kernel": Column(str, "short name of a kernel, or of an operator on a CPU"),
+    "class": Column(str, "kind of kernel, see measure.kernel_names.CLASSES"),
+    "lane": Column(str, "what a span of time was spent on", allowed=("compute", "communication")),
+    "span": Column(int, "number of a span of time in its lane, from 0"),
+    "stage": Column(str, "stage of a step: forward, backward, optimizer"),
+    "point": Column(int, "number of a point of a timeline, from 0"),
+    "category": Column(str, "what memory is used for, see measure.allocations.CATEGORIES"),
+    "rank_by_size": Column(int, "place among the largest, from 0"),
+    "kind": Column(str, "a tensor saved for backward, or a gradient", allowed=("saved", "gradient")),
+    "module": Column(str, "module inside a block"),
+    "code": Column(str, "line of code that allocated, as of the row's commit"),
+    "capability": Column(int, "compute capability that a kernel is compiled for: 80, 90, 100"),
+    "block_m": Column(int, "queries in a tile"),
+    "block_n": Column(int, "keys in a tile"),
+    "num_warps": Column(int, "warps of a program"),
+    "num_stages": Column(int, "stages of the software pipeline"),
+    "max_registers": Column(int, "most registers that the compiler may give a thread; empty: it decides"),
+    "chunk": Column(int, "dimensions of a head that a score is made of at a time; empty: all"),
+    "technique": Column(str, "optimisation that a version of a kernel adds to the one before it"),
+    "rung": Column(int, "number of the version, from 0, the first"),
+    # What came out.
+    "mean_ms": Column(float, "mean time of a step", "ms"),
+    "std_ms": Column(float, "sample standard deviation over the steps", "ms"),
+    "p20_ms": Column(float, "20th percentile over the steps", "ms"),
+    "p50_ms": Column(float, "median over the steps", "ms"),
+    "p80_ms": Column(float, "80th percentile over the steps", "ms"),
+    "steps": Column(int, "measured steps"),
+    "step_ms": Column(float, "time of this one step", "ms"),
+    "peak_memory_mib": Column(float, "most memory that tensors held during the steps", "MiB"),
+    "requested_memory_mib": Column(float, "the same before the allocator rounded sizes up", "MiB"),
+    "memory_before_backward_mib": Column(float, "memory in use between forward and backward", "MiB"),
+    "saved_for_backward_mib": Column(float, "distinct storage that autograd keeps for backward", "MiB"),
+    "compile_s": Column(float, "first call less a steady step", "s"),
+    "recomputed_blocks": Column(int, "blocks whose forward runs again in backward"),
+    "predicted_gain_low": Column(float, "time before over time after, predicted: at least"),
+    "predicted_gain_high": Column(float, "... at most"),
+    "kept": Column(bool, "the later versions have the technique too"),
+    "why": Column(str, "the reason of the prediction"),
+    "runs": Column(int, "runs whose results were compared bit by bit"),
+    "distinct_results": Column(int, "different results among them"),
+    "total": Column(float, "a sum", minimum=None, digits=9),
+    "max_difference": Column(float, "largest absolute difference of any weight", digits=9),
+    "observed_dtype": Column(str, "dtype that a tensor was found to have"),
+    "algorithm_bandwidth_gbps": Column(float, "message over time in a collective", "GB/s"),
+    "bus_bandwidth_gbps": Column(float, "bytes over each link and second in a collective", "GB/s"),
+    "communication_ms": Column(float, "communication of a step with nothing to hide behind", "ms"),
+    "no_comm_ms": Column(float, "median step without its communication", "ms"),
+    "exposed_communication_ms": Column(float, "median step less no_comm_ms", "ms", minimum=None),
+    "profiled_communication_ms": Column(float, "part of a profiled step with a communication kernel", "ms"),
+    "profiled_exposed_ms": Column(float, "... and without any other kernel", "ms"),
+    "profiled_tail_ms": Column(float, "from the end of backward to that of communication, profiled", "ms"),
+    "overlap_share": Column(float, "part of the profiled communication that is hidden behind computing"),
+    "start_ms": Column(float, "start of a span, since its step began", "ms", minimum=None),
+    "end_ms": Column(float, "end of a span, since its step began", "ms"),
+    "calls": Column(float, "launches in a step"),
+    "total_ms": Column(float, "time of all those launches in a step", "ms"),
+    "host_ms": Column(float, "time that a range was open on the host", "ms"),
+    "device_span_ms": Column(float, "from the start of a range's first kernel to the end of its last", "ms"),
+    "device_busy_ms": Column(float, "part of the span with a kernel running", "ms"),
+    "device_idle_share": Column(float, "part of the span with none"),
+    "at_ms": Column(float, "time since the recording began", "ms"),
+    "size_mib": Column(float, "memory held", "MiB"),
+    "count": Column(int, "tensors of that kind"),
+    "registers": Column(int, "registers of a thread"),
+    "spilled_bytes": Column(int, "bytes that a thread keeps in memory for want of registers", "bytes"),
+    "shared_bytes": Column(int, "shared memory of a program", "bytes"),
+    "shared_limit_bytes": Column(int, "shared memory that the chip can give one program", "bytes"),
+    "sm_clock_mhz": Column(float, "median clock of the SMs during the steps", "MHz"),
+    "power_w": Column(float, "median power that the GPU drew during the steps", "W"),
+    "status": Column(str, "how the measurement ended", allowed=STATUSES),
+    "reason": Column(str, "why the status is not ok"),
+    # Where it comes from.
+    "machine": Column(str, "slug of the machine, the name of its folder"),
+    "gpu": Column(str, "name of the GPU, or none"),
+    "torch": Column(str, "version of torch"),
+    "triton": Column(str, "version of triton, or none"),
+    "kernels": Column(str, "digest of the sources of our attention kernels, where they ran"),
+    "measured_at": Column(str, "when the rows were saved, UTC; the same for all rows of one save"),
+    "commit": Column(str, "commit of this repository; ends in + where the library had uncommitted changes"),
 }
-KEYS = tuple(name for name, column in COLUMNS.items() if column.kind == "key")
-PROVENANCE = tuple(name for name, column in COLUMNS.items() if column.kind == "provenance")
-TIMES = tuple(name for name, column in COLUMNS.items() if column.unit in ("ms", "s"))
+
+STATUS = ("status", "reason")
+PROVENANCE = ("machine", "gpu", "torch", "triton", "kernels", "measured_at", "commit")
+TIMES = ("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps")
+MODEL = (
+    "implementation", "attention", "edition", "model_size", "d_model", "num_heads",
+    "batch_size", "context_length", "dtype",
+)
+
+_ATTENTION = ("batch_size", "context_length", "d_head", "is_causal", "dtype")
+_TILE = ("block_m", "block_n", "num_warps", "num_stages", "max_registers", "chunk")
+_GROUP = ("world_size", "backend")
+_RANK = (*MODEL, *_GROUP, "bucket_size_mb", "rank", "pass", "warmup_steps")
+_STEP = (*MODEL, "pass")
+_PROFILE = (*MODEL, "pass", "warmup_steps", "profiler")
+_OVERLAP = ("profiled_communication_ms", "profiled_exposed_ms", "profiled_tail_ms", "overlap_share")
+
+TABLES: dict[str, Table] = {
+    "model_times": Table((*MODEL, "pass", "warmup_steps"), (*TIMES, "peak_memory_mib", "compile_s")),
+    "cold_steps": Table((*MODEL, "pass", "synchronized", "step_index"), ("step_ms",)),
+    "attention_times": Table(
+        ("implementation", *_ATTENTION, "pass", "warmup_steps"),
+        (*TIMES, "peak_memory_mib", "memory_before_backward_mib", "saved_for_backward_mib", "compile_s"),
+    ),
+    "flash_times": Table(
+        ("implementation", "protocol", "num_heads", *_ATTENTION, "pass"),
+        (*TIMES, "peak_memory_mib", "sm_clock_mhz", "power_w"),
+    ),
+    "tile_times": Table(("kernel", "num_heads", *_ATTENTION, *_TILE), (*TIMES, "peak_memory_mib")),
+    "ablation_times": Table(
+        ("kernel", "technique", "rung", "num_heads", *_ATTENTION),
+        (*TIMES, "peak_memory_mib", "predicted_gain_low", "predicted_gain_high", "kept", "why"),
+    ),
+    "determinism": Table(
+        ("implementation", "batch_size", "context_length", "d_head", "dtype", "pass", "deterministic"),
+        ("runs", "distinct_results"),
+    ),
+    "weighted_sum_times": Table(
+        ("implementation", "num_rows", "d_model", "dtype", "pass"), (*TIMES, "peak_memory_mib")
+    ),
+    "kernel_resources": Table(
+        ("kernel", "dtype", "d_head", "capability", *_TILE),
+        ("registers", "spilled_bytes", "shared_bytes", "shared_limit_bytes"),
+    ),
+    "accumulation": Table(("accumulation",), ("steps", "total")),
+    "autocast_dtypes": Table(("dtype", "tensor"), ("observed_dtype",)),
+    "checkpointing_times": Table(
+        (*MODEL, "strategy", "pass", "warmup_steps"),
+        (*TIMES, "peak_memory_mib", "requested_memory_mib", "saved_for_backward_mib", "recomputed_blocks"),
+    ),
+    "memory_peaks": Table(
+        (*_STEP, "stage", "category"),
+        ("size_mib", "at_ms", "peak_memory_mib", "requested_memory_mib"), group=_STEP,
+    ),
+    "memory_timeline": Table((*_STEP, "point", "category"), ("stage", "at_ms", "size_mib"), group=_STEP),
+    "largest_allocations": Table(
+        (*_STEP, "rank_by_size"), ("size_mib", "category", "range", "code", "count"), group=_STEP
+    ),
+    "block_tensors": Table((*MODEL, "kind", "module", "tensor", "code"), ("count", "size_mib"), group=MODEL),
+    "kernels": Table((*_PROFILE, "range", "kernel", "class"), ("calls", "total_ms"), group=_PROFILE),
+    "ranges": Table(
+        (*_PROFILE, "range"),
+        ("host_ms", "device_span_ms", "device_busy_ms", "device_idle_share", "calls"), group=_PROFILE,
+    ),
+    "collective_times": Table(
+        ("collective", "message_mb", "dtype", *_GROUP, "warmup_steps"),
+        (*TIMES, "algorithm_bandwidth_gbps", "bus_bandwidth_gbps"),
+    ),
+    "ddp_times": Table(
+        (*MODEL, *_GROUP, "bucket_size_mb", "pass", "warmup_steps"),
+        (*TIMES, "peak_memory_mib", "communication_ms", "no_comm_ms", "exposed_communication_ms", *_OVERLAP),
+    ),
+    "ddp_overlap": Table(_RANK, _OVERLAP),
+    "ddp_timeline": Table((*_RANK, "lane", "span"), ("range", "start_ms", "end_ms"), group=_RANK),
+    "training_drift": Table(
+        (*MODEL, *_GROUP, "bucket_size_mb", "optimizer", "compared", "step_index"), ("max_difference",)
+    ),
+}
+# fmt: on
+
+# Every column that says, in some table, what was measured.
+KEYS = tuple(name for name in COLUMNS if any(name in table.keys for table in TABLES.values()))
