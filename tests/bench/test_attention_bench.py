@@ -1,190 +1,151 @@
 """Benchmarks of attention: times, and the bytes saved for backward held against the closed form."""
 
-import weakref
-
 import pytest
 import torch
 
-from cs336_systems import accounting
-from cs336_systems.bench import attention_bench as module
-from cs336_systems.bench.attention_bench import (
-    attention_key,
-    benchmark_attention,
-    saved_bytes,
-    sweep_attention,
-)
-from cs336_systems.measure import host
+from cs336_systems import accounting, names
+from cs336_systems.attention import plain
+from cs336_systems.bench import attention_bench
+from cs336_systems.bench.attention_bench import benchmark_attention, sweep_attention
 from cs336_systems.measure.compiling import why_no_compile
-from cs336_systems.measure.rows import load_rows, save_rows
 from cs336_systems.measure.timing import MIB, release_memory
 
 RUN = {"batch_size": 2, "context_length": 64, "d_head": 16, "device": "cpu", "warmup_steps": 1, "steps": 2}
-PASSES = ("forward", "backward", "forward_backward")
 
 
-@pytest.mark.parametrize("pass_", PASSES)
+@pytest.mark.parametrize("pass_", names.ATTENTION_PASSES)
 def test_each_pass_is_timed_and_saves_what_the_closed_form_says(pass_):
-    values = benchmark_attention(**RUN, pass_=pass_)
+    row = benchmark_attention(**RUN, pass_=pass_)
     saved = accounting.attention_saved_bytes(2, 64, 16)
     output = 2 * 64 * 16 * 4
-    assert (values["status"], values["steps"], values["compile_s"]) == ("ok", 2, None)
-    assert values["saved_for_backward_mib"] * MIB == saved
-    assert values["memory_before_backward_mib"] * MIB == saved + output
+    assert (row["status"], row["steps"], row["pass"], row["implementation"]) == ("ok", 2, pass_, "plain")
+    assert row["saved_for_backward_mib"] * MIB == saved
+    assert row["memory_before_backward_mib"] * MIB == saved + output
 
 
 @pytest.mark.parametrize(("dtype", "is_causal"), [("bfloat16", False), ("float32", True), ("float16", True)])
 def test_saved_bytes_follow_dtype_and_mask(dtype, is_causal):
-    values = benchmark_attention(**RUN, dtype=dtype, is_causal=is_causal)
-    assert values["saved_for_backward_mib"] * MIB == accounting.attention_saved_bytes(
-        2, 64, 16, dtype, is_causal
-    )
+    row = benchmark_attention(**RUN, dtype=dtype, is_causal=is_causal)
+    expected = accounting.attention_saved_bytes(2, 64, 16, dtype, is_causal)
+    assert (row["saved_for_backward_mib"] * MIB, row["is_causal"]) == (expected, is_causal)
 
 
 def test_flash_attention_saves_nothing_quadratic():
-    saved = benchmark_attention(**RUN | {"context_length": 256}, implementation="flash_pytorch")
+    row = benchmark_attention(**RUN | {"context_length": 256}, implementation="flash_pytorch")
     linear = 4 * (4 * 2 * 256 * 16 + 2 * 256)  # q, k, v, o and one logsumexp a query
-    assert saved["saved_for_backward_mib"] * MIB == linear
-
-
-def test_a_storage_counts_once_however_often_it_is_saved():
-    x = torch.randn(10, 10, requires_grad=True)
-    saved, in_use = saved_bytes(lambda: (x * x.T).sum(), [x])
-    assert saved == 400
-    assert in_use == 404
-
-
-def test_counting_leaves_nothing_behind():
-    x, outputs = torch.randn(10, requires_grad=True), []
-
-    def forward():
-        y = x.exp()  # saves its own output
-        outputs.append(weakref.ref(y))
-        return y.sum()
-
-    saved_bytes(forward, [x])
-    assert outputs[0]() is None
+    assert row["saved_for_backward_mib"] * MIB == linear
 
 
 def test_a_pass_does_what_it_says(monkeypatch):
-    steps = {}
+    timed = {}
 
     def watch(step, *, prepare, **options):
-        steps.update(step=step, prepare=prepare)
+        timed.update(step=step, prepare=prepare)
         return original(step, prepare=prepare, **options)
 
-    original = module.time_steps
-    monkeypatch.setattr(module, "time_steps", watch)
+    original = attention_bench.time_steps
+    monkeypatch.setattr(attention_bench, "time_steps", watch)
     benchmark_attention(**RUN, pass_="forward")
-    output = steps["step"]()
-    assert output.requires_grad, "a forward of training, which saves for backward"
+    assert timed["step"]().requires_grad, "a forward of training, which saves for backward"
     benchmark_attention(**RUN, pass_="backward")
-    output = steps["prepare"]()
-    leaves = [node.variable for node, _ in graph_leaves(output.grad_fn)]
-    assert len(leaves) == 3
-    assert all(leaf.grad is None for leaf in leaves)
-    steps["step"](output)
+    output = timed["prepare"]()
+    leaves = leaves_of(output.grad_fn)
+    assert [leaf.grad for leaf in leaves] == [None] * 3
+    timed["step"](output)
     assert all(leaf.grad is not None for leaf in leaves)
 
 
-def graph_leaves(node):
-    leaves, stack, seen = [], [node], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append((node, None))
-        stack.extend(next_node for next_node, _ in node.next_functions)
-    return leaves
+def leaves_of(node) -> set[torch.Tensor]:
+    """The tensors at the ends of an autograd graph."""
+    if node is None:
+        return set()
+    if hasattr(node, "variable"):
+        return {node.variable}
+    return set().union(*(leaves_of(following) for following, _ in node.next_functions))
 
 
-def test_the_sweep_goes_on_after_running_out_of_memory(tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
-    reference = module.attention
-
-    def attention(q, k, v, **options):
-        if q.shape[-2] == 128:
+def test_the_sweep_goes_on_after_running_out_of_memory(monkeypatch):
+    def softmax(scores, dim):
+        if scores.shape[-1] == 128:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB")
-        return reference(q, k, v, **options)
+        return torch.softmax(scores, dim)
 
-    monkeypatch.setattr(module, "attention", attention)
+    monkeypatch.setattr(plain, "softmax", softmax)
     options = {"batch_size": 1, "device": "cpu", "warmup_steps": 1, "steps": 2}
-    for rows in sweep_attention(context_lengths=[128, 64], d_heads=[16, 32], **options):
-        save_rows(rows, "pytorch_attention", machine="testbox")
-    rows = load_rows("pytorch_attention", "testbox")
-    assert len(rows) == 8
-    assert set(rows[rows.context_length == 128].status) == {"oom"}
-    assert set(rows[rows.context_length == 64].status) == {"ok"}
+    found = [
+        row
+        for rows in sweep_attention(context_lengths=[128, 64], d_heads=[16, 32], **options)
+        for row in rows
+    ]
+    assert [row["status"] for row in found] == ["oom", "oom", "ok", "ok"] * 2
+    assert "8.00 GiB" in found[0]["reason"]
 
 
-def test_what_would_not_fit_a_cpus_memory_is_skipped_untried(monkeypatch):
-    monkeypatch.setattr(host, "available_memory_bytes", lambda: 2**30)
-    values = benchmark_attention(**RUN | {"context_length": 16_384})
-    assert (values["status"], values["mean_ms"]) == ("skipped", None)
-    assert "GiB are free" in values["reason"]
+@pytest.mark.parametrize("name", names.ATTENTION)
+def test_every_attention_of_the_registry_gives_a_row(name):
+    """Where it cannot run the row says why; on a machine without a compiler that is half of them."""
+    needs_compiler = names.COMPILER in names.ATTENTION[name].needs
+    if needs_compiler and not why_no_compile(torch.device("cpu")):
+        pytest.skip("compiling it takes long; the GPU test below does")
+    row = benchmark_attention(**RUN, implementation=name, is_causal=True)
+    assert row["status"] == "ok" or row["reason"]
+    if not names.ATTENTION[name].needs and not names.ATTENTION[name].sdpa_backend:
+        assert row["status"] == "ok", row["reason"]
 
 
-def test_tf32_is_skipped_on_a_cpu():
-    assert benchmark_attention(**RUN, dtype="tf32")["status"] == "skipped"
+def test_what_cannot_run_is_skipped_with_its_reason():
+    too_large = benchmark_attention(**RUN | {"context_length": 2**20})  # 48 TB
+    assert (too_large["status"], too_large["mean_ms"]) == ("skipped", None)
+    assert "GiB" in too_large["reason"]
+    assert "TF32" in benchmark_attention(**RUN, dtype="tf32")["reason"]
+    assert "16-bit" in benchmark_attention(**RUN, implementation="sdpa_cudnn")["reason"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("changes", "match"),
     [
-        (
-            {"pass_": "train_step"},
-            "pass 'train_step' is unknown; allowed: forward, backward, forward_backward",
-        ),
-        ({"dtype": "int8"}, "dtype 'int8' is unknown; allowed: float32, tf32"),
-        ({"implementation": "fast"}, "implementation 'fast' is unknown; allowed: reference, .*compiled"),
+        ({"pass_": "train_step"}, "train_step.*forward_backward"),
+        ({"dtype": "int8"}, "int8.*tf32"),
+        ({"implementation": "fast"}, "fast.*plain.*flash_triton"),
         ({"context_length": 0}, "context_length"),
+        ({"steps": 0}, "steps"),
     ],
 )
-def test_a_wrong_argument_is_refused_by_name(arguments, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        benchmark_attention(**RUN | arguments)
+def test_a_wrong_argument_is_refused_by_name(changes, match):
+    with pytest.raises(ValueError, match=match):
+        benchmark_attention(**RUN | changes)
 
 
-def test_the_key_names_everything_a_run_depends_on():
-    options = {"dtype": "float32", "implementation": "reference", "warmup_steps": 1}
-    key = attention_key(batch_size=2, context_length=64, d_head=16, pass_="forward", **options)
-    assert key == {
-        "implementation": "reference",
-        "batch_size": 2,
-        "context_length": 64,
-        "d_head": 16,
-        "is_causal": False,
-        "dtype": "float32",
-        "pass": "forward",
-        "warmup_steps": 1,
-    }
-
-
-@pytest.mark.skipif(
-    bool(why_no_compile(torch.device("cpu"))), reason="needs a C++ compiler, and there is none here"
-)
+@pytest.mark.skipif(bool(why_no_compile(torch.device("cpu"))), reason="needs a C++ compiler")
 def test_compiled_attention_is_timed_without_its_compilation():
-    values = benchmark_attention(**RUN, pass_="forward", implementation="compiled")
-    assert values["status"] == "ok", values["reason"]
-    assert values["compile_s"] * 1e3 > 10 * values["p50_ms"]
-    assert values["saved_for_backward_mib"] > 0
+    row = benchmark_attention(**RUN, implementation="compiled")
+    assert row["status"] == "ok", row["reason"]
+    assert row["compile_s"] * 1e3 > 10 * row["p50_ms"]
+    assert row["saved_for_backward_mib"] > 0
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["reference", "compiled"])
+@pytest.mark.parametrize("implementation", ["plain", "compiled"])
 def test_gpu_memory_in_use_is_what_the_allocator_says(implementation):
     run = RUN | {"batch_size": 8, "context_length": 1024, "d_head": 64, "device": "cuda"}
     release_memory("cuda")
     before = torch.cuda.memory_allocated()
-    values = benchmark_attention(**run, pass_="backward", implementation=implementation)
-    assert values["status"] == "ok", values["reason"]
+    row = benchmark_attention(**run, pass_="backward", implementation=implementation)
+    assert row["status"] == "ok", row["reason"]
     assert torch.cuda.memory_allocated() == before
-    assert values["saved_for_backward_mib"] <= values["memory_before_backward_mib"] * 1.001
-    if implementation == "reference":
+    assert row["saved_for_backward_mib"] <= row["memory_before_backward_mib"] * 1.001
+    if implementation == "plain":
         saved = accounting.attention_saved_bytes(8, 1024, 64) / MIB
-        assert values["saved_for_backward_mib"] == pytest.approx(saved, rel=0.001)
-        assert values["memory_before_backward_mib"] == pytest.approx(saved + 2, rel=0.01)
+        assert row["saved_for_backward_mib"] == pytest.approx(saved, rel=0.001)
+        assert row["memory_before_backward_mib"] == pytest.approx(saved + 2, rel=0.01)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", names.ATTENTION)
+def test_gpu_every_attention_is_timed(name):
+    run = RUN | {"context_length": 256, "d_head": 64, "device": "cuda", "dtype": "bfloat16"}
+    row = benchmark_attention(**run, pass_="forward_backward", implementation=name, is_causal=True)
+    assert row["status"] == "ok", row["reason"]
 
 
 @pytest.mark.gpu

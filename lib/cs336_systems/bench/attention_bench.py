@@ -1,22 +1,22 @@
-"""Benchmarks of attention alone: time of each pass, and the memory held between forward and backward."""
+"""Attention alone: times, and the memory held between forward and backward. Rows of attention_times."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cs336_systems import accounting
-from cs336_systems.attention import IMPLEMENTATIONS as ATTENTION
-from cs336_systems.attention import attention
+from cs336_systems import accounting, names
+from cs336_systems.attention.baselines import sdpa_backend
 from cs336_systems.measure.compiling import time_compiled, why_no_compile, why_no_triton
-from cs336_systems.measure.host import check_choice, why_no_memory, why_no_tf32
-from cs336_systems.measure.schema import DTYPES
+from cs336_systems.measure.host import why_no_memory, why_no_tf32
+from cs336_systems.measure.saved_tensors import saved_bytes
 from cs336_systems.measure.timing import (
     MIB,
     Timing,
     matmul_precision,
+    one_line,
     release_memory,
     resolve_device,
     run_or_out_of_memory,
@@ -24,85 +24,7 @@ from cs336_systems.measure.timing import (
 )
 from cs336_systems.measure.validation import measured_in_order
 
-COMPILED = ("compiled", "flash_compiled")
-_TRITON = ("flash_triton", "flash_compiled")
-IMPLEMENTATIONS = (*ATTENTION, *COMPILED)
-PASSES = ("forward", "backward", "forward_backward")
-_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def benchmark_attention(
-    *,
-    batch_size: int,
-    context_length: int,
-    d_head: int,
-    pass_: str = "forward",
-    dtype: str = "float32",
-    device: str | torch.device = "auto",
-    implementation: str = "reference",
-    is_causal: bool = False,
-    warmup_steps: int = 5,
-    steps: int = 10,
-) -> dict[str, Any]:
-    """Time one pass of attention over random q, k, v of (batch_size, context_length, d_head).
-
-    Args:
-        pass_: "forward", which saves for backward as in training; "backward", alone; or "forward_backward".
-        dtype: type of the tensors; "tf32" is float32 with TF32 matrix products.
-        device: "auto", "cpu" or "cuda".
-        implementation: a name in `cs336_systems.attention.IMPLEMENTATIONS`; "compiled", which is
-            torch.compile of "reference"; or "flash_compiled", the Triton forward with PyTorch's compiled
-            backward.
-        warmup_steps, steps: as in `time_steps`.
-
-    Returns:
-        Value columns of a row. In MiB, beside the times:
-        saved_for_backward_mib: distinct storages that autograd keeps, q, k and v among them;
-        memory_before_backward_mib: q, k, v, the output and all that is saved, between forward and backward.
-        Out of memory, and what the machine cannot do, are a status.
-
-    Raises:
-        ValueError: a name is unknown or a number out of range. RuntimeError: the device is not there.
-    """
-    check_choice("implementation", implementation, IMPLEMENTATIONS)
-    check_choice("pass", pass_, PASSES)
-    check_choice("dtype", dtype, DTYPES)
-    device = resolve_device(device)
-    needed = accounting.attention_peak_bytes(batch_size, context_length, d_head, pass_, dtype, is_causal)
-    if reason := _why_not(implementation, dtype, needed, device):
-        return Timing(status="skipped", reason=reason).as_row()
-    shape = (batch_size, context_length, d_head)
-    with matmul_precision(dtype):
-        values, reason = run_or_out_of_memory(
-            lambda: _measure(shape, pass_, dtype, device, implementation, is_causal, warmup_steps, steps),
-            device,
-        )
-    release_memory(device)
-    return values or Timing(status="oom", reason=reason).as_row()
-
-
-def attention_key(
-    *,
-    batch_size: int,
-    context_length: int,
-    d_head: int,
-    pass_: str,
-    dtype: str,
-    implementation: str,
-    is_causal: bool = False,
-    warmup_steps: int = 5,
-) -> dict[str, Any]:
-    """The key columns of an attention row."""
-    return {
-        "implementation": implementation,
-        "batch_size": batch_size,
-        "context_length": context_length,
-        "d_head": d_head,
-        "is_causal": is_causal,
-        "dtype": dtype,
-        "pass": pass_,
-        "warmup_steps": warmup_steps,
-    }
+Row = dict[str, Any]
 
 
 def sweep_attention(
@@ -112,109 +34,115 @@ def sweep_attention(
     batch_size: int,
     passes: Iterable[str] = ("forward", "backward"),
     dtypes: Iterable[str] = ("float32",),
-    implementations: Iterable[str] = ("reference",),
+    implementations: Iterable[str] = ("plain",),
+    **options: Any,
+) -> Iterator[list[Row]]:
+    """Time every combination; yields the rows (attention_times) of all passes at one of them at a time.
+
+    Args:
+        options: is_causal, device, warmup_steps, steps, as in `benchmark_attention`.
+    """
+    passes, dtypes, d_heads, context_lengths = map(tuple, (passes, dtypes, d_heads, context_lengths))
+    for name, dtype, d_head, context_length in itertools.product(
+        implementations, dtypes, d_heads, context_lengths
+    ):
+        run = {"batch_size": batch_size, "context_length": context_length, "d_head": d_head}
+        run |= {"dtype": dtype, "implementation": name} | options
+        yield measured_in_order(
+            lambda run=run: [benchmark_attention(pass_=pass_, **run) for pass_ in passes], as_row=dict
+        )
+
+
+def benchmark_attention(
+    *,
+    batch_size: int,
+    context_length: int,
+    d_head: int,
+    pass_: str = "forward",
+    dtype: str = "float32",
+    implementation: str = "plain",
     is_causal: bool = False,
     device: str | torch.device = "auto",
     warmup_steps: int = 5,
     steps: int = 10,
-) -> Iterator[list[dict[str, Any]]]:
-    """Time every combination; yields the rows of one implementation, dtype, d_head and context at a time.
-
-    Save each list as it comes, and a killed run keeps what it has:
-
-        for rows in sweep_attention(...):
-            save_rows(rows, slug)
-    """
-    passes, dtypes, d_heads, context_lengths = map(tuple, (passes, dtypes, d_heads, context_lengths))
-    configurations = itertools.product(implementations, dtypes, d_heads, context_lengths)
-    for implementation, dtype, d_head, context_length in configurations:
-        run = {
-            "batch_size": batch_size,
-            "context_length": context_length,
-            "d_head": d_head,
-            "dtype": dtype,
-            "implementation": implementation,
-            "is_causal": is_causal,
-            "warmup_steps": warmup_steps,
-        }
-        yield measured_in_order(
-            lambda run=run: [
-                attention_key(pass_=pass_, **run)
-                | benchmark_attention(pass_=pass_, device=device, steps=steps, **run)
-                for pass_ in passes
-            ],
-            as_row=dict,
-        )
-
-
-def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tuple[int, int]:
-    """Run a forward and count what stays until its backward.
+) -> Row:
+    """Time one pass of attention over random q, k, v of (batch_size, context_length, d_head).
 
     Args:
-        forward: returns its output; it must record gradients.
-        inputs: the tensors it reads.
+        pass_: "forward", which saves for backward as in training; "backward", alone; or "forward_backward".
+        dtype: of the tensors; "tf32" is float32 with TF32 matmuls.
+        implementation: one of names.ATTENTION.
+        device: "auto", "cpu" or "cuda".
+        warmup_steps, steps: as in `time_steps`.
 
     Returns:
-        Bytes of the distinct storages that autograd saved; and bytes in use: inputs, output and saved tensors
-        on a CPU, on a GPU what the allocator handed out during the forward, and the inputs.
+        A row of attention_times. Beside the times, in MiB: saved_for_backward_mib, distinct storages that
+        autograd keeps, q, k and v among them; memory_before_backward_mib: q, k, v, the output and all that is
+        saved. Out of memory, and what the machine or the implementation cannot do, are a status.
+
+    Raises:
+        ValueError: a name is unknown or a number out of range. RuntimeError: the device is not there.
     """
-    inputs, saved = list(inputs), []
+    names.check_choice("implementation", implementation, names.ATTENTION)
+    names.check_choice("pass", pass_, names.ATTENTION_PASSES)
+    names.check_choice("dtype", dtype, names.DTYPES)
+    device, shape = resolve_device(device), (batch_size, context_length, d_head)
+    key = {
+        "implementation": implementation,
+        "batch_size": batch_size,
+        "context_length": context_length,
+        "d_head": d_head,
+        "is_causal": is_causal,
+        "dtype": dtype,
+        "pass": pass_,
+        "warmup_steps": warmup_steps,
+    }
+    needed = accounting.attention_peak_bytes(*shape, pass_, dtype, is_causal)
+    reason = why_no_attention(implementation, dtype, device)
+    if names.ATTENTION[implementation].holds_scores:
+        reason = reason or why_no_memory(needed, device)
+    if reason:
+        return key | Timing(status="skipped", reason=reason).as_row()
+    how = {"device": device, "warmup_steps": warmup_steps, "steps": steps}
+    try:
+        with matmul_precision(dtype), sdpa_backend(implementation):
+            values, reason = run_or_out_of_memory(
+                lambda: _measure(implementation, shape, pass_, dtype, is_causal, **how), device
+            )
+    except RuntimeError as error:  # as PyTorch says that none of its kernels takes these tensors
+        return key | Timing(status="error", reason=one_line(error)).as_row()
+    release_memory(device)
+    return key | (values or Timing(status="oom", reason=reason).as_row())
 
-    def pack(tensor: Tensor) -> Tensor:
-        # Detached: an operation that held its own output would never be freed.
-        saved.append(tensor.detach())
-        return saved[-1]
 
-    device = inputs[0].device
-    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = forward()
-    if device.type == "cuda":
-        in_use = torch.cuda.memory_allocated(device) - before + _storage_bytes(inputs)
-    else:
-        in_use = _storage_bytes([*saved, output, *inputs])
-    return _storage_bytes(saved), in_use
-
-
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-def _why_not(implementation: str, dtype: str, needed_bytes: int, device: torch.device) -> str:
-    if dtype == "tf32" and (reason := why_no_tf32(device)):
-        return reason
-    if implementation in COMPILED and (reason := why_no_compile(device)):
-        return reason
-    if implementation in _TRITON and (reason := why_no_triton(device)):
-        return reason
-    # The closed form is that of reference attention; the others need far less.
-    return why_no_memory(needed_bytes, device) if implementation in ("reference", "compiled") else ""
+def why_no_attention(name: str, dtype: str, device: torch.device) -> str:
+    """Why one of names.ATTENTION, or "auto", cannot run in this dtype on this device; "" if it can."""
+    needs = names.ATTENTION[name].needs if name in names.ATTENTION else ()
+    if names.SIXTEEN_BITS in needs and names.DTYPES[dtype].bytes != 2:
+        return f"{name} takes 16-bit tensors only"
+    return (
+        (why_no_tf32(device) if dtype == "tf32" else "")
+        or (why_no_compile(device) if names.COMPILER in needs else "")
+        or (why_no_triton(device) if names.TRITON in needs else "")
+    )
 
 
 def _measure(
-    shape: tuple[int, int, int],
-    pass_: str,
-    dtype: str,
-    device: torch.device,
-    implementation: str,
-    is_causal: bool,
-    warmup_steps: int,
-    steps: int,
-) -> dict[str, Any]:
-    factory = {"device": device, "dtype": _TORCH_DTYPES.get(dtype, torch.float32)}
+    implementation: str, shape: tuple[int, ...], pass_: str, dtype: str, is_causal: bool, **how: Any
+) -> Row:
+    factory = {"device": how["device"], "dtype": names.torch_dtype(dtype)}
     inputs = [torch.randn(shape, **factory, requires_grad=True) for _ in range(3)]
     gradient = torch.randn(shape, **factory)
-
-    function = _function(implementation)
-
-    def forward() -> Tensor:
-        clear_gradients()
-        return function(*inputs, is_causal)
+    entry = names.ATTENTION[implementation]
+    function = names.load(entry.function)
 
     def clear_gradients() -> None:
         for tensor in inputs:
             tensor.grad = None
+
+    def forward() -> Tensor:
+        clear_gradients()
+        return function(*inputs, is_causal)
 
     def backward(output: Tensor) -> None:
         output.backward(gradient)
@@ -224,28 +152,12 @@ def _measure(
         "backward": (backward, forward),
         "forward_backward": (lambda: backward(forward()), None),
     }[pass_]
-    timer = time_compiled if implementation in COMPILED else time_steps
-    timing = timer(step, prepare=prepare, device=device, warmup_steps=warmup_steps, steps=steps)
+    timer = time_compiled if names.COMPILER in entry.needs else time_steps
+    timing = timer(step, prepare=prepare, **how)
     if timing.status != "ok":
         return timing.as_row()
     # After the timing, so that compiled code is there and the hooks do not change it.
     clear_gradients()
     saved, in_use = saved_bytes(forward, inputs)
-    return timing.as_row() | {
-        "saved_for_backward_mib": saved / MIB,
-        "memory_before_backward_mib": in_use / MIB,
-    }
-
-
-def _function(implementation: str) -> Callable[[Tensor, Tensor, Tensor, bool], Tensor]:
-    """Called with q, k, v, is_causal."""
-    if implementation == "flash_compiled":
-        from cs336_systems.attention.flash_compiled import FlashAttentionCompiled
-
-        return FlashAttentionCompiled.apply
-    name = "reference" if implementation == "compiled" else implementation
-
-    def run(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-        return attention(q, k, v, is_causal=is_causal, implementation=name)
-
-    return torch.compile(run, dynamic=False) if implementation == "compiled" else run
+    memory = {"saved_for_backward_mib": saved / MIB, "memory_before_backward_mib": in_use / MIB}
+    return timing.as_row() | memory

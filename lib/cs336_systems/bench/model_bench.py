@@ -1,17 +1,20 @@
-"""Benchmarks of a whole model: one pass at a time, eager or compiled, every configuration a row."""
+"""A whole model, one pass at a time, eager or compiled: rows of model_times, and of cold_steps."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
-from cs336_systems import accounting
-from cs336_systems.attention import IMPLEMENTATIONS as ATTENTION
+from cs336_systems import accounting, names
+from cs336_systems.bench.attention_bench import why_no_attention
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure.compiling import time_compiled, why_no_compile, why_no_triton
-from cs336_systems.measure.host import check_choice, why_no_memory, why_no_tf32
+from cs336_systems.measure.compiling import time_compiled, why_no_compile
+from cs336_systems.measure.host import why_no_memory
 from cs336_systems.measure.model_steps import ModelSteps
-from cs336_systems.measure.schema import DTYPES, PASSES
+from cs336_systems.measure.subprocesses import in_fresh_process
 from cs336_systems.measure.timing import (
     Timing,
     matmul_precision,
@@ -23,169 +26,21 @@ from cs336_systems.measure.timing import (
 from cs336_systems.measure.validation import measured_in_order
 from cs336_systems.model import build_model
 
-IMPLEMENTATIONS = ("eager", "compiled", "compiled_blocks")
-
-Cell = list[tuple[dict[str, Any], Timing]]
-
-
-class ModelBenchmark:
-    """One model on one device, to be timed at several passes, dtypes and context lengths.
-
-    The model is built directly on the device, by the first measurement that needs it.
-
-    Args:
-        config: dimensions of the model.
-        context_length: the longest context it will be given.
-        device: "auto", "cpu" or "cuda".
-        implementation: "eager"; "compiled", torch.compile of the whole model; or "compiled_blocks", of its
-            blocks, which share the code compiled for one.
-        attention_implementation: "auto" or a name in `cs336_systems.attention.IMPLEMENTATIONS`.
-
-    Raises:
-        ValueError: a name is unknown. RuntimeError: the device is not there.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        context_length: int,
-        *,
-        device: str | torch.device = "auto",
-        implementation: str = "eager",
-        attention_implementation: str = "reference",
-    ):
-        check_choice("implementation", implementation, IMPLEMENTATIONS)
-        check_choice("attention implementation", attention_implementation, ("auto", *ATTENTION))
-        self.config = config
-        self.context_length = context_length
-        self.device = resolve_device(device)
-        self.implementation = implementation
-        self.attention_implementation = attention_implementation
-        self._model: torch.nn.Module | None = None
-
-    def time(
-        self,
-        pass_: str,
-        *,
-        batch_size: int,
-        context_length: int | None = None,
-        dtype: str = "float32",
-        warmup_steps: int = 5,
-        steps: int = 10,
-        synchronize: bool = True,
-    ) -> Timing:
-        """Time one pass over random tokens.
-
-        Args:
-            pass_: "forward" (no gradients are recorded), "backward" (alone), "forward_backward", or
-                "train_step" (AdamW too). Gradients are set to None in each step.
-            batch_size: sequences in a batch.
-            context_length: tokens in a sequence; the longest by default.
-            dtype: "float32"; "tf32", float32 with TF32 matrix products; "bfloat16" or "float16", autocast.
-            warmup_steps, steps, synchronize: as in `time_steps`.
-
-        Returns:
-            The timing. Out of memory, while building too, and what the machine cannot do are a status.
-
-        Raises:
-            ValueError: a name is unknown or a number out of range.
-        """
-        context_length = self.context_length if context_length is None else context_length
-        check_choice("pass", pass_, PASSES)
-        check_choice("dtype", dtype, DTYPES)
-        if reason := self._why_not(pass_, batch_size, context_length, dtype):
-            return Timing(status="skipped", reason=reason)
-        if self._model is None:
-            self._model, reason = run_or_out_of_memory(self._build, self.device)
-            if self._model is None:
-                return Timing(status="oom", reason=f"building the model: {reason}")
-        step, prepare = ModelSteps(self._model, batch_size, context_length, dtype).of(pass_)
-        options = {"warmup_steps": warmup_steps, "steps": steps, "synchronize": synchronize}
-        with matmul_precision(dtype):
-            timing = time_compiled if self.implementation != "eager" else time_steps
-            result = timing(step, device=self.device, prepare=prepare, **options)
-        del step, prepare  # the optimizer's state goes with them
-        self._model.zero_grad(set_to_none=True)
-        release_memory(self.device)
-        return result
-
-    def release(self) -> None:
-        """Give the model's memory back; another measurement builds it again."""
-        self._model = None
-        release_memory(self.device)
-
-    def _why_not(self, pass_: str, batch_size: int, context_length: int, dtype: str) -> str:
-        if dtype == "tf32" and (reason := why_no_tf32(self.device)):
-            return reason
-        if self.implementation != "eager" and (reason := why_no_compile(self.device)):
-            return reason
-        if self.attention_implementation == "flash_triton" and (reason := why_no_triton(self.device)):
-            return reason
-        needed = accounting.peak_bytes(self.config, batch_size, context_length, pass_, dtype)
-        # The closed form is that of reference attention; the others need far less.
-        return why_no_memory(needed, self.device) if self.attention_implementation == "reference" else ""
-
-    def _build(self) -> torch.nn.Module:
-        model = build_model(
-            self.config,
-            self.context_length,
-            attention_implementation=self.attention_implementation,
-            device=self.device,
-        )
-        if self.implementation == "compiled":
-            model.compile(dynamic=False)
-        elif self.implementation == "compiled_blocks":
-            for block in model.layers:
-                block.compile(dynamic=False)
-        return model
-
-
-def benchmark_model(
-    config: ModelConfig,
-    *,
-    context_length: int,
-    batch_size: int,
-    pass_: str,
-    dtype: str = "float32",
-    device: str | torch.device = "auto",
-    warmup_steps: int = 5,
-    steps: int = 10,
-    implementation: str = "eager",
-    attention_implementation: str = "reference",
-    synchronize: bool = True,
-) -> Timing:
-    """Time one configuration with a model of its own; see `ModelBenchmark` and its `time`."""
-    benchmark = ModelBenchmark(
-        config,
-        context_length,
-        device=device,
-        implementation=implementation,
-        attention_implementation=attention_implementation,
-    )
-    timing = benchmark.time(
-        pass_,
-        batch_size=batch_size,
-        dtype=dtype,
-        warmup_steps=warmup_steps,
-        steps=steps,
-        synchronize=synchronize,
-    )
-    benchmark.release()
-    return timing
+Row = dict[str, Any]
 
 
 def model_key(
     config: ModelConfig,
     context_length: int,
     batch_size: int,
-    pass_: str,
-    dtype: str,
+    pass_: str | None = None,
+    dtype: str = "float32",
     implementation: str = "eager",
-    warmup_steps: int = 5,
-    attention_implementation: str = "reference",
-) -> dict[str, Any]:
-    """The key columns of a model's row."""
-    return {
+    warmup_steps: int | None = None,
+    attention_implementation: str = "plain",
+) -> Row:
+    """The key columns of a row about a model; `pass` and `warmup_steps` only where they are given."""
+    key = {
         "implementation": implementation,
         "attention": attention_implementation,
         "edition": config.edition,
@@ -198,6 +53,7 @@ def model_key(
         "pass": pass_,
         "warmup_steps": warmup_steps,
     }
+    return {name: value for name, value in key.items() if value is not None}
 
 
 def sweep_model(
@@ -208,47 +64,156 @@ def sweep_model(
     passes: Iterable[str],
     dtypes: Iterable[str] = ("float32",),
     implementations: Iterable[str] = ("eager",),
-    attention_implementation: str = "reference",
+    attention_implementation: str = "plain",
     device: str | torch.device = "auto",
     warmup_steps: int = 5,
+    warmups: Iterable[int] = (),
     steps: int = 10,
-) -> Iterator[Cell]:
-    """Time every combination with one model an implementation, one cell after the other.
+) -> Iterator[list[Row]]:
+    """Time every combination; yields the rows (model_times) of all passes at one of them at a time.
 
-    A cell is all passes of one (implementation, dtype, context length): pairs of key columns and `Timing`.
-    Save each as it comes, and a killed run keeps what it has:
+    Args:
+        config: dimensions of the model, which is built once for each implementation.
+        passes: "forward" (no gradients are recorded), "backward" (alone), "forward_backward", "train_step"
+            (AdamW too). Gradients are set to None in each step.
+        dtypes: "float32"; "tf32", float32 with TF32 matmuls; "bfloat16" or "float16", autocast.
+        implementations: "eager"; "compiled", torch.compile of the whole model; or "compiled_blocks", of its
+            blocks, which share the code compiled for one.
+        attention_implementation: one of names.MODEL_ATTENTION.
+        device: "auto", "cpu" or "cuda".
+        warmup_steps, steps: as in `time_steps`.
+        warmups: shorter warm-ups, each of which gets rows too, from the same run: what `steps` steps after so
+            few would have shown.
 
-        for cell in sweep_model(config, ...):
-            save_rows([key | timing.as_row() for key, timing in cell], slug)
+    Raises:
+        ValueError: a name is unknown or a number out of range. RuntimeError: the device is not there.
     """
     context_lengths, passes, dtypes = sorted(context_lengths), tuple(passes), tuple(dtypes)
+    warmups = [*sorted({shorter for shorter in warmups if shorter < warmup_steps}), warmup_steps]
     for implementation in implementations:
-        benchmark = ModelBenchmark(
-            config,
-            max(context_lengths),
-            device=device,
-            implementation=implementation,
-            attention_implementation=attention_implementation,
+        bench = ModelBenchmark(config, max(context_lengths), device, implementation, attention_implementation)
+        ours = {"implementation": implementation, "attention_implementation": attention_implementation}
+
+        def measure(run: Row, bench=bench, ours=ours) -> list[Row]:
+            timings = [(p, bench.time(p, **run, warmup_steps=warmup_steps, steps=steps)) for p in passes]
+            return [
+                model_key(config, pass_=pass_, **run, **ours, warmup_steps=warmup)
+                | timing.after_warmup(warmup, steps).as_row()
+                for pass_, timing in timings
+                for warmup in warmups
+            ]
+
+        for dtype, context_length in product(dtypes, context_lengths):
+            run = {"batch_size": batch_size, "context_length": context_length, "dtype": dtype}
+            yield measured_in_order(partial(measure, run), as_row=dict)
+        bench.release()
+
+
+def cold_start_steps(
+    config: ModelConfig,
+    *,
+    context_length: int,
+    batch_size: int,
+    passes: Iterable[str],
+    dtype: str = "float32",
+    attention_implementation: str = "plain",
+    device: str | torch.device = "auto",
+    steps: int = 15,
+) -> Iterator[list[Row]]:
+    """Time the first steps of a fresh process; yields the rows (cold_steps) of one process at a time.
+
+    Each pass is timed twice: without waiting for the GPU (`synchronized` false, the classic mistake), and as
+    it should be. Arguments as in `sweep_model`.
+    """
+    run = {"batch_size": batch_size, "context_length": context_length, "dtype": dtype}
+    bench = ModelBenchmark(config, context_length, device, attention_implementation=attention_implementation)
+    for pass_ in passes:
+        for synchronized in (False, True):
+            how = {"warmup_steps": 0, "steps": steps, "synchronize": synchronized}
+            timing = in_fresh_process(ModelBenchmark.time, bench, pass_, **run, **how)
+            key = model_key(config, pass_=pass_, **run, attention_implementation=attention_implementation)
+            key |= {"synchronized": synchronized}
+            outcome = {"status": timing.status, "reason": timing.reason}
+            trace = timing.step_ms or (None,)  # what cannot run has one row, which says why
+            yield [key | {"step_index": i, "step_ms": ms} | outcome for i, ms in enumerate(trace)]
+
+
+@dataclass
+class ModelBenchmark:
+    """One model on one device, to be timed at several passes, dtypes and context lengths.
+
+    The model is built directly on the device, by the first measurement that needs it. Arguments as in
+    `sweep_model`; context_length is the longest that it will be given.
+    """
+
+    config: ModelConfig
+    context_length: int
+    device: str | torch.device = "auto"
+    implementation: str = "eager"
+    attention_implementation: str = "plain"
+
+    def __post_init__(self) -> None:
+        names.check_choice("implementation", self.implementation, names.MODEL_IMPLEMENTATIONS)
+        names.check_choice("attention implementation", self.attention_implementation, names.MODEL_ATTENTION)
+        self.device = resolve_device(self.device)
+        self.model: torch.nn.Module | None = None
+
+    def time(
+        self,
+        pass_: str,
+        *,
+        batch_size: int,
+        context_length: int,
+        dtype: str = "float32",
+        warmup_steps: int = 5,
+        steps: int = 10,
+        synchronize: bool = True,
+    ) -> Timing:
+        """Time one pass over random tokens.
+
+        Out of memory, while building too, and what the machine cannot do are a status.
+        """
+        names.check_choice("pass", pass_, names.PASSES)
+        names.check_choice("dtype", dtype, names.DTYPES)
+        if reason := self._why_not(pass_, batch_size, context_length, dtype):
+            return Timing(status="skipped", reason=reason)
+        if self.model is None:
+            self.model, reason = run_or_out_of_memory(self._build, self.device)
+            if self.model is None:
+                return Timing(status="oom", reason=f"building the model: {reason}")
+        step, prepare = ModelSteps(self.model, batch_size, context_length, dtype).of(pass_)
+        timer = time_steps if self.implementation == "eager" else time_compiled
+        options = {"warmup_steps": warmup_steps, "steps": steps, "synchronize": synchronize}
+        with matmul_precision(dtype):
+            timing = timer(step, device=self.device, prepare=prepare, **options)
+        del step, prepare  # the optimizer's state goes with them
+        self.model.zero_grad(set_to_none=True)
+        release_memory(self.device)
+        return timing
+
+    def release(self) -> None:
+        """Give the model's memory back; another measurement builds it again."""
+        self.model = None
+        release_memory(self.device)
+
+    def _why_not(self, pass_: str, batch_size: int, context_length: int, dtype: str) -> str:
+        attention = self.attention_implementation
+        # The closed form is that of plain attention; the others need far less.
+        needed = accounting.peak_bytes(self.config, batch_size, context_length, pass_, dtype)
+        return (
+            why_no_attention(attention, dtype, self.device)
+            or (why_no_compile(self.device) if self.implementation != "eager" else "")
+            or (why_no_memory(needed, self.device) if attention == "plain" else "")
         )
-        for dtype in dtypes:
-            for context_length in context_lengths:
-                run = {"batch_size": batch_size, "context_length": context_length, "dtype": dtype}
-                yield _time_passes(benchmark, passes, run, warmup_steps, steps)
-        benchmark.release()
 
-
-def _time_passes(
-    benchmark: ModelBenchmark, passes: tuple[str, ...], run: dict[str, Any], warmup_steps: int, steps: int
-) -> Cell:
-    names = {
-        "implementation": benchmark.implementation,
-        "attention_implementation": benchmark.attention_implementation,
-        "warmup_steps": warmup_steps,
-    }
-    keys = [model_key(benchmark.config, pass_=pass_, **run, **names) for pass_ in passes]
-    return measured_in_order(
-        lambda: [
-            (key, benchmark.time(key["pass"], **run, warmup_steps=warmup_steps, steps=steps)) for key in keys
-        ],
-        as_row=lambda measured: measured[0] | measured[1].as_row(),
-    )
+    def _build(self) -> torch.nn.Module:
+        model = build_model(
+            self.config,
+            self.context_length,
+            attention_implementation=self.attention_implementation,
+            device=self.device,
+        )
+        compiled = {"eager": [], "compiled": [model], "compiled_blocks": model.layers}
+        for module in compiled[self.implementation]:
+            module.compile(dynamic=False)
+        return model

@@ -49,7 +49,7 @@ class ModelSteps:
         self.optimizer = AdamW(model.parameters())
 
     def of(self, pass_: str) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
-        """The step of one of names.PASSES, and what must run untimed before each and hand it its argument, or None.
+        """The step of a pass, and what must run untimed before each step and hand it its argument, or None.
 
         Raises:
             ValueError: the pass is unknown.
