@@ -1,4 +1,4 @@
-"""What is swept for each family of problems, and with which tools. A bench yields rows; its caller saves them.
+"""What is swept for each family of problems. A bench yields rows of one table; its caller saves them.
 
 Imported on first use: `python -m cs336_systems.bench.profile_bench` must not find itself imported already.
 """

@@ -1,6 +1,6 @@
 """Time and peak memory of forward and backward under each checkpointing strategy."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.accounting.checkpoint_costs import Plan, block_count, peak, recomputed
 from cs336_systems.bench.memory_bench import one_block
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
@@ -15,17 +16,9 @@ from cs336_systems.measure.allocations import MIB, stage_peaks
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps, autocast
 from cs336_systems.measure.saved_tensors import saved_for_backward
-from cs336_systems.measure.timing import (
-    Timing,
-    matmul_precision,
-    release_memory,
-    resolve_device,
-    time_steps,
-)
+from cs336_systems.measure.timing import Timing, matmul_precision, release_memory, resolve_device, time_steps
 from cs336_systems.model import build_model
-from cs336_systems.training.checkpointing import Plan, block_count, forward_with, peak, recomputed
-
-Strategy = Callable[[Sequence[Any]], Plan]
+from cs336_systems.training.checkpointing import forward_with, strategy
 
 
 def block_bytes(
@@ -45,9 +38,9 @@ def block_bytes(
     return int(saved.size_bytes.sum()) - boundary, boundary
 
 
-def checkpointing_rows(
+def sweep_checkpointing(
     config: ModelConfig,
-    strategies: Mapping[str, Strategy],
+    strategies: Iterable[str],
     *,
     context_length: int,
     batch_size: int,
@@ -55,42 +48,43 @@ def checkpointing_rows(
     device: str | torch.device = "auto",
     warmup_steps: int = 1,
     steps: int = 3,
-) -> Iterator[dict[str, Any]]:
-    """A row for each strategy, its name as `case`: time of forward and backward, and peak memory.
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield a row of the table "checkpointing_times" for each strategy; out of memory is a status.
 
-    Beside what is measured stands what the model of `checkpointing` says: `saved_for_backward_mib`, at the
-    peak, by the blocks (of plans in whole blocks); `calls`, the block forwards that backward runs again. Out
-    of memory is a status.
+    Beside what is measured stands what `accounting.checkpoint_costs` says: `recomputed_blocks`, the block
+    forwards that backward runs again, and, of plans in whole blocks, `saved_for_backward_mib` at the peak.
     """
     device = resolve_device(device)
     shape = {"context_length": context_length, "batch_size": batch_size, "dtype": dtype}
     key = model_key(config, pass_="forward_backward", warmup_steps=warmup_steps, **shape)
     sizes = block_bytes(config, **shape, device=device)
     model = build_model(config, context_length, device=device)
-    for name, strategy in strategies.items():
-        checkpointed = ModelSteps(model, batch_size, context_length, dtype, call=_with(strategy))
+    how = {"device": device, "warmup_steps": warmup_steps, "steps": steps}
+    for name in strategies:
+        plan = strategy(name)
+
+        def forward(model: nn.Module, tokens: Tensor, plan=plan) -> Tensor:
+            return forward_with(model, plan, tokens)
+
+        checkpointed = ModelSteps(model, batch_size, context_length, dtype, call=forward)
         with matmul_precision(dtype):
-            timing = time_steps(
-                checkpointed.forward_backward, device=device, warmup_steps=warmup_steps, steps=steps
-            )
-        row = key | {"case": name} | timing.as_row()
+            timing = time_steps(checkpointed.forward_backward, **how)
+        modelled = _modelled(plan(range(config.num_layers)), config.num_layers, *sizes)
+        row = key | {"strategy": name} | timing.as_row() | modelled
+        row.pop("compile_s")
         if timing.status == "ok":
             row |= _peaks(checkpointed, timing)
-        yield row | _modelled(strategy(range(config.num_layers)), config.num_layers, *sizes)
+        yield [row]
         model.zero_grad(set_to_none=True)
         release_memory(device)
 
 
 def _modelled(plan: Plan, num_layers: int, inside: int, boundary: int) -> dict[str, float]:
     parts = block_count(plan)  # more than layers where a block is two
-    calls = {"calls": recomputed(plan) * num_layers / parts}
-    return calls | (
-        {"saved_for_backward_mib": peak(plan, inside, boundary) / MIB} if parts == num_layers else {}
-    )
-
-
-def _with(strategy: Strategy) -> Callable[[nn.Module, Tensor], Tensor]:
-    return lambda model, tokens: forward_with(model, strategy, tokens)
+    modelled = {"recomputed_blocks": recomputed(plan) * num_layers // parts}
+    if parts == num_layers:
+        modelled["saved_for_backward_mib"] = peak(plan, inside, boundary) / MIB
+    return modelled
 
 
 def _peaks(steps: ModelSteps, timing: Timing) -> dict[str, float]:

@@ -17,21 +17,13 @@ from typing import Any
 
 import torch
 
-from cs336_systems import accounting
+from cs336_systems import accounting, names
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig, model_size
-from cs336_systems.measure import nsys
-from cs336_systems.measure import torch_trace as trace
-from cs336_systems.measure.host import check_choice, why_no_memory
+from cs336_systems.measure import nsys, torch_trace
+from cs336_systems.measure.host import why_no_memory
 from cs336_systems.measure.model_steps import ModelSteps
-from cs336_systems.measure.profile import (
-    Profile,
-    ProfileError,
-    kernel_rows,
-    kernel_table,
-    range_rows,
-    range_table,
-)
+from cs336_systems.measure.profile import Profile, ProfileError, kernel_rows, kernel_table, range_table
 from cs336_systems.measure.timing import (
     matmul_precision,
     release_memory,
@@ -56,7 +48,7 @@ class Target:
     dtype: str = "float32"
     device: str = "auto"
     implementation: str = "eager"
-    attention: str = "reference"
+    attention: str = "plain"
     warmup_steps: int = 5
     steps: int = 3
 
@@ -65,17 +57,9 @@ class Target:
         return model_size(self.model_size, self.edition)
 
     def key(self) -> dict[str, Any]:
-        """The key columns of its rows."""
-        return model_key(
-            self.config,
-            self.context_length,
-            self.batch_size,
-            self.pass_,
-            self.dtype,
-            self.implementation,
-            self.warmup_steps,
-            self.attention,
-        )
+        """The key columns of its rows, but for the profiler."""
+        shape = self.context_length, self.batch_size, self.pass_, self.dtype
+        return model_key(self.config, *shape, self.implementation, self.warmup_steps, self.attention)
 
     def arguments(self) -> list[str]:
         """The command line that `main` reads back."""
@@ -88,7 +72,7 @@ def choose_source(device: torch.device, source: str = "auto") -> str:
     Raises:
         ValueError: the source is unknown, or nsys is asked for without a GPU.
     """
-    check_choice("source", source, ("auto", *SOURCES))
+    names.check_choice("source", source, ("auto", *SOURCES))
     if source == "nsys" and device.type != "cuda":
         raise ValueError(f"source 'nsys' sees GPU kernels only; allowed on a {device.type}: auto, torch")
     if source == "auto":
@@ -103,12 +87,12 @@ def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
 
     Raises:
         torch.OutOfMemoryError: the target does not fit, in this process or in the other.
-        ValueError, RuntimeError, ProfileError: see `choose_source`, `nsys.record` and `trace.record`.
+        ValueError, RuntimeError, ProfileError: see `choose_source`, `nsys.record` and `torch_trace.record`.
     """
     device = resolve_device(target.device)
     if choose_source(device, source) == "torch":
         with matmul_precision(target.dtype):
-            return trace.record(prepare(target), stem.with_name(stem.name + ".json"), device=device)
+            return torch_trace.record(prepare(target), stem.with_name(stem.name + ".json"), device=device)
     command = [sys.executable, "-m", "cs336_systems.bench.profile_bench", *target.arguments()]
     try:
         return nsys.read_export(nsys.record(command, stem))
@@ -121,9 +105,7 @@ def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
 def profile_rows(
     target: Target, source: str = "auto", *, keep: Path | None = None
 ) -> dict[str, list[dict[str, Any]]]:
-    """Profile a target and return its tables as rows: "kernels" and "ranges"; what cannot run is a status.
-
-    Names of kernels are keys, so save them with `replacing=target.key() | {"profiler": ...}`.
+    """Profile a target. Returns the rows of the tables "kernels" and "ranges"; what cannot run is a status.
 
     Args:
         keep: a .json.gz for the trace of one step, where torch.profiler is the source.
@@ -133,35 +115,32 @@ def profile_rows(
     """
     device = resolve_device(target.device)
     source = choose_source(device, source)
-    needed = accounting.peak_bytes(
-        target.config, target.batch_size, target.context_length, target.pass_, target.dtype
-    )
+    key = target.key() | {"profiler": source if source == "nsys" else f"torch {device.type}"}
+
+    def failed(status: str, reason: str) -> dict[str, list[dict[str, Any]]]:
+        return {table: [key | {"status": status, "reason": reason}] for table in ("kernels", "ranges")}
+
+    shape = target.batch_size, target.context_length
+    needed = accounting.peak_bytes(target.config, *shape, target.pass_, target.dtype)
     if reason := why_no_memory(needed, device):
-        return _failed(target, source, device, "skipped", reason)
+        return failed("skipped", reason)
     with tempfile.TemporaryDirectory() as folder:
         stem = Path(folder) / "profile"
         try:
             profile, reason = run_or_out_of_memory(lambda: profile_model(target, stem, source), device)
         except ProfileError as error:
-            return _failed(target, source, device, "error", str(error))
+            return failed("error", str(error))
         finally:
             release_memory(device)
         if profile is None:
-            return _failed(target, source, device, "oom", reason)
+            return failed("oom", reason)
         if keep and source == "torch":
-            trace.keep_one_step(stem.with_suffix(".json"), keep)
-    return {
-        "kernels": kernel_rows(kernel_table(profile), target.key()),
-        "ranges": range_rows(range_table(profile), target.key()),
+            torch_trace.keep_one_step(stem.with_suffix(".json"), keep)
+    tables = {
+        "kernels": kernel_rows(kernel_table(profile)),
+        "ranges": range_table(profile).to_dict("records"),
     }
-
-
-def _failed(
-    target: Target, source: str, device: torch.device, status: str, reason: str
-) -> dict[str, list[dict[str, Any]]]:
-    profiler = source if source == "nsys" else f"torch {device.type}"
-    row = target.key() | {"profiler": profiler, "status": status, "reason": reason}
-    return {"kernels": [row], "ranges": [row]}
+    return {table: [key | row for row in rows] for table, rows in tables.items()}
 
 
 def read_profile(path: Path, device: str | torch.device = "auto") -> Profile:
@@ -169,18 +148,18 @@ def read_profile(path: Path, device: str | torch.device = "auto") -> Profile:
 
     Raises:
         ProfileError: it is damaged, or was recorded on another machine than this one.
-        FileNotFoundError, RuntimeError: see `nsys.read_export`, `trace.read_trace` and `resolve_device`.
+        FileNotFoundError, RuntimeError: see `nsys.read_export`, `torch_trace.read_trace`, `resolve_device`.
     """
-    profile = (nsys.read_export if path.suffix == ".sqlite" else trace.read_trace)(path)
+    profile = (nsys.read_export if path.suffix == ".sqlite" else torch_trace.read_trace)(path)
     device = resolve_device(device)
-    on_cuda = device.type == "cuda"
-    profile.require_machine(torch.cuda.get_device_name(device) if on_cuda else platform.node())
+    here = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
+    profile.require_machine(here)
     return profile
 
 
 def prepare(target: Target) -> Callable[[], None]:
     """Build and warm up; what is returned runs the measured steps, each in a range `measure`, ranges on."""
-    check_choice("implementation", target.implementation, ("eager", "compiled"))
+    names.check_choice("implementation", target.implementation, ("eager", "compiled"))
     device = resolve_device(target.device)
     model = build_model(
         target.config, target.context_length, attention_implementation=target.attention, device=device

@@ -39,11 +39,7 @@ class MemoryHistory:
 
 
 def read_history(
-    changes: list[Change],
-    ranges: pd.DataFrame,
-    before: Owners,
-    after: Owners,
-    alive: Mapping[int, int],
+    changes: list[Change], ranges: pd.DataFrame, before: Owners, after: Owners, alive: Mapping[int, int]
 ) -> MemoryHistory:
     """Pair allocations with their frees, and find an owner for each.
 
@@ -52,11 +48,12 @@ def read_history(
         ranges: as in a `Profile`, but in microseconds.
         before, after: owners when the recording began and ended.
         alive: bytes by address of what lived when the recording ended, or had lived before it.
+
+    Raises:
+        ProfileError: there are no ranges.
     """
     if ranges.empty:
-        raise ProfileError(
-            "the recording has no ranges, so it has no stages; run it under ranges.recording()"
-        )
+        raise ProfileError("the recording has no ranges, so it has no stages; run it under nvtx.recording()")
     opened: dict[int, tuple[float, int, str]] = {}
     records = []
     for time, address, change, code in sorted(changes, key=lambda change: change[0]):
@@ -66,20 +63,16 @@ def read_history(
             start, size, code = opened.pop(address, (-np.inf, -change, ""))
             records.append((address, size, start, time, code))
     records += [(address, size, start, np.inf, code) for address, (start, size, code) in opened.items()]
-    seen_before = {address for address, _, start, _, _ in records if start == -np.inf}
-    records += [
-        (address, size, -np.inf, np.inf, "")
-        for address, size in alive.items()
-        if address not in opened and address not in seen_before
-    ]
+    known = opened.keys() | {address for address, _, start, _, _ in records if start == -np.inf}
+    records += [(address, alive[address], -np.inf, np.inf, "") for address in alive if address not in known]
     columns = ["address", "size_bytes", "start_us", "end_us", "code"]
     allocations = pd.DataFrame(records, columns=columns).sort_values("start_us", ignore_index=True)
     launches = pd.DataFrame({"process": ranges.process.iloc[0], "launch_ns": allocations.start_us})
     allocations["range"], paths = range_paths(ranges, launches)
-    outermost = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns")
-    stages = pd.DataFrame(
-        {"name": outermost.name, "start_us": outermost.start_ns, "end_us": outermost.end_ns}
-    ).reset_index(drop=True)
+    outermost = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns", ignore_index=True)
+    stages = outermost[["name", "start_ns", "end_ns"]].set_axis(
+        ["name", "start_us", "end_us"], axis="columns"
+    )
     allocations["category"] = _categories(allocations, stages, before, after)
     return MemoryHistory(allocations, stages)
 
@@ -87,13 +80,13 @@ def read_history(
 def _categories(allocations: pd.DataFrame, stages: pd.DataFrame, before: Owners, after: Owners) -> pd.Series:
     """An owner where one is known at either end of the recording, else what the lifetime says."""
     category = pd.Series("temporary", index=allocations.index)
-    for start, end in stages[stages.name == "forward"][["start_us", "end_us"]].itertuples(index=False):
-        left_behind = allocations.start_us.between(start, end) & (allocations.end_us > end)
-        category[left_behind] = "activations"
+    for forward in stages[stages.name == "forward"].itertuples():
+        made_in_it = allocations.start_us.between(forward.start_us, forward.end_us)
+        category[made_in_it & (allocations.end_us > forward.end_us)] = "activations"
     from_before, at_the_end = allocations.start_us == -np.inf, allocations.end_us == np.inf
     category[from_before] = "other"
-    for moment, known in ((from_before, before), (at_the_end, after)):
-        owner = allocations.address.map({address: name for address, (name, _) in known.items()})
+    for moment, owners in ((from_before, before), (at_the_end, after)):
+        owner = allocations.address.map({address: name for address, (name, _) in owners.items()})
         category = category.mask(moment & owner.notna(), owner)
     return category
 
@@ -107,9 +100,7 @@ def timeline(history: MemoryHistory, points: int | None = 400) -> pd.DataFrame:
     born = allocations.assign(at_us=allocations.start_us.clip(lower=start_us), change=allocations.size_bytes)
     died = allocations[allocations.end_us < np.inf]
     died = died.assign(at_us=died.end_us, change=-died.size_bytes)
-    changes = pd.concat([born, died]).pivot_table(
-        index="at_us", columns="category", values="change", aggfunc="sum", fill_value=0
-    )
+    changes = pd.concat([born, died]).pivot_table("change", "at_us", "category", aggfunc="sum", fill_value=0)
     held = changes.reindex(columns=CATEGORIES, fill_value=0).cumsum() / MIB
     stage = pd.Series("", index=held.index)
     for name, start, end in history.stages.itertuples(index=False):
@@ -124,33 +115,22 @@ def timeline(history: MemoryHistory, points: int | None = 400) -> pd.DataFrame:
     return held.loc[largest].reset_index(drop=True)
 
 
-def timeline_rows(held: pd.DataFrame, key: dict[str, Any]) -> list[dict[str, Any]]:
+def timeline_rows(held: pd.DataFrame) -> list[dict[str, Any]]:
     """A timeline as rows, one wherever a category holds more or less than before; and the end in full."""
-    rows, before = [], dict.fromkeys(CATEGORIES, 0.0)
-    for step, now in enumerate(held.to_dict("records")):
-        rows += [
-            key
-            | {"step": step, "range": now["stage"], "category": category}
-            | {"at_ms": now["at_ms"], "size_mib": now[category]}
-            for category in CATEGORIES
-            if now[category] != before[category] or (step == len(held) - 1 and now[category])
-        ]
-        before = now
-    return rows
+    now = held[list(CATEGORIES)]
+    told = now.ne(now.shift(fill_value=0.0))
+    told.iloc[-1] |= now.iloc[-1] > 0
+    sparse = held.assign(**now.where(told)).rename_axis("point").reset_index()
+    rows = sparse.melt(["point", "at_ms", "stage"], CATEGORIES, "category", "size_mib").dropna()
+    return rows.to_dict("records")
 
 
 def timeline_of_rows(rows: pd.DataFrame) -> pd.DataFrame:
     """The timeline that `timeline_rows` made these rows of; they must be of one recording."""
-    rows = rows.assign(stage=rows["range"].fillna(""))
-    held = rows.pivot(index=["step", "at_ms", "stage"], columns="category", values="size_mib")
-    return (
-        held.reindex(columns=CATEGORIES)
-        .ffill()
-        .fillna(0.0)
-        .rename_axis(columns=None)
-        .reset_index()
-        .drop(columns="step")
-    )
+    rows = rows.assign(stage=rows["stage"].fillna(""))
+    held = rows.pivot(index=["point", "at_ms", "stage"], columns="category", values="size_mib")
+    held = held.reindex(columns=CATEGORIES).ffill().fillna(0.0).rename_axis(columns=None)
+    return held.reset_index().drop(columns="point")
 
 
 def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
@@ -158,8 +138,8 @@ def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
     held = timeline(history, points=None)
     held["total"] = held[list(CATEGORIES)].sum(axis=1)
     records = []
-    for name, start_us, end_us in history.stages.itertuples(index=False):
-        start, end = (start_us - history.start_us) / 1000, (end_us - history.start_us) / 1000
+    for name, *times_us in history.stages.itertuples(index=False):
+        start, end = ((time - history.start_us) / 1000 for time in times_us)
         # What was held when the stage began counts too: nothing need be allocated in it.
         first = max(held.at_ms.searchsorted(start, side="right") - 1, 0)
         last = held.at_ms.searchsorted(end, side="right")
@@ -168,14 +148,12 @@ def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
 
 
 def largest_allocations(history: MemoryHistory, count: int = 10) -> pd.DataFrame:
-    """The largest allocations of the recording, equal ones together: size_mib, category, range, code, times.
+    """The largest allocations of the recording, equal ones together: size_mib, category, range, code, count.
 
     Layers are one (layers.*): the same line makes the same allocation in each of them.
     """
-    made = history.allocations[history.allocations.start_us > -np.inf]
-    made = made.assign(
-        range=made.range.str.replace(r"\.\d+", ".*", regex=True), size_mib=made.size_bytes / MIB
-    )
-    keys = ["size_mib", "category", "range", "code"]
-    grouped = made.groupby(keys, dropna=False).size().rename("times").reset_index()
-    return grouped.sort_values(["size_mib", "times"], ascending=False).head(count).reset_index(drop=True)
+    made = history.allocations.query("start_us > -inf")
+    layers = made.range.str.replace(r"\.\d+", ".*", regex=True)
+    made = made.assign(range=layers, size_mib=made.size_bytes / MIB)
+    grouped = made.groupby(["size_mib", "category", "range", "code"]).size().rename("count").reset_index()
+    return grouped.sort_values(["size_mib", "count"], ascending=False, ignore_index=True).head(count)

@@ -8,7 +8,7 @@ import re
 from functools import cache
 
 CLASSES = (
-    "matrix product",
+    "matmul",
     "attention",
     "softmax",
     "normalisation",
@@ -21,52 +21,33 @@ CLASSES = (
     "other",
 )
 
-# The first pattern found in the name decides. The order matters: fused attention is made of matrix products,
-# a softmax of reductions, and torch.compile lists in a kernel's name everything it fused.
+# The first pattern found in the name decides. The order matters: fused attention is made of matmuls, a
+# softmax of reductions, and torch.compile lists in a kernel's name everything it fused.
 _PATTERNS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_coalesced|multimem|gloo"),
     ("attention", r"flash|fmha|sdpa|attention|attn|mem_?eff"),
-    ("attention", r"^(forward|dq|dkdv|hopper_forward|hopper_backward|prepare|dq_from_sums)_kernel$"),  # ours
+    ("attention", r"^(hopper_)?(forward|backward|dq|dkdv|bwd_preprocess|bwd_postprocess)_kernel$"),  # ours
     ("optimizer", r"multi_tensor_apply|_foreach_|fused_?adam|addcdiv|addcmul|lerp"),
-    ("matrix product", r"gemm|gemv|nvjet|wgmma|splitkreduce|cutlass_\d+_|triton_tem_|triton_mm"),
-    (
-        "matrix product",
-        r"^aten::(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|mkldnn_\w+|_scaled_mm|linear|matmul)$",
-    ),
-    ("matrix product", r"^void dot_kernel|::dot_kernel|reduce_1block_kernel"),  # cuBLAS's dot product
+    ("matmul", r"gemm|gemv|nvjet|wgmma|splitkreduce|cutlass_\d+_|triton_tem_|triton_mm"),
+    ("matmul", r"^aten::(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|mkldnn_\w+|_scaled_mm|linear|matmul)$"),
+    ("matmul", r"^void dot_kernel|::dot_kernel|reduce_1block_kernel"),  # cuBLAS's dot product
     ("softmax", r"softmax"),
-    (
-        "normalisation",
-        r"layer_?norm|rms_?norm|batch_?norm|group_?norm|gammabeta|rowwisemoments|triton_\w+rsqrt",
-    ),
-    (
-        "embedding/index",
-        r"embedding|gather|scatter|(?<!with_)index|radixsort|partial_segment|partials_per_segment"
-        r"|compute_grad_weight|unique|devicecompact",
-    ),
+    ("normalisation", r"(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|triton_\w+rsqrt"),
+    ("embedding/index", r"embedding|gather|scatter|(?<!with_)index|radixsort|unique|devicecompact"),
+    ("embedding/index", r"partial_segment|partials_per_segment|compute_grad_weight"),
     ("embedding/index", r"^aten::(sort|topk|masked_select|nonzero|take|searchsorted)"),
-    (
-        "copy/cast",
-        r"memcpy|memset|direct_copy|float\w*_copy_kernel|copy_device_to_device|catarray|fillfunctor",
-    ),
+    ("copy/cast", r"memcpy|memset|direct_copy|float\w*_copy_kernel|copy_device_to_device"),
+    ("copy/cast", r"catarray|fillfunctor"),
     ("copy/cast", r"^aten::(copy_|clone|contiguous|to|_to_copy|fill_|zero_|cat|stack|_conj|pin_memory)$"),
     ("copy/cast", r"^triton_poi_fused_(_to_copy|clone|cat|copy)(_\d+)?$"),
-    (
-        "reduction",
-        r"reduce_kernel|nll_loss|triton_(red|per)_|devicereduce|devicescan|logsumexp|cross_entropy",
-    ),
-    (
-        "reduction",
-        r"^aten::(sum|mean|amax|amin|max|min|argmax|argmin|norm|linalg_vector_norm|prod|cumsum|any|all)$",
-    ),
+    ("reduction", r"reduce_kernel|nll_loss|triton_(red|per)_|device(reduce|scan)|logsumexp|cross_entropy"),
+    ("reduction", r"^aten::(sum|mean|(a|arg)?(max|min)|norm|linalg_vector_norm|prod|cumsum|any|all)$"),
     ("elementwise", r"elementwise|triton_poi_|triu_tril|distribution_|_local_scalar_dense"),
-    (
-        "elementwise",
-        r"^aten::(add|sub|rsub|mul|div|pow|exp|log|r?sqrt|neg|sigmoid|silu|relu|gelu|tanh|sin|cos|where|masked_fill|abs"
-        r"|tril|triu|maximum|minimum|clamp\w*|eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|reciprocal|arange"
-        r"|normal|uniform|random|sigmoid_backward|silu_backward|threshold_backward|isfinite|erfinv)_?$",
-    ),
-)
+    ("elementwise", r"^aten::(add|r?sub|mul|div|pow|exp|log|r?sqrt|neg|sigmoid|silu|relu|gelu|tanh)_?$"),
+    ("elementwise", r"^aten::(sin|cos|where|masked_fill|abs|tril|triu|maximum|minimum|clamp\w*)_?$"),
+    ("elementwise", r"^aten::(eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|reciprocal|arange)_?$"),
+    ("elementwise", r"^aten::(normal|uniform|random|isfinite|erfinv|(sigmoid|silu|threshold)_backward)_?$"),
+)  # fmt: skip
 _COMPILED = tuple((name, re.compile(pattern)) for name, pattern in _PATTERNS)
 
 
@@ -80,19 +61,15 @@ def kernel_class(name: str) -> str:
 # Templates that say how a kernel walks over memory; what it computes is an argument of theirs.
 _TEMPLATES = re.compile(r"elementwise|^reduce_kernel|multi_tensor_apply")
 _FUNCTORS = re.compile(
-    r"CUDAFunctor\w*?_(\w+)|(\w+?)_?[Ff]unctor\b|(\w+)Ops<|std::(multiplies|divides|plus|minus)<|::(Sqrt|Abs|Neg)<"
+    r"CUDAFunctor\w*?_(\w+)|(\w+?)_?[Ff]unctor\b|(\w+)Ops<"
+    r"|std::(multiplies|divides|plus|minus)<|::(Sqrt|Abs|Neg)<"
 )
 _WRAPPERS = re.compile(r"^([AB]?Unary|Binary|Ternary|Pointwise)(Op\w*)?$")
 _LAMBDAS = re.compile(r"(\w+?)(?:_cuda)?_kernel(?:_cuda|_impl)*(?:<[^()<>]*>)?\(at::TensorIterator")
 _RENAMED = {
-    "multiplies": "mul",
-    "divides": "div",
-    "plus": "add",
-    "minus": "sub",
-    "maxnan": "max",
-    "minnan": "min",
+    "multiplies": "mul", "divides": "div", "plus": "add", "minus": "sub", "maxnan": "max", "minnan": "min",
     "fusedadammath": "fused_adam",
-}
+}  # fmt: skip
 
 
 @cache

@@ -12,9 +12,8 @@ from typing import Any
 import pandas as pd
 import torch
 from torch import Tensor
-from torch.cuda import _memory_viz
 
-from cs336_systems.measure import torch_trace as trace
+from cs336_systems.measure import torch_trace
 from cs336_systems.measure.allocations import MemoryHistory, Owners, read_history
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.profile import ProfileError
@@ -32,34 +31,33 @@ def record_memory(steps: ModelSteps, pass_: str, stem: Path) -> MemoryHistory:
     before = owners(steps)
     stem.parent.mkdir(parents=True, exist_ok=True)
     if steps.device.type == "cuda":
-        snapshot = _record_cuda(lambda: step(*argument), steps)
+        snapshot = record_snapshot(lambda: step(*argument), steps)
         stem.with_name(stem.name + ".pickle").write_bytes(pickle.dumps(snapshot))
         return read_snapshot(snapshot, before, owners(steps), device=steps.device.index or 0)
     path = stem.with_name(stem.name + ".json.gz")
     with recording(steps.model):
-        trace.record(lambda: step(*argument), path, device="cpu", with_memory=True)
+        torch_trace.record(lambda: step(*argument), path, device="cpu", with_memory=True)
     return read_memory_trace(path, before, owners(steps))
 
 
 def owners(steps: ModelSteps) -> dict[int, tuple[str, int]]:
     """The storages of parameters, gradients and optimizer state as they are now, by address."""
-    tensors: list[tuple[str, Tensor | None]] = [
-        *(("parameters", parameter) for parameter in steps.model.parameters()),
-        *(("parameters", buffer) for buffer in steps.model.buffers()),
-        *(("gradients", parameter.grad) for parameter in steps.model.parameters()),
-        *(
-            ("optimizer state", value)
-            for state in steps.optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ),
-    ]
-    storages = [(category, tensor.untyped_storage()) for category, tensor in tensors if tensor is not None]
-    return {storage.data_ptr(): (category, storage.nbytes()) for category, storage in storages}
+    parameters, buffers = list(steps.model.parameters()), steps.model.buffers()
+    state = [value for values in steps.optimizer.state.values() for value in values.values()]
+    tensors = {
+        "parameters": [*parameters, *buffers],
+        "gradients": [parameter.grad for parameter in parameters],
+        "optimizer state": state,
+    }
+    found = {}
+    for category, owned in tensors.items():
+        for storage in (tensor.untyped_storage() for tensor in owned if isinstance(tensor, Tensor)):
+            found[storage.data_ptr()] = category, storage.nbytes()
+    return found
 
 
-def _record_cuda(run: Callable[[], Any], steps: ModelSteps) -> dict[str, Any]:
-    """The allocator's snapshot after `run()`, with Python frames and with our ranges as annotations."""
+def record_snapshot(run: Callable[[], Any], steps: ModelSteps) -> dict[str, Any]:
+    """The CUDA allocator's snapshot after `run()`, with Python frames and with our ranges as annotations."""
     torch.cuda.synchronize(steps.device)
     torch.cuda.memory._record_memory_history(
         stacks="python", max_entries=10**7, clear_history=True, global_record_annotations=True
@@ -71,32 +69,6 @@ def _record_cuda(run: Callable[[], Any], steps: ModelSteps) -> dict[str, Any]:
         return torch.cuda.memory._snapshot()
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
-
-
-def save_viewer(snapshot: Mapping[str, Any], path: Path) -> Path:
-    """Write PyTorch's own viewer with the snapshot inside; the page takes its script from the internet."""
-    path.write_text(_memory_viz.trace_plot(snapshot))
-    return path
-
-
-def load_snapshot(path: Path) -> dict[str, Any]:
-    """A pickled snapshot; only of your own making: unpickling runs what the file says.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ProfileError: it is cut off, or no snapshot.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no snapshot {path}; make one with measure.memory.record_memory")
-    try:
-        snapshot = pickle.loads(path.read_bytes())
-    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError, IndexError) as error:
-        raise ProfileError(f"{path.name} is cut off or no snapshot ({error}); record it again") from None
-    if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= set(snapshot):
-        raise ProfileError(
-            f"{path.name} is a pickle, but no memory snapshot: it has no segments or no device_traces"
-        )
-    return snapshot
 
 
 def read_snapshot(
@@ -115,16 +87,19 @@ def read_snapshot(
     """
     traces = snapshot["device_traces"]
     events = traces[device] if device < len(traces) else []
+    sign = {"alloc": 1, "free_requested": -1}
     changes = [
-        (event["time_us"], event["addr"], event["size"] * (1 if event["action"] == "alloc" else -1), code)
+        (
+            event["time_us"],
+            event["addr"],
+            sign[event["action"]] * event["size"],
+            code_of(event.get("frames", ())),
+        )
         for event in events
-        if event["action"] in ("alloc", "free_requested")
-        for code in [code_of(event.get("frames", ()))]
+        if event["action"] in sign
     ]
     if not changes:
-        raise ProfileError(
-            f"the snapshot has no history of GPU {device}; record one with measure.memory.record_memory"
-        )
+        raise ProfileError(f"the snapshot has no history of GPU {device}; record one with record_memory")
     annotations = [a for a in snapshot.get("external_annotations", ()) if a.get("device", device) == device]
     alive = {
         block["address"]: block["requested_size"]
@@ -146,17 +121,17 @@ def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         elif opened[name]:
             ranges.append((0, 0, name, opened[name].pop(), time))
     frame = pd.DataFrame(ranges, columns=["process", "thread", "name", "start_ns", "end_ns"])
-    return frame[~frame.name.str.match(trace.FOREIGN)]
+    return frame[~frame.name.str.match(torch_trace.FOREIGN)]
 
 
 def code_of(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The innermost line of this library in a stack: "attention/reference.py:37 reference_attention", or "".
+    """The innermost line of this library in a stack: "attention/plain.py:37 plain_attention", or "".
 
     Backward has none: autograd's threads run no Python of ours.
     """
     for frame in frames:
         _, ours, path = frame["filename"].replace("\\", "/").rpartition("cs336_systems/")
-        if ours and not path.startswith(("measure/", "ranges.py")):
+        if ours and not path.startswith(("measure/", "nvtx.py")):
             return f"{path}:{frame['line']} {frame['name']}"
     return ""
 
@@ -167,10 +142,9 @@ def read_memory_trace(path: Path, before: Owners | None = None, after: Owners | 
     There `code` stays empty: `range` says where an allocation was made.
 
     Raises:
-        FileNotFoundError, ProfileError: see `trace.load_trace`; or the trace has no memory events, or no
-            ranges.
+        FileNotFoundError, ProfileError: see `torch_trace.load_trace`; or it has no memory events or ranges.
     """
-    events = trace.load_trace(path)["traceEvents"]
+    events = torch_trace.load_trace(path)["traceEvents"]
     changes = [
         (event["ts"], event["args"]["Addr"], event["args"]["Bytes"], "")
         for event in events
@@ -179,7 +153,7 @@ def read_memory_trace(path: Path, before: Owners | None = None, after: Owners | 
     if not changes:
         raise ProfileError(f"{Path(path).name} has no memory events; record it with_memory")
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
-    ranges = trace.trace_ranges(annotations)
+    ranges = torch_trace.trace_ranges(annotations)
     if len(ranges):
         ranges = ranges.assign(start_ns=ranges.start_ns / 1000, end_ns=ranges.end_ns / 1000)
     known = {address: size for address, (_, size) in (before or {}).items()}

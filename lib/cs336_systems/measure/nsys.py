@@ -90,8 +90,10 @@ def record(command: list[str], stem: Path) -> Path:
     nsys = find_nsys()
     stem = stem.absolute()
     stem.parent.mkdir(parents=True, exist_ok=True)
-    raw, report, export = (stem.with_name(stem.name + end) for end in (".qdstrm", ".nsys-rep", ".sqlite"))
-    for old in (raw, report, export):
+    raw, report, export = files = [
+        stem.with_name(stem.name + end) for end in (".qdstrm", ".nsys-rep", ".sqlite")
+    ]
+    for old in files:
         old.unlink(missing_ok=True)
     # No CPU sampling, no context switches: they make the stream gigabytes large, and nothing here reads them.
     options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
@@ -137,9 +139,7 @@ def read_export(path: Path) -> Profile:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no Nsight Systems export {path}; make one with measure.nsys.record"
-        )
+        raise FileNotFoundError(f"there is no Nsight Systems export {path}; make one with nsys.record")
     if path.suffix in (".nsys-rep", ".qdrep"):
         raise ProfileError(f"{path.name} is a report; export it first: nsys export --type=sqlite {path.name}")
     try:
@@ -175,10 +175,10 @@ def _read(export: sqlite3.Connection, path: Path) -> Profile:
     for table, columns in _NEEDED.items():
         if table in tables and (missing := columns - tables[table]):
             raise ProfileError(
-                f"{path.name} has an older schema ({_written_by(export, tables)}: {table} lacks "
-                f"{', '.join(sorted(missing))}); export its report again with Nsight Systems 2021.2 or newer"
+                f"{path.name} has an older schema ({table} lacks {', '.join(sorted(missing))}); export its "
+                "report again with Nsight Systems 2021.2 or newer"
             )
-    kernels = [_launches(export, tables, table) for table in _ACTIVITIES if table in tables]
+    kernels = [_launches(export, table, kind) for table, kind in _ACTIVITIES.items() if table in tables]
     return Profile(
         source="nsys",
         machine=_gpu(export, tables),
@@ -194,9 +194,8 @@ _ACTIVITIES = {
 }
 
 
-def _launches(export: sqlite3.Connection, tables: dict[str, set[str]], table: str) -> pd.DataFrame:
+def _launches(export: sqlite3.Connection, table: str, kind: str) -> pd.DataFrame:
     """Kernels, copies or fills, each with the call that launched it: same correlation id, same process."""
-    kind = _ACTIVITIES[table]
     is_kernel = kind == "kernel"
     name = "(SELECT value FROM StringIds WHERE id = a.demangledName)" if is_kernel else "''"
     grid = "a.gridX || ',' || a.gridY || ',' || a.gridZ" if is_kernel else "''"
@@ -210,10 +209,10 @@ def _launches(export: sqlite3.Connection, tables: dict[str, set[str]], table: st
               ON r.correlationId = a.correlationId AND (r.globalTid >> 24) = (a.globalPid >> 24)""",
         export,
     )
-    if not is_kernel:
-        frame["name"] = (
-            "Memset" if kind == "memset" else "Memcpy " + frame["copy"].map(_COPY_KINDS).fillna("other")
-        )
+    if kind == "memset":
+        frame["name"] = "Memset"
+    if kind == "memcpy":
+        frame["name"] = "Memcpy " + frame["copy"].map(_COPY_KINDS).fillna("other")
     return frame.drop(columns="copy")
 
 
@@ -242,24 +241,10 @@ def _gpu(export: sqlite3.Connection, tables: dict[str, set[str]]) -> str:
     )
 
 
-def _written_by(export: sqlite3.Connection, tables: dict[str, set[str]]) -> str:
-    if "META_DATA_EXPORT" not in tables:
-        return "no version given"
-    facts = dict(export.execute("SELECT name, value FROM META_DATA_EXPORT"))
-    return ", ".join(
-        f"{what} {facts.get(f'EXPORT_{what.upper()}_VERSION', '?')}" for what in ("product", "schema")
-    )
-
-
 def _run(command: list, environment: dict[str, str]) -> str:
     """Run to the end, whatever the exit code (files tell whether it worked), and return what it printed."""
-    done = subprocess.run(
-        [str(word) for word in command],
-        env=environment,
-        capture_output=True,
-        text=True,
-        errors="replace",
-    )
+    words = [str(word) for word in command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, errors="replace")
     return done.stdout.replace("\r", "\n") + done.stderr.replace("\r", "\n")
 
 

@@ -41,13 +41,13 @@ class Profile:
     def __post_init__(self) -> None:
         if self.kernels.empty or self.kernels.kind.isin(("memcpy", "memset")).all():
             raise ProfileError(
-                f"the {self.source} profile has no kernel in it; see whether the program ran to its end, and "
-                "computed on the device inside the capture"
+                f"the {self.source} profile has no kernel in it; did the program run to its end, and compute "
+                "on the device inside the capture?"
             )
         if self.ranges.empty:
             raise ProfileError(
                 f"the {self.source} profile has {len(self.kernels)} kernels and no ranges to put them in; "
-                "run the code under ranges.recording(), and nsys with --trace=cuda,nvtx"
+                "run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
             )
 
     def require_machine(self, name: str) -> None:
@@ -81,7 +81,7 @@ def attribute(profile: Profile) -> pd.DataFrame:
 
 
 def kernel_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
-    """The kernels of one step: range, kernel, class, calls, total_ms, grid, stream, kind; the longest first.
+    """The kernels of one step: range, kernel, class, grid, stream, kind, calls, total_ms; the longest first.
 
     A step is one time that the range `root` is open; calls and total_ms are means over the steps, of which
     `table.attrs["steps"]` tells how many. What ran outside `root`, the warm-up, is left out. Ranges start at
@@ -94,12 +94,9 @@ def kernel_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
     kernels = attribute(profile)
     kernels["range"] = _from_root(kernels.range, root)
     kernels = kernels[kernels.range.notna()].assign(total_ms=(kernels.end_ns - kernels.start_ns) * MS)
-    columns = ["range", "kernel", "class", "kind", "grid", "stream"]
-    table = kernels.groupby(columns).agg(calls=("total_ms", "size"), total_ms=("total_ms", "sum")) / len(
-        steps
-    )
+    grouped = kernels.groupby(["range", "kernel", "class", "grid", "stream", "kind"])["total_ms"]
+    table = grouped.agg(calls="size", total_ms="sum") / len(steps)
     table = table.reset_index().sort_values("total_ms", ascending=False, ignore_index=True)
-    table = table[["range", "kernel", "class", "calls", "total_ms", "grid", "stream", "kind"]]
     table.attrs = {"source": profile.source, "steps": len(steps), "root": root}
     return table
 
@@ -118,17 +115,15 @@ def range_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
     ranges = profile.ranges.assign(range=_from_root(paths, root))
     ranges = ranges[ranges.range.notna() & (ranges.range.str.count("/") <= 1)]
     records = []
-    for path, process, start, end in zip(
-        ranges.range, ranges.process, ranges.start_ns, ranges.end_ns, strict=True
-    ):
-        own = kernels[(kernels.process == process) & (kernels.launch_ns >= start) & (kernels.launch_ns < end)]
-        span = own.end_ns.max() - own.start_ns.min() if len(own) else 0
+    for opened in ranges.itertuples():
+        own = kernels[(kernels.process == opened.process) & _inside(kernels.launch_ns, opened)]
+        busy = union(zip(own.start_ns, own.end_ns, strict=True))
         records.append(
             {
-                "range": path,
-                "host_ms": (end - start) * MS,
-                "device_span_ms": span * MS,
-                "device_busy_ms": _union(own.start_ns, own.end_ns) * MS,
+                "range": opened.range,
+                "host_ms": (opened.end_ns - opened.start_ns) * MS,
+                "device_span_ms": (busy[-1][1] - busy[0][0]) * MS if busy else 0.0,
+                "device_busy_ms": sum(end - start for start, end in busy) * MS,
                 "calls": len(own),
             }
         )
@@ -150,8 +145,7 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
     for process in set(ranges.process) | set(launches.process):
         mine = ranges[(ranges.process == process) & (ranges.end_ns > ranges.start_ns)]
         launched = launches[launches.process == process]
-        # At equal times a range that ends goes first, then those that begin, the longest first, then
-        # launches.
+        # At equal times: a range that ends, then those that begin, the longest first, then launches.
         events = [(end, 0, 0, index) for index, end in mine.end_ns.items()]
         events += [
             (start, 1, -end, index)
@@ -173,6 +167,16 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
     )
 
 
+def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Stretches of time that may overlap, as disjoint and rising ones that cover the same."""
+    found: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            start, end = found[-1][0], max(found.pop()[1], end)
+        found.append((start, end))
+    return found
+
+
 def within(table: pd.DataFrame, path: str) -> pd.DataFrame:
     """Rows of a kernel table whose range is, or lies inside, a range of this path: "attention/softmax"."""
     return table[("/" + table.range + "/").str.contains(f"/{path}/", regex=False)]
@@ -186,16 +190,18 @@ def stages(table: pd.DataFrame) -> pd.Series:
 
 def class_shares(table: pd.DataFrame) -> pd.DataFrame:
     """calls, total_ms and share of the time per class, the largest first; the classes add up to the whole."""
-    totals = table.groupby("class")[["calls", "total_ms"]].sum()
-    totals["share"] = totals.total_ms / totals.total_ms.sum()
-    return totals.sort_values("total_ms", ascending=False).reset_index()
+    return _shares(table, ["class"])
 
 
 def top_kernels(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
     """The kernels with most time, over all ranges and grids: kernel, class, calls, total_ms, share."""
-    totals = table.groupby(["kernel", "class"])[["calls", "total_ms"]].sum()
+    return _shares(table, ["kernel", "class"]).head(count)
+
+
+def _shares(table: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+    totals = table.groupby(columns)[["calls", "total_ms"]].sum()
     totals["share"] = totals.total_ms / totals.total_ms.sum()
-    return totals.sort_values("total_ms", ascending=False).head(count).reset_index()
+    return totals.sort_values("total_ms", ascending=False).reset_index()
 
 
 def one_step(profile: Profile, number: int = -1, root: str = "measure") -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -208,33 +214,28 @@ def one_step(profile: Profile, number: int = -1, root: str = "measure") -> tuple
     step = _occurrences(profile, root).iloc[number]
     _, paths = range_paths(profile.ranges, profile.kernels)
     ranges = profile.ranges.assign(depth=_from_root(paths, root).str.count("/"))
-    ranges = ranges[ranges.depth.notna() & _inside(ranges.start_ns, step)]
+    ranges = ranges[ranges.depth.notna() & _inside(ranges.start_ns, step)].copy()
     kernels = attribute(profile)
-    kernels = kernels[_inside(kernels.launch_ns, step)].assign(range=lambda f: _from_root(f.range, root))
-    ranges, kernels = (
-        frame.assign(
-            start_ms=(frame.start_ns - step.start_ns) * MS, end_ms=(frame.end_ns - step.start_ns) * MS
-        ).reset_index(drop=True)
-        for frame in (ranges, kernels)
-    )
+    kernels = kernels[_inside(kernels.launch_ns, step)]
+    kernels = kernels.assign(range=_from_root(kernels.range, root))
+    for frame in (ranges, kernels):
+        frame[["start_ms", "end_ms"]] = (frame[["start_ns", "end_ns"]] - step.start_ns) * MS
+    ranges, kernels = (frame.reset_index(drop=True) for frame in (ranges, kernels))
     return (
         ranges[["name", "depth", "start_ms", "end_ms"]].astype({"depth": int}),
         kernels[["range", "kernel", "class", "stream", "start_ms", "end_ms"]],
     )
 
 
-def _inside(times: pd.Series, step: pd.Series) -> pd.Series:
-    return (times >= step.start_ns) & (times < step.end_ns)
+def _inside(times: pd.Series, opened: Any) -> pd.Series:
+    return (times >= opened.start_ns) & (times < opened.end_ns)
 
 
-def kernel_rows(
-    table: pd.DataFrame, key: dict[str, Any], smallest_share: float = 2e-3
-) -> list[dict[str, Any]]:
+def kernel_rows(table: pd.DataFrame, smallest_share: float = 2e-3) -> list[dict[str, Any]]:
     """A kernel table as rows: layers summed (layers.*), and kernels that hardly count as "rest".
 
     Args:
         table: of `kernel_table`.
-        key: key columns that say what was profiled.
         smallest_share: of the step's time, below which a kernel does not get its name; each class in each
             range keeps a rest of its own, so all sums stay. What has its name, has all its calls.
     """
@@ -243,12 +244,7 @@ def kernel_rows(
     small = of_kernel < smallest_share * table.total_ms.sum()
     table["kernel"] = table.kernel.mask(small, "rest")
     rows = table.groupby(["range", "kernel", "class"])[["calls", "total_ms"]].sum().reset_index()
-    return [{**key, "profiler": table.attrs["source"], **row} for row in rows.to_dict("records")]
-
-
-def range_rows(table: pd.DataFrame, key: dict[str, Any]) -> list[dict[str, Any]]:
-    """A range table as rows."""
-    return [{**key, "profiler": table.attrs["source"], **row} for row in table.to_dict("records")]
+    return rows.to_dict("records")
 
 
 def _occurrences(profile: Profile, root: str) -> pd.DataFrame:
@@ -262,12 +258,3 @@ def _occurrences(profile: Profile, root: str) -> pd.DataFrame:
 def _from_root(paths: pd.Series, root: str) -> pd.Series:
     """Each path from its part `root` on; missing where the path does not pass through it."""
     return paths.str.extract(rf"(?:^|/)({re.escape(root)}(?:/.*)?)$")[0]
-
-
-def _union(starts: Iterable[int], ends: Iterable[int]) -> int:
-    """Time covered by intervals that may overlap."""
-    covered = last = 0
-    for start, end in sorted(zip(starts, ends, strict=True)):
-        covered += max(0, end - max(start, last))
-        last = max(last, end)
-    return covered

@@ -24,8 +24,7 @@ _KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 FOREIGN = re.compile(
     r"^(Optimizer\.|ProfilerStep|nccl:|gloo:|c10d|Torch-Compiled|DistributedDataParallel|## )"
 )
-# Operators that touch no data: views, allocations and autograd's own nodes. They are the host's work, no
-# kernels.
+# Operators that touch no data: views, allocations and autograd's own nodes. The host's work, and no kernels.
 _BOOKKEEPING = re.compile(
     r"^aten::(view|_?unsafe_view|reshape|_reshape_alias|transpose|t|numpy_T|as_strided|expand|expand_as|unsqueeze|squeeze"
     r"|select|slice|narrow|detach_?|alias|permute|unbind|split|chunk|flatten|unflatten|movedim|swapaxes|view_as|lift_fresh"
@@ -40,10 +39,10 @@ def record(
     """Call `run()` under torch.profiler and save a Chrome trace (ui.perfetto.dev opens it).
 
     Args:
-        run: what to profile; warm it up before, and open ranges in it (`ranges.recording`).
+        run: what to profile; warm it up before, and open ranges in it (`nvtx.recording`).
         path: file to write, .json or .json.gz.
         device: where `run` computes.
-        with_memory: also record every allocation, for `memory.read_memory_trace`.
+        with_memory: also record every allocation, for `memory_recording.read_memory_trace`.
 
     Raises:
         ProfileError: see `read_trace`.
@@ -77,32 +76,21 @@ def keep_one_step(path: Path, kept: Path, root: str = "measure") -> None:
     spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = [event for event in spans if (event["cat"], event["name"]) == ("user_annotation", root)]
     if not steps:
-        raise ProfileError(f"{Path(path).name} has no range {root!r}; record it under ranges.recording()")
+        raise ProfileError(f"{Path(path).name} has no range {root!r}; record it under nvtx.recording()")
     step = max(steps, key=lambda event: event["ts"])
     on_cuda = any(event["cat"] in _KINDS for event in spans)
     host = {"user_annotation", "cuda_runtime", "cuda_driver"} if on_cuda else {"user_annotation", "cpu_op"}
-    inside = [
-        event
-        for event in spans
-        if event["cat"] in host and step["ts"] <= event["ts"] < step["ts"] + step["dur"]
-    ]
+    inside = [e for e in spans if e["cat"] in host and step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
     launched = {event.get("args", {}).get("correlation") for event in inside} - {None}
     inside += [e for e in spans if e["cat"] in _KINDS and e["args"].get("correlation") in launched]
-    names = [event for event in trace["traceEvents"] if event.get("ph") == "M"]
+    for event in inside:
+        args = event.get("args", {})
+        event["args"] = {name: args[name] for name in ("correlation", "grid", "stream") if name in args}
     machine = ["deviceProperties"] if on_cuda else [_HOST, "host_name"]
     small = {name: trace[name] for name in machine if name in trace}
-    small["traceEvents"] = names + [_without_details(event) for event in inside]
+    small["traceEvents"] = [event for event in trace["traceEvents"] if event.get("ph") == "M"] + inside
     make_folder(kept.parent)
     kept.write_bytes(gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
-
-
-def _without_details(event: dict[str, Any]) -> dict[str, Any]:
-    args = {
-        name: value
-        for name, value in event.get("args", {}).items()
-        if name in ("correlation", "grid", "stream")
-    }
-    return event | {"args": args}
 
 
 def load_trace(path: Path) -> dict[str, Any]:
@@ -114,7 +102,7 @@ def load_trace(path: Path) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no trace {path}; make one with measure.trace.record")
+        raise FileNotFoundError(f"there is no trace {path}; make one with torch_trace.record")
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             trace = json.load(file)
@@ -153,7 +141,7 @@ def read_trace(path: Path) -> Profile:
         source="torch cuda" if has_kernels else "torch cpu",
         machine=", ".join(sorted(set(devices))) if has_kernels else host,
         ranges=trace_ranges(events["user_annotation"]),
-        kernels=pd.DataFrame(_gpu_kernels(events) if has_kernels else _on_cpu(events)),
+        kernels=pd.DataFrame(_gpu_kernels(events) if has_kernels else _cpu_operators(events)),
     )
 
 
@@ -182,38 +170,22 @@ def _gpu_kernels(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
     records = []
     for category, kind in _KINDS.items():
         for event in events[category]:
-            launch = launches.get(event["args"].get("correlation"), event)
-            records.append(
-                {
-                    "name": event["name"],
-                    "kind": kind,
-                    "process": process,
-                    "thread": launch["tid"],
-                    "launch_ns": _ns(launch["ts"]),
-                    "start_ns": _ns(event["ts"]),
-                    "end_ns": _ns(event["ts"] + event["dur"]),
-                    "grid": ",".join(map(str, event["args"].get("grid", []))),
-                    "stream": event["args"].get("stream", event["tid"]),
-                }
-            )
+            args, launch = event["args"], launches.get(event["args"].get("correlation"), event)
+            grid, stream = ",".join(map(str, args.get("grid", []))), args.get("stream", event["tid"])
+            records.append(_launch(event, kind, process, launch, event["dur"], grid, stream))
     return records
 
 
-def _on_cpu(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What corresponds to kernels on a CPU: operators, and Gloo's collectives from start to end."""
-    collectives = [event for event in events["user_annotation"] if event["name"].startswith("gloo:")]
-    return _cpu_operators(events["cpu_op"] + collectives)
-
-
-def _cpu_operators(operators: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Operators with the time they spent themselves, found by nesting them thread by thread."""
+def _cpu_operators(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Operators, with the time they spent themselves by nesting them thread by thread; and Gloo's work."""
+    operators = events["cpu_op"] + [e for e in events["user_annotation"] if e["name"].startswith("gloo:")]
     own_time = {}
     by_thread = defaultdict(list)
     for event in operators:
         by_thread[event["tid"]].append(event)
-    for events in by_thread.values():
+    for of_thread in by_thread.values():
         enclosing: list[dict[str, Any]] = []
-        for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        for event in sorted(of_thread, key=lambda event: (event["ts"], -event["dur"])):
             while enclosing and event["ts"] >= enclosing[-1]["ts"] + enclosing[-1]["dur"]:
                 enclosing.pop()
             own_time[id(event)] = event["dur"]
@@ -222,20 +194,23 @@ def _cpu_operators(operators: list[dict[str, Any]]) -> list[dict[str, Any]]:
             enclosing.append(event)
     threads = {thread: number for number, thread in enumerate(sorted(by_thread))}
     return [
-        {
-            "name": event["name"],
-            "kind": "operator",
-            "process": event["pid"],
-            "thread": event["tid"],
-            "launch_ns": _ns(event["ts"]),
-            "start_ns": _ns(event["ts"]),
-            "end_ns": _ns(event["ts"] + max(0.0, own_time[id(event)])),
-            "grid": "",
-            "stream": threads[event["tid"]],
-        }
+        _launch(
+            event, "operator", event["pid"], event, max(0.0, own_time[id(event)]), "", threads[event["tid"]]
+        )
         for event in operators
         if not _BOOKKEEPING.search(event["name"])
     ]
+
+
+def _launch(
+    event: dict, kind: str, process: int, launch: dict, duration: float, grid: str, stream: int
+) -> dict[str, Any]:
+    """A row of `Profile.kernels`; `launch` is the event that started this one, maybe itself."""
+    start, end = _ns(event["ts"]), _ns(event["ts"] + duration)
+    return {
+        "name": event["name"], "kind": kind, "process": process, "thread": launch["tid"],
+        "launch_ns": _ns(launch["ts"]), "start_ns": start, "end_ns": end, "grid": grid, "stream": stream,
+    }  # fmt: skip
 
 
 def _ns(microseconds: float) -> int:

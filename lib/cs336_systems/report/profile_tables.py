@@ -1,16 +1,22 @@
-"""What the kernel rows of profiled models say, run by run: classes, leading kernels, attention's parts."""
+"""What the rows of profiled and recorded steps say: kernels by class, attention's parts, peaks of memory."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pandas as pd
 
 from cs336_systems import accounting
 from cs336_systems.configs import model_size
+from cs336_systems.measure.allocations import MIB
 from cs336_systems.measure.profile import class_shares, stages, top_kernels, within
 from cs336_systems.report.words import SCOPES
 
 _RUN = ["profiler", "implementation", "attention", "edition", "model_size", "batch_size", "context_length"]
 _RUN += ["dtype"]
+
+# What tells one recording of memory from another, and what its peak is the sum of.
+RECORDING = ["edition", "model_size", "batch_size", "context_length", "dtype", "pass"]
+PARTS = ["closed_form_mib", "other_mib", "rounding_mib", "rest_mib"]
 
 
 def of_main_profiler(rows: pd.DataFrame) -> pd.DataFrame:
@@ -39,12 +45,12 @@ def shares(scoped: pd.DataFrame) -> pd.DataFrame:
 
 def leaders(scoped: pd.DataFrame) -> pd.DataFrame:
     """The kernel with most time in each run and scope: kernel, class, calls, total_ms, share."""
-    named = scoped[scoped.kernel != "rest"]
-    found = _of_each_run(named, lambda rows: top_kernels(rows, 1))
-    # its share of all the time, and not of the named kernels' alone
-    whole = scoped.groupby([*_RUN, "scope"]).total_ms.sum().rename("whole_ms")
-    found = found.join(whole, on=[*_RUN, "scope"])
-    return found.assign(share=found.total_ms / found.whole_ms).drop(columns="whole_ms")
+
+    def leader(rows: pd.DataFrame) -> pd.DataFrame:
+        shares = top_kernels(rows, len(rows))  # of the whole, "rest" included, which is many kernels
+        return shares[shares.kernel != "rest"].head(1)
+
+    return _of_each_run(scoped, leader)
 
 
 def _of_each_run(scoped: pd.DataFrame, summary: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
@@ -63,14 +69,31 @@ def attention_parts(kernels: pd.DataFrame) -> pd.DataFrame:
     kernels = kernels[(kernels.status == "ok") & (kernels["pass"] == "forward")]
     inside = within(kernels, "attention").copy()
     inside["part"] = inside.range.str.split("/").str[-1]
-    around = inside.part.isin(["scores", "values"]) & (inside["class"] != "matrix product")
-    inside.loc[around, "part"] = "scale and mask"  # and the copies that a product asks for
+    around = inside.part.isin(["scores", "values"]) & (inside["class"] != "matmul")
+    inside.loc[around, "part"] = "scale and mask"  # and the copies that a matmul asks for
     sums = inside.groupby([*_RUN, "part"]).total_ms.sum().reset_index()
     counted = [_attention_counts(row) for row in sums.to_dict("records")]
     return sums.assign(flops=[flops for flops, _ in counted], bytes=[moved for _, moved in counted])
 
 
-def beside_each_other(kernels: pd.DataFrame) -> pd.DataFrame:
+def _attention_counts(run: dict[str, Any]) -> tuple[int, int]:
+    size = model_size(run["model_size"], run["edition"])
+    shape = run["batch_size"] * size.num_heads, run["context_length"], size.d_head
+    counts = accounting.attention_part_flops(*shape), accounting.attention_part_bytes(*shape)
+    flops, moved = (size.num_layers * count[run["part"]] for count in counts)
+    return flops, moved
+
+
+def softmax_over_matmuls(parts: pd.DataFrame) -> pd.DataFrame:
+    """The softmax over attention's two matmuls in each run: time_ratio, flops_ratio, bytes_ratio."""
+    measures = ["total_ms", "flops", "bytes"]
+    softmax = parts[parts.part == "softmax"].set_index(_RUN)[measures]
+    matmuls = parts[parts.part.isin(["scores", "values"])].groupby(_RUN)[measures].sum()
+    ratio = (softmax / matmuls).set_axis(["time_ratio", "flops_ratio", "bytes_ratio"], axis="columns")
+    return ratio.reset_index()
+
+
+def two_profilers(kernels: pd.DataFrame) -> pd.DataFrame:
     """GPU time of each class in the runs that both GPU profilers saw, in ms, and the ratio of the two."""
     keys = [*_RUN[1:], "pass", "class"]
     kernels = kernels[(kernels.status == "ok") & kernels.profiler.isin(["nsys", "torch cuda"])]
@@ -81,18 +104,51 @@ def beside_each_other(kernels: pd.DataFrame) -> pd.DataFrame:
     return times.assign(ratio=times["nsys"] / times["torch cuda"]).reset_index()
 
 
-def softmax_over_products(parts: pd.DataFrame) -> pd.DataFrame:
-    """The softmax over the two matrix products in each run: time_ratio, flops_ratio, bytes_ratio."""
-    measures = ["total_ms", "flops", "bytes"]
-    softmax = parts[parts.part == "softmax"].set_index(_RUN)[measures]
-    products = parts[parts.part.isin(["scores", "values"])].groupby(_RUN)[measures].sum()
-    ratio = (softmax / products).set_axis(["time_ratio", "flops_ratio", "bytes_ratio"], axis="columns")
-    return ratio.reset_index()
+def beside_wall_clock(ranges: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame:
+    """Whole profiled steps beside the mean of the same steps without a profiler.
+
+    Args:
+        ranges: of the table "ranges".
+        times: of the table "model_times".
+
+    Returns:
+        The profiled steps with wall_clock_ms; profiled_ms, the same under the profiler; gpu_busy_ms; and
+        idle_percent, the part of the wall clock without a kernel running.
+    """
+    run = ["edition", "model_size", "batch_size", "context_length", "dtype", "pass", "implementation"]
+    unseen = times.query("warmup_steps == 5 and status == 'ok'").rename(columns={"mean_ms": "wall_clock_ms"})
+    whole = ranges.query("range == 'measure' and status == 'ok'").merge(
+        unseen[[*run, "wall_clock_ms"]], on=run
+    )
+    whole = whole.rename(columns={"host_ms": "profiled_ms", "device_busy_ms": "gpu_busy_ms"})
+    return whole.assign(idle_percent=100 * (1 - whole.gpu_busy_ms / whole.wall_clock_ms).clip(lower=0))
 
 
-def _attention_counts(run: dict) -> tuple[int, int]:
-    size = model_size(run["model_size"], run["edition"])
-    shape = run["batch_size"] * size.num_heads, run["context_length"], size.d_head
-    counts = accounting.attention_part_flops(*shape), accounting.attention_part_bytes(*shape)
-    flops, moved = (size.num_layers * count[run["part"]] for count in counts)
-    return flops, moved
+def explained_peaks(peaks: pd.DataFrame) -> pd.DataFrame:
+    """One line a recording: the stage of its peak, and the closed form beside what it leaves out.
+
+    Args:
+        peaks: of the table "memory_peaks".
+
+    Returns:
+        RECORDING, status and, of what ran, stage (of the peak), peak_memory_mib, and the PARTS that it is the
+        sum of: closed_form_mib (`accounting.peak_bytes`), other_mib (no tensor of the step: workspaces of
+        libraries, the batch), rounding_mib (the allocator's, of sizes), rest_mib (explained by none of them).
+    """
+    lines = []
+    for key, rows in peaks.groupby(RECORDING, sort=False):
+        line = dict(zip(RECORDING, key, strict=True)) | {"status": rows["status"].iloc[0]}
+        lines.append(line | _explained(line, rows) if line["status"] == "ok" else line)
+    return pd.DataFrame(lines, columns=[*RECORDING, "status", "stage", "peak_memory_mib", *PARTS])
+
+
+def _explained(run: dict[str, Any], rows: pd.DataFrame) -> dict[str, Any]:
+    stage = rows.groupby("stage")["size_mib"].sum().idxmax()
+    at_peak = rows[rows["stage"] == stage].set_index("category")["size_mib"]
+    config = model_size(run["model_size"], int(run["edition"]))
+    shape = int(run["batch_size"]), int(run["context_length"])
+    closed_form = accounting.peak_bytes(config, *shape, run["pass"], run["dtype"]) / MIB
+    peak, requested = (rows[f"{name}_memory_mib"].iloc[0] for name in ("peak", "requested"))
+    other = at_peak.get("other", 0.0)
+    parts = (closed_form, other, peak - requested, requested - other - closed_form)
+    return {"stage": stage, "peak_memory_mib": peak} | dict(zip(PARTS, parts, strict=True))

@@ -6,7 +6,7 @@ A *plan* says which. It is a nested tuple of blocks; a tuple inside a plan is a 
     ((a, b), (c, d))                two segments: their two inputs are kept
     (((a,), (b,)), ((c,), (d,)))    segments inside segments
 
-`run` executes a plan. `peak` and `recomputed` say what it costs, exactly, for blocks that are all alike.
+`run` executes a plan; `accounting.checkpoint_costs` says what it costs, exactly, for equal blocks.
 """
 
 import math
@@ -17,7 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.accounting.checkpoint_costs import Plan, held_in_backward
+from cs336_systems.accounting.checkpoint_costs import Plan
+
+Strategy = Callable[[Sequence[Any]], Plan]
 
 
 def run(plan: Plan, x: Tensor) -> Tensor:
@@ -69,9 +71,8 @@ def from_start(blocks: Sequence[Any]) -> Plan:
 
 def half_blocks(blocks: Sequence[nn.Module]) -> Plan:
     """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
-    return tuple(
-        (partial(half, block),) for block in blocks for half in (_attention_half, _feed_forward_half)
-    )
+    halves = (_attention_half, _feed_forward_half)
+    return tuple((partial(half, block),) for block in blocks for half in halves)
 
 
 def _attention_half(block: nn.Module, x: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def _feed_forward_half(block: nn.Module, x: Tensor) -> Tensor:
     return x + block.ffn(block.ln2(x))
 
 
-STRATEGIES: dict[str, Callable[[Sequence[Any]], Plan]] = {
+STRATEGIES: dict[str, Strategy] = {
     "none": none,
     "half blocks": half_blocks,
     "sqrt_n": sqrt_n,
@@ -91,7 +92,7 @@ STRATEGIES: dict[str, Callable[[Sequence[Any]], Plan]] = {
 }
 
 
-def strategy(name: str) -> Callable[[Sequence[Any]], Plan]:
+def strategy(name: str) -> Strategy:
     """A strategy by its name: one of STRATEGIES, or "every 3" for segments of three blocks.
 
     Raises:
@@ -107,46 +108,7 @@ def strategy(name: str) -> Callable[[Sequence[Any]], Plan]:
     return STRATEGIES[name]
 
 
-def peak(plan: Plan, inside: float, boundary: float) -> float:
-    """Most bytes saved for backward at any time, when every block of the plan is alike.
-
-    Args:
-        inside: bytes that one block saves besides its input.
-        boundary: bytes of a block's input.
-    """
-    beside = held_in_backward(plan)
-    whole = inside + boundary
-    return max((held.blocks * whole + held.inputs * boundary + whole for held in beside), default=0)
-
-
-def recomputed(plan: Plan) -> int:
-    """How many forwards of a block backward runs again, a partial one counted whole.
-
-    A segment is run again once for every time that the segment around it is, and once for itself. But PyTorch
-    stops a rerun as soon as everything saved is there, and of a segment only the input is: so when a segment
-    ends with a segment, that last one is not run again with it.
-    """
-    return sum(_reruns(part) for part in plan if isinstance(part, tuple))
-
-
-def _reruns(segment: Plan) -> int:
-    """Block forwards in one backward through a segment: its rerun, and those of the segments inside it."""
-    last = segment[-1]
-    skipped = block_count(last) if isinstance(last, tuple) else 0
-    return block_count(segment) - skipped + recomputed(segment)
-
-
-def block_count(plan: Plan) -> int:
-    """How many blocks a plan runs."""
-    return sum(block_count(part) if isinstance(part, tuple) else 1 for part in plan)
-
-
-def best_k(count: int, inside: float, boundary: float) -> int:
-    """The segment length with the lowest peak for `count` equal blocks, without nesting."""
-    return min(range(1, count + 1), key=lambda k: peak(every_k(range(count), k), inside, boundary))
-
-
-def forward_with(model: nn.Module, plan: Callable[[Sequence[nn.Module]], Plan], token_ids: Tensor) -> Tensor:
+def forward_with(model: nn.Module, plan: Strategy, token_ids: Tensor) -> Tensor:
     """A TransformerLM's forward with its blocks checkpointed: `forward_with(model, sqrt_n, token_ids)`."""
     x = run(plan(list(model.layers)), model.token_embeddings(token_ids))
     return model.lm_head(model.ln_final(x))

@@ -12,7 +12,7 @@ from torch.nn import functional
 class Accumulation:
     """How one running sum is kept: `total += addend`, each in its own dtype."""
 
-    case: str
+    name: str
     accumulator: torch.dtype
     addend: torch.dtype
     explicit_cast: bool = False
