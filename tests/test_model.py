@@ -128,9 +128,8 @@ def test_a_shorter_sequence_is_the_beginning_of_a_longer_one():
 
 def test_attention_implementations_agree():
     tokens = some_tokens()
-    reference = a_model()
     fused = a_model(attention_implementation="sdpa")
-    torch.testing.assert_close(fused(tokens), reference(tokens), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(fused(tokens), a_model()(tokens), rtol=1e-4, atol=1e-5)
 
 
 def test_it_learns_a_batch_by_heart():
@@ -286,31 +285,30 @@ def test_rope_keeps_lengths_and_the_first_position():
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "match"),
     [
-        ({"num_heads": 5}, "num_heads must divide d_model; got d_model=24, num_heads=5"),
-        ({"num_heads": 8}, "rotary positions turn pairs, so d_head must be even; got 3"),
-        ({"num_layers": 0}, "num_layers must be a positive integer; got 0"),
-        ({"d_ff": 40.0}, "d_ff must be a positive integer; got 40.0"),
-        ({"context_length": -1}, "context_length must be a positive integer; got -1"),
+        ({"num_heads": 5}, "d_model=24, num_heads=5"),
+        ({"num_heads": 8}, "d_head.*3"),
+        ({"num_layers": 0}, "num_layers.*0"),
+        ({"d_ff": 40.0}, "d_ff.*40.0"),
+        ({"context_length": -1}, "context_length.*-1"),
     ],
 )
-def test_impossible_dimensions_are_refused(changes, message):
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - compared in full below
+def test_impossible_dimensions_are_refused(changes, match):
+    with pytest.raises(ValueError, match=match):
         a_model(**changes)
-    assert str(refusal.value) == message
 
 
 def test_attention_alone_refuses_heads_that_do_not_fit():
-    with pytest.raises(ValueError, match="num_heads must divide d_model; got d_model=24, num_heads=0"):
+    with pytest.raises(ValueError, match="d_model=24, num_heads=0"):
         CausalSelfAttention(24, 0, RotaryEmbedding(4, 8))
 
 
 def test_a_sequence_beyond_the_context_is_refused():
-    with pytest.raises(ValueError, match="sequence of 17 tokens; this model takes at most 16"):
+    with pytest.raises(ValueError, match=r"17.*16"):
         a_model()(some_tokens(1, 17))
 
 
 def test_an_unknown_attention_is_refused():
-    with pytest.raises(ValueError, match="attention implementation 'magic' is unknown"):
+    with pytest.raises(ValueError, match="magic"):
         a_model(attention_implementation="magic")(some_tokens())

@@ -120,7 +120,7 @@ def test_a_parameter_without_gradient_is_left_alone():
 def test_a_sparse_gradient_is_refused():
     embedding = nn.Embedding(5, 3, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="does not take sparse gradients"):
+    with pytest.raises(RuntimeError, match="sparse"):
         AdamW(embedding.parameters()).step()
 
 
@@ -191,22 +191,23 @@ def test_a_step_works_in_place_with_one_buffer():
     assert addresses == [parameter.data_ptr() for parameter in params]
 
 
-BAD = [
-    ({"lr": -1.0}, "lr must be a finite number of at least 0; got -1.0"),
-    ({"lr": float("nan")}, "lr must be a finite number of at least 0; got nan"),
-    ({"lr": "fast"}, "lr must be a finite number of at least 0; got 'fast'"),
-    ({"eps": -1e-8}, "eps must be a finite number of at least 0; got -1e-08"),
-    ({"weight_decay": float("inf")}, "weight_decay must be a finite number of at least 0; got inf"),
-    ({"betas": (0.9, 1.0)}, "betas must be two numbers in [0, 1); got (0.9, 1.0)"),
-    ({"betas": (-0.1, 0.9)}, "betas must be two numbers in [0, 1); got (-0.1, 0.9)"),
-    ({"betas": 0.9}, "betas must be two numbers in [0, 1); got 0.9"),
-    ({"betas": (0.9,)}, "betas must be two numbers in [0, 1); got (0.9,)"),
-]
-
-
-@pytest.mark.parametrize(("bad", "message"), BAD)
-def test_settings_outside_their_range_are_refused(bad, message):
-    for build in (lambda p: AdamW(p, **bad), lambda p: AdamW([{"params": p[:1]}, {"params": p[1:], **bad}])):
-        with pytest.raises(ValueError) as refusal:  # noqa: PT011 - compared in full below
-            build(parameters())
-        assert str(refusal.value) == message
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"lr": -1.0}, "lr.*-1.0"),
+        ({"lr": float("nan")}, "lr.*nan"),
+        ({"lr": "fast"}, "lr.*'fast'"),
+        ({"eps": -1e-8}, "eps.*-1e-08"),
+        ({"weight_decay": float("inf")}, "weight_decay.*inf"),
+        ({"betas": (0.9, 1.0)}, r"betas.*\(0.9, 1.0\)"),
+        ({"betas": (-0.1, 0.9)}, r"betas.*\(-0.1, 0.9\)"),
+        ({"betas": 0.9}, "betas.*0.9"),
+        ({"betas": (0.9,)}, r"betas.*\(0.9,\)"),
+    ],
+)
+def test_settings_outside_their_range_are_refused(bad, match):
+    params = parameters()
+    with pytest.raises(ValueError, match=match):
+        AdamW(params, **bad)
+    with pytest.raises(ValueError, match=match):
+        AdamW([{"params": params[:1]}, {"params": params[1:], **bad}])

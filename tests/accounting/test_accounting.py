@@ -1,7 +1,6 @@
 """The closed forms against the model itself: its parameters, torch's FLOP counter, what lives in memory."""
 
 import dataclasses
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,10 +10,11 @@ from memory_probes import LiveBytes, saved_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems import accounting
-from cs336_systems.attention.plain import reference_attention
+from cs336_systems import accounting, names
+from cs336_systems.attention.plain import plain_attention
 from cs336_systems.configs import MODEL_SIZES, ModelConfig, model_size
 from cs336_systems.functional import cross_entropy
+from cs336_systems.measure.model_steps import autocast
 from cs336_systems.measure.timing import release_memory
 from cs336_systems.model import RotaryEmbedding, TransformerBlock, TransformerLM, build_model
 from cs336_systems.optimizer import AdamW
@@ -22,7 +22,7 @@ from cs336_systems.training import checkpointing
 
 TINY = model_size("tiny")
 EVERY_SIZE = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
-AUTOCAST_TYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+CPU = torch.device("cpu")
 
 small_configs = st.builds(
     lambda heads, half_head, d_ff, layers, vocab: ModelConfig(
@@ -36,10 +36,6 @@ small_configs = st.builds(
 )
 
 
-def autocast(dtype: str, device: str = "cpu"):
-    return torch.autocast(device, AUTOCAST_TYPES[dtype]) if dtype in AUTOCAST_TYPES else nullcontext()
-
-
 def a_batch(config: ModelConfig, batch_size: int, context_length: int, device: str = "cpu"):
     tokens = torch.randint(config.vocab_size, (2, batch_size, context_length), device=device)
     return tokens[0], tokens[1]
@@ -49,13 +45,13 @@ def run_pass(
     model: TransformerLM, tokens, targets, pass_: str, dtype: str, optimizer=None, plan=checkpointing.none
 ) -> None:
     """One step as the benchmark takes it, with blocks checkpointed by a plan."""
-    device = tokens.device.type
+    device = tokens.device
     if pass_ == "forward":
-        with torch.no_grad(), autocast(dtype, device):
+        with torch.no_grad(), autocast(device, dtype):
             model(tokens)
         return
     model.zero_grad()
-    with autocast(dtype, device):
+    with autocast(device, dtype):
         loss = cross_entropy(checkpointing.forward_with(model, plan, tokens), targets)
     loss.backward()
     if pass_ == "train_step":
@@ -112,18 +108,8 @@ def test_flops_breakdown_is_that_of_the_modules():
     assert sum(parts[name] for name in names) == attention
 
 
-@given(config=small_configs, batch_size=st.integers(1, 9), context_length=st.integers(1, 99))
-def test_flops_scale(config, batch_size, context_length):
-    once = accounting.flops_breakdown(config, batch_size, context_length)
-    more_sequences = accounting.flops_breakdown(config, 3 * batch_size, context_length)
-    longer = accounting.flops_breakdown(config, batch_size, 3 * context_length)
-    for part, flops in once.items():
-        assert more_sequences[part] == 3 * flops
-        assert longer[part] == (9 if part in ("attention_scores", "attention_values") else 3) * flops
-
-
 def test_passes_add_up():
-    flops = {pass_: accounting.step_flops(TINY, 2, 16, pass_) for pass_ in accounting.PASSES}
+    flops = {pass_: accounting.step_flops(TINY, 2, 16, pass_) for pass_ in names.PASSES}
     assert flops["forward_backward"] == flops["forward"] + flops["backward"] == 3 * flops["forward"]
     assert flops["train_step"] == flops["forward_backward"] + accounting.optimizer_flops(TINY)
 
@@ -132,7 +118,7 @@ def test_passes_add_up():
 def test_attention_flops_are_those_of_torchs_counter(pass_):
     q, k, v = (torch.randn(3, 40, 16, device="meta", requires_grad=True) for _ in range(3))
     with FlopCounterMode(display=False) as counter:
-        output = reference_attention(q, k, v, is_causal=True)
+        output = plain_attention(q, k, v, is_causal=True)
         forward = counter.get_total_flops()
         output.sum().backward()
         both = counter.get_total_flops()
@@ -163,12 +149,12 @@ def test_static_bytes_are_those_of_a_training_step():
     config=small_configs,
     batch_size=st.integers(1, 3),
     context_length=st.integers(2, 24),
-    dtype=st.sampled_from(sorted(accounting.DTYPE_BYTES)),
+    dtype=st.sampled_from(sorted(names.DTYPES)),
 )
 def test_activation_bytes_are_what_autograd_saves(config, batch_size, context_length, dtype):
     model = build_model(config, context_length)
     batch = a_batch(config, batch_size, context_length)
-    with saved_bytes(*batch, *model.parameters(), *model.buffers()) as saved, autocast(dtype):
+    with saved_bytes(*batch, *model.parameters(), *model.buffers()) as saved, autocast(CPU, dtype):
         cross_entropy(model(batch[0]), batch[1])
     assert accounting.activation_bytes(config, batch_size, context_length, dtype) == saved.total
 
@@ -178,7 +164,7 @@ def test_block_activation_bytes_are_what_one_block_saves(dtype):
     rope = RotaryEmbedding(32, TINY.d_head)
     block = TransformerBlock(TINY.d_model, TINY.num_heads, TINY.d_ff, rope)
     stream = torch.randn(2, 32, TINY.d_model, requires_grad=True)
-    with saved_bytes(*block.parameters(), *block.buffers()) as saved, autocast(dtype):
+    with saved_bytes(*block.parameters(), *block.buffers()) as saved, autocast(CPU, dtype):
         block(stream)
     assert sum(accounting.block_activation_breakdown(TINY, 2, 32, dtype).values()) == saved.total
 
@@ -249,11 +235,6 @@ def test_half_a_block_at_a_time_needs_no_less_than_a_block():
     assert halves == pytest.approx(whole, rel=1e-3)
 
 
-def test_a_plan_of_another_model_is_refused():
-    with pytest.raises(ValueError, match=r"the plan has 3 blocks, and the model \d+"):
-        accounting.peak_bytes(TINY, 1, 8, "forward_backward", plan=checkpointing.every_k(range(3), 1))
-
-
 def test_the_peak_is_where_the_shape_says():
     def moment(config, context_length, pass_):
         moments = accounting.peak_moments(config, 4, context_length, pass_)
@@ -271,8 +252,8 @@ def test_the_peak_is_where_the_shape_says():
     assert moment(few_words, 64, "forward_backward") == "feed-forward, first block"
 
 
-@pytest.mark.parametrize("pass_", accounting.PASSES)
-@pytest.mark.parametrize("dtype", accounting.DTYPE_BYTES)
+@pytest.mark.parametrize("pass_", names.PASSES)
+@pytest.mark.parametrize("dtype", names.DTYPES)
 @given(config=small_configs, context_length=st.integers(1, 99))
 @settings(max_examples=10)
 def test_peak_never_falls_with_the_context_and_holds_the_parameters(pass_, dtype, config, context_length):
@@ -287,9 +268,8 @@ def test_peak_never_falls_with_the_context_and_holds_the_parameters(pass_, dtype
 
 
 def an_attention_problem(batch_size: int, context_length: int, d_head: int, dtype: str):
-    tensor_type = AUTOCAST_TYPES.get(dtype, torch.float32)
     shape = (batch_size, context_length, d_head)
-    return tuple(torch.randn(shape, dtype=tensor_type, requires_grad=True) for _ in range(3))
+    return tuple(torch.randn(shape, dtype=names.torch_dtype(dtype), requires_grad=True) for _ in range(3))
 
 
 @settings(max_examples=25)
@@ -297,13 +277,13 @@ def an_attention_problem(batch_size: int, context_length: int, d_head: int, dtyp
     batch_size=st.integers(1, 4),
     context_length=st.integers(2, 40),
     d_head=st.integers(1, 24),
-    dtype=st.sampled_from(sorted(accounting.DTYPE_BYTES)),
+    dtype=st.sampled_from(sorted(names.DTYPES)),
     is_causal=st.booleans(),
 )
 def test_attention_saved_bytes_are_what_autograd_saves(batch_size, context_length, d_head, dtype, is_causal):
     q, k, v = an_attention_problem(batch_size, context_length, d_head, dtype)
     with saved_bytes() as saved:
-        reference_attention(q, k, v, is_causal)
+        plain_attention(q, k, v, is_causal)
     expected = accounting.attention_saved_bytes(batch_size, context_length, d_head, dtype, is_causal)
     assert expected == saved.total
 
@@ -318,7 +298,7 @@ def test_attention_peak_bytes_are_what_lives_at_once(context_length, d_head, pas
         output_gradient = torch.randn_like(q, requires_grad=False)
         inputs = (q, k, v, output_gradient) if pass_ == "forward_backward" else (q, k, v)
         with LiveBytes(*inputs) as memory, torch.set_grad_enabled(pass_ != "forward"):
-            output = reference_attention(q, k, v, is_causal)
+            output = plain_attention(q, k, v, is_causal)
             if pass_ == "forward_backward":
                 output.backward(output_gradient)
     expected = accounting.attention_peak_bytes(8, context_length, d_head, pass_, dtype, is_causal)
@@ -347,43 +327,24 @@ def test_a_step_at_the_roofline_is_fully_utilised():
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "match"),
     [
-        (lambda: accounting.forward_flops(TINY, 0, 16), "batch_size must be a positive integer; got 0"),
-        (
-            lambda: accounting.forward_flops(TINY, 1, 1.5),
-            "context_length must be a positive integer; got 1.5",
-        ),
-        (
-            lambda: accounting.activation_bytes(TINY, 1, -1),
-            "context_length must be a positive integer; got -1",
-        ),
-        (
-            lambda: accounting.activation_bytes(TINY, 1, 8, "fp8"),
-            "dtype 'fp8' is unknown; allowed: float32, tf32",
-        ),
-        (
-            lambda: accounting.peak_bytes(TINY, 1, 8, "sideways"),
-            "pass 'sideways' is unknown; allowed: forward, ",
-        ),
-        (
-            lambda: accounting.step_flops(TINY, 1, 8, "step"),
-            "pass 'step' is unknown; allowed: forward, backward",
-        ),
-        (lambda: accounting.attention_saved_bytes(1, 8, 0), "d_head must be a positive integer; got 0"),
-        (lambda: accounting.attention_flops(1, 8, 4, "train_step"), "attention alone has no train_step"),
-        (lambda: accounting.roofline_seconds(1, 1, 0, 1), "matmul_tflops must be a positive number; got 0"),
-        (
-            lambda: accounting.roofline_seconds(1, 1, 1, float("nan")),
-            "copy_gbps must be a positive number; got nan",
-        ),
-        (lambda: accounting.utilisation(1, 0, 1), "seconds must be a positive number; got 0"),
+        (lambda: accounting.forward_flops(TINY, 0, 16), "batch_size.*0"),
+        (lambda: accounting.forward_flops(TINY, 1, 1.5), "context_length.*1.5"),
+        (lambda: accounting.activation_bytes(TINY, 1, 8, "fp8"), "fp8.*tf32"),
+        (lambda: accounting.peak_bytes(TINY, 1, 8, "sideways"), "sideways.*train_step"),
+        (lambda: accounting.peak_bytes(TINY, 1, 8, "backward", plan=((0, 1, 2),)), "3 blocks.*2"),
+        (lambda: accounting.attention_saved_bytes(1, 8, 0), "d_head.*0"),
+        (lambda: accounting.attention_flops(1, 8, 4, "train_step"), "train_step.*forward_backward"),
+        (lambda: accounting.flash_flops(1, 8, 4, "train_step"), "train_step.*forward_backward"),
+        (lambda: accounting.roofline_seconds(1, 1, 0, 1), "matmul_tflops.*0"),
+        (lambda: accounting.roofline_seconds(1, 1, 1, float("nan")), "copy_gbps.*nan"),
+        (lambda: accounting.utilisation(1, 0, 1), "seconds.*0"),
     ],
 )
-def test_refusals_name_what_is_allowed(call, message):
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011 - the message is compared below, in full characters
+def test_refusals_name_what_is_given_and_what_is_allowed(call, match):
+    with pytest.raises(ValueError, match=match):
         call()
-    assert str(refusal.value).startswith(message)
 
 
 # On a GPU

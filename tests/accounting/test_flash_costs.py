@@ -27,8 +27,3 @@ def test_bytes_are_those_of_the_tensors():
     assert accounting.flash_bytes(2, 100, 64, "backward") == 8 * q + rows
     assert accounting.flash_bytes(2, 100, 64, "forward_backward") == 12 * q + 2 * rows
     assert accounting.flash_bytes(2, 100, 64, dtype="float32") == 8 * q + rows
-
-
-def test_attention_has_no_train_step():
-    with pytest.raises(ValueError, match="has no train_step; allowed: forward, backward, forward_backward"):
-        accounting.flash_flops(1, 16, 16, "train_step")

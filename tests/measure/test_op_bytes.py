@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from cs336_systems import accounting, configs
-from cs336_systems.attention.plain import reference_attention
+from cs336_systems.attention.plain import plain_attention
 from cs336_systems.functional import cross_entropy
-from cs336_systems.measure.op_bytes import Operation, one_by_one_ms, operations
+from cs336_systems.measure.op_bytes import Operation, operations, sum_of_rooflines_ms
 from cs336_systems.model import build_model
 
 FLOAT = 4
@@ -56,7 +56,7 @@ def test_looking_up_rows_reads_only_those(x):
     assert only(lambda: x[rows]).bytes_moved == 2 * FLOAT * 5 * 20
 
 
-def test_a_matrix_product_counts_its_operations(x):
+def test_a_matmul_counts_its_operations(x):
     assert only(lambda: x @ x.T) == Operation("mm", 2 * 30 * 20 * 30, FLOAT * (600 + 900))
 
 
@@ -64,9 +64,9 @@ def test_a_matrix_product_counts_its_operations(x):
 def test_closed_form_of_attention_is_what_eager_attention_moves(context_length, d_head):
     shape = (8, context_length, d_head)
     q, k, v, gradient = (torch.empty(shape, device="meta", requires_grad=True) for _ in range(4))
-    output = reference_attention(q, k, v)
+    output = plain_attention(q, k, v)
     runs = {
-        "forward": lambda: reference_attention(q, k, v),
+        "forward": lambda: plain_attention(q, k, v),
         "backward": lambda: output.backward(gradient.detach()),
     }
     for pass_, run in runs.items():
@@ -87,24 +87,24 @@ def test_operations_of_a_whole_model_have_its_flops():
     assert flops == accounting.step_flops(config, 2, 128, "forward_backward")
 
 
-def test_one_by_one_each_operation_waits_for_its_own_bottleneck():
+def test_each_operation_waits_for_its_own_bottleneck():
     counted = [Operation("mm", 8 * 10**9, 1), Operation("add", 0, 3 * 10**6)]
-    assert one_by_one_ms(counted, matmul_tflops=2, copy_gbps=1) == pytest.approx(4 + 3)
+    assert sum_of_rooflines_ms(counted, matmul_tflops=2, copy_gbps=1) == pytest.approx(4 + 3)
 
 
 def test_the_parts_of_a_causal_forward():
-    """The mask adds four trips over the scores, of which one operation hides two, and the mask itself."""
+    """The mask adds four passes over the scores, of which one operation hides two, and the mask itself."""
     shape, context_length = (6, 40, 16), 40
-    parts, trip = accounting.attention_part_bytes(*shape), FLOAT * 6 * 40 * 40
+    parts, a_pass = accounting.attention_part_bytes(*shape), FLOAT * 6 * 40 * 40
     whole = accounting.attention_traffic_bytes(*shape)
-    assert sum(parts.values()) == whole + 4 * trip + context_length**2
+    assert sum(parts.values()) == whole + 4 * a_pass + context_length**2
     q, k, v = (torch.empty(*shape, device="meta") for _ in range(3))
-    seen = operations(lambda: reference_attention(q, k, v, is_causal=True))
+    seen = operations(lambda: plain_attention(q, k, v, is_causal=True))
     of = {name: [one for one in seen if one.name == name] for name in ("bmm", "masked_fill", "div", "exp")}
     assert [one.bytes_moved for one in of["bmm"]] == [parts["scores"], parts["values"]]
-    assert of["masked_fill"][0].bytes_moved == 2 * trip + context_length**2
-    assert sum(one.bytes_moved for one in seen) > whole + 2 * trip
+    assert of["masked_fill"][0].bytes_moved == 2 * a_pass + context_length**2
+    assert sum(one.bytes_moved for one in seen) > whole + 2 * a_pass
 
     flops = accounting.attention_part_flops(*shape)
     assert flops["scores"] + flops["values"] == accounting.attention_flops(*shape)
-    assert flops["softmax"] == 5 * flops["scale and mask"] == 5 * trip / FLOAT
+    assert flops["softmax"] == 5 * flops["scale and mask"] == 5 * a_pass / FLOAT
