@@ -6,11 +6,12 @@ from typing import Any
 # Imported on first use: a page needs matplotlib, and the command line should not wait for it.
 _OFFERED = {
     "Page": "page",
-    "column_table": "map",
     "map_table": "map",
-    "read_notebooks": "map",
-    "row_table": "map",
+    "read_map": "map",
+    "show_card": "map",
     "show_headline": "map",
+    "show_row": "map",
+    "show_tables": "map",
 }
 __all__ = list(_OFFERED)
 

@@ -1,7 +1,6 @@
 """The plan of a batch: what `notebooks/batch.yaml` asks of this machine, checked before anything runs."""
 
 import hashlib
-import importlib.metadata
 import itertools
 import json
 import re
@@ -24,8 +23,6 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 NOTEBOOKS = REPOSITORY / "notebooks"
 RUNS = REPOSITORY / "runs"
 PROFILES = ("cpu", "gpu", "multi-gpu")
-# What checks, runs and shows notebooks: a change here leaves what was measured valid.
-_NOT_MEASURING = ("batch.py", "runs.py", "__main__.py", "notebook/")
 
 
 class BatchError(ValueError):
@@ -211,15 +208,3 @@ def _parse_overrides(
                 raise BatchError(f"{notebook}: {error}") from None
             parsed.setdefault(notebook, {}).setdefault(name, []).append(value)
     return parsed
-
-
-def fingerprint(job: Job) -> str:
-    """Changes with the notebook's cells, its parameters, the measuring part of the library, and torch."""
-    notebook = nbformat.read(job.notebook, as_version=4)
-    library = Path(__file__).parent
-    parts = [json.dumps(job.parameters, sort_keys=True), importlib.metadata.version("torch")]
-    parts += [cell.source for cell in notebook.cells]
-    for path in sorted(library.rglob("*.py")):
-        if not path.relative_to(library).as_posix().startswith(_NOT_MEASURING):
-            parts += [path.name, path.read_text(encoding="utf-8")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -4,6 +4,7 @@ As a program: python -m cs336_systems.workbook.execute SOURCE OUTPUT '{"model_si
 """
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,7 @@ def execute(
         )
         try:
             while process.poll() is None and not stop.wait(_LOOK_EVERY_S):
-                peak = max(peak, _kernel_memory(process.pid))
+                peak = max(peak, _resident_bytes(process.pid))
         finally:
             if process.poll() is None:
                 stop.set()
@@ -64,7 +66,7 @@ def execute(
             process.stdin.close()
             code = process.wait()
         log.seek(0)
-        said = log.read().decode(errors="replace").strip().splitlines() or [""]
+        said = log.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
     seconds = time.perf_counter() - started
     if stop.is_set():
         partial.unlink(missing_ok=True)
@@ -74,40 +76,59 @@ def execute(
     if code == 0:
         return Outcome("ok", "", seconds, peak / MIB)
     reason = said[-1] if code > 0 else f"killed by {signal.Signals(-code).name}, perhaps out of memory"
-    return Outcome("error", reason or f"exit code {code}", seconds, peak / MIB)
+    return Outcome("error", reason, seconds, peak / MIB)
 
 
 def kill_tree(pid: int) -> None:
     """Kill a process and all its descendants, itself last: it may be the one that calls."""
-    try:
+    with suppress(psutil.NoSuchProcess):
         top = psutil.Process(pid)
-        processes = [*top.children(recursive=True), top]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
+        for process in [*top.children(recursive=True), top]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
-def _kernel_memory(pid: int) -> int:
-    """Bytes resident in the descendants of a process."""
+def _resident_bytes(pid: int) -> int:
+    """Memory of the descendants of a process."""
     total = 0
-    try:
+    with suppress(psutil.NoSuchProcess):
         for child in psutil.Process(pid).children(recursive=True):
             total += child.memory_info().rss
-    except psutil.NoSuchProcess:
-        pass
     return total
 
 
 def _main(source: str, output: str, parameters: str) -> int:
+    """Run it with papermill, in its own folder; print one line if that fails, saying what and where."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Here and not above: only this process needs the Jupyter libraries, which take a second to import.
-    from cs336_systems.workbook.kernel import run_notebook
+    import papermill
+    from ipykernel.kernelspec import get_kernel_dict
+    from jupyter_client import AsyncKernelManager
+    from jupyter_client.kernelspec import KernelSpec
+    from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from papermill.exceptions import PapermillExecutionError
 
-    return run_notebook(Path(source), Path(output), json.loads(parameters))
+    class ThisPython(AsyncKernelManager):
+        """Starts the ipykernel of the running interpreter, whatever kernels the user has installed."""
+
+        @property
+        def kernel_spec(self) -> KernelSpec:
+            return KernelSpec(**get_kernel_dict())
+
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    try:
+        papermill.execute_notebook(
+            source, output, json.loads(parameters), cwd=Path(source).parent, progress_bar=False,
+            kernel_name="python3", language="python", kernel_manager_class=ThisPython,
+        )  # fmt: skip
+    except PapermillExecutionError as error:
+        what = " ".join(f"{error.ename}: {error.evalue}".split())
+        print(f"cell [{error.exec_count}]: {what}", file=sys.stderr)
+        return 1
+    except (DeadKernelError, CellTimeoutError) as error:
+        print(f"the kernel died, perhaps out of memory ({' '.join(str(error).split())})", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _end_with_parent() -> None:

@@ -1,5 +1,6 @@
 """The form of a committed notebook, as rules that a test applies to every one of them."""
 
+import ast
 import json
 import re
 import statistics
@@ -7,13 +8,14 @@ from collections.abc import Iterator
 
 from nbformat import NotebookNode
 
+from cs336_systems.workbook.map import first_cell
 from cs336_systems.workbook.parameters import read_parameters
 from cs336_systems.workbook.problems import PROBLEMS, START
-from cs336_systems.workbook.tidy import tidy
+from cs336_systems.workbook.tidy import HIDE_INPUT, tidy
 
 SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summary", "Exercises")
 NAMES = (START, *(problem.name for problem in PROBLEMS))
-MOST_LINES, MEDIAN_LINES, MOST_BYTES = 25, 8, 2**20
+MOST_LINES, MEDIAN_LINES, MOST_IMPORTS, MOST_BYTES = 25, 6, 6, 2**20
 _ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w.]|\bC:\\")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 
@@ -25,10 +27,10 @@ def problems(notebook: NotebookNode, name: str) -> list[str]:
         notebook: as nbformat reads it.
         name: of its file, without `.ipynb`.
     """
-    rules = [_name(name), _execution(notebook), _parameters(notebook), _cells(notebook), _outputs(notebook)]
-    rules.append(_metadata(notebook))
+    rules = [_name(name), _execution(notebook), _parameters(notebook), _cells(notebook), _imports(notebook)]
+    rules += [_outputs(notebook), _metadata(notebook)]
     if name != START:
-        rules += [_title(notebook, name), _sections(notebook)]
+        rules += [_title(notebook, name), _sections(notebook), _answers(notebook)]
     return [problem for rule in rules for problem in rule]
 
 
@@ -57,6 +59,9 @@ def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
     first = notebook.cells[0].source.split("\n")[0] if notebook.cells else ""
     if first != wanted:
         yield f"the first line is {first!r}; allowed: {wanted!r}"
+    for what, text in first_cell(notebook).items():
+        if not text:
+            yield f"the first cell has no {what.strip('*:')}"
 
 
 def _sections(notebook: NotebookNode) -> Iterator[str]:
@@ -93,6 +98,39 @@ def _cells(notebook: NotebookNode) -> Iterator[str]:
             yield f"{unfinished[0]} is left in: {cell.source.strip().splitlines()[0]!r}"
         if path := _ABSOLUTE_PATH.search(cell.source):
             yield f"absolute path in a cell: {_around(cell.source, path)!r}"
+
+
+def _imports(notebook: NotebookNode) -> Iterator[str]:
+    """Few, and from the rooms of the library, by public names."""
+    found = []
+    for cell in _code(notebook):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                found.append(node)
+            elif (
+                isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__")
+            ):
+                yield f"cell [{cell.execution_count}] uses {ast.unparse(node)}; allowed: public names"
+    if len(found) > MOST_IMPORTS:
+        yield f"{len(found)} imports; allowed: {MOST_IMPORTS}"
+    for node in found:
+        modules = (
+            [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+        )
+        deep = [module for module in modules if module.startswith("cs336_systems.") and module.count(".") > 1]
+        if deep or any(alias.name.startswith("_") for alias in node.names):
+            yield f"`{ast.unparse(node)}`; allowed: public names of a room, as in cs336_systems.report"
+
+
+def _answers(notebook: NotebookNode) -> Iterator[str]:
+    """Between "## Answer" and the next section the outputs are read, not the code."""
+    answering = False
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            for heading in re.findall(r"^## (.+?)\s*$", cell.source, re.MULTILINE):
+                answering = heading == "Answer"
+        elif answering and HIDE_INPUT not in cell.metadata.get("tags", []):
+            yield f"cell [{cell.execution_count}] of the answers is not tagged `{HIDE_INPUT}`"
 
 
 def _outputs(notebook: NotebookNode) -> Iterator[str]:

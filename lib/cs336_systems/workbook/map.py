@@ -1,13 +1,11 @@
 """The workbook at a glance: the handout's problems, the notebook of each, and what it found.
 
 What a notebook found is the output of its cell tagged `headline`, an answer. The picture beside it is the
-one that another cell with the tag saves for the reference machine, or else the first that the notebook
-saves for it.
+one that another cell with the tag draws for the reference machine, or else the first that the notebook draws.
 """
 
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,25 +17,30 @@ from PIL import Image
 from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find, write_atomically
 from cs336_systems.measure.machine import MachineCard
 from cs336_systems.measure.rows import load_rows
-from cs336_systems.measure.schema import COLUMNS
-from cs336_systems.report.html import Table
-from cs336_systems.report.words import MISSING, significant, value_label
+from cs336_systems.measure.schema import COLUMNS, PROVENANCE, TABLES
 from cs336_systems.workbook.problems import PROBLEMS, Problem
 
 NOTEBOOKS = REPOSITORY_FIGURES.parent / "notebooks"
 HEADLINE = "headline"  # the tag
+MISSING = "–"
 _WIDTH, _COLORS = 800, 64  # of a picture: enough to read it, and all of them stay below 1 MB together
 _SHOWN_WIDTH = 600  # pixels on the page
 _MAP = re.compile(r"(<!-- map[^>]*-->\n).*?(<!-- end of map -->)", re.DOTALL)
+_ABOUT = ("*Handout problem", "*Read before:*", "*Time:*")
 
 
 @dataclass(frozen=True)
-class Page:
-    """What the map tells of a notebook. The headline is empty when no executed answer has the tag."""
+class Entry:
+    """What the map tells of a notebook. The headline is empty when no executed answer has the tag.
+
+    read_before: numbers of other notebooks. minutes: to read it, and to work through it.
+    """
 
     problem: Problem
     editions: tuple[int, ...]
     question: str
+    read_before: tuple[int, ...]
+    minutes: tuple[int, ...]
     executed: bool
     headline: str
     figure: str
@@ -48,33 +51,46 @@ class Page:
         return f"[{self.problem.title}]({self.problem.name}.ipynb)"
 
 
-def read_pages(folder: Path | None = None) -> dict[str, Page]:
+def read_map(folder: Path | None = None) -> dict[str, Entry]:
     """The notebooks there are, by name, in the order of the problems.
 
     Raises:
         ValueError: one is no notebook; the message names it.
     """
     paths = {problem: (folder or NOTEBOOKS) / f"{problem.name}.ipynb" for problem in PROBLEMS}
-    return {problem.name: _read_page(problem, path) for problem, path in paths.items() if path.exists()}
+    return {problem.name: _read_entry(problem, path) for problem, path in paths.items() if path.exists()}
 
 
-def _read_page(problem: Problem, path: Path) -> Page:
+def _read_entry(problem: Problem, path: Path) -> Entry:
     try:
         notebook = nbformat.read(path, as_version=4)
     except Exception as error:  # nbformat has an exception for every way of being no notebook
         raise ValueError(f"{path.name} cannot be read: {error}") from None
-    parts = [" ".join(part.split()) for part in notebook.cells[0].source.split("\n\n")]
-    handout = next((part for part in parts if part.startswith("*Handout problem")), "")
-    question = next((part for part in parts if not part.startswith(("# ", "*Handout problem"))), "")
+    about = first_cell(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    return Page(
+    return Entry(
         problem,
-        tuple(map(int, re.findall(r"\b20\d\d\b", handout))),
-        question.removeprefix("**The question.** "),
+        tuple(map(int, re.findall(r"\b20\d\d\b", about["*Handout problem"]))),
+        about["question"],
+        tuple(map(int, re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", about["*Read before:*"])))),
+        tuple(map(int, re.findall(r"\d+", about["*Time:*"]))),
         all(cell.execution_count for cell in code),
         next((text for cell in code if _tagged(cell) for text in _answers(cell)), ""),
-        next((stem for cell in sorted(code, key=_untagged) for stem in _saved(cell)), ""),
+        next((stem for cell in sorted(code, key=_untagged) for stem in _drawn(cell)), ""),
     )
+
+
+def first_cell(notebook: NotebookNode) -> dict[str, str]:
+    """What the first cell says: its "question", and what follows each mark of _ABOUT."""
+    source = notebook.cells[0].source if notebook.cells else ""
+    marks = "|".join(map(re.escape, _ABOUT))
+    told = {mark: "" for mark in _ABOUT}
+    for part in re.split(rf"\n\s*\n|\n(?={marks})|\s(?={marks})", source):
+        for mark in _ABOUT:
+            if part.startswith(mark):
+                told[mark] = " ".join(part.removeprefix(mark).split())
+    question = re.search(r"\*\*The question\.\*\* (.+?)(?:\n\s*\n|$)", source, re.DOTALL)
+    return told | {"question": " ".join(question[1].split()) if question else ""}
 
 
 def _tagged(cell: NotebookNode) -> bool:
@@ -91,33 +107,50 @@ def _answers(cell: NotebookNode) -> list[str]:
     return [re.sub(r"^\*\*\(.*?\)\*\* ", "", text) for text in shown if text]
 
 
-def _saved(cell: NotebookNode) -> list[str]:
-    """Names of the figures that a cell saves for the reference machine."""
-    return re.findall(r'\bsave\(\s*\w+,\s*slug,\s*"([\w.-]+)",\s*reference\b', cell.source)
+def _drawn(cell: NotebookNode) -> list[str]:
+    """Names of the figures that a cell draws for the reference machine."""
+    calls = re.findall(r'\bpage\.figure\(\s*\w+,\s*"([\w.-]+)"([^)]*)\)', cell.source)
+    return [stem for stem, rest in calls if "here" not in rest]
 
 
-def chapters() -> dict[str, list[Problem]]:
-    """The problems of each chapter."""
-    return {
-        chapter: [problem for problem in PROBLEMS if problem.chapter == chapter]
-        for chapter in dict.fromkeys(problem.chapter for problem in PROBLEMS)
-    }
+def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "") -> str:
+    """Every problem: its notebook, its question, what to read before it, how long it takes. In Markdown.
 
-
-def map_table(pages: dict[str, Page], machine: str) -> str:
-    """Every problem: its notebook, its question, how many rows a machine has of it. A table in Markdown."""
-    lines = [f"| notebook | edition | its question | rows of {machine} |", "|:--|:--|:--|--:|"]
-    for chapter, problems in chapters().items():
-        lines.append(f"| **{chapter}** | | | |")
-        for problem in problems:
-            page, rows = pages.get(problem.name), row_count(problem.slug, machine)
-            link, question = problem.title.replace("_", "_<wbr>"), "*not yet*"  # long names may be broken
-            if page:
-                link = f"[{link}]({problem.name}.ipynb)"
-                question = in_short(page.question) + ("" if page.executed else " *(not executed yet)*")
-            edition = "both" if len(problem.editions) > 1 else problem.editions[0]
-            lines.append(f"| {link} | {edition} | {question} | {f'{rows:,}' if rows else MISSING} |")
+    Args:
+        entries: from `read_map`.
+        machine: say also how many rows this machine has of each problem.
+        folder: of the notebooks, from where the table stands: "notebooks/".
+    """
+    columns = ["notebook", "edition", "its question", "read before", "minutes: read, work"]
+    lines = [f"| {' | '.join(columns)} |", "|:--|:--|:--|:--|:--|"]
+    if machine:
+        lines = [f"{lines[0]} rows of {machine} |", f"{lines[1]}--:|"]
+    chapter = ""
+    for problem in PROBLEMS:
+        if problem.chapter != chapter:
+            chapter = problem.chapter
+            lines.append(f"| **{chapter}** |" + " |" * (lines[0].count("|") - 2))
+        cells = _map_line(problem, entries, folder)
+        if machine:
+            rows = row_count(problem.slug, machine)
+            cells.append(f"{rows:,}" if rows else MISSING)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _map_line(problem: Problem, entries: dict[str, Entry], folder: str) -> list[str]:
+    entry, edition = (
+        entries.get(problem.name),
+        "both" if len(problem.editions) > 1 else str(problem.editions[0]),
+    )
+    title = problem.title.replace("_", "_<wbr>")  # long names may be broken
+    if entry is None:
+        return [title, edition, "*not yet*", "", ""]
+    names = {each.problem.number: each.problem.name for each in entries.values()}
+    before = [f"[{n}]({folder}{names[n]}.ipynb)" for n in entry.read_before if n in names]
+    question = in_short(entry.question) + ("" if entry.executed else " *(not executed yet)*")
+    minutes = ", ".join(map(str, entry.minutes))
+    return [f"[{title}]({folder}{problem.name}.ipynb)", edition, question, ", ".join(before), minutes]
 
 
 def in_short(question: str) -> str:
@@ -131,22 +164,22 @@ def row_count(slug: str, machine: str) -> int:
     """How many rows a machine has of a problem, in all its tables."""
     roots = (figures_dir(), REPOSITORY_FIGURES)
     tables = {path.stem for root in roots for path in (root / machine / slug).glob("*.csv")}
-    return sum(len(load_rows(slug, machine, table=table)) for table in tables)
+    return sum(len(load_rows(slug, machine, table)) for table in tables)
 
 
-def show_headline(page: Page, machine: str) -> None:
+def show_headline(entry: Entry, machine: str) -> None:
     """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
     from IPython.display import Markdown, display
 
-    if not page.headline:
+    if not entry.headline:
         return
-    display(Markdown(f"### {page.link}\n\n*{page.question}*"))
-    picture = find(machine, page.problem.slug, f"{page.figure}.png")
+    display(Markdown(f"### {entry.link}\n\n*{entry.question}*"))
+    picture = find(machine, entry.problem.slug, f"{entry.figure}.png")
     if picture.is_file():
-        shown = {"width": _SHOWN_WIDTH, "alt": f"{page.problem.slug}: {page.figure}"}
+        shown = {"width": _SHOWN_WIDTH, "alt": f"{entry.problem.slug}: {entry.figure}"}
         bundle = {"image/png": _small(picture), "text/plain": "<figure>"}
         display(bundle, raw=True, metadata={"image/png": shown})
-    display(Markdown(page.headline))
+    display(Markdown(entry.headline))
 
 
 def _small(path: Path) -> bytes:
@@ -161,63 +194,57 @@ def _small(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def card_table(card: MachineCard) -> Table:
-    """A machine's card: what it is, and what it was measured to do."""
-    gpu = "none"
-    if card.gpu != "none":
-        gpu = f"{card.gpu}, {card.gpu_memory_gib:.0f} GiB, {card.sm_count} multiprocessors"
+def show_card(card: MachineCard) -> None:
+    """Display a machine's card: what it is, and what it was measured to do."""
+    from cs336_systems.report import show, significant, value_label
+
+    gpu = f"{card.gpu}, {card.gpu_memory_gib:.0f} GiB, {card.sm_count} SMs" if card.gpu != "none" else "none"
     lines = {
         "GPU": gpu,
         "CPU": f"{card.cpu}, {card.cores} cores, {card.memory_gib:.0f} GiB",
         "software": f"Python {card.python}, torch {card.torch}, triton {card.triton}",
     }
     for dtype, rate in card.matmul_tflops.items():
-        lines[f"matrix products, {value_label(dtype)}"] = f"{significant(rate)} TFLOP/s, measured"
+        lines[f"matmul, {value_label(dtype)}"] = f"{significant(rate)} TFLOP/s, measured"
     lines["copying"] = f"{significant(card.copy_gbps)} GB/s, measured"
-    return Table(pd.DataFrame({card.slug: lines.values()}, index=pd.Index(lines, name="machine")))
+    show(pd.DataFrame({"machine": lines.keys(), card.slug: lines.values()}))
 
 
-def row_read(row: pd.Series) -> Table:
-    """One row, a line for each filled column, with its unit and meaning."""
-    frame = _columns([name for name in row.index if not pd.isna(row[name])])
-    texts = [COLUMNS[name].format(COLUMNS[name].check(row[name])) for _, name in frame.index]
-    frame.insert(0, "in this row", texts)
-    return Table(frame)
+def show_row(row: pd.Series, table: str) -> None:
+    """Display one row of a table, a line for each filled column, with its unit and meaning."""
+    from cs336_systems.report import show
+
+    told = {name: value for name, value in row.items() if not pd.isna(value)}
+    keys = TABLES[table].keys
+    lines = {
+        "": ["key" if name in keys else "provenance" if name in PROVENANCE else "value" for name in told],
+        "column": list(told),
+        "in this row": [COLUMNS[name].format(COLUMNS[name].check(value)) for name, value in told.items()],
+        "unit": [COLUMNS[name].unit for name in told],
+        "what it says": [COLUMNS[name].description for name in told],
+    }
+    show(pd.DataFrame(lines))
 
 
-def vocabulary() -> Table:
-    """Every column that a row may have, with its unit and meaning; folded, for it is long."""
-    return Table(_columns(list(COLUMNS)), f"All {len(COLUMNS)} columns", folded=True)
+def show_tables() -> None:
+    """Display every table that rows are kept in, with its keys and values."""
+    from cs336_systems.report import show
 
-
-def _columns(names: Sequence[str]) -> pd.DataFrame:
-    columns = [COLUMNS[name] for name in names]
-    says = [f"{column.description}{_one_of(column.allowed)}" for column in columns]
-    index = pd.MultiIndex.from_arrays([[column.kind for column in columns], names], names=["", "column"])
-    return pd.DataFrame({"unit": [column.unit for column in columns], "what it says": says}, index=index)
-
-
-def _one_of(allowed: Sequence[str]) -> str:
-    return f" ({', '.join(allowed)})" if allowed else ""
+    frame = pd.DataFrame(
+        [(name, ", ".join(each.keys), ", ".join(each.values)) for name, each in TABLES.items()],
+        columns=["table", "keys: what was measured", "values: what came out"],
+    )
+    show(frame)
 
 
 def renew_map(folder: Path) -> None:
     """Write the map into the README beside a folder of notebooks, between its two comments."""
     readme = folder.parent / "README.md"
     if readme.is_file():
-        write_atomically(readme, with_map(readme.read_text(encoding="utf-8"), read_pages(folder)))
+        write_atomically(readme, with_map(readme.read_text(encoding="utf-8"), read_map(folder)))
 
 
-def with_map(readme: str, pages: dict[str, Page]) -> str:
-    """The README's text with the map as it is now: a problem that is a link has its notebook."""
-    lines = ["| chapter | problems |", "|:--|:--|"]
-    for chapter, problems in chapters().items():
-        # No-break spaces: a line does not end between a number and its name.
-        titles = {problem: problem.title.replace(" ", "\u00a0") for problem in problems}
-        names = [
-            f"[{title}](notebooks/{problem.name}.ipynb)" if problem.name in pages else title
-            for problem, title in titles.items()
-        ]
-        lines.append(f"| {chapter} | {', '.join(names)} |")
-    table = "\n".join(lines)
+def with_map(readme: str, entries: dict[str, Entry]) -> str:
+    """The README's text with the map as it is now."""
+    table = map_table(entries, folder="notebooks/")
     return _MAP.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", readme)

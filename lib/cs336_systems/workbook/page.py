@@ -1,6 +1,6 @@
 """What every notebook starts from: its parameters checked, this machine's card, its rows and its figures."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -8,7 +8,7 @@ import pandas as pd
 from cs336_systems import measure, report
 from cs336_systems.measure.files import figures_dir, make_folder, write_atomically
 from cs336_systems.measure.machine import MachineCard, load_card, machine_card
-from cs336_systems.measure.schema import COLUMNS
+from cs336_systems.measure.schema import COLUMNS, TABLES
 from cs336_systems.report.words import named_value, significant
 from cs336_systems.workbook.batch import check_parameters
 
@@ -49,7 +49,7 @@ class Page:
         return measure.load_rows(slug or self.slug, self.card.slug, table)
 
     def beside(self, table: str, slug: str | None = None) -> pd.DataFrame:
-        """This machine's rows with `reference_ms` and `reference_status` where the reference measured the same."""
+        """This machine's rows; `reference_ms`, `reference_status` where the reference measured the same."""
         slug = slug or self.slug
         return report.beside_reference(slug, machine=self.card.slug, reference=self.reference, table=table)
 
@@ -57,8 +57,12 @@ class Page:
         """Save rows as this machine's, and print what came out, a line for each."""
         rows = list(rows)
         measure.save_rows(rows, slug or self.slug, table, machine=self.card.slug)
+        schema = TABLES[table]
+        if rows and schema.group:
+            print(_line(rows[0] | {"rows": len(rows)}, schema.group, ["rows"]), "rows")
+            return
         for row in rows:
-            print(_line(row))
+            print(_line(row, schema.keys, schema.values))
 
     def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
@@ -74,13 +78,12 @@ class Page:
         return figure
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _line(row: Mapping[str, Any], columns: Sequence[str], outcomes: Sequence[str]) -> str:
     """What was measured and what came out: "plain, context 512, d = 64, float32, forward: 1.23 ms"."""
     told = {name: value for name, value in row.items() if not pd.isna(value)}
-    keys = [named_value(name, told[name]) for name in told if COLUMNS[name].kind == "key"]
-    values = [name for name in ("p50_ms", *told) if name in told and COLUMNS[name].kind == "value"]
-    outcome = told.get("status", "ok")
-    if outcome == "ok" and values:
-        value, unit = told[values[0]], COLUMNS[values[0]].unit
-        outcome = value if isinstance(value, str) else f"{significant(value)} {unit}".strip()
-    return f"{', '.join(keys)}: {outcome}" + (f" ({told['reason']})" if told.get("reason") else "")
+    measured = ", ".join(named_value(name, told[name]) for name in columns if name in told)
+    if told.get("status", "ok") != "ok":
+        return f"{measured}: {told['status']}" + (f" ({told['reason']})" if told.get("reason") else "")
+    name = next((name for name in ("p50_ms", *outcomes) if name in told), "")
+    value, unit = told.get(name, "saved"), COLUMNS[name].unit if name in COLUMNS else ""
+    return f"{measured}: {value if isinstance(value, str) else significant(value)} {unit}".rstrip()

@@ -4,8 +4,9 @@ import html
 import importlib.util
 import re
 import shutil
-from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import pandas as pd
 
 from cs336_systems.measure.files import write_atomically
 
@@ -20,40 +21,71 @@ MathJax.Hub.Config({
 });
 MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
 """
-# nbconvert's page sets a listing that a cell displays as Markdown in a proportional font.
-_PAGE_STYLE = """
+# nbconvert's template knows no folded input, and sets a listing that a cell displays as Markdown in a
+# proportional font.
+_TEMPLATE = """\
+{% extends 'lab/index.html.j2' %}
+{% block html_head_css %}{{ super() }}
+<style>
 .jp-RenderedMarkdown pre {
   font: var(--jp-code-font-size)/var(--jp-code-line-height) var(--jp-code-font-family);
 }
+details.code { flex: 1; }
+details.code > summary { color: var(--jp-ui-font-color2); cursor: pointer; }
+</style>{% endblock %}
+{% block input %}{% if 'hide-input' in cell.metadata.tags -%}
+<details class="code"><summary>code</summary>{{ super() }}</details>
+{%- else %}{{ super() }}{% endif %}{% endblock %}
 """
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #222;
-  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .25rem; }
-p { color: #555; margin-top: 0; overflow-wrap: anywhere; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; }
-th, td { text-align: left; padding: .35rem .75rem; border-bottom: 1px solid #ddd; vertical-align: top; }
-th { border-bottom: 2px solid #888; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.error { color: #b00020; }
+_INDEX = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #222;
+  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-size: 1.5rem; margin-bottom: .25rem; }}
+p {{ color: #555; margin-top: 0; overflow-wrap: anywhere; }}
+.scroll {{ overflow-x: auto; }}
+table {{ border: none; border-collapse: collapse; width: 100%; }}
+th, td {{ border: none; text-align: left; padding: .35rem .75rem; vertical-align: top; }}
+tr {{ border-bottom: 1px solid #ddd; }}
+td:nth-child(n+4), th:nth-child(n+4) {{
+  text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }}
+.error {{ color: #b00020; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p>{subtitle}</p>
+<div class="scroll">
+{table}
+</div>
+</body>
+</html>
 """
 
 
 def render(notebook: Path) -> Path:
     """Write the HTML of a notebook beside it; formulas come from a `mathjax` folder there.
 
-    Without the package jupyter_server_mathjax the page takes MathJax from the network, as nbconvert does.
+    The inputs of cells tagged `hide-input` are folded. Without the package jupyter_server_mathjax the page
+    takes MathJax from the network, as nbconvert does.
     """
     from nbconvert import HTMLExporter
 
     options = {"require_js_url": "data:text/javascript,"}  # no widgets here: nothing to load
     if _copy_mathjax(notebook.parent / "mathjax"):
         options["mathjax_url"] = _MATHJAX
-    body, _ = HTMLExporter(**options).from_filename(str(notebook))
+    exporter = HTMLExporter(**options)
+    exporter.raw_template = _TEMPLATE
+    body, _ = exporter.from_filename(str(notebook))
     body = re.sub(r'(href="\d\d_\w+)\.ipynb"', r'\1.html"', body)  # from page to page, as between notebooks
     page = notebook.with_suffix(".html")
-    write_atomically(page, body.replace("</head>", f"<style>{_PAGE_STYLE}</style>\n</head>", 1))
+    write_atomically(page, body)
     return page
 
 
@@ -71,43 +103,24 @@ def _copy_mathjax(target: Path) -> bool:
     return True
 
 
-def write_index(
-    path: Path,
-    title: str,
-    subtitle: str,
-    columns: Sequence[str],
-    rows: Iterable[tuple[str | None, Sequence[str]]],
-) -> None:
+def write_index(path: Path, title: str, subtitle: str, table: pd.DataFrame) -> None:
     """Write a page with one table.
 
     Args:
         path: the file.
         title: heading.
         subtitle: one line under it.
-        columns: headings of the columns; those from the fourth on hold numbers.
-        rows: (page that the first field links to, or None; the fields as text).
+        table: text, a line for each notebook; from the fourth column on, numbers. Columns `page`, which the
+            first field links to where it is not empty, and `failed` are not shown themselves.
     """
-    head = "".join(f"<th{_kind(i)}>{html.escape(name)}</th>" for i, name in enumerate(columns))
-    body = "\n".join(_row(link, fields) for link, fields in rows)
+    shown = table.drop(columns=["page", "failed"]).map(html.escape)
+    links = [f'<a href="{html.escape(page)}">' if page else "" for page in table["page"]]
+    first, status = shown.columns[0], "status"
+    shown[first] = [
+        f"{link}{name}{'</a>' if link else ''}" for link, name in zip(links, shown[first], strict=True)
+    ]
+    shown[status] = shown[status].mask(table["failed"], '<span class="error">' + shown[status] + "</span>")
+    text = shown.to_html(index=False, escape=False, border=0)
     write_atomically(
-        path,
-        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
-        f"<h1>{html.escape(title)}</h1>\n<p>{html.escape(subtitle)}</p>\n"
-        f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>\n</body>\n</html>\n',
+        path, _INDEX.format(title=html.escape(title), subtitle=html.escape(subtitle), table=text)
     )
-
-
-def _kind(column: int) -> str:
-    return ' class="number"' if column >= 3 else ""
-
-
-def _row(link: str | None, fields: Sequence[str]) -> str:
-    cells = [html.escape(field) for field in fields]
-    if link:
-        cells[0] = f'<a href="{html.escape(link)}">{cells[0]}</a>'
-    failed = fields[2] not in ("ok", "")
-    kinds = [' class="error"' if failed and i == 2 else _kind(i) for i in range(len(cells))]
-    row = "".join(f"<td{kind}>{cell}</td>" for kind, cell in zip(kinds, cells, strict=True))
-    return f"<tr>{row}</tr>"

@@ -4,23 +4,37 @@ papermill itself only warns about an unknown name and takes a value of any type.
 """
 
 import ast
-import io
 import re
-import tokenize
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from nbformat import NotebookNode
+from papermill.translators import PythonTranslator
 
+from cs336_systems import names
 from cs336_systems.configs import MODEL_SIZES, model_size
 from cs336_systems.measure.machine import machines
-from cs336_systems.workbook.choices import choices
 
+# Words that parameters of every notebook take, by the name of one of them; "module:name" is loaded on use.
+_WORDS: dict[str, Iterable[Any] | str] = {
+    "dtype": names.DTYPES,
+    "pass": names.PASSES,
+    "collective": names.COLLECTIVES,
+    "attention": ("auto", *(name for name, each in names.ATTENTION.items() if each.in_model)),
+    "edition": MODEL_SIZES,
+    "device": ("auto", "cpu", "cuda"),
+    "source": ("auto", "nsys", "torch"),
+    "backend": "cs336_systems.parallel.worker:BACKENDS",
+    "optimizer": "cs336_systems.bench.drift_bench:OPTIMIZERS",
+    "tile_kernel": "cs336_systems.attention.config:KERNELS",
+}
 # Whole numbers from 1 on; all others from 0 on.
 _POSITIVE = ("batch_size", "context_length", "model_batch_size", "model_context_length")
 _POSITIVE += ("d_head", "steps", "world_size")
-_SINGULARS = {"pass_": "pass", "passes": "pass", "strategies": "strategy"}
+_SINGULARS = {"pass_": "pass", "pass": "pass", "passes": "pass", "strategies": "strategy", "steps": "steps"}
 _TYPE_NAMES = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text",
     list: "a list", dict: "a mapping", type(None): "null",
@@ -40,39 +54,26 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
     """The parameters of a notebook in their order; a notebook without a `parameters` cell has none.
 
     Raises:
-        ValueError: several such cells, or a line in one that is not `name = literal`.
+        ValueError: several such cells, or a line in one that is not `name = literal  # comment`.
     """
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) > 1:
         raise ValueError(f"{len(cells)} code cells are tagged `parameters`; allowed: one")
-    source = cells[0].source if cells else ""
+    if not cells:
+        return {}
     found = {}
+    for each in PythonTranslator.inspect(cells[0]):
+        with suppress(ValueError, SyntaxError):  # found missing below
+            found[each.name] = Parameter(each.name, ast.literal_eval(each.default), each.help)
     try:
-        statements = ast.parse(source).body
+        statements = ast.parse(cells[0].source).body
     except SyntaxError as error:
         raise ValueError(f"the parameters cell is not Python: {error}") from None
-    for statement in statements:
-        text = ast.unparse(statement)
-        if not (isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)):
-            raise ValueError(f"the parameters cell has `{text}`; allowed: name = literal")
-        try:
-            default = ast.literal_eval(statement.value)
-        except ValueError:
-            raise ValueError(f"the parameters cell has `{text}`; allowed: name = literal") from None
-        name = statement.targets[0].id
-        found[name] = Parameter(name, default, _comment(statement, source))
+    for statement in statements:  # papermill passes over what it does not understand
+        line = ast.unparse(statement)
+        if line.partition(" = ")[0] not in found:
+            raise ValueError(f"the parameters cell has `{line}`; allowed: name = literal  # comment")
     return found
-
-
-def _comment(statement: ast.stmt, source: str) -> str:
-    """The comment on a statement's own lines, or alone on the line above."""
-    lines = source.splitlines()
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    comments = {t.start[0]: t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT}
-    above = statement.lineno - 1
-    if above in comments and not lines[above - 1].lstrip().startswith("#"):
-        del comments[above]
-    return " ".join(comments[n] for n in range(above, statement.end_lineno + 1) if n in comments)
 
 
 def parse_value(parameter: Parameter, text: str) -> Any:
@@ -95,7 +96,7 @@ def parameter_errors(known: dict[str, Parameter], given: dict[str, Any], slug: s
     Args:
         known: of the notebook.
         given: values by name.
-        slug: of the notebook's problem, which has words of its own.
+        slug: of the notebook's problem, which has implementations of its own.
     """
     errors = []
     for name, value in given.items():
@@ -105,16 +106,17 @@ def parameter_errors(known: dict[str, Parameter], given: dict[str, Any], slug: s
             errors.append(f"{name} is {value!r}; allowed: {describe(known[name].default)}")
     if errors:
         return errors
-    values = {name: parameter.default for name, parameter in known.items()} | given
-    changed = [name for name in values if name in given or _singular(name) == "model_size"]
-    return [error for name in changed for error in _word_errors(name, values, slug)]
+    edition = given.get("edition", known["edition"].default if "edition" in known else 2025)
+    values = {name: parameter.default for name, parameter in known.items() if name == "model_size"} | given
+    return [
+        error for name, value in values.items() for error in _value_errors(known[name], value, edition, slug)
+    ]
 
 
 def describe(default: Any) -> str:
-    """What may stand where this default stands: "a list of whole numbers, like [128, 256]"."""
+    """What may stand where this default stands: "a list, each item a whole number, like [128, 256]"."""
     if isinstance(default, list) and default:
-        kind = _TYPE_NAMES[type(default[0])].removeprefix("a ")
-        return f"a list, each item {'a ' if kind != 'text' else ''}{kind}, like {default!r}"
+        return f"a list, each item {_TYPE_NAMES[type(default[0])]}, like {default!r}"
     return f"{_TYPE_NAMES[type(default)]}, like {default!r}"
 
 
@@ -122,25 +124,23 @@ def _same_type(value: Any, default: Any) -> bool:
     if isinstance(default, list | tuple):
         items = value if isinstance(value, list | tuple) else []
         return bool(items) and all(_same_type(item, default[0]) for item in items if default)
-    if default is None or value is None:
-        return default is None
     if isinstance(default, float):
         return isinstance(value, int | float) and not isinstance(value, bool)
     return type(value) is type(default)
 
 
-def _word_errors(name: str, values: dict[str, Any], slug: str) -> list[str]:
-    """Errors of a value of the right type: a word out of its vocabulary, a number below what makes sense."""
-    items = values[name] if isinstance(values[name], list | tuple) else [values[name]]
-    stem, edition = _singular(name), values.get("edition", 2025)
-    if stem == "model_size" and edition in MODEL_SIZES:
-        return [error for item in items for error in _size_errors(item, edition)]
-    if allowed := machines() if stem == "reference" else choices(slug, stem):
-        bad = [item for item in items if item not in allowed and _pattern(item) not in allowed]
-        return [f"{name} has {bad[0]!r}; allowed: {', '.join(map(str, allowed))}"] if bad else []
+def _value_errors(parameter: Parameter, value: Any, edition: int, slug: str) -> list[str]:
+    """Errors of a value of the right type: a word that means nothing, a number below what makes sense."""
+    items = value if isinstance(value, list | tuple) else [value]
+    stem = _SINGULARS.get(parameter.name, parameter.name.removesuffix("s"))
+    if stem == "model_size":
+        return [error for item in items if edition in MODEL_SIZES for error in _size_errors(item, edition)]
+    allowed = _allowed(stem, parameter, slug)
+    if bad := [item for item in items if allowed and _pattern(item) not in allowed]:
+        return [f"{parameter.name} has {bad[0]!r}; allowed: {', '.join(map(str, allowed))}"]
     least = 1 if stem in _POSITIVE else 0
     bad = [item for item in items if type(item) is int and item < least]
-    return [f"{name} has {bad[0]}; allowed: {least} or more"] if bad else []
+    return [f"{parameter.name} has {bad[0]}; allowed: {least} or more"] if bad else []
 
 
 def _size_errors(name: str, edition: int) -> list[str]:
@@ -151,12 +151,31 @@ def _size_errors(name: str, edition: int) -> list[str]:
     return []
 
 
-def _pattern(word: Any) -> str:
-    """The word with its number left open: "every 3" is one of "every N"."""
-    return re.sub(r"\b[1-9]\d*\b", "N", str(word))
+def _allowed(stem: str, parameter: Parameter, slug: str) -> list[Any]:
+    """The words that a parameter may have; none where it is no word.
+
+    They are in the registry, or else the notebook's own: those of the default and those that its comment
+    lists, "measured parts; also: tiles, models".
+    """
+    if stem == "reference":
+        return machines()
+    words = _implementations(slug) if stem == "implementation" else _WORDS.get(stem, ())
+    if words:
+        return list(names.load(words) if isinstance(words, str) else words)
+    default = parameter.default if isinstance(parameter.default, list) else [parameter.default]
+    also = re.search(r"\balso: ([^;]+)", parameter.comment)
+    listed = [word.strip() for word in also[1].split(",")] if also else []
+    return [_pattern(word) for word in [*default, *listed]] if isinstance(default[0], str) else []
 
 
-def _singular(name: str) -> str:
-    if name in _SINGULARS:
-        return _SINGULARS[name]
-    return name if name in ("pass", "steps") else name.removesuffix("s")
+def _implementations(slug: str) -> Iterable[str]:
+    """What is compared in the notebook of a problem."""
+    if "ddp" in slug:
+        return names.WRAPPERS
+    own = {"torch_compile": names.MODEL_IMPLEMENTATIONS, "weighted_sum": names.WEIGHTED_SUMS}
+    return own.get(slug, names.ATTENTION)
+
+
+def _pattern(word: Any) -> Any:
+    """A word with its number left open, so that "every 3" is allowed where "every 1" is."""
+    return re.sub(r"(?<= )[1-9]\d*\b", "N", word) if isinstance(word, str) else word

@@ -4,23 +4,24 @@ import importlib.util
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import nbformat
+import pandas as pd
 import tqdm
 
-from cs336_systems.measure.files import make_folder, write_atomically
+from cs336_systems.measure.files import figures_dir, make_folder, write_atomically
 from cs336_systems.measure.machine import MachineCard
-from cs336_systems.measure.rows import load_rows
-from cs336_systems.workbook.batch import BatchError, Job, fingerprint
-from cs336_systems.workbook.execute import execute
-from cs336_systems.workbook.form import START
+from cs336_systems.workbook.batch import BatchError, Job
+from cs336_systems.workbook.execute import Outcome, execute
+from cs336_systems.workbook.fingerprint import fingerprint
 from cs336_systems.workbook.pages import render, write_index
-from cs336_systems.workbook.problems import why_not_here
+from cs336_systems.workbook.problems import START, why_not_here
 
 _COLUMNS = ("notebook", "parameters", "status", "seconds", "host MiB", "GPU MiB")
 
@@ -98,38 +99,43 @@ def run_batch(
 def _run_job(job: Job, folder: Path, card: MachineCard, stop: threading.Event) -> Record | None:
     if stop.is_set():
         return None
-    mark, output = fingerprint(job), folder / f"{job.name}.ipynb"
+    output, started = folder / f"{job.name}.ipynb", datetime.now(UTC)
+    mark = _fingerprint(job)
     if reason := why_not_here(job.notebook.stem):
-        return Record(job.notebook.stem, job.parameters, mark, "skipped", reason, 0.0, 0, None, _now())
-    started = _now()
-    outcome = execute(job.notebook, output, job.parameters, stop=stop)
+        outcome = Outcome("skipped", reason, 0.0, 0.0)
+    else:
+        outcome = execute(job.notebook, output, job.parameters, stop=stop)
     if outcome.status == "interrupted":
         return None
-    if output.exists():
+    if outcome.status != "skipped" and output.exists():
         render(output)
-    gpu = _gpu_memory_mib(job, card, started) if card.gpu != "none" else None
+    gpu = _gpu_memory_mib(card, started) if card.gpu != "none" else None
     record = Record(
         job.notebook.stem, job.parameters, mark, outcome.status, outcome.reason, round(outcome.seconds, 1),
-        round(outcome.peak_memory_mib), gpu, _now(),
+        round(outcome.peak_memory_mib), gpu, _utc(datetime.now(UTC)),
     )  # fmt: skip
     write_atomically(folder / f"{job.name}.json", json.dumps(asdict(record), indent=2) + "\n")
     return record
 
 
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+def _fingerprint(job: Job) -> str:
+    return fingerprint(nbformat.read(job.notebook, as_version=4), job.parameters)
 
 
-def _gpu_memory_mib(job: Job, card: MachineCard, since: str) -> float | None:
-    """The largest peak among the rows that the notebook has just saved; None when it saved none with one."""
-    try:
-        rows = load_rows(job.notebook.stem.partition("_")[2], card.slug)
-    except ValueError:  # a damaged file: the notebook itself has said so
-        return None
-    if "peak_memory_mib" not in rows:
-        return None
-    peak = rows.loc[rows["measured_at"] >= since, "peak_memory_mib"].max()
-    return None if peak != peak else float(peak)
+def _utc(time: datetime) -> str:
+    """As rows have it."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _gpu_memory_mib(card: MachineCard, since: datetime) -> float | None:
+    """The largest peak among the rows that were saved since; None when none has one."""
+    peaks = []
+    for path in (figures_dir() / card.slug).glob("*/*.csv"):
+        if path.stat().st_mtime >= since.timestamp():
+            rows = pd.read_csv(path).reindex(columns=["measured_at", "peak_memory_mib"])
+            peaks.append(rows.loc[rows["measured_at"] >= _utc(since), "peak_memory_mib"].max())
+    peak = pd.Series(peaks, dtype=float).max()
+    return None if pd.isna(peak) else float(peak)
 
 
 def load_record(path: Path) -> Record | None:
@@ -145,33 +151,29 @@ def _done(job: Job, folder: Path) -> Record | None:
         return None
     record = load_record(folder / f"{job.name}.json")
     kept = record and record.status == "ok" and (folder / f"{job.name}.ipynb").exists()
-    return record if kept and record.fingerprint == fingerprint(job) else None
+    return record if kept and record.fingerprint == _fingerprint(job) else None
 
 
 def index(folder: Path, subtitle: str) -> Path:
     """Write index.html: every executed notebook of the folder, with its page."""
-    rows = []
-    for path in sorted(folder.glob("*.json")):
-        if record := load_record(path):
-            page = path.with_suffix(".html")
-            name, line, status, *numbers = record.fields()
-            told = f"{status}: {record.reason}" if record.reason else status
-            rows.append((page.name if page.exists() else None, (name, line, told, *numbers)))
-    write_index(folder / "index.html", f"The workbook on {folder.name}", subtitle, _COLUMNS, rows)
+    found = {path: record for path in sorted(folder.glob("*.json")) if (record := load_record(path))}
+    table = _table(found.values())
+    pages = [path.with_suffix(".html") for path in found]
+    table["page"] = [page.name if page.exists() else "" for page in pages]
+    table["failed"] = table["status"] == "error"
+    table["status"] = [": ".join(filter(None, (each.status, each.reason))) for each in found.values()]
+    write_index(folder / "index.html", f"The workbook on {folder.name}", subtitle, table)
     return folder / "index.html"
+
+
+def _table(records: Iterable[Record]) -> pd.DataFrame:
+    return pd.DataFrame([record.fields() for record in records], columns=list(_COLUMNS))
 
 
 def summary(records: Sequence[Record]) -> str:
     """The records as a table of plain text, a failure's reason under its line."""
-    table = [_COLUMNS, *(record.fields() for record in records)]
-    widths = [min(max(map(len, column)), 60) for column in zip(*table, strict=True)]
-    lines = []
-    for fields, record in zip(table, [None, *records], strict=True):
-        cells = [
-            f"{text:>{width}}" if i >= 3 else f"{text:<{width}}"
-            for i, (text, width) in enumerate(zip(fields, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-        if record and record.reason:
-            lines.append(f"    {record.reason}")
-    return "\n".join(lines)
+    texts = _table(records).to_string(index=False, max_colwidth=60).splitlines()
+    reasons = ["", *(record.reason for record in records)]
+    return "\n".join(
+        f"{text}\n    {reason}" if reason else text for text, reason in zip(texts, reasons, strict=True)
+    )

@@ -2,6 +2,7 @@
 
 from nbformat import NotebookNode, from_dict
 
+HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
 METADATA = {
     "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
     "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
@@ -24,6 +25,8 @@ def _tidy_cell(cell: NotebookNode) -> dict:
     tags = cell.metadata.get("tags")
     kept = {key: cell[key] for key in ("id", "cell_type", "source", "execution_count") if key in cell}
     kept["metadata"] = {"tags": tags} if tags else {}
+    if HIDE_INPUT in (tags or []):  # JupyterLab folds it; nbconvert's page does by the tag
+        kept["metadata"]["jupyter"] = {"source_hidden": True}
     if cell.cell_type == "code":
         kept["outputs"] = _tidy_outputs(cell.outputs)
     return kept
