@@ -1,4 +1,4 @@
-"""Where measurements live, and how a file there is replaced without ever being half-written."""
+"""Where measurements live, and how a file there is written so that nothing is ever lost or half-written."""
 
 import os
 import tempfile
@@ -21,8 +21,8 @@ def figures_dir() -> Path:
 def find(folder: str, *parts: str) -> Path:
     """Path of a file to read: under `figures_dir()`, or, of the results that git keeps, in the repository."""
     own = figures_dir().joinpath(folder, *parts)
-    brought = REPOSITORY_FIGURES.joinpath(folder, *parts)
-    return brought if folder in COMMITTED and brought.exists() and not own.exists() else own
+    committed = REPOSITORY_FIGURES.joinpath(folder, *parts)
+    return committed if folder in COMMITTED and committed.exists() and not own.exists() else own
 
 
 def make_folder(folder: Path, way_out: str = "set CS336_FIGURES to a folder that can") -> Path:
@@ -43,7 +43,7 @@ def make_folder(folder: Path, way_out: str = "set CS336_FIGURES to a folder that
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder while a file in it is read, changed and replaced.
+    """Keep other processes out of the folder while a file in it is changed.
 
     The lock ends with its process, killed or not: nothing is ever left to clean up by hand.
     """
@@ -56,12 +56,12 @@ def locked(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` in one step: a reader, and a run killed at any moment, find the old file or the new."""
     handle, temporary = tempfile.mkstemp(dir=make_folder(path.parent), prefix=".", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -69,3 +69,48 @@ def write_atomically(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def append_lines(path: Path, lines: str) -> None:
+    """Append whole lines: all of them, or, when the process is killed, none that `read_lines` returns.
+
+    The size before is noted beside the file until they are on disk. The caller holds the lock.
+    """
+    with open(path, "ab") as file:
+        size = _finished_size(path)
+        file.truncate(size)  # what a killed process left
+        note = _size_note(path)
+        note.write_text(f"{size}\n")
+        file.write(lines.encode())
+        file.flush()
+        os.fsync(file.fileno())
+    note.unlink()
+
+
+def read_lines(path: Path) -> bytes:
+    """The lines of all that was appended in full; nothing where there is no file."""
+    return path.read_bytes()[: _finished_size(path)] if path.exists() else b""
+
+
+def _finished_size(path: Path) -> int:
+    """Bytes up to the end of the last append that came to its end."""
+    try:
+        noted = _size_note(path).read_text()
+    except FileNotFoundError:
+        noted = ""
+    if noted.endswith("\n"):
+        return int(noted)
+    with open(path, "rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            start = max(0, end - 2**16)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
+
+
+def _size_note(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")

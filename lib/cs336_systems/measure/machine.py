@@ -27,13 +27,13 @@ from cs336_systems.measure.host import (
     memory_bytes,
     why_no_tf32,
 )
-from cs336_systems.measure.schema import DTYPES
 from cs336_systems.measure.timing import (
     matmul_precision,
     release_memory,
     resolve_device,
     time_steps,
 )
+from cs336_systems.names import DTYPES
 
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 # A CPU without instructions for a 16-bit type multiplies it hundreds of times slower: not worth the wait.
@@ -67,7 +67,7 @@ class MachineCard:
         return (
             f"{self.slug}: {gpu}, {self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB), "
             f"torch {self.torch}, triton {self.triton}; "
-            f"measured: matrix products {rates} TFLOP/s, copy {float(f'{self.copy_gbps:.3g}'):,g} GB/s"
+            f"measured: matmul {rates} TFLOP/s, copy {float(f'{self.copy_gbps:.3g}'):,g} GB/s"
         )
 
 
@@ -179,7 +179,7 @@ def _describe(device: torch.device) -> dict:
 
 
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
-    """Rate of a large square matrix product for each dtype that the device is made for, on random numbers."""
+    """Rate of a large square matmul for each dtype that the device is made for, on random numbers."""
     rates: dict[str, float] = {}
     for dtype in DTYPES:
         if dtype == "tf32" and why_no_tf32(device):

@@ -17,6 +17,8 @@ from cs336_systems import names
 
 STATUSES = ("ok", "oom", "skipped", "error")
 _PROTOCOLS = ("do_bench", "cuda_graph", "wall_clock", "leaderboard")
+_DTYPES = tuple(names.DTYPES)
+_COMPARED = ("weights", "replicas")
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ COLUMNS: dict[str, Column] = {
     "context_length": Column(int, "tokens in a sequence"),
     "d_head": Column(int, "width of one attention head"),
     "is_causal": Column(bool, "a query sees only keys up to its own position"),
-    "dtype": Column(str, "tf32: float32 with TF32 matmuls; 16 bits in a model: autocast", allowed=tuple(names.DTYPES)),
+    "dtype": Column(str, "tf32: float32, TF32 matmuls; 16 bits of a model: autocast", allowed=_DTYPES),
     "pass": Column(str, "what one step does", allowed=tuple(names.PASSES)),
     "warmup_steps": Column(int, "steps run before the measured ones"),
     "synchronized": Column(bool, "the clock stopped only when the step's kernels were done"),
@@ -154,7 +156,7 @@ COLUMNS: dict[str, Column] = {
     "collective": Column(str, "collective operation", allowed=tuple(names.COLLECTIVES)),
     "message_mb": Column(float, "largest buffer of a collective on one rank", "MB"),
     "optimizer": Column(str, "optimizer of a training run"),
-    "compared": Column(str, "weights with one process's, or replicas with each other", allowed=("weights", "replicas")),
+    "compared": Column(str, "weights with one process's, replicas with each other", allowed=_COMPARED),
     "profiler": Column(str, "what saw the kernels: nsys, torch cuda or torch cpu"),
     "range": Column(str, "path of the named ranges around it; a star stands for every layer"),
     "kernel": Column(str, "short name of a kernel, or of an operator on a CPU"),

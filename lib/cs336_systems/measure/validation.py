@@ -1,88 +1,98 @@
-"""Rules of a row: it speaks the vocabulary, its values agree, a pass takes longer than those inside it."""
+"""Rules of rows: each fits its table and agrees with itself, and a pass takes longer than its parts."""
 
 from collections.abc import Callable, Iterable, Mapping
 from itertools import combinations
 from typing import Any, TypeVar
 
-from cs336_systems.measure.schema import COLUMNS, KEYS, STATUSES, TIMES, unknown_column
+from cs336_systems.measure.schema import COLUMNS, STATUSES, TABLES, Table
 
 Measured = TypeVar("Measured")
 Row = dict[str, Any]
-Key = tuple[Any, ...]
 
 _PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
-_MEASURED = tuple(
+# Of the tables with times: what is equal in all passes of one measurement.
+_TIMED = {
     name
-    for name, column in COLUMNS.items()
-    if column.kind == "value" and name not in ("steps", "status", "reason")
-)
+    for table in TABLES.values()
+    if "p50_ms" in table.values
+    for name in table.keys
+    if name != "warmup_steps"
+}
 # How much one step does: a pass of a higher level contains those below, so it cannot be faster.
 _PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
-
-
 _ATTEMPTS = 3
 
 
 class RowError(ValueError):
-    """A row, or a file of rows, that does not fit the vocabulary."""
+    """A row, or a file of rows, that does not fit its table."""
 
 
-def key_of(row: Mapping[str, Any]) -> Key:
-    """What was measured: two rows of one table with the same key are the same measurement."""
-    return tuple(row.get(name) for name in KEYS)
+def checked(record: Mapping[str, Any], table: Table, where: str) -> Row:
+    """The record with each value as its column stores it; empty ones are left out.
 
-
-def describe(row: Mapping[str, Any], without: str = "") -> str:
-    """The filled keys of a row, for a message."""
-    keys = (name for name in KEYS if row.get(name) is not None and name != without)
-    return ", ".join(f"{name}={COLUMNS[name].format(row[name])}" for name in keys)
-
-
-def converted(record: Mapping[str, Any], where: str, *, from_text: bool = False) -> Row:
-    """The record with each value checked and converted by its column."""
-    row = {}
-    for name, value in record.items():
-        if name not in COLUMNS:
-            raise RowError(f"{where}: {unknown_column(name)}")
-        try:
-            row[name] = COLUMNS[name].parse(value) if from_text else COLUMNS[name].check(value)
-        except ValueError as error:
-            raise RowError(f"{where}: {name} is {value!r}; {error}") from None
-    return row
-
-
-def check_row(row: Row, machine: str, where: str) -> None:
-    """Refuse a row that contradicts itself or its folder.
+    An empty value may be given for a column that the table does not have.
 
     Raises:
         RowError: one sentence: where, what was given, what is allowed.
     """
-    status = row.get("status")
-    times = [name for name in TIMES if row.get(name) is not None]
+    row: Row = {}
+    for name, given in record.items():
+        try:
+            value = COLUMNS[name].check(given) if name in COLUMNS else given
+        except ValueError as error:
+            raise RowError(f"{where}: {name} is {given!r}; {error}") from None
+        if name not in table.columns and (value is not None or name not in COLUMNS):
+            raise RowError(f"{where}: {table.unknown(name)}")
+        if value is not None:
+            row[name] = value
+    row = {"status": "ok"} | row
+    if problem := _contradiction(row, table):
+        raise RowError(f"{where}: {problem}")
+    return row
+
+
+def _contradiction(row: Row, table: Table) -> str:
+    status = row["status"]
+    times = [name for name in table.values if name in row and COLUMNS[name].unit in ("ms", "s")]
     percentiles = [row.get(name) for name in _PERCENTILES]
-    problem = ""
-    if row.get("machine") != machine:
-        problem = f"machine is {row.get('machine')!r}; allowed in this folder: {machine!r}"
-    elif all(row.get(name) is None for name in KEYS):
-        problem = f"no key column is filled; allowed: {', '.join(KEYS)}"
-    elif status is None:
-        problem = f"status is empty; allowed: {', '.join(STATUSES)}"
-    elif status != "ok" and times:
-        problem = (
+    if not any(name in row for name in table.keys):
+        return f"no key column is filled; allowed: {', '.join(table.keys)}"
+    if status != "ok" and times:
+        return (
             f"status is {status!r}, but {times[0]} is {row[times[0]]:g}; allowed: times with status 'ok' only"
         )
-    elif status == "ok" and all(row.get(name) is None for name in _MEASURED):
-        problem = (
-            "status is 'ok', but nothing was measured; allowed: a value, or another status with its reason"
-        )
-    elif {"mean_ms", *_PERCENTILES} & set(times) and None in percentiles:
-        problem = (
-            f"{_PERCENTILES[percentiles.index(None)]} is empty; allowed: all of {', '.join(_PERCENTILES)}"
-        )
-    elif None not in percentiles and percentiles != sorted(percentiles):
-        problem = f"{', '.join(_PERCENTILES)} are {percentiles}; allowed: rising"
-    if problem:
-        raise RowError(f"{where}: {problem}")
+    if status == "ok" and not any(name in row for name in table.values if name != "steps"):
+        others = ", ".join(other for other in STATUSES if other != "ok")
+        return f"status is 'ok', but nothing was measured; allowed: a value, or another status ({others})"
+    if {"mean_ms", *_PERCENTILES} & row.keys() and None in percentiles:
+        return f"{_PERCENTILES[percentiles.index(None)]} is empty; allowed: all of {', '.join(_PERCENTILES)}"
+    if None not in percentiles and percentiles != sorted(percentiles):
+        return f"{', '.join(_PERCENTILES)} are {percentiles}; allowed: rising"
+    return ""
+
+
+def check_batch(rows: list[Row], table: Table, where: str) -> None:
+    """Refuse rows of one save that contradict each other: two with one key, or a pass faster than its part.
+
+    Raises:
+        RowError: as above.
+    """
+    seen = set()
+    for number, row in enumerate(rows):
+        key = tuple(row.get(name) for name in table.keys)
+        if key in seen:
+            raise RowError(
+                f"{where}, rows[{number}]: duplicate key {_described(row, table.keys)}; allowed: once"
+            )
+        seen.add(key)
+    for error in pass_order_errors(rows):
+        raise RowError(f"{where}: {error}")
+
+
+def _described(row: Mapping[str, Any], names: Iterable[str]) -> str:
+    return ", ".join(
+        f"{name}={COLUMNS[name].format(row[name])}" for name in names if row.get(name) is not None
+    )
 
 
 def pass_order_errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -91,25 +101,27 @@ def pass_order_errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     Rows are compared when they are equal in every other key. Of several warm-ups only the longest counts: the
     shorter ones are there to show the start, not the pass.
     """
-    groups: dict[Key, list[Mapping[str, Any]]] = {}
+    groups: dict[tuple, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row.get("pass") in _PASS_LEVEL and row.get("p50_ms") is not None and row.get("warmup_steps") != 0:
-            groups.setdefault(key_of({**row, "pass": None, "warmup_steps": None}), []).append(row)
-    for key, group in groups.items():
+            key = tuple((name, row[name]) for name in sorted(_TIMED & row.keys()) if name != "pass")
+            groups.setdefault(key, []).append(row)
+    errors = []
+    for group in groups.values():
         longest = max(row.get("warmup_steps") or 0 for row in group)
-        groups[key] = [row for row in group if (row.get("warmup_steps") or 0) == longest]
-    pairs = [
-        pair
-        for group in groups.values()
-        for pair in combinations(sorted(group, key=lambda row: _PASS_LEVEL[row["pass"]]), 2)
-    ]
-    return [
-        f"{large['pass']} took {large['p80_ms']:.4g} ms (p80_ms), {small['pass']} inside it "
-        f"{small['p20_ms']:.4g} ms (p20_ms), at {describe(large, without='pass')}; "
-        "measure both again, in one run"
-        for small, large in pairs
-        if _PASS_LEVEL[small["pass"]] < _PASS_LEVEL[large["pass"]] and large["p80_ms"] < small["p20_ms"]
-    ]
+        group = [row for row in group if (row.get("warmup_steps") or 0) == longest]
+        for small, large in combinations(sorted(group, key=lambda row: _PASS_LEVEL[row["pass"]]), 2):
+            if _PASS_LEVEL[small["pass"]] < _PASS_LEVEL[large["pass"]] and large["p80_ms"] < small["p20_ms"]:
+                errors.append(
+                    f"{large['pass']} took {large['p80_ms']:.4g} ms (p80_ms), {small['pass']} inside it "
+                    f"{small['p20_ms']:.4g} ms (p20_ms), at {_described(large, _keys_of_times(large))}; "
+                    "measure both again, in one run"
+                )
+    return errors
+
+
+def _keys_of_times(row: Mapping[str, Any]) -> list[str]:
+    return [name for name in COLUMNS if name in _TIMED and name in row and name != "pass"]
 
 
 def measured_in_order(
