@@ -13,6 +13,7 @@ import nbformat
 
 from cs336_systems.measure.files import write_atomically
 from cs336_systems.measure.machine import load_card, machine_card
+from cs336_systems.measure.rows import RowError, compact, load_rows, save_rows
 from cs336_systems.workbook import batch
 from cs336_systems.workbook.execute import execute
 from cs336_systems.workbook.problems import START, why_not_here
@@ -58,15 +59,15 @@ def _parser() -> argparse.ArgumentParser:
         command = _command(commands, function, name, text)
         command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     bench = _command(commands, _bench, "bench", "time the attention kernels against PyTorch's own")
-    bench.add_argument(
-        "protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid, tiles, ladder (all)"
-    )
+    bench.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid (all)")
     bench.add_argument(
         "--implementations", nargs="+", default=[], metavar="NAME", help="default: a protocol's own"
     )
     bench.add_argument("--force", action="store_true", help="measure also what is on record")
     index = _command(commands, _index, "index", "render every executed notebook again, and the index")
     index.add_argument("--output", **output)
+    compacting = _command(commands, _compact, "compact", "rewrite files of rows without what was replaced")
+    compacting.add_argument("machine", nargs="?", help="default: this one")
     return parser
 
 
@@ -165,9 +166,33 @@ def _execute_defaults(words: list[str], *, in_place: bool) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
-    from cs336_systems.bench import flash_sweep as bench
+    """Rows are saved as they come: an interrupted run continues."""
+    from cs336_systems.bench import flash_sweep
+    from cs336_systems.workbook.page import row_lines
 
-    bench.run(options.protocols, options.implementations, force=options.force)
+    protocols = options.protocols or list(flash_sweep.PROTOCOLS)
+    plans = [(name, flash_sweep.protocol_cells(name, options.implementations)) for name in protocols]
+    machine, failed, table = machine_card().slug, 0, "flash_times"
+    for protocol, cells in plans:
+        slug = flash_sweep.PROTOCOLS[protocol]
+        known = load_rows(slug, machine, table)
+        left = flash_sweep.missing(cells, known[:0] if options.force else known)
+        print(f"{protocol}: {len(cells)} cells, {len(left)} of them to measure")
+        for rows in flash_sweep.time_cells(left):
+            try:
+                save_rows(rows, slug, table, machine)
+            except RowError as error:  # a pass faster than one inside it: something else had the machine
+                print(error, file=sys.stderr)
+                failed = 1
+            print("\n".join(row_lines(rows, table)), flush=True)
+        if len(known := load_rows(slug, machine, table)):
+            print(f"\n{slug}: median ms (times ours)\n{flash_sweep.summary(known).to_string()}", flush=True)
+    return failed
+
+
+def _compact(options: argparse.Namespace) -> int:
+    for path in compact(options.machine or machine_card().slug):
+        print(path)
     return 0
 
 

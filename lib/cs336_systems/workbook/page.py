@@ -9,7 +9,7 @@ from cs336_systems import measure, report
 from cs336_systems.measure.files import figures_dir, make_folder, write_atomically
 from cs336_systems.measure.machine import MachineCard, load_card, machine_card
 from cs336_systems.measure.schema import COLUMNS, TABLES
-from cs336_systems.report.words import named_value, significant
+from cs336_systems.report.labels import named_value, significant
 from cs336_systems.workbook.batch import check_parameters
 
 
@@ -57,12 +57,8 @@ class Page:
         """Save rows as this machine's, and print what came out, a line for each."""
         rows = list(rows)
         measure.save_rows(rows, slug or self.slug, table, machine=self.card.slug)
-        schema = TABLES[table]
-        if rows and schema.group:
-            print(_line(rows[0] | {"rows": len(rows)}, schema.group, ["rows"]), "rows")
-            return
-        for row in rows:
-            print(_line(row, schema.keys, schema.values))
+        for line in row_lines(rows, table):
+            print(line)
 
     def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
@@ -78,12 +74,26 @@ class Page:
         return figure
 
 
-def _line(row: Mapping[str, Any], columns: Sequence[str], outcomes: Sequence[str]) -> str:
-    """What was measured and what came out: "plain, context 512, d = 64, float32, forward: 1.23 ms"."""
-    told = {name: value for name, value in row.items() if not pd.isna(value)}
-    measured = ", ".join(named_value(name, told[name]) for name in columns if name in told)
-    if told.get("status", "ok") != "ok":
-        return f"{measured}: {told['status']}" + (f" ({told['reason']})" if told.get("reason") else "")
-    name = next((name for name in ("p50_ms", *outcomes) if name in told), "")
-    value, unit = told.get(name, "saved"), COLUMNS[name].unit if name in COLUMNS else ""
-    return f"{measured}: {value if isinstance(value, str) else significant(value)} {unit}".rstrip()
+def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
+    """What was measured and what came out: "plain, context 512, d = 64, float32, forward: 1.23 ms".
+
+    A line for each row; one for all of them where the table keeps whole recordings.
+    """
+    schema = TABLES[table]
+    if rows and schema.group:
+        return [f"{_measured(rows[0], schema.group)}: {len(rows)} rows"]
+    return [f"{_measured(row, schema.keys)}: {_outcome(row, schema.values)}" for row in rows]
+
+
+def _measured(row: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return ", ".join(named_value(name, row[name]) for name in keys if not pd.isna(row.get(name)))
+
+
+def _outcome(row: Mapping[str, Any], values: Sequence[str]) -> str:
+    if row.get("status", "ok") != "ok":
+        return row["status"] + (f" ({row['reason']})" if row.get("reason") else "")
+    name = next((name for name in ("p50_ms", *values) if not pd.isna(row.get(name))), "")
+    if not name:
+        return "saved"
+    value = row[name] if isinstance(row[name], str) else significant(row[name])
+    return f"{value} {COLUMNS[name].unit}".rstrip()
