@@ -1,39 +1,13 @@
-"""Whether torch.compile and Triton work here, and the time of compiling apart from that of what it makes."""
+"""The time of compiling, apart from that of what it makes."""
 
-import os
-import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from cs336_systems.measure.timing import Timing, one_line, time_steps
-
-
-def why_no_compile(device: torch.device) -> str:
-    """Why torch.compile cannot make code for the device; empty if it can."""
-    if device.type == "cuda" and find_spec("triton") is None:
-        return "torch.compile needs triton to make code for a GPU, and it is not installed"
-    given = os.environ.get("CXX")
-    # For a GPU only a small launcher in C is compiled on the host.
-    compilers = [given] if given else ["g++", "clang++", "c++", *(["gcc"] if device.type == "cuda" else [])]
-    if not any(shutil.which(compiler) for compiler in compilers):
-        return f"torch.compile needs a C++ compiler, and there is none ({', '.join(compilers)})"
-    return ""
-
-
-def why_no_triton(device: torch.device) -> str:
-    """Why our Triton kernels cannot run on the device; empty if they can."""
-    if find_spec("triton") is None:
-        return "our kernels need triton, which is not installed"
-    from cs336_systems.attention.launcher import INTERPRETED  # imports triton
-
-    if device.type == "cuda" or INTERPRETED:
-        return ""
-    return "where there is a GPU our kernels run on it; on a CPU in the interpreter (TRITON_INTERPRET=1)"
 
 
 def time_compiled(step: Callable[..., Any], **options: Any) -> Timing:

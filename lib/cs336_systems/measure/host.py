@@ -1,43 +1,11 @@
-"""The host: its processor and memory, and what it cannot run, said before it is tried (status "skipped")."""
+"""The host: its processor and memory."""
 
 import os
 import platform
 import re
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import torch
 
 GIB = 2**30
-
-
-def check_choice(what: str, value: Any, allowed: Iterable[str]) -> None:
-    """Refuse a name that is not one of the allowed.
-
-    Raises:
-        ValueError: it is not; the message lists those that are.
-    """
-    allowed = tuple(allowed)
-    if value not in allowed:
-        raise ValueError(f"{what} {value!r} is unknown; allowed: {', '.join(allowed)}")
-
-
-def why_no_tf32(device: torch.device) -> str:
-    """Why the device has no TF32 matrix products; empty if it has."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        return ""
-    return "TF32 matrix products need a CUDA GPU of the Ampere generation or newer"
-
-
-def why_no_memory(needed_bytes: int, device: torch.device) -> str:
-    """Why a run of this size must not be tried on a CPU, where it would end the process; empty if it may.
-
-    A GPU reports that it is out of memory and goes on, so there everything is tried.
-    """
-    if device.type == "cuda" or needed_bytes <= (available := available_memory_bytes()):
-        return ""
-    return f"needs about {needed_bytes / GIB:.1f} GiB, and {available / GIB:.1f} GiB are free"
 
 
 def memory_bytes() -> int:

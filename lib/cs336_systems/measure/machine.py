@@ -25,8 +25,8 @@ from cs336_systems.measure.host import (
     cpu_name,
     last_level_cache_bytes,
     memory_bytes,
-    why_no_tf32,
 )
+from cs336_systems.measure.requirements import why_no_tf32
 from cs336_systems.measure.timing import (
     matmul_precision,
     release_memory,
