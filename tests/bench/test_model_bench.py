@@ -181,8 +181,10 @@ def test_one_run_answers_for_shorter_warmups(monkeypatch):
 
 def test_a_disturbed_cell_is_measured_again(monkeypatch):
     times = iter([9.0, 5.0, 1.0, 5.0])  # first a forward slower than forward and backward, then a right one
-    monkeypatch.setattr(ModelBenchmark, "time", lambda self, *_, **__: Timing(step_ms=(next(times),)))
-    rows = sweep(passes=["forward", "forward_backward"], warmup_steps=0, steps=1)
+    monkeypatch.setattr(
+        ModelBenchmark, "time", lambda self, *_, **__: Timing(warmup_ms=(9.0,), step_ms=(next(times),))
+    )
+    rows = sweep(passes=["forward", "forward_backward"], steps=1)
     assert [row["p50_ms"] for row in rows] == [1.0, 5.0]
 
 

@@ -28,7 +28,7 @@ def sdpa_backend(name: str) -> AbstractContextManager:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     backend = names.ATTENTION[name].sdpa_backend
-    return sdpa_kernel(SDPBackend[backend]) if backend else nullcontext()
+    return sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext()
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
