@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cs336_systems import accounting, names
 from cs336_systems.attention.baselines import sdpa_backend
-from cs336_systems.measure.compiling import time_compiled, why_no_compile, why_no_triton
-from cs336_systems.measure.host import why_no_memory, why_no_tf32
+from cs336_systems.measure.compiling import time_compiled
+from cs336_systems.measure.requirements import why_no_compile, why_no_memory, why_no_tf32, why_no_triton
 from cs336_systems.measure.saved_tensors import saved_bytes
 from cs336_systems.measure.timing import (
     MIB,

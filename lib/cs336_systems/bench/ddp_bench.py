@@ -17,7 +17,6 @@ from cs336_systems.bench.model_bench import model_key
 from cs336_systems.bench.overlap_bench import profiled
 from cs336_systems.configs import ModelConfig
 from cs336_systems.configs import model_size as find_size
-from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.rows import save_rows
 from cs336_systems.measure.schema import DTYPES
@@ -28,6 +27,7 @@ from cs336_systems.measure.timing import (
     run_or_out_of_memory,
 )
 from cs336_systems.model import build_model
+from cs336_systems.names import check_choice
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP

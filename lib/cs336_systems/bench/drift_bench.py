@@ -13,9 +13,9 @@ from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.functional import cross_entropy
-from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.rows import save_rows
 from cs336_systems.model import build_model
+from cs336_systems.names import check_choice
 from cs336_systems.optimizer import AdamW
 from cs336_systems.parallel.worker import WorkerContext
 

@@ -11,8 +11,8 @@ import pandas as pd
 
 from cs336_systems.attention.compile_resources import resources, shipped
 from cs336_systems.attention.config import BY_HAND, HOPPERS_OWN, KERNELS
-from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.rows import load_rows, save_rows
+from cs336_systems.names import check_choice
 
 PLACE = {"slug": "flash_forward", "machine": "ahead_of_time", "table": "tiles"}  # of the committed table
 CAPABILITIES = (80, 90, 100)

@@ -15,9 +15,9 @@ from cs336_systems.attention import launch_plans as plans
 from cs336_systems.attention.launcher import Launch, layout, on
 from cs336_systems.attention.techniques import SHIPPED, STEPS, Rung, all_rungs
 from cs336_systems.attention.variants import kernels
-from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.subprocesses import in_processes
 from cs336_systems.measure.timing import Timing, one_line, resolve_device, time_steps
+from cs336_systems.names import check_choice
 
 TOLERANCE = 0.02  # relative, to the shipped kernels: what is wrong is off by far more
 

@@ -18,9 +18,9 @@ from cs336_systems.measure.allocations import (
     timeline,
     timeline_rows,
 )
-from cs336_systems.measure.host import why_no_memory
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps, autocast
+from cs336_systems.measure.requirements import why_no_memory
 from cs336_systems.measure.saved_tensors import contributors, saved_for_backward
 from cs336_systems.measure.timing import (
     matmul_precision,
@@ -57,7 +57,7 @@ def memory_rows(
         "largest_allocations", ten of them. Of a step that did not run, one row of "memory_peaks".
     """
     device = resolve_device(device)
-    key = model_key(config, context_length, batch_size, pass_, dtype, warmup_steps=1)
+    key = model_key(config, context_length, batch_size, pass_, dtype)
     status, recorded = "skipped", None
     reason = why_no_memory(accounting.peak_bytes(config, batch_size, context_length, pass_, dtype), device)
     if not reason:
@@ -96,7 +96,7 @@ def block_rows(
     "gradient" has its parameter's name as `tensor`.
     """
     device = resolve_device(device)
-    key = model_key(config, context_length, batch_size, "forward_backward", dtype, warmup_steps=0)
+    key = model_key(config, context_length, batch_size, dtype=dtype)
     block = one_block(config, context_length, device)
     x = torch.randn(batch_size, context_length, config.d_model, device=device, requires_grad=True)
     with autocast(device, dtype):

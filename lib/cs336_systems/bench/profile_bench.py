@@ -21,9 +21,9 @@ from cs336_systems import accounting, names
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig, model_size
 from cs336_systems.measure import nsys, torch_trace
-from cs336_systems.measure.host import why_no_memory
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.profile import Profile, ProfileError, kernel_rows, kernel_table, range_table
+from cs336_systems.measure.requirements import why_no_memory
 from cs336_systems.measure.timing import (
     matmul_precision,
     release_memory,

@@ -13,7 +13,6 @@ from cs336_systems.attention import flash_triton
 from cs336_systems.attention import launch_plans as plans
 from cs336_systems.attention.config import KERNELS, Tile
 from cs336_systems.attention.launcher import layout
-from cs336_systems.measure.host import check_choice
 from cs336_systems.measure.subprocesses import in_processes
 from cs336_systems.measure.timing import (
     Timing,
@@ -22,6 +21,7 @@ from cs336_systems.measure.timing import (
     resolve_device,
     time_steps,
 )
+from cs336_systems.names import check_choice
 
 DTYPES = {
     "bfloat16": torch.bfloat16,

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels.weighted_sum import forward_from_descriptor, weighted_sum
-from cs336_systems.measure.cold_cache import time_cold
-from cs336_systems.measure.compiling import why_no_compile, why_no_triton
-from cs336_systems.measure.host import check_choice
+from cs336_systems.measure.cold_cache import time_cold_cache
+from cs336_systems.measure.requirements import why_no_compile, why_no_triton
 from cs336_systems.measure.timing import (
     Timing,
     release_memory,
     resolve_device,
     run_or_out_of_memory,
 )
+from cs336_systems.names import check_choice
 
 PASSES = ("forward", "backward")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -92,10 +92,10 @@ def _benchmark(name: str, shape: tuple[int, int], dtype: str, pass_: str, device
             torch._dynamo.reset()
             function = torch.compile(function, dynamic=False)
         if pass_ == "forward":
-            return time_cold(lambda: function(x, weight), device=device)
+            return time_cold_cache(lambda: function(x, weight), device=device)
         inputs = [x.requires_grad_(), weight.requires_grad_()]
         y, dy = function(*inputs), torch.randn(shape[0], **options)
-        return time_cold(lambda: y.backward(dy, retain_graph=True), device=device, to_clear=inputs)
+        return time_cold_cache(lambda: y.backward(dy, retain_graph=True), device=device, to_clear=inputs)
 
     timing, reason = run_or_out_of_memory(measure, device)
     release_memory(device)

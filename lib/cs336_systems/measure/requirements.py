@@ -1,4 +1,4 @@
-"""What a run needs and a machine may lack, said before it is tried: a reason, or "" where nothing is missing."""
+"""What a run needs and a machine may lack, said before it is tried: a reason, or "" if nothing is missing."""
 
 import os
 import shutil

@@ -1,7 +1,7 @@
 """Rows: every number of the workbook, one CSV a table (see `schema`) under `figures/<machine>/<slug>/`.
 
 Saving appends, so its cost does not grow with what is on record; of two rows with one key the later counts.
-It is locked, and safe against being killed. What does not fit is refused with a sentence, and nothing changes.
+It is locked, and safe against being killed. What does not fit is refused, and the file stays as it was.
 """
 
 import csv
