@@ -1,7 +1,5 @@
 """Nsight Systems exports: a real one, synthetic ones, and everything that can be wrong with one."""
 
-import os
-import shutil
 import sqlite3
 import stat
 from pathlib import Path
@@ -22,10 +20,9 @@ CREATE TABLE TARGET_INFO_GPU (name TEXT);
 CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start, end, globalTid, correlationId);
 CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL
     (start, end, streamId, correlationId, globalPid, demangledName, gridX, gridY, gridZ);
-CREATE TABLE NVTX_EVENTS (start, end, text, textId, globalTid, domainId, eventType); INSERT INTO StringIds
-VALUES (1, 'ampere_sgemm_128x64_tn'), (2, 'backward'); INSERT INTO META_DATA_EXPORT VALUES
-('EXPORT_PRODUCT_VERSION', '2020.1.1'), ('EXPORT_SCHEMA_VERSION', '1.2.3'); INSERT INTO TARGET_INFO_GPU VALUES
-('NVIDIA H200');
+CREATE TABLE NVTX_EVENTS (start, end, text, textId, globalTid, domainId, eventType);
+INSERT INTO StringIds VALUES (1, 'ampere_sgemm_128x64_tn'), (2, 'backward');
+INSERT INTO TARGET_INFO_GPU VALUES ('NVIDIA H200');
 """
 
 
@@ -48,9 +45,7 @@ def make_export(tmp_path):
                 row = (launch, launch + 1, thread, correlation)
                 export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?)", row)
                 row = (launch + 100, launch + 110, 7, correlation, PROCESS, 1, 4, 2, 1)
-                export.execute(
-                    "INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row
-                )
+                export.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES {row}")
             for statement in more:
                 export.execute(statement)
         export.close()
@@ -116,66 +111,38 @@ def test_grid_stream_and_foreign_ranges(make_export):
     assert table.stream.tolist() == [7, 7]
 
 
-def test_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no Nsight Systems export .*none\.sqlite; make one with"):
-        read_export(tmp_path / "none.sqlite")
-
-
-def test_report_instead_of_export(tmp_path):
-    (tmp_path / "p.nsys-rep").write_bytes(b"x")
-    with pytest.raises(ProfileError, match=r"nsys export --type=sqlite p\.nsys-rep"):
-        read_export(tmp_path / "p.nsys-rep")
-
-
-@pytest.mark.parametrize("kept", [50, 5000, 200_000, 401_000])
+@pytest.mark.parametrize("kept", [0, 50, 5000, 401_000])
 def test_truncated_export(tmp_path, kept):
     path = tmp_path / "cut.sqlite"
     path.write_bytes(SAMPLE.read_bytes()[:kept])
-    with pytest.raises(
-        ProfileError, match=r"cut\.sqlite is damaged or no SQLite export .* export the report again"
-    ):
+    with pytest.raises(ProfileError, match=r"cut\.sqlite"):
         read_export(path)
 
 
-def test_no_database_at_all(tmp_path):
-    (tmp_path / "p.sqlite").write_text("kernel,calls\n" * 100)
-    with pytest.raises(ProfileError, match=r"p\.sqlite is damaged or no SQLite export"):
-        read_export(tmp_path / "p.sqlite")
-
-
-def test_an_empty_file(tmp_path):
-    (tmp_path / "empty.sqlite").touch()
-    with pytest.raises(ProfileError, match=r"empty\.sqlite is damaged .*\(the file is empty\); export"):
-        read_export(tmp_path / "empty.sqlite")
-
-
-def test_another_database(tmp_path):
-    with sqlite3.connect(tmp_path / "p.sqlite") as export:
+def test_what_is_no_export(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.sqlite"):
+        read_export(tmp_path / "none.sqlite")
+    for name in ("text.sqlite", "p.nsys-rep"):
+        (tmp_path / name).write_text("kernel,calls\n" * 100)
+        with pytest.raises(ProfileError, match=name):
+            read_export(tmp_path / name)
+    with sqlite3.connect(tmp_path / "notes.sqlite") as export:
         export.execute("CREATE TABLE notes (text TEXT)")
-    with pytest.raises(
-        ProfileError, match=r"p\.sqlite is a SQLite file, but not an export of Nsight Systems"
-    ):
-        read_export(tmp_path / "p.sqlite")
-
-
-def test_too_old_a_schema(make_export):
-    path = make_export("ALTER TABLE NVTX_EVENTS DROP COLUMN textId")
-    with pytest.raises(
-        ProfileError, match=r"older schema \(product 2020.1.1, schema 1\.2\.3: NVTX_EVENTS lacks textId\)"
-    ):
-        read_export(path)
-
-
-def test_no_nvtx_ranges(make_export):
-    with pytest.raises(ProfileError, match="2 kernels and no ranges"):
-        read_export(make_export("DROP TABLE NVTX_EVENTS"))
+    with pytest.raises(ProfileError, match=r"notes\.sqlite"):
+        read_export(tmp_path / "notes.sqlite")
 
 
 @pytest.mark.parametrize(
-    "statement", ["DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", "DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL"]
+    ("statement", "said"),
+    [
+        ("ALTER TABLE NVTX_EVENTS DROP COLUMN textId", "textId"),
+        ("DROP TABLE NVTX_EVENTS", "no ranges"),
+        ("DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", "no kernel"),
+        ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "no kernel"),
+    ],
 )
-def test_empty_capture(make_export, statement):
-    with pytest.raises(ProfileError, match="the nsys profile has no kernel in it"):
+def test_what_an_export_lacks(make_export, statement, said):
+    with pytest.raises(ProfileError, match=said):
         read_export(make_export(statement))
 
 
@@ -204,10 +171,7 @@ def no_nsys(tmp_path, monkeypatch):
 
 
 def test_no_nsys_names_the_other_source(no_nsys, tmp_path):
-    with pytest.raises(
-        ProfileError,
-        match=r"neither on PATH nor inside a Nsight Compute; install Nsight Systems, or take torch\.profiler",
-    ):
+    with pytest.raises(ProfileError, match=r"torch\.profiler"):
         record(["true"], tmp_path / "profile")
 
 
@@ -223,49 +187,31 @@ def test_nsys_on_path(no_nsys, tmp_path):
     assert profile.endswith("python -m target")
 
 
-def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stream", ["$out.qdstrm", "{elsewhere}/report.qdstrm"])
+def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch, stream):
     """The newest version is taken; its profile leaves a raw stream that the importer makes the report of."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/my/libraries")
     monkeypatch.setattr(nsys, "_missing_library", lambda nsys: "")
-    log = tmp_path / "log"
+    log, elsewhere = tmp_path / "log", tmp_path / "quadd_session_1"
+    elsewhere.mkdir()
+    left = stream.format(elsewhere=elsewhere)
     for version in ("2024.3.0", "2025.10.1", "2025.9.2"):
         host = tmp_path / "nsight-compute" / version / "host"
-        make = (
-            f"[ $1 = profile ] && echo > $out.qdstrm && exit 1; [ $1 = export ] && cp {SAMPLE} $out; exit 0"
-        )
+        make = f"[ $1 = profile ] && echo > {left} && echo '  {left}'; [ $1 = export ] && cp {SAMPLE} $out"
         script(host / "target-linux-x64" / "nsys", FAKE.format(log=log, make=make))
-        script(
-            host / "linux-desktop-glibc_2_11_3-x64" / "QdstrmImporter",
-            FAKE.format(log=log, make="echo > $out"),
-        )
+        made = "[ -f $2 ] && echo > $out"
+        script(host / "linux-desktop-x64" / "QdstrmImporter", FAKE.format(log=log, make=made))
     assert "2025.10.1" in str(find_nsys().program)
     assert read_export(record(["true"], tmp_path / "profile")).source == "nsys"
     profile, importer, export = (line.split()[:2] for line in log.read_text().splitlines())
     assert profile == ["nsys", "/my/libraries"], "the profiled program keeps its own libraries"
     for tool, libraries in (importer, export):
-        assert libraries.endswith("2025.10.1/host/linux-desktop-glibc_2_11_3-x64:/my/libraries"), tool
-    assert not (tmp_path / "profile.qdstrm").exists()
-
-
-def test_a_stream_left_elsewhere_is_found(no_nsys, tmp_path, monkeypatch):
-    monkeypatch.setattr(nsys, "_missing_library", lambda nsys: "")
-    elsewhere = tmp_path / "quadd_session_1" / "report.qdstrm"
-    elsewhere.parent.mkdir()
-    host = tmp_path / "nsight-compute" / "2025.1" / "host"
-    make = (
-        f"[ $1 = profile ] && echo > {elsewhere} && echo '  {elsewhere}'; [ $1 = export ] && cp {SAMPLE} $out"
-    )
-    script(host / "target-linux-x64" / "nsys", FAKE.format(log="/dev/null", make=make))
-    made = f"[ $2 = {elsewhere} ] && echo > $out"
-    script(host / "linux-desktop-x" / "QdstrmImporter", FAKE.format(log="/dev/null", make=made))
-    assert read_export(record(["true"], tmp_path / "profile")).source == "nsys"
+        assert libraries.endswith("2025.10.1/host/linux-desktop-x64:/my/libraries"), tool
 
 
 def test_a_failing_command_shows_its_last_words(no_nsys, tmp_path):
     script(tmp_path / "bin" / "nsys", "echo 'CUDA out of memory' >&2; exit 1")
-    with pytest.raises(
-        ProfileError, match="nsys made no report of 'train'; its last words: CUDA out of memory"
-    ):
+    with pytest.raises(ProfileError, match=r"'train'.*CUDA out of memory"):
         record(["train"], tmp_path / "profile")
 
 
@@ -281,34 +227,24 @@ def test_a_traceback_is_a_failure_even_with_a_report(no_nsys, tmp_path):
     """A program that fails in its second step leaves a report of the first."""
     make = f"echo > $out.nsys-rep; cat <<END\n{TRACEBACK}\nEND\nexit 1"
     script(tmp_path / "bin" / "nsys", FAKE.format(log="/dev/null", make=make))
-    with pytest.raises(
-        ProfileError, match=r"'train' failed under nsys: torch\.OutOfMemoryError: CUDA out of memory"
-    ):
+    with pytest.raises(ProfileError, match=r"'train'.*torch\.OutOfMemoryError: CUDA out of memory"):
         record(["train"], tmp_path / "profile")
 
 
-def test_a_missing_libdw_is_named_before_anything_runs(no_nsys, tmp_path, monkeypatch):
+def test_a_missing_library_is_named_before_anything_runs(no_nsys, tmp_path):
     host = tmp_path / "nsight-compute" / "2025.1" / "host"
     script(host / "target-linux-x64" / "nsys", f"touch {tmp_path}/started")
     script(host / "linux-desktop-x" / "QdstrmImporter", "")
-    broken = host / "linux-desktop-x" / "libdw.so.1"
-    broken.write_text("no library")
-    assert "cannot make reports without libdw.so.1" in why_no_nsys()
-    broken.unlink()
-    monkeypatch.setattr(nsys, "_missing_library", lambda nsys: "libelf.so.1")
-    with pytest.raises(
-        ProfileError, match=r"without libelf\.so\.1; install libdw1 .* in LD_LIBRARY_PATH, or take torch"
-    ):
+    (host / "linux-desktop-x" / "libdw.so.1").write_text("no library")
+    assert "libdw.so.1" in why_no_nsys()
+    with pytest.raises(ProfileError, match=r"libdw\.so\.1.*LD_LIBRARY_PATH"):
         record(["train"], tmp_path / "profile")
     assert not (tmp_path / "started").exists()
 
 
 def test_an_old_export_is_never_taken_for_the_new_one(no_nsys, tmp_path):
-    shutil.copy(SAMPLE, tmp_path / "profile.sqlite")
-    os.chmod(tmp_path / "profile.sqlite", 0o644)
+    (tmp_path / "profile.sqlite").write_bytes(SAMPLE.read_bytes())
     script(tmp_path / "bin" / "nsys", f"[ $1 = profile ] && touch {tmp_path}/profile.nsys-rep; exit 1")
-    with pytest.raises(
-        ProfileError, match=r"nsys could not export profile\.nsys-rep; its last words: \(nothing\)"
-    ):
+    with pytest.raises(ProfileError, match=r"export profile\.nsys-rep"):
         record(["train"], tmp_path / "profile")
     assert not (tmp_path / "profile.sqlite").exists()
