@@ -7,7 +7,7 @@ from cs336_systems import accounting, names
 from cs336_systems.attention import plain
 from cs336_systems.bench import attention_bench
 from cs336_systems.bench.attention_bench import benchmark_attention, sweep_attention
-from cs336_systems.measure.compiling import why_no_compile
+from cs336_systems.measure.requirements import why_no_compile
 from cs336_systems.measure.timing import MIB, release_memory
 
 RUN = {"batch_size": 2, "context_length": 64, "d_head": 16, "device": "cpu", "warmup_steps": 1, "steps": 2}

@@ -115,18 +115,6 @@ def benchmark_attention(
     return key | (values or Timing(status="oom", reason=reason).as_row())
 
 
-def why_no_attention(name: str, dtype: str, device: torch.device) -> str:
-    """Why one of names.ATTENTION, or "auto", cannot run in this dtype on this device; "" if it can."""
-    needs = names.ATTENTION[name].needs if name in names.ATTENTION else ()
-    if names.SIXTEEN_BITS in needs and names.DTYPES[dtype].bytes != 2:
-        return f"{name} takes 16-bit tensors only"
-    return (
-        (why_no_tf32(device) if dtype == "tf32" else "")
-        or (why_no_compile(device) if names.COMPILER in needs else "")
-        or (why_no_triton(device) if names.TRITON in needs else "")
-    )
-
-
 def _measure(
     implementation: str, shape: tuple[int, ...], pass_: str, dtype: str, is_causal: bool, **how: Any
 ) -> Row:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from cs336_systems import accounting, names
-from cs336_systems.bench.attention_bench import why_no_attention
 from cs336_systems.configs import ModelConfig
 from cs336_systems.measure.compiling import time_compiled
 from cs336_systems.measure.model_steps import ModelSteps
