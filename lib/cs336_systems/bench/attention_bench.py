@@ -10,7 +10,7 @@ from torch import Tensor
 from cs336_systems import accounting, names
 from cs336_systems.attention.baselines import sdpa_backend
 from cs336_systems.measure.compiling import time_compiled
-from cs336_systems.measure.requirements import why_no_compile, why_no_memory, why_no_tf32, why_no_triton
+from cs336_systems.measure.requirements import why_no_attention, why_no_memory
 from cs336_systems.measure.saved_tensors import saved_bytes
 from cs336_systems.measure.timing import (
     MIB,

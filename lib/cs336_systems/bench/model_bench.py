@@ -12,7 +12,7 @@ from cs336_systems import accounting, names
 from cs336_systems.configs import ModelConfig
 from cs336_systems.measure.compiling import time_compiled
 from cs336_systems.measure.model_steps import ModelSteps
-from cs336_systems.measure.requirements import why_no_compile, why_no_memory
+from cs336_systems.measure.requirements import why_no_attention, why_no_compile, why_no_memory
 from cs336_systems.measure.subprocesses import in_fresh_process
 from cs336_systems.measure.timing import (
     Timing,
