@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.bench.ddp_bench import TorchDDP
 from cs336_systems.checks.ddp_checks import run_cases
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
 from cs336_systems.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP
+from cs336_systems.parallel.adapters import TorchDDP
 
 MB = 2**20
 WRAPPERS = {
@@ -186,8 +186,8 @@ def buckets(context):
         assert len(pointers) == 1
         assert model._buckets == [[1, 3], [0, 2]]
         if step > 0:
-            for flat, bucket in zip(model._flat.values(), model._buckets, strict=True):
-                gradients = [module.layers[place].weight.grad for place in bucket]
+            for flat, bucket in zip(model._memory.buckets.values(), model._buckets, strict=True):
+                gradients = [module.layers[index].weight.grad for index in bucket]
                 assert torch.equal(flat, torch.cat([gradient.flatten() for gradient in gradients]))
         optimizer.step()
     assert same_on_all_ranks(model.parameters())
@@ -240,7 +240,7 @@ def overlap(context):
         weight, over, used = 64, "backward is over", 4
         for wrapper in (NaiveDDP, FlatDDP):
             sent = [4 * weight] if wrapper is FlatDDP else 4 * [weight]
-            assert run(wrapper(OutOfOrder())) == [over, used, *sent]
+            assert run(wrapper(OutOfOrder())) == [over, *sent, used]
         assert run(OverlappedDDP(OutOfOrder())) == [*4 * [weight], over, used]
         two_buckets = BucketedDDP(OutOfOrder(), bucket_size_mb=2 * LAYER_MB)
         assert run(two_buckets) == [2 * weight, 2 * weight, over, used]

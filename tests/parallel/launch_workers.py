@@ -1,4 +1,4 @@
-"""Workers for the tests of `launch`: one behaves, the others fail in every way a worker can."""
+"""Workers for test_launch.py: some behave, the others fail in every way a worker can."""
 
 import os
 import signal
@@ -10,25 +10,28 @@ import warnings
 import torch
 import torch.distributed as dist
 
-from cs336_systems.bench.collectives_bench import time_collectives, time_together
-from cs336_systems.checks.ddp_checks import run_cases
 
-
-def report(context, *args, **kwargs):
+def report(context, *args, size=0, **kwargs):
     total = torch.ones(1, device=context.device)
     dist.all_reduce(total)
+    seen = (context.rank, context.world_size, context.backend, str(context.device))
     environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "NCCL_NVLS_ENABLE")}
-    return context, args, kwargs, total.item(), environment, os.getpid()
+    return seen, args, kwargs, total, environment, os.getpid(), bytes(size)
 
 
-def talk(context):
+def talk(context, lines):
     print("hello")
     warnings.warn("careful", stacklevel=1)
+    print(*range(lines), sep="\n")
     os.write(1, b"native words, no newline")
 
 
-def talk_much(context, lines):
-    print(*(f"{number} {'.' * 90}" for number in range(lines)), sep="\n")
+def count(context, numbers):
+    """Rank 0 sends 0, 1, ...; in between the ranks wait for each other."""
+    for number in range(numbers):
+        context.send((context.rank, number, time.time()))
+        dist.barrier()
+        time.sleep(0.3)
 
 
 def fail_on(context, rank, how):
@@ -36,10 +39,6 @@ def fail_on(context, rank, how):
     if context.rank == rank:
         FAILURES[how]()
     dist.barrier()
-
-
-def return_a_lambda(context):
-    return lambda: None
 
 
 def _raise():
@@ -61,7 +60,8 @@ FAILURES = {
 
 
 def call_and_hang(context):
-    print("here")
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    print(os.getpid(), child.pid)
     time.sleep(300)
 
 
@@ -69,19 +69,3 @@ def report_ranks(context, offset):
     ranks = [None] * context.world_size
     dist.all_gather_object(ranks, [context.rank + offset, context.local_rank])
     return ranks
-
-
-def check_each(context, classes):
-    """What run_cases says about each class."""
-    return {name: run_cases(context, pickled, thorough=False) for name, pickled in classes.items()}
-
-
-def time_collectives_strictly(context, **options):
-    warnings.simplefilter("error")
-    return time_collectives(context, warmup_steps=1, **options)
-
-
-def time_naps(context):
-    """Rank 0 naps for 10 ms, rank 1 for 20 ms; three naps a step."""
-    nap = 0.01 * (1 + context.rank)
-    return time_together(lambda: time.sleep(nap), context, warmup_steps=1, steps=2, calls=3).step_ms

@@ -1,11 +1,12 @@
-"""Several processes at once: starting them, timing what they say to each other, training data-parallel."""
+"""Several processes at once: starting them, and the wrappers that train a module data-parallel in them."""
 
-from cs336_systems.parallel.ddp import DataParallel, FlatDDP, NaiveDDP
-from cs336_systems.parallel.launch import WorkerError, launch
-from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP
-from cs336_systems.parallel.worker import WorkerContext, backends_here
+from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, NaiveDDP
+from cs336_systems.parallel.launch import WorkerError, launch, stream
+from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes, fill_buckets
+from cs336_systems.parallel.worker import WorkerContext, backends_here, choose_backend
 
 __all__ = [
+    "AllReduceMean",
     "BucketedDDP",
     "DataParallel",
     "FlatDDP",
@@ -14,5 +15,9 @@ __all__ = [
     "WorkerContext",
     "WorkerError",
     "backends_here",
+    "bucket_bytes",
+    "choose_backend",
+    "fill_buckets",
     "launch",
+    "stream",
 ]

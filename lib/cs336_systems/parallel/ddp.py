@@ -12,6 +12,7 @@ taken on the whole batch (for a loss that averages over equal shares):
 
 import contextlib
 from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-class Mean:
-    """An all-reduce under way: after `wait()`, `tensor` holds its mean over the ranks.
+class AllReduceMean:
+    """An all-reduce in flight: after `wait()`, `tensor` holds its mean over the ranks.
 
     On a GPU neither the start nor `wait()` blocks the CPU. NCCL runs on a stream of its own, which starts
     once the current stream has produced the tensor; `wait()` makes the current stream wait for NCCL's.
@@ -63,7 +64,7 @@ class DataParallel(nn.Module):
         # parameters() names a tied weight once.
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._absent: set[int] = set()  # places in _trainable whose gradient is a zero of ours
+        self._unused: set[int] = set()  # indices in _trainable whose gradient is a zero of ours
         self._synchronizes = True
         self._backend = dist.get_backend()  # asked once: a message should cost the CPU little
         check_ranks_agree(self._description())
@@ -88,24 +89,38 @@ class DataParallel(nn.Module):
         """Call between backward and the optimizer's step: every `.grad` becomes the mean over the ranks."""
         if any(parameter.grad is not None for parameter in self._frozen):
             raise RuntimeError("a parameter that was frozen when wrapped has a gradient; unfreeze, then wrap")
-        self._send_gradients()
-        # After the gradients were sent or before any is: at the same place in every rank's order of messages.
-        used, counting = self._count_uses()
         self._average_gradients()
-        counting.wait()
-        if self._absent:  # only then is the result read, which makes the CPU wait for a GPU
-            anywhere = used.tolist()
-            for place in self._absent:
-                if not anywhere[place]:
-                    self._trainable[place].grad = None
-            self._absent.clear()
-
-    def _send_gradients(self) -> None:
-        """Start what is not yet under way, in a wrapper that starts early."""
+        self._drop_unused()
 
     def _average_gradients(self) -> None:
         """Leave the means in every `.grad`."""
         raise NotImplementedError
+
+    def _gradient(self, index: int) -> Tensor:
+        """The gradient that this rank contributes: zero where the parameter was not used."""
+        parameter = self._trainable[index]
+        gradient = parameter.grad
+        if gradient is None:
+            self._unused.add(index)
+            gradient = parameter.grad = torch.zeros_like(parameter)
+        if gradient.is_sparse:
+            raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
+        if not gradient.is_contiguous():
+            gradient = parameter.grad = gradient.contiguous()
+        return gradient.detach() if gradient.requires_grad else gradient
+
+    def _drop_unused(self) -> None:
+        """Take back the zeros where no rank has a gradient. All take part: no rank knows of others' gaps."""
+        used = torch.ones(len(self._trainable), dtype=torch.uint8, device=self._trainable[0].device)
+        if self._unused:
+            used[list(self._unused)] = 0
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        if self._unused:  # only then is the result read, which makes the CPU wait for a GPU
+            anywhere = used.tolist()
+            for index in self._unused:
+                if not anywhere[index]:
+                    self._trainable[index].grad = None
+            self._unused.clear()
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
@@ -119,47 +134,24 @@ class DataParallel(nn.Module):
         ]
         return [type(self).__name__, *parameters, *buffers]
 
-    def _gradient(self, place: int) -> Tensor:
-        """The gradient that this rank contributes: zero where the parameter was not used."""
-        parameter = self._trainable[place]
-        gradient = parameter.grad
-        if gradient is None:
-            self._absent.add(place)
-            gradient = parameter.grad = torch.zeros_like(parameter)
-        if gradient.is_sparse:
-            raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
-        if not gradient.is_contiguous():
-            gradient = parameter.grad = gradient.contiguous()
-        return gradient.detach() if gradient.requires_grad else gradient
-
-    def _count_uses(self) -> tuple[Tensor, dist.Work]:
-        """Start to find out which parameters any rank used. All take part: no rank knows of others' gaps."""
-        used = torch.ones(len(self._trainable), dtype=torch.uint8, device=self._trainable[0].device)
-        unused = self._absent.union(
-            place for place, parameter in enumerate(self._trainable) if parameter.grad is None
-        )
-        if unused:
-            used[list(unused)] = 0
-        return used, dist.all_reduce(used, op=dist.ReduceOp.MAX, async_op=True)
-
 
 class NaiveDDP(DataParallel):
     """After backward, one all-reduce for each parameter, one after the other."""
 
     def _average_gradients(self) -> None:
-        for place in range(len(self._trainable)):
-            Mean(self._gradient(place), self._backend).wait()
+        for index in range(len(self._trainable)):
+            AllReduceMean(self._gradient(index), self._backend).wait()
 
 
 class FlatDDP(DataParallel):
     """After backward, one all-reduce of all gradients, copied into one tensor (one per dtype) and back."""
 
     def _average_gradients(self) -> None:
-        gradients = [self._gradient(place) for place in range(len(self._trainable))]
+        gradients = [self._gradient(index) for index in range(len(self._trainable))]
         for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
             group = [gradient for gradient in gradients if gradient.dtype == dtype]
             flat = torch.cat([gradient.flatten() for gradient in group])
-            Mean(flat, self._backend).wait()
+            AllReduceMean(flat, self._backend).wait()
             means = flat.split([gradient.numel() for gradient in group])
             for gradient, mean in zip(group, means, strict=True):
                 gradient.copy_(mean.view_as(gradient))
@@ -174,13 +166,11 @@ def check_ranks_agree(description: list[str]) -> None:
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, description)
     for rank, lines in enumerate(everyone):
-        if lines != everyone[0]:
-            longest = max(len(lines), len(everyone[0]))
-            padded = [side + ["nothing"] * (longest - len(side)) for side in (everyone[0], lines)]
-            ours, theirs = next(pair for pair in zip(*padded, strict=True) if pair[0] != pair[1])
-            raise ValueError(
-                f"the ranks wrap different things: rank 0 has {ours!r} where rank {rank} has {theirs!r}"
-            )
+        for first, other in zip_longest(everyone[0], lines, fillvalue="nothing"):
+            if first != other:
+                raise ValueError(
+                    f"the ranks wrap different things: rank 0 has {first!r} where rank {rank} has {other!r}"
+                )
 
 
 @torch.no_grad()

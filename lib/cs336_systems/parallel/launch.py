@@ -1,41 +1,38 @@
 """Start n workers in fresh processes and bring back their results, or the first error; no process stays.
 
-    losses = launch(train, 4, config, steps=10)    # train(context, config, steps=10) in each of 4 processes
+    losses = launch(train, 4, config, steps=10)        # train(context, config, steps=10) in each of 4
+    for row in stream(measure, 4, sizes): ...          # what rank 0 hands to context.send, as it comes
 
 A worker is a function of an importable module: its process imports it by name. The same function runs on
 several machines under torchrun, through `python -m cs336_systems.parallel`.
+
+torch.multiprocessing starts the processes. Watching them is left to us: its own `join` blames the first that
+it finds dead, often one that only lost its peer; it knows no time limit and leaves the output mixed up.
 """
 
 import contextlib
-import json
 import os
 import pickle
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
-from cs336_systems.parallel.worker import choose_backend, find_worker
+import torch.multiprocessing as mp
+
+from cs336_systems.parallel.worker import Job, choose_backend, find_worker, main
 
 T = TypeVar("T")
 
-# A worker looks for modules where its caller does, and does not run the caller's script again.
-_START = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from pathlib import Path
-from cs336_systems.parallel.worker import main
-main(Path(sys.argv[2]), int(sys.argv[3]))
-"""
 _POLL_S = 0.02
 _GRACE_S = 0.5  # after a failure, for its echoes in the other workers: the cause is told from them by time
 _ECHOES = ("by peer", "remote process exited")  # what Gloo and NCCL raise when another worker is gone
-_LAST_LINES = 20
 
 
 class WorkerError(RuntimeError):
@@ -70,39 +67,45 @@ def launch(
     Raises:
         WorkerError: a worker raised, died, or was not done in time. All workers are gone by then.
         ValueError: the worker cannot be imported by its name, or world_size or backend is not possible here.
-        TypeError: the arguments cannot be pickled.
+        TypeError: the arguments cannot be pickled, or another process could not import what they are made of.
     """
+    sent = stream(worker, world_size, *args, backend=backend, timeout_s=timeout_s, **kwargs)
+    while True:
+        try:
+            next(sent)
+        except StopIteration as end:
+            return end.value
+
+
+def stream(
+    worker: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str = "auto",
+    timeout_s: float = 600.0,
+    **kwargs: Any,
+) -> Generator[Any, None, list[Any]]:
+    """As `launch`, and yield what rank 0 hands to `context.send`, as it comes. A loop left early ends all."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"world_size is {world_size!r}; allowed: a whole number, 1 or more")
-    address = _address(worker)
-    backend = choose_backend(backend, world_size)
-    with tempfile.TemporaryDirectory(prefix="cs336-launch-") as name:
-        folder = Path(name)
-        job = {
-            "worker": address,
-            "arguments": _pickled(args, kwargs),
-            "backend": backend,
-            "timeout_s": timeout_s,
-            "init_method": f"file://{folder / 'rendezvous'}",  # a file of our own: no port to clash over
-        }
-        (folder / "job").write_bytes(pickle.dumps(job))
-        workers: list[_Process] = []
-        try:
-            for rank in range(world_size):
-                workers.append(_Process(folder, rank, world_size, backend))
-            _wait(workers, timeout_s)
-        finally:
-            for process in workers:
-                process.end()
-        return [process.result() for process in workers]
+    address, backend = _address(worker), choose_backend(backend, world_size)
+    try:
+        with _without_main():
+            call = pickle.dumps((args, kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"the arguments cannot be sent to the workers: {error}; allowed: what can be pickled and "
+            "imported (nothing defined in a notebook or a script)"
+        ) from error
+    return _run(address, call, world_size, backend, timeout_s)
 
 
 def _address(worker: Callable[..., Any]) -> str:
     module, name = getattr(worker, "__module__", None), getattr(worker, "__qualname__", None)
-    try:
-        found = find_worker(f"{module}:{name}") if name and module != "__main__" else None
-    except ValueError:
-        found = None
+    found = None
+    if name and module != "__main__":
+        with contextlib.suppress(ValueError):
+            found = find_worker(f"{module}:{name}")
     if found is not worker:
         raise ValueError(
             f"worker {worker!r} cannot be started: a fresh process has to import it by name; allowed: a "
@@ -111,138 +114,130 @@ def _address(worker: Callable[..., Any]) -> str:
     return f"{module}:{name}"
 
 
-def _pickled(args: tuple, kwargs: dict) -> bytes:
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hide the caller's script: a spawned process would run it again, and so might what it unpickles."""
+    script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
-        return pickle.dumps((args, kwargs))
-    except Exception as error:
-        raise TypeError(f"the arguments cannot be sent to the workers: {error}") from error
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
-def _environment(rank: int, world_size: int, backend: str) -> dict[str, str]:
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    environment = os.environ | {name: str(value) for name, value in ranks.items()} | {"PYTHONUNBUFFERED": "1"}
-    if backend == "gloo":
-        environment["OMP_NUM_THREADS"] = "1"
-        # All workers are on this machine; Gloo would look up the host's name, which may lead nowhere.
-        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-        if loopback:
-            environment.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
-    return environment
+def _run(
+    address: str, call: bytes, world_size: int, backend: str, timeout_s: float
+) -> Generator[Any, None, list[Any]]:
+    with tempfile.TemporaryDirectory(prefix="cs336-launch-") as folder:
+        deadline = time.monotonic() + timeout_s
+        workers = _start(Job(address, call, world_size, backend, timeout_s, deadline, Path(folder)))
+        give_up = False
+        try:
+            while not all(worker.succeeded for worker in workers):
+                for worker in workers:
+                    yield from worker.news()
+                failed = [worker for worker in workers if worker.failed]
+                if failed and (give_up or len(failed) == world_size):
+                    raise _failure(failed, world_size)
+                if time.monotonic() > deadline + _GRACE_S:  # by now they have written where they are
+                    raise _timeout(
+                        [worker for worker in workers if not worker.succeeded], world_size, timeout_s
+                    )
+                give_up = bool(failed)
+                time.sleep(_GRACE_S if failed else _POLL_S)
+        finally:
+            for worker in workers:
+                worker.end()
+        return [worker.outcome[1] for worker in workers]
 
 
-class _Process:
+def _start(job: Job) -> "list[_Worker]":
+    pipes = [mp.get_context("spawn").Pipe(duplex=False) for _ in range(job.world_size)]
+    channels, ends = map(list, zip(*pipes, strict=True))
+    for rank in range(job.world_size):
+        (job.folder / f"log-{rank}").touch()
+    with _without_main():
+        processes = mp.start_processes(main, (job, ends), job.world_size, join=False).processes
+    for end in ends:
+        end.close()  # a worker's end is then that of its messages
+    return [_Worker(rank, processes[rank], channels[rank], job.folder) for rank in range(job.world_size)]
+
+
+class _Worker:
     """One worker's process, seen from the caller."""
 
-    def __init__(self, folder: Path, rank: int, world_size: int, backend: str):
-        self.rank, self.world_size, self.folder = rank, world_size, folder
-        self.log = (folder / f"log-{rank}").open("w+b")
-        self.shown = 0  # bytes of the log
-        self.popen = subprocess.Popen(
-            [sys.executable, "-P", "-c", _START, json.dumps(sys.path), str(folder), str(rank)],
-            env=_environment(rank, world_size, backend),
-            stdin=subprocess.PIPE,  # closes when the caller dies, however it dies, and the worker follows
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # a process group of its own: its children end with it
-        )
-
-    def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it for zombies
-            os.killpg(self.popen.pid, number)
-
-    def end(self) -> None:
-        self.signal(signal.SIGKILL)
-        self.popen.wait()
-        self.show_output()
-        self.popen.stdin.close()
-        self.log.close()
-
-    def result(self) -> Any:
-        return pickle.loads((self.folder / f"result-{self.rank}").read_bytes())
-
-    @property
-    def running(self) -> bool:
-        return self.popen.poll() is None
+    def __init__(self, rank: int, process: BaseProcess, channel: Connection, folder: Path):
+        self.rank, self.process, self.channel = rank, process, channel
+        self.log, self.stacks = (folder / f"log-{rank}").open("rb"), folder / f"stack-{rank}"
+        self.alive = True
+        self.outcome: tuple[str, Any] | None = None  # ("result" | "error", what)
 
     @property
     def succeeded(self) -> bool:
-        return not self.running and (self.folder / f"result-{self.rank}").exists()
+        return self.outcome is not None and self.outcome[0] == "result"
 
     @property
     def failed(self) -> bool:
-        return not self.running and not self.succeeded
+        return self.outcome[0] == "error" if self.outcome else not self.alive
+
+    def news(self) -> Iterator[Any]:
+        """Print what it has printed, yield what it has sent, and note how it ended."""
+        self.alive = self.process.is_alive()  # asked first: if it is dead, all that it said is here
+        self.show_output()
+        with contextlib.suppress(EOFError, OSError):  # it died, perhaps in the middle of a message
+            while not self.outcome and self.channel.poll():
+                kind, what = pickle.loads(self.channel.recv_bytes())
+                if kind == "sent":
+                    yield what
+                else:
+                    self.outcome = kind, what
 
     def show_output(self) -> None:
         """Print the lines that the worker has written since the last call."""
-        may_go_on = self.running  # asked before reading: only then is a last line without an end all of it
-        log = self.log.fileno()
-        for line in os.pread(log, os.fstat(log).st_size - self.shown, self.shown).splitlines(keepends=True):
-            if may_go_on and not line.endswith(b"\n"):
+        for line in self.log:
+            if self.alive and not line.endswith(b"\n"):  # the rest is yet to come
+                self.log.seek(-len(line), os.SEEK_CUR)
                 break
-            self.shown += len(line)
             text = line.decode(errors="replace").rstrip()
             if not text.startswith("[Gloo] Rank"):  # some versions greet every group they connect
                 print(f"[rank {self.rank}] {text}")
 
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it for zombies
+            os.killpg(self.process.pid, signal.SIGKILL)  # its children too
+        self.process.kill()  # if it has no group of its own yet
+        self.process.join()
+        self.alive = False
+        self.show_output()
+        self.log.close()
+        self.channel.close()
+
     def stack(self) -> str:
-        """Where the worker was when it crashed or was asked, without the thread that watches for our end."""
-        path = self.folder / f"stack-{self.rank}"
-        threads = path.read_text().split("\n\n") if path.exists() else []
-        return "\n\n".join(thread for thread in threads if " in watch\n" not in thread)
+        """Where it was when it crashed or ran out of time, without the thread that watches the caller."""
+        threads = self.stacks.read_text().split("\n\n") if self.stacks.exists() else []
+        return "\n\n".join(thread for thread in threads if " in _end_with_caller\n" not in thread)
 
     def failure(self) -> tuple[tuple, str, str]:
         """How this worker ended, to find the first cause: (sort key, one sentence, details)."""
-        error = self.folder / f"error-{self.rank}"
-        if error.exists():
-            raised = pickle.loads(error.read_bytes())
-            urgency = 3 if any(words in raised["summary"] for words in _ECHOES) else 1
-            return (urgency, raised["at"]), f"raised {raised['summary']}", raised["traceback"]
-        details = "\n".join(filter(None, [self.stack(), self._last_lines()]))
-        code = self.popen.returncode
+        if self.outcome:
+            at, summary, text = self.outcome[1]
+            return (3 if any(words in summary for words in _ECHOES) else 1, at), f"raised {summary}", text
+        code = self.process.exitcode
         if code < 0:
             # Libraries abort when a peer is gone, so an abort is more often an echo than a cause.
-            urgency = 2 if -code == signal.SIGABRT else 0
-            return (urgency, 0), f"was ended by {signal.Signals(-code).name}", details
-        return (1, 0), f"ended with exit code {code} before it returned", details
-
-    def _last_lines(self) -> str:
-        lines = (self.folder / f"log-{self.rank}").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_LAST_LINES:])
+            key = (2 if -code == signal.SIGABRT else 0, 0)
+            return key, f"was ended by {signal.Signals(-code).name}", self.stack()
+        return (1, 0), f"ended with exit code {code} before it returned", self.stack()
 
 
-def _wait(workers: list[_Process], timeout_s: float) -> None:
-    """Return when all have succeeded; raise WorkerError on the first failure or after the time limit."""
-    deadline = time.monotonic() + timeout_s
-    while not all(process.succeeded for process in workers):
-        for process in workers:
-            process.show_output()
-        if any(process.failed for process in workers):
-            _raise_failure(workers)
-        if time.monotonic() > deadline:
-            _raise_timeout(workers, timeout_s)
-        time.sleep(_POLL_S)
-
-
-def _wait_briefly(done: Callable[[], bool]) -> None:
-    until = time.monotonic() + _GRACE_S
-    while not done() and time.monotonic() < until:
-        time.sleep(_POLL_S)
-
-
-def _raise_failure(workers: list[_Process]) -> None:
-    _wait_briefly(lambda: not any(process.running for process in workers))
-    failures = sorted((*process.failure(), process.rank) for process in workers if process.failed)
+def _failure(failed: list[_Worker], world_size: int) -> WorkerError:
+    failures = sorted((*worker.failure(), worker.rank) for worker in failed)
     _, sentence, details, rank = failures[0]
     echoes = "".join(f"\nAfterwards rank {other} {said}" for _, said, _, other in failures[1:])
-    raise WorkerError(rank, f"rank {rank} of {len(workers)} {sentence}\n\n{details}{echoes}".rstrip())
+    return WorkerError(rank, f"rank {rank} of {world_size} {sentence}\n\n{details}{echoes}".rstrip())
 
 
-def _raise_timeout(workers: list[_Process], timeout_s: float) -> None:
-    hanging = [process for process in workers if process.running]
-    for process in hanging:
-        process.signal(signal.SIGUSR1)
-    _wait_briefly(lambda: all(process.stack().count("\n") > 1 for process in hanging))
-    ranks = ", ".join(str(process.rank) for process in hanging)
-    stacks = "\n".join(f"rank {process.rank} was at\n{process.stack()}" for process in hanging)
-    sentence = f"rank {ranks} of {len(workers)}: not done within {timeout_s:g} s"
-    raise WorkerError(hanging[0].rank, f"{sentence}\n\n{stacks}".rstrip())
+def _timeout(hanging: list[_Worker], world_size: int, timeout_s: float) -> WorkerError:
+    ranks = ", ".join(str(worker.rank) for worker in hanging)
+    stacks = "\n".join(f"rank {worker.rank} was at\n{worker.stack()}" for worker in hanging)
+    sentence = f"rank {ranks} of {world_size}: not done within {timeout_s:g} s"
+    return WorkerError(hanging[0].rank, f"{sentence}\n\n{stacks}".rstrip())

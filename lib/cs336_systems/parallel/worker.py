@@ -1,51 +1,48 @@
-"""The worker's side of a launch: join the others, run one function, leave its result or error in a file."""
+"""A worker's side of `launch`: join the process group, run one function, tell the caller what came of it."""
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cs336_systems.names import check_choice
+
 BACKENDS = ("auto", "gloo", "nccl")
+
+
+def _drop(_: Any) -> None:
+    """What is sent where nobody listens."""
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """Which worker this is, of how many, and its device: the first argument of every worker function."""
+    """Which worker this is, of how many, and its device: the first argument of every worker function.
+
+    `send(obj)` hands any picklable object to the caller at once (see `stream`); only those of rank 0 arrive.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     backend: str
-
-
-def choose_backend(backend: str, local_workers: int) -> str:
-    """Resolve "auto": NCCL where every worker of this machine gets its own GPU, else Gloo on the CPU.
-
-    Raises:
-        ValueError: an unknown backend, or NCCL with more workers than GPUs.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
-    reason = why_no_nccl(local_workers)
-    if backend == "nccl" and reason:
-        raise ValueError(f"{reason}; allowed: fewer workers, or backend 'gloo'")
-    if backend == "auto":
-        return "gloo" if reason else "nccl"
-    return backend
+    send: Callable[[Any], None] = field(default=_drop, repr=False)
 
 
 def why_no_nccl(local_workers: int) -> str:
@@ -54,6 +51,19 @@ def why_no_nccl(local_workers: int) -> str:
     if gpus >= local_workers:
         return ""
     return f"backend 'nccl' gives each of the {local_workers} workers a GPU and this machine has {gpus}"
+
+
+def choose_backend(backend: str, local_workers: int) -> str:
+    """Resolve "auto": NCCL where every worker of this machine gets its own GPU, else Gloo on the CPU.
+
+    Raises:
+        ValueError: an unknown backend, or NCCL with more workers than GPUs.
+    """
+    check_choice("backend", backend, BACKENDS)
+    reason = why_no_nccl(local_workers)
+    if backend == "nccl" and reason:
+        raise ValueError(f"{reason}; allowed: fewer workers, or backend 'gloo'")
+    return ("gloo" if reason else "nccl") if backend == "auto" else backend
 
 
 def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
@@ -70,7 +80,7 @@ def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
         if backend != "nccl" or not reason:
             chosen[world_size] = choose_backend(backend, world_size)
         used = chosen.get(world_size, "not possible here")
-        print(f"world size {world_size}: {used} ({reason})" if reason else f"world size {world_size}: {used}")
+        print(f"world size {world_size}: {used}" + f" ({reason})" * bool(reason))
     return chosen
 
 
@@ -79,8 +89,8 @@ def join(backend: str = "auto", *, init_method: str = "env://", timeout_s: float
 
     `torchrun` sets these variables, and so does `launch`; a worker cannot tell the two apart.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_rank, local_workers = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, world_size, local_rank, local_workers = (int(os.environ[name]) for name in names)
     backend = choose_backend(backend, local_workers)
     device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -106,80 +116,77 @@ def find_worker(address: str) -> Callable[..., Any]:
     if not colon:
         raise ValueError(f"worker {address!r} is no address; allowed: package.module:function")
     try:
-        worker = importlib.import_module(module_name)
-        for part in name.split("."):
-            worker = getattr(worker, part)
+        return getattr(importlib.import_module(module_name), name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"worker {address!r} cannot be imported: {error}") from error
-    return worker
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that others see complete or not at all."""
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_bytes(content)
-    unfinished.rename(path)
+@dataclass(frozen=True)
+class Job:
+    """What `launch` asks of its workers: `call` pickled (args, kwargs), `deadline` by time.monotonic()."""
+
+    address: str
+    call: bytes
+    world_size: int
+    backend: str
+    timeout_s: float
+    deadline: float
+    folder: Path
 
 
-def _end_with_parent() -> None:
-    """End this process and its children when the caller, dying, lets go of our standard input."""
+def main(rank: int, job: Job, channels: list[Connection]) -> None:
+    """Run a job as this rank and end the process; the caller is told ("sent" | "result" | "error", what)."""
+    os.setsid()  # a process group of its own: what the worker starts ends with it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch's way to end with the caller; the thread's is surer
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    for other in channels[:rank] + channels[rank + 1 :]:
+        other.close()
+    log = os.open(job.folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    stacks = (job.folder / f"stack-{rank}").open("w")
+    faulthandler.enable(stacks)  # a crash in native code leaves the Python stack, and so does the time limit
+    faulthandler.dump_traceback_later(max(0.1, job.deadline - time.monotonic()), file=stacks)
 
-    def watch() -> None:
-        while os.read(0, 1):
-            pass
-        os.killpg(os.getpgid(0), signal.SIGKILL)
+    def tell(kind: str, what: Any) -> None:
+        # Pickled here: Connection.send would share the memory of tensors, which ends with this process.
+        channels[rank].send_bytes(pickle.dumps((kind, what)))
 
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _load_arguments(pickled: bytes) -> tuple[tuple, dict]:
     try:
-        return pickle.loads(pickled)
-    except (AttributeError, ImportError) as error:
-        raise ValueError(
-            f"the arguments cannot be rebuilt in the worker: {error}; "
-            "allowed: values whose classes and functions can be imported, not those of a notebook or script"
-        ) from error
-
-
-def _describe(error: BaseException) -> dict[str, Any]:
-    """What the caller is told: when, in one line, and the traceback without this file's own frames."""
-    whole = traceback.TracebackException.from_exception(error)
-    frames = [frame for frame in whole.stack if frame.filename != __file__]
-    whole.stack = traceback.StackSummary.from_list(frames)
-    return {
-        "at": time.time(),
-        "summary": traceback.format_exception_only(error)[-1].strip(),
-        "traceback": "".join(whole.format()),
-    }
-
-
-def _run(job: dict[str, Any]) -> bytes:
-    worker = find_worker(job["worker"])
-    args, kwargs = _load_arguments(job["arguments"])
-    context = join(job["backend"], init_method=job["init_method"], timeout_s=job["timeout_s"])
-    result = worker(context, *args, **kwargs)
-    try:
-        pickled = pickle.dumps(result)
-    except Exception as error:
-        kind = type(result).__name__
-        raise TypeError(f"the worker's result, a {kind}, cannot be sent back: {error}") from error
-    dist.destroy_process_group()
-    return pickled
-
-
-def main(folder: Path, rank: int) -> None:
-    """Run the job that `launch` described in `folder` as this rank, and end the process."""
-    _end_with_parent()
-    stacks = (folder / f"stack-{rank}").open("w")
-    faulthandler.enable(stacks)  # a crash in native code leaves the Python stack
-    faulthandler.register(signal.SIGUSR1, stacks)  # `launch` asks a hanging worker where it is
-    try:
-        outcome, content = "result", _run(pickle.loads((folder / "job").read_bytes()))
+        tell("result", _run(rank, job, lambda what: tell("sent", what)))
     except BaseException as error:
-        outcome, content = "error", pickle.dumps(_describe(error))
-    write_whole(folder / f"{outcome}-{rank}", content)
+        summary = traceback.format_exception_only(error)[-1].strip()
+        tell("error", (time.monotonic(), summary, traceback.format_exc()))
     sys.stdout.flush()
-    sys.stderr.flush()
-    # No orderly exit: after an error, the libraries' shutdown may wait for other workers.
-    os._exit(0 if outcome == "result" else 1)
+    os._exit(0)  # no orderly exit: after an error, the libraries' shutdown may wait for other workers
+
+
+def _end_with_caller() -> None:
+    """End this process and its children when the caller is gone, however it ended."""
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def _run(rank: int, job: Job, send: Callable[[Any], None]) -> Any:
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": job.world_size,
+        "LOCAL_WORLD_SIZE": job.world_size,
+    }
+    os.environ |= {name: str(value) for name, value in ranks.items()}
+    if job.backend == "gloo":  # the workers share the CPU
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
+        # All are on this machine; Gloo would look up the host's name, which may lead nowhere.
+        for _, name in socket.if_nameindex():
+            if name in ("lo", "lo0"):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    worker = find_worker(job.address)
+    args, kwargs = pickle.loads(job.call)
+    # They meet in a file of their own: there is no port to clash over.
+    context = join(job.backend, init_method=f"file://{job.folder / 'rendezvous'}", timeout_s=job.timeout_s)
+    result = worker(replace(context, send=send if rank == 0 else _drop), *args, **kwargs)
+    dist.destroy_process_group()
+    return result
