@@ -7,6 +7,8 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
+    "attention_bench": ("benchmark_attention", "sweep_attention"),
+    "model_bench": ("cold_start_steps", "model_key", "sweep_model"),
     "checkpointing_bench": ("block_bytes", "sweep_checkpointing"),
     "memory_bench": ("block_rows", "memory_rows"),
     "profile_bench": ("Target", "choose_source", "profile_rows"),
