@@ -1,4 +1,7 @@
-"""What comes before and after Hopper's backward kernel: the sums of dQ cleared, and dQ made of them."""
+"""What comes before and after Hopper's backward kernel: dq_accum cleared, and dQ made of it.
+
+o, do, dq [BLOCK_M, BLOCK_D]    lse, delta [BLOCK_M]    dq_accum: float32, BLOCK_M * BLOCK_D a tile
+"""
 
 import triton
 import triton.language as tl
@@ -7,13 +10,13 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def prepare_kernel(
-    do_ptr, o_ptr, lse_ptr, lse2_ptr, delta_ptr, sums_ptr,
+def bwd_preprocess_kernel(
+    do_ptr, o_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_accum_ptr,
     stride_dob, stride_doh, stride_don, stride_dod, stride_ob, stride_oh, stride_on, stride_od,
     n_heads, n_queries,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta, L in powers of two, and cleared sums. Grid: (query tiles * batch * heads,).
+    """delta, L in powers of two, and a cleared dq_accum. Grid: (query tiles * batch * heads,).
 
     Past the last query L is infinite, so that P is zero there.
     """
@@ -33,18 +36,19 @@ def prepare_kernel(
     padded = batch_head * tiles * BLOCK_M + rows
     tl.store(lse2_ptr + padded, lse * LOG2E)
     tl.store(delta_ptr + padded, tl.sum(o * do, 1))
-    tl.store(sums_ptr + padded[:, None] * BLOCK_D + dims[None, :], tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
+    accum_tile = dq_accum_ptr + padded[:, None] * BLOCK_D + dims[None, :]
+    tl.store(accum_tile, tl.zeros([BLOCK_M, BLOCK_D], tl.float32))
 
 
 @triton.jit
-def dq_from_sums_kernel(
-    sums_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, n_heads, n_queries, scale,
+def bwd_postprocess_kernel(
+    dq_accum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, n_heads, n_queries, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * sums, brought from the order of the registers into rows. Grid: as prepare_kernel's."""
+    """dQ = scale * dq_accum, brought from the order of the registers into rows. Grid: as before."""
     tiles = tl.cdiv(n_queries, BLOCK_M)
     batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    start = sums_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
+    start = dq_accum_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
     pieces = tl.load(start + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
     pieces = tl.reshape(pieces, [BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2])
     dq = tl.reshape(tl.permute(pieces, [0, 4, 2, 1, 3, 5]), [BLOCK_M, BLOCK_D])

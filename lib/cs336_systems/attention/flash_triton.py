@@ -1,6 +1,6 @@
 """FlashAttention-2 with our own Triton kernels: launches, autograd.Function, and what torch.compile needs.
 
-Two switches are PyTorch's own. float32 tensors multiply exactly by default, in TF32 after
+Two switches are PyTorch's own. float32 tensors multiply with all their bits by default, in TF32 after
 torch.set_float32_matmul_precision("high") or torch.backends.cuda.matmul.fp32_precision = "tf32". And the
 result has the same bits every time, but for dQ on Hopper, which is added up there in the order in which
 programs come: so it is deterministic everywhere after torch.use_deterministic_algorithms(True), and slower.
@@ -15,15 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from cs336_systems.attention import flash_pytorch
 from cs336_systems.attention.inputs import accepted
-from cs336_systems.attention.launch_plans import backward_plan, forward_plan, way_for
-from cs336_systems.attention.launcher import (
-    ALIGNMENT,
-    INTERPRETED,
-    aligned,
-    check_device,
-    layout,
-    on,
-)
+from cs336_systems.attention.launcher import backward_launcher, config_for, forward_launcher, layout
+from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, aligned, check_device, device_context
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -38,10 +31,10 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
         q, k, v = aligned(q), aligned(k), aligned(v)
     o = torch.empty_like(q)
     logsumexp = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    way = way_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
-    plan = forward_plan((layout(q), layout(k), layout(v), layout(o)), way, is_causal)
-    with on(q.device):
-        plan(q, k, v, o, logsumexp)
+    config = config_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
+    launch = forward_launcher((layout(q), layout(k), layout(v), layout(o)), config, is_causal)
+    with device_context(q.device):
+        launch(q, k, v, o, logsumexp)
     return o, logsumexp
 
 
@@ -61,10 +54,11 @@ def flash_backward(
         q, k, v, do, o, logsumexp = (aligned(x) for x in (q, k, v, do, o, logsumexp))
     inputs = layout(q), layout(k), layout(v), layout(do)
     others = layout(o), layout(dq), layout(dk), layout(dv)
-    way = way_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
-    plan = backward_plan(inputs + others, way, is_causal, torch.are_deterministic_algorithms_enabled())
-    with on(q.device):
-        plan(q, k, v, do, o, logsumexp, dq, dk, dv)
+    config = config_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    launch = backward_launcher(inputs + others, config, is_causal, deterministic)
+    with device_context(q.device):
+        launch(q, k, v, do, o, logsumexp, dq, dk, dv)
     return dq, dk, dv
 
 

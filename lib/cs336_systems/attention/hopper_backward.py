@@ -1,17 +1,27 @@
-"""FlashAttention-2's backward for Hopper in one kernel, its asynchronous units driven by hand.
+"""FlashAttention-2's backward for Hopper in one kernel, in Gluon, Triton's lower-level language.
 
-Written in Gluon, Triton's lower-level language. The algorithm and the notation are those of kernels_backward;
-as in FlashAttention-3 (Shah et al. 2024) a program owns keys, walks over the queries that see them, and
-computes dQ too: five matrix products instead of seven, and each exponential once. All programs add their
-part of dQ to sums in float32 (`dq_sums`), in the order in which they come: dQ's last bits vary.
+The algorithm and the notation are those of triton_backward; as in FlashAttention-3 (Shah et al. 2024) a
+program owns keys, walks over the queries that see them, and computes dQ too: five matmuls instead of seven,
+and each exponential once. All programs add their part of dQ to dq_accum in float32 (see dq_accum.py), in the
+order in which they come: dQ's last bits vary.
 
-What makes it fast is *when* things happen. Matrix products run in the order in which they are issued:
+    q, do, dq [BLOCK_M, BLOCK_D]    k, v, dk, dv [BLOCK_N, BLOCK_D]    lse, delta [BLOCK_M]
+    st, pt, dpt, dst [BLOCK_N, BLOCK_M]: S, P, dP and dS, transposed
+    qs, dos [STAGES, BLOCK_M, BLOCK_D], lses, deltas [STAGES, 1, BLOCK_M], dss [2, BLOCK_N, BLOCK_M]: shared
+
+What makes it fast is *when* things happen. Matmuls run in the order in which they are issued:
 
     S(t+1)  dQ(t)  dK(t)  dP(t+1)  dV(t+1)  S(t+2) ...
 
 where t is a tile of queries. P(t+1) is computed while dQ(t) and dK(t) run, dQ(t) added up while dK(t) runs,
-dS(t+1) is computed while dV(t+1) runs. The copy engine fills a ring of STAGES buffers ahead of all that. dS
-crosses shared memory, for dQ needs it across the warps: two buffers, so that one barrier a tile is enough.
+dS(t+1) is computed while dV(t+1) runs. TMA fills a ring of STAGES buffers ahead of all that. dS crosses
+shared memory, for dQ needs it across the warps: two buffers, so that one barrier a tile is enough.
+
+What functions pass on together is a tuple:
+
+    loads      (descriptors, buffers, ready, position), each of them of four: of Q, dO, L and delta; position
+               is (batch, head, batch_head, first_query); ready holds the two mbarriers of a stage
+    constants  (BLOCK_M, STAGES, layout of a left operand in registers)
 """
 
 from triton.experimental import gluon
@@ -24,12 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-barrier_of_block = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
+block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
 
 
 @gluon.constexpr_function
-def _accumulator(num_warps, m, n):
-    """The registers of an (m, n) product: a warp for every 16 rows; what warps are left share the columns."""
+def _accumulator_layout(num_warps, m, n):
+    """The registers of an (m, n) matmul: a warp for every 16 rows; what warps are left share the columns."""
     rows = max(4, min(num_warps, m // 16))
     columns = num_warps // rows
     return gl.NVMMADistributedLayout(
@@ -38,11 +48,10 @@ def _accumulator(num_warps, m, n):
 
 
 @gluon.jit
-def _start_loading(
-    descriptors, buffers, ready, batch, head, batch_head, first_query, tile, stage,
-    BLOCK_M: gl.constexpr, pred,
-):  # fmt: skip
-    """Start the copies of one tile: Q and L arrive at one barrier of the stage, dO and delta at another."""
+def _start_loading(loads, tile, stage, BLOCK_M: gl.constexpr, pred):
+    """Start loading one tile by TMA: Q and L arrive at one barrier of the stage, dO and delta at another."""
+    descriptors, buffers, ready, position = loads
+    batch, head, batch_head, first_query = position
     row = first_query + tile * BLOCK_M
     q_ready = ready[0].index(stage)
     do_ready = ready[1].index(stage)
@@ -75,30 +84,37 @@ def _probabilities(
 
 
 @gluon.jit
-def _add_up(sums, dq):
-    """Add a tile of dQ to the sums, which lie in the order of the registers: 16 bytes a thread, 512 a warp.
+def atomic_add_dq(dq_accum, dq):
+    """Add a tile of dQ to dq_accum, which is in the order of the registers: 16 bytes a thread, 512 a warp.
 
-    A thread's four neighbours are two columns of two rows, eight apart (`dq_sums.dq_from_sums_kernel`).
+    A thread's four neighbours are two columns of two rows, eight apart (`bwd_postprocess_kernel`).
     """
     m: gl.constexpr = dq.shape[0]
     n: gl.constexpr = dq.shape[1]
     pieces = dq.reshape([m // 16, 2, 8, n // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([m * n])
-    gl.atomic_add(sums + gl.arange(0, m * n, pieces.type.layout), pieces, sem="relaxed")
+    gl.atomic_add(dq_accum + gl.arange(0, m * n, pieces.type.layout), pieces, sem="relaxed")
 
 
 @gluon.jit
 def _add_tile(
-    dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch, head,
-    batch_head, keys, queries, n_keys, first_query, tiles, tile, stage, phase, scale_log2,
-    LAST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr,
-    STAGES: gl.constexpr, operand: gl.constexpr,
+    state, kv, loads, dss, zeros, index, tiles, tile, scale_log2,
+    LAST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, constants: gl.constexpr,
 ):  # fmt: skip
     """From P and dP of this tile, and dV still running, to those of the next; this one's dQ, dK are added.
 
-    The place of the sums, the stage and its phase go from tile to tile too: what is computed from the number
-    of the tile, the compiler keeps in registers, one for each use.
+    state: (dk, dv, pt, dpt, dq_accum, stage, phase), also what it returns. The place in dq_accum, the stage
+    and its phase go from tile to tile too: what is computed from the number of the tile, the compiler keeps
+    in registers, one for each use. kv: (k, v, K's buffer). zeros: of st and of dq. index: (keys, queries,
+    n_keys).
     """
+    dk, dv, pt, dpt, dq_accum, stage, phase = state
+    k, v, ks = kv
+    _, buffers, ready, position = loads
+    zeros, zeros_dq = zeros
+    keys, queries, n_keys = index
+    BLOCK_M, STAGES, operand = constants
     BLOCK_D: gl.constexpr = zeros_dq.shape[1]
+    first_query = position[3]
     qs, dos, lses, deltas = buffers
     following = gl.where(stage == STAGES - 1, 0, stage + 1)
     q = qs.index(stage)
@@ -108,7 +124,7 @@ def _add_tile(
     ds.store(dst)
     fence_async_shared()
     # All of dS is there for the matrix units; and all warps have waited for dK and dV of the tile before.
-    barrier_of_block()
+    block_barrier()
     if not LAST:
         q_ready = ready[0].index(following)
         do_ready = ready[1].index(following)
@@ -124,15 +140,12 @@ def _add_tile(
         dk = warpgroup_mma(ds, q, dk, is_async=True)
     if LAST:
         dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-        _add_up(sums, dq)
+        atomic_add_dq(dq_accum, dq)
         dk = warpgroup_mma_wait(0, deps=[dk])
     else:
         ahead = tile + STAGES - 1  # into the buffers of the tile before
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
-        _start_loading(
-            descriptors, buffers, ready, batch, head, batch_head, first_query, ahead, before, BLOCK_M,
-            ahead < tiles,
-        )  # fmt: skip
+        _start_loading(loads, ahead, before, BLOCK_M, ahead < tiles)
         st, dv = warpgroup_mma_wait(2, deps=[st, dv])
         pt = _probabilities(
             st, lses.index(following), keys, first_query + (tile + 1) * BLOCK_M + queries, n_keys, scale_log2,
@@ -140,16 +153,16 @@ def _add_tile(
         )  # fmt: skip
         p = pt.to(q.dtype)
         if BLOCK_D > 64:
-            pt = p  # half the registers; dS becomes as exact as P itself is in the product with dO
+            pt = p  # half the registers; dS becomes as exact as P itself is in the matmul with dO
         mbarrier.wait(q_ready, phase)  # it is over; but the compiler moves nothing across a wait
         dq = warpgroup_mma_wait(1, deps=[dq])
-        _add_up(sums, dq)
+        atomic_add_dq(dq_accum, dq)
         mbarrier.wait(do_ready, phase)
         do = dos.index(following)
         dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
         dv = warpgroup_mma(gl.convert_layout(p, operand), do, dv, is_async=True)
         dpt, dk = warpgroup_mma_wait(1, deps=[dpt, dk])
-    return dk, dv, pt, dpt, sums + BLOCK_M * BLOCK_D, following, phase
+    return dk, dv, pt, dpt, dq_accum + BLOCK_M * BLOCK_D, following, phase
 
 
 @gluon.jit
@@ -166,20 +179,20 @@ def _store(
 
 @gluon.jit
 def hopper_backward_kernel(
-    q_src, k_src, v_src, do_src, lse2_src, delta_src, sums_ptr, dk_ptr, dv_ptr,
+    q_src, k_src, v_src, do_src, lse2_src, delta_src, dq_accum_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and the sums of dQ. Grid: (key tiles * batch * heads,). STAGES is at least 3.
+    """dK, dV and dq_accum. Grid: (key tiles * batch * heads,). STAGES is at least 3.
 
-    L in powers of two, delta and the sums, cleared, come for whole tiles of queries, by batch * heads.
+    L in powers of two, delta and dq_accum, cleared, come for whole tiles of queries, by batch * heads.
     """
     dtype: gl.constexpr = q_src.dtype
     warps: gl.constexpr = gl.num_warps()
-    scores: gl.constexpr = _accumulator(warps, BLOCK_N, BLOCK_M)
-    gradients: gl.constexpr = _accumulator(warps, BLOCK_N, BLOCK_D)
+    scores: gl.constexpr = _accumulator_layout(warps, BLOCK_N, BLOCK_M)
+    gradients: gl.constexpr = _accumulator_layout(warps, BLOCK_N, BLOCK_D)
     tile_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
     kv_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
     ds_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
@@ -209,7 +222,7 @@ def hopper_backward_kernel(
         mbarrier.init(ready[0].index(stage), count=1)
         mbarrier.init(ready[1].index(stage), count=1)
     fence_async_shared()
-    barrier_of_block()
+    block_barrier()
 
     query_tiles = gl.cdiv(n_queries, BLOCK_M)
     first_query = 0
@@ -221,24 +234,23 @@ def hopper_backward_kernel(
         masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked)
     tiles = query_tiles - first_query // BLOCK_M
     descriptors = (q_src, do_src, lse2_src, delta_src)
+    loads = (descriptors, buffers, ready, (batch, head, batch_head, first_query))
     mbarrier.expect(kv_ready, 2 * k_src.block_type.nbytes)
     tma.async_copy_global_to_shared(k_src, [batch, head, first_key, 0], kv_ready, ks.index(0))
     tma.async_copy_global_to_shared(v_src, [batch, head, first_key, 0], kv_ready, vs)
     for stage in gl.static_range(STAGES - 1):
-        _start_loading(
-            descriptors, buffers, ready, batch, head, batch_head, first_query, stage, stage, BLOCK_M,
-            stage < tiles,
-        )  # fmt: skip
+        _start_loading(loads, stage, stage, BLOCK_M, stage < tiles)
 
     keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores))
     queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
-    zeros_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, _accumulator(warps, BLOCK_M, BLOCK_D))
+    zeros_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, _accumulator_layout(warps, BLOCK_M, BLOCK_D))
     dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, gradients)
     dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, gradients)
     operand: gl.constexpr = gl.DotOperandLayout(0, gradients, 2)
+    constants: gl.constexpr = (BLOCK_M, STAGES, operand)
     first_row = batch_head.to(gl.int64) * query_tiles * BLOCK_M + first_query
-    sums = sums_ptr + first_row * BLOCK_D
+    dq_accum = dq_accum_ptr + first_row * BLOCK_D
 
     mbarrier.wait(kv_ready, 0)
     k = ks.index(0)
@@ -264,23 +276,23 @@ def hopper_backward_kernel(
     stage = 0
     phase = 0
     last_masked = gl.maximum(gl.minimum(masked, tiles) - 1, 0)
+    kv = (k, v, ks)
+    all_zeros = (zeros, zeros_dq)
+    index = (keys, queries, n_keys)
     if CAUSAL or not EVEN_KEYS:
         for tile in range(0, last_masked):
-            dk, dv, pt, dpt, sums, stage, phase = _add_tile(
-                dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch,
-                head, batch_head, keys, queries, n_keys, first_query, tiles, tile, stage, phase, scale_log2,
-                False, True, CAUSAL, BLOCK_M, STAGES, operand,
+            dk, dv, pt, dpt, dq_accum, stage, phase = _add_tile(
+                (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tile,
+                scale_log2, False, True, CAUSAL, constants,
             )  # fmt: skip
     for tile in range(last_masked, tiles - 1):
-        dk, dv, pt, dpt, sums, stage, phase = _add_tile(
-            dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch, head,
-            batch_head, keys, queries, n_keys, first_query, tiles, tile, stage, phase, scale_log2,
-            False, False, CAUSAL, BLOCK_M, STAGES, operand,
+        dk, dv, pt, dpt, dq_accum, stage, phase = _add_tile(
+            (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tile,
+            scale_log2, False, False, CAUSAL, constants,
         )  # fmt: skip
-    dk, dv, pt, dpt, sums, stage, phase = _add_tile(
-        dk, dv, pt, dpt, k, v, ks, descriptors, buffers, dss, ready, sums, zeros, zeros_dq, batch, head,
-        batch_head, keys, queries, n_keys, first_query, tiles, tiles - 1, stage, phase, scale_log2,
-        True, False, CAUSAL, BLOCK_M, STAGES, operand,
+    dk, dv, pt, dpt, dq_accum, stage, phase = _add_tile(
+        (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tiles - 1,
+        scale_log2, True, False, CAUSAL, constants,
     )  # fmt: skip
 
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])

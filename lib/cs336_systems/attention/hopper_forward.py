@@ -1,8 +1,16 @@
-"""The forward for Hopper, its asynchronous units driven by hand (Gluon), as FlashAttention-3 does in CUDA.
+"""The forward for Hopper in Gluon, with its asynchronous units used as FlashAttention-3 does in CUDA.
 
-The algorithm and the notation are those of kernels_forward. While P V of one tile of keys is running, S of
-the next has been computed and its softmax is under way. Q stays in registers, the copy engine fills a ring of
-STAGES buffers with K and V.
+The algorithm and the notation are those of triton_forward. While P V of one tile of keys is running, S of the
+next has been computed and its softmax is being computed. Q stays in registers, TMA fills a ring of STAGES
+buffers with K and V.
+
+    q, o [BLOCK_M, BLOCK_D]    s, p [BLOCK_M, BLOCK_N]    m, total, lse [BLOCK_M]
+    ks, vs [STAGES, BLOCK_N, BLOCK_D]: shared
+
+What functions pass on together is a tuple:
+
+    loads      (k_src, v_src, ks, vs, ready, batch, head); ready holds the mbarrier of every stage
+    constants  (BLOCK_N, STAGES, layout of a left operand in registers)
 """
 
 from triton.experimental import gluon
@@ -15,16 +23,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper_backward import _accumulator, _store, barrier_of_block
+from cs336_systems.attention.hopper_backward import _accumulator_layout, _store, block_barrier
 
 LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _start_loading_keys(
-    k_src, v_src, ks, vs, ready, batch, head, tile, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, pred
-):
-    """Start the copies of one tile of K and V; the stage's barrier tells when both are there."""
+def _start_loading_keys(loads, tile, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, pred):
+    """Start loading one tile of K and V by TMA; the stage's barrier tells when both are there."""
+    k_src, v_src, ks, vs, ready, batch, head = loads
     stage = tile % STAGES
     barrier = ready.index(stage)
     row = tile * BLOCK_N
@@ -49,12 +56,17 @@ def _softmax(s, m, total, queries, keys, n_keys, scale_log2, MASKED: gl.constexp
 
 @gluon.jit
 def _attend(
-    o, p, m, total, q, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys, tiles, tile,
-    scale_log2,
-    MASKED: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    operand: gl.constexpr,
+    state, q, loads, zeros, index, tiles, tile, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
+    constants: gl.constexpr,
 ):  # fmt: skip
-    """Add P V of the tile before, and compute P of this one meanwhile."""
+    """Add P V of the tile before, and compute P of this one meanwhile.
+
+    state: (o, p, m, total), also what it returns. index: (queries, keys, n_keys).
+    """
+    o, p, m, total = state
+    _, _, ks, vs, ready, _, _ = loads
+    queries, keys, n_keys = index
+    BLOCK_N, STAGES, operand = constants
     rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     stage = tile % STAGES
     mbarrier.wait(ready.index(stage), (tile // STAGES) & 1)
@@ -66,9 +78,9 @@ def _attend(
         s, m, total, queries, tile * BLOCK_N + keys, n_keys, scale_log2, MASKED, CAUSAL
     )
     o = warpgroup_mma_wait(0, deps=[o])
-    barrier_of_block()  # all warps have read the tile before: its buffers are free
+    block_barrier()  # all warps have read the tile before: its buffers are free
     ahead = tile + STAGES - 1
-    _start_loading_keys(k_src, v_src, ks, vs, ready, batch, head, ahead, BLOCK_N, STAGES, ahead < tiles)
+    _start_loading_keys(loads, ahead, BLOCK_N, STAGES, ahead < tiles)
     return o * gl.convert_layout(correction, rows)[:, None], p, m, total
 
 
@@ -81,8 +93,8 @@ def hopper_forward_kernel(
 ):  # fmt: skip
     """O and L. Grid: (query tiles * batch * heads,)."""
     dtype: gl.constexpr = q_src.dtype
-    scores: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_M, BLOCK_N)
-    output: gl.constexpr = _accumulator(gl.num_warps(), BLOCK_M, BLOCK_D)
+    scores: gl.constexpr = _accumulator_layout(gl.num_warps(), BLOCK_M, BLOCK_N)
+    output: gl.constexpr = _accumulator_layout(gl.num_warps(), BLOCK_M, BLOCK_D)
     query_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
     key_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
 
@@ -104,7 +116,7 @@ def hopper_forward_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     fence_async_shared()
-    barrier_of_block()
+    block_barrier()
 
     unmasked = n_keys // BLOCK_N  # tiles that all our queries see in full; they come first
     last_key = n_keys
@@ -114,8 +126,9 @@ def hopper_forward_kernel(
     tiles = gl.cdiv(last_key, BLOCK_N)
     mbarrier.expect(q_ready, q_src.block_type.nbytes)
     tma.async_copy_global_to_shared(q_src, [batch, head, first_query, 0], q_ready, q)
+    loads = (k_src, v_src, ks, vs, ready, batch, head)
     for stage in gl.static_range(STAGES):  # the first tile is peeled off the loop, so all stages start full
-        _start_loading_keys(k_src, v_src, ks, vs, ready, batch, head, stage, BLOCK_N, STAGES, stage < tiles)
+        _start_loading_keys(loads, stage, BLOCK_N, STAGES, stage < tiles)
 
     queries = first_query + gl.arange(0, BLOCK_M, gl.SliceLayout(1, scores))
     keys = gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
@@ -124,6 +137,7 @@ def hopper_forward_kernel(
     o = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, output)
     zeros = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
     operand: gl.constexpr = gl.DotOperandLayout(0, output, 2)
+    constants: gl.constexpr = (BLOCK_N, STAGES, operand)
 
     mbarrier.wait(q_ready, 0)
     q = q.load(gl.DotOperandLayout(0, scores, 2))
@@ -134,17 +148,16 @@ def hopper_forward_kernel(
         p, m, total, _ = _softmax(s, m, total, queries, keys, n_keys, scale_log2, False, CAUSAL)
     else:
         p, m, total, _ = _softmax(s, m, total, queries, keys, n_keys, scale_log2, True, CAUSAL)
+    index = (queries, keys, n_keys)
     for tile in range(1, unmasked):
         o, p, m, total = _attend(
-            o, p, m, total, q, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys, tiles,
-            tile, scale_log2, False, CAUSAL, BLOCK_N, STAGES, operand,
-        )  # fmt: skip
+            (o, p, m, total), q, loads, zeros, index, tiles, tile, scale_log2, False, CAUSAL, constants
+        )
     if CAUSAL or not EVEN_KEYS:
         for tile in range(gl.maximum(unmasked, 1), tiles):
             o, p, m, total = _attend(
-                o, p, m, total, q, k_src, v_src, ks, vs, ready, zeros, batch, head, queries, keys, n_keys,
-                tiles, tile, scale_log2, True, CAUSAL, BLOCK_N, STAGES, operand,
-            )  # fmt: skip
+                (o, p, m, total), q, loads, zeros, index, tiles, tile, scale_log2, True, CAUSAL, constants
+            )
     p = gl.convert_layout(p.to(dtype), operand)
     o = warpgroup_mma(p, vs.index((tiles - 1) % STAGES), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])

@@ -1,172 +1,343 @@
-"""Launching with little work on the host: what depends on shapes alone is settled once and kept.
+"""From tensors to launched kernels: what depends on their layouts alone is settled once and kept.
 
 A short sequence keeps the GPU busy for a few microseconds; choosing tiles, checking strides and finding the
-compiled kernel again at every call would take longer than the kernel itself.
+compiled kernel again at every call would take longer than the kernel itself. So `forward_launcher` and
+`backward_launcher` are cached by layouts, and what they return does only what has to be done for each call.
 """
 
-import contextlib
-import dataclasses
 import math
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention.config import Tile
+from cs336_systems.attention.config import PRE_POST_TILE, KernelConfig, Tile, select_config
+from cs336_systems.attention.triton_backward import dkdv_kernel, dq_kernel
+from cs336_systems.attention.triton_forward import forward_kernel
+from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
 
-INTERPRETED = triton.knobs.runtime.interpret
-# Triton's own functions choose between compiler and interpreter when Triton is first imported.
-TOO_LATE = INTERPRETED and isinstance(tl.max, JITFunction)
-ALIGNMENT = 16  # bytes; what the copy engine asks of addresses and of every stride but the last
+LOG2E = math.log2(math.e)
 Shape = tuple[int, ...]
 Layout = tuple[Shape, Shape]  # shape, strides
 
-_descriptor_defaults = {
-    field.name: field.default
-    for field in dataclasses.fields(TensorDescriptor)
-    if field.default is not dataclasses.MISSING
-}
-
-
-def check_device(names: str, x: Tensor) -> None:
-    """Raises ValueError where no kernel runs, naming the tensors."""
-    if not (x.is_cuda or INTERPRETED):
-        raise ValueError(
-            f"{names} are on {x.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
-            "(TRITON_INTERPRET=1)"
-        )
-
-
-class Launch:
-    """A kernel with its grid, its numbers and its options: call it with the tensors that are left to say."""
-
-    def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        numbers: tuple[int | float, ...],
-        constants: dict[str, Any],
-        tile: Tile,
-    ) -> None:
-        """The kernel's arguments in order: tensors, then `numbers`, then `constants`, its constexprs."""
-        if TOO_LATE:
-            raise RuntimeError(
-                "triton was imported before cs336_systems, which chooses Triton's interpreter where there is "
-                "no GPU; import cs336_systems first, or set TRITON_INTERPRET=1"
-            )
-        self.kernel, self.numbers, self.constants = kernel, numbers, constants
-        self.by_position = *numbers, *constants.values()
-        self.grid = (programs, 1, 1)
-        self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        if tile.maxnreg:
-            self.options["maxnreg"] = tile.maxnreg
-        self.run_compiled = None
-
-    def __call__(self, *tensors: Tensor | TensorDescriptor) -> None:
-        if self.run_compiled is not None:
-            self.run_compiled(*tensors, *self.by_position)
-            return
-        compiled = self.kernel[self.grid](*tensors, *self.numbers, **self.constants, **self.options)
-        if compiled is not None:  # the interpreter compiles nothing
-            self.run_compiled = compiled[self.grid]
-
 
 def layout(x: Tensor) -> Layout:
-    """All that a plan needs to know of a tensor but its address."""
+    """All that a launcher needs to know of a tensor but its address."""
     return x.shape, x.stride()
 
 
-def aligned(x: Tensor) -> Tensor:
-    """x itself if the copy engine can read from its address, otherwise a copy."""
-    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+def as_bhnd(layout: Layout) -> Layout:
+    """That of an (..., n, d) tensor of two to four dimensions as (batch, heads, n, d)."""
+    shape, strides = layout
+    missing = 4 - len(shape)
+    return (1,) * missing + tuple(shape), (0,) * missing + tuple(strides)
 
 
-def readable(layout: Layout, itemsize: int, descriptors: bool) -> bool:
-    """Whether the kernels can read such a tensor where it is.
+def tma_compatible(layout: Layout, itemsize: int) -> bool:
+    """Whether TMA can load from such a tensor: a last stride of 1, the others in multiples of 16 bytes."""
+    shape, strides = layout
+    outer = [stride * itemsize for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
+    return (strides[-1] == 1 or shape[-1] == 1) and all(x and x % ALIGNMENT == 0 for x in outer)
 
-    Descriptors need a last stride of 1 and the others in multiples of 16 bytes, pointers a contiguous tensor.
+
+def loadable(layout: Layout, itemsize: int, use_tma: bool) -> Layout:
+    """The layout itself if the kernels can load from such a tensor, else that of a copy which they can.
+
+    By TMA that is contiguous but for the rows, which begin at multiples of 16 bytes; by pointers, contiguous.
     """
     shape, strides = layout
-    if not descriptors:
-        steps = zip(shape, strides, _contiguous(shape), strict=True)
-        return all(size == 1 or stride == expected for size, stride, expected in steps)
-    outer = [stride * itemsize for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
-    unit_last = strides[-1] == 1 or shape[-1] == 1
-    return unit_last and all(stride and stride % ALIGNMENT == 0 for stride in outer)
-
-
-def readable_copy(x: Tensor, descriptors: bool) -> Tensor:
-    """A copy that the kernels can read, of layout `layout_of_copy`."""
-    shape, strides = layout_of_copy(x.shape, x.element_size(), descriptors)
-    return x.new_empty_strided(shape, strides).copy_(x)
-
-
-def layout_of_copy(shape: Shape, itemsize: int, descriptors: bool) -> Layout:
-    """Contiguous; for descriptors, but for the rows, which begin at multiples of 16 bytes."""
-    unit = ALIGNMENT // itemsize if descriptors else 1
-    return shape, _contiguous((*shape[:-1], triton.cdiv(shape[-1], unit) * unit))
+    if use_tma:
+        if tma_compatible(layout, itemsize):
+            return layout
+        unit = ALIGNMENT // itemsize
+        return shape, _contiguous((*shape[:-1], triton.cdiv(shape[-1], unit) * unit))
+    contiguous = _contiguous(shape)
+    steps = zip(shape, strides, contiguous, strict=True)
+    return layout if all(size == 1 or x == wanted for size, x, wanted in steps) else (shape, contiguous)
 
 
 def _contiguous(shape: Shape) -> Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def four_dims(shape: Shape, strides: Shape) -> tuple[Shape, Shape]:
-    """Shape and strides of an (..., n, d) tensor of two to four dimensions as (batch, heads, n, d)."""
-    missing = 4 - len(shape)
-    return (1,) * missing + tuple(shape), (0,) * missing + tuple(strides)
+class DescriptorMaker:
+    """Called with a tensor of this layout, makes its descriptor: TMA loads it in tiles of block_shape.
 
-
-def describer(
-    shape: Shape, strides: Shape, block_shape: Shape, gluon_layout: Any = None
-) -> Callable[[Tensor], Any]:
-    """A function that describes any tensor of this shape and these strides as tiles of block_shape.
-
-    It fills in the address only: TensorDescriptor's own constructor checks everything again at every launch.
-    Gluon's descriptors say how a tile lies in shared memory, too.
+    gluon_layout: how Gluon's kernels want a tile in shared memory.
     """
-    outer = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides, strict=False)]
-    fields = {"shape": list(shape), "strides": [*outer, 1], "block_shape": list(block_shape)}
-    fields = _descriptor_defaults | fields
-    if gluon_layout is None:
-        kind = TensorDescriptor
-    else:
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as kind
 
-        fields["layout"] = gluon_layout
+    def __init__(
+        self, layout: Layout, block_shape: Shape, dtype: torch.dtype, gluon_layout: Any = None
+    ) -> None:
+        shape, strides = layout
+        outer = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides, strict=False)]
+        self.kind, options = TensorDescriptor, {}
+        if gluon_layout is not None:
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    def describe(x: Tensor) -> Any:
-        descriptor = kind.__new__(kind)
-        descriptor.__dict__.update(fields, base=x)
+            self.kind, options = GluonDescriptor, {"layout": gluon_layout}
+        no_tensor = torch.empty(0, dtype=dtype, device="meta")
+        checked = self.kind(no_tensor, list(shape), [*outer, 1], list(block_shape), **options)
+        self.fields = vars(checked)
+
+    def __call__(self, x: Tensor) -> Any:
+        # The constructor, which checks everything again, takes 5 us: with six tensors longer than the launch
+        # itself. This takes 0.5 us.
+        descriptor = self.kind.__new__(self.kind)
+        descriptor.__dict__.update(self.fields, base=x)
         return descriptor
 
-    return describe
+
+class KernelLaunch:
+    """A kernel with its grid and every argument but the tensors: call it with those."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        programs: int,
+        arguments: dict[str, int | float | bool | str],
+        tile: Tile,
+        descriptors: Sequence[DescriptorMaker] = (),
+    ) -> None:
+        """
+        Args:
+            arguments: by name; of more than the kernel takes, those that it takes.
+            descriptors: of the first tensors, which the kernel loads by TMA.
+        """
+        self.kernel, self.descriptors = kernel, descriptors
+        self.grid = (programs, 1, 1)
+        names = kernel.arg_names
+        tensors = sum(name.endswith(("_src", "_ptr")) for name in names)  # they come first
+        self.arguments = tuple(arguments[name] for name in names[tensors:])
+        self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        if tile.max_registers:
+            self.options["maxnreg"] = tile.max_registers
+        self.run_compiled = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        if self.descriptors:
+            described = [make(x) for make, x in zip(self.descriptors, tensors, strict=False)]
+            tensors = *described, *tensors[len(described) :]
+        if self.run_compiled is not None:
+            self.run_compiled(*tensors, *self.arguments)
+            return
+        compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
+        if compiled is not None:  # the interpreter compiles nothing
+            self.run_compiled = compiled[self.grid]
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.devices: set[torch.device] = set()  # whose contexts are this thread's, too
+class Problem:
+    """The sizes of one attention, and what its kernels are told of them."""
+
+    def __init__(self, q: Layout, k: Layout, config: KernelConfig, is_causal: bool) -> None:
+        (self.batch, self.heads, self.n_queries, self.d), _ = as_bhnd(q)
+        (_, _, self.n_keys, _), _ = as_bhnd(k)
+        self.config, self.is_causal = config, is_causal
+
+    def programs(self, kernel: str, tile: Tile) -> int:
+        """One for each tile of what a program owns: keys in "dkdv" and "hopper_backward", else queries."""
+        rows, block = (
+            (self.n_keys, tile.block_n)
+            if kernel in ("dkdv", "hopper_backward")
+            else (self.n_queries, tile.block_m)
+        )
+        return triton.cdiv(rows, block) * self.batch * self.heads
+
+    def tile(self, kernel: str) -> Tile:
+        """The largest of the kernel's tiles that gives every SM a program; the smallest where none does."""
+        tiles = self.config.tiles[kernel]
+        enough = (tile for tile in tiles if self.programs(kernel, tile) >= self.config.sm_count)
+        return next(enough, tiles[-1])
+
+    def arguments(self, tile: Tile, **layouts: Layout) -> dict[str, Any]:
+        """All that any of the kernels takes and is no tensor; of the tensors in `layouts`, the strides."""
+        scale, config = 1 / math.sqrt(self.d), self.config
+        strides = {
+            f"stride_{name}{dim}": stride
+            for name, layout in layouts.items()
+            for dim, stride in zip("bhnd", as_bhnd(layout)[1], strict=True)
+        }
+        return strides | {
+            "n_heads": self.heads,
+            "n_queries": self.n_queries,
+            "n_keys": self.n_keys,
+            "scale": scale,
+            "scale_log2": scale * LOG2E,
+            "CAUSAL": self.is_causal,
+            "EVEN_KEYS": self.n_keys % tile.block_n == 0,
+            "D": self.d,
+            "BLOCK_D": config.block_d,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "USE_TMA": config.use_tma,
+            "PRECISION": config.dot_precision,
+            "CHUNK": tile.chunk,
+            "STAGES": tile.num_stages,
+        }
+
+    def descriptors(self, inputs: Sequence[Layout], tile: Tile, gluon: bool = False) -> list[DescriptorMaker]:
+        """Of q, k, v and perhaps do, in that order; none where threads load the tiles."""
+        if not self.config.use_tma:
+            return []
+        rows = tile.block_m, tile.block_n, tile.block_n, tile.block_m
+        shapes = [(1, 1, n, self.config.block_d) for n in rows[: len(inputs)]]
+        return [
+            DescriptorMaker(
+                as_bhnd(x), shape, self.config.dtype, tile_layout(shape, self.config.dtype) if gluon else None
+            )
+            for x, shape in zip(inputs, shapes, strict=True)
+        ]
 
 
-_thread = _Thread()
-_NOTHING = contextlib.nullcontext()
+def tile_layout(block_shape: Shape, dtype: torch.dtype) -> Any:
+    """How a tile lies in shared memory, for the matmuls of Gluon's kernels to read."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for(block_shape, getattr(gl, str(dtype).removeprefix("torch.")))
 
 
-def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Make the device current, which takes time only where it is not.
+def row_layout() -> Any:
+    """How a row of float32 numbers, of L or delta, lies in shared memory."""
+    from triton.experimental.gluon import language as gl
 
-    The first time in a thread, make its context current too: descriptors need one, and autograd's own threads
-    start without. Any kernel of PyTorch's brings it.
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+class _Launcher:
+    """Kernels for tensors of given layouts, the first of which are inputs that they load tiles of."""
+
+    def __init__(self, inputs: Sequence[Layout], config: KernelConfig, is_causal: bool) -> None:
+        self.inputs = [loadable(x, config.dtype.itemsize, config.use_tma) for x in inputs]
+        pairs = zip(inputs, self.inputs, strict=True)
+        self.copies = [(i, new) for i, (given, new) in enumerate(pairs) if new is not given]
+        self.problem = Problem(self.inputs[0], self.inputs[1], config, is_causal)
+
+    def with_copies(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
+        """The tensors, those that the kernels cannot load from replaced by copies."""
+        if not self.copies:
+            return tensors
+        tensors = list(tensors)
+        for i, (shape, strides) in self.copies:
+            tensors[i] = tensors[i].new_empty_strided(shape, strides).copy_(tensors[i])
+        return tensors
+
+
+class Forward(_Launcher):
+    """Called with q, k, v, o and L."""
+
+    def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
+        *inputs, o = layouts
+        super().__init__(inputs, config, is_causal)
+        self.name, kernel = "forward", forward_kernel
+        if gluon := "hopper_forward" in config.tiles:
+            from cs336_systems.attention.hopper_forward import hopper_forward_kernel
+
+            self.name, kernel = "hopper_forward", hopper_forward_kernel
+        tile = self.problem.tile(self.name)
+        self.launch = KernelLaunch(
+            kernel,
+            self.problem.programs(self.name, tile),
+            self.problem.arguments(tile, o=o),
+            tile,
+            self.problem.descriptors(self.inputs, tile, gluon),
+        )
+
+    def __call__(self, *tensors: Tensor) -> None:
+        self.launch(*self.with_copies(tensors))
+
+
+class Backward(_Launcher):
+    """Two kernels. Called with q, k, v, do, o, L and what is written: dq, dk, dv."""
+
+    def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
+        *inputs, o, dq, dk, dv = layouts
+        super().__init__(inputs, config, is_causal)
+        self.dq = self._launch("dq", dq_kernel, o=o, dq=dq)
+        self.dkdv = self._launch("dkdv", dkdv_kernel, dk=dk, dv=dv)
+
+    def _launch(self, name: str, kernel: Any, **layouts: Layout) -> KernelLaunch:
+        tile = self.problem.tile(name)
+        return KernelLaunch(
+            kernel,
+            self.problem.programs(name, tile),
+            self.problem.arguments(tile, **layouts),
+            tile,
+            self.problem.descriptors(self.inputs, tile),
+        )
+
+    def __call__(self, *tensors: Tensor) -> None:
+        q, k, v, do, o, lse, dq, dk, dv = self.with_copies(tensors)
+        lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+        self.dq(q, k, v, do, o, lse, lse2, delta, dq)
+        self.dkdv(q, k, v, do, lse2, delta, dk, dv)
+
+
+class HopperBackward(_Launcher):
+    """Hopper's kernel, and one before and one after it. Called as `Backward`."""
+
+    def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
+        from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
+        from cs336_systems.attention.hopper_backward import hopper_backward_kernel
+
+        *inputs, o, dq, dk, dv = layouts
+        super().__init__(inputs, config, is_causal)
+        problem = self.problem
+        tile = problem.tile("hopper_backward")
+        arguments = problem.arguments(tile, do=self.inputs[3], o=o, dq=dq, dk=dk, dv=dv)
+        query_tiles = problem.programs("dq", tile)
+        self.preprocess = KernelLaunch(bwd_preprocess_kernel, query_tiles, arguments, PRE_POST_TILE)
+        self.postprocess = KernelLaunch(bwd_postprocess_kernel, query_tiles, arguments, PRE_POST_TILE)
+        # lse2, delta and each of dq_accum's dimensions: (batch * heads, queries up to whole tiles)
+        padded = problem.batch * problem.heads, triton.cdiv(problem.n_queries, tile.block_m) * tile.block_m
+        self.workspace = 2 + config.block_d, *padded
+        row = DescriptorMaker((padded, (padded[1], 1)), (1, tile.block_m), torch.float32, row_layout())
+        self.backward = KernelLaunch(
+            hopper_backward_kernel,
+            problem.programs("hopper_backward", tile),
+            arguments,
+            tile,
+            [*problem.descriptors(self.inputs, tile, gluon=True), row, row],
+        )
+
+    def __call__(self, *tensors: Tensor) -> None:
+        q, k, v, do, o, lse, dq, dk, dv = self.with_copies(tensors)
+        workspace = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
+        lse2, delta, dq_accum = workspace[0], workspace[1], workspace[2:]
+        self.preprocess(do, o, lse, lse2, delta, dq_accum)
+        self.backward(q, k, v, do, lse2, delta, dq_accum, dk, dv)
+        self.postprocess(dq_accum, dq)
+
+
+@lru_cache(maxsize=256)
+def config_for(
+    dtype: torch.dtype, d_head: int, device: torch.device, allow_tf32: bool = False
+) -> KernelConfig:
+    """`select_config` for the GPU that this device is, or for the interpreter."""
+    return select_config(dtype, d_head, capability(device), sm_count(device), allow_tf32)
+
+
+@lru_cache(maxsize=256)
+def forward_launcher(layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> Forward:
+    """For q, k, v, o of these layouts."""
+    return Forward(layouts, config, is_causal)
+
+
+@lru_cache(maxsize=256)
+def backward_launcher(
+    layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool, deterministic: bool
+) -> Backward | HopperBackward:
+    """For q, k, v, do, o, dq, dk, dv of these layouts.
+
+    Hopper's kernel adds dQ up in any order, and its programs are large: where they are fewer than the SMs,
+    the smaller programs of the two kernels keep more of them at work.
     """
-    if device.type != "cuda":
-        return _NOTHING
-    if device not in _thread.devices:
-        torch.zeros(1, device=device)
-        _thread.devices.add(device)
-    return _NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+    if "hopper_backward" in config.tiles and not deterministic:
+        problem = Problem(layouts[0], layouts[1], config, is_causal)
+        tile = problem.tile("hopper_backward")
+        if problem.programs("hopper_backward", tile) >= config.sm_count:
+            return HopperBackward(layouts, config, is_causal)
+    return Backward(layouts, config, is_causal)

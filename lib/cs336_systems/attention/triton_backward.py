@@ -4,19 +4,22 @@ P is recomputed tile by tile from Q, K and the saved L. With D = rowsum(dO * O),
 
     dV = P^T dO     dP = dO V^T     dS = P * (dP - delta)     dQ = scale * dS K     dK = scale * dS^T Q
 
+    q, do, dq [BLOCK_M, BLOCK_D]    k, v, dk, dv [BLOCK_N, BLOCK_D]    lse, delta [BLOCK_M]
+    s, p, dp, ds [BLOCK_M, BLOCK_N], and transposed st, pt, dpt, dst [BLOCK_N, BLOCK_M]
+
 `dq_kernel` owns queries and walks over keys; then `dkdv_kernel` owns keys and walks over queries. That is
-seven matrix products instead of the five of one fused kernel, but no two programs write to the same place: no
-atomic additions, and the same bits every time. (On an H200, five products with dQ added up in L2 take longer
-when written like this: rungs of notebook 27. kernels_hopper does better.)
+seven matmuls instead of the five of one fused kernel, but no two programs write to the same place: no atomic
+additions, and the same bits every time. (On an H200, five matmuls with dQ added up in L2 take longer when
+written like this: see the ablation in notebook 27. hopper_backward does better.)
 
 `dkdv_kernel` works on transposed tiles (S^T = K Q^T): P^T and dS^T are then already the left operands of dV
-and dK, and never leave the registers.
+and dK, and never leave the registers. Tuples that functions pass on are those of triton_forward.
 """
 
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_forward import load_tile, product_in_chunks
+from cs336_systems.attention.triton_forward import load_tile, matmul_in_chunks
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -30,32 +33,31 @@ def _tile(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d):
 
 @triton.jit
 def _dq_tiles(
-    dq, q, do, lse, delta, q_src, k_src, v_src, do_src, batch, head, n_heads, first_query, n_queries, queries,
-    first_key, last_key, n_keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
+    dq, saved, sources, head, rows, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    constants: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles in [first_key, last_key) to dQ. lse in powers of two."""
+    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse in powers of two, delta)."""
+    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
+    q, do, lse, delta = saved
+    q_src, k_src, v_src, do_src = sources
+    first_query, n_queries, queries = rows
+    first_key, last_key, n_keys = keys
     for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=CHUNK > 0):
-        k = load_tile(k_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        v = load_tile(v_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-        if CHUNK:  # see kernels_forward
-            s = product_in_chunks(
-                q_src, first_query, n_queries, k_src, start, n_keys, batch, head, n_heads,
-                D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
-            )  # fmt: skip
-            dp = product_in_chunks(
-                do_src, first_query, n_queries, v_src, start, n_keys, batch, head, n_heads,
-                D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
-            )  # fmt: skip
+        k = load_tile(k_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
+        v = load_tile(v_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
+        if CHUNK:  # see triton_forward
+            q_rows, k_rows = (q_src, first_query, n_queries), (k_src, start, n_keys)
+            do_rows, v_rows = (do_src, first_query, n_queries), (v_src, start, n_keys)
+            s = matmul_in_chunks(q_rows, k_rows, head, D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION)
+            dp = matmul_in_chunks(do_rows, v_rows, head, D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION)
         else:
             s = tl.dot(q, k.T, input_precision=PRECISION)
             dp = tl.dot(do, v.T, input_precision=PRECISION)
         if MASKED:
-            keys = start + tl.arange(0, BLOCK_N)
-            visible = keys[None, :] < n_keys
+            columns = start + tl.arange(0, BLOCK_N)
+            visible = columns[None, :] < n_keys
             if CAUSAL:
-                visible = visible & (queries[:, None] >= keys[None, :])
+                visible = visible & (queries[:, None] >= columns[None, :])
             s = tl.where(visible, s, -float("inf"))
         p = tl.exp2(s * scale_log2 - lse[:, None])
         ds = (p * (dp - delta[:, None])).to(k.dtype)
@@ -69,7 +71,7 @@ def dq_kernel(
     stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dQ, and for dkdv_kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
@@ -80,21 +82,22 @@ def dq_kernel(
     batch_head = tl.program_id(0) // tiles
     batch = batch_head // n_heads
     head = batch_head % n_heads
+    head_index = (batch, head, n_heads)
 
     first_query = tile * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     in_range = queries < n_queries
     inside = in_range[:, None] & (dims[None, :] < D)
-    q = load_tile(q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
-    do = load_tile(do_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    q = load_tile(q_src, head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
+    do = load_tile(do_src, head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
     o_tile = _tile(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od)
     o = tl.load(o_tile, mask=inside, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    rows = batch_head.to(tl.int64) * n_queries + queries
-    lse = tl.load(lse_ptr + rows, mask=in_range, other=0.0) * LOG2E
-    tl.store(lse2_ptr + rows, lse, mask=in_range)
-    tl.store(delta_ptr + rows, delta, mask=in_range)
+    lse_rows = batch_head.to(tl.int64) * n_queries + queries
+    lse = tl.load(lse_ptr + lse_rows, mask=in_range, other=0.0) * LOG2E
+    tl.store(lse2_ptr + lse_rows, lse, mask=in_range)
+    tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     unmasked = n_keys // BLOCK_N * BLOCK_N
@@ -102,16 +105,16 @@ def dq_kernel(
     if CAUSAL:
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
+    saved, sources = (q, do, lse, delta), (q_src, k_src, v_src, do_src)
+    rows = (first_query, n_queries, queries)
+    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     dq = _dq_tiles(
-        dq, q, do, lse, delta, q_src, k_src, v_src, do_src, batch, head, n_heads, first_query, n_queries,
-        queries, 0, unmasked, n_keys, scale_log2, False, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N,
-        DESCRIPTORS, PRECISION, CHUNK,
-    )  # fmt: skip
+        dq, saved, sources, head_index, rows, (0, unmasked, n_keys), scale_log2, False, CAUSAL, constants
+    )
     if CAUSAL or not EVEN_KEYS:
         dq = _dq_tiles(
-            dq, q, do, lse, delta, q_src, k_src, v_src, do_src, batch, head, n_heads, first_query, n_queries,
-            queries, unmasked, last_key, n_keys, scale_log2, True, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N,
-            DESCRIPTORS, PRECISION, CHUNK,
+            dq, saved, sources, head_index, rows, (unmasked, last_key, n_keys), scale_log2, True, CAUSAL,
+            constants,
         )  # fmt: skip
     dq_tile = _tile(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
     tl.store(dq_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
@@ -119,36 +122,35 @@ def dq_kernel(
 
 @triton.jit
 def _dkdv_tiles(
-    dk, dv, k, v, q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads, first_key, n_keys,
-    keys, first_query, last_query, n_queries, scale_log2, DIAGONAL: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Adds the query tiles in [first_query, last_query) to dK and dV.
+    grads, tiles, sources, head, keys, rows, scale_log2, DIAGONAL: tl.constexpr, constants: tl.constexpr
+):
+    """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). tiles: (k, v).
 
     Queries and keys outside the tensors are harmless: such a query adds zeros, because its q and dO read as
     zero, and such a key only spoils a row that is never stored.
     """
+    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
+    dk, dv = grads
+    k, v = tiles
+    q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr = sources
+    first_key, n_keys, columns = keys
+    first_query, last_query, n_queries = rows
     for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=CHUNK > 0):
         queries = start + tl.arange(0, BLOCK_M)
-        q = load_tile(q_src, batch, head, n_heads, start, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
-        do = load_tile(do_src, batch, head, n_heads, start, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+        q = load_tile(q_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
+        do = load_tile(do_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
         if CHUNK:
-            st = product_in_chunks(
-                k_src, first_key, n_keys, q_src, start, n_queries, batch, head, n_heads,
-                D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
-            )  # fmt: skip
-            dpt = product_in_chunks(
-                v_src, first_key, n_keys, do_src, start, n_queries, batch, head, n_heads,
-                D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION,
-            )  # fmt: skip
+            k_rows, q_rows = (k_src, first_key, n_keys), (q_src, start, n_queries)
+            v_rows, do_rows = (v_src, first_key, n_keys), (do_src, start, n_queries)
+            st = matmul_in_chunks(k_rows, q_rows, head, D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION)
+            dpt = matmul_in_chunks(v_rows, do_rows, head, D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION)
         else:
             st = tl.dot(k, q.T, input_precision=PRECISION)
             dpt = tl.dot(v, do.T, input_precision=PRECISION)
         lse = tl.load(lse2_ptr + queries, mask=queries < n_queries, other=0.0)
         delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
         if DIAGONAL:
-            st = tl.where(queries[None, :] >= keys[:, None], st, -float("inf"))
+            st = tl.where(queries[None, :] >= columns[:, None], st, -float("inf"))
         pt = tl.exp2(st * scale_log2 - lse[None, :])
         dst = (pt * (dpt - delta[None, :])).to(q.dtype)
         dk = tl.dot(dst, q, dk, input_precision=PRECISION)
@@ -162,7 +164,7 @@ def dkdv_kernel(
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dK and dV. Grid: (key tiles * batch * heads,)."""
@@ -171,29 +173,26 @@ def dkdv_kernel(
     batch_head = tl.program_id(0) // tiles
     batch = batch_head // n_heads
     head = batch_head % n_heads
+    head_index = (batch, head, n_heads)
     lse2_ptr += batch_head.to(tl.int64) * n_queries
     delta_ptr += batch_head.to(tl.int64) * n_queries
 
     keys = first_key + tl.arange(0, BLOCK_N)
-    k = load_tile(k_src, batch, head, n_heads, first_key, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
-    v = load_tile(v_src, batch, head, n_heads, first_key, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+    k = load_tile(k_src, head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
+    v = load_tile(v_src, head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
+    sources = (q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr)
+    ours = (first_key, n_keys, keys)
+    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     unmasked = 0
     if CAUSAL:  # the tiles that the diagonal crosses, then those under it
         unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
-        dk, dv = _dkdv_tiles(
-            dk, dv, k, v, q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads,
-            first_key, n_keys, keys,
-            first_key // BLOCK_M * BLOCK_M, tl.minimum(unmasked, n_queries), n_queries, scale_log2,
-            True, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS, PRECISION, CHUNK,
-        )  # fmt: skip
-    dk, dv = _dkdv_tiles(
-        dk, dv, k, v, q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, batch, head, n_heads,
-        first_key, n_keys, keys, unmasked, n_queries, n_queries, scale_log2,
-        False, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS, PRECISION, CHUNK,
-    )  # fmt: skip
+        rows = (first_key // BLOCK_M * BLOCK_M, tl.minimum(unmasked, n_queries), n_queries)
+        dk, dv = _dkdv_tiles((dk, dv), (k, v), sources, head_index, ours, rows, scale_log2, True, constants)
+    rows = (unmasked, n_queries, n_queries)
+    dk, dv = _dkdv_tiles((dk, dv), (k, v), sources, head_index, ours, rows, scale_log2, False, constants)
 
     dims = tl.arange(0, BLOCK_D)
     inside = (keys[:, None] < n_keys) & (dims[None, :] < D)

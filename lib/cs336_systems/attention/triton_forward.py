@@ -4,17 +4,25 @@ Notation, as in the paper: Q K^T = S (scores), softmax(S) = P, P V = O, L = logs
 program owns BLOCK_M queries of one head and walks over the keys in tiles of BLOCK_N, keeping for each query a
 running maximum m, a running total of exp(s - m) and an unnormalised output.
 
+    q [BLOCK_M, BLOCK_D]    k, v [BLOCK_N, BLOCK_D]    s, p [BLOCK_M, BLOCK_N]
+    acc [BLOCK_M, BLOCK_D]  m, total, lse [BLOCK_M]    BLOCK_D: D, rounded up to a power of two
+
 Everything is computed in powers of two: the scale 1/sqrt(d) and log2(e) fold into one constant, so that
 exp(scale * s - max) is a single multiply-add and one exp2, the instruction the hardware has.
 
-Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has a copy engine (Hopper and newer),
-which then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
-either way. (On Hopper, kernels_hopper_forward does the same for 16-bit tensors, faster.)
+Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has TMA (Hopper and newer), which
+then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
+either way. (On Hopper, hopper_forward does the same for 16-bit tensors, faster.)
 
-CHUNK is for exact float32, where Triton splits each operand of a product in registers, into two or three
-parts. Scores are products over the whole head size, and their operands would take more registers than there
-are: with CHUNK those are loaded and multiplied so many dimensions at a time. (Once more, that is, in every
-round of the loop. From L1 or L2, it costs less than registers that have run out.)
+CHUNK is for float32 without TF32 ("ieee"), where Triton splits each operand of a matmul in registers, into
+two or three parts. Scores sum over the whole head size, and their operands would take more registers than
+there are: with CHUNK those are loaded and multiplied so many dimensions at a time. (Once more, that is, in
+every round of the loop. From L1 or L2, it costs less than registers that have run out.)
+
+What functions pass on together is a tuple:
+
+    head       (batch, head, n_heads)
+    constants  (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
 """
 
 import triton
@@ -25,22 +33,22 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def load_tile(
-    source, batch, head, n_heads, first_row, n_rows,
-    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
+    source, head, first_row, n_rows,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """Rows [first_row, first_row + BLOCK) of one head as (BLOCK, BLOCK_D), zero outside its (n_rows, D)."""
-    if DESCRIPTORS:
-        tile = source.load([batch, head, first_row, 0]).reshape([BLOCK, BLOCK_D])
+    """Rows [first_row, first_row + BLOCK) of one head as [BLOCK, BLOCK_D], zero outside its (n_rows, D)."""
+    if USE_TMA:
+        tile = source.load([head[0], head[1], first_row, 0]).reshape([BLOCK, BLOCK_D])
     else:
-        tile = _load(source, batch, head, n_heads, first_row, n_rows, 0, D, BLOCK, BLOCK_D)
+        tile = _load(source, head, first_row, n_rows, 0, D, BLOCK, BLOCK_D)
     return tile
 
 
 @triton.jit
 def _load(
-    source, batch, head, n_heads, first_row, n_rows, first_dim,
-    D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    source, head, first_row, n_rows, first_dim, D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    batch, head, n_heads = head
     rows = first_row + tl.arange(0, BLOCK)
     dims = first_dim + tl.arange(0, WIDTH)
     head_start = source + (batch * n_heads + head).to(tl.int64) * n_rows * D
@@ -49,49 +57,59 @@ def _load(
 
 
 @triton.jit
-def product_in_chunks(
-    a_src, first_a, n_a, b_src, first_b, n_b, batch, head, n_heads,
-    D: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+def matmul_in_chunks(
+    a, b, head, D: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
     CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A B^T, of the tiles of rows that begin at first_a and first_b."""
+    """A B^T [BLOCK_A, BLOCK_B], of two tiles of rows, each (source, its first row, n_rows)."""
+    a_src, first_a, n_a = a
+    b_src, first_b, n_b = b
     product = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
     for first_dim in tl.static_range(0, BLOCK_D, CHUNK):
-        a = _load(a_src, batch, head, n_heads, first_a, n_a, first_dim, D, BLOCK_A, CHUNK)
-        b = _load(b_src, batch, head, n_heads, first_b, n_b, first_dim, D, BLOCK_B, CHUNK)
-        product = tl.dot(a, b.T, product, input_precision=PRECISION)
+        a_part = _load(a_src, head, first_a, n_a, first_dim, D, BLOCK_A, CHUNK)
+        b_part = _load(b_src, head, first_b, n_b, first_dim, D, BLOCK_B, CHUNK)
+        product = tl.dot(a_part, b_part.T, product, input_precision=PRECISION)
     return product
 
 
 @triton.jit
 def _attend(
-    acc, total, m, q, q_src, k_src, v_src, batch, head, n_heads, first_query, n_queries, queries,
-    first_key, last_key, n_keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr,
-    PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the key tiles in [first_key, last_key)."""
+    state,
+    q,
+    sources,
+    head,
+    rows,
+    keys,
+    scale_log2,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    constants: tl.constexpr,
+):
+    """Online softmax over the key tiles in [first_key, last_key). state: (acc, total, m)."""
+    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
+    acc, total, m = state
+    q_src, k_src, v_src = sources
+    first_query, n_queries, queries = rows
+    first_key, last_key, n_keys = keys
     for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=CHUNK > 0):
-        k = load_tile(k_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        k = load_tile(k_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
         if CHUNK:
-            s = product_in_chunks(
-                q_src, first_query, n_queries, k_src, start, n_keys, batch, head, n_heads,
-                D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION,
-            )  # fmt: skip
+            q_rows, k_rows = (q_src, first_query, n_queries), (k_src, start, n_keys)
+            s = matmul_in_chunks(q_rows, k_rows, head, D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION)
         else:
             s = tl.dot(q, k.T, input_precision=PRECISION)
         if MASKED:
-            keys = start + tl.arange(0, BLOCK_N)
-            visible = keys[None, :] < n_keys
+            columns = start + tl.arange(0, BLOCK_N)
+            visible = columns[None, :] < n_keys
             if CAUSAL:
-                visible = visible & (queries[:, None] >= keys[None, :])
+                visible = visible & (queries[:, None] >= columns[None, :])
             s = tl.where(visible, s, -float("inf"))
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         p = tl.exp2(s * scale_log2 - m_new[:, None])
         correction = tl.exp2(m - m_new)
         total = total * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
-        v = load_tile(v_src, batch, head, n_heads, start, n_keys, D, BLOCK_N, BLOCK_D, DESCRIPTORS)
+        v = load_tile(v_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         m = m_new
     return acc, total, m
@@ -102,7 +120,7 @@ def forward_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
     n_heads, n_queries, n_keys, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, n_queries, d), L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
@@ -113,10 +131,11 @@ def forward_kernel(
     batch_head = tl.program_id(0) // tiles
     batch = batch_head // n_heads
     head = batch_head % n_heads
+    head_index = (batch, head, n_heads)
 
     first_query = tile * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
-    q = load_tile(q_src, batch, head, n_heads, first_query, n_queries, D, BLOCK_M, BLOCK_D, DESCRIPTORS)
+    q = load_tile(q_src, head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -127,16 +146,17 @@ def forward_kernel(
     if CAUSAL:
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
+    sources = (q_src, k_src, v_src)
+    rows = (first_query, n_queries, queries)
+    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     acc, total, m = _attend(
-        acc, total, m, q, q_src, k_src, v_src, batch, head, n_heads, first_query, n_queries, queries,
-        0, unmasked, n_keys, scale_log2, False, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS,
-        PRECISION, CHUNK,
+        (acc, total, m), q, sources, head_index, rows, (0, unmasked, n_keys), scale_log2, False, CAUSAL,
+        constants,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         acc, total, m = _attend(
-            acc, total, m, q, q_src, k_src, v_src, batch, head, n_heads, first_query, n_queries, queries,
-            unmasked, last_key, n_keys, scale_log2, True, CAUSAL, D, BLOCK_D, BLOCK_M, BLOCK_N, DESCRIPTORS,
-            PRECISION, CHUNK,
+            (acc, total, m), q, sources, head_index, rows, (unmasked, last_key, n_keys), scale_log2, True,
+            CAUSAL, constants,
         )  # fmt: skip
 
     in_range = queries < n_queries

@@ -1,1 +1,1 @@
-"""."""
+"""Triton kernels other than attention's, and what all kernels need from the machine (runtime)."""

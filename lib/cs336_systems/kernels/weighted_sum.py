@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.inputs import DTYPES
-from cs336_systems.attention.launcher import INTERPRETED, check_device, on
+from cs336_systems.kernels.runtime import INTERPRETED, check_device, device_context
 
 TILE = 4096  # elements of a tile: 128 bytes a thread are on their way at once
 WIDEST = 1024  # columns of a tile
@@ -96,7 +96,7 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
     n_rows, d = x.shape
     rows, columns = tile_sizes(n_rows, d)
     y = x.new_empty(n_rows)
-    with on(x.device):
+    with device_context(x.device):
         forward_kernel[(triton.cdiv(n_rows, rows),)](
             x, weight, y, *x.stride(), *weight.stride(), n_rows, d, ROWS=rows, COLUMNS=columns
         )
@@ -104,12 +104,12 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def forward_from_descriptor(x: Tensor, weight: Tensor) -> Tensor:
-    """As `forward`, for an x that the copy engine takes: contiguous, with rows of a multiple of 16 bytes."""
+    """As `forward`, for an x that TMA can load: contiguous, with rows of a multiple of 16 bytes."""
     n_rows, d = x.shape
     rows, columns = tile_sizes(n_rows, d)
     y = x.new_empty(n_rows)
     descriptor = TensorDescriptor.from_tensor(x, [rows, columns])
-    with on(x.device):
+    with device_context(x.device):
         forward_descriptor_kernel[(triton.cdiv(n_rows, rows),)](
             descriptor, weight.contiguous(), y, n_rows, d, ROWS=rows, COLUMNS=columns
         )
@@ -127,7 +127,7 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     partials = triton.cdiv(n_rows, rows_each)
     dx = torch.empty((n_rows, d), dtype=x.dtype, device=x.device)
     partial = torch.empty((partials, d), dtype=torch.float32, device=x.device)
-    with on(x.device):
+    with device_context(x.device):
         backward_kernel[(partials, triton.cdiv(d, columns))](
             x, weight, dy, dx, partial,
             *x.stride(), *weight.stride(), *dy.stride(), n_rows, d, rows_each, ROWS=rows, COLUMNS=columns,
@@ -146,7 +146,7 @@ def partial_sums(n_rows: int, d: int) -> int:
 
 
 class WeightedSum(torch.autograd.Function):
-    """(x * weight).sum(-1) without the product in memory: `apply(x, weight)`."""
+    """(x * weight).sum(-1) without x * weight in memory: `apply(x, weight)`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:

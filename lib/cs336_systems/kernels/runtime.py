@@ -1,0 +1,73 @@
+"""What every Triton kernel here needs from the machine: compiler or interpreter, device, alignment."""
+
+import contextlib
+import threading
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import JITFunction
+
+INTERPRETED = triton.knobs.runtime.interpret
+# Triton's own functions choose between compiler and interpreter when Triton is first imported.
+TOO_LATE = INTERPRETED and isinstance(tl.max, JITFunction)
+ALIGNMENT = 16  # bytes; what TMA asks of addresses and of every stride but the last
+INTERPRETER = (0, 0)  # in place of a compute capability
+
+
+def check_device(names: str, x: Tensor) -> None:
+    """Refuse tensors, called by these names, on a device where no kernel runs.
+
+    Raises:
+        ValueError: x is neither on a CUDA GPU nor are kernels interpreted.
+        RuntimeError: kernels should be interpreted, and Triton was imported too early for that.
+    """
+    if not (x.is_cuda or INTERPRETED):
+        raise ValueError(
+            f"{names} are on {x.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
+            "(TRITON_INTERPRET=1)"
+        )
+    if TOO_LATE:
+        raise RuntimeError(
+            "triton was imported before cs336_systems, which chooses Triton's interpreter where there is "
+            "no GPU; import cs336_systems first, or set TRITON_INTERPRET=1"
+        )
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of a GPU, or INTERPRETER."""
+    return INTERPRETER if INTERPRETED else torch.cuda.get_device_capability(device)
+
+
+def sm_count(device: torch.device) -> int:
+    """How many SMs a GPU has; 1 in the interpreter."""
+    return 1 if INTERPRETED else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself if its address is a multiple of ALIGNMENT, otherwise a copy."""
+    return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.devices: set[torch.device] = set()  # whose contexts are this thread's, too
+
+
+_thread = _Thread()
+_NOTHING = contextlib.nullcontext()
+
+
+def device_context(device: torch.device) -> contextlib.AbstractContextManager:
+    """Make the device current, which takes time only where it is not.
+
+    The first time in a thread, make its context current too: descriptors need one, and autograd's own threads
+    start without. Any kernel of PyTorch's brings it.
+    """
+    if device.type != "cuda":
+        return _NOTHING
+    if device not in _thread.devices:
+        torch.zeros(1, device=device)
+        _thread.devices.add(device)
+    return _NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)
