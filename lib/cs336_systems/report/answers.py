@@ -1,12 +1,14 @@
 """Answers: sentences with figures taken from rows, shown only when every claim they make holds."""
 
 from dataclasses import dataclass
+from html import escape
 
 import numpy as np
 import pandas as pd
 
-from cs336_systems.report.frames import plain, require_columns
-from cs336_systems.report.words import significant
+from cs336_systems import names
+from cs336_systems.report.frames import require_columns, varying_values
+from cs336_systems.report.labels import significant
 
 
 @dataclass(frozen=True)
@@ -27,27 +29,63 @@ def claim(description: str, holds: bool) -> Claim:
 
 
 def answer(deliverable: str, text: str, *claims: bool | Claim) -> None:
-    """Show the answer to one deliverable as Markdown: **(b)** and the text.
+    """Show the answer to one deliverable as Markdown: **(b)**, the text, and, folded, what was checked.
 
     Raises:
         AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
         TypeError: a claim is neither a truth value nor made by `claim`.
     """
-    from IPython.display import Markdown, display
-
-    named = [
+    checked = [
         one if isinstance(one, Claim) else claim(f"claim {number} of: {text}", one)
         for number, one in enumerate(claims, start=1)
     ]
-    broken = [one.description for one in named if not one.holds]
+    broken = [one.description for one in checked if not one.holds]
     if broken:
         raise AssertionError(f"answer ({deliverable}) does not hold: " + "; ".join(broken))
-    display(Markdown(f"**({deliverable})** {text}"))
+    _show(f"**({deliverable})** {text}{_folded(checked)}")
 
 
-def pending(deliverable: str, missing: str) -> None:
-    """Stand in for an answer whose rows are not measured yet: `missing` says which."""
-    answer(deliverable, f"*No answer yet: {missing}.*")
+def _folded(checked: list[Claim]) -> str:
+    if not checked:
+        return ""
+    lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in checked)
+    summary = f"{plural(len(checked), 'claim')} checked"
+    return f"\n\n<details><summary>{summary}</summary>\n<ul>\n{lines}\n</ul>\n</details>"
+
+
+def _show(markdown: str) -> None:
+    from IPython.display import Markdown, display
+
+    display(Markdown(markdown))
+
+
+def note_kernels(*frames: pd.DataFrame) -> None:
+    """Tell the reader which rows of our kernels were measured with other sources than today's; else nothing.
+
+    Args:
+        frames: rows as loaded, with their provenance. Of a table with implementations only the rows of ours.
+    """
+    from cs336_systems.attention import kernel_digest
+
+    rows = pd.concat([frame.loc[_runs_our_kernels(frame), "kernels"] for frame in frames], ignore_index=True)
+    sources = rows.fillna("").str[:8].value_counts().to_dict()
+    today = kernel_digest()[:8]
+    others = {digest: count for digest, count in sources.items() if digest != today}
+    if others:
+        told = [
+            f"{count:,} with {digest}" if digest else f"{count:,} with unrecorded sources"
+            for digest, count in others.items()
+        ]
+        _show(
+            f"**Kernel sources.** Of {plural(len(rows), 'row')} of our kernels {sum(others.values()):,} "
+            f"were measured with other sources than today's ({today}): {', '.join(told)}."
+        )
+
+
+def _runs_our_kernels(frame: pd.DataFrame) -> pd.Series:
+    columns = [column for column in ("implementation", "attention") if column in frame]
+    ours = [name for name, entry in names.ATTENTION.items() if names.TRITON in entry.needs]
+    return frame[columns].isin(ours).any(axis=1) if columns else pd.Series(True, frame.index)
 
 
 def one(frame: pd.DataFrame, **key: object) -> pd.Series:
@@ -59,7 +97,6 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
     """
     key = {name.rstrip("_"): value for name, value in key.items()}
     require_columns(frame, *key)
-    frame = plain(frame)
     agrees = {
         name: frame[name].isna() if value is None else frame[name] == value for name, value in key.items()
     }
@@ -68,9 +105,8 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
         return found.iloc[0]
     asked = ", ".join(f"{name}={value!r}" for name, value in key.items())
     if len(found):
-        varying = [name for name in found.columns if found[name].nunique(dropna=False) > 1]
         raise LookupError(
-            f"{len(found)} rows have {asked}, one is wanted; they differ in {', '.join(varying)}"
+            f"{len(found)} rows have {asked}, one is wanted; they differ in {varying_values(found, found.columns)}"
         )
     raise LookupError(f"no row of {len(frame)} has {asked}{_near_misses(frame, agrees)}")
 
@@ -90,11 +126,9 @@ def ms(milliseconds: float) -> str:
     """A time with three significant digits: 63.5 µs, 9.53 ms, 12.3 s."""
     if abs(milliseconds) < 0.1:
         return f"{significant(milliseconds * 1e3)} µs"
-    return (
-        f"{significant(milliseconds)} ms"
-        if abs(milliseconds) < 1e4
-        else f"{significant(milliseconds / 1e3)} s"
-    )
+    if abs(milliseconds) < 1e4:
+        return f"{significant(milliseconds)} ms"
+    return f"{significant(milliseconds / 1e3)} s"
 
 
 def gib(mib: float) -> str:

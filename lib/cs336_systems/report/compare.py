@@ -4,26 +4,27 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from cs336_systems import measure, names
 from cs336_systems.configs import model_size
-from cs336_systems.measure import rows
-from cs336_systems.report.words import value_label
+from cs336_systems.measure.schema import KEYS
+from cs336_systems.report.labels import value_label
 
 # Rows that differ in nothing else measured the same.
-_SAME = [name for name in rows.KEYS if name != "warmup_steps"]
+_SAME = [name for name in KEYS if name != "warmup_steps"]
 
 _PASS_COLUMNS = {"forward_ms": "forward", "backward_ms": "backward", "train_step_ms": "train_step"}
-_MODES = {"compiled_tf32": ("compiled", "tf32")}
-_WRAPPERS = {"single": "one process", "torch": "PyTorch's DDP"}
+_MODES = {"compiled_tf32": ("compiled", "tf32")}  # how published tables call an implementation and a dtype
 
 
 def side_by_side(
-    slug: str, machine: str, reference: str = "h200", *, sharing: Sequence[str] = ()
+    slug: str, machine: str, reference: str = "h200", *, table: str, sharing: Sequence[str] = ()
 ) -> pd.DataFrame:
     """The reference's rows and this machine's, with a column `where` that plots understand.
 
     Args:
         slug: the notebook's slug.
         machine: slug of this machine; where it is the reference, its rows appear once.
+        table: name of the table.
         sharing: of the reference only rows that agree in these columns with one of this machine's, say in the
             model.
 
@@ -33,21 +34,21 @@ def side_by_side(
     places = {f"reference: {value_label(reference)}": reference}
     if machine != reference:
         places[f"this machine: {machine}"] = machine
-    frames = [rows.load_rows(slug, name).assign(where=where) for where, name in places.items()]
+    frames = [measure.load_rows(slug, name, table).assign(where=where) for where, name in places.items()]
     if sharing and len(frames) == 2:
         frames[0] = frames[0].merge(frames[1][list(sharing)].drop_duplicates(), on=list(sharing))
     filled = [frame for frame in frames if len(frame)]
     return pd.concat(filled, ignore_index=True) if filled else frames[0]
 
 
-def with_reference(slug: str, machine: str, reference: str = "h200") -> pd.DataFrame:
+def beside_reference(slug: str, machine: str, reference: str = "h200", *, table: str) -> pd.DataFrame:
     """This machine's rows, and what the reference took for the same, after the longest of its warm-ups.
 
     Returns:
         The rows; if any has a partner, with columns `reference_ms`, the reference's median, and
         `reference_status`.
     """
-    mine, theirs = (rows.load_rows(slug, name) for name in (machine, reference))
+    mine, theirs = (measure.load_rows(slug, name, table) for name in (machine, reference))
     theirs = longest_warmup(theirs)
     values = theirs.reindex(columns=["p50_ms", "status"]).itertuples(index=False, name=None)
     found = dict(zip(_places(theirs), values, strict=True))
@@ -65,7 +66,7 @@ def _places(frame: pd.DataFrame) -> list[tuple]:
 
 
 def times_in(frame: pd.DataFrame) -> list[str]:
-    """The columns of times that rows of `with_reference` have, for a table."""
+    """The columns of times that rows of `beside_reference` have, for a table."""
     return [name for name in ("p50_ms", "reference_ms") if name in frame]
 
 
@@ -85,7 +86,7 @@ def published_rows(name: str) -> pd.DataFrame:
     Raises:
         ValueError: there is no such table; the message lists those there are.
     """
-    frame = rows.published(name)
+    frame = measure.published(name)
     passes = [column for column in _PASS_COLUMNS if column in frame]
     if passes:
         keys = [column for column in frame if column not in passes]
@@ -94,14 +95,13 @@ def published_rows(name: str) -> pd.DataFrame:
     for seconds in [column for column in frame if column.endswith("_s")]:
         frame[f"{seconds[:-2]}_ms"] = frame.pop(seconds) * 1e3
     if "ms" in frame:
-        median = frame.pop("statistic") == "median"
-        times = frame.pop("ms")
+        median, times = frame.pop("statistic") == "median", frame.pop("ms")
         frame = frame.assign(p50_ms=times.where(median), mean_ms=times.where(~median))
     if "mode" in frame:
         modes = [_MODES.get(mode, (mode, "float32")) for mode in frame.pop("mode")]
         frame["implementation"], frame["dtype"] = zip(*modes, strict=True)
     told = [frame[column] for column in ("gpu", "source") if column in frame]
-    where = ["published: " + ", ".join(names) for names in zip(*told, strict=True)]
+    where = ["published: " + ", ".join(parts) for parts in zip(*told, strict=True)]
     return frame.assign(where=where or "published").reset_index(drop=True)
 
 
@@ -112,5 +112,6 @@ def with_model(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def with_wrapper(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of data-parallel training with a column `wrapper`: who averages the gradients, in words."""
-    return frame.assign(wrapper=frame["implementation"].replace(_WRAPPERS))
+    """The rows of data-parallel training with a column `wrapper`: who averages the gradients, by its label."""
+    labels = {name: wrapper.label for name, wrapper in names.WRAPPERS.items()}
+    return frame.assign(wrapper=frame["implementation"].replace(labels))

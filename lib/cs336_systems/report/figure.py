@@ -1,44 +1,52 @@
-"""The sheet every plot is drawn on: header, legend, panels; how a notebook shows it and how it is saved."""
+"""The figure every plot is drawn on: header, legend, panels, axes; and how a notebook shows it."""
 
 import io
-import os
 import textwrap
-from collections.abc import Hashable, Sequence
-from pathlib import Path
+from collections.abc import Hashable, Iterable, Sequence
 
 import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import (
+    FixedLocator,
+    FuncFormatter,
+    LogFormatterSciNotation,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
 from PIL import Image
 
-from cs336_systems.measure.files import figures_dir, make_folder
+from cs336_systems.report.labels import named_value, ordered, value_label
 from cs336_systems.report.style import INK, MUTED, STYLE, ZONE
-from cs336_systems.report.words import named_value, ordered
 
 WIDTH = 9.2  # inches: 1472 pixels at 160 dpi
 _SHOWN_WIDTH = 883  # pixels on the page, so that it stays sharp on a dense screen
-_EDGE = 0.14  # inches between the header and the edge of the sheet
+_EDGE = 0.14  # inches between the header and the edge of the figure
 NO_ROWS = "no rows yet: run this notebook's Measure section, or `python -m cs336_systems run`"
+_MOST_TICKS = 12
+_TINY = 1e-4  # plain numbers below this are mostly zeros
 
 
 class Chart(Figure):
-    """A figure outside pyplot: a cell that ends with it shows one PNG, the same bytes that `save` writes."""
+    """A figure outside pyplot: a cell that ends with it shows one PNG, the same that is saved."""
 
     title = ""
 
     def png(self) -> bytes:
-        """The picture, without date or version: equal bytes for equal rows."""
-        canvas = FigureCanvasAgg(self)
+        """The picture in 256 colours, without date or version: the same for equal rows."""
+        canvas, buffer = FigureCanvasAgg(self), io.BytesIO()
         with mpl.rc_context(STYLE):
             canvas.draw()
-        buffer = io.BytesIO()
-        picture = _with_few_colors(np.asarray(canvas.buffer_rgba())[..., :3])
+        picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+        picture = picture.quantize(256, dither=Image.Dither.NONE)
         picture.save(buffer, "png", dpi=(self.dpi, self.dpi), optimize=True)
         return buffer.getvalue()
 
@@ -57,18 +65,6 @@ class Chart(Figure):
         display(bundle, raw=True, metadata={"image/png": {"width": _SHOWN_WIDTH, "alt": self.title}})
 
 
-def _with_few_colors(pixels: np.ndarray) -> Image.Image:
-    """The 256 most frequent colours exactly, the rest by the nearest of them: a third of the bytes."""
-    packed = pixels.astype(np.int32) @ [1 << 16, 1 << 8, 1]
-    colors, inverse, counts = np.unique(packed, return_inverse=True, return_counts=True)
-    rgb = np.stack([colors >> 16, colors >> 8 & 255, colors & 255], axis=-1)
-    kept = rgb[np.argsort(-counts, kind="stable")[:256]]
-    nearest = np.square(rgb[:, None] - kept).sum(axis=-1).argmin(axis=-1)
-    picture = Image.fromarray(nearest.astype(np.uint8)[inverse.reshape(packed.shape)])
-    picture.putpalette(kept.astype(np.uint8).tobytes())
-    return picture
-
-
 def panels_of(frame: pd.DataFrame, facet: str | None) -> dict[Hashable, pd.DataFrame]:
     """The rows of each panel, by the value of `facet` in reading order; one nameless panel without it."""
     if facet is None:
@@ -77,61 +73,56 @@ def panels_of(frame: pd.DataFrame, facet: str | None) -> dict[Hashable, pd.DataF
 
 
 def sheet(
-    panels: Sequence[Hashable], facet: str | None, *, height: float = 3.7, sharey: bool = True
+    panels: Iterable[Hashable] = (None,),
+    facet: str | None = None,
+    *,
+    height: float = 3.7,
+    sharey: bool = True,
 ) -> tuple[Chart, list[Axes]]:
     """A chart and its axes: one wide panel, or small multiples named after their value of `facet`."""
-    count = len(panels)
-    columns = count if count <= 3 else 2 if count == 4 else 3
-    rows = -(-count // columns)
+    panels = list(panels)
+    columns = len(panels) if len(panels) <= 3 else 2 if len(panels) == 4 else 3
+    rows = -(-len(panels) // columns)
     chart = Chart(figsize=(WIDTH, rows * min(height, 3.3 if columns > 1 else height)), layout="constrained")
     chart.get_layout_engine().set(w_pad=_EDGE, h_pad=_EDGE, wspace=0.03, hspace=0.05)
-    grid = chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
-    for axes in grid[count:]:
+    grid = list(chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten())
+    for axes in grid[len(panels) :]:
         axes.remove()
     for axes, value in zip(grid, panels, strict=False):
         axes.set_title(named_value(facet, value) if facet else "")
         axes.tick_params(axis="x", labelsize=9 if columns == 3 else 10)
-    return chart, list(grid[:count])
-
-
-def outer_labels(axes: Sequence[Axes], xlabel: str, ylabel: str) -> None:
-    """Name the axes where the grid ends: y on the left, x below."""
-    for each in axes:
-        place = each.get_subplotspec()
-        below = [other for other in axes if other.get_subplotspec().colspan.start == place.colspan.start]
-        if place.is_first_col():
-            each.set_ylabel(ylabel)
-        if each is below[-1]:
-            each.set_xlabel(xlabel)
+    return chart, grid[: len(panels)]
 
 
 def finish(
-    chart: Chart, title: str | None, legends: Sequence[Sequence[Artist]] = (), subtitle: str | None = None
+    chart: Chart,
+    title: str | None,
+    subtitle: str | None = None,
+    legend: Sequence[Artist] = (),
+    labels: tuple[str, str] | None = None,
 ) -> Chart:
-    """Put title and legends above the panels, which keep their size; lay out once, then freeze."""
+    """Put title and legend above the panels, which keep their size; lay out once, then freeze.
+
+    Args:
+        legend: what each colour and look means.
+        labels: of x and y, where the grid of panels ends: y on the left, x below.
+    """
+    if labels:
+        _label_outer(chart.axes, *labels)
     chart.title = title or ""
     panels, header = chart.get_figheight(), _EDGE
-    placed: list[tuple[Artist, float, float]] = []  # inches from the left and from the top
-    for text, size, weight, color, line in (
-        (title, 14, "bold", INK, 0.33),
-        (subtitle, 10, "normal", MUTED, 0.26),
-    ):
-        for part in textwrap.wrap(text, width=int(1170 / size)) if text else []:
-            placed.append(
-                (chart.text(0, 0, part, size=size, weight=weight, color=color, va="top"), _EDGE, header)
-            )
+    placed: list[tuple[Artist, float]] = []  # and the inches from the top
+    header_lines = ((title, 14, "bold", INK, 0.33), (subtitle, 10, "normal", MUTED, 0.26))
+    for text, size, weight, color, line in header_lines:
+        for part in textwrap.wrap(text or "", width=int(1170 / size)):
+            placed.append((chart.text(0, 0, part, size=size, weight=weight, color=color, va="top"), header))
             header += line
-    left, line = _EDGE, 0.0
-    for legend in [_legend(chart, handles) for handles in legends if handles]:
-        width, height = (side / chart.dpi for side in legend.get_window_extent().bounds[2:])
-        if line and left + width > WIDTH - _EDGE:
-            left, header = _EDGE, header + line
-        placed.append((legend, left, header))
-        left, line = left + width + 0.4, height + 0.1
-    header += max(line - 0.06, 0)
+    if legend:
+        placed.append((_legend(chart, legend), header))
+        header += placed[-1][0].get_window_extent().height / chart.dpi + 0.04
     chart.set_figheight(panels + header)
-    for artist, x, y in placed:
-        place = (x / WIDTH, 1 - y / (panels + header))
+    for artist, below in placed:
+        place = (_EDGE / WIDTH, 1 - below / (panels + header))
         artist.set_bbox_to_anchor(place) if isinstance(artist, Legend) else artist.set_position(place)
     chart.get_layout_engine().set(rect=(0, 0, 1, panels / (panels + header)))
     chart.draw_without_rendering()
@@ -139,8 +130,15 @@ def finish(
     return chart
 
 
+def _label_outer(panels: Sequence[Axes], xlabel: str, ylabel: str) -> None:
+    for axes in panels:
+        place = axes.get_subplotspec()
+        below = [each for each in panels if each.get_subplotspec().colspan == place.colspan][-1]
+        axes.set(xlabel=xlabel if axes is below else "", ylabel=ylabel if place.is_first_col() else "")
+
+
 def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
-    """One line of legend; more lines when it would run off the sheet."""
+    """One line of legend; more lines when it would run off the figure."""
     for columns in range(len(handles), 0, -1):
         legend = chart.legend(
             handles=handles, ncols=columns, loc="upper left", borderpad=0, borderaxespad=0, handlelength=2.7,
@@ -156,25 +154,53 @@ def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
 @mpl.rc_context(STYLE)
 def placeholder(title: str | None, hint: str = NO_ROWS) -> Chart:
     """What stands where a plot will be once its rows are measured."""
-    chart, (axes,) = sheet([None], None, height=1.2)
+    chart, (axes,) = sheet(height=1.2)
     axes.set_axis_off()
     axes.add_artist(Rectangle((0, 0), 1, 1, transform=axes.transAxes, color=ZONE))
     axes.text(0.5, 0.5, hint, ha="center", va="center", color=MUTED, transform=axes.transAxes)
     return finish(chart, title)
 
 
-def save(fig: Chart, slug: str, stem: str, machine: str) -> Chart:
-    """Write the chart to figures/<machine>/<slug>/<stem>.png and .svg, whole or not at all, and hand it back.
-
-    A cell that ends with `save(...)` shows the chart once. Equal rows give equal bytes.
-    """
-    folder = make_folder(figures_dir() / machine / slug)
-    for suffix, content in ((".png", fig.png()), (".svg", fig.svg())):
-        _write_atomically(folder / f"{stem}{suffix}", content)
-    return fig
+def x_places(values: pd.Series, column: str) -> pd.Series:
+    """Where values are on the x axis: numbers where they are, names at equal distances in their order."""
+    distinct = ordered(values, column)
+    if any(isinstance(value, str) for value in distinct):
+        return values.map({value: place for place, value in enumerate(distinct)})
+    return values
 
 
-def _write_atomically(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
+def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:
+    """Tick each measured value when they are few, round ones else; `log`: where they are numbers."""
+    distinct = ordered(values, column)
+    if any(isinstance(value, str) for value in distinct):
+        axes.set_xticks(range(len(distinct)), [value_label(value, column) for value in distinct])
+        return
+    if log:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_minor_locator(NullLocator())
+    many = LogLocator(10) if log else MaxNLocator(8, steps=[1, 2, 5, 10], integer=True)
+    axes.xaxis.set_major_locator(FixedLocator(distinct) if len(distinct) <= _MOST_TICKS else many)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_label(float(value), column)))
+
+
+def log_y(axes: Axes, values: Iterable[float]) -> None:
+    """A logarithmic y axis: plain numbers, powers of ten where they are tiny, more where it spans little."""
+    sizes = [value for value in values if value > 0]
+    if not sizes:
+        axes.set_yticks([])
+        return
+    axes.set_yscale("log")
+    decades = np.log10(max(sizes) / min(sizes))
+    tiny = min(sizes) < _TINY and decades > 1
+    subdivisions = (1,) if tiny or decades > 3 else (1, 3) if decades > 1.6 else (1, 2, 5)
+    axes.yaxis.set_major_locator(LogLocator(subs=subdivisions, numticks=20))
+    axes.yaxis.set_minor_locator(NullLocator())
+    if tiny:
+        axes.yaxis.set_major_formatter(LogFormatterSciNotation())
+    else:
+        plain_numbers(axes.yaxis)
+
+
+def plain_numbers(axis: Axis) -> None:
+    """1,250 and 0.05 instead of powers of ten."""
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))

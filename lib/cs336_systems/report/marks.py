@@ -1,17 +1,17 @@
-"""Marks written onto a panel: where a measurement ran out of memory, and which line is which."""
+"""Marks written onto a panel: where a measurement ran out of memory, which line is which, and names of points."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator
 
-from cs336_systems.report.series import Series
-from cs336_systems.report.style import MUTED, ZONE, text_color
-from cs336_systems.report.words import STATUS_WORDS
+from cs336_systems.report.encoding import Encoding
+from cs336_systems.report.labels import STATUS_LABELS
+from cs336_systems.report.style import INK, MUTED, PAPER, ZONE, text_color
 
 _WORD_POINTS, _CROSS_POINTS = 12, 11
 _LABEL_GAP = 13.0  # points between two labels
@@ -19,46 +19,38 @@ _LABEL_REACH = 16.0  # points a label may be moved off the end of its line
 _MOST_LABELS = 8
 
 
-def _failures(rows: pd.DataFrame, y: str) -> pd.DataFrame:
-    """Rows with a status instead of a number."""
-    return rows[rows[y].isna() & (rows["status"] != "ok")] if "status" in rows else rows.iloc[:0]
+def mark_failures(panels: Sequence[tuple[Axes, pd.DataFrame]], y: str) -> None:
+    """A cross in the line's colour in a zone above the data, under the word "OOM" (or "error", "skipped").
 
-
-def mark_failures(panels: Sequence[tuple[Axes, Sequence[Series]]], x: str, y: str) -> None:
-    """A cross in the line's colour in a zone above the data, under the word "OOM" (or "error", "skipped")."""
-    found = [_failures_at(series, x, y) for _, series in panels]
-    most = max((len(marks) for at in found for marks in at.values()), default=0)
+    Args:
+        panels: axes, and their rows with `_x` and `_color`; a row with a status and no value is a failure.
+    """
+    if not all("status" in rows for _, rows in panels):
+        return
+    failed = [rows[rows[y].isna() & (rows["status"] != "ok")] for _, rows in panels]
+    most = max(rows.groupby("_x").size().max() if len(rows) else 0 for rows in failed)
     if not most:
         return
-    abreast = _crosses_abreast(
-        panels[0][0], {place for _, series in panels for one in series for place in one.rows[x]}
-    )
+    abreast = _crosses_abreast(panels[0][0], sorted({x for _, rows in panels for x in rows["_x"]}))
     height = _WORD_POINTS + -(-most // abreast) * _CROSS_POINTS + 8
     share = _make_room([axes for axes, _ in panels], height)
-    for (axes, _), at in zip(panels, found, strict=True):
-        if at:
+    for (axes, _), rows in zip(panels, failed, strict=True):
+        if len(rows):
             zone = {"transform": axes.transAxes, "color": ZONE, "linewidth": 0, "zorder": 0.2}
             axes.add_artist(Rectangle((0, 1 - share), 1, share, **zone))
-        for place, marks in at.items():
-            _write(axes, place, (0, -10), "/".join(dict.fromkeys(word for word, _ in marks)), MUTED, size=8)
-            for index, (_, color) in enumerate(marks):
+        for x, there in rows.groupby("_x"):
+            words = dict.fromkeys(STATUS_LABELS.get(status, status) for status in there["status"])
+            _write(axes, x, (0, -10), "/".join(words), MUTED, size=8)
+            for index, color in enumerate(there["_color"]):
                 row, column = divmod(index, abreast)
-                beside = min(abreast, len(marks) - row * abreast)
+                beside = min(abreast, len(there) - row * abreast)
                 shift = (column - (beside - 1) / 2) * _CROSS_POINTS
-                _write(axes, place, (shift, -10 - _WORD_POINTS - row * _CROSS_POINTS), "×", color, size=14)
+                _write(axes, x, (shift, -10 - _WORD_POINTS - row * _CROSS_POINTS), "×", color, size=14)
 
 
-def _failures_at(series: Sequence[Series], x: str, y: str) -> dict[float, list[tuple[str, str]]]:
-    at = defaultdict(list)
-    for one in series:
-        for _, row in _failures(one.rows, y).iterrows():
-            at[row[x]].append((STATUS_WORDS.get(row["status"], row["status"]), one.color))
-    return at
-
-
-def _crosses_abreast(axes: Axes, places: set[float]) -> int:
+def _crosses_abreast(axes: Axes, places: Sequence[float]) -> int:
     """How many crosses fit beside each other at one tick."""
-    pixels = np.sort(axes.transData.transform([(place, 1) for place in places])[:, 0])
+    pixels = axes.transData.transform([(place, 1) for place in places])[:, 0]
     edges = 2 * min(pixels[0] - axes.bbox.x0, axes.bbox.x1 - pixels[-1])
     free = min([edges, *np.diff(pixels)])
     return max(1, int((free * 72 / axes.figure.dpi - 2) // _CROSS_POINTS))
@@ -86,40 +78,68 @@ def _make_room(panels: Sequence[Axes], points: float) -> float:
     return share
 
 
-def label_lines(axes: Axes, series: Sequence[Series], x: str, y: str) -> bool:
-    """Write each line's name at its right end; False, and nothing written, where a legend reads better."""
-    named = {one.label: one for one in reversed(series) if one.label}
-    if not 1 <= len(named) <= _MOST_LABELS or any(one.hue == one.where for one in series):
+def label_lines(axes: Axes, rows: pd.DataFrame, y: str, encoding: Encoding) -> bool:
+    """Write each line's name at its right end; False, and nothing written, where a legend reads better.
+
+    Args:
+        rows: with `_x`, `_hue`, `_where` and `_color`; of several machines the first one's lines are named.
+    """
+    if encoding.hue in (None, "where") or len(encoding.colors) > _MOST_LABELS:
         return False
-    ends = {label: one.rows.dropna(subset=[y]).sort_values(x)[[x, y]].tail(1) for label, one in named.items()}
-    last = max(one.rows[x].max() for one in series)
-    if any(end.empty or end[x].item() != last for end in ends.values()):
+    named = rows[rows["_where"] == next(iter(encoding.looks))].dropna(subset=["_x", y])
+    ends = named.sort_values("_x").groupby("_hue", dropna=False).tail(1)
+    if len(ends) < len(encoding.colors) or (ends["_x"] < rows["_x"].max()).any():
         return False
     axes.figure.draw_without_rendering()
-    points = {
-        label: axes.transData.transform(end.to_numpy()[0])[1] * 72 / axes.figure.dpi
-        for label, end in ends.items()
-    }
-    labels = sorted(points, key=points.get)
-    moved = spread([points[label] for label in labels], _LABEL_GAP)
-    if any(abs(to - points[label]) > _LABEL_REACH for label, to in zip(labels, moved, strict=True)):
+    points = axes.transData.transform(ends[["_x", y]].to_numpy(float))[:, 1] * 72 / axes.figure.dpi
+    moved = spread(points, _LABEL_GAP)
+    if np.abs(moved - points).max() > _LABEL_REACH:
         return False
-    for label, to in zip(labels, moved, strict=True):
+    for (_, row), shift in zip(ends.iterrows(), moved - points, strict=True):
         axes.annotate(
-            label, tuple(ends[label].to_numpy()[0]), (9, to - points[label]), textcoords="offset points",
-            color=text_color(named[label].color), weight="bold", size=10, va="center", annotation_clip=False,
+            encoding.label(row["_hue"]), (row["_x"], row[y]), (9, shift), textcoords="offset points",
+            color=text_color(row["_color"]), weight="bold", size=10, va="center", annotation_clip=False,
         )  # fmt: skip
     return True
 
 
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move ascending places at least `gap` apart, with least squared moves (pool adjacent violators)."""
-    blocks: list[list[float]] = []  # [sum of (place - index * gap), count]
-    for index, place in enumerate(places):
-        blocks.append([place - index * gap, 1])
-        while len(blocks) > 1 and blocks[-2][0] / blocks[-2][1] > blocks[-1][0] / blocks[-1][1]:
-            total, count = blocks.pop()
-            blocks[-1][0] += total
-            blocks[-1][1] += count
-    means = np.repeat([total / count for total, count in blocks], [int(count) for _, count in blocks])
-    return [float(mean + index * gap) for index, mean in enumerate(means)]
+def spread(places: Sequence[float], gap: float) -> np.ndarray:
+    """Move places at least `gap` apart, each as little as its neighbours allow, in the same order."""
+    places = np.asarray(places, float)
+    order = np.argsort(places, kind="stable")
+    blocks: list[list[int]] = []  # neighbours that touch stand `gap` apart around their mean
+    for index in order:
+        blocks.append([index])
+        while len(blocks) > 1 and _ends(places, blocks[-2], gap)[1] > _ends(places, blocks[-1], gap)[0] - gap:
+            last = blocks.pop()
+            blocks[-1] += last
+    moved = np.empty_like(places)
+    for block in blocks:
+        moved[block] = np.linspace(*_ends(places, block, gap), len(block))
+    return moved
+
+
+def _ends(places: np.ndarray, block: list[int], gap: float) -> tuple[float, float]:
+    middle, half = places[block].mean(), gap * (len(block) - 1) / 2
+    return middle - half, middle + half
+
+
+def name_points(axes: Axes, points: np.ndarray, names: Sequence[str]) -> None:
+    """A name to the right of each point; slanting below it where that would cover another point or name."""
+    dots = axes.transData.transform(points) * 72 / axes.figure.dpi
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in dots]
+    merged: dict[int, list[str]] = {}
+    for number, dot in enumerate(dots):  # points on top of each other share their names
+        same = next(other for other in range(number + 1) if np.abs(dots[other] - dot).max() < 6)
+        merged.setdefault(same, []).append(names[number])
+    for number, shared in merged.items():
+        (x, y), name = dots[number], ", ".join(shared)
+        left, bottom, right, top = x + 8, y - 6, x + 10 + 5.5 * len(name), y + 6
+        free = all(right <= a or c <= left or top <= b or d <= bottom for a, b, c, d in taken)
+        taken += [(left, bottom, right, top)] if free else []
+        beside = {"xytext": (2, -6), "va": "top", "rotation": -35}
+        beside = {"xytext": (10, 0), "va": "center"} if free else beside
+        axes.annotate(
+            name, tuple(points[number]), textcoords="offset points", size=9.5, color=INK, zorder=4, ha="left",
+            rotation_mode="anchor", path_effects=[withStroke(linewidth=3, foreground=PAPER)], **beside,
+        )  # fmt: skip

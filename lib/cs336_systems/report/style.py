@@ -1,76 +1,26 @@
-"""One look for every figure: colours that keep their meaning, calm axes, lines that tell the machine."""
+"""One look for every figure: matplotlib's settings, colours that keep their meaning, lines that tell the machine."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import seaborn as sns
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import LinearSegmentedColormap, to_hex, to_rgb
 from matplotlib.typing import ColorType
 
-from cs336_systems.report.words import ordered
+from cs336_systems.names import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from cs336_systems.report.labels import family_of, ordered
 
-# Okabe & Ito, "Color Universal Design" (2008): told apart with every common kind of colour vision.
-BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
-VERMILLION, PURPLE, GREY = "#D55E00", "#CC79A7", "#7F868F"
-INK, MUTED, GRID, PAPER = "#22272E", "#6B7280", "#E5E7EB", "#FFFFFF"
+INK, MUTED, GRID, PAPER = BLACK, "#6B7280", "#E5E7EB", "#FFFFFF"
 ZONE, HATCH = "#F3F4F6", "#C4C9D1"  # where nothing could be measured
-
-# A family's colours are told apart from each other; two families may share a colour, never a plot's hue.
-COLORS: dict[str, dict[str, str]] = {
-    "implementation": {
-        "eager": BLUE,
-        "reference": BLUE,
-        "compiled": VERMILLION,
-        "compiled_blocks": ORANGE,
-        "sdpa": INK,
-        "flash_pytorch": SKY,
-        "flash_compiled": PURPLE,
-        "flash_triton": GREEN,
-    },
-    "peer": {  # of fused attention
-        "reference": BLUE,
-        "compiled": VERMILLION,
-        "sdpa_efficient": ORANGE,
-        "sdpa_flash": PURPLE,
-        "flex": SKY,
-        "sdpa_cudnn": INK,
-        "flash_triton": GREEN,
-    },
-    "variant": {  # of one code: compiled or not, with TF32 matrix products or without
-        "eager": BLUE,
-        "compiled": VERMILLION,
-        "compiled per block": ORANGE,
-        "eager, TF32": SKY,
-        "compiled, TF32": PURPLE,
-        "compiled per block, TF32": GREEN,
-    },
-    "wrapper": {  # of a model, for training on several GPUs
-        "one process": GREY,
-        "naive": ORANGE,
-        "flat": SKY,
-        "overlapped": GREEN,
-        "bucketed": BLUE,
-        "PyTorch's DDP": INK,
-    },
-    "collective": {
-        "all-reduce": BLUE,
-        "all-gather": GREEN,
-        "reduce-scatter": ORANGE,
-        "broadcast": PURPLE,
-    },
-    "dtype": {"float32": BLUE, "tf32": SKY, "bfloat16": VERMILLION, "float16": PURPLE},
-    "pass": {"forward": SKY, "backward": ORANGE, "forward_backward": BLUE, "train_step": INK},
-    "machine": {"reference": GREEN, "this machine": ORANGE, "published": GREY},
-    "whose": {"ours": GREEN, "PyTorch's own": INK, "others, published": GREY},  # an entry of a leaderboard
-    "kernel": {  # a pass, and the least it can take
-        "forward": BLUE,
-        "forward, floor": SKY,
-        "backward": VERMILLION,
-        "backward, floor": ORANGE,
-    },
-}
 _SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK]
+_MACHINES = {"reference": GREEN, "this machine": ORANGE, "published": GREY}
+
+PALE = LinearSegmentedColormap.from_list("pale", ["#F2F7FB", "#A9CFE8", "#4C9BCB", BLUE, "#08395C"])
+DIVERGING = LinearSegmentedColormap.from_list(
+    "diverging", ["#7A2E00", VERMILLION, "#F2B48A", "#F4F4F2", "#A9CFE8", BLUE, "#08395C"]
+)
 
 STYLE = {
     "figure.dpi": 160,
@@ -80,7 +30,7 @@ STYLE = {
     "font.size": 10.5,
     "text.color": INK,
     "axes.facecolor": PAPER,
-    "axes.edgecolor": "#C4C9D1",
+    "axes.edgecolor": HATCH,
     "axes.labelcolor": MUTED,
     "axes.labelsize": 10.5,
     "axes.labelpad": 7.0,
@@ -98,7 +48,7 @@ STYLE = {
     "axes.titlepad": 9.0,
     "grid.color": GRID,
     "grid.linewidth": 0.9,
-    "xtick.color": "#C4C9D1",
+    "xtick.color": HATCH,
     "xtick.labelcolor": MUTED,
     "ytick.labelcolor": MUTED,
     "xtick.labelsize": 10,
@@ -118,13 +68,15 @@ STYLE = {
 }
 
 
-def palette(values: Sequence[Hashable], column: str) -> dict[Hashable, str]:
-    """A colour for each value of a column: its fixed one, a ramp for what is ordered, or a spare one."""
+def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, str]:
+    """A colour for each value of a column: the registry's, a ramp for what is ordered, or a spare one."""
     values = ordered(values, column)
-    family = COLORS.get(column, {})
+    if column == "where":
+        return {where: _MACHINES[where.partition(":")[0]] for where in values}
     if column in ("model_size", "model") or (len(values) > 1 and not any(isinstance(v, str) for v in values)):
         return dict(zip(values, ramp(len(values)), strict=True))
-    fixed = {value: family[value] for value in values if value in family}
+    family = family_of(values, column)
+    fixed = {value: family[value].color for value in values if value in family}
     spare = iter([color for color in _SPARE if color not in fixed.values()] * (1 + len(values)))
     return {value: fixed.get(value) or next(spare) for value in values}
 
@@ -145,32 +97,51 @@ class MachineStyle:
     hatch: str | None = None
     fade: float = 0.0  # share of grey mixed into the colour
 
+    def color(self, color: str) -> str:
+        """The colour as this machine shows it."""
+        return mixed(color, "#9AA0A8", self.fade)
+
+    def line(self) -> dict[str, Any]:
+        """Of a line with markers, in whatever colour it has."""
+        face = PAPER if self.hollow else "auto"
+        look = {"linestyle": self.linestyle, "linewidth": self.linewidth, "marker": self.marker}
+        return look | {"markerfacecolor": face, "markeredgecolor": "auto", "markeredgewidth": 1}
+
+    def bar(self, color: str) -> dict[str, Any]:
+        """Of a bar: full, hatched or hollow, as a line is solid, dashed or hollow."""
+        if self.hollow:
+            return {"facecolor": PAPER, "edgecolor": color, "linewidth": 1.4, "hatch": self.hatch}
+        edge = PAPER if self.hatch else color
+        return {"facecolor": color, "edgecolor": edge, "linewidth": 0, "hatch": self.hatch}
+
 
 _PUBLISHED = (("s", None), ("D", "...."), ("^", "xxxx"), ("v", "----"))  # marker, hatch
 
 
-def machine_style(where: str, published_index: int = 0) -> MachineStyle:
+def machine_styles(places: Iterable[str]) -> dict[str, MachineStyle]:
     """The reference: solid, dots; this machine: dashed, diamonds; published measurements: hollow, greyish."""
-    if where.startswith("published"):
-        marker, hatch = _PUBLISHED[published_index % len(_PUBLISHED)]
-        return MachineStyle((0, (1, 2)), marker, hollow=True, linewidth=1.5, hatch=hatch, fade=0.5)
-    if where.startswith("this machine"):
-        return MachineStyle((0, (3, 1.6)), "D", hatch="////")
-    return MachineStyle()
+    styles, published = {}, 0
+    for where in places:
+        if where.startswith("published"):
+            marker, hatch = _PUBLISHED[published % len(_PUBLISHED)]
+            styles[where] = MachineStyle((0, (1, 2)), marker, True, linewidth=1.5, hatch=hatch, fade=0.5)
+            published += 1
+        elif where.startswith("this machine"):
+            styles[where] = MachineStyle((0, (3, 1.6)), "D", hatch="////")
+        else:
+            styles[where] = MachineStyle()
+    return styles
 
 
-def faded(color: str, share: float) -> str:
-    """Mix a colour with grey."""
-    return to_hex(
-        [(1 - share) * c + share * g for c, g in zip(to_rgb(color), to_rgb("#9AA0A8"), strict=True)]
-    )
+def mixed(color: ColorType, other: ColorType, share: float) -> str:
+    """The colour with a share of another one."""
+    return to_hex((1 - share) * np.array(to_rgb(color)) + share * np.array(to_rgb(other)))
 
 
 def text_color(color: ColorType) -> str:
     """The colour, darkened until it can be read as text on paper (contrast 4 and more)."""
-    shares = np.linspace(0, 1, 21)
-    mixes = ([(1 - s) * c + s * i for c, i in zip(to_rgb(color), to_rgb(INK), strict=True)] for s in shares)
-    return next(to_hex(mix) for mix in mixes if 1.05 / (_luminance(mix) + 0.05) >= 4)
+    darker = (mixed(color, INK, share) for share in np.linspace(0, 1, 21))
+    return next(color for color in darker if 1.05 / (_luminance(color) + 0.05) >= 4)
 
 
 def readable_on(background: ColorType) -> str:

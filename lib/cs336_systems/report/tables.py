@@ -1,13 +1,15 @@
-"""Rows laid out as tables: few digits, units in the headers, "OOM" written out."""
+"""Rows laid out as tables: few digits, units in the headers, "OOM" written out; pandas writes the HTML."""
 
 import math
 from collections.abc import Iterable, Sequence
+from html import escape
 
 import pandas as pd
 
-from cs336_systems.report.frames import plain, require_columns, require_one_row_each
-from cs336_systems.report.html import Table
-from cs336_systems.report.words import MISSING, STATUS_WORDS, column_label, ordered, value_label
+from cs336_systems.report.frames import require_columns, require_one_row_each
+from cs336_systems.report.labels import MISSING, STATUS_LABELS, column_label, ordered, value_label
+
+NO_LINES = "no rows yet"
 
 
 def pivot(
@@ -33,56 +35,47 @@ def pivot(
     if frame.empty:
         return frame
     require_one_row_each(frame, *index, columns)
-    frame = plain(frame)
-    across = ordered(frame[columns], columns)
+    keys = [_labelled(frame[name], name) for name in (*index, columns)]
     cells = {}
     for value in values:
         header = f"{column_label(value)} by {column_label(columns)}"
-        for place in across:
-            column = _cells(frame[frame[columns] == place], index, value, fmt)
+        for place, rows in frame.groupby(keys[-1], observed=True):
+            column = _cells(rows, value, fmt)
             if value == values[0] or (column != MISSING).any():
-                cells[header, value_label(place, columns)] = column
-    return _laid_out(cells, frame, index)
+                cells[header, place] = column.set_axis(_index([key[rows.index] for key in keys[:-1]]))
+    lines = _index(keys[:-1]).drop_duplicates().sort_values()
+    table = pd.DataFrame({key: column.reindex(lines) for key, column in cells.items()}).fillna(MISSING)
+    table.columns = pd.MultiIndex.from_tuples(cells)
+    table.index = _index([lines.get_level_values(i).astype(object) for i in range(len(index))])
+    return table.rename_axis(index=[column_label(name) for name in index])
 
 
-def show(frame: pd.DataFrame, caption: str = "") -> None:
-    """Display a table: HTML in a notebook, text elsewhere. Raw rows get readable headers and digits too."""
-    from IPython.display import display
+def _labelled(values: pd.Series, column: str) -> pd.Series:
+    """The column's labels, which sort as a reader expects."""
+    labels = dict.fromkeys(value_label(value, column) for value in ordered(values, column))
+    order = [*labels, *([MISSING] if values.isna().any() else [])]
+    texts = [value_label(value, column) for value in values]
+    return pd.Series(pd.Categorical(texts, categories=order, ordered=True), values.index, name=column)
 
-    display(Table(as_text(plain(frame)), caption))
 
-
-def as_text(frame: pd.DataFrame) -> pd.DataFrame:
-    """Every cell written out and every header with its unit; tables of text stay as they are."""
-    if frame.columns.nlevels > 1:
-        return frame
-    texts = {}
-    for name in frame.columns:
-        numbers = frame[name].dtype.kind == "f"
-        texts[column_label(str(name))] = (
-            _cells(frame, [], name) if numbers else [value_label(value, name) for value in frame[name]]
-        )
-    return pd.DataFrame(texts, index=frame.index)
+def _index(keys: Sequence) -> pd.Index:
+    return pd.MultiIndex.from_arrays(keys) if len(keys) > 1 else pd.Index(keys[0])
 
 
 def _names(columns: str | Sequence[str]) -> tuple[str, ...]:
     return (columns,) if isinstance(columns, str) else tuple(columns)
 
 
-def _cells(rows: pd.DataFrame, index: Sequence[str], value: str, fmt: str | None = None) -> pd.Series:
-    """One column of text, by the index."""
+def _cells(rows: pd.DataFrame, value: str, fmt: str | None = None) -> pd.Series:
+    """One column of text: numbers, and the word for why there is none."""
     fmt = fmt or f"{{:,.{_decimals(rows[value].dropna())}f}}"
     own = f"{value.removesuffix('_ms')}_status"  # what stands beside a row has another status than the row
     statuses = rows[own] if own in rows else rows["status"] if "status" in rows else [None] * len(rows)
     texts = [
-        STATUS_WORDS.get(status, MISSING) if pd.isna(number) else fmt.format(number)
+        STATUS_LABELS.get(status, MISSING) if pd.isna(number) else fmt.format(number)
         for number, status in zip(rows[value], statuses, strict=True)
     ]
-    return pd.Series(texts, index=_keys(rows, index) if index else rows.index, dtype=object)
-
-
-def _keys(rows: pd.DataFrame, index: Sequence[str]) -> pd.Index:
-    return pd.MultiIndex.from_frame(rows[list(index)]) if len(index) > 1 else pd.Index(rows[index[0]])
+    return pd.Series(texts, index=rows.index, dtype=object)
 
 
 def _decimals(numbers: Iterable[float]) -> int:
@@ -94,19 +87,89 @@ def _decimals(numbers: Iterable[float]) -> int:
     return max(0, min(wanted, most, 3))
 
 
-def _laid_out(
-    cells: dict[tuple[str, str], pd.Series], frame: pd.DataFrame, index: Sequence[str]
-) -> pd.DataFrame:
-    """Columns of text under two lines of header, lines in the order a reader expects."""
-    ranks = {name: {value: rank for rank, value in enumerate(ordered(frame[name], name))} for name in index}
-    lines = frame[list(index)].drop_duplicates().sort_values(list(index), key=lambda c: c.map(ranks[c.name]))
-    table = pd.DataFrame({key: column.reindex(_keys(lines, index)) for key, column in cells.items()}).fillna(
-        MISSING
-    )
-    names = [[value_label(value, name) for value in lines[name]] for name in index]
-    labels = [column_label(name) for name in index]
-    table.index = (
-        pd.MultiIndex.from_arrays(names, names=labels) if len(index) > 1 else pd.Index(*names, name=labels[0])
-    )
-    table.columns = pd.MultiIndex.from_tuples(list(cells))
-    return table
+class Table:
+    """A frame of text, shown as HTML or as text; its index when it has names.
+
+    Folded, only its caption until that is clicked.
+    """
+
+    def __init__(self, frame: pd.DataFrame, caption: str = "", folded: bool = False) -> None:
+        self.frame = frame
+        self.caption = caption
+        self.folded = folded
+
+    @property
+    def _has_index(self) -> bool:
+        return any(name is not None for name in self.frame.index.names)
+
+    def __repr__(self) -> str:
+        text = self.frame.to_string(index=self._has_index, justify="right") if len(self.frame) else NO_LINES
+        return f"{self.caption}\n{text}" if self.caption else text
+
+    def _repr_html_(self) -> str:
+        table = self._html() if len(self.frame) else f"<p>{NO_LINES}</p>"
+        if self.folded:
+            return f"<details><summary>{escape(self.caption)}</summary>\n{table}\n</details>"
+        return f"<p>{escape(self.caption)}</p>\n{table}" if self.caption else table
+
+    def _html(self) -> str:
+        """Columns of numbers are right-aligned, as pages do by themselves, columns of words left."""
+        frame = self.frame.map(lambda text: escape(str(text)))
+        for place in range(frame.shape[1]):
+            if not any(map(_is_number, self.frame.iloc[:, place])):
+                frame.isetitem(place, frame.iloc[:, place].map(_left))
+        heads = frame.columns.get_level_values(-1)
+        heads = [
+            _left(escape(str(h))) if "<div" in str(frame.iat[0, i]) else escape(str(h))
+            for i, h in enumerate(heads)
+        ]
+        upper = [
+            frame.columns.get_level_values(level).map(escape) for level in range(frame.columns.nlevels - 1)
+        ]
+        frame.columns = _index([*upper, heads])
+        if self._has_index:
+            names = [_left(escape(str(name))) for name in frame.index.names]
+            keys = [frame.index.get_level_values(level) for level in range(frame.index.nlevels)]
+            frame.index = _index([key.map(lambda text: _left(escape(str(text)))) for key in keys]).set_names(
+                names
+            )
+        return frame.to_html(escape=False, index=self._has_index, border=0)
+
+
+def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> None:
+    """Display a table: HTML in a notebook, text elsewhere. Raw rows get readable headers and digits too.
+
+    Args:
+        folded: show the caption alone, until a reader opens it.
+    """
+    from IPython.display import display
+
+    display(Table(as_text(frame), caption, folded))
+
+
+def as_text(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every cell written out and every header with its unit; tables of text stay as they are."""
+    if frame.columns.nlevels > 1:
+        return frame
+    texts = {}
+    for name in frame.columns:
+        numbers = frame[name].dtype.kind == "f"
+        texts[column_label(str(name))] = (
+            _cells(frame, name) if numbers else [value_label(value, name) for value in frame[name]]
+        )
+    return pd.DataFrame(texts, index=frame.index)
+
+
+def _is_number(text: object) -> bool:
+    """A number, or the word in its place."""
+    if text in STATUS_LABELS.values():
+        return True
+    try:
+        float(str(text).replace(",", "").rstrip("×%"))
+    except ValueError:
+        return False
+    return True
+
+
+def _left(text: str) -> str:
+    return f'<div style="text-align: left">{text}</div>'

@@ -1,0 +1,198 @@
+"""How columns, names and numbers are written: the same on every axis, in every table and sentence."""
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+import pandas as pd
+
+from cs336_systems import names
+from cs336_systems.configs import MODEL_SIZES
+from cs336_systems.measure.allocations import CATEGORIES
+from cs336_systems.measure.kernel_names import CLASSES
+from cs336_systems.measure.schema import COLUMNS
+from cs336_systems.names import (
+    BLACK,
+    BLUE,
+    BROWN,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    WINE,
+    YELLOW,
+    Named,
+)
+
+MISSING = "–"
+
+# What stands in the place of a number that a row does not have.
+STATUS_LABELS = {"oom": "OOM", "error": "error", "skipped": "skipped"}
+
+# Of a profiled model: what the time is a share of, and the parts of attention.
+SCOPES = ("inference", "forward + backward", "training step")
+ATTENTION_PARTS = ("scores", "scale and mask", "softmax", "values")
+
+
+def _family(values: Iterable[str], colors: Iterable[str]) -> dict[str, Named]:
+    return {value: Named(value, color) for value, color in zip(values, colors, strict=True)}
+
+
+_CLASS_COLORS = (BLUE, GREEN, VERMILLION, PURPLE, SKY, ORANGE, YELLOW, BROWN, BLACK, WINE, GREY)
+_COMPILED = ("eager", "compiled", "compiled per block")
+
+# The values that a column can have, in order, each with its label and colour. A column of several families is
+# drawn with the one that knows most of its values.
+FAMILIES: dict[str, tuple[Mapping[str, Named], ...]] = {
+    "implementation": (names.ATTENTION, names.MODEL_IMPLEMENTATIONS, names.WEIGHTED_SUMS, names.WRAPPERS),
+    "attention": (names.ATTENTION,),
+    "wrapper": (names.WRAPPERS,),
+    "collective": (names.COLLECTIVES,),
+    "dtype": (names.DTYPES,),
+    "pass": (names.PASSES,),
+    "class": (_family(CLASSES, _CLASS_COLORS),),
+    "category": (_family(CATEGORIES, (BLUE, ORANGE, SKY, GREEN, VERMILLION, GREY)),),
+    "scope": (_family(SCOPES, (BLUE, VERMILLION, GREEN)),),
+    "part": (_family(ATTENTION_PARTS, (BLUE, VERMILLION, GREEN, ORANGE)),),
+    # One code, compiled or not, with TF32 matmuls or without; who wrote an entry of a leaderboard; a pass, and
+    # the least that it can take.
+    "variant": (
+        _family(
+            [f"{how}{dtype}" for dtype in ("", ", TF32") for how in _COMPILED],
+            (BLUE, VERMILLION, ORANGE, SKY, PURPLE, GREEN),
+        ),
+    ),
+    "whose": (_family(("ours", "PyTorch's own", "others, published"), (GREEN, BLACK, GREY)),),
+    "kernel": (
+        _family(
+            ("forward", "forward, floor", "backward", "backward, floor"), (BLUE, SKY, VERMILLION, ORANGE)
+        ),
+    ),
+}
+_LABELS = {
+    value: named.label
+    for families in FAMILIES.values()
+    for family in families
+    for value, named in family.items()
+} | {"h200": "H200"}
+
+_SIZES = sorted(
+    (c for sizes in MODEL_SIZES.values() for c in sizes.values()), key=lambda c: c.num_layers * c.d_model**2
+)
+_ORDERS: dict[str, Sequence[Hashable]] = {
+    "model_size": tuple(dict.fromkeys(config.name for config in _SIZES)),
+    "model": tuple(config.label for config in _SIZES),
+}
+
+# Where a column's own name, made readable, would not do.
+_COLUMNS = {
+    "std_ms": "standard deviation (ms)",
+    "mean_ms": "mean time (ms)",
+    "p20_ms": "20th percentile of time (ms)",
+    "p50_ms": "median time (ms)",
+    "p80_ms": "80th percentile of time (ms)",
+    "reference_ms": "median on the reference machine (ms)",
+    "step_ms": "time of the step (ms)",
+    "no_comm_ms": "without communication (ms)",
+    "compile_s": "time to compile (s)",
+    "total_ms": "total time (ms)",
+    "size_mib": "memory (MiB)",
+    "context_length": "context length (tokens)",
+    "d_head": "head dimension",
+    "is_causal": "causal",
+    "num_rows": "rows",
+    "world_size": "processes",
+    "step_index": "step",
+    "sm_clock_mhz": "SM clock (MHz)",
+    "message_mb": "size of the message (MB)",
+    "warmup_steps": "warm-up steps",
+    "where": "machine",
+}
+
+# In front of a number that would not say what it is: "warm-up 5" in a legend or above a panel.
+_SHORT = {"context_length": "context", "batch_size": "batch", "d_head": "d =", "warmup_steps": "warm-up"}
+_SHORT |= {"world_size": "processes"}
+
+# What the last part of a column's name says of its unit: in the schema, and of what is computed from rows.
+UNITS = {name.rpartition("_")[2]: column.unit for name, column in COLUMNS.items() if column.unit}
+UNITS |= {"us": "µs", "kib": "KiB", "gib": "GiB", "gb": "GB", "tflops": "TFLOP/s", "percent": "%"}
+
+
+def column_label(column: str) -> str:
+    """A column's name for an axis or a header, with its unit: "peak_memory_mib" -> "peak memory (MiB)"."""
+    if column in _COLUMNS:
+        return _COLUMNS[column]
+    name, _, unit = column.rpartition("_")
+    if name and unit in UNITS:
+        return f"{name.replace('_', ' ')} ({UNITS[unit]})"
+    return column.replace("_", " ")
+
+
+def value_label(value: object, column: str | None = None) -> str:
+    """A key's value for a legend, a tick or a cell; context lengths as 512 or 16K."""
+    if column == "where":
+        return machine_label(value)
+    if isinstance(value, str):
+        return _LABELS.get(value, value)
+    if pd.isna(value):
+        return MISSING
+    if column == "context_length":
+        return context_label(value)
+    if column == "num_rows":
+        return f"{value:,.0f}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def named_value(column: str, value: object) -> str:
+    """A value that stands alone: text as it is, a number with its column's short name ("context 512")."""
+    text, name = value_label(value, column), _SHORT.get(column, column.removeprefix("is_").replace("_", " "))
+    if isinstance(value, str):
+        return text
+    if pd.api.types.is_bool(value):
+        return name if value else f"not {name}"
+    return f"{name} {text}"
+
+
+def machine_label(where: str) -> str:
+    """ "reference: H200" -> "H200 (reference)"."""
+    role, _, name = where.partition(": ")
+    return f"{name} ({role})" if name else role
+
+
+def context_label(tokens: float) -> str:
+    """128 -> "128", 1024 -> "1K", 16384 -> "16K"."""
+    return f"{int(tokens) // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:g}"
+
+
+def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, Named]:
+    """What is known of a column's values, by name and by label; of several families the best fitting."""
+    distinct = set(values)
+    families = [{**{named.label: named for named in f.values()}, **f} for f in FAMILIES.get(column or "", ())]
+    return max(families, key=lambda family: len(distinct & set(family)), default={})
+
+
+def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
+    """The distinct values in the order a reader expects: small before large, forward before backward."""
+    distinct = [value for value in dict.fromkeys(values) if not pd.isna(value)]
+    labels = list(dict.fromkeys(named.label for named in family_of(distinct, column).values()))
+    order = _ORDERS.get(column or "", labels)
+    if order:
+        return sorted(distinct, key=lambda v: order.index(name) if (name := _in(order, v)) else len(order))
+    return sorted(distinct) if all(not isinstance(value, str) for value in distinct) else distinct
+
+
+def _in(order: Sequence[Hashable], value: Hashable) -> Hashable:
+    """The value or its label, whichever is in the order; None if neither is."""
+    return next((name for name in (value, value_label(value)) if name in order), None)
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """A number with `digits` significant digits, never in powers of ten: 0.0635, 33.3, 1,250."""
+    if pd.isna(value):
+        return MISSING
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    rounded = round(float(value), decimals)
+    return f"{rounded:,.{max(decimals, 0)}f}"

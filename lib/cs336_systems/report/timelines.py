@@ -1,0 +1,224 @@
+"""Timelines, drawn by hand: a profiled step on its lanes, steps of wrappers, memory held over time."""
+
+from collections.abc import Hashable, Sequence
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
+
+from cs336_systems.measure.allocations import CATEGORIES
+from cs336_systems.measure.overlap import LANES, covered, exposed
+from cs336_systems.names import GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from cs336_systems.report.figure import NO_ROWS, Chart, finish, placeholder, plain_numbers, sheet
+from cs336_systems.report.frames import require_columns
+from cs336_systems.report.labels import ordered, significant, value_label
+from cs336_systems.report.style import INK, MUTED, PAPER, STYLE, ZONE, palette
+
+_LEVELS = ("step", "stage", "block", "module", "inside", "part")
+# Copies to and from one long tensor are launched while the model communicates.
+STAGES = {"forward": SKY, "backward": ORANGE, "communication": PURPLE, "optimizer": GREY}
+HIDDEN, EXPOSED = GREEN, VERMILLION
+_THINNEST = 0.6  # points: a message of microseconds shows in a step of half a second
+
+
+def _spans(
+    axes: Axes, spans: pd.DataFrame, low: float, height: float, color: str, linewidth: float = 0
+) -> None:
+    pairs = list(zip(spans["start_ms"], spans["end_ms"] - spans["start_ms"], strict=True))
+    axes.broken_barh(pairs, (low, height), facecolor=color, edgecolor=color, linewidth=linewidth, zorder=2)
+
+
+def _part_legend(names: Sequence[Hashable], colors: dict[Hashable, str]) -> list[Patch]:
+    return [Patch(color=colors[name], label=value_label(name)) for name in names]
+
+
+@mpl.rc_context(STYLE)
+def kernel_timeline(
+    ranges: pd.DataFrame,
+    kernels: pd.DataFrame,
+    *,
+    depth: int = 3,
+    between_ms: tuple[float, float] | None = None,
+    title: str | None = None,
+    subtitle: str | None = None,
+    empty: str = NO_ROWS,
+) -> Chart:
+    """One step: a lane for each level of host ranges and for each GPU stream, kernels coloured by class.
+
+    Args:
+        ranges, kernels: of `measure.profile.one_step`.
+        depth: the deepest level of ranges to show; 1 is forward, backward, optimizer.
+        between_ms: look at this part of the step only.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    if kernels.empty:
+        return placeholder(title, empty)
+    require_columns(ranges, "name", "depth", "start_ms", "end_ms")
+    require_columns(kernels, "class", "stream", "start_ms", "end_ms")
+    start, end = between_ms or (0.0, max(ranges["end_ms"].max(), kernels["end_ms"].max()))
+    ranges, kernels = (f[(f["end_ms"] > start) & (f["start_ms"] < end)] for f in (ranges, kernels))
+    levels = range(min(depth, int(ranges["depth"].max())) + 1 if len(ranges) else 0)
+    streams = sorted(set(kernels["stream"]))
+    colors = palette(kernels["class"], "class")
+    chart, (axes,) = sheet(height=0.56 * (len(levels) + len(streams)) + 0.9)
+    axes.set(xlim=(start, end), ylim=(len(levels) + len(streams) - 0.4, -0.6))
+    for level in levels:  # two alternating greys
+        rows = ranges[ranges["depth"] == level]
+        for first, shade in enumerate(("#D5DAE1", "#BFC6D0")):
+            _spans(axes, rows.iloc[first::2], level - 0.42, 0.84, shade)
+    for lane, stream in enumerate(streams, start=len(levels)):
+        axes.axhspan(lane - 0.42, lane + 0.42, color=ZONE, linewidth=0, zorder=0.5)
+        for name, rows in kernels[kernels["stream"] == stream].groupby("class"):
+            _spans(axes, rows, lane - 0.42, 0.84, colors[name])
+    names = [f"host: {_LEVELS[min(level, len(_LEVELS) - 1)]}" for level in levels]
+    axes.set_yticks(range(len(levels) + len(streams)), names + [f"stream {stream}" for stream in streams])
+    axes.grid(False)
+    axes.set_xlabel("time since the step began (ms)")
+    plain_numbers(axes.xaxis)
+    finish(chart, title, subtitle, _part_legend(colors, colors))
+    for level in levels:  # only now it is known how much room there is
+        _name_ranges(axes, level, ranges[ranges["depth"] == level])
+    return chart
+
+
+def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
+    """The name of each range of one level, the first way that fits its box: across, smaller, upright."""
+    first, last = axes.get_xlim()
+    for name, start, end in rows[["name", "start_ms", "end_ms"]].itertuples(index=False):
+        low, high = max(start, first), min(end, last)
+        corners = axes.transData.transform([(low, level + 0.42), (high, level - 0.42)])
+        width, height = np.ptp(corners, axis=0)
+        upright = name.replace("_", "_\n")  # on two lines
+        for text, size, rotation in ((name, 8, 0), (name, 7, 0), (name, 7, 90), (upright, 7, 90)):
+            written = axes.text((low + high) / 2, level, text, ha="center", va="center", color=INK)
+            written.set(size=size, rotation=rotation, zorder=3)
+            room = written.get_window_extent()
+            if room.width < width and room.height < height:
+                break
+            written.remove()
+
+
+@mpl.rc_context(STYLE)
+def overlap_timeline(
+    frame: pd.DataFrame,
+    by: str,
+    *,
+    between_ms: tuple[float, float] | None = None,
+    title: str | None = None,
+    subtitle: str | None = None,
+    xlabel: str = "time since the step began (ms)",
+    empty: str = NO_ROWS,
+) -> Chart:
+    """One step for each value of `by`: computing above, coloured by stage, communication below it.
+
+    Communication is green while something is computed too, and red where it is exposed. No span is drawn
+    thinner than can be seen.
+
+    Args:
+        frame: spans with lane, range, start_ms and end_ms, as in `measure.overlap.step_lanes`.
+        by: column that tells the steps apart.
+        between_ms: look at this part of the steps only.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    if frame.empty:
+        return placeholder(title, empty)
+    require_columns(frame, by, "lane", "range", "start_ms", "end_ms")
+    start, end = between_ms or (0.0, frame["end_ms"].max())
+    frame = frame[(frame["end_ms"] > start) & (frame["start_ms"] < end)]
+    places = ordered(frame[by], by)
+    chart, (axes,) = sheet(height=0.72 * max(len(places), 1.5) + 0.75)
+    axes.set(xlim=(start, end), ylim=(len(places) - 0.45, -0.5), xlabel=xlabel)
+    for place, value in enumerate(places):
+        _draw_step(axes, place, frame[frame[by] == value])
+    axes.set_yticks(range(len(places)), [value_label(value, by) for value in places])
+    axes.grid(False)
+    plain_numbers(axes.xaxis)
+    computed = frame[frame["lane"] == LANES[0]]
+    times = (computed["end_ms"] - computed["start_ms"]).groupby(computed["range"]).sum()
+    seen = times[times > 1e-3 * (end - start)].index
+    legend = [
+        Patch(color=color, label="copies" if stage == "communication" else stage)
+        for stage, color in STAGES.items()
+        if stage in seen
+    ]
+    legend.append(Patch(color=HIDDEN, label="communication, hidden"))
+    legend.append(Patch(color=EXPOSED, label="communication, exposed"))
+    return finish(chart, title, subtitle, legend)
+
+
+def _draw_step(axes: Axes, place: int, lanes: pd.DataFrame) -> None:
+    """Two bars that touch: the eye compares what is above with what is below."""
+    axes.axhspan(place - 0.36, place + 0.36, color=ZONE, linewidth=0, zorder=0.5)
+    for stage, color in STAGES.items():
+        computed = lanes[(lanes["lane"] == "compute") & (lanes["range"] == stage)]
+        _spans(axes, computed, place - 0.36, 0.36, color)
+    _spans(axes, covered(lanes[lanes["lane"] == "communication"]), place, 0.36, HIDDEN, _THINNEST)
+    _spans(axes, exposed(lanes), place, 0.36, EXPOSED, _THINNEST)
+    axes.axhline(place, color=INK, linewidth=0.6, zorder=3)
+
+
+@mpl.rc_context(STYLE)
+def memory_timeline(
+    held: pd.DataFrame, *, title: str | None = None, subtitle: str | None = None, empty: str = NO_ROWS
+) -> Chart:
+    """Memory held over time, stacked by category; stages shaded and named, the peak marked.
+
+    Args:
+        held: of `measure.allocations.timeline`: at_ms, stage, and MiB a category.
+
+    Raises:
+        ValueError: a column is missing.
+    """
+    if held.empty:
+        return placeholder(title, empty)
+    require_columns(held, "at_ms", "stage", *CATEGORIES)
+    parts = held[list(CATEGORIES)]
+    gib = parts.sum(axis=1).max() >= 4096
+    parts, unit = (parts / 1024, "GiB") if gib else (parts, "MiB")
+    used = [name for name in CATEGORIES if parts[name].max() > 0]
+    colors, at, top = palette(used, "category"), held["at_ms"], parts.sum(axis=1)
+    chart, (axes,) = sheet(height=4.2)
+    axes.stackplot(
+        at,
+        parts[used].T.to_numpy(),
+        colors=[colors[name] for name in used],
+        step="post",
+        linewidth=0,
+        zorder=2,
+    )
+    axes.set(xlim=(at.min(), at.max()), ylim=(0, top.max() * 1.17))
+    _shade_stages(axes, held)
+    peak = top.idxmax()
+    axes.plot(at[peak], top[peak], "o", color=INK, markersize=5, zorder=4)
+    ha, away = ("right", -8) if at[peak] > 0.7 * at.max() else ("left", 8)
+    axes.annotate(
+        f"peak {significant(top[peak])} {unit}", (at[peak], top[peak]), (away, 3),
+        textcoords="offset points", ha=ha, weight="bold", size=9.5, color=INK,
+        zorder=5, path_effects=[withStroke(linewidth=3, foreground=PAPER)],
+    )  # fmt: skip
+    axes.set(xlabel="time since the recording began (ms)", ylabel=f"memory ({unit})")
+    plain_numbers(axes.xaxis)
+    plain_numbers(axes.yaxis)
+    return finish(chart, title, subtitle, _part_legend(used, colors))
+
+
+def _shade_stages(axes: Axes, held: pd.DataFrame) -> None:
+    """Every other stage on a grey ground, its name at the top."""
+    named = held["stage"].fillna("")
+    runs = held.assign(stage=named).groupby((named != named.shift()).cumsum())
+    stages = runs.agg(name=("stage", "first"), start=("at_ms", "min"))
+    stages["end"] = stages["start"].shift(-1, fill_value=held["at_ms"].max())
+    for shown, (name, start, end) in enumerate(stages[stages["name"] != ""].itertuples(index=False)):
+        if shown % 2 == 0:
+            axes.axvspan(start, end, color=ZONE, linewidth=0, zorder=0.5)
+        axes.annotate(
+            name, ((start + end) / 2, 1), (0, -5), xycoords=("data", "axes fraction"),
+            textcoords="offset points", ha="center", va="top", size=9, color=MUTED, annotation_clip=False,
+        )  # fmt: skip
