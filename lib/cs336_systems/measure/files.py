@@ -71,17 +71,17 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
-def append_lines(path: Path, lines: str) -> None:
-    """Append whole lines: all of them, or, when the process is killed, none that `read_lines` returns.
+def append_lines(path: Path, lines: str, header: str) -> None:
+    """Append whole lines, all or, if this process is killed, none; before the first, a header.
 
     The size before is noted beside the file until they are on disk. The caller holds the lock.
     """
+    note = _size_note(path)
     with open(path, "ab") as file:
         size = _finished_size(path)
         file.truncate(size)  # what a killed process left
-        note = _size_note(path)
         note.write_text(f"{size}\n")
-        file.write(lines.encode())
+        file.write(((header if size == 0 else "") + lines).encode())
         file.flush()
         os.fsync(file.fileno())
     note.unlink()

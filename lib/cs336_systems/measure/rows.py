@@ -68,11 +68,9 @@ def save_rows(
         return path
     make_folder(path.parent)
     with locked(path.parent.parent):
-        if not read_lines(path)[:1]:
-            append_lines(path, _csv([schema.columns]))
-        elif _header(path) != list(schema.columns):
-            _rewrite(path, machine)
-        append_lines(path, _csv(_fields(row, schema) for row in batch))
+        if path.exists() and _header(path) not in ([], list(schema.columns)):
+            _rewrite(path, machine)  # its table has columns now that it had not
+        append_lines(path, _csv(_fields(row, schema) for row in batch), header=_csv([schema.columns]))
     return path
 
 
@@ -122,7 +120,8 @@ def published(name: str) -> pd.DataFrame:
     """
     path = find("published", f"{name}.csv")
     if not path.is_file():
-        check_choice("published table", name, sorted(file.stem for file in path.parent.glob("*.csv")))
+        tables = sorted(file.stem for file in (REPOSITORY_FIGURES / "published").glob("*.csv"))
+        check_choice("published table", name, tables)
     return pd.read_csv(path)
 
 
@@ -153,7 +152,8 @@ def _fields(row: Row, schema: Table) -> list[str]:
 
 def _header(path: Path) -> list[str]:
     with open(path, "rb") as file:
-        return file.readline().decode(errors="replace").rstrip("\n").split(",")
+        line = file.readline().decode(errors="replace").strip()
+    return line.split(",") if line else []
 
 
 def _rewrite(path: Path, machine: str) -> bool:
