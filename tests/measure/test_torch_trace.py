@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from cs336_systems.measure import torch_trace as trace
+from cs336_systems.measure import torch_trace
 from cs336_systems.measure.profile import ProfileError, kernel_table, range_table
 from cs336_systems.measure.torch_trace import keep_one_step, load_trace, read_trace, record
 from cs336_systems.nvtx import annotate, recording
@@ -19,16 +19,7 @@ MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<
 
 
 def event(category: str, name: str, ts: float, dur: float, tid: int = 1, **args) -> dict:
-    return {
-        "ph": "X",
-        "cat": category,
-        "name": name,
-        "pid": 9,
-        "tid": tid,
-        "ts": ts,
-        "dur": dur,
-        "args": args,
-    }
+    return dict(ph="X", cat=category, name=name, pid=9, tid=tid, ts=ts, dur=dur, args=args)
 
 
 def cuda_trace() -> dict:
@@ -85,16 +76,13 @@ def cpu(tmp_path_factory):
 def test_cuda_kernels_belong_to_the_range_of_their_launch(save):
     profile = read_trace(save(cuda_trace()))
     assert (profile.source, profile.machine) == ("torch cuda", "NVIDIA H200")
-    table = kernel_table(profile).set_index("kernel")
-    assert table.range.to_dict() == {
-        "nvjet_sst_128x64": "measure/backward",
-        "vectorized_elementwise[mul]": "measure/forward",
-        "Memcpy HtoD": "measure/forward",
-    }
-    assert table.total_ms.tolist() == pytest.approx([0.020, 0.008, 0.003])
-    assert table.grid["nvjet_sst_128x64"] == "132,1,1"
-    assert table.stream.tolist() == [7, 7, 7]
-    assert table["class"].tolist() == ["matrix product", "elementwise", "copy/cast"]
+    table = kernel_table(profile)[["kernel", "range", "class", "total_ms", "grid"]]
+    assert table.to_numpy().tolist() == [
+        ["nvjet_sst_128x64", "measure/backward", "matmul", 0.020, "132,1,1"],
+        ["vectorized_elementwise[mul]", "measure/forward", "elementwise", 0.008, "4,2,1"],
+        ["Memcpy HtoD", "measure/forward", "copy/cast", 0.003, ""],
+    ]
+    assert set(profile.kernels.stream) == {7}
     assert range_table(profile).device_busy_ms[0] == pytest.approx(0.031)
 
 
@@ -160,8 +148,6 @@ def test_own_time_excludes_what_is_called(save):
 def test_the_saved_trace_reads_back(cpu):
     profile, path = cpu
     assert kernel_table(read_trace(path)).equals(kernel_table(profile))
-    with gzip.open(path) as file:
-        assert json.load(file)["traceEvents"], "what Perfetto opens"
 
 
 def test_one_step_kept_of_several(save, tmp_path):
@@ -183,47 +169,26 @@ def test_one_step_kept_of_several(save, tmp_path):
     assert kept.read_bytes() == written
     assert b"registers" not in gzip.decompress(written)
     assert b"process_name" in gzip.decompress(written), "Perfetto names the lanes"
+    with pytest.raises(ProfileError, match="'epoch'"):
+        keep_one_step(path, kept, root="epoch")
 
 
-def test_no_step_to_keep(save, tmp_path):
-    with pytest.raises(ProfileError, match=r"trace\.json has no range 'epoch'; record it under"):
-        keep_one_step(save(cuda_trace()), tmp_path / "step.json.gz", root="epoch")
-
-
-def test_missing_file(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"no trace .*none\.json; make one with measure\.trace\.record"
-    ):
+def test_damaged_files(cpu, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"none\.json"):
         read_trace(tmp_path / "none.json")
-
-
-def test_cut_off_file(cpu, tmp_path):
-    _, path = cpu
-    text = gzip.decompress(path.read_bytes())
-    for name, content in {
-        "a.json": text[:5000],
-        "b.json.gz": path.read_bytes()[:3000],
-        "c.json.gz": b"no",
-    }.items():
+    whole = cpu[1].read_bytes()
+    files = {"a.json": gzip.decompress(whole)[:5000], "b.json.gz": whole[:3000], "c.json.gz": b"no"}
+    files |= {"d.json": b"[]", "e.json": b'{"traceEvents": 3}'}
+    for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(
-            ProfileError, match=rf"{name[0]}\.json.* is cut off or no trace .*; record it again"
-        ):
+        with pytest.raises(ProfileError, match=name):
             read_trace(tmp_path / name)
-
-
-@pytest.mark.parametrize("content", [[], {}, {"traceEvents": 3}])
-def test_json_that_is_no_trace(save, content):
-    with pytest.raises(ProfileError, match=r"trace\.json is JSON, but no Chrome trace"):
-        read_trace(save(content))
 
 
 def test_cuda_calls_without_kernels(save):
     trace = cuda_trace()
     trace["traceEvents"] = [e for e in trace["traceEvents"] if e.get("cat") not in ("kernel", "gpu_memcpy")]
-    with pytest.raises(
-        ProfileError, match="CUDA calls but no GPU kernels: CUPTI could not record; end other prof"
-    ):
+    with pytest.raises(ProfileError, match="CUPTI"):
         read_trace(save(trace))
 
 
@@ -240,14 +205,12 @@ def test_no_warning_of_torchs(cpu, tmp_path, monkeypatch):
             torch.ones(3) + 1
         warnings.warn(message, stacklevel=2)
 
-    monkeypatch.setattr(trace, "profile", warning)
+    monkeypatch.setattr(torch_trace, "profile", warning)
     with pytest.warns(UserWarning, match="mine") as seen:
-        trace.record(lambda: run("mine"), tmp_path / "t.json", device="cpu")
+        record(lambda: run("mine"), tmp_path / "t.json", device="cpu")
     assert len(seen) == 1
 
 
-def test_no_ranges_and_no_kernels(tmp_path):
-    with pytest.raises(ProfileError, match="kernels and no ranges to put them in"):
+def test_no_ranges(tmp_path):
+    with pytest.raises(ProfileError, match="no ranges"):
         record(lambda: torch.ones(3) + 1, tmp_path / "t.json", device="cpu")
-    with pytest.raises(ProfileError, match="no kernel in it"):
-        record(lambda: None, tmp_path / "t.json", device="cpu")

@@ -4,18 +4,22 @@ import pandas as pd
 import pytest
 
 from cs336_systems import accounting, configs
+from cs336_systems.measure.allocations import CATEGORIES, MIB
 from cs336_systems.report.profile_tables import (
+    PARTS,
     attention_parts,
-    beside_each_other,
+    beside_wall_clock,
     by_scope,
+    explained_peaks,
     leaders,
     of_main_profiler,
     shares,
-    softmax_over_products,
+    softmax_over_matmuls,
+    two_profilers,
 )
 
 KEY = {
-    "profiler": "torch cuda", "implementation": "eager", "attention": "reference", "edition": 2025,
+    "profiler": "torch cuda", "implementation": "eager", "attention": "plain", "edition": 2025,
     "model_size": "small", "batch_size": 4, "context_length": 128, "dtype": "float32", "status": "ok",
 }  # fmt: skip
 
@@ -31,16 +35,16 @@ def run(pass_: str, *kernels: tuple, **key) -> pd.DataFrame:
 
 INFERENCE = run(
     "forward",
-    ("forward/layers.*/ffn/w1", "gemm", "matrix product", 12, 6.0),
+    ("forward/layers.*/ffn/w1", "gemm", "matmul", 12, 6.0),
     ("forward/layers.*/ffn", "mul", "elementwise", 24, 1.0),
     ("forward/layers.*/attn/rope", "mul", "elementwise", 24, 0.5),
     ("forward/lm_head", "rest", "other", 3, 0.5),
 )
 STEP = run(
     "train_step",
-    ("forward/layers.*/ffn/w1", "gemm", "matrix product", 12, 6.0),
-    ("backward", "gemm", "matrix product", 12, 6.0),
-    ("backward", "gemm_nt", "matrix product", 12, 7.0),
+    ("forward/layers.*/ffn/w1", "gemm", "matmul", 12, 6.0),
+    ("backward", "gemm", "matmul", 12, 6.0),
+    ("backward", "gemm_nt", "matmul", 12, 7.0),
     ("optimizer", "mul", "optimizer", 300, 5.0),
     ("", "copy", "copy/cast", 1, 1.0),
 )
@@ -66,7 +70,7 @@ def test_shares_of_a_run_add_up():
     table = shares(by_scope(pd.concat([INFERENCE, INFERENCE.assign(context_length=256), STEP])))
     assert table.groupby(["context_length", "scope"]).share.sum().tolist() == pytest.approx([1] * 4)
     of_small = table[(table.context_length == 128) & (table.scope == "inference")].set_index("class")
-    assert of_small.share["matrix product"] == pytest.approx(6 / 8)
+    assert of_small.share["matmul"] == pytest.approx(6 / 8)
     assert of_small.share["other"] == pytest.approx(0.5 / 8), "what nobody could classify is seen"
 
 
@@ -83,9 +87,9 @@ def test_the_leader_and_all_its_calls():
 
 def test_no_rows_are_no_lines():
     nothing = by_scope(INFERENCE.iloc[:0])
-    for table in (shares(nothing), leaders(nothing), attention_parts(nothing), beside_each_other(nothing)):
+    for table in (shares(nothing), leaders(nothing), attention_parts(nothing), two_profilers(nothing)):
         assert table.empty
-    assert softmax_over_products(attention_parts(nothing)).empty
+    assert softmax_over_matmuls(attention_parts(nothing)).empty
     assert of_main_profiler(INFERENCE.iloc[:0]).empty
 
 
@@ -94,13 +98,13 @@ def attention() -> pd.DataFrame:
     inside = "forward/layers.*/attn/attention"
     return run(
         "forward",
-        (f"{inside}/scores", "gemm", "matrix product", 12, 2.0),
+        (f"{inside}/scores", "gemm", "matmul", 12, 2.0),
         (f"{inside}/scores", "div", "elementwise", 12, 0.7),
         (f"{inside}/scores", "copy", "copy/cast", 12, 0.3),
         (f"{inside}/softmax", "exp", "elementwise", 12, 3.0),
         (f"{inside}/softmax", "amax", "reduction", 12, 1.0),
-        (f"{inside}/values", "gemm", "matrix product", 12, 2.0),
-        ("forward/layers.*/attn/q_proj", "gemm", "matrix product", 12, 9.0),
+        (f"{inside}/values", "gemm", "matmul", 12, 2.0),
+        ("forward/layers.*/attn/q_proj", "gemm", "matmul", 12, 9.0),
     )
 
 
@@ -109,10 +113,10 @@ def test_parts_of_attention(attention):
     times = {"scores": 2.0, "scale and mask": 1.0, "softmax": 4.0, "values": 2.0}
     assert parts.total_ms.to_dict() == pytest.approx(times)
     small = configs.model_size("small", 2025)
-    products = parts.flops["scores"] + parts.flops["values"]
+    matmuls = parts.flops["scores"] + parts.flops["values"]
     breakdown = accounting.flops_breakdown(small, 4, 128)
-    assert products == breakdown["attention_scores"] + breakdown["attention_values"]
-    over = softmax_over_products(attention_parts(attention)).iloc[0]
+    assert matmuls == breakdown["attention_scores"] + breakdown["attention_values"]
+    over = softmax_over_matmuls(attention_parts(attention)).iloc[0]
     assert over.time_ratio == pytest.approx(1.0)
     assert over.flops_ratio == pytest.approx(5 / (4 * small.d_head))
     assert 1 < over.bytes_ratio < 4
@@ -124,12 +128,47 @@ def test_the_main_profiler_is_the_one_with_most_runs():
     assert set(of_main_profiler(rows).profiler) == {"torch cuda"}, "runs count, not rows"
 
 
-def test_two_profilers_beside_each_other():
+def test_two_profilers_two_profilers():
     by_nsys = INFERENCE.assign(profiler="nsys", total_ms=INFERENCE.total_ms * 1.01)
-    table = beside_each_other(pd.concat([INFERENCE, STEP, by_nsys]))
+    table = two_profilers(pd.concat([INFERENCE, STEP, by_nsys]))
     assert set(table["pass"]) == {"forward"}, "only what both saw"
     assert table.set_index("class").nsys["elementwise"] == pytest.approx(1.515)
     assert table.ratio.tolist() == pytest.approx([1.01] * 3)
     missed = by_nsys[by_nsys["class"] != "other"]
-    table = beside_each_other(pd.concat([INFERENCE, missed])).set_index("class")
+    table = two_profilers(pd.concat([INFERENCE, missed])).set_index("class")
     assert table.ratio["other"] == 0, "a class that one of them did not see is shown"
+
+
+def test_idle_is_the_part_of_the_wall_clock_without_a_kernel():
+    profiled = KEY | {"pass": "forward", "range": "measure", "host_ms": 30.0, "device_busy_ms": 8.0}
+    inner = profiled | {"range": "measure/forward"}
+    clock = KEY | {"pass": "forward", "warmup_steps": 5, "mean_ms": 10.0}
+    times = pd.DataFrame(
+        [clock, clock | {"warmup_steps": 0, "mean_ms": 99.0}, clock | {"context_length": 256}]
+    )
+    (line,) = beside_wall_clock(pd.DataFrame([profiled, inner]), times).to_dict("records")
+    assert (line["wall_clock_ms"], line["profiled_ms"], line["gpu_busy_ms"]) == (10.0, 30.0, 8.0)
+    assert line["idle_percent"] == pytest.approx(20)
+
+
+def test_a_peak_is_explained():
+    """Of two stages the higher; what is held beyond the closed form is told apart."""
+    tiny = configs.model_size("tiny")
+    closed_form = accounting.peak_bytes(tiny, 2, 32, "train_step") / MIB
+    key = {
+        "edition": tiny.edition,
+        "model_size": "tiny",
+        "batch_size": 2,
+        "context_length": 32,
+        "dtype": "float32",
+    }
+    key |= {"pass": "train_step", "status": "ok", "requested_memory_mib": closed_form + 65}
+    key |= {"peak_memory_mib": closed_form + 65.5}
+    held = dict.fromkeys(CATEGORIES, 0.0) | {"parameters": closed_form + 1, "other": 64.0}
+    rows = [key | {"stage": "backward", "category": name, "size_mib": mib} for name, mib in held.items()]
+    rows += [row | {"stage": "forward", "size_mib": row["size_mib"] / 2} for row in rows]
+    rows += [key | {"context_length": 64, "status": "oom"}]
+    line, failed = explained_peaks(pd.DataFrame(rows)).to_dict("records")
+    assert (line["stage"], line["context_length"], failed["status"]) == ("backward", 32, "oom")
+    assert [line[part] for part in PARTS] == pytest.approx([closed_form, 64, 0.5, 1])
+    assert sum(line[part] for part in PARTS) == pytest.approx(line["peak_memory_mib"])

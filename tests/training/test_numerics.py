@@ -28,7 +28,7 @@ def test_the_four_sums_are_those_of_the_plain_loop():
 
 
 def test_float16_loses_and_float32_does_not():
-    finals = {how.case: running_sum(how, 0.01, 1000)[-1].item() for how in ACCUMULATIONS}
+    finals = {how.name: running_sum(how, 0.01, 1000)[-1].item() for how in ACCUMULATIONS}
     assert finals["float16 += float16"] == 9.953125
     assert finals["float32 += float32"] == pytest.approx(10, abs=2e-4)
     # All that is left of the mixed sum's error is that float16 holds 0.01 as 0.010002.
