@@ -1,22 +1,30 @@
-"""Timing attention functions: rows that say what was measured, and no time for what is wrong."""
+"""A cell of an attention benchmark: rows that say what was measured, and no time for what is wrong."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
-from cs336_systems.attention.baselines import sdpa as right  # as far off as PyTorch, always
-from cs336_systems.attention.plain import reference_attention
-from cs336_systems.bench import flash_bench as flash
-from cs336_systems.bench.eligibility import IMPLEMENTATIONS, why_wrong
+from cs336_systems import names
+from cs336_systems.attention.baselines import sdpa as right
+from cs336_systems.attention.plain import plain_attention
+from cs336_systems.bench.eligibility import why_wrong
+from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, PASSES, Cell, time_cell
 
-TINY = {"context_length": 32, "d_head": 16, "dtype": "float32"}
+CPU = torch.device("cpu")
+TINY = Cell("mine", 32, 16, "float32")
+TASK = replace(TINY, dtype="bfloat16", num_heads=2, protocol=LEADERBOARD)
+
+
+def statuses(rows):
+    return {row["status"] for row in rows}
 
 
 def test_a_row_a_pass():
-    rows = flash.benchmark_cell("mine", right, **TINY)
-    assert [row["pass"] for row in rows] == list(flash.PASSES)
+    rows = time_cell(TINY, right, device="cpu")
+    assert [row["pass"] for row in rows] == ["forward", "backward", "forward_backward"]
     assert all(row["status"] == "ok" and row["p50_ms"] > 0 for row in rows)
-    assert rows[0]["num_heads"] == 1
-    assert rows[0]["d_head"] == 16
+    assert {(row["protocol"], row["num_heads"], row["d_head"]) for row in rows} == {("wall_clock", 1, 16)}
 
 
 def test_heads_are_a_dimension_of_their_own():
@@ -26,58 +34,69 @@ def test_heads_are_a_dimension_of_their_own():
         shapes.add(q.shape)
         return right(q, k, v, is_causal)
 
-    flash.benchmark_cell("mine", watched, num_heads=3, batch_size=2, passes=["forward"], **TINY)
+    time_cell(replace(TINY, num_heads=3, batch_size=2), watched, device="cpu")
     assert (2, 3, 32, 16) in shapes
 
 
-def test_what_is_wrong_is_not_timed():
-    rows = flash.benchmark_cell("mine", lambda q, k, v, is_causal: right(q, k, v, not is_causal), **TINY)
-    assert [row["status"] for row in rows] == ["error"] * 3
-    assert "O of case 'whole tiles' is off by" in rows[0]["reason"]
-    assert rows[0]["p50_ms"] is None
+def test_names_are_looked_up_in_the_registry():
+    assert statuses(time_cell(replace(TINY, implementation="plain"), device="cpu")) == {"ok"}
+    with pytest.raises(ValueError, match="mine"):
+        time_cell(TINY)
 
 
-def test_what_breaks_at_this_size_is_an_error_of_its_own():
-    def breaks(q, k, v, is_causal):
-        if q.shape[-2] == TINY["context_length"]:
-            raise RuntimeError("out of resources")
-        return right(q, k, v, is_causal)
-
-    rows = flash.benchmark_cell("mine", breaks, **TINY)
-    assert {(row["status"], row["reason"]) for row in rows} == {("error", "RuntimeError: out of resources")}
+def forgets_the_mask(q, k, v, is_causal):
+    return right(q, k, v)
 
 
-def test_what_does_not_even_compile_is_an_error():
-    """Triton's errors are no RuntimeErrors."""
+def breaks_at_this_size(q, k, v, is_causal):
+    if q.shape[-2] == TINY.context_length:
+        raise ValueError("out of resources")  # Triton's errors are no RuntimeErrors
+    return right(q, k, v, is_causal)
 
-    def breaks(q, k, v, is_causal):
-        raise ValueError("shape mismatch in tl.dot")
 
-    rows = flash.benchmark_cell("mine", breaks, **TINY)
-    assert {(row["status"], row["reason"]) for row in rows} == {
-        ("error", "ValueError: shape mismatch in tl.dot")
-    }
+@pytest.mark.parametrize(
+    ("function", "reason"), [(forgets_the_mask, "is off by"), (breaks_at_this_size, "out of resources")]
+)
+def test_what_is_wrong_or_breaks_has_a_reason_and_no_time(function, reason):
+    rows = time_cell(TINY, function, device="cpu")
+    assert statuses(rows) == {"error"}
+    assert all(reason in row["reason"] and row["p50_ms"] is None for row in rows)
 
 
 def test_16_bit_implementations_are_skipped_in_float32():
-    rows = flash.benchmark_cell("sdpa_cudnn", IMPLEMENTATIONS["sdpa_cudnn"], **TINY)
-    assert [row["status"] for row in rows] == ["skipped"] * 3
+    assert statuses(time_cell(replace(TINY, implementation="sdpa_cudnn"), device="cpu")) == {"skipped"}
 
 
 def test_scores_that_do_not_fit_are_not_tried(monkeypatch):
-    monkeypatch.setattr("cs336_systems.measure.host.available_memory_bytes", lambda: 10**4)
-    rows = flash.benchmark_cell("reference", reference_attention, device="cpu", **TINY)
-    assert [row["status"] for row in rows] == ["skipped"] * 3
-    assert "GiB are free" in rows[0]["reason"]
+    monkeypatch.setattr("cs336_systems.measure.requirements.available_memory_bytes", lambda: 10**4)
+    assert statuses(time_cell(replace(TINY, implementation="plain"), device="cpu")) == {"skipped"}
+    assert statuses(time_cell(replace(TINY, implementation="sdpa"), device="cpu")) == {"ok"}
 
 
-def test_leaderboard_protocol():
-    row = flash.benchmark_leaderboard(
-        "mine", right, num_heads=2, context_length=32, d_head=16, warmup_ms=1, repeat_ms=1
-    )
-    assert row["status"] == "ok"
-    assert row["case"] == "leaderboard protocol"
-    assert row["pass"] == "forward_backward"
+def test_running_out_of_memory_is_a_status():
+    def hungry(q, k, v, is_causal):
+        if q.shape[-2] == TINY.context_length:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return right(q, k, v, is_causal)
+
+    assert statuses(time_cell(TINY, hungry, device="cpu")) == {"oom"}
+
+
+def test_a_pass_faster_than_a_part_of_it_is_an_error(monkeypatch):
+    """Something else had the machine; the other cells go on."""
+    times = {"forward": 9.0, "backward": 1.0, "forward_backward": 2.0}
+
+    def timed(cell, function, pass_, *rest):
+        return dict.fromkeys(("mean_ms", "p20_ms", "p50_ms", "p80_ms"), times[pass_]) | {"status": "ok"}
+
+    monkeypatch.setattr("cs336_systems.bench.flash_bench._timed", timed)
+    rows = time_cell(TINY, right, device="cpu")
+    assert statuses(rows) == {"error"}
+    assert "forward" in rows[0]["reason"]
+
+
+def test_a_graph_cannot_split_a_step():
+    assert PASSES[CUDA_GRAPH] == ("forward_backward",)
 
 
 def test_the_leaderboard_compiles_everything_anew():
@@ -85,67 +104,67 @@ def test_the_leaderboard_compiles_everything_anew():
     counters = torch._dynamo.utils.counters
     for _ in range(2):
         counters.clear()
-        flash.benchmark_leaderboard(
-            "mine", right, num_heads=2, context_length=32, d_head=16, warmup_ms=1, repeat_ms=1
-        )
+        (row,) = time_cell(TASK, right, device="cpu", durations_ms=(1, 1))
+        assert (row["status"], row["protocol"], row["pass"]) == ("ok", "leaderboard", "forward_backward")
         assert counters["stats"]["unique_graphs"] == 1
         assert not [name for kind in counters.values() for name in kind if name.endswith("cache_hit")]
 
 
-@pytest.mark.gpu
-def test_the_leaderboard_tells_backends_apart():
-    size = {"context_length": 16_384, "warmup_ms": 20, "repeat_ms": 100}
-    times = [
-        flash.benchmark_leaderboard(name, IMPLEMENTATIONS[name], **size)["p50_ms"]
-        for name in ("sdpa_cudnn", "sdpa_flash")
-    ]
-    assert times[1] > 1.2 * times[0]  # on Hopper cuDNN has kernels of its own, FlashAttention-2 has not
-
-
-def test_of_peers_less_is_asked_than_of_ours():
+def test_of_baselines_less_is_asked_than_of_ours():
     """Plain attention in bfloat16 is up to 2.3 times as far off as fused attention: right all the same."""
 
     def rough(q, k, v, is_causal):
-        # 1.6 %: three to four times what plain attention is off, and within the 2 % that peers are allowed
-        return reference_attention(q, k, v, is_causal) * (1 + 2**-6)
+        return plain_attention(q, k, v, is_causal) * (1 + 2**-6)  # 1.6 % off: within the 2 % of baselines
 
-    here = ("bfloat16", 32, torch.device("cpu"))
-    assert why_wrong("reference", rough, *here) == ""
-    assert "is off by" in why_wrong("mine", rough, *here)
-    assert "is off by" in why_wrong("reference", lambda *x: rough(*x) * 1.1, *here)
+    assert why_wrong("plain", rough, "bfloat16", 32, CPU) == ""
+    assert "is off by" in why_wrong("mine", rough, "bfloat16", 32, CPU)
+    assert "is off by" in why_wrong("plain", lambda *x: rough(*x) * 1.1, "bfloat16", 32, CPU)
 
 
 @pytest.mark.parametrize(("off", "refused"), [(2**-18, False), (2**-11, True)])
-def test_a_peer_in_float32_may_round_at_every_step_but_not_to_tf32(off, refused):
+def test_a_baseline_in_float32_may_round_at_every_step_but_not_to_tf32(off, refused):
     def rough(*inputs):
         return right(*inputs) * (1 + off)
 
-    assert ("is off by" in why_wrong("reference", rough, "float32", 16, torch.device("cpu"))) == refused
+    assert ("is off by" in why_wrong("plain", rough, "float32", 16, CPU)) == refused
+
+
+def test_a_verdict_is_remembered():
+    calls = []
+
+    def counted(q, k, v, is_causal):
+        calls.append(q.shape)
+        return right(q, k, v, is_causal)
+
+    assert why_wrong("mine", counted, "float32", 16, CPU) == ""
+    once = len(calls)
+    why_wrong("mine", counted, "float32", 16, CPU)
+    assert len(calls) == once
+    why_wrong("mine", counted, "float32", 32, CPU)
+    assert len(calls) == 2 * once
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
+def test_the_leaderboard_tells_backends_apart():
+    cells = [
+        Cell(name, 16_384, 64, num_heads=16, protocol=LEADERBOARD) for name in ("sdpa_cudnn", "sdpa_flash")
+    ]
+    cudnn, flash = (time_cell(cell, durations_ms=(20, 100))[0]["p50_ms"] for cell in cells)
+    assert flash > 1.2 * cudnn  # on Hopper cuDNN has kernels of its own, FlashAttention-2 has not
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", names.ATTENTION)
 def test_every_implementation_on_a_gpu(name):
-    rows = flash.benchmark_cell(name, IMPLEMENTATIONS[name], context_length=1024, d_head=64)
-    assert [row["status"] for row in rows] == ["ok"] * 3
+    rows = time_cell(Cell(name, 1024, 64))
+    assert statuses(rows) == {"ok"}
     assert all(row["peak_memory_mib"] > 0 for row in rows)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["flash_triton", "sdpa_cudnn", "reference"])
+@pytest.mark.parametrize("name", ["flash_triton", "sdpa_cudnn", "plain"])
 def test_graphs_take_less_time_than_launches(name):
-    size = {"context_length": 128, "d_head": 64, "passes": ["forward_backward"]}
-    (launched,) = flash.benchmark_cell(name, IMPLEMENTATIONS[name], **size)
-    (replayed,) = flash.benchmark_cell(name, IMPLEMENTATIONS[name], graph=True, **size)
+    launched = time_cell(Cell(name, 128, 64))[-1]
+    (replayed,) = time_cell(Cell(name, 128, 64, protocol=CUDA_GRAPH))
     assert replayed["status"] == "ok"
     assert replayed["p50_ms"] < launched["p50_ms"]
-
-
-def test_the_compiler_starts_afresh_at_every_size(monkeypatch):
-    """After eight sizes torch.compile falls back to eager code, and does not say so."""
-    calls = []
-    monkeypatch.setattr(torch._dynamo, "reset", lambda: calls.append("reset"))
-    monkeypatch.setattr("cs336_systems.bench.eligibility.why_no_compile", lambda device: "no compiler")
-    for name in ("compiled", "reference"):
-        flash.benchmark_cell(name, reference_attention, passes=["forward"], **TINY)
-    assert calls == ["reset"]

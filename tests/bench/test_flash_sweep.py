@@ -1,135 +1,102 @@
-"""The protocols of bench: what they compare, what is on record stays, and the table they print."""
+"""The protocols: what they compare, what is left to measure, and the table of results."""
 
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 
-from cs336_systems.attention.revision import SINCE
-from cs336_systems.bench import flash_sweep as bench
-from cs336_systems.measure.machine import machine_card
-from cs336_systems.measure.rows import load_rows, save_rows
+from cs336_systems.attention.digest import kernel_digest
+from cs336_systems.bench.flash_bench import CUDA_GRAPH, DO_BENCH, LEADERBOARD, Cell
+from cs336_systems.bench.flash_sweep import (
+    OURS,
+    grid_cells,
+    missing,
+    model_cells,
+    protocol_cells,
+    summary,
+    time_cells,
+)
 
-TINY = {"context_length": 32, "d_head": 16, "dtype": "float32"}
-CELLS = [bench.Cell(name, **TINY) for name in ("reference", "sdpa_cudnn")]
+TINY = Cell("plain", 32, 16, "float32")
+CELLS = [TINY, replace(TINY, implementation="sdpa_cudnn")]
 
 
 def test_the_grid_is_the_handouts():
-    cells = bench.grid_cells()
-    ours = [cell for cell in cells if cell.implementation == bench.OURS and cell.case == bench.DO_BENCH]
+    cells = grid_cells()
+    ours = [cell for cell in cells if cell.implementation == OURS and cell.protocol == DO_BENCH]
     assert len(set(ours)) == len(ours) == 10 * 4 * 2
-    assert {(cell.batch_size, cell.num_heads) for cell in cells} == {(1, 1)}
-    assert {cell.context_length for cell in cells if cell.case == bench.GRAPH} == {128, 256, 512, 1024, 2048}
+    assert {(cell.batch_size, cell.num_heads, cell.is_causal) for cell in cells} == {(1, 1, True)}
+    graphs = [cell for cell in cells if cell.protocol == CUDA_GRAPH]
+    assert {cell.context_length for cell in graphs} == {128, 256, 512, 1024, 2048}
+    assert "compiled" not in {cell.implementation for cell in graphs}
 
 
 def test_what_must_be_compiled_for_every_size_comes_last():
-    for cells in (bench.grid_cells(), bench.model_cells()):
+    for cells in (grid_cells(), model_cells()):
         last = [cell.implementation == "compiled" for cell in cells]
         assert any(last)
         assert last == sorted(last)
 
 
-def test_the_leaderboard_is_one_size():
-    assert bench.leaderboard_cells(["flex"]) == [
-        bench.Cell("flex", 16_384, 64, num_heads=16, case=bench.LEADERBOARD)
-    ]
+def test_the_interpreter_is_not_asked_for_long_sequences():
+    lengths = {cell.context_length for cell in protocol_cells("grid", device="cpu")}
+    assert lengths == {128}
+    assert protocol_cells("leaderboard", device="cpu") == []
 
 
-def test_what_is_on_record_is_not_measured_again():
-    first = list(bench.measure(CELLS, "resumed"))
-    assert [{row["status"] for row in rows} for rows in first] == [{"ok"}, {"skipped"}]
-    assert list(bench.measure(CELLS, "resumed")) == []
-    assert len(list(bench.measure(CELLS, "resumed", force=True))) == 2
+@pytest.mark.parametrize(("protocol", "implementations"), [("speed", []), ("grid", ["flashy"])])
+def test_unknown_names_are_refused(protocol, implementations):
+    with pytest.raises(ValueError, match=r"speed|flashy"):
+        protocol_cells(protocol, implementations)
 
 
-def test_what_earlier_kernels_took_is_measured_again(monkeypatch):
-    cells = [replace(CELLS[0], implementation=name) for name in (bench.OURS, "reference")]
-    assert len(list(bench.measure(cells, "earlier"))) == 2
-    monkeypatch.setitem(SINCE, cells[0].dtype, "2999-01-01T00:00:00Z")
-    again = list(bench.measure(cells, "earlier"))
-    assert [rows[0]["implementation"] for rows in again] == [bench.OURS]
+@pytest.fixture(scope="module")
+def on_record():
+    rows = [row for rows in time_cells(CELLS, "cpu") for row in rows]
+    return pd.DataFrame(rows).assign(kernels=None)
 
 
-def test_what_failed_is_measured_again():
-    (rows,) = bench.measure(CELLS[:1], "failed")
-    failed = {"status": "error", "reason": "out of luck", "p20_ms": None, "p50_ms": None, "p80_ms": None}
-    save_rows([{**row, **failed, "mean_ms": None, "std_ms": None} for row in rows], "failed")
-    assert len(list(bench.measure(CELLS[:1], "failed"))) == 1
+def test_what_is_on_record_is_not_measured_again(on_record):
+    assert set(on_record["status"]) == {"ok", "skipped"}
+    assert missing(CELLS, on_record, "cpu") == []
+    assert missing(CELLS, on_record.head(0), "cpu") == [cell.on(torch.device("cpu")) for cell in CELLS]
 
 
-def test_what_contradicts_itself_is_an_error_and_the_rest_goes_on(monkeypatch):
-    measure = bench.Cell.measure
+def test_another_size_or_a_missing_pass_or_an_error_is_measured(on_record):
+    assert len(missing([*CELLS, replace(TINY, is_causal=False)], on_record, "cpu")) == 1
+    assert len(missing(CELLS, on_record[on_record["pass"] != "backward"], "cpu")) == 2
+    failed = on_record.assign(status=on_record["status"].replace("ok", "error"))
+    assert [cell.implementation for cell in missing(CELLS, failed, "cpu")] == ["plain"]
 
-    def backwards(cell, device):
-        slow = dict.fromkeys(("p20_ms", "p50_ms", "p80_ms", "mean_ms"), 1e6)
-        return [row | (slow if row["pass"] == "forward" else {}) for row in measure(cell, device)]
 
-    monkeypatch.setattr(bench.Cell, "measure", backwards)
-    (rows,) = bench.measure(CELLS[:1], "contradicting")
-    assert {row["status"] for row in rows} == {"error"}
-    assert "inside it" in rows[0]["reason"]
+@pytest.mark.parametrize("digest", [kernel_digest(), "0123456789abcdef", None])
+def test_times_of_other_kernels_of_ours_do_not_count(on_record, digest):
+    ours = on_record.assign(implementation=OURS, kernels=digest).drop_duplicates("pass")
+    left = missing([replace(TINY, implementation=OURS)], ours, "cpu")
+    assert bool(left) == (digest != kernel_digest())
+
+
+def test_without_a_gpu_launches_and_graphs_are_one_cell(on_record):
+    wanted = [TINY, replace(TINY, protocol=CUDA_GRAPH), replace(TINY, protocol=LEADERBOARD)]
+    protocols = [cell.protocol for cell in missing(wanted, on_record.head(0), "cpu")]
+    assert protocols == ["wall_clock", "leaderboard"]
 
 
 def test_the_ratio_is_to_ours_at_the_same_size():
-    def row(name, length, ms, status="ok"):
-        key = {
-            "implementation": name,
-            "case": "do_bench",
-            "dtype": "float32",
-            "batch_size": 1,
-            "num_heads": 1,
-        }
-        return key | {
-            "context_length": length,
-            "d_head": 16,
-            "pass": "forward",
-            "p50_ms": ms,
-            "status": status,
-        }
-
-    rows = [row(bench.OURS, 32, 2.0), row("mine", 32, 3.0), row(bench.OURS, 64, 8.0), row("mine", 64, 4.0)]
-    rows += [row(bench.OURS, 128, None, "error"), row("mine", 128, 4.0)]
-    table = bench.summary(rows)
-    assert list(table["mine"]) == ["3.000 (1.50x)", "4.000 (0.50x)", "4.000"]
-    assert list(table[bench.OURS]) == ["2.000", "8.000", "error"]
-
-
-def test_the_command_saves_rows_and_prints_a_table(monkeypatch, capsys):
-    monkeypatch.setitem(bench.PROTOCOLS, "grid", ("flash_benchmarking", lambda names: CELLS[:1]))
-    bench.run(["grid"], ["reference"])
-    rows = load_rows("flash_benchmarking", machine_card().slug)
-    assert set(rows["pass"]) == set(bench.PASSES)
-    printed = capsys.readouterr().out
-    assert "reference, float32, 1 x 1 x 32 x 16: " in printed
-    assert "grid: median ms" in printed
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU measures it all")
-def test_without_a_gpu_long_sequences_are_left_out(monkeypatch, capsys):
-    monkeypatch.setitem(
-        bench.PROTOCOLS, "grid", ("short", lambda names: [*CELLS, bench.Cell("reference", 512, 16)])
-    )
-    bench.run()
-    lengths = load_rows("short", machine_card().slug)["context_length"]
-    assert set(lengths) == {32}
-    assert "tiles: no GPU here" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("names", [[], [bench.OURS], ["flex"], ["flex", bench.OURS]])
-def test_the_studies_are_of_our_kernels(names, monkeypatch):
-    ran = []
-    monkeypatch.setattr(bench, "_study", ran.append)
-    bench.run(bench.STUDIES, names)
-    assert ran == (list(bench.STUDIES) if names != ["flex"] else [])
-
-
-@pytest.mark.parametrize(("protocols", "names"), [(["speed"], []), ([], ["flashy"])])
-def test_unknown_names_are_listed(protocols, names):
-    with pytest.raises(ValueError, match=r"allowed: (leaderboard, models, grid|flash_triton, reference)"):
-        bench.run(protocols, names)
+    size = {"protocol": DO_BENCH, "dtype": "float32", "batch_size": 1, "num_heads": 1, "d_head": 16}
+    times = {(OURS, 32): 2.0, ("plain", 32): 3.0, (OURS, 64): 8.0, ("plain", 64): 4.0, ("plain", 128): 4.0}
+    rows = [
+        size | {"implementation": name, "context_length": n, "pass": "forward", "p50_ms": ms, "status": "ok"}
+        for (name, n), ms in times.items()
+    ]
+    rows.append(rows[-1] | {"implementation": OURS, "p50_ms": None, "status": "oom"})
+    table = summary(rows)
+    assert list(table["plain"]) == ["3.000 (1.50x)", "4.000 (0.50x)", "4.000"]
+    assert list(table[OURS]) == ["2.000", "8.000", "oom"]
 
 
 @pytest.mark.gpu
 def test_our_kernels_are_compiled_in_processes_of_their_own():
-    cells = [bench.Cell(bench.OURS, 256, d, dtype) for d in (16, 32) for dtype in ("bfloat16", "float32")]
-    assert all(row["status"] == "ok" for rows in bench.measure(cells, "together") for row in rows)
+    cells = [Cell(OURS, 256, d, dtype) for d in (16, 32) for dtype in ("bfloat16", "float32")]
+    assert all(row["status"] == "ok" for rows in time_cells(cells) for row in rows)

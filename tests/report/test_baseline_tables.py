@@ -1,4 +1,4 @@
-"""Ours beside its fastest peer, and the reasons for falling short."""
+"""Ours beside its fastest baseline, the reasons for falling short, and what techniques gained."""
 
 import pandas as pd
 import pytest
@@ -7,10 +7,11 @@ from cs336_systems.report.baseline_tables import (
     FEW,
     HOST,
     SLOW,
+    ablation,
     fallen_short,
-    fastest_peer,
+    fastest_baseline,
     grouped,
-    why_short,
+    host_bound,
 )
 
 
@@ -20,66 +21,102 @@ def row(name, length, ms, pass_="forward"):
     return {"implementation": name, "pass": pass_, "p50_ms": ms, **size, **status}
 
 
+def passes(name, length, forward, backward, both):
+    times = {"forward": forward, "backward": backward, "forward_backward": both}
+    return [row(name, length, ms, pass_) for pass_, ms in times.items()]
+
+
 def test_the_fastest_is_chosen_at_every_size():
     rows = [row("ours", 32, 2.0), row("a", 32, 3.0), row("b", 32, 1.0)]
     rows += [row("ours", 64, 2.0), row("a", 64, 3.0), row("b", 64, 4.0), row("a", 128, 1.0)]
-    lines = fastest_peer(pd.DataFrame(rows), "ours", ["a", "b"])
-    assert lines[["context_length", "peer", "ratio"]].to_numpy().tolist() == [[32, "b", 0.5], [64, "a", 1.5]]
+    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a", "b"])
+    columns = ["context_length", "baseline", "ratio"]
+    assert lines[columns].to_numpy().tolist() == [[32, "b", 0.5], [64, "a", 1.5]]
 
 
-def test_what_has_no_time_is_no_peer():
+def test_what_has_no_time_is_no_baseline():
     rows = [row("ours", 32, 2.0), row("a", 32, None), row("b", 32, 3.0), row("ours", 64, 2.0)]
     rows += [row("a", 64, None), row("ours", 128, 2.0)]
-    lines = fastest_peer(pd.DataFrame(rows), "ours", ["a", "b"])
+    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a", "b"])
     assert lines["context_length"].tolist() == [32, 64]  # nobody else was tried at 128
-    assert lines["peer"].fillna("nobody").tolist() == ["b", "nobody"]
+    assert lines["baseline"].fillna("nobody").tolist() == ["b", "nobody"]
     assert lines["ratio"].isna().tolist() == [False, True]
 
 
-def test_a_failure_of_ours_is_a_line_too():
-    lines = fastest_peer(pd.DataFrame([row("ours", 32, None), row("a", 32, 3.0)]), "ours", ["a"])
-    assert lines["failure"].tolist() == ["oom, out of memory"]
-    assert lines["ratio"].isna().all()
+def test_passes_that_do_not_add_up_are_the_hosts_time_and_so_is_all_that_is_shorter():
+    rows = passes("ours", 32, 1, 1, 2) + passes("ours", 64, 1, 1, 3) + passes("ours", 128, 1, 2, 2.9)
+    rows += [*passes("a", 32, 1, 1, 2), row("a", 64, 1.0)]  # by itself a pass says nothing
+    frame = pd.DataFrame(rows)
+    told = frame.assign(bound=host_bound(frame)).groupby(["implementation", "context_length"])["bound"].all()
+    assert told.tolist() == [False, False, True, True, False]
 
 
-@pytest.mark.parametrize(
-    ("line", "replayed", "few", "reason"),
-    [
-        ({}, (0.01, 0.02), True, HOST),
-        ({}, (0.02, 0.01), True, FEW),
-        ({}, (0.02, 0.01), False, SLOW),
-        ({}, (0.3, None), True, HOST),
-        ({}, (0.9, None), True, FEW),
-        ({"pass": "backward"}, (0.7, None), True, HOST),
-        ({"pass": "backward"}, (0.9, 0.5), True, FEW),
-        ({"first_ms": 0.9}, (None, None), True, HOST),
-        ({"first_ms": 0.9, "pass": "forward"}, (None, None), True, FEW),
-        ({"last_ratio": 0.5}, (None, None), False, SLOW),
-        ({"last_ratio": 0.5}, (None, None), True, f"{SLOW}, {FEW}"),
-        ({"failure": "oom, out of memory"}, (None, None), True, "ours: oom, out of memory"),
-    ],
-)
-def test_reasons(line, replayed, few, reason):
-    usual = {"pass": "forward_backward", "failure": "", "ours_ms": 1.0, "first_ms": 0.1, "last_ratio": 2.0}
-    assert why_short(usual | line, replayed, few) == reason
+def test_a_line_is_host_bound_when_either_of_the_two_is():
+    rows = passes("ours", 32, 1, 1, 2) + passes("a", 32, 1, 1, 4)
+    rows += passes("ours", 64, 1, 1, 2) + passes("a", 64, 1, 1, 2)
+    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a"])
+    assert lines.groupby("context_length")["host_bound"].all().tolist() == [True, False]
 
 
-def test_every_cell_that_falls_short_is_in_a_group():
-    whole = "forward_backward"
-    ours, theirs = (1.0, 1.1, 4.0, 4.0, None), (0.5, 0.7, 2.0, 8.0, 9.0)
-    times = {"ours": ours, "a": theirs}
-    rows = [row(name, 32 * 2**i, ms, whole) for name in times for i, ms in enumerate(times[name])]
-    lines = fastest_peer(pd.DataFrame(rows), "ours", ["a"])
-    graphs = pd.DataFrame([row("ours", 32, 0.1, whole), row("a", 32, 0.2, whole)])
-    short = fallen_short(lines, graphs, "ours", lambda line: line["context_length"] // 8, 132)
-    assert short["reason"].tolist() == [HOST, HOST, FEW, "ours: oom, out of memory"]
+def test_every_cell_that_falls_short_has_a_reason():
+    both = [(0.1, 0.09), (1.0, 0.8), (4.0, 2.0), (None, 9.0), (4.0, 8.0)]
+    rows = passes("ours", 16, 0.01, 0.01, 0.1) + passes("a", 16, 0.01, 0.01, 0.09)
+    for power, (ours, theirs) in enumerate(both[1:]):
+        rows += [row("ours", 32 * 2**power, ours, "forward_backward")]
+        rows += [row("a", 32 * 2**power, theirs, "forward_backward")]
+    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a"]).query("`pass` == 'forward_backward'")
+    short = fallen_short(lines, lambda line: line["context_length"] // 8, sm_count=8)
+    assert short["reason"].tolist() == [HOST, FEW, SLOW, "ours: oom, out of memory"]
     table = grouped(short).set_index("reason")
-    assert table.loc[HOST, ["context_lengths", "ratio", "cells"]].tolist() == ["32, 64", "0.500 to 0.636", 2]
     assert table["cells"].sum() == len(short)
-    assert table.loc["ours: oom, out of memory", "ratio"] == "–"
+    assert table.loc[FEW, ["context_lengths", "ratio"]].tolist() == ["32", "0.800"]
+
+
+def test_behind_at_the_longest_sequence_the_kernels_are_slow():
+    rows = [row(name, length, ms) for length in (32, 64) for name, ms in (("ours", 2.0), ("a", 1.0))]
+    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a"])
+    short = fallen_short(lines, lambda line: line["context_length"], sm_count=64)
+    assert short["reason"].tolist() == [f"{SLOW}, {FEW}", SLOW]
 
 
 def test_nothing_falls_short():
-    lines = fastest_peer(pd.DataFrame([row("ours", 32, 1.0), row("a", 32, 2.0)]), "ours", ["a"])
-    short = fallen_short(lines, pd.DataFrame([row("ours", 32, 1.0)]), "ours", lambda line: 1, 132)
-    assert grouped(short).empty
+    lines = fastest_baseline(pd.DataFrame([row("ours", 32, 1.0), row("a", 32, 2.0)]), "ours", ["a"])
+    assert grouped(fallen_short(lines, lambda line: 1, sm_count=132)).empty
+
+
+def version(rung, p50_ms, predicted=(None, None), kept=True, spread=0.01):
+    times = {"p20_ms": p50_ms * (1 - spread), "p50_ms": p50_ms, "p80_ms": p50_ms * (1 + spread)}
+    low, high = predicted
+    gains = {"predicted_gain_low": low, "predicted_gain_high": high}
+    return {"rung": rung, "technique": f"v{rung}", "kept": kept, "status": "ok", **gains, **times}
+
+
+def test_gains_are_over_the_last_version_kept():
+    rows = [version(3, 2.0, (1.9, 2.1)), version(0, 8.0), version(1, 4.0, (1, 1.1))]
+    table = ablation(pd.DataFrame([*rows, version(2, 5.0, (1.1, 1.2), kept=False)]))
+    assert table["technique"].tolist() == ["v0", "v1", "v2", "v3"]
+    assert table["gain"].tolist()[1:] == [2.0, 0.8, 2.0]
+    assert table["outcome"].tolist()[1:] == ["more", "a loss", "as predicted"]
+
+
+@pytest.mark.parametrize(
+    ("ms", "spread", "outcome"),
+    [
+        (10.5, 0.01, "a loss"),
+        (10.2, 0.02, "less"),
+        (10.2, 0.06, "undecided"),
+        (9.3, 0.06, "as predicted"),
+        (9.8, 0.001, "less"),
+        (8.0, 0.01, "more"),
+    ],
+)
+def test_a_gain_is_judged_by_the_spread(ms, spread, outcome):
+    rows = [version(0, 10.0, spread=spread), version(1, ms, (1.05, 1.1), spread=spread)]
+    assert ablation(pd.DataFrame(rows))["outcome"].tolist()[1] == outcome
+
+
+def test_what_failed_says_why():
+    failed = version(1, float("nan"), (1, 2)) | {"status": "error", "reason": "off by 0.4"}
+    table = ablation(pd.DataFrame([version(0, 8.0), failed, version(2, 4.0, (2, 2))]))
+    assert "off by 0.4" in table["outcome"].tolist()[1]
+    assert table["gain"].tolist()[2] == 2.0

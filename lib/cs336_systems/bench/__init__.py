@@ -10,6 +10,16 @@ _MODULES = {
     "attention_bench": ("benchmark_attention", "sweep_attention"),
     "model_bench": ("cold_start_steps", "model_key", "sweep_model"),
     "checkpointing_bench": ("block_bytes", "sweep_checkpointing"),
+    "flash_bench": ("Cell", "leaderboard_step", "time_cell"),
+    "flash_sweep": (
+        "PROTOCOLS",
+        "grid_cells",
+        "missing",
+        "model_cells",
+        "protocol_cells",
+        "summary",
+        "time_cells",
+    ),
     "memory_bench": ("block_rows", "memory_rows"),
     "profile_bench": ("Target", "choose_source", "profile_rows"),
 }

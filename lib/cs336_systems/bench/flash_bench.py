@@ -1,21 +1,26 @@
-"""One attention function at one size, timed the way the handout times it (triton.testing.do_bench).
+"""One attention function at one size, timed the way the handout times it: a `Cell` gives rows of flash_times.
 
-What is wrong is not timed: what fails check_attention, or cannot run, gets a row that says why.
+    time_cell(Cell("flash_triton", context_length=4096, d_head=64))
+    time_cell(Cell("mine", context_length=4096, d_head=64), MyFlashAttention.apply)
+
+What is wrong is not timed: what fails check_attention, or cannot run, gets rows that say why.
 """
 
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cs336_systems import names
 from cs336_systems.accounting import attention_peak_bytes
-from cs336_systems.attention.baselines import COMPILED, AttentionFunction, switched_to
-from cs336_systems.bench.eligibility import DTYPES, cannot_compile, why_not
+from cs336_systems.bench.eligibility import AttentionFunction, backend_of, why_not
 from cs336_systems.measure.clocks import watched_clocks
-from cs336_systems.measure.host import why_no_memory
+from cs336_systems.measure.cold_cache import time_cold_cache
+from cs336_systems.measure.requirements import why_no_compile, why_no_memory
 from cs336_systems.measure.timing import (
     MIB,
     Timing,
@@ -24,90 +29,113 @@ from cs336_systems.measure.timing import (
     release_memory,
     resolve_device,
     run_or_out_of_memory,
-    time_steps,
 )
-from cs336_systems.measure.validation import measured_in_order
+from cs336_systems.measure.validation import measured_in_order, pass_order_errors
 
-PASSES = ("forward", "backward", "forward_backward")
-DO_BENCH, GRAPH, WALL_CLOCK = "do_bench", "cuda graph", "wall clock"
-LEADERBOARD = "leaderboard protocol"
-WARMUP_MS, REPEAT_MS = 10, 40  # do_bench's; the spread of an H200 is so small that more would change nothing
+DO_BENCH, CUDA_GRAPH, WALL_CLOCK, LEADERBOARD = "do_bench", "cuda_graph", "wall_clock", "leaderboard"
+# A CUDA graph cannot split a step: there is no backward by itself.
+_BOTH = ("forward_backward",)
+PASSES = {
+    DO_BENCH: names.ATTENTION_PASSES,
+    WALL_CLOCK: names.ATTENTION_PASSES,
+    CUDA_GRAPH: _BOTH,
+    LEADERBOARD: _BOTH,
+}
+# do_bench's milliseconds of warm-up and of repetitions; the handout says those of the leaderboard. Of the
+# others more would change nothing, so small is the spread of an H200.
+DURATIONS_MS = {DO_BENCH: (10, 40), WALL_CLOCK: (10, 40), LEADERBOARD: (1000, 10_000)}
 GRAPH_MS = 5  # work in one graph, replayed ten times
-SLOW_MS = 30  # a step longer than this is repeated SLOW_STEPS times only, and finds the cache cold anyway
-SLOW_STEPS = 3
-CPU_STEPS = 5
 KEPT_BYTES = 2**33  # more than this in PyTorch's own cache is given back between two measurements
 
 
-def case_name(device: torch.device, graph: bool = False) -> str:
-    """How a cell is timed there: the value of its key column `case`."""
-    return WALL_CLOCK if device.type == "cpu" else GRAPH if graph else DO_BENCH
+@dataclass(frozen=True)
+class Cell:
+    """One implementation at one size, timed in one way.
+
+    protocol: "do_bench", every repetition with a cold L2 cache; "cuda_graph", replayed, without the work of
+        launching from Python; "leaderboard", flash_leaderboard's harness to the letter. On a CPU the first
+        two are "wall_clock".
+    """
+
+    implementation: str
+    context_length: int
+    d_head: int
+    dtype: str = "bfloat16"
+    batch_size: int = 1
+    num_heads: int = 1
+    is_causal: bool = True
+    protocol: str = DO_BENCH
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of q, k and v: (batch, heads, n, d), or (batch, n, d) for one head."""
+        heads = (self.num_heads,) if self.num_heads > 1 else ()
+        return (self.batch_size, *heads, self.context_length, self.d_head)
+
+    def on(self, device: torch.device) -> "Cell":
+        """The cell as that device can time it."""
+        timed_by_clock = device.type == "cpu" and self.protocol != LEADERBOARD
+        return replace(self, protocol=WALL_CLOCK) if timed_by_clock else self
 
 
-def benchmark_cell(
-    name: str,
-    function: AttentionFunction,
+def time_cell(
+    cell: Cell,
+    function: AttentionFunction | None = None,
     *,
-    batch_size: int = 1,
-    num_heads: int = 1,
-    context_length: int,
-    d_head: int,
-    dtype: str = "bfloat16",
-    passes: Iterable[str] = PASSES,
-    is_causal: bool = True,
-    graph: bool = False,
     device: str | torch.device = "auto",
+    durations_ms: tuple[float, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Time one implementation at one size: every repetition with a cold L2 cache.
+    """Time every pass of one cell.
 
     Args:
-        function: called as function(q, k, v, is_causal), with tensors (batch, heads, n, d), or (batch, n, d)
-            for one head.
-        graph: replay a CUDA graph instead: the kernels without the work of launching them from Python. It
-            cannot split a step, so there is no pass "backward".
+        function: called as function(q, k, v, is_causal); by default the registry's of that name.
         device: "auto", "cuda" or "cpu"; a CPU is timed by the clock.
+        durations_ms: of warm-up and of repetitions; by default the protocol's.
 
     Returns:
-        A row a pass, keys and values, not saved yet. Out of memory, a wrong result and what an implementation
-        does not take are a status.
+        Rows of flash_times, one a pass. Out of memory, a wrong result, what an implementation does not take,
+        and a pass faster than one inside it (something else had the machine) are a status.
+
+    Raises:
+        ValueError: the implementation is unknown and no function is given; or the protocol is unknown.
     """
+    names.check_choice("protocol", cell.protocol, PASSES)
+    if function is None:
+        names.check_choice("implementation", cell.implementation, names.ATTENTION)
+        function = names.load(names.ATTENTION[cell.implementation].function)
     device = resolve_device(device)
-    key = {
-        "implementation": name,
-        "num_heads": num_heads,
-        "batch_size": batch_size,
-        "context_length": context_length,
-        "d_head": d_head,
-        "is_causal": is_causal,
-        "dtype": dtype,
-        "case": case_name(device, graph),
-    }
-    heads = (num_heads,) if num_heads > 1 else ()
-    shape = (batch_size, *heads, context_length, d_head)
+    cell = cell.on(device)
+    durations_ms = durations_ms or DURATIONS_MS.get(cell.protocol, (0, 0))
+    refused = None
+    if cell.protocol == LEADERBOARD and (reason := why_no_compile(device)):
+        refused = Timing(status="skipped", reason=reason)
 
     def row(pass_: str) -> dict[str, Any]:
-        timing = refused or _too_large(name, shape, pass_, dtype, device, is_causal)
-        if timing is None:
-            with switched_to(name):
-                timing = _time_pass(function, shape, pass_, dtype, device, is_causal, graph)
-        return key | {"pass": pass_} | timing.as_row()
+        stopped = refused or _too_large(cell, pass_, device)
+        values = stopped.as_row() if stopped else _timed(cell, function, pass_, device, durations_ms)
+        return asdict(cell) | {"pass": pass_} | values
 
-    with matmul_precision(dtype):
-        refused = why_not(name, function, dtype, d_head, device)
-        return measured_in_order(lambda: [row(pass_) for pass_ in passes], dict)
+    with matmul_precision(cell.dtype):
+        refused = refused or why_not(cell.implementation, function, cell.dtype, cell.d_head, device)
+        rows = measured_in_order(lambda: [row(pass_) for pass_ in PASSES[cell.protocol]], dict)
+    if contradictions := pass_order_errors(rows):
+        failed = Timing(status="error", reason=contradictions[0]).as_row()
+        rows = [asdict(cell) | {"pass": row["pass"]} | failed for row in rows]
+    return rows
 
 
-def _too_large(
-    name: str, shape: tuple[int, ...], pass_: str, dtype: str, device: torch.device, is_causal: bool
-) -> Timing | None:
-    """The status of a plain attention whose matrices of scores do not fit, without trying."""
-    if name not in ("reference", "compiled"):
+def _too_large(cell: Cell, pass_: str, device: torch.device) -> Timing | None:
+    """The status of an attention whose scores do not fit into memory, without trying."""
+    known = names.ATTENTION.get(cell.implementation)
+    if not known or not known.holds_scores:
         return None
-    sequences = shape[0] * (shape[1] if len(shape) == 4 else 1)
-    needed = attention_peak_bytes(sequences, *shape[-2:], pass_, dtype, is_causal)
+    sequences = cell.batch_size * cell.num_heads
+    needed = attention_peak_bytes(
+        sequences, cell.context_length, cell.d_head, pass_, cell.dtype, cell.is_causal
+    )
     if reason := why_no_memory(needed, device):
         return Timing(status="skipped", reason=reason)
-    if name == "compiled" or device.type == "cpu":
+    if names.COMPILER in known.needs or device.type == "cpu":  # what is compiled may need less
         return None
     memory = torch.cuda.get_device_properties(device).total_memory
     if needed <= memory:
@@ -116,140 +144,87 @@ def _too_large(
     return Timing(status="oom", reason=reason)
 
 
-def _time_pass(
+def _timed(
+    cell: Cell,
     function: AttentionFunction,
-    shape: tuple[int, ...],
     pass_: str,
-    dtype: str,
     device: torch.device,
-    is_causal: bool,
-    graph: bool,
-) -> Timing:
-    def measure() -> Timing:
-        inputs = [
-            torch.randn(shape, device=device, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3)
-        ]
-        do = torch.randn(shape, device=device, dtype=DTYPES[dtype])
-        if graph:
-            return _time_graph(function, inputs, do, pass_, is_causal)
-        if pass_ == "backward":
-            output = function(*inputs, is_causal)
-            return _time(lambda: output.backward(do, retain_graph=True), inputs, device)
-        if pass_ == "forward":
-            return _time(lambda: function(*inputs, is_causal), inputs, device)
-        return _time(lambda: function(*inputs, is_causal).backward(do), inputs, device)
-
-    if device.type == "cpu":
-        return _attempt(measure, device)
-    if torch.cuda.memory_reserved(device) > KEPT_BYTES:
+    durations_ms: tuple[float, float],
+) -> dict[str, Any]:
+    """The values of one pass."""
+    leaderboard = cell.protocol == LEADERBOARD
+    if device.type == "cuda" and torch.cuda.memory_reserved(device) > KEPT_BYTES:
         release_memory(device)
-    before = torch.cuda.memory_allocated(device) / MIB
-    timing = _attempt(measure, device)
-    peak = timing.peak_memory_mib
-    return replace(timing, peak_memory_mib=peak if peak is None else peak - before)
+    before = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else 0
 
-
-def _attempt(measure: Callable[[], Timing], device: torch.device) -> Timing:
-    """What it measures, or the status that says why it could not."""
-    try:
-        timing, reason = run_or_out_of_memory(measure, device)
-    except Exception as error:  # compilers and launchers raise what they like
-        return Timing(status="error", reason=one_line(error))
-    return timing or Timing(status="oom", reason=reason)
-
-
-def _time(
-    step: Callable[[], Any],
-    to_clear: list[Tensor],
-    device: torch.device,
-    *,
-    warmup_ms: float = WARMUP_MS,
-    repeat_ms: float = REPEAT_MS,
-) -> Timing:
-    """Times of a step, the gradients of `to_clear` cleared before each, and the most memory it held."""
-
-    def clear() -> None:
-        for x in to_clear:
-            x.grad = None
-
-    def few(warmup_steps: int, steps: int) -> Timing:
-        return time_steps(
-            lambda _: step(), device=device, warmup_steps=warmup_steps, steps=steps, prepare=clear
+    def measure() -> Timing:
+        if leaderboard:
+            return _time_leaderboard(cell, function, device, durations_ms)
+        factory = {"device": device, "dtype": names.torch_dtype(cell.dtype)}
+        q, k, v = (torch.randn(cell.shape, **factory, requires_grad=True) for _ in range(3))
+        do = torch.randn(cell.shape, **factory)
+        if cell.protocol == CUDA_GRAPH:
+            return _time_graph(lambda: torch.autograd.grad(function(q, k, v, cell.is_causal), (q, k, v), do))
+        step = _step_of(pass_, lambda: function(q, k, v, cell.is_causal), do)
+        warmup_ms, repeat_ms = durations_ms
+        return time_cold_cache(
+            step, device=device, to_clear=(q, k, v), warmup_ms=warmup_ms, repeat_ms=repeat_ms
         )
 
-    first = few(1, CPU_STEPS if device.type == "cpu" else 1)
-    if device.type == "cpu" or first.status != "ok":
-        return first
-    if first.p50_ms > SLOW_MS:
-        return replace(few(0, SLOW_STEPS), peak_memory_mib=first.peak_memory_mib)
-    from triton.testing import do_bench
+    clocks = watched_clocks(device) if leaderboard else nullcontext()
+    with backend_of(cell.implementation), clocks as seen:
+        try:
+            timing, reason = run_or_out_of_memory(measure, device)
+        except Exception as error:  # compilers and launchers raise what they like
+            timing, reason = Timing(status="error", reason=one_line(error)), ""
+    timing = timing or Timing(status="oom", reason=reason)
+    if timing.peak_memory_mib is not None:
+        timing = replace(timing, peak_memory_mib=timing.peak_memory_mib - before)
+    return timing.as_row() | (seen.as_row() if seen else {})
 
-    times = do_bench(step, warmup=warmup_ms, rep=repeat_ms, grad_to_none=to_clear, return_mode="all")
-    return Timing(tuple(times), peak_memory_mib=first.peak_memory_mib)
+
+def _step_of(pass_: str, forward: Callable[[], Tensor], do: Tensor) -> Callable[[], Any]:
+    if pass_ == "forward":
+        return forward
+    if pass_ == "backward":
+        output = forward()
+        return lambda: output.backward(do, retain_graph=True)
+    return lambda: forward().backward(do)
 
 
-def _time_graph(
-    function: AttentionFunction, inputs: list[Tensor], do: Tensor, pass_: str, is_causal: bool
-) -> Timing:
+def _time_graph(step: Callable[[], Any]) -> Timing:
     """Times of a step replayed from a CUDA graph of many."""
     from triton.testing import do_bench_cudagraph
 
-    def step() -> Any:
-        output = function(*inputs, is_causal)
-        return output if pass_ == "forward" else torch.autograd.grad(output, inputs, do)
-
-    torch.cuda.reset_peak_memory_stats(do.device)
+    torch.cuda.reset_peak_memory_stats()
     step()
-    peak = torch.cuda.max_memory_allocated(do.device) / MIB
+    peak = torch.cuda.max_memory_allocated() / MIB
     times = do_bench_cudagraph(step, rep=GRAPH_MS, return_mode="all")
     return Timing(tuple(times), peak_memory_mib=peak)
 
 
-def benchmark_leaderboard(
-    name: str,
-    function: AttentionFunction,
-    *,
-    num_heads: int = 16,
-    context_length: int = 16_384,
-    d_head: int = 64,
-    device: str | torch.device = "auto",
-    warmup_ms: float = 1000,
-    repeat_ms: float = 10_000,
-) -> dict[str, Any]:
-    """flash_leaderboard's protocol to the letter, as a row; its score is the mean.
+def leaderboard_step(cell: Cell, function: AttentionFunction, device: torch.device) -> Callable[[], None]:
+    """What flash_leaderboard's harness times: its score is the mean."""
+    shape = (3, cell.num_heads, cell.context_length, cell.d_head)  # one leaf, in three slices
+    leaf = torch.randn(shape, device=device, dtype=names.torch_dtype(cell.dtype), requires_grad=True)
+    q, k, v = leaf
+    known = names.ATTENTION.get(cell.implementation)
+    if not known or names.COMPILER not in known.needs:  # else it is compiled already
+        function = torch.compile(function)
 
-    One leaf in three slices, torch.compile(function), o.sum().backward(), gradients never cleared. What is
-    already the work of torch.compile is not compiled once more.
-    """
-    device = resolve_device(device)
-    key = {
-        "implementation": name,
-        "num_heads": num_heads,
-        "batch_size": 1,
-        "context_length": context_length,
-        "d_head": d_head,
-        "is_causal": True,
-        "dtype": "bfloat16",
-        "case": LEADERBOARD,
-        "pass": "forward_backward",
-    }
+    def step() -> None:
+        function(q, k, v, cell.is_causal).sum().backward()  # the leaf's gradient is never cleared
 
-    def measure() -> Timing:
-        shape = (3, num_heads, context_length, d_head)
-        q, k, v = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-        torch.compiler.reset()  # what is compiled does not remember which of SDPA's backends was switched on
-        compiled = function if name in COMPILED else torch.compile(function)
+    return step
 
-        def step() -> None:
-            compiled(q, k, v, True).sum().backward()
 
-        return _time(step, [], device, warmup_ms=warmup_ms, repeat_ms=repeat_ms)
-
-    refused = cannot_compile(device) or why_not(name, function, "bfloat16", d_head, device)
-    if refused:
-        return key | refused.as_row()
-    no_caches = torch.compiler.config.patch(force_disable_caches=True)  # nor do they remember it
-    with switched_to(name), no_caches, watched_clocks(device) as clocks, warnings.catch_warnings():
+def _time_leaderboard(
+    cell: Cell, function: AttentionFunction, device: torch.device, durations_ms: tuple[float, float]
+) -> Timing:
+    """Nothing compiled is taken from an earlier cell: it does not remember which SDPA backend was on."""
+    torch.compiler.reset()
+    step = leaderboard_step(cell, function, device)
+    warmup_ms, repeat_ms = durations_ms
+    with torch.compiler.config.patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
-        timing = _attempt(measure, device)
-    return key | timing.as_row() | clocks.as_row()
+        return time_cold_cache(step, device=device, warmup_ms=warmup_ms, repeat_ms=repeat_ms)

@@ -1,98 +1,96 @@
-"""Ours beside the fastest of its peers, size by size, and why it falls short where it does."""
+"""Ours beside the fastest of its baselines and why it falls short; what each technique gained."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pandas as pd
 
-from cs336_systems.report.frames import plain, require_columns
-from cs336_systems.report.words import significant
+from cs336_systems.report.frames import require_columns
+from cs336_systems.report.labels import significant
 
-_SIZE = ["dtype", "num_heads", "batch_size", "context_length", "d_head", "pass"]
-_BOTH = "forward_backward"
+_SERIES = ["dtype", "num_heads", "batch_size", "d_head"]
+_SIZE = [*_SERIES, "context_length", "pass"]
 
-# Why a cell falls short. SLOW: also where there are programs for every processor.
-HOST, FEW, SLOW = "launched from Python", "too few programs", "slower kernels"
+# Why a cell falls short. SLOW: also where there are programs for every SM.
+HOST, FEW, SLOW = "host-bound", "too few programs", "slower kernels"
 
 
-def fastest_peer(rows: pd.DataFrame, ours: str, peers: Iterable[str], times: str = "p50_ms") -> pd.DataFrame:
-    """A line for every size and pass that ours and one peer at least have a row of, timed or failed.
+def host_bound(rows: pd.DataFrame, tolerance: float = 0.1) -> pd.Series:
+    """Whether the host set the time of each row, and not the GPU.
+
+    The clearing of the cache before a repetition hides some of the work of launching what follows: once where
+    forward and backward are timed together, twice where each is timed by itself. So where the host is what is
+    timed the two do not add up. A longer sequence is more work for the GPU alone: what is shorter than one
+    that does not add up is host-bound too, whatever its own sum.
 
     Args:
-        rows: timed in one way (one value of `case`).
-        peers: implementations to choose the fastest from, at every size anew.
+        rows: timed in one way (one `protocol`); without all three passes nothing is known, and said.
+        tolerance: of the sum, relative.
+    """
+    place = ["implementation", *_SERIES, "context_length"]
+    passes = rows.pivot_table("p50_ms", place, "pass").reindex(
+        columns=["forward", "backward", "forward_backward"]
+    )
+    off = (passes["forward"] + passes["backward"]) / passes["forward_backward"] - 1
+    flags = (off.abs() > tolerance)[::-1].groupby(level=place[:-1]).cummax().to_dict()
+    places = rows[place].itertuples(index=False, name=None)
+    return pd.Series([flags.get(place, False) for place in places], rows.index, dtype=bool)
+
+
+def fastest_baseline(rows: pd.DataFrame, ours: str, baselines: Iterable[str]) -> pd.DataFrame:
+    """A line for every size and pass that ours and one baseline at least have a row of, timed or failed.
+
+    Args:
+        rows: timed in one way (one value of `protocol`).
+        baselines: implementations to choose the fastest from, at every size anew.
 
     Returns:
-        The size, `ours_ms`, `failure` (why ours has no time, else empty), `peer`, `peer_ms` (none where no
-        peer has a time), and `ratio`: how many times as fast as the peer ours is.
+        The size, `ours_ms`, `failure` (why ours has no time, else empty), `baseline`, `baseline_ms` (none
+        where no baseline has a time), `ratio`: how many times as fast as the baseline ours is, and
+        `host_bound`: either of the two.
 
     Raises:
         ValueError: a column is missing.
     """
-    require_columns(rows, "implementation", *_SIZE, times, "status", "reason")
-    rows = plain(rows)
+    require_columns(rows, "implementation", *_SIZE, "p50_ms", "status", "reason")
+    rows = rows.assign(host_bound=host_bound(rows))
     mine = rows[rows["implementation"] == ours].set_index(_SIZE)
     said = mine["status"] + ", " + mine["reason"].fillna("")
-    mine = mine.assign(ours_ms=mine[times], failure=said.where(mine[times].isna(), ""))
-    others = rows[rows["implementation"].isin(tuple(peers))].sort_values(times)
-    best = others.drop_duplicates(_SIZE).set_index(_SIZE)[["implementation", times]]
-    best = best.rename(columns={"implementation": "peer", times: "peer_ms"})
-    best["peer"] = best["peer"].where(best["peer_ms"].notna())
-    both = pd.concat([mine[["ours_ms", "failure"]], best], axis=1, join="inner").reset_index()
-    both = both.assign(ratio=both["peer_ms"] / both["ours_ms"])
-    return both.sort_values(_SIZE).reset_index(drop=True)
+    mine = mine.assign(ours_ms=mine["p50_ms"], failure=said.where(mine["p50_ms"].isna(), ""))
+    others = rows[rows["implementation"].isin(tuple(baselines))].sort_values("p50_ms")
+    best = others.drop_duplicates(_SIZE).set_index(_SIZE)
+    best = best.rename(
+        columns={"implementation": "baseline", "p50_ms": "baseline_ms", "host_bound": "_bound"}
+    )
+    best["baseline"] = best["baseline"].where(best["baseline_ms"].notna())
+    columns = ["ours_ms", "failure", "host_bound"], ["baseline", "baseline_ms", "_bound"]
+    both = mine[columns[0]].join(best[columns[1]], how="inner").reset_index()
+    both["host_bound"] |= both.pop("_bound")
+    return both.assign(ratio=both["baseline_ms"] / both["ours_ms"]).sort_values(_SIZE, ignore_index=True)
 
 
-def fallen_short(
-    lines: pd.DataFrame, graphs: pd.DataFrame, ours: str, programs: Callable[[Any], int], processors: int
-) -> pd.DataFrame:
+def fallen_short(lines: pd.DataFrame, programs: Callable[[Any], int], sm_count: int) -> pd.DataFrame:
     """The lines at which ours is slower or has no time, each with its `reason`.
 
-    What a CUDA graph replays faster than the peer, or in a fraction of the time, is lost in launching. Else
-    it is the kernels: SLOW where ours is slower at the longest sequence too, FEW where a sequence makes
-    fewer programs than there are processors.
+    HOST where the host is what was timed. Else it is the kernels: SLOW where ours is slower at the longest
+    sequence too, FEW where a sequence makes fewer programs than there are SMs.
 
     Args:
-        lines: of `fastest_peer`, all lengths of a size together.
-        graphs: rows of the same sizes, replayed from CUDA graphs, forward and backward together.
-        ours: the implementation that the lines are about.
+        lines: of `fastest_baseline`, all lengths of a size together.
         programs: that a line's forward kernel launches.
-        processors: the GPU's streaming multiprocessors.
+        sm_count: the GPU's streaming multiprocessors.
     """
-    place = _SIZE[:-1]
-    graphs = graphs[graphs["pass"] == _BOTH]
-    replayed = graphs.set_index(["implementation", *place])["p50_ms"].dropna().to_dict()
-    series = lines.sort_values("context_length").groupby(["dtype", "d_head", "pass"])
-    first, last = series["ours_ms"].transform("first"), series["ratio"].transform("last")
-    lines = lines.assign(first_ms=first, last_ratio=last)
+    series = lines.sort_values("context_length").groupby([*_SERIES, "pass"])
+    lines = lines.assign(last_ratio=series["ratio"].transform("last"))
     short = lines[(lines["ratio"] < 1) | (lines["failure"] != "")]
-    reasons = []
-    for line in short.to_dict("records"):
-        size = tuple(line[name] for name in place)
-        times = replayed.get((ours, *size)), replayed.get((line["peer"], *size))
-        reasons.append(why_short(line, times, programs(line) < processors))
-    return short.assign(reason=reasons)
+    reasons = [_why_short(line, programs(line) < sm_count) for line in short.to_dict("records")]
+    return short.assign(reason=pd.Series(reasons, short.index, dtype=object)).drop(columns="last_ratio")
 
 
-def why_short(line: Any, replayed_ms: tuple[float | None, float | None], few: bool) -> str:
-    """The reason for one line of `fallen_short`.
-
-    Args:
-        line: with `first_ms`, what ours takes for the shortest sequence, and `last_ratio`, at the longest.
-        replayed_ms: forward and backward of ours and of the peer from a CUDA graph; None where not timed so.
-        few: whether there are fewer programs than processors.
-    """
+def _why_short(line: Any, few: bool) -> str:
     if line["failure"]:
         return f"ours: {line['failure']}"
-    ours, theirs = replayed_ms
-    both = line["pass"] == _BOTH
-    if ours is None:  # as long as a sequence that takes no time at all
-        host = line["pass"] != "forward" and line["ours_ms"] < 1.25 * line["first_ms"]
-    elif both and theirs is not None:
-        host = ours < theirs
-    else:
-        host = ours < line["ours_ms"] / (2 if both else 1.25)
-    if host:
+    if line["host_bound"]:
         return HOST
     if line["last_ratio"] < 1:
         return f"{SLOW}, {FEW}" if few else SLOW
@@ -100,7 +98,7 @@ def why_short(line: Any, replayed_ms: tuple[float | None, float | None], few: bo
 
 
 def grouped(short: pd.DataFrame) -> pd.DataFrame:
-    """`fallen_short` by reason, dtype, pass and head size: the lengths, the peers, the ratios, the count."""
+    """`fallen_short` by reason, dtype, pass and head size: lengths, baselines, ratios, count."""
 
     def lengths(values: pd.Series) -> str:
         return ", ".join(map("{:,}".format, sorted(values)))
@@ -110,11 +108,48 @@ def grouped(short: pd.DataFrame) -> pd.DataFrame:
 
     def span(ratios: pd.Series) -> str:
         low, high = significant(ratios.min()), significant(ratios.max())
-        return "–" if ratios.isna().all() else low if low == high else f"{low} to {high}"
+        return low if low == high else f"{low} to {high}"
 
     groups = short.groupby(["reason", "dtype", "pass", "d_head"], sort=False)
     table = groups.agg(
-        context_lengths=("context_length", lengths), peers=("peer", names), ratio=("ratio", span),
+        context_lengths=("context_length", lengths), baselines=("baseline", names), ratio=("ratio", span),
         cells=("ratio", "size"),
     )  # fmt: skip
     return table.reset_index().sort_values(["reason", "dtype", "d_head"], kind="stable", ignore_index=True)
+
+
+def ablation(rows: pd.DataFrame) -> pd.DataFrame:
+    """What each technique gained over the last version kept before it, and whether that was foreseen.
+
+    Args:
+        rows: of ablation_times, one kernel at one size.
+
+    Returns:
+        In the order of the rungs: rung, technique, p50_ms, predicted_gain_low, predicted_gain_high, gain, the
+        least and the most that the spread of both versions allows (gain_low, gain_high), outcome, kept, why.
+    """
+    lines, before = [], None
+    for row in rows.sort_values("rung").to_dict("records"):
+        if before is not None:
+            row["gain"] = before["p50_ms"] / row["p50_ms"]
+            row["gain_low"] = before["p20_ms"] / row["p80_ms"]
+            row["gain_high"] = before["p80_ms"] / row["p20_ms"]
+            row["outcome"] = _outcome(row)
+        if row["status"] == "ok" and (before is None or row["kept"]):
+            before = row
+        lines.append(row)
+    columns = ["rung", "technique", "p50_ms", "predicted_gain_low", "predicted_gain_high"]
+    columns += ["gain", "gain_low", "gain_high", "outcome", "kept", "why"]
+    return pd.DataFrame(lines).reindex(columns=columns)
+
+
+def _outcome(row: Any) -> str:
+    """How a gain compares with its prediction, as far as the spread of the repetitions can tell."""
+    if row["status"] != "ok":
+        return f"{row['status']}: {row['reason']}"
+    low, high = row["predicted_gain_low"], row["predicted_gain_high"]
+    if row["gain_low"] > high:
+        return "more"
+    if row["gain_high"] < low:
+        return "a loss" if row["gain_high"] < 1 else "less"
+    return "as predicted" if low <= row["gain"] <= high else "undecided"
