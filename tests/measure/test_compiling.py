@@ -1,41 +1,41 @@
-"""What cannot run on a device is said before it is tried."""
+"""The time of compiling is kept apart from that of what was compiled."""
 
-import pytest
+import time
+
 import torch
 
-from cs336_systems.attention.plain import reference_attention
-from cs336_systems.bench.attention_bench import benchmark_attention
-from cs336_systems.bench.flash_bench import benchmark_cell
-from cs336_systems.bench.model_bench import benchmark_model
-from cs336_systems.configs import model_size
-from cs336_systems.measure.compiling import why_no_triton
+from cs336_systems.measure.compiling import time_compiled
 
-pytest.importorskip("triton")
-from cs336_systems.bench.weighted_sum_bench import sweep_weighted_sum
-
-SIZE = {"context_length": 16, "d_head": 16}
-ON_THE_CPU = {"device": "cpu", "batch_size": 1}
+RUN = {"device": "cpu", "warmup_steps": 1, "steps": 3}
 
 
-@pytest.fixture
-def _no_interpreter(monkeypatch):
-    """As on a machine with a GPU."""
-    monkeypatch.setattr("cs336_systems.attention.launcher.INTERPRETED", False)
+def slow_to_compile(graph, inputs):
+    time.sleep(0.3)
+    return graph.forward
 
 
-@pytest.mark.usefixtures("_no_interpreter")
-def test_beside_a_gpu_our_kernels_are_not_tried_on_the_cpu():
-    assert why_no_triton(torch.device("cuda")) == ""
-    tiny = model_size("tiny")
-    timings = [
-        benchmark_attention(implementation="flash_triton", **SIZE, **ON_THE_CPU),
-        benchmark_attention(implementation="flash_compiled", **SIZE, **ON_THE_CPU),
-        *benchmark_cell("flash_triton", reference_attention, passes=["forward"], **SIZE, **ON_THE_CPU),
-        *next(sweep_weighted_sum(num_rows=[8], d_model=8, implementations=["triton"], device="cpu")),
-        benchmark_model(
-            tiny, context_length=16, pass_="forward", attention_implementation="flash_triton", **ON_THE_CPU
-        ),
-    ]
-    rows = [timing if isinstance(timing, dict) else timing.as_row() for timing in timings]
-    assert [row["status"] for row in rows] == ["skipped"] * len(rows)
-    assert {row["reason"] for row in rows} == {why_no_triton(torch.device("cpu"))}
+def test_compiling_is_no_part_of_the_steps_and_is_done_again_each_time():
+    x = torch.ones(4)
+    step = torch.compile(lambda: x * 2 + 1, backend=slow_to_compile)
+    for _ in range(2):
+        timing = time_compiled(step, **RUN)
+        assert (timing.status, timing.steps) == ("ok", 3)
+        assert timing.compile_s > 0.3
+        assert timing.p50_ms < 300
+
+
+def test_what_cannot_be_compiled_is_an_error_in_a_row():
+    def step():
+        torch._dynamo.graph_break()
+
+    timing = time_compiled(torch.compile(step, backend="eager", fullgraph=True), **RUN)
+    assert (timing.status, timing.step_ms) == ("error", ())
+    assert timing.reason
+
+
+def test_running_out_of_memory_is_the_first_steps_status():
+    def step():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    timing = time_compiled(step, **RUN)
+    assert (timing.status, timing.compile_s) == ("oom", None)

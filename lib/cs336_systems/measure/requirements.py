@@ -43,7 +43,7 @@ def why_no_triton(device: torch.device) -> str:
     """Why our Triton kernels cannot run on the device."""
     if find_spec("triton") is None:
         return "our kernels need triton, which is not installed"
-    from cs336_systems.attention.launcher import INTERPRETED  # imports triton
+    from cs336_systems.kernels.runtime import INTERPRETED  # imports triton
 
     if device.type == "cuda" or INTERPRETED:
         return ""

@@ -62,15 +62,11 @@ class Timing:
             "reason": self.reason,
         }
 
-    def trace(self) -> list[dict[str, Any]]:
-        """One row a step, the warm-up steps first: columns `step` and `step_ms`."""
-        return [{"step": step, "step_ms": ms} for step, ms in enumerate(self.warmup_ms + self.step_ms)]
-
     def after_warmup(self, warmup_steps: int, steps: int | None = None) -> "Timing":
-        """What a run with `warmup_steps` would have reported: one cold trace answers for any shorter warm-up.
+        """What a run with `warmup_steps` would have reported: one cold start answers for any shorter warm-up.
 
         Args:
-            warmup_steps: steps at the start of the trace to leave out.
+            warmup_steps: steps at the start of the run to leave out.
             steps: steps to keep after them; all by default.
         """
         if self.status != "ok":
@@ -115,7 +111,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 
 @contextmanager
 def matmul_precision(dtype: str) -> Iterator[None]:
-    """Allow TF32 in float32 matrix products for "tf32" and for no other dtype; restore it afterwards."""
+    """Allow TF32 in float32 matmuls for "tf32" and for no other dtype; restore it afterwards."""
     newer_switch = torch.backends.cuda.matmul
     newer = newer_switch.fp32_precision
     try:
