@@ -25,7 +25,14 @@ _MODULES = {
     ),
     "plots": ("bars", "heatmap", "lines", "ratio", "stacked_bars", "states", "trace", "tradeoff"),
     "profile_tables": (
-        *("attention_parts", "beside_wall_clock", "by_scope", "explained_peaks", "leaders", "of_main_profiler"),
+        *(
+            "attention_parts",
+            "beside_wall_clock",
+            "by_scope",
+            "explained_peaks",
+            "leaders",
+            "of_main_profiler",
+        ),
         *("shares", "softmax_over_matmuls", "two_profilers"),
     ),
     "source": ("show_source",),

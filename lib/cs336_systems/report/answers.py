@@ -105,9 +105,8 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
         return found.iloc[0]
     asked = ", ".join(f"{name}={value!r}" for name, value in key.items())
     if len(found):
-        raise LookupError(
-            f"{len(found)} rows have {asked}, one is wanted; they differ in {varying_values(found, found.columns)}"
-        )
+        varying = varying_values(found, found.columns)
+        raise LookupError(f"{len(found)} rows have {asked}, one is wanted; they differ in {varying}")
     raise LookupError(f"no row of {len(frame)} has {asked}{_near_misses(frame, agrees)}")
 
 

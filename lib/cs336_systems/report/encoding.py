@@ -1,9 +1,10 @@
-"""What colour and look mean in one plot: colour is the value of `hue`, look is the machine (column `where`)."""
+"""What colour and look mean in a plot: colour is the value of `hue`, look is the machine (column `where`)."""
 
 from collections.abc import Hashable
 
 import pandas as pd
 from matplotlib.artist import Artist
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
@@ -12,6 +13,7 @@ from cs336_systems.report.labels import machine_label, named_value, ordered
 from cs336_systems.report.style import MUTED, MachineStyle, machine_styles, palette
 
 _BAND_ALPHA = 0.16
+_VISIBLE = 0.05  # of a value: a narrower band is hidden by its line
 
 
 class Encoding:
@@ -34,7 +36,7 @@ class Encoding:
         return self.looks[where].color(self.colors[value])
 
     def marked(self, frame: pd.DataFrame) -> pd.DataFrame:
-        """The rows with their value of the hue, their machine and their colour: `_hue`, `_where`, `_color`."""
+        """The rows with the value of their hue, their machine, their colour: `_hue`, `_where`, `_color`."""
         values = frame[self.hue] if self.hue else [None] * len(frame)
         places = frame["where"] if "where" in frame else [""] * len(frame)
         colors = [self.color(*each) for each in zip(values, places, strict=True)]
@@ -44,30 +46,19 @@ class Encoding:
         """Of a value of the hue, on its own."""
         return named_value(self.hue, value) if self.hue else ""
 
-    def legend(self, *, bars: bool = False, hues: bool = True, machines: bool = True) -> list[Artist]:
-        """An entry for each value of the hue, and, of several machines, one for each: what its look means."""
-        by_machine = self.hue == "where"
-        entries = [
-            self._swatch(color, self.label(value), bars)
-            for value, color in self.colors.items()
-            if hues and self.hue and not by_machine
-        ]
-        if machines and len(self.looks) > 1:
-            for where, look in self.looks.items():
-                color = look.color(self.colors[where] if by_machine else MUTED)
-                label = machine_label(where)
-                entries.append(
-                    Patch(label=label, **look.bar(color))
-                    if bars
-                    else Line2D([], [], color=color, label=label, **look.line())
-                )
-        return entries
-
-    @staticmethod
-    def _swatch(color: str, label: str, bars: bool) -> Artist:
-        return (
-            Patch(color=color, label=label) if bars else Line2D([], [], color=color, label=label, linewidth=3)
-        )
+    def legend(self, *, bars: bool = False) -> tuple[list[Artist], list[Artist]]:
+        """An entry for each value of the hue; and, of several machines, one for each: what its look means."""
+        by_machine, several = self.hue == "where", len(self.looks) > 1
+        hues, machines = [], []
+        for value, color in self.colors.items() if self.hue and not by_machine else ():
+            label = self.label(value)
+            line = Line2D([], [], color=color, label=label, linewidth=3)
+            hues.append(Patch(color=color, label=label) if bars else line)
+        for where, look in self.looks.items() if several else ():
+            color, label = look.color(self.colors[where] if by_machine else MUTED), machine_label(where)
+            line = Line2D([], [], color=color, label=label, **look.line())
+            machines.append(Patch(label=label, **look.bar(color)) if bars else line)
+        return hues, machines
 
 
 def band_swatch(band: tuple[str, str]) -> Patch:
@@ -78,10 +69,11 @@ def band_swatch(band: tuple[str, str]) -> Patch:
     return Patch(color=MUTED, alpha=2 * _BAND_ALPHA, linewidth=0, label=label)
 
 
-def draw_band(axes, rows: pd.DataFrame, band: tuple[str, str]) -> bool:
-    """Shade from the lower to the upper edge along each line; False where the rows have no spread."""
-    rows = rows.dropna(subset=["_x", *band]).sort_values("_x")
+def draw_band(axes: Axes, rows: pd.DataFrame, band: tuple[str, str]) -> bool:
+    """Shade from the lower to the upper edge along each line; whether any of it can be seen."""
+    low, high = band
+    rows = rows.dropna(subset=["_x", low, high]).sort_values("_x")
     for _, line in rows.groupby(["_hue", "_where"], dropna=False):
-        edges = (line[edge] for edge in band)
-        axes.fill_between(line["_x"], *edges, color=line["_color"].iloc[0], alpha=_BAND_ALPHA, linewidth=0)
-    return len(rows) > 0
+        color = line["_color"].iloc[0]
+        axes.fill_between(line["_x"], line[low], line[high], color=color, alpha=_BAND_ALPHA, linewidth=0)
+    return bool((rows[high] > (1 + _VISIBLE) * rows[low]).any())

@@ -1,8 +1,12 @@
 """The figure every plot is drawn on: header, legend, panels, axes; and how a notebook shows it."""
 
+import inspect
 import io
 import textwrap
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -31,6 +35,7 @@ WIDTH = 9.2  # inches: 1472 pixels at 160 dpi
 _SHOWN_WIDTH = 883  # pixels on the page, so that it stays sharp on a dense screen
 _EDGE = 0.14  # inches between the header and the edge of the figure
 NO_ROWS = "no rows yet: run this notebook's Measure section, or `python -m cs336_systems run`"
+_WORDS = ("title", "subtitle", "xlabel", "ylabel", "empty")
 _MOST_TICKS = 12
 _TINY = 1e-4  # plain numbers below this are mostly zeros
 
@@ -94,35 +99,87 @@ def sheet(
     return chart, grid[: len(panels)]
 
 
-def finish(
-    chart: Chart,
+@dataclass(frozen=True)
+class Drawing:
+    """Panels without the words around them.
+
+    Attributes:
+        legend: groups of entries; a group stays on one line if it can.
+        xlabel, ylabel: for the outer panels.
+        subtitle: where the caller gives none.
+    """
+
+    chart: Chart
+    legend: Sequence[Sequence[Artist]] = ()
+    xlabel: str = ""
+    ylabel: str = ""
+    subtitle: str = ""
+
+
+def plot(draw: Callable[..., Drawing | None]) -> Callable[..., Chart]:
+    """Make a plot of a function that draws panels from rows: in our style, with the words around the panels.
+
+    The plot has more keyword arguments than the function: title (the finding), subtitle (what was measured,
+    with units), xlabel and ylabel (else names of columns), empty (what to say where there are no rows).
+    """
+
+    @wraps(draw)
+    def drawn(frame: pd.DataFrame, *args: Any, empty: str = NO_ROWS, **options: Any) -> Chart:
+        words = {name: options.pop(name, None) for name in _WORDS[:-1]}
+        with mpl.rc_context(STYLE):
+            drawing = None if frame.empty else draw(frame, *args, **options)
+            if drawing is None:
+                return _finish(_placeholder(empty), title=words["title"])
+            return _finish(drawing, **words)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = inspect.signature(draw)
+    more = [inspect.Parameter(name, keyword, default=None, annotation="str | None") for name in _WORDS]
+    drawn.__signature__ = own.replace(parameters=[*own.parameters.values(), *more], return_annotation=Chart)
+    return drawn
+
+
+def _placeholder(hint: str) -> Drawing:
+    """What stands where a plot will be once its rows are measured."""
+    chart, (axes,) = sheet(height=1.2)
+    axes.set_axis_off()
+    axes.add_artist(Rectangle((0, 0), 1, 1, transform=axes.transAxes, color=ZONE))
+    axes.text(0.5, 0.5, hint, ha="center", va="center", color=MUTED, transform=axes.transAxes)
+    return Drawing(chart)
+
+
+def _finish(
+    drawing: Drawing,
     title: str | None,
     subtitle: str | None = None,
-    legend: Sequence[Artist] = (),
-    labels: tuple[str, str] | None = None,
+    xlabel: str | None = None,
+    ylabel: str | None = None,
 ) -> Chart:
-    """Put title and legend above the panels, which keep their size; lay out once, then freeze.
-
-    Args:
-        legend: what each colour and look means.
-        labels: of x and y, where the grid of panels ends: y on the left, x below.
-    """
-    if labels:
-        _label_outer(chart.axes, *labels)
+    """Put title and legend above the panels, which keep their size; lay out once, then freeze."""
+    chart = drawing.chart
     chart.title = title or ""
+    _label_outer(chart.axes, xlabel or drawing.xlabel, ylabel or drawing.ylabel)
     panels, header = chart.get_figheight(), _EDGE
-    placed: list[tuple[Artist, float]] = []  # and the inches from the top
-    header_lines = ((title, 14, "bold", INK, 0.33), (subtitle, 10, "normal", MUTED, 0.26))
-    for text, size, weight, color, line in header_lines:
+    placed: list[tuple[Artist, float, float]] = []  # inches from the left and from the top
+    for text, size, weight, color, line in (
+        (title, 14, "bold", INK, 0.33),
+        (subtitle or drawing.subtitle, 10, "normal", MUTED, 0.26),
+    ):
         for part in textwrap.wrap(text or "", width=int(1170 / size)):
-            placed.append((chart.text(0, 0, part, size=size, weight=weight, color=color, va="top"), header))
+            written = chart.text(0, 0, part, size=size, weight=weight, color=color, va="top")
+            placed.append((written, _EDGE, header))
             header += line
-    if legend:
-        placed.append((_legend(chart, legend), header))
-        header += placed[-1][0].get_window_extent().height / chart.dpi + 0.04
+    left, line = _EDGE, 0.0
+    for legend in [_legend(chart, group) for group in drawing.legend if group]:
+        width, height = (side / chart.dpi for side in legend.get_window_extent().bounds[2:])
+        if line and left + width > WIDTH - _EDGE:
+            left, header = _EDGE, header + line
+        placed.append((legend, left, header))
+        left, line = left + width + 0.25, height + 0.1
+    header += max(line - 0.06, 0)
     chart.set_figheight(panels + header)
-    for artist, below in placed:
-        place = (_EDGE / WIDTH, 1 - below / (panels + header))
+    for artist, x, y in placed:
+        place = (x / WIDTH, 1 - y / (panels + header))
         artist.set_bbox_to_anchor(place) if isinstance(artist, Legend) else artist.set_position(place)
     chart.get_layout_engine().set(rect=(0, 0, 1, panels / (panels + header)))
     chart.draw_without_rendering()
@@ -149,16 +206,6 @@ def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
             break
         legend.remove()
     return legend
-
-
-@mpl.rc_context(STYLE)
-def placeholder(title: str | None, hint: str = NO_ROWS) -> Chart:
-    """What stands where a plot will be once its rows are measured."""
-    chart, (axes,) = sheet(height=1.2)
-    axes.set_axis_off()
-    axes.add_artist(Rectangle((0, 0), 1, 1, transform=axes.transAxes, color=ZONE))
-    axes.text(0.5, 0.5, hint, ha="center", va="center", color=MUTED, transform=axes.transAxes)
-    return finish(chart, title)
 
 
 def x_places(values: pd.Series, column: str) -> pd.Series:

@@ -118,8 +118,8 @@ def _refuse_near_miss(row: pd.Series, base: pd.DataFrame, keys: list[str], hue: 
         f"{c} ({row[c]} against {', '.join(map(str, near[c].unique()[:4]))})" for c in keys if not equal[c]
     ]
     raise ValueError(
-        f"{hue}={row[hue]} cannot be compared with {hue}={near[hue].iloc[0]}: rows must be equal in everything"
-        f" else, but they differ in {'; '.join(told) or 'a combination of ' + ', '.join(keys)}"
+        f"{hue}={row[hue]} cannot be compared with {hue}={near[hue].iloc[0]}: rows must be equal in"
+        f" everything else, but they differ in {'; '.join(told) or 'a combination of ' + ', '.join(keys)}"
     )
 
 

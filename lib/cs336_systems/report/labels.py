@@ -55,8 +55,8 @@ FAMILIES: dict[str, tuple[Mapping[str, Named], ...]] = {
     "category": (_family(CATEGORIES, (BLUE, ORANGE, SKY, GREEN, VERMILLION, GREY)),),
     "scope": (_family(SCOPES, (BLUE, VERMILLION, GREEN)),),
     "part": (_family(ATTENTION_PARTS, (BLUE, VERMILLION, GREEN, ORANGE)),),
-    # One code, compiled or not, with TF32 matmuls or without; who wrote an entry of a leaderboard; a pass, and
-    # the least that it can take.
+    # One code, compiled or not, with TF32 or without; who wrote an entry of a leaderboard; a pass, and the
+    # least that it can take.
     "variant": (
         _family(
             [f"{how}{dtype}" for dtype in ("", ", TF32") for how in _COMPILED],

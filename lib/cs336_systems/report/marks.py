@@ -1,4 +1,4 @@
-"""Marks written onto a panel: where a measurement ran out of memory, which line is which, and names of points."""
+"""Marks on a panel: where memory ran out, which line is which, what a point is called."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,10 @@
-"""The ordinary plots, drawn by seaborn from rows: lines, bars, heat maps, points. Equal rows, equal pictures."""
+"""The ordinary plots, drawn by seaborn from rows: lines, bars, heat maps, points. Equal rows, equal pictures.
+
+Each takes title, subtitle, xlabel, ylabel and empty too, see `figure.plot`.
+"""
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 import seaborn as sns
@@ -15,13 +17,11 @@ from matplotlib.ticker import FuncFormatter
 from cs336_systems.names import BLUE
 from cs336_systems.report.encoding import Encoding, band_swatch, draw_band
 from cs336_systems.report.figure import (
-    NO_ROWS,
-    Chart,
-    finish,
+    Drawing,
     log_y,
     panels_of,
-    placeholder,
     plain_numbers,
+    plot,
     sheet,
     x_places,
     x_ticks,
@@ -50,7 +50,6 @@ from cs336_systems.report.style import (
     MUTED,
     PALE,
     PAPER,
-    STYLE,
     ZONE,
     palette,
     readable_on,
@@ -65,7 +64,7 @@ _ADDED = {"range", "kernel", "class", "category", "code", "stage", "module", "te
 _VISIBLE = 1e-3  # of a bar: what is never more needs no place in the legend
 
 
-@mpl.rc_context(STYLE)
+@plot
 def lines(
     frame: pd.DataFrame,
     x: str,
@@ -74,32 +73,23 @@ def lines(
     *,
     band: tuple[str, str] | None = ("p20_ms", "p80_ms"),
     facet: str | None = None,
-    title: str | None = None,
-    subtitle: str | None = None,
-    xlabel: str | None = None,
-    ylabel: str | None = None,
     logx: bool = True,
     logy: bool = True,
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing | None:
     """One line for each value of `hue` and machine, with its spread; a row that ran out of memory is a cross.
 
     Args:
         frame: rows, at most one for each x, hue, facet and machine.
         band: columns with the lower and the upper edge of the spread, shaded where the rows have them.
         facet: column whose values get a panel each.
-        empty: what to say when there are no rows.
 
     Raises:
         ValueError: a column is missing, or two rows belong in one place; the message names their difference.
     """
-    if frame.empty:
-        return placeholder(title, empty)
-    drawn = _Lines(frame, x, y, hue, facet, band=band, logx=logx, logy=logy)
-    return drawn.finish(title, subtitle, xlabel, ylabel)
+    return _Lines(frame, x, y, hue, facet, band=band, logx=logx, logy=logy).named()
 
 
-@mpl.rc_context(STYLE)
+@plot
 def ratio(
     frame: pd.DataFrame,
     x: str,
@@ -108,14 +98,9 @@ def ratio(
     baseline: Hashable,
     y: str = "p50_ms",
     facet: str | None = None,
-    title: str | None = None,
-    subtitle: str | None = None,
-    xlabel: str | None = None,
-    ylabel: str | None = None,
     logx: bool = True,
     logy: bool = False,
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing | None:
     """How many times better than the baseline: above 1 is faster, or smaller, or of a rate higher.
 
     Each row is divided by the baseline's row that is equal to it in everything but `hue`.
@@ -123,11 +108,9 @@ def ratio(
     Raises:
         ValueError: rows differ in something else as well, or the baseline has no row; the message names it.
     """
-    pairs = frame
-    if len(frame):
-        pairs = compared(frame, hue, baseline, y, place=tuple(column for column in (x, facet) if column))
+    pairs = compared(frame, hue, baseline, y, place=tuple(column for column in (x, facet) if column))
     if pairs.empty:
-        return placeholder(title, empty)
+        return None
     name = value_label(baseline, hue)
     if "status" in pairs:
         lost = pairs["ratio"].isna() & (pairs["status"] == "ok") & (pairs["baseline_status"] == "oom")
@@ -139,10 +122,10 @@ def ratio(
     better = (
         "faster" if y.endswith(("_ms", "_s", "_us")) else "less memory" if y.endswith("_mib") else "better"
     )
-    return drawn.finish(title, subtitle, xlabel, ylabel or f"times {better} than {name}")
+    return drawn.named(f"times {better} than {name}")
 
 
-@mpl.rc_context(STYLE)
+@plot
 def trace(
     frame: pd.DataFrame,
     x: str = "step_index",
@@ -151,20 +134,13 @@ def trace(
     *,
     warmup: int | None = None,
     facet: str | None = None,
-    title: str | None = None,
-    subtitle: str | None = None,
-    xlabel: str | None = None,
-    ylabel: str | None = None,
     logy: bool = True,
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing | None:
     """A value step by step; the first `warmup` steps are shaded.
 
     Raises:
         ValueError: a column is missing, or two rows belong in one place; the message names their difference.
     """
-    if frame.empty:
-        return placeholder(title, empty)
     drawn = _Lines(frame, x, y, hue, facet, logx=False, logy=logy)
     first = frame[x].min() - 0.5
     for axes, _ in drawn.panels if warmup else ():
@@ -173,11 +149,11 @@ def trace(
             "warm-up", (first + warmup, 1), (-6, -5), xycoords=("data", "axes fraction"),
             textcoords="offset points", ha="right", va="top", size=9, color=MUTED,
         )  # fmt: skip
-    return drawn.finish(title, subtitle, xlabel, ylabel)
+    return drawn.named()
 
 
 class _Lines:
-    """The lines of every panel, drawn; `finish` marks, names and lays them out."""
+    """The lines of every panel, drawn, and what is still to be said about them."""
 
     def __init__(
         self,
@@ -250,21 +226,20 @@ class _Lines:
             limits = max(low - air, 0) if low >= 0 else low - air, high + air
         self.panels[0][0].set_ylim(*limits)
 
-    def finish(
-        self, title: str | None, subtitle: str | None, xlabel: str | None, ylabel: str | None
-    ) -> Chart:
+    def named(self, ylabel: str = "") -> Drawing:
+        """With failures marked, and lines named at their ends or in the legend."""
         for axes, _ in self.panels:
             axes.set(xlabel="", ylabel="")
         self.chart.draw_without_rendering()
         mark_failures(self.panels, self.y)
         labelled = self.facet is None and label_lines(*self.panels[0], self.y, self.encoding)
-        legend = self.encoding.legend(hues=not labelled, machines=self.facet != "where")
-        legend += [band_swatch(self.band)] if self.band else []
-        labels = xlabel or column_label(self.x), ylabel or column_label(self.y)
-        return finish(self.chart, title, subtitle, legend, labels)
+        hues, machines = self.encoding.legend()
+        legend = [[] if labelled else hues, [] if self.facet == "where" else machines]
+        legend += [[band_swatch(self.band)]] if self.band else []
+        return Drawing(self.chart, legend, column_label(self.x), ylabel or column_label(self.y))
 
 
-@mpl.rc_context(STYLE)
+@plot
 def states(
     frame: pd.DataFrame,
     x: str,
@@ -272,11 +247,7 @@ def states(
     hue: str | None = None,
     *,
     logarithmic: Iterable[str] = (),
-    title: str | None = None,
-    subtitle: str | None = None,
-    xlabel: str | None = None,
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing | None:
     """What each quantity is after each step, as stairs: it stays until the next step changes it.
 
     Args:
@@ -287,8 +258,6 @@ def states(
     Raises:
         ValueError: a column is missing.
     """
-    if frame.empty:
-        return placeholder(title, empty)
     require_columns(frame, x, *quantities, hue)
     chart, panels = sheet(quantities.values(), "quantity", height=3.2, sharey=False)
     encoding = Encoding(frame, hue)
@@ -301,10 +270,10 @@ def states(
         )  # fmt: skip
         x_ticks(axes, x, frame[x], log=False)
         log_y(axes, frame[column]) if column in logarithmic else plain_numbers(axes.yaxis)
-    return finish(chart, title, subtitle, encoding.legend(), (xlabel or column_label(x), ""))
+    return Drawing(chart, encoding.legend(), column_label(x))
 
 
-@mpl.rc_context(STYLE)
+@plot
 def bars(
     frame: pd.DataFrame,
     x: str,
@@ -312,13 +281,8 @@ def bars(
     hue: str | None = None,
     *,
     facet: str | None = None,
-    title: str | None = None,
-    subtitle: str | None = None,
-    xlabel: str | None = None,
-    ylabel: str | None = None,
     logy: bool = False,
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing | None:
     """A group of bars for each x, a bar for each value of `hue` and machine, its value above it.
 
     Args:
@@ -327,8 +291,6 @@ def bars(
     Raises:
         ValueError: a column is missing, or two rows belong in one place; the message names their difference.
     """
-    if frame.empty:
-        return placeholder(title, empty)
     check_drawable(frame, x, y, hue, facet)
     encoding, groups = Encoding(frame, hue), ordered(frame[x], x)
     frame = encoding.marked(frame).assign(_group=frame[x].map(groups.index))
@@ -350,8 +312,8 @@ def bars(
     chart.draw_without_rendering()
     _fold_names(panels)
     _fit_bar_labels(panels, width, logy)
-    legend = encoding.legend(bars=True, machines=facet != "where")
-    return finish(chart, title, subtitle, legend, (xlabel or column_label(x), ylabel or column_label(y)))
+    hues, machines = encoding.legend(bars=True)
+    return Drawing(chart, [hues, [] if facet == "where" else machines], column_label(x), column_label(y))
 
 
 def _draw_bars(
@@ -404,7 +366,7 @@ def _fit_bar_labels(panels: Sequence[Axes], width: float, logy: bool) -> None:
     axes.set_ylim(bottom, top * (top / bottom) ** room if logy else bottom + (top - bottom) * (1 + room))
 
 
-@mpl.rc_context(STYLE)
+@plot
 def stacked_bars(
     frame: pd.DataFrame,
     x: str,
@@ -413,12 +375,7 @@ def stacked_bars(
     *,
     share: bool = False,
     facet: str | None = None,
-    title: str | None = None,
-    subtitle: str | None = None,
-    xlabel: str | None = None,
-    ylabel: str | None = None,
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing | None:
     """A bar for each x, stacked of its parts; with `share` every bar is 100 % and its total stands above it.
 
     Args:
@@ -427,8 +384,6 @@ def stacked_bars(
     Raises:
         ValueError: a column is missing, or a bar would add up rows of two configurations.
     """
-    if frame.empty:
-        return placeholder(title, empty)
     require_columns(frame, x, y, part, facet)
     bar = [facet, x] if facet else [x]
     keys = [column for column in key_columns(frame) if column not in {*bar, part} | _ADDED]
@@ -462,8 +417,7 @@ def stacked_bars(
     seen = set(sums.loc[sums["_share"] > _VISIBLE, part])
     legend = [Patch(color=colors[name], label=value_label(name, part)) for name in colors if name in seen]
     of_what = "share of time" if y.endswith("_ms") else "share"
-    ylabel = ylabel or (of_what if share else column_label(y))
-    return finish(chart, title, subtitle, legend, (xlabel or column_label(x), ylabel))
+    return Drawing(chart, [legend], column_label(x), of_what if share else column_label(y))
 
 
 def _label_stacks(axes: Axes, rows: pd.DataFrame, y: str, share: bool) -> None:
@@ -488,7 +442,7 @@ def _total(value: float, column: str) -> str:
     return significant(value) + column_label(column).partition(" (")[2].rstrip(")").join((" ", ""))
 
 
-@mpl.rc_context(STYLE)
+@plot
 def heatmap(
     frame: pd.DataFrame,
     index: str,
@@ -498,12 +452,7 @@ def heatmap(
     fmt: str | None = None,
     middle: float | None = None,
     facet: str | None = None,
-    title: str | None = None,
-    subtitle: str | None = None,
-    xlabel: str | None = None,
-    ylabel: str | None = None,
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing | None:
     """A grid of cells with their value written in; a cell that ran out of memory is hatched and says OOM.
 
     Args:
@@ -514,8 +463,6 @@ def heatmap(
     Raises:
         ValueError: a column is missing, or two rows belong in one cell; the message names their difference.
     """
-    if frame.empty:
-        return placeholder(title, empty)
     check_drawable(frame, columns, values, index, facet)
     down, across = ordered(frame[index], index), ordered(frame[columns], columns)
     by_value = panels_of(frame, facet)
@@ -541,8 +488,7 @@ def heatmap(
     widest = max(text.get_window_extent().width for text in labels)
     for text in labels:
         text.set_size(10 * min(1, 0.8 * panels[0].bbox.width / len(across) / widest))
-    labels = xlabel or column_label(columns), ylabel or column_label(index)
-    return finish(chart, title, subtitle or column_label(values), labels=labels)
+    return Drawing(chart, (), column_label(columns), column_label(index), column_label(values))
 
 
 def _norm(values: pd.Series, middle: float | None) -> Normalize:
@@ -568,35 +514,30 @@ def _draw_unmeasured(axes: Axes, rows: pd.DataFrame, grid: pd.DataFrame) -> None
                 (j + 0.02, i + 0.04), 0.96, 0.92, facecolor=ZONE, edgecolor=HATCH, linewidth=0, hatch=hatch
             )
         )
+        word = STATUS_LABELS.get(status, MISSING)
         label = axes.text(
-            j + 0.5, i + 0.5, STATUS_LABELS.get(status, MISSING), ha="center", va="center", color=MUTED, size=10,
-            weight="bold",
-        )  # fmt: skip
+            j + 0.5, i + 0.5, word, ha="center", va="center", color=MUTED, size=10, weight="bold"
+        )
         if hatch:
             label.set_bbox({"facecolor": ZONE, "edgecolor": "none", "pad": 1.5})
 
 
-@mpl.rc_context(STYLE)
+@plot
 def tradeoff(
     frame: pd.DataFrame,
     x: str = "peak_memory_mib",
     y: str = "p50_ms",
     label: str = "strategy",
-    *,
-    title: str | None = None,
-    subtitle: str | None = None,
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing | None:
     """What one thing costs in another: a named point for each row, x from zero, y in decades.
 
     Raises:
         ValueError: a column is missing.
     """
-    if len(frame):
-        require_columns(frame, x, y, label)
-        frame = frame.dropna(subset=[x, y]).sort_values(x)
+    require_columns(frame, x, y, label)
+    frame = frame.dropna(subset=[x, y]).sort_values(x)
     if frame.empty:
-        return placeholder(title, empty)
+        return None
     chart, (axes,) = sheet(height=4.2)
     sns.scatterplot(frame, x=x, y=y, color=BLUE, s=64, linewidth=0, zorder=3, ax=axes)
     axes.grid(True, axis="both")
@@ -605,4 +546,4 @@ def tradeoff(
     axes.set(xlim=(0, frame[x].max() * 1.16), ylim=(frame[y].min() / 2.5, frame[y].max() * 1.4))
     chart.draw_without_rendering()
     name_points(axes, frame[[x, y]].to_numpy(float), [value_label(name, label) for name in frame[label]])
-    return finish(chart, title, subtitle, labels=(column_label(x), column_label(y)))
+    return Drawing(chart, (), column_label(x), column_label(y))

@@ -1,4 +1,4 @@
-"""One look for every figure: matplotlib's settings, colours that keep their meaning, lines that tell the machine."""
+"""One look for every figure: matplotlib's settings, colours, and how lines and bars tell the machine."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass

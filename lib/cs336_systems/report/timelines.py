@@ -1,8 +1,10 @@
-"""Timelines, drawn by hand: a profiled step on its lanes, steps of wrappers, memory held over time."""
+"""Timelines, drawn by hand: a profiled step on its lanes, steps of wrappers, memory held over time.
+
+Each takes title, subtitle, xlabel, ylabel and empty too, see `figure.plot`.
+"""
 
 from collections.abc import Hashable, Sequence
 
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -12,15 +14,16 @@ from matplotlib.patheffects import withStroke
 from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.measure.overlap import LANES, covered, exposed
 from cs336_systems.names import GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from cs336_systems.report.figure import NO_ROWS, Chart, finish, placeholder, plain_numbers, sheet
+from cs336_systems.report.figure import Drawing, plain_numbers, plot, sheet
 from cs336_systems.report.frames import require_columns
 from cs336_systems.report.labels import ordered, significant, value_label
-from cs336_systems.report.style import INK, MUTED, PAPER, STYLE, ZONE, palette
+from cs336_systems.report.style import INK, MUTED, PAPER, ZONE, palette
 
 _LEVELS = ("step", "stage", "block", "module", "inside", "part")
 # Copies to and from one long tensor are launched while the model communicates.
 STAGES = {"forward": SKY, "backward": ORANGE, "communication": PURPLE, "optimizer": GREY}
 HIDDEN, EXPOSED = GREEN, VERMILLION
+_SINCE_STEP = "time since the step began (ms)"
 _THINNEST = 0.6  # points: a message of microseconds shows in a step of half a second
 
 
@@ -35,17 +38,14 @@ def _part_legend(names: Sequence[Hashable], colors: dict[Hashable, str]) -> list
     return [Patch(color=colors[name], label=value_label(name)) for name in names]
 
 
-@mpl.rc_context(STYLE)
+@plot
 def kernel_timeline(
     ranges: pd.DataFrame,
     kernels: pd.DataFrame,
     *,
     depth: int = 3,
     between_ms: tuple[float, float] | None = None,
-    title: str | None = None,
-    subtitle: str | None = None,
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing | None:
     """One step: a lane for each level of host ranges and for each GPU stream, kernels coloured by class.
 
     Args:
@@ -57,7 +57,7 @@ def kernel_timeline(
         ValueError: a column is missing.
     """
     if kernels.empty:
-        return placeholder(title, empty)
+        return None
     require_columns(ranges, "name", "depth", "start_ms", "end_ms")
     require_columns(kernels, "class", "stream", "start_ms", "end_ms")
     start, end = between_ms or (0.0, max(ranges["end_ms"].max(), kernels["end_ms"].max()))
@@ -78,12 +78,11 @@ def kernel_timeline(
     names = [f"host: {_LEVELS[min(level, len(_LEVELS) - 1)]}" for level in levels]
     axes.set_yticks(range(len(levels) + len(streams)), names + [f"stream {stream}" for stream in streams])
     axes.grid(False)
-    axes.set_xlabel("time since the step began (ms)")
     plain_numbers(axes.xaxis)
-    finish(chart, title, subtitle, _part_legend(colors, colors))
+    chart.draw_without_rendering()
     for level in levels:  # only now it is known how much room there is
         _name_ranges(axes, level, ranges[ranges["depth"] == level])
-    return chart
+    return Drawing(chart, [_part_legend(colors, colors)], _SINCE_STEP)
 
 
 def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
@@ -103,17 +102,13 @@ def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
             written.remove()
 
 
-@mpl.rc_context(STYLE)
+@plot
 def overlap_timeline(
     frame: pd.DataFrame,
     by: str,
     *,
     between_ms: tuple[float, float] | None = None,
-    title: str | None = None,
-    subtitle: str | None = None,
-    xlabel: str = "time since the step began (ms)",
-    empty: str = NO_ROWS,
-) -> Chart:
+) -> Drawing:
     """One step for each value of `by`: computing above, coloured by stage, communication below it.
 
     Communication is green while something is computed too, and red where it is exposed. No span is drawn
@@ -127,14 +122,12 @@ def overlap_timeline(
     Raises:
         ValueError: a column is missing.
     """
-    if frame.empty:
-        return placeholder(title, empty)
     require_columns(frame, by, "lane", "range", "start_ms", "end_ms")
     start, end = between_ms or (0.0, frame["end_ms"].max())
     frame = frame[(frame["end_ms"] > start) & (frame["start_ms"] < end)]
     places = ordered(frame[by], by)
     chart, (axes,) = sheet(height=0.72 * max(len(places), 1.5) + 0.75)
-    axes.set(xlim=(start, end), ylim=(len(places) - 0.45, -0.5), xlabel=xlabel)
+    axes.set(xlim=(start, end), ylim=(len(places) - 0.45, -0.5))
     for place, value in enumerate(places):
         _draw_step(axes, place, frame[frame[by] == value])
     axes.set_yticks(range(len(places)), [value_label(value, by) for value in places])
@@ -148,9 +141,9 @@ def overlap_timeline(
         for stage, color in STAGES.items()
         if stage in seen
     ]
-    legend.append(Patch(color=HIDDEN, label="communication, hidden"))
-    legend.append(Patch(color=EXPOSED, label="communication, exposed"))
-    return finish(chart, title, subtitle, legend)
+    messages = {"communication, hidden": HIDDEN, "communication, exposed": EXPOSED}
+    lanes = [Patch(color=color, label=name) for name, color in messages.items()]
+    return Drawing(chart, [legend, lanes], _SINCE_STEP)
 
 
 def _draw_step(axes: Axes, place: int, lanes: pd.DataFrame) -> None:
@@ -164,10 +157,8 @@ def _draw_step(axes: Axes, place: int, lanes: pd.DataFrame) -> None:
     axes.axhline(place, color=INK, linewidth=0.6, zorder=3)
 
 
-@mpl.rc_context(STYLE)
-def memory_timeline(
-    held: pd.DataFrame, *, title: str | None = None, subtitle: str | None = None, empty: str = NO_ROWS
-) -> Chart:
+@plot
+def memory_timeline(held: pd.DataFrame) -> Drawing:
     """Memory held over time, stacked by category; stages shaded and named, the peak marked.
 
     Args:
@@ -176,8 +167,6 @@ def memory_timeline(
     Raises:
         ValueError: a column is missing.
     """
-    if held.empty:
-        return placeholder(title, empty)
     require_columns(held, "at_ms", "stage", *CATEGORIES)
     parts = held[list(CATEGORIES)]
     gib = parts.sum(axis=1).max() >= 4096
@@ -203,10 +192,10 @@ def memory_timeline(
         textcoords="offset points", ha=ha, weight="bold", size=9.5, color=INK,
         zorder=5, path_effects=[withStroke(linewidth=3, foreground=PAPER)],
     )  # fmt: skip
-    axes.set(xlabel="time since the recording began (ms)", ylabel=f"memory ({unit})")
     plain_numbers(axes.xaxis)
     plain_numbers(axes.yaxis)
-    return finish(chart, title, subtitle, _part_legend(used, colors))
+    legend = _part_legend(used, colors)
+    return Drawing(chart, [legend], "time since the recording began (ms)", f"memory ({unit})")
 
 
 def _shade_stages(axes: Axes, held: pd.DataFrame) -> None:
