@@ -43,9 +43,8 @@ class Column:
         is_bool = isinstance(value, bool | np.bool_)
         is_number = isinstance(value, numbers.Real) and not is_bool and math.isfinite(value)
         if self.type is str and isinstance(value, str):
-            text = " ".join(
-                "".join(c if c.isprintable() else " " for c in value).split()
-            )  # a row is one line
+            # A row is one line.
+            text = " ".join("".join(c if c.isprintable() else " " for c in value).split())
             if text and self.allowed and text not in self.allowed:
                 raise ValueError(f"allowed: {', '.join(self.allowed)}")
             return text or None
@@ -65,31 +64,31 @@ class Column:
             return format(value, f".{self.digits}g")
         return str(value).lower() if self.type is bool else str(value)
 
-    def parse(self, texts: "pd.Series[str]") -> pd.Series:
-        """CSV fields as plain numpy dtypes: whole numbers with gaps are floats, empty text is None.
+    def parse(self, texts: pd.Series) -> pd.Series:
+        """CSV fields as plain numpy dtypes: whole numbers with gaps are floats, other gaps None.
 
         Raises:
-            ValueError: what is allowed. Its `args[1]` is the index of the field at fault.
+            ValueError: what is allowed. Its `args[1]` is the index of the first field at fault.
         """
-        empty = texts == ""
-        if self.type is str:
-            bad = ~empty & ~texts.isin(self.allowed) if self.allowed else pd.Series(False, texts.index)
-            values, allowed = texts.astype(object).where(~empty, None), ", ".join(self.allowed)
-        elif self.type is bool:
-            values = texts.astype(object).map({"true": True, "false": False, "": None}).astype(object)
-            bad, allowed = ~empty & ~texts.isin(("true", "false")), _TYPE_NAMES[bool]
-            values = values.where(~empty, None) if empty.any() or bad.any() else values.astype(bool)
-        else:
-            values = pd.to_numeric(texts.astype(object).where(~empty, "nan"), errors="coerce").astype(float)
-            finite, allowed = pd.Series(np.isfinite(values), texts.index), _TYPE_NAMES[self.type]
-            bad = ~empty & ~(finite & (values % 1 == 0 if self.type is int else True))
-            if not bad.any() and self.minimum is not None:
-                bad, allowed = values < self.minimum, f"{self.minimum:g} or more"
-            if self.type is int and not empty.any() and not bad.any():
-                values = values.astype("int64")
-        if bad.any():
-            raise ValueError(f"allowed: {allowed}", bad.idxmax())
-        return values
+        values = {"": None}
+        for text in texts.unique():
+            try:
+                values[text] = self.check(self._converted(text))
+            except ValueError as error:
+                raise ValueError(*error.args, (texts == text).idxmax()) from None
+        gaps = (texts == "").any()
+        plain = self.type is float or (self.type is not str and not gaps)
+        dtype = self.type if plain else float if self.type is int else object
+        return pd.Series([values[text] for text in texts], texts.index, dtype=dtype)
+
+    def _converted(self, text: str) -> int | float | str | bool | None:
+        """The text as this column's type where it can be: `check` refuses the rest."""
+        if self.type is bool:
+            return {"true": True, "false": False}.get(text, text or None)
+        try:
+            return self.type(text) if text else None
+        except ValueError:
+            return text
 
     def order(self, values: pd.Series) -> pd.Series:
         """What to sort a loaded column by: listed names in the order of the list, the rest by itself."""
