@@ -1,28 +1,30 @@
 """check_ddp passes what is right, and names each classic mistake."""
 
+import re
 import subprocess
 import sys
 
 import broken_ddp
 import cloudpickle
-import launch_workers
+import ddp_worker
 import pytest
 
 from cs336_systems.checks.ddp_checks import check_ddp
 from cs336_systems.parallel import launch
 
+# What the sentence about each mistake must name.
 SENTENCES = {
-    "ForgetsToBroadcast": "rank 1: after wrapping, the parameter 'frozen' is not that of rank 0. Broadcast",
-    "ForgetsBuffers": "rank 1: after wrapping, the buffer 'shift' is not that of rank 0",
-    "ReducesTheParameter": "rank 0: finish_gradient_synchronization() changed the parameter itself",
-    "ForgetsToAverage": "rank 0: the gradient of 'first.weight' is the sum over the ranks. Divide",
-    "ForgetsToWait": "rank 0: finish_gradient_synchronization() left 8 of 8 all-reduces",
-    "ForgetsTheLastHandle": "rank 0: finish_gradient_synchronization() left 1 of 8 all-reduces",
-    "NeverCommunicates": "rank 0: the gradient of 'first.weight' is still this rank's own. All-reduce it",
-    "ReducesACopy": "rank 0: the gradient of 'first.weight' is still this rank's own. All-reduce",
-    "ForgetsTheLastParameter": "rank 0: the gradient of 'rarely.bias' is still this rank's own",
-    "UnfreezesEverything": "rank 0: the frozen parameter 'frozen' was given a gradient",
-    "HidesTheModule": "rank 0: `.module` is not the module that was wrapped",
+    "ForgetsToBroadcast": "rank 1: .* parameter 'frozen' .* Broadcast",
+    "ForgetsBuffers": "rank 1: .* buffer 'shift' ",
+    "ReducesTheParameter": "rank 0: .* changed the parameter itself",
+    "ForgetsToAverage": "rank 0: .* 'first.weight' is the sum over the ranks. Divide",
+    "ForgetsToWait": "rank 0: .* 8 of 8 all-reduces",
+    "ForgetsTheLastHandle": "rank 0: .* 1 of 8 all-reduces",
+    "NeverCommunicates": "rank 0: .* 'first.weight' is still this rank's own. All-reduce it",
+    "ReducesACopy": "rank 0: .* 'first.weight' is still this rank's own. All-reduce",
+    "ForgetsTheLastParameter": "rank 0: .* 'rarely.bias' is still this rank's own",
+    "UnfreezesEverything": "rank 0: .* frozen parameter 'frozen' ",
+    "HidesTheModule": "rank 0: `.module` ",
 }
 
 
@@ -32,12 +34,12 @@ def failures():
     cloudpickle.register_pickle_by_value(broken_ddp)  # as if defined in a notebook
     classes = {name: cloudpickle.dumps(getattr(broken_ddp, name)) for name in SENTENCES}
     cloudpickle.unregister_pickle_by_value(broken_ddp)
-    return launch(launch_workers.check_each, 2, classes, backend="gloo", timeout_s=60)[0]
+    return launch(ddp_worker.check_each, 2, classes, backend="gloo", timeout_s=60)[0]
 
 
 @pytest.mark.parametrize("name", SENTENCES)
 def test_each_mistake_is_named(failures, name):
-    assert failures[name][0].startswith(SENTENCES[name])
+    assert re.match(SENTENCES[name], failures[name][0])
 
 
 def test_a_class_of_the_caller_passes(capsys):
@@ -45,12 +47,13 @@ def test_a_class_of_the_caller_passes(capsys):
         """Defined here, so no worker could import it."""
 
     check_ddp(MyDDP)
-    assert capsys.readouterr().out == "MyDDP: 4 cases right on 2 ranks\n"
+    assert "MyDDP: 4 cases right" in capsys.readouterr().out
 
 
-def test_a_wrong_class_of_a_script_is_named():
-    """As in a notebook: the class lives in __main__."""
-    script = """
+def test_a_wrong_class_of_a_script_is_named(tmp_path):
+    """As in a notebook, the class lives in __main__; and the script guards nothing."""
+    script = tmp_path / "script.py"
+    script.write_text("""
 from torch import nn
 from cs336_systems.checks.ddp_checks import check_ddp
 class Nothing(nn.Module):
@@ -58,18 +61,16 @@ class Nothing(nn.Module):
         super().__init__()
         self.module = module
 check_ddp(Nothing)
-"""
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+""")
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True)
     assert "AssertionError: Nothing, rank 1: after wrapping, the parameter" in run.stderr
 
 
 def test_a_crash_is_told():
-    with pytest.raises(
-        AssertionError, match=r"Crashes did not get through: rank . of 2 raised KeyError: 'oh'"
-    ):
+    with pytest.raises(AssertionError, match=r"Crashes .* raised KeyError: 'oh'"):
         check_ddp(broken_ddp.Crashes)
 
 
 def test_the_thorough_cases_ask_for_more():
-    with pytest.raises(AssertionError, match=r"Right, rank 0: .* has no no_sync\(\) context"):
+    with pytest.raises(AssertionError, match=r"Right, rank 0: .* no_sync"):
         check_ddp(broken_ddp.Right, world_size=1, thorough=True)

@@ -15,6 +15,15 @@ from cs336_systems.accounting.attention_costs import (
     attention_saved_bytes,
     attention_traffic_bytes,
 )
+from cs336_systems.accounting.collective_costs import (
+    MB,
+    AlphaBeta,
+    algorithm_bandwidth_gbps,
+    bus_bandwidth_gbps,
+    bus_factor,
+    fit_alpha_beta,
+    ring_seconds,
+)
 from cs336_systems.accounting.flash_costs import flash_bytes, flash_flops, flash_scores
 from cs336_systems.accounting.flops import (
     backward_flops,
@@ -35,11 +44,20 @@ from cs336_systems.accounting.model_memory import (
     optimizer_bytes,
     parameter_bytes,
 )
+from cs336_systems.accounting.overlap_costs import (
+    best_bucket_bytes,
+    equal_buckets_exposed_seconds,
+    exposed_seconds,
+    torch_bucket_bytes,
+)
 from cs336_systems.accounting.peak_memory import peak_bytes, peak_moments
 
 __all__ = [
     "DTYPE_BYTES",
+    "MB",
+    "AlphaBeta",
     "activation_bytes",
+    "algorithm_bandwidth_gbps",
     "attention_flops",
     "attention_part_bytes",
     "attention_part_flops",
@@ -48,7 +66,13 @@ __all__ = [
     "attention_saved_bytes",
     "attention_traffic_bytes",
     "backward_flops",
+    "best_bucket_bytes",
     "block_activation_breakdown",
+    "bus_bandwidth_gbps",
+    "bus_factor",
+    "equal_buckets_exposed_seconds",
+    "exposed_seconds",
+    "fit_alpha_beta",
     "flash_bytes",
     "flash_flops",
     "flash_scores",
@@ -63,7 +87,9 @@ __all__ = [
     "parameter_count",
     "peak_bytes",
     "peak_moments",
+    "ring_seconds",
     "roofline_seconds",
     "step_flops",
+    "torch_bucket_bytes",
     "utilisation",
 ]

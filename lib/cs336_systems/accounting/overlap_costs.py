@@ -1,7 +1,7 @@
 """What communication adds to a step when it runs during backward: a queue of buckets on one link.
 
 A bucket is ready when backward has made its last gradient. Then it takes a latency and its bytes over the
-bandwidth (o and w of the handout, the alpha-beta fit of `collectives`), after the buckets before it. What is
+bandwidth (o and w of the handout, those of `fit_alpha_beta`), after the buckets before it. What is
 still on its way when backward ends is the overhead. PyTorch's DDP fills buckets by a rule of its own: its
 messages are counted here too.
 """

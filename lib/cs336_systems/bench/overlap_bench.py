@@ -9,13 +9,10 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 
-from cs336_systems.measure import torch_trace as trace
-from cs336_systems.measure.overlap import merged, overlap, step_lanes
-from cs336_systems.measure.rows import save_rows
+from cs336_systems.measure.overlap import merged, overlap_values, step_lanes
+from cs336_systems.measure.torch_trace import record
 from cs336_systems.nvtx import annotate, recording
-from cs336_systems.parallel.worker import WorkerContext
-
-PROFILES = "ddp_overlap_individual_parameters_benchmarking"  # the slug under which the tables live
+from cs336_systems.parallel import WorkerContext
 
 
 def profile_lanes(step: Callable[[], None], context: WorkerContext) -> pd.DataFrame:
@@ -24,51 +21,42 @@ def profile_lanes(step: Callable[[], None], context: WorkerContext) -> pd.DataFr
     All ranks call it together, and start each step together. The first step warms the profiler up.
     """
 
+    def synchronize() -> None:
+        if context.device.type == "cuda":
+            torch.cuda.synchronize(context.device)
+
     def two_steps() -> None:
         with recording():
             for _ in range(2):
                 dist.barrier()
-                _synchronize(context)
+                synchronize()
                 with annotate("measure"):
                     step()
-                    _synchronize(context)
+                    synchronize()
 
     with tempfile.TemporaryDirectory(prefix="cs336-lanes-") as folder:
-        profile = trace.record(two_steps, Path(folder) / "trace.json", device=context.device)
+        profile = record(two_steps, Path(folder) / "trace.json", device=context.device)
     return step_lanes(profile)
 
 
-def profiled(
-    step: Callable[[], None],
-    context: WorkerContext,
-    key: Mapping[str, Any],
-    machine: str | None,
-    *,
-    keep_timeline: bool,
+def profile_overlap(
+    step: Callable[[], None], context: WorkerContext, key: Mapping[str, Any], *, with_timeline: bool
 ) -> dict[str, Any]:
-    """Profile a step on all ranks; returns value columns, the same on every rank.
-
-    Args:
-        step: the step to profile, warmed up.
-        key: key columns of what is profiled.
-        machine: save each rank's numbers as table "profiles", and the lanes of rank 0 as table "timeline";
-            None saves nothing.
-        keep_timeline: whether the lanes are worth keeping.
+    """Profile a step, warmed up, on all ranks; `key` are the key columns of what is profiled.
 
     Returns:
-        The columns of `measure.overlap.overlap`, of the rank with most exposed communication.
+        values: the columns of `measure.overlap.overlap_values`, of the rank with most exposed communication;
+        ddp_overlap: rows of every rank; ddp_timeline: rows of this rank, or none. The first two are the same
+        on every rank.
     """
     lanes = profile_lanes(step, context)
     by_rank: list[dict[str, Any]] = [{}] * context.world_size
-    dist.all_gather_object(by_rank, overlap(lanes))
-    if machine and context.rank == 0:
-        rows = [dict(key) | {"rank": rank} | values for rank, values in enumerate(by_rank)]
-        save_rows(rows, PROFILES, machine=machine, table="profiles")
-        if keep_timeline:
-            this_rank = dict(key) | {"rank": 0}
-            rows = timeline_rows(lanes, this_rank)
-            save_rows(rows, PROFILES, machine=machine, table="timeline", replacing=this_rank)
-    return max(by_rank, key=lambda values: values["profiled_exposed_ms"])
+    dist.all_gather_object(by_rank, overlap_values(lanes))
+    return {
+        "values": max(by_rank, key=lambda values: values["profiled_exposed_ms"]),
+        "ddp_overlap": [{**key, "rank": rank} | values for rank, values in enumerate(by_rank)],
+        "ddp_timeline": timeline_rows(lanes, {**key, "rank": context.rank}) if with_timeline else [],
+    }
 
 
 def timeline_rows(lanes: pd.DataFrame, key: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -76,8 +64,3 @@ def timeline_rows(lanes: pd.DataFrame, key: Mapping[str, Any]) -> list[dict[str,
     spans = merged(lanes, gap_ms=0.1).round({"start_ms": 3, "end_ms": 3})
     spans["span"] = spans.groupby("lane").cumcount()
     return [{**key, **row} for row in spans.to_dict("records")]
-
-
-def _synchronize(context: WorkerContext) -> None:
-    if context.device.type == "cuda":
-        torch.cuda.synchronize(context.device)

@@ -1,19 +1,17 @@
 """What a correct data-parallel wrapper does, said in sentences to whoever wrote one."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import cloudpickle  # takes classes of a notebook by value
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from cs336_systems.parallel.worker import WorkerContext
+from cs336_systems.parallel import WorkerContext, WorkerError, launch
 
 Wrap = Callable[[nn.Module], nn.Module]
 _STEPS = 4
@@ -40,10 +38,6 @@ def check_ddp(
     Raises:
         AssertionError: what is wrong, where, and how to mend it.
     """
-    import cloudpickle  # takes classes of a notebook by value
-
-    from cs336_systems.parallel.launch import WorkerError, launch
-
     name = getattr(ddp_class, "__name__", repr(ddp_class))
     candidate = cloudpickle.dumps(partial(ddp_class, **wrapper_arguments))
     try:
@@ -59,8 +53,6 @@ def check_ddp(
 
 def run_cases(context: WorkerContext, candidate: bytes, *, thorough: bool) -> list[str]:
     """The worker of `check_ddp`: what is wrong in the first case that fails on any rank, or nothing."""
-    import cloudpickle
-
     with _watched_all_reduces() as works:  # before the class is loaded, whichever way it imports all_reduce
         wrap = cloudpickle.loads(candidate)
         for case in _cases(thorough):
@@ -74,7 +66,7 @@ def run_cases(context: WorkerContext, candidate: bytes, *, thorough: bool) -> li
     return []
 
 
-def _unfinished(works: list[_WatchedWork]) -> str | None:
+def _unfinished(works: "list[_WatchedWork]") -> str | None:
     unfinished = sum(not work.waited_for for work in works)
     if not unfinished:
         return None
@@ -89,9 +81,9 @@ def _cases(thorough: bool) -> list[Callable[[WorkerContext, Wrap], str | None]]:
     adamw = partial(torch.optim.AdamW, lr=0.01)
     plans = (_one_pass, _several_passes, _accumulation, _unused) if thorough else (_one_pass,)
     trainings = [
-        partial(_weights_follow_one_process, plan=plan, make_optimizer=make_optimizer)
+        partial(_weights_follow_one_process, plan=plan, make_optimizer=optimizer)
         for plan in plans
-        for make_optimizer in (sgd, adamw)
+        for optimizer in (sgd, adamw)
     ]
     return [_starts_from_rank_0, _averages_gradients, *trainings]
 
@@ -225,7 +217,9 @@ def _weights_follow_one_process(
         for rank in range(context.world_size):
             for loss, _ in plan(alone, rank, step):
                 (loss / context.world_size).backward()
-        _backward(wrapped, plan(wrapped, context.rank, step))
+        for loss, communicates in plan(wrapped, context.rank, step):
+            with contextlib.nullcontext() if communicates else wrapped.no_sync():
+                loss.backward()
         wrapped.finish_gradient_synchronization()
         for optimizer in optimizers:
             optimizer.step()
@@ -245,12 +239,6 @@ def _difference(alone: nn.Module, module: nn.Module, step: int, name: str) -> st
                 "one process gets from the whole batch."
             )
     return None
-
-
-def _backward(wrapped: nn.Module, losses: Iterator[tuple[Tensor, bool]]) -> None:
-    for loss, communicates in losses:
-        with contextlib.nullcontext() if communicates else wrapped.no_sync():
-            loss.backward()
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

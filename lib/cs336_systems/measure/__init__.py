@@ -14,6 +14,7 @@ _MODULES = {
     "clocks": ("watched_clocks",),
     "cold_cache": ("time_cold_cache",),
     "compiling": ("time_compiled",),
+    "distributed_timing": ("one_step_ms", "slowest", "time_together"),
     "files": ("REPOSITORY_FIGURES", "figures_dir", "find", "make_folder", "write_atomically"),
     "host": ("GIB", "core_count", "memory_bytes"),
     "kernel_names": ("CLASSES", "kernel_class", "short_name"),
@@ -22,7 +23,7 @@ _MODULES = {
     "model_steps": ("ModelSteps", "autocast"),
     "nsys": ("find_nsys", "read_export", "why_no_nsys"),
     "op_bytes": ("operations", "sum_of_rooflines_ms"),
-    "overlap": ("LANES", "covered", "exposed", "merged", "step_lanes"),
+    "overlap": ("LANES", "covered", "exposed", "merged", "overlap_values", "step_lanes"),
     "profile": (
         *("Profile", "ProfileError", "class_shares", "kernel_table", "one_step", "range_paths"),
         *("range_table", "top_kernels"),

@@ -1,15 +1,30 @@
-"""Rows of data-parallel training, chosen and related: best bucket sizes, and efficiency on several GPUs."""
+"""Rows of collectives and of data-parallel training, chosen and related: fits, bucket sizes, efficiency."""
 
 from typing import Any
 
 import pandas as pd
 
-from cs336_systems.measure.overlap import overlap
+from cs336_systems.accounting.collective_costs import MB, AlphaBeta, fit_alpha_beta
+from cs336_systems.measure.overlap import overlap_values
 from cs336_systems.report.compare import with_model, with_wrapper
-from cs336_systems.report.frames import require_columns
 
 # What must be equal for two rows to be the same work.
-_WORK = ("edition", "model_size", "context_length", "dtype", "attention")
+_WORK = ["edition", "model_size", "context_length", "dtype", "attention"]
+
+
+def fit_collective(
+    rows: pd.DataFrame, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
+) -> AlphaBeta:
+    """Latency and bandwidth that fit the median times of one collective in rows of collective_times.
+
+    Raises:
+        ValueError: there are fewer than two sizes of it.
+    """
+    wanted = "collective == @collective and world_size == @world_size and backend == @backend"
+    measured = rows.query(f"{wanted} and status == 'ok'").sort_values("message_mb")
+    return fit_alpha_beta(
+        measured["message_mb"].to_numpy(float) * MB, measured["p50_ms"].to_numpy(float) / 1e3
+    )
 
 
 def on_gpus(
@@ -17,12 +32,11 @@ def on_gpus(
 ) -> pd.DataFrame:
     """Measured rows over NCCL at one setting, the handout's by default, with `model` and `wrapper`.
 
-    Of models with reference attention, as the handout has them.
+    Of models with plain attention, as the handout has them.
     """
-    setting = {"world_size": world_size, "batch_size": batch_size, "context_length": context_length}
-    for name, value in {**setting, "backend": "nccl", "status": "ok", "attention": "reference"}.items():
-        rows = rows[rows[name] == value]
-    return with_wrapper(with_model(rows))
+    setting = "world_size == @world_size and batch_size == @batch_size and context_length == @context_length"
+    found = rows.query(f"{setting} and backend == 'nccl' and status == 'ok' and attention == 'plain'")
+    return with_wrapper(with_model(found))
 
 
 def of_run(rows: pd.DataFrame, **chosen: Any) -> pd.DataFrame:
@@ -31,17 +45,12 @@ def of_run(rows: pd.DataFrame, **chosen: Any) -> pd.DataFrame:
     An empty cell passes: wrappers without buckets have no bucket size.
     """
     for name, values in chosen.items():
-        allowed = values if isinstance(values, list) else [values]
-        rows = rows[rows[name].isna() | rows[name].isin(allowed)]
+        rows = rows[rows[name].isna() | rows[name].isin(values if isinstance(values, list) else [values])]
     return with_wrapper(rows)
 
 
 def fastest(rows: pd.DataFrame) -> pd.DataFrame:
-    """Of the bucket sizes of each wrapper, the one with the shortest median step.
-
-    Args:
-        rows: of `on_gpus`.
-    """
+    """Of the bucket sizes of each wrapper, the one with the shortest median step; rows of `on_gpus`."""
     return rows.loc[rows.groupby(["model", "dtype", "wrapper"])["p50_ms"].idxmin()]
 
 
@@ -52,27 +61,25 @@ def scaling(rows: pd.DataFrame) -> pd.DataFrame:
     them. Strong: the batch stays and is shared, and the step should take 1/n of what one process takes.
 
     Args:
-        rows: of the ladder, those of one process (implementation "single") among them.
+        rows: of ddp_times, those of one process (implementation "single") among them.
 
     Returns:
         A row for each n above 1, wrapper and batch: its fastest bucket size, with `weak_efficiency` and
         `strong_efficiency`; empty where one process has not been measured.
     """
-    require_columns(rows, *_WORK, "implementation", "world_size", "batch_size", "p50_ms", "status")
-    rows = rows[(rows["status"] == "ok") & rows["p50_ms"].notna()]
-    on_gpu = rows[(rows["backend"] == "nccl") & (rows["world_size"] > 1)]
-    alone = rows[(rows["implementation"] == "single") & (rows["backend"] == "nccl")]
-    alone_ms = alone.set_index([*_WORK, "batch_size"])["p50_ms"].to_dict()
-    place = [*_WORK, "world_size", "batch_size", "implementation"]
-    best = on_gpu.loc[on_gpu.groupby(place)["p50_ms"].idxmin()] if len(on_gpu) else on_gpu
-    weak, strong = [], []
-    for row in best.to_dict("records"):
-        same, shared = (
-            _alone(alone_ms, row, batch)
-            for batch in (row["batch_size"] // row["world_size"], row["batch_size"])
-        )
-        weak.append(same / row["p50_ms"])
-        strong.append(shared / (row["world_size"] * row["p50_ms"]))
+    rows = rows.query("status == 'ok' and backend == 'nccl' and p50_ms.notna()")
+    alone = rows[rows["implementation"] == "single"][[*_WORK, "batch_size", "p50_ms"]]
+    alone = alone.drop_duplicates([*_WORK, "batch_size"], keep="last")
+    many = rows[rows["world_size"] > 1]
+    places = many.groupby([*_WORK, "world_size", "batch_size", "implementation"])["p50_ms"]
+    best = many.loc[places.idxmin()]
+
+    def alone_ms(batch_size: pd.Series) -> pd.Series:
+        found = best[_WORK].assign(batch_size=batch_size).merge(alone, how="left", on=[*_WORK, "batch_size"])
+        return found["p50_ms"].set_axis(best.index)
+
+    weak = alone_ms(best["batch_size"] // best["world_size"]) / best["p50_ms"]
+    strong = alone_ms(best["batch_size"]) / (best["world_size"] * best["p50_ms"])
     return with_wrapper(with_model(best.assign(weak_efficiency=weak, strong_efficiency=strong)))
 
 
@@ -87,22 +94,17 @@ def strong_and_weak(
 
     Returns:
         A row for each dtype, number of GPUs and kind: `scaling` ("strong" or "weak"), `work` (the same in
-        words), GPUs, p50_ms and efficiency.
+        words), GPUs, p50_ms, efficiency and bucket_size_mb.
     """
-    found = scaling(rows)
-    found = found[(found["model"] == model) & (found["implementation"] == implementation)]
-    kinds = {
-        "strong": (found["batch_size"] == batch_size, f"the same batch of {batch_size}"),
-        "weak": (found["batch_size"] == share * found["world_size"], f"{share} sequences on each"),
-    }
-    parts = [
-        found[here].assign(scaling=kind, work=work, efficiency=found[f"{kind}_efficiency"])
-        for kind, (here, work) in kinds.items()
-    ]
-    both = pd.concat(parts).dropna(subset="efficiency")
-    return both.assign(GPUs=both["world_size"])[
-        ["dtype", "scaling", "work", "GPUs", "p50_ms", "efficiency", "bucket_size_mb"]
-    ].reset_index(drop=True)
+    found = scaling(rows).query("model == @model and implementation == @implementation")
+    found = found.assign(GPUs=found["world_size"])
+    strong = found[found["batch_size"] == batch_size]
+    strong = strong.assign(work=f"the same batch of {batch_size}", efficiency=strong["strong_efficiency"])
+    weak = found[found["batch_size"] == share * found["world_size"]]
+    weak = weak.assign(work=f"{share} sequences on each", efficiency=weak["weak_efficiency"])
+    both = pd.concat([strong.assign(scaling="strong"), weak.assign(scaling="weak")], ignore_index=True)
+    columns = ["dtype", "scaling", "work", "GPUs", "p50_ms", "efficiency", "bucket_size_mb"]
+    return both.dropna(subset="efficiency")[columns].reset_index(drop=True)
 
 
 def stages(timeline: pd.DataFrame) -> pd.DataFrame:
@@ -118,21 +120,9 @@ def stages(timeline: pd.DataFrame) -> pd.DataFrame:
     rows = []
     place = ["dtype", "wrapper", "bucket_size_mb"]
     for values, lanes in timeline.groupby(place, dropna=False):
-        backward = lanes[(lanes["lane"] == "compute") & (lanes["range"] == "backward")]
+        backward = lanes.query("lane == 'compute' and range == 'backward'")
         span = backward["end_ms"].max() - backward["start_ms"].min()
-        found = overlap(lanes)
-        rows.append(
-            dict(zip(place, values, strict=True))
-            | {
-                "backward_ms": span,
-                "busy_share": (backward["end_ms"] - backward["start_ms"]).sum() / span,
-                "communication_ms": found["profiled_communication_ms"],
-                "tail_ms": found["profiled_tail_ms"],
-            }
-        )
-    names = [*place, "backward_ms", "busy_share", "communication_ms", "tail_ms"]
-    return pd.DataFrame(rows, columns=names)
-
-
-def _alone(alone_ms: dict[tuple, float], row: dict[str, Any], batch_size: int) -> float:
-    return alone_ms.get((*(row[name] for name in _WORK), batch_size), float("nan"))
+        busy = (backward["end_ms"] - backward["start_ms"]).sum() / span
+        found = overlap_values(lanes)
+        rows.append((*values, span, busy, found["profiled_communication_ms"], found["profiled_tail_ms"]))
+    return pd.DataFrame(rows, columns=[*place, "backward_ms", "busy_share", "communication_ms", "tail_ms"])

@@ -1,0 +1,104 @@
+"""What a collective must cost: bytes over a link, hops around a ring, and a line fitted to measured times.
+
+A message is the largest buffer that a collective touches on a rank, as in NVIDIA's nccl-tests: the tensor of
+an all-reduce or a broadcast, the gathered output of an all-gather, the input of a reduce-scatter. Sizes in MB
+count 2**20 bytes, like PyTorch's buckets; bandwidths in GB/s count 10**9, like data sheets.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cs336_systems.names import COLLECTIVES, check_choice
+
+MB = 2**20
+
+
+def bus_factor(collective: str, world_size: int) -> float:
+    """Bytes that cross each link for each byte of the message, at best (nccl-tests, PERFORMANCE.md).
+
+    In an all-reduce each of the n parts crosses n - 1 links to be summed, and again to be spread.
+
+    Raises:
+        ValueError: the collective is unknown, or world_size is below 1.
+    """
+    check_choice("collective", collective, COLLECTIVES)
+    if world_size < 1:
+        raise ValueError(f"world_size is {world_size}; allowed: 1 or more")
+    around = (world_size - 1) / world_size
+    return {"all_reduce": 2 * around, "broadcast": 1.0}.get(collective, around)
+
+
+def algorithm_bandwidth_gbps(message_bytes: float, seconds: float) -> float:
+    """Message over time, in GB/s: what the caller sees. It falls with more ranks, even on perfect links."""
+    return message_bytes / seconds / 1e9
+
+
+def bus_bandwidth_gbps(collective: str, message_bytes: float, seconds: float, world_size: int) -> float:
+    """Bytes over each link and second, in GB/s: to compare with the link's rate, for any number of ranks."""
+    return bus_factor(collective, world_size) * algorithm_bandwidth_gbps(message_bytes, seconds)
+
+
+def ring_seconds(
+    collective: str, message_bytes: float, world_size: int, *, hop_s: float, link_bytes_per_s: float
+) -> float:
+    """Time of a collective around a ring: a latency for every hop, and the bytes over the link's rate.
+
+    An all-reduce is a reduce-scatter and an all-gather, n - 1 hops each, with a message of 1/n in each hop. A
+    broadcast streams through the n - 1 hops in small pieces.
+    """
+    hops = (world_size - 1) * (2 if collective == "all_reduce" else 1)
+    return hops * hop_s + bus_factor(collective, world_size) * message_bytes / link_bytes_per_s
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """seconds = latency_s + message_bytes * seconds_per_byte, fitted to measured times.
+
+    `residuals` are (predicted - measured) / measured, in the order of the measurements.
+    """
+
+    latency_s: float
+    seconds_per_byte: float
+    residuals: tuple[float, ...]
+
+    @property
+    def bandwidth_gbps(self) -> float:
+        """Algorithm bandwidth of an endless message."""
+        return 1e-9 / self.seconds_per_byte if self.seconds_per_byte else math.inf
+
+    @property
+    def half_bandwidth_bytes(self) -> float:
+        """The message that takes as long to start as to send, and so gets half the bandwidth."""
+        return self.latency_s / self.seconds_per_byte if self.seconds_per_byte else math.inf
+
+    def seconds(self, message_bytes: float) -> float:
+        return self.latency_s + message_bytes * self.seconds_per_byte
+
+
+def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
+    """Fit latency and bandwidth by least squares of the *relative* errors, neither below zero.
+
+    With absolute errors, the largest message would decide alone and the latency would be noise.
+
+    Raises:
+        ValueError: fewer than two different sizes, or a size or time that is not above zero.
+    """
+    sizes, times = np.asarray(message_bytes, float), np.asarray(seconds, float)
+    values = np.concatenate([sizes, times])
+    if len(sizes) != len(times) or len(set(sizes)) < 2 or not (np.isfinite(values) & (values > 0)).all():
+        raise ValueError(
+            f"sizes {sizes.tolist()} and times {times.tolist()} cannot be fitted; allowed: one time for each "
+            "size, two or more different sizes, all finite and above 0"
+        )
+    largest = sizes.max()
+    columns = np.stack([1 / times, sizes / largest / times], axis=1)  # (alpha + beta size) / time = 1
+    alpha, beta = np.linalg.lstsq(columns, np.ones(len(times)))[0]
+    if alpha < 0 or beta < 0:  # then the best fit lies on the border, with that one at zero
+        kept = 1 if alpha < 0 else 0
+        best = columns[:, kept].sum() / np.square(columns[:, kept]).sum()
+        alpha, beta = (0.0, best) if kept else (best, 0.0)
+    residuals = columns @ (alpha, beta) - 1
+    return AlphaBeta(float(alpha), float(beta / largest), tuple(map(float, residuals)))

@@ -1,0 +1,65 @@
+"""The clock of what several ranks do together: they start together, and the slowest counts."""
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from cs336_systems.measure.timing import Timing
+from cs336_systems.parallel import WorkerContext
+
+
+def time_together(
+    operation: Callable[[], None],
+    context: WorkerContext,
+    *,
+    warmup_steps: int,
+    steps: int,
+    calls: int = 1,
+    limit_s: float = math.inf,
+) -> Timing:
+    """Time an operation in which all ranks take part; each step's time is that of the slowest rank.
+
+    Args:
+        calls: operations in one step, one right after the other; the step's time is that of one of them.
+        limit_s: the first step's time foretells how many fit in here. What does not fit is left out, measured
+            steps first of all, but one is always measured.
+
+    Raises:
+        ValueError: no measured steps, or a negative number of warm-up steps.
+    """
+    if warmup_steps < 0 or steps < 1:
+        raise ValueError(f"warmup_steps={warmup_steps}, steps={steps}; allowed: 0 or more, and 1 or more")
+    first = slowest([one_step_ms(operation, context, calls)], context)  # the same on all ranks
+    fitting = min(limit_s * 1e3 / (first[0] * calls), warmup_steps + steps)
+    others = [one_step_ms(operation, context, calls) for _ in range(max(int(fitting), 1) - 1)]
+    times_ms = first + (slowest(others, context) if others else [])
+    warmup_steps = min(warmup_steps, len(times_ms) - 1)
+    return Timing(step_ms=tuple(times_ms[warmup_steps:]), warmup_ms=tuple(times_ms[:warmup_steps]))
+
+
+def one_step_ms(operation: Callable[[], None], context: WorkerContext, calls: int) -> float:
+    """On a GPU between events of the current stream, which waits for what was communicated on others."""
+    on_gpu = context.device.type == "cuda"
+    dist.barrier()
+    if on_gpu:
+        torch.cuda.synchronize(context.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        operation()
+    if not on_gpu:
+        return (time.perf_counter() - start_s) * 1e3 / calls
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def slowest(times_ms: list[float], context: WorkerContext) -> list[float]:
+    """Of each step, the longest of all ranks' times; the same on every rank."""
+    longest = torch.tensor(times_ms, dtype=torch.float64, device=context.device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return longest.tolist()
