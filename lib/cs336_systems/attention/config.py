@@ -35,6 +35,10 @@ class Tile:
     max_registers: int | None = None
     chunk: int = 0
 
+    def row(self) -> dict[str, int | None]:
+        """The columns that tell a tile in the tables of rows."""
+        return vars(self) | {"chunk": self.chunk or None}
+
 
 # (kernel, precision): {largest head size: its tiles}. Of several, the first that makes a program for every SM
 # runs, else the last: in "ieee" matmuls are so slow that an SM at work counts for more than a large tile.

@@ -1,14 +1,17 @@
 """What our own attention functions accept, said in one place."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 
 
 def accepted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v, inside torch.autocast in the region's dtype: attention is made of matrix products.
+    """q, k, v, inside torch.autocast in the region's dtype: attention is made of matmuls.
 
     What is no (..., n, d) queries, keys and values of one kind gets one clear sentence.
 

@@ -1,91 +1,82 @@
 """What the shipped tiles ask of a chip, as rows: compiled for it here, whether it is here or not.
 
 No GPU has a part in this, so the table that notebook 24 shows belongs to no machine. After a change of the
-tuning table, `python -m cs336_systems.bench.kernel_resources` writes it again.
+tiles, `python -m cs336_systems.bench.kernel_resources` writes it again.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pandas as pd
 
-from cs336_systems.attention.compile_resources import resources, shipped
-from cs336_systems.attention.config import BY_HAND, HOPPERS_OWN, KERNELS
-from cs336_systems.measure.rows import load_rows, save_rows
+from cs336_systems.attention.compile_resources import SHARED_LIMIT, compile_tiles, config_for_capability
+from cs336_systems.attention.config import HOPPER_KERNELS, KERNELS
+from cs336_systems.measure import load_rows, save_rows
 from cs336_systems.names import check_choice
 
-PLACE = {"slug": "flash_forward", "machine": "ahead_of_time", "table": "tiles"}  # of the committed table
+PLACE = {"slug": "flash_forward", "machine": "ahead_of_time", "table": "kernel_resources"}
 CAPABILITIES = (80, 90, 100)
-BESIDE = dict(zip(HOPPERS_OWN, ("forward", "dkdv"), strict=True))  # the common kernel that each replaces
-ARITHMETIC = {"bfloat16": "half", "tf32": "tf32", "float32": "exact"}  # bfloat16 stands for float16 too
+DTYPES = ("bfloat16", "tf32", "float32")  # bfloat16 stands for float16 too
+HEAD_SIZES = (64, 128, 256)
+IEEE_HEAD_SIZES = (16, 32)  # which have tiles of their own there
 
 
-def tile_rows(
+def sweep_resources(
     capabilities: Iterable[int],
     *,
-    kernels: Iterable[str] = KERNELS,
-    dtypes: Iterable[str] = tuple(ARITHMETIC),
-    d_heads: Iterable[int] = (64, 128, 256),
-) -> list[dict[str, Any]]:
-    """Compile every combination, causal, with the tiles of the tuning table, and ask ptxas.
-
-    Where Hopper has a kernel of its own, it comes with the common one: its backward with "dkdv".
+    kernels: Iterable[str] = (*KERNELS, *HOPPER_KERNELS),
+    dtypes: Iterable[str] = DTYPES,
+    d_heads: Iterable[int] = HEAD_SIZES,
+) -> Iterator[list[dict[str, Any]]]:
+    """Compile every tile of every combination, causal, and ask ptxas; yields rows of table kernel_resources.
 
     Args:
-        capabilities: of ahead_of_time.SHARED_LIMIT: 80 is Ampere, 90 Hopper, 100 Blackwell.
-
-    Returns:
-        A row each: registers, spilled_bytes, shared_bytes and shared_limit_bytes. Their GPU is "none".
+        capabilities: of compile_resources.SHARED_LIMIT: 80 is Ampere, 90 Hopper, 100 Blackwell.
 
     Raises:
-        ValueError: the name of a kernel or dtype is unknown. RuntimeError: a tile does not compile.
+        ValueError: a name is unknown. RuntimeError: a tile does not compile.
     """
-    kernels, dtypes = tuple(kernels), tuple(dtypes)
-    for kernel in kernels:
-        check_choice("kernel", kernel, KERNELS)
-    for dtype in dtypes:
-        check_choice("dtype", dtype, ARITHMETIC)
-    names = {arithmetic: dtype for dtype, arithmetic in ARITHMETIC.items()}
-    capabilities, d_heads = tuple(capabilities), tuple(d_heads)
-    arithmetics = [ARITHMETIC[dtype] for dtype in dtypes]
-    tables = [resources(capabilities, kernels, arithmetics, d_heads)]
-    for (kernel, arithmetic), tiles in BY_HAND.items():
-        sizes = [size for size in tiles if size in d_heads]
-        if 90 in capabilities and BESIDE[kernel] in kernels and arithmetic in arithmetics and sizes:
-            tables.append(resources([90], [kernel], [arithmetic], sizes))
-    table = pd.concat(tables)
-    table = table.rename(columns={"shared_limit": "shared_limit_bytes"})
-    table = table.assign(implementation="flash_triton", gpu="none", dtype=table.pop("arithmetic").map(names))
-    return table.to_dict("records")
+    capabilities, kernels, dtypes = tuple(capabilities), tuple(kernels), tuple(dtypes)
+    for what, given, allowed in (
+        ("kernel", kernels, (*KERNELS, *HOPPER_KERNELS)),
+        ("dtype", dtypes, DTYPES),
+        ("capability", capabilities, SHARED_LIMIT),
+    ):
+        for value in given:
+            check_choice(what, value, allowed)
+    for capability in capabilities:
+        yield compile_tiles((*place, capability) for place in itertools.product(kernels, dtypes, d_heads))
 
 
 def shipped_tiles() -> pd.DataFrame:
-    """The committed rows of every tile in the tuning table.
+    """The committed rows of every shipped tile.
 
     Raises:
-        ValueError: the tuning table has changed since.
+        ValueError: the tiles have changed since.
     """
     table = load_rows(**PLACE)
     places = table.groupby(["kernel", "dtype", "d_head", "capability"])
-    stale = [place[0] for place, rows in places if not _as_in_the_table(rows, *place)]
+    stale = [place[0] for place, rows in places if not _is_shipped(rows, *place)]
     if stale or table.empty:
         raise ValueError(
-            f"the table of tiles is older than the tuning table ({', '.join(stale) or 'there is none'}); "
-            f"write it again: python -m {__name__}"
+            f"the rows are older than the tiles of attention.config ({', '.join(stale) or 'none'}); "
+            f"write them again: python -m {__name__}"
         )
     return table
 
 
-def _as_in_the_table(rows: pd.DataFrame, kernel: str, dtype: str, d_head: int, capability: int) -> bool:
-    if kernel not in (*KERNELS, *HOPPERS_OWN):
+def _is_shipped(rows: pd.DataFrame, kernel: str, dtype: str, d_head: int, capability: int) -> bool:
+    tiles = config_for_capability(dtype, d_head, capability).tiles.get(kernel, ())
+    if not tiles:
         return False
-    keys = ["block_m", "block_n", "num_warps", "num_stages", "case"]
-    listed = set(rows[keys].fillna({"case": ""}).itertuples(index=False, name=None))
-    tiles = shipped(kernel, ARITHMETIC[dtype], d_head, capability)
-    return listed == {(*(getattr(tile, key) for key in keys[:-1]), tile.case or "") for tile in tiles}
+    recorded = rows.astype(object).where(rows.notna(), None)[[*tiles[0].row()]]
+    return set(recorded.itertuples(index=False, name=None)) == {tuple(x.row().values()) for x in tiles}
 
 
 if __name__ == "__main__":
-    rows = tile_rows(CAPABILITIES)
-    rows += tile_rows([90], dtypes=["float32"], d_heads=[16, 32])  # which have tiles of their own there
-    print(save_rows(rows, **PLACE, replacing={"implementation": "flash_triton"}))
+    for rows in itertools.chain(
+        sweep_resources(CAPABILITIES),
+        sweep_resources([90], kernels=KERNELS, dtypes=["float32"], d_heads=IEEE_HEAD_SIZES),
+    ):
+        print(save_rows(rows, **PLACE))

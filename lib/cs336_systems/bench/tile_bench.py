@@ -1,6 +1,5 @@
-"""What a kernel's tile sizes, warps and pipeline stages do to its time: the study behind the tuning table."""
+"""What a kernel's tile sizes, warps and pipeline stages do to its time: the study behind attention.config."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -10,34 +9,21 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import flash_triton
-from cs336_systems.attention import launch_plans as plans
-from cs336_systems.attention.config import KERNELS, Tile
-from cs336_systems.attention.launcher import layout
-from cs336_systems.measure.subprocesses import in_processes
-from cs336_systems.measure.timing import (
-    Timing,
-    matmul_precision,
-    one_line,
-    resolve_device,
-    time_steps,
-)
-from cs336_systems.names import check_choice
+from cs336_systems.attention.config import HOPPER_KERNELS, KERNELS, Tile
+from cs336_systems.attention.launcher import LOG2E, Backward, Forward, config_for, layout
+from cs336_systems.measure import Timing, in_processes, matmul_precision, resolve_device, time_steps
+from cs336_systems.measure.timing import one_line
+from cs336_systems.names import check_choice, torch_dtype
 
-DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "tf32": torch.float32,
-    "float32": torch.float32,
-}
-# (block_m, block_n, num_warps, num_stages): a tensor core of Hopper's takes 64 rows, four warps at a time.
+# A tensor core of Hopper's takes 64 rows, four warps at a time.
 TILES = tuple(
-    Tile(block_m, block_n, warps, stages)
+    Tile(block_m, block_n, num_warps, num_stages)
     for block_m in (64, 128)
     for block_n in (32, 64, 128)
-    for warps in (4, 8)
-    for stages in (2, 3)
+    for num_warps in (4, 8)
+    for num_stages in (2, 3)
 )
-TOLERANCE = 0.02  # relative, to the tile of the table: a wrong tile is off by far more
+TOLERANCE = 0.02  # relative, to the shipped tile: a wrong tile is off by far more
 
 
 def benchmark_tile(
@@ -57,42 +43,36 @@ def benchmark_tile(
 
     Args:
         kernel: "forward", "dq" or "dkdv".
-        tile: instead of the table's for this kernel.
+        tile: instead of the shipped one for this kernel.
     """
     check_choice("kernel", kernel, KERNELS)
     device = resolve_device(device)
     key = {
-        "implementation": "flash_triton",
+        "kernel": kernel,
         "num_heads": num_heads,
         "batch_size": batch_size,
         "context_length": context_length,
         "d_head": d_head,
         "is_causal": is_causal,
         "dtype": dtype,
-        "case": tile.case,
-        "kernel": kernel,
-        "block_m": tile.block_m,
-        "block_n": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "pass": "forward" if kernel == "forward" else "backward",
+        **tile.row(),
     }
     shape = (batch_size, num_heads, context_length, d_head)
     with matmul_precision(dtype):
         try:
             run, outputs, wanted = _prepare(kernel, tile, shape, dtype, device, is_causal)
             run()
-            error = max(
-                ((mine - right).norm() / right.norm()).item()
-                for mine, right in zip(outputs, wanted, strict=True)
-            )
-            if not error < TOLERANCE:
-                return key | Timing(status="error", reason=f"off by {error:.2g}, relative").as_row()
-            return key | time_steps(run, device=device, warmup_steps=3, steps=steps).as_row()
-        except (
-            Exception
-        ) as error:  # the compiler and the launcher raise what they like when a tile is too large
-            return key | Timing(status="error", reason=one_line(error)).as_row()
+            pairs = zip(outputs, wanted, strict=True)
+            off = max(((mine - right).norm() / right.norm()).item() for mine, right in pairs)
+            if off < TOLERANCE:
+                timing = time_steps(run, device=device, warmup_steps=3, steps=steps)
+            else:
+                timing = Timing(status="error", reason=f"off by {off:.2g}, relative")
+        except Exception as error:  # what compiler and launcher raise for a tile that is too large
+            timing = Timing(status="error", reason=one_line(error))
+    values = timing.as_row()
+    values.pop("compile_s")
+    return key | values
 
 
 def sweep_tiles(
@@ -104,16 +84,15 @@ def sweep_tiles(
     device: str | torch.device = "auto",
     **size: Any,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Rows of every kernel with every tile, one at a time; the table's own tiles first.
+    """Rows of table tile_times of every kernel with every tile, one at a time; the shipped tiles first.
 
     Args:
         size: batch_size, num_heads, context_length, is_causal and steps, as in `benchmark_tile`.
     """
     device, tiles = resolve_device(device), tuple(tiles)
     size |= {"dtype": dtype, "d_head": d_head, "device": str(device)}
-    with matmul_precision(dtype):
-        way = plans.way_for(DTYPES[dtype], d_head, device, dtype == "tf32")
-    work = [(kernel, tile) for kernel in kernels for tile in dict.fromkeys((*way.tiles_of(kernel), *tiles))]
+    shipped = config_for(torch_dtype(dtype), d_head, device, dtype == "tf32").tiles
+    work = [(kernel, tile) for kernel in kernels for tile in dict.fromkeys((*shipped[kernel], *tiles))]
     if device.type == "cuda":  # on a short sequence: the compiler needs longer than the kernels
         in_processes(partial(benchmark_tile, **size | {"context_length": 512, "steps": 1}), work)
     for kernel, tile in work:
@@ -123,21 +102,20 @@ def sweep_tiles(
 def _prepare(
     kernel: str, tile: Tile, shape: tuple[int, ...], dtype: str, device: torch.device, is_causal: bool
 ) -> tuple[Callable[[], None], list[Tensor], list[Tensor]]:
-    """A function that runs the kernel with this tile, what it writes, and what the table's tiles write."""
-    q, k, v, do = (torch.randn(shape, device=device, dtype=DTYPES[dtype]) for _ in range(4))
-    way = plans.way_for(q.dtype, shape[-1], device, dtype == "tf32")
-    chosen = tuple((tile,) if name == kernel else way.tiles_of(name) for name in KERNELS)
-    way = dataclasses.replace(way, tiles=chosen, forward_by_hand=None)
+    """A function that runs the kernel with this tile, what it writes, and what the shipped tiles write."""
+    q, k, v, do = (torch.randn(shape, device=device, dtype=torch_dtype(dtype)) for _ in range(4))
+    config = config_for(q.dtype, shape[-1], device, dtype == "tf32")
+    config = config.with_tiles(**dict.fromkeys(HOPPER_KERNELS), **{kernel: tile})
     o, logsumexp = flash_triton.flash_forward(q, k, v, is_causal)
     if kernel == "forward":
-        plan = plans.forward_plan((layout(q),) * 4, way, is_causal)
+        launch = Forward((layout(q),) * 4, config, is_causal)
         outputs = [torch.full_like(o, math.nan), torch.full_like(logsumexp, math.nan)]
-        return lambda: plan(q, k, v, *outputs), outputs, [o, logsumexp]
+        return lambda: launch(q, k, v, *outputs), outputs, [o, logsumexp]
     dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, is_causal)
-    dq_plan, dkdv_plan = plans.split_plans((layout(q),) * 8, way, is_causal)
-    lse2, delta = logsumexp * plans.LOG2E, (o.float() * do.float()).sum(-1)
+    launch = Backward((layout(q),) * 8, config, is_causal)
+    lse2, delta = logsumexp * LOG2E, (o.float() * do.float()).sum(-1)
     if kernel == "dq":
         outputs = [torch.full_like(q, math.nan)]
-        return lambda: dq_plan(q, k, v, do, o, logsumexp, lse2, delta, *outputs), outputs, [dq]
+        return lambda: launch.dq(q, k, v, do, o, logsumexp, lse2, delta, *outputs), outputs, [dq]
     outputs = [torch.full_like(k, math.nan), torch.full_like(v, math.nan)]
-    return lambda: dkdv_plan(q, k, v, do, lse2, delta, *outputs), outputs, [dk, dv]
+    return lambda: launch.dkdv(q, k, v, do, lse2, delta, *outputs), outputs, [dk, dv]

@@ -1,1 +1,21 @@
-"""."""
+"""What "correct" means, for ours and for the reader's own: attention, weighted sums, data parallelism.
+
+Names are imported on first use.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_MODULES = {
+    "attention_checks": ("BASIC", "EVERYTHING", "AttentionCase", "check_attention", "check_logsumexp"),
+    "ddp_checks": ("check_ddp",),
+    "weighted_sum_checks": ("check_weighted_sum",),
+}
+_OFFERED = {name: module for module, names in _MODULES.items() for name in names}
+__all__ = [*_OFFERED]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _OFFERED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_OFFERED[name]}"), name)

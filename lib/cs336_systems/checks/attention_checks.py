@@ -1,6 +1,6 @@
-"""What "correct" means for an attention function, or a weighted sum: ours, or the one you wrote.
+"""What "correct" means for an attention function: one of names.ATTENTION, or the one you wrote.
 
-    from cs336_systems.checks.attention_checks import check_attention
+    from cs336_systems.checks import check_attention
     check_attention(MyFlashAttention.apply)
 
 The yardstick is PyTorch's own attention: in the same dtype on the same tensors, nobody may be more than
@@ -10,18 +10,19 @@ throughout, so the formula, written out and rounded at every step, takes its pla
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import pandas as pd
 import torch
 from torch import Tensor
 
+from cs336_systems import names
 from cs336_systems.attention.baselines import sdpa
+from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.attention.plain import causal_mask
 
 ALLOWED_RATIO = 2.0
-AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,9 @@ EVERYTHING = (
     AttentionCase("head of 256", d=256, n_queries=64, n_keys=96, is_causal=True),
 )
 
-# Odd sizes, a row, a column, and as many leading dimensions as one likes.
-WEIGHTED_SUM_SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
-
 
 def check_attention(
-    attention: AttentionFunction,
+    attention: AttentionFunction | str,
     *,
     cases: Iterable[AttentionCase] = BASIC,
     dtype: torch.dtype = torch.float32,
@@ -80,7 +78,8 @@ def check_attention(
     """Compare an attention function and its gradients with float64, on fresh random inputs.
 
     Args:
-        attention: called as attention(q, k, v, is_causal), returns O (..., n_queries, d).
+        attention: called as attention(q, k, v, is_causal), returns O (..., n_queries, d); or a name in
+            names.ATTENTION.
         cases: BASIC (what the handout asks), EVERYTHING, or your own.
         device: None is the GPU when there is one.
         backward: check dQ, dK and dV too.
@@ -95,6 +94,9 @@ def check_attention(
         AssertionError: a result has the wrong shape or dtype, is not finite, or is more than twice as far
             from float64 as PyTorch's own; the message names the case, the tensor and the usual suspect.
     """
+    if isinstance(attention, str):
+        names.check_choice("attention", attention, names.ATTENTION)
+        attention = names.load(names.ATTENTION[attention].function)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
     lines = []
@@ -103,8 +105,8 @@ def check_attention(
         ours = _results(attention, inputs, case, backward)
         torchs = _results(_torchs_own, inputs, case, backward)
         exact = _results(_formula, [tensor.double() for tensor in inputs], case, backward)
-        for name, wanted in exact.items():
-            lines.append(_judge(case, name, ours.get(name), torchs[name], wanted, dtype, allowed_error))
+        for tensor, wanted in exact.items():
+            lines.append(_judge(case, tensor, ours.get(tensor), torchs[tensor], wanted, dtype, allowed_error))
     return pd.DataFrame(lines)
 
 
@@ -126,77 +128,6 @@ def check_logsumexp(
     exact = _scores(q.double(), k.double(), is_causal).logsumexp(-1)
     error = (saved[0].double() - exact).abs().max().item()
     assert error < 1e-2, f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
-
-
-def check_weighted_sum(
-    weighted_sum: Callable[[Tensor, Tensor], Tensor],
-    *,
-    shapes: Iterable[tuple[int, ...]] = WEIGHTED_SUM_SHAPES,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device | None = None,
-    backward: bool = True,
-    seed: int | None = None,
-) -> pd.DataFrame:
-    """Compare a weighted sum of rows and its gradients with float64, on fresh random inputs.
-
-    Args:
-        weighted_sum: called as weighted_sum(x, weight) with x (..., d) and weight (d,), returns (...).
-        shapes: of x.
-        device, backward, seed: as in `check_attention`.
-
-    Returns:
-        One line a shape and tensor: its error relative to the sums of magnitudes, that of PyTorch's
-        (x * weight).sum(-1), and their ratio.
-
-    Raises:
-        AssertionError: a result has the wrong shape or dtype, is not finite, or is more than twice as far
-            from float64 as PyTorch's own.
-    """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
-    lines = []
-    for shape in shapes:
-        inputs = [torch.randn(size, generator=generator) for size in (shape, shape[-1:], shape[:-1])]
-        inputs = [tensor.to(device, dtype) for tensor in inputs]
-        ours = _sum_results(weighted_sum, inputs, backward)
-        torchs = _sum_results(_product_and_sum, inputs, backward)
-        exact = _sum_results(_product_and_sum, [tensor.double() for tensor in inputs], backward)
-        # Of sums whose terms cancel nobody can know more than a rounding of the terms.
-        sizes = _sum_results(_product_and_sum, [tensor.double().abs() for tensor in inputs], backward)
-        for name, wanted in exact.items():
-            where, result = f"{name} of x {shape}", ours.get(name)
-            assert result is not None, f"{where} is missing"
-            given = f"{tuple(result.shape)}, {result.dtype}"
-            wanted_kind = f"{tuple(wanted.shape)}, {dtype}"
-            assert given == wanted_kind, f"{where} is {given}; wanted: {wanted_kind}"
-            error, torch_error = (
-                ((each.double() - wanted).norm() / sizes[name].norm()).item()
-                for each in (result, torchs[name])
-            )
-            torch_error = max(torch_error, 2 * torch.finfo(torch.float32).eps)
-            assert error <= ALLOWED_RATIO * torch_error, (
-                f"{where} is off by {error:.2g} (relative); allowed: {ALLOWED_RATIO * torch_error:.2g}, "
-                f"{ALLOWED_RATIO:g} times what PyTorch's own product and sum are off"
-            )
-            numbers = {"error": error, "torch_error": torch_error, "ratio": error / torch_error}
-            lines.append({"x": str(shape), "tensor": name} | numbers)
-    return pd.DataFrame(lines)
-
-
-def _product_and_sum(x: Tensor, weight: Tensor) -> Tensor:
-    return (x * weight).sum(-1)
-
-
-def _sum_results(
-    weighted_sum: Callable[[Tensor, Tensor], Tensor], inputs: list[Tensor], backward: bool
-) -> dict[str, Tensor]:
-    x, weight = (tensor.detach().clone().requires_grad_(backward) for tensor in inputs[:2])
-    y = weighted_sum(x, weight)
-    results = {"y": y.detach()}
-    if backward and y.shape == inputs[2].shape:
-        y.backward(inputs[2])
-        results |= {"dx": x.grad, "dw": weight.grad}
-    return results
 
 
 def _random_inputs(case: AttentionCase, generator: torch.Generator) -> list[Tensor]:
