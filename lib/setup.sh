@@ -11,7 +11,7 @@ pinned_torch=$(grep '^torch==' lib/pins.txt)
 say() { printf 'set-up: %s\n' "$*"; }
 die() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
 
-suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; }
+suits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1; }
 who() { "$1" -c 'import sys; print(sys.version, sys.base_prefix)' 2>/dev/null; }
 kept() {  # does .venv stand on a Python that suits, and on the one asked for?
     suits "$python" && { [ -z "${PYTHON:-}" ] || [ "$(who "$python")" = "$(who "$PYTHON")" ]; }
@@ -34,14 +34,14 @@ if [ -f "$stamp" ] && kept; then
 fi
 
 find_python() {  # a name on the PATH is not enough: version managers leave shims that only fail
-    for candidate in ${PYTHON:-python3.12 python3.11 python3}; do
+    for candidate in ${PYTHON:-python3.12 python3.13 python3.11 python3.14 python3}; do
         if suits "$candidate"; then command -v "$candidate"; return; fi
     done
     return 1
 }
 
 if ! kept || ! "$python" -m pip --version >/dev/null 2>&1; then
-    base=$(find_python) || die "needs Python 3.11 or 3.12; found ${PYTHON:-python3} =" \
+    base=$(find_python) || die "needs Python 3.11 to 3.14; found ${PYTHON:-python3} =" \
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo none). Install one, or name it: make PYTHON=/path/to/python3.12"
     if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
         package=python$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv

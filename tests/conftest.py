@@ -47,12 +47,13 @@ device = "auto"  # where to run
 
 @pytest.fixture
 def write_notebook() -> Callable[..., Path]:
-    """write_notebook(path, *code, parameters=...): a small notebook, not executed."""
+    """write_notebook(path, *code, parameters=...): not executed; a cell "## Results" is a heading."""
 
     def write(path: Path, *code: str, parameters: str = PARAMETERS) -> Path:
         cells = [v4.new_markdown_cell("# A notebook\n\n$a^2 + b^2$")]
         cells.append(v4.new_code_cell(parameters, metadata={"tags": ["parameters"]}))
-        cells += [v4.new_code_cell(source) for source in code]
+        sections = {"## Results": v4.new_markdown_cell("## Results")}
+        cells += [sections.get(source) or v4.new_code_cell(source) for source in code]
         nbformat.write(v4.new_notebook(cells=cells), path)
         return path
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from cs336_systems.workbook import batch
-from cs336_systems.workbook.batch import BatchError, Job, fingerprint, plan
+from cs336_systems.workbook.batch import BatchError, Job, plan
 
 YAML = """
 cpu:
@@ -57,12 +57,9 @@ def test_only_runs_a_notebook_outside_the_profile_with_its_defaults(folder):
     assert lines(plan("cpu", only=["13", "11"], folder=folder)) == ["11_one", "13_three"]
 
 
-def test_an_override_replaces_the_grid_and_leaves_no_job_twice(folder):
+def test_overrides_replace_a_grid_or_make_one_and_leave_no_job_twice(folder):
     jobs = plan("cpu", only=["12"], overrides=["model_size=xl", "context_lengths=[8]"], folder=folder)
     assert lines(jobs) == ["12_two steps=5 model_size=xl context_lengths=[8]"]
-
-
-def test_an_override_given_twice_is_a_grid(folder):
     jobs = plan("cpu", only=["11"], overrides=["steps=1", "steps=2"], folder=folder)
     assert lines(jobs) == ["11_one steps=1", "11_one steps=2"]
 
@@ -75,59 +72,55 @@ def test_an_override_reaches_only_the_notebooks_that_have_the_parameter(folder, 
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "given", "allowed"),
     [
-        ({"profile": "tpu"}, "profile 'tpu' is unknown; allowed: cpu, gpu, multi-gpu"),
-        ({"only": ["99"]}, "unknown notebook '99'; allowed: 11_one, 12_two, 13_three"),
-        ({"overrides": ["modle_size=xl"]}, "-p modle_size=xl: unknown parameter 'modle_size'; allowed: con"),
-        ({"overrides": ["steps"]}, "-p steps: unknown parameter 'steps'"),
-        ({"overrides": ["steps=many"]}, "11_one: steps is 'many'; allowed: a whole number, like 3"),
-        ({"overrides": ["model_size=huge"]}, "11_one: model size 'huge' is not in edition 2025"),
-        ({"overrides": ["context_lengths=[128"]}, "allowed: a list"),
+        ({"profile": "tpu"}, "'tpu'", "cpu, gpu, multi-gpu"),
+        ({"only": ["99"]}, "'99'", "11_one, 12_two, 13_three"),
+        ({"overrides": ["modle_size=xl"]}, "'modle_size'", "model_size"),
+        ({"overrides": ["steps"]}, "'steps'", "steps"),
+        ({"overrides": ["steps=many"]}, "11_one: steps is 'many'", "a whole number"),
+        ({"overrides": ["model_size=huge"]}, "'huge'", "tiny, small"),
+        ({"overrides": ["context_lengths=[128"]}, "context_lengths", "a list"),
     ],
 )
-def test_what_cannot_be_is_refused(folder, options, said):
-    with pytest.raises(BatchError, match=re.escape(said)):
+def test_what_cannot_be_is_refused_with_what_is_allowed(folder, options, given, allowed):
+    with pytest.raises(BatchError, match=f"{re.escape(given)}(.|\n)*allowed: .*{allowed}"):
         plan(**({"profile": "cpu", "folder": folder} | options))
 
 
 @pytest.mark.parametrize(
-    ("yaml", "said"),
+    ("yaml", "named"),
     [
-        ("cpu: [{notebook: 99_none}]", "batch.yaml, cpu: unknown notebook '99_none'; allowed: 11_one"),
-        ("cpu: [{notebook: 11_one, parameters: {stpes: 1}}]", "11_one: unknown parameter 'stpes'"),
-        ("cpu: [{notebook: 11_one, grid: {steps: 1}}]", "grid is {'steps': 1}; allowed: a list of"),
-        ("cpu: [{notebook: 11_one, gird: {steps: [1]}}]", "allowed: notebook with parameters and grid"),
-        ("cpu: [11_one]", "allowed: notebook with parameters and grid"),
-        ("cpu: [{profile: cpu}]", "profile 'cpu' includes itself"),
-        ("cpu: {}", "allowed: profiles"),
-        ("cpu: [", "batch.yaml cannot be read"),
+        ("cpu: [{notebook: 99_none}]", "99_none"),
+        ("cpu: [{notebook: 11_one, parameters: {stpes: 1}}]", "stpes"),
+        ("cpu: [{notebook: 11_one, grid: {steps: 1}}]", "'steps': 1"),
+        ("cpu: [{notebook: 11_one, gird: {steps: [1]}}]", "gird"),
+        ("cpu: [11_one]", "11_one"),
+        ("cpu: [{profile: cpu}]", "'cpu'"),
+        ("cpu: {}", "profiles"),
+        ("cpu: [", "batch.yaml"),
+        (
+            "cpu: [{notebook: 11_one, parameters: {a: 1}}, {notebook: 12_two, parameters: {b: 1}}]",
+            "'a'(.|\n)*'b'",
+        ),
     ],
 )
-def test_what_is_wrong_in_the_file_is_said(folder, yaml, said):
+def test_all_that_is_wrong_in_the_file_is_said_at_once(folder, yaml, named):
     (folder / "batch.yaml").write_text(yaml)
-    with pytest.raises(BatchError, match=re.escape(said)):
-        plan("cpu", folder=folder)
-
-
-def test_every_error_is_said_at_once(folder):
-    (folder / "batch.yaml").write_text(
-        "cpu: [{notebook: 11_one, parameters: {a: 1}}, {notebook: 12_two, parameters: {b: 1}}]"
-    )
-    with pytest.raises(BatchError, match=r"'a'(.|\n)*'b'"):
+    with pytest.raises(BatchError, match=named):
         plan("cpu", folder=folder)
 
 
 def test_a_notebook_refuses_what_papermill_lets_through(folder, monkeypatch):
     monkeypatch.setattr(batch, "NOTEBOOKS", folder)
     batch.check_parameters("one", {"steps": 5, "np": object(), "context_lengths": [64]})
-    with pytest.raises(BatchError, match=r"context_lengths is 64; allowed: a(.|\n)*steps is '5'; a"):
+    with pytest.raises(BatchError, match=r"context_lengths is 64(.|\n)*steps is '5'"):
         batch.check_parameters("one", {"steps": "5", "context_lengths": 64, "np": object()})
 
 
 def test_a_damaged_notebook_is_named(folder):
     (folder / "12_two.ipynb").write_text("{")
-    with pytest.raises(BatchError, match=r"12_two\.ipynb cannot be run"):
+    with pytest.raises(BatchError, match="12_two"):
         plan("cpu", folder=folder)
 
 
@@ -137,35 +130,9 @@ def test_names_of_jobs_are_short_file_names_that_never_clash(folder):
     names = [Job(notebook, parameters).name for parameters in sets]
     assert len(set(names)) == len(names)
     assert names[0] == "11_one"
-    assert names[1].startswith("11_one-1-")
     assert all(re.fullmatch(r"[\w.-]+", name) for name in names)
 
 
-def test_the_fingerprint_changes_with_what_is_measured(folder, write_notebook, monkeypatch):
-    job = Job(folder / "11_one.ipynb")
-    before = fingerprint(job)
-    assert fingerprint(Job(folder / "11_one.ipynb", {"steps": 1})) != before
-    write_notebook(folder / "11_one.ipynb", "print(steps + 1)")
-    assert fingerprint(job) != before
-    write_notebook(folder / "11_one.ipynb", "print(steps)")
-    assert fingerprint(job) == before
-    monkeypatch.setattr(batch.importlib.metadata, "version", lambda package: "99")
-    assert fingerprint(job) != before
-
-
-def test_the_fingerprint_changes_with_the_library_but_not_with_what_runs_it(folder, tmp_path, monkeypatch):
-    library = tmp_path / "library"
-    (library / "notebook").mkdir(parents=True)
-    monkeypatch.setattr(batch, "__file__", str(library / "batch.py"))
-    job = Job(folder / "11_one.ipynb")
-    before = fingerprint(job)
-    for name in ("batch.py", "runs.py", "notebook/pages.py"):
-        (library / name).write_text("changed")
-    assert fingerprint(job) == before
-    (library / "model.py").write_text("changed")
-    assert fingerprint(job) != before
-
-
-def test_the_workbooks_own_plan_holds_for_every_profile():
-    for profile in batch.PROFILES:
-        assert plan(profile)
+@pytest.mark.parametrize("profile", batch.PROFILES)
+def test_the_workbooks_own_plan_holds(profile):
+    assert plan(profile)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import nbformat
 import psutil
@@ -21,24 +22,14 @@ ctypes.PyDLL(None).sleep(60)
 """
 
 
-def kernel_pid(folder, seconds=30):
-    """The process id that SLEEP leaves, once it has."""
-    deadline = time.monotonic() + seconds
+def kernel_of(folder: Path) -> psutil.Process:
+    """The process that runs SLEEP, once it does."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if (folder / "pid").exists() and (text := (folder / "pid").read_text()):
-            return int(text)
+            return psutil.Process(int(text))
         time.sleep(0.05)
     raise AssertionError("the notebook never started")
-
-
-def ends(pid, seconds=10):
-    try:
-        psutil.Process(pid).wait(seconds)
-    except psutil.NoSuchProcess:
-        pass
-    except psutil.TimeoutExpired:
-        return False
-    return True
 
 
 def test_parameters_folder_interpreter_and_memory(tmp_path, write_notebook, monkeypatch):
@@ -54,7 +45,7 @@ def test_parameters_folder_interpreter_and_memory(tmp_path, write_notebook, monk
     assert outcome.peak_memory_mib > 300
     printed = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[-2].outputs[0].text
     assert printed == f"7 {source.parent} {sys.executable}\n"
-    assert [path.name for path in tmp_path.glob(".*")] == []
+    assert list(tmp_path.glob(".*")) == []
 
 
 def test_an_error_is_one_line_and_the_notebook_is_kept(tmp_path, write_notebook):
@@ -68,23 +59,22 @@ def test_a_kernel_that_dies_is_an_error(tmp_path, write_notebook):
     source = write_notebook(tmp_path / "01_a.ipynb", "import os; os.kill(os.getpid(), 9)")
     outcome = execute(source, tmp_path / "out.ipynb", {})
     assert outcome.status == "error"
-    assert "the kernel died, perhaps out of memory" in outcome.reason
+    assert "died" in outcome.reason
 
 
 def test_stopping_kills_the_kernel_and_keeps_the_former_output(tmp_path, write_notebook):
     source, output = write_notebook(tmp_path / "01_a.ipynb", SLEEP), tmp_path / "out.ipynb"
-    stop = threading.Event()
+    stop, outcomes = threading.Event(), []
     output.write_text("former")
-    outcomes = []
     thread = threading.Thread(target=lambda: outcomes.append(execute(source, output, {}, stop=stop)))
     thread.start()
-    pid = kernel_pid(tmp_path)
+    kernel = kernel_of(tmp_path)
     stop.set()
     thread.join(10)
     assert outcomes[0].status == "interrupted"
-    assert ends(pid)
+    kernel.wait(10)
     assert output.read_text() == "former"
-    assert [path.name for path in tmp_path.glob(".*")] == []
+    assert list(tmp_path.glob(".*")) == []
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
@@ -95,7 +85,7 @@ def test_when_the_caller_is_killed_the_kernel_ends_too(tmp_path, write_notebook)
         f"execute(Path({str(source)!r}), Path({str(tmp_path / 'out.ipynb')!r}), {{}})"
     )
     caller = subprocess.Popen([sys.executable, "-c", call])
-    pid = kernel_pid(tmp_path)
+    kernel = kernel_of(tmp_path)
     os.kill(caller.pid, signal.SIGKILL)
     caller.wait()
-    assert ends(pid)
+    kernel.wait(10)

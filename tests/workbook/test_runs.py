@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import nbformat
@@ -13,7 +14,7 @@ import pytest
 
 from cs336_systems.measure.machine import MachineCard
 from cs336_systems.measure.rows import load_rows, save_rows
-from cs336_systems.workbook import batch, runs
+from cs336_systems.workbook import runs
 from cs336_systems.workbook.batch import BatchError, Job
 from cs336_systems.workbook.execute import Outcome
 
@@ -28,7 +29,7 @@ def jobs(tmp_path, write_notebook):
 
 
 @pytest.fixture
-def executed(monkeypatch, tmp_path):
+def executed(monkeypatch):
     """Executions without a kernel: the list of what was executed; notebooks with 12 in their name fail."""
     done = []
 
@@ -39,7 +40,6 @@ def executed(monkeypatch, tmp_path):
         return Outcome("error" if failed else "ok", "cell [1]: Bad: luck" if failed else "", 1.25, 100.4)
 
     monkeypatch.setattr(runs, "execute", execute)
-    monkeypatch.setattr(batch, "__file__", str(tmp_path / "library" / "batch.py"))  # may change meanwhile
     return done
 
 
@@ -51,6 +51,8 @@ def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_
     again = runs.run_batch(jobs, folder, CARD)
     assert executed[3:] == ["12_nb"]
     assert [again[0], again[2]] == [records[0], records[2]]
+    runs.run_batch(jobs[:1], folder, CARD, force=True)
+    assert executed[4:] == ["11_nb"]
 
 
 def test_what_cannot_run_here_is_skipped_with_its_reason(jobs, executed, tmp_path, monkeypatch):
@@ -61,12 +63,6 @@ def test_what_cannot_run_here_is_skipped_with_its_reason(jobs, executed, tmp_pat
     assert "needs a moon" in runs.summary(records)
 
 
-def test_force_does_everything_again(jobs, executed, tmp_path):
-    runs.run_batch(jobs[:1], tmp_path / "runs", CARD)
-    runs.run_batch(jobs[:1], tmp_path / "runs", CARD, force=True)
-    assert executed == ["11_nb", "11_nb"]
-
-
 def test_the_start_is_never_done(executed, tmp_path, write_notebook):
     start = Job(write_notebook(tmp_path / "00_start_here.ipynb"))
     for _ in range(2):
@@ -74,7 +70,7 @@ def test_the_start_is_never_done(executed, tmp_path, write_notebook):
     assert executed == ["00_start_here", "00_start_here"]
 
 
-def touch_notebook(job, folder, write_notebook):
+def change_notebook(job, folder, write_notebook):
     write_notebook(job.notebook, "print(steps, 'changed')")
 
 
@@ -90,7 +86,7 @@ def foreign_record(job, folder, write_notebook):
     (folder / f"{job.name}.json").write_text('{"of": "another version"}')
 
 
-@pytest.mark.parametrize("change", [touch_notebook, drop_output, damage_record, foreign_record])
+@pytest.mark.parametrize("change", [change_notebook, drop_output, damage_record, foreign_record])
 def test_what_changed_is_done_again(jobs, executed, tmp_path, write_notebook, change):
     folder = tmp_path / "runs"
     runs.run_batch(jobs[:1], folder, CARD)
@@ -101,58 +97,53 @@ def test_what_changed_is_done_again(jobs, executed, tmp_path, write_notebook, ch
 
 def test_files_index_and_summary(jobs, executed, tmp_path):
     folder = tmp_path / "runs" / "cpu-test"
-    records = runs.run_batch(jobs, folder, CARD)
-    text = runs.summary(records)
-    assert [line.split() for line in text.splitlines()][:2] == [
-        ["notebook", "parameters", "status", "seconds", "host", "MiB", "GPU", "MiB"],
-        ["11_nb", "steps=11", "ok", "1.2", "100"],
-    ]
+    text = runs.summary(runs.run_batch(jobs, folder, CARD))
+    assert text.splitlines()[1].split() == ["11_nb", "steps=11", "ok", "1.2", "100"]
     assert "cell [1]: Bad: luck" in text
     page = (folder / "index.html").read_text()
-    for job in jobs:
-        assert f'href="{job.name}.html"' in page
-        assert (folder / f"{job.name}.html").exists()
-    assert CARD.slug in page
-    assert '<td class="error">error: cell [1]: Bad: luck</td>' in page
+    assert all((folder / f"{job.name}.html").exists() and f'href="{job.name}.html"' in page for job in jobs)
+    assert '<span class="error">error: cell [1]: Bad: luck</span>' in page
 
 
-def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(jobs, tmp_path):
+def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
     gpu = MachineCard(**{**vars(CARD), "gpu": "GPU", "slug": "gpu-test"})
-    provenance = {"machine": "gpu-test", "gpu": "GPU"}
-    keys = {"case": "old", "measured_at": "2001-01-01T00:00:00Z", "peak_memory_mib": 99.0, "result": 1.0}
-    save_rows([keys | provenance], "nb", machine="gpu-test")
-    assert runs._gpu_memory_mib(jobs[0], gpu, runs._now()) is None
-    started = runs._now()
-    rows = [{"case": str(n), "peak_memory_mib": 10.0 * n, "result": 1.0} | provenance for n in (1, 2)]
-    save_rows(rows, "nb", machine="gpu-test")
-    assert runs._gpu_memory_mib(jobs[0], gpu, started) == 20
+    row = {
+        "machine": "gpu-test",
+        "gpu": "GPU",
+        "implementation": "eager",
+        "d_model": 8,
+        "dtype": "float32",
+        "pass": "forward",
+    }
+    row |= dict.fromkeys(("mean_ms", "p20_ms", "p50_ms", "p80_ms"), 1.0) | {"std_ms": 0.0, "steps": 1}
+
+    def save(**values):
+        save_rows([row | values], "weighted_sum", "weighted_sum_times", machine="gpu-test")
+
+    save(num_rows=1, peak_memory_mib=99.0, measured_at="2001-01-01T00:00:00Z")
+    before = datetime.now(UTC)
+    assert runs._gpu_memory_mib(gpu, before) is None
+    for number in (2, 3):
+        save(num_rows=number, peak_memory_mib=10.0 * number)
+    assert runs._gpu_memory_mib(gpu, before) == 30
 
 
-def test_rows_without_memory_give_no_peak(jobs):
-    gpu = MachineCard(**{**vars(CARD), "gpu": "GPU", "slug": "gpu-without"})
-    row = {"case": "a", "result": 1.0, "machine": "gpu-without", "gpu": "GPU"}
-    save_rows([row], "nb", machine="gpu-without")
-    assert runs._gpu_memory_mib(jobs[0], gpu, "2000") is None
-
-
-def test_a_missing_kernel_is_said_before_anything_starts(jobs, executed, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BatchError, match=r"no Jupyter kernel: .* lacks ipykernel; run: pip"):
-        runs.run_batch(jobs, tmp_path / "runs", CARD)
-    assert executed == []
-
-
-def test_a_folder_that_cannot_be_written_to_is_said(jobs, executed, tmp_path):
+def test_what_is_missing_is_said_before_anything_starts(jobs, executed, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(PermissionError, match="cannot be written to; name one that can: --output"):
+    with pytest.raises(PermissionError, match="--output"):
         runs.run_batch(jobs, tmp_path / "file" / "runs", CARD)
+    monkeypatch.setattr(runs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BatchError, match="ipykernel"):
+        runs.run_batch(jobs, tmp_path / "runs", CARD)
     assert executed == []
 
 
 SAVE = """\
 import os, time
 from cs336_systems.measure.rows import save_rows
-save_rows([{"case": str(steps), "result": 1.0}], "killed", machine="cpu-test")
+row = {"accumulation": f"float{steps}", "steps": steps, "total": 1.0}
+save_rows([row], "mixed_precision_accumulation", "accumulation", machine="cpu-test")
 open(f"started-{steps}", "a").write(f"{os.getpid()}\\n")
 time.sleep(60 if steps == 2 and not os.path.exists("finish") else 0)
 """
@@ -162,9 +153,9 @@ from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands on "ignore"
 sys.path.insert(0, sys.argv[2])
 from test_runs import CARD
-from cs336_systems.workbook import batch, runs
+from cs336_systems.workbook import runs
 from cs336_systems.workbook.batch import Job
-runs.fingerprint = lambda job: "unchanged"
+runs.fingerprint = lambda *_: "unchanged"
 folder = Path(sys.argv[1])
 runs.run_batch([Job(folder / "11_nb.ipynb", {"steps": n}) for n in (1, 2)], folder / "runs", CARD)
 """
@@ -192,7 +183,8 @@ def test_a_killed_run_continues_and_no_row_is_lost_or_doubled(tmp_path, write_no
 
     assert (len(started(1)), len(started(2))) == (1, 3), "what was done is not done again"
     assert not any(psutil.pid_exists(pid) for pid in started(1) + started(2)), "a kernel is left"
-    assert list(load_rows("killed", "cpu-test")["case"]) == ["1", "2"]
+    rows = load_rows("mixed_precision_accumulation", "cpu-test", "accumulation")
+    assert sorted(rows["steps"]) == [1, 2]
     records = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").glob("*.json"))]
     assert [record["status"] for record in records] == ["ok", "ok"]
     notebooks = {path.stem for path in (tmp_path / "runs").glob("*.ipynb")}

@@ -30,7 +30,7 @@ def fingerprint(notebook: NotebookNode, parameters: Mapping[str, Any]) -> str:
     """A digest that changes when the notebook, run with these parameters, may measure something else."""
     code = _without_docstrings(ast.parse(_measuring_code(notebook)))
     paths = reached(code)
-    code.body = [node for node in code.body if not _targets(node) or paths & _files_of(node)]
+    code.body = [node for node in code.body if not imported(node) or paths & _files_of(node)]
     parts = [json.dumps(parameters, sort_keys=True), importlib.metadata.version("torch"), ast.dump(code)]
     parts += [f"{path.name} {ast.dump(_parsed(path))}" for path in sorted(paths)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -84,10 +84,10 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 def _files_of(node: ast.stmt) -> set[Path]:
-    return {path for target in _targets(node) for path in _files(target)}
+    return {path for target in imported(node) for path in _files(target)}
 
 
-def _targets(node: ast.AST) -> list[str]:
+def imported(node: ast.AST) -> list[str]:
     """What an import statement names in the library: "cs336_systems.bench.sweep_attention"."""
     if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == _NAME:
         return [f"{node.module}.{alias.name}" for alias in node.names]
@@ -99,7 +99,7 @@ def _targets(node: ast.AST) -> list[str]:
 def _all_targets(tree: ast.Module) -> Iterator[str]:
     """Everything of the library that some code names: in imports, as text, or through the registry."""
     for node in ast.walk(tree):
-        yield from _targets(node)
+        yield from imported(node)
         if isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
             yield node.value.replace(":", ".")
         name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")

@@ -18,11 +18,11 @@ from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find, w
 from cs336_systems.measure.machine import MachineCard
 from cs336_systems.measure.rows import load_rows
 from cs336_systems.measure.schema import COLUMNS, PROVENANCE, TABLES
+from cs336_systems.report import MISSING, show, significant, value_label
 from cs336_systems.workbook.problems import PROBLEMS, Problem
 
 NOTEBOOKS = REPOSITORY_FIGURES.parent / "notebooks"
 HEADLINE = "headline"  # the tag
-MISSING = "–"
 _WIDTH, _COLORS = 800, 64  # of a picture: enough to read it, and all of them stay below 1 MB together
 _SHOWN_WIDTH = 600  # pixels on the page
 _MAP = re.compile(r"(<!-- map[^>]*-->\n).*?(<!-- end of map -->)", re.DOTALL)
@@ -196,8 +196,6 @@ def _small(path: Path) -> bytes:
 
 def show_card(card: MachineCard) -> None:
     """Display a machine's card: what it is, and what it was measured to do."""
-    from cs336_systems.report import show, significant, value_label
-
     gpu = f"{card.gpu}, {card.gpu_memory_gib:.0f} GiB, {card.sm_count} SMs" if card.gpu != "none" else "none"
     lines = {
         "GPU": gpu,
@@ -212,8 +210,6 @@ def show_card(card: MachineCard) -> None:
 
 def show_row(row: pd.Series, table: str) -> None:
     """Display one row of a table, a line for each filled column, with its unit and meaning."""
-    from cs336_systems.report import show
-
     told = {name: value for name, value in row.items() if not pd.isna(value)}
     keys = TABLES[table].keys
     lines = {
@@ -228,8 +224,6 @@ def show_row(row: pd.Series, table: str) -> None:
 
 def show_tables() -> None:
     """Display every table that rows are kept in, with its keys and values."""
-    from cs336_systems.report import show
-
     frame = pd.DataFrame(
         [(name, ", ".join(each.keys), ", ".join(each.values)) for name, each in TABLES.items()],
         columns=["table", "keys: what was measured", "values: what came out"],

@@ -9,7 +9,7 @@ from cs336_systems import measure, report
 from cs336_systems.measure.files import figures_dir, make_folder, write_atomically
 from cs336_systems.measure.machine import MachineCard, load_card, machine_card
 from cs336_systems.measure.schema import COLUMNS, TABLES
-from cs336_systems.report.labels import named_value, significant
+from cs336_systems.report import named_value, significant
 from cs336_systems.workbook.batch import check_parameters
 
 

@@ -112,7 +112,7 @@ def _run_job(job: Job, folder: Path, card: MachineCard, stop: threading.Event) -
     gpu = _gpu_memory_mib(card, started) if card.gpu != "none" else None
     record = Record(
         job.notebook.stem, job.parameters, mark, outcome.status, outcome.reason, round(outcome.seconds, 1),
-        round(outcome.peak_memory_mib), gpu, _utc(datetime.now(UTC)),
+        round(outcome.peak_memory_mib), gpu, datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
     write_atomically(folder / f"{job.name}.json", json.dumps(asdict(record), indent=2) + "\n")
     return record
@@ -122,18 +122,14 @@ def _fingerprint(job: Job) -> str:
     return fingerprint(nbformat.read(job.notebook, as_version=4), job.parameters)
 
 
-def _utc(time: datetime) -> str:
-    """As rows have it."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
 def _gpu_memory_mib(card: MachineCard, since: datetime) -> float | None:
     """The largest peak among the rows that were saved since; None when none has one."""
     peaks = []
     for path in (figures_dir() / card.slug).glob("*/*.csv"):
         if path.stat().st_mtime >= since.timestamp():
             rows = pd.read_csv(path).reindex(columns=["measured_at", "peak_memory_mib"])
-            peaks.append(rows.loc[rows["measured_at"] >= _utc(since), "peak_memory_mib"].max())
+            new = pd.to_datetime(rows["measured_at"], format="ISO8601") >= since
+            peaks.append(rows.loc[new, "peak_memory_mib"].max())
     peak = pd.Series(peaks, dtype=float).max()
     return None if pd.isna(peak) else float(peak)
 

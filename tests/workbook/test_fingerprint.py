@@ -1,0 +1,92 @@
+"""What is measured again: what the measuring part of a notebook, or of the library behind it, changed."""
+
+import ast
+import shutil
+
+import nbformat
+import pytest
+
+from cs336_systems.workbook import fingerprint as module
+from cs336_systems.workbook.fingerprint import fingerprint, reached
+
+MEASURE = (
+    "from cs336_systems.bench import sweep_attention\nfrom cs336_systems.report import lines, show\nx = steps"
+)
+
+
+@pytest.fixture
+def digest(tmp_path, write_notebook):
+    def digest(*code, **parameters):
+        path = write_notebook(tmp_path / "11_one.ipynb", *(code or (MEASURE,)))
+        return fingerprint(nbformat.read(path, as_version=4), parameters)
+
+    return digest
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A copy of the library to change."""
+    copy = tmp_path / "cs336_systems"
+    shutil.copytree(module.PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(module, "PACKAGE", copy)
+    return copy
+
+
+def test_the_notebooks_measuring_code_parameters_and_torch_count(digest, monkeypatch):
+    before = digest()
+    assert digest() == before
+    assert digest(MEASURE.replace("x = steps", "x = 2 * steps")) != before
+    assert digest(steps=1) != before
+    monkeypatch.setattr("importlib.metadata.version", lambda package: "99")
+    assert digest() != before
+
+
+def test_results_comments_and_the_reports_imports_do_not(digest):
+    before = digest(MEASURE, "## Results", "show(x)")
+    assert digest(MEASURE, "## Results", "show(x, 'Another caption')") == before
+    assert digest(MEASURE.replace("x = steps", "x = steps  # a comment"), "## Results") == before
+    assert digest(MEASURE.replace("lines, show", "bars, show"), "## Results") == before
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "names.py",
+        "report/style.py",
+        "workbook/pages.py",
+        "bench/ddp_bench.py",
+        "measure/schema.py",
+        "__main__.py",
+    ],
+)
+def test_colours_plots_pages_and_other_benches_measure_nothing_again(digest, library, file):
+    before = digest()
+    with (library / file).open("a") as changed:
+        changed.write("\n\ndef something_new():\n    return 1\n")
+    assert digest() == before
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "__init__.py",
+        "bench/attention_bench.py",
+        "measure/timing.py",
+        "attention/plain.py",
+        "attention/triton_forward.py",
+    ],
+)
+def test_what_measures_is_measured_again_when_its_code_changes_and_not_its_words(digest, library, file):
+    before = digest()
+    module._defined.cache_clear()
+    with (library / file).open("a") as changed:
+        changed.write("\n# a comment\n")
+    assert digest() == before
+    with (library / file).open("a") as changed:
+        changed.write("\n\ndef something_new():\n    return 1\n")
+    assert digest() != before
+
+
+def test_a_room_is_not_all_reached_for_one_of_its_names():
+    paths = reached(ast.parse("from cs336_systems.measure import nsys"))
+    assert not [path for path in paths if path.parent.name == "bench"]
