@@ -12,8 +12,8 @@ from typing import Any
 
 # Okabe & Ito, "Color Universal Design" (2008), told apart with every kind of colour vision; and three more.
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
-VERMILLION, PURPLE, BLACK, GREY = "#D55E00", "#CC79A7", "#22272E", "#7F868F"
-WINE, BROWN, YELLOW = "#7A1F5C", "#8C6D1F", "#F0E442"
+VERMILLION, PURPLE, BLACK, GREY = "#D55E00", "#CC79A7", "#22272E", "#6B7077"
+WINE, BROWN, YELLOW = "#7A1F5C", "#604418", "#F0E442"
 
 # What an implementation may need: Triton, a compiler for torch.compile, tensors of 16 bits.
 TRITON, COMPILER, SIXTEEN_BITS = "triton", "compiler", "16bit"

@@ -12,8 +12,8 @@ def measured(implementation: str, context_length: int, p50_ms: float | None, **m
 
 @pytest.fixture
 def rows() -> pd.DataFrame:
-    """Two implementations over three contexts; eager runs out of memory at the last."""
-    times = {("eager", 256): 1.0, ("eager", 512): 4.0, ("eager", 1024): None}
+    """Two implementations over three contexts; plain runs out of memory at the last."""
+    times = {("plain", 256): 1.0, ("plain", 512): 4.0, ("plain", 1024): None}
     times |= {("compiled", 256): 0.5, ("compiled", 512): 1.0, ("compiled", 1024): 8.0}
     return pd.DataFrame([measured(name, context, time) for (name, context), time in times.items()])
 

@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from cs336_systems.report.style import (
-    COLORS,
-    machine_style,
-    palette,
-    ramp,
-    readable_on,
-    text_color,
-)
+from cs336_systems.report.labels import FAMILIES
+from cs336_systems.report.style import machine_styles, palette, ramp, readable_on, text_color
 
 # Complete deuteranopia, protanopia and tritanopia on linear RGB (Machado, Oliveira & Fernandes 2009).
 VISION = {
@@ -19,7 +13,6 @@ VISION = {
     "protanopia": "0.152286 1.052583 -0.204868 0.114503 0.786281 0.099216 -0.003882 -0.048116 1.051998",
     "tritanopia": "1.255528 -0.076749 -0.178779 -0.078411 0.930809 0.147602 0.004733 0.691367 0.3039",
 }
-SAME_BY_DESIGN = {("eager", "reference")}  # the plain baseline of a model, and of attention
 
 
 def linear(color):
@@ -42,12 +35,11 @@ def contrast(one, other):
 
 
 @pytest.mark.parametrize("vision", VISION)
-@pytest.mark.parametrize("family", COLORS)
-def test_colours_of_a_family_are_told_apart_by_every_eye(family, vision):
-    for one, other in itertools.combinations(COLORS[family], 2):
-        if (one, other) not in SAME_BY_DESIGN:
-            colors = COLORS[family][one], COLORS[family][other]
-            distance = np.linalg.norm(seen(colors[0], vision) - seen(colors[1], vision))
+@pytest.mark.parametrize("column", FAMILIES)
+def test_colours_of_a_family_are_told_apart_by_every_eye(column, vision):
+    for family in FAMILIES[column]:
+        for one, other in itertools.combinations(family, 2):
+            distance = np.linalg.norm(seen(family[one].color, vision) - seen(family[other].color, vision))
             assert distance > 15, f"{one} and {other} look alike with {vision}: {distance:.1f}"
 
 
@@ -57,26 +49,28 @@ def test_a_ramp_darkens_step_by_step_for_every_eye(vision):
     assert np.all(np.diff(lightness) < -5)
 
 
-def test_a_value_keeps_its_colour_whatever_else_is_drawn():
-    alone = palette(["compiled"], "implementation")["compiled"]
-    assert palette(["new", "compiled", "eager"], "implementation")["compiled"] == alone
+@pytest.mark.parametrize("column", FAMILIES)
+def test_a_name_has_its_colour_whatever_else_is_drawn_and_by_its_label_too(column):
+    for family in FAMILIES[column]:
+        alone = {name: palette([name], column)[name] for name in family}
+        assert palette([*family, "new"], column).items() >= alone.items()
+        labels = {entry.label: entry.color for entry in family.values()}
+        assert palette(labels, column) == labels
+        assert alone == {name: entry.color for name, entry in family.items()}
 
 
 def test_values_without_a_fixed_colour_get_one_that_is_free():
-    colors = palette(["eager", "compiled", "mine", "yours"], "implementation")
-    assert len(set(colors.values())) == 4
-
-
-def test_more_values_than_colours_still_get_one():
-    assert len(palette([f"case {i}" for i in range(30)], "case")) == 30
+    assert len(set(palette(["eager", "compiled", "mine", "yours"], "implementation").values())) == 4
+    assert len(palette([f"case {i}" for i in range(30)], "strategy")) == 30
 
 
 def test_kinds_of_machine_look_different():
-    looks = [machine_style(w) for w in ("reference: H200", "this machine: cpu", "published: RTX 5090")]
+    places = ("reference: H200", "this machine: cpu", "published: RTX 5090", "published: H100")
+    looks = list(machine_styles(places).values())
     assert len({str(look.linestyle) for look in looks}) == 3
-    assert len({look.marker for look in looks}) == 3  # a single point has no line
-    assert [look.hollow for look in looks] == [False, False, True]
-    assert machine_style("published: a", 0).marker != machine_style("published: b", 1).marker
+    assert len({look.marker for look in looks}) == 4  # a single point has no line
+    assert len({str(look.bar("#000000")) for look in looks}) == 4
+    assert [look.hollow for look in looks] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("color", [*ramp(5), "#56B4E9", "#E69F00", "#FFFFFF", "#000000"])

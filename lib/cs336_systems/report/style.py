@@ -77,7 +77,8 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
         return dict(zip(values, ramp(len(values)), strict=True))
     family = family_of(values, column)
     fixed = {value: family[value].color for value in values if value in family}
-    spare = iter([color for color in _SPARE if color not in fixed.values()] * (1 + len(values)))
+    free = [color for color in _SPARE if color not in fixed.values()] or _SPARE
+    spare = iter(free * len(values))
     return {value: fixed.get(value) or next(spare) for value in values}
 
 
@@ -115,7 +116,7 @@ class MachineStyle:
         return {"facecolor": color, "edgecolor": edge, "linewidth": 0, "hatch": self.hatch}
 
 
-_PUBLISHED = (("s", None), ("D", "...."), ("^", "xxxx"), ("v", "----"))  # marker, hatch
+_PUBLISHED = (("s", None), ("^", "...."), ("v", "xxxx"), ("P", "----"))  # marker, hatch
 
 
 def machine_styles(places: Iterable[str]) -> dict[str, MachineStyle]:

@@ -1,0 +1,83 @@
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_systems import names
+from cs336_systems.measure.schema import COLUMNS
+from cs336_systems.report.labels import (
+    column_label,
+    context_label,
+    machine_label,
+    named_value,
+    ordered,
+    significant,
+    value_label,
+)
+
+
+@pytest.mark.parametrize("column", [name for name, column in COLUMNS.items() if column.unit])
+def test_columns_carry_their_unit(column):
+    assert column_label(column).endswith(f"({COLUMNS[column].unit})")
+
+
+def test_computed_columns_carry_theirs_too():
+    assert column_label("extra_memory_gib") == "extra memory (GiB)"
+    assert column_label("model_size") == "model size"
+
+
+def test_contexts_are_written_in_powers_of_two():
+    texts = [context_label(n) for n in (128, 512, 1024, 16384, 65536, 1000, 1536)]
+    assert texts == ["128", "512", "1K", "16K", "64K", "1000", "1536"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.06353, "0.0635"),
+        (33.3292, "33.3"),
+        (999.6, "1,000"),
+        (16504.01, "16,500"),
+        (0, "0"),
+        (-2.345, "-2.35"),
+    ],
+)
+def test_three_significant_digits(value, text):
+    assert significant(value) == text
+
+
+@given(st.floats(1e-6, 1e9))
+def test_significant_digits_stay_close_and_plain(value):
+    text = significant(value)
+    assert "e" not in text
+    assert float(text.replace(",", "")) == pytest.approx(value, rel=0.0051)
+
+
+@pytest.mark.parametrize("empty", [None, float("nan"), np.nan])
+def test_empty_is_a_dash(empty):
+    assert value_label(empty) == significant(empty) == "–"
+
+
+@pytest.mark.parametrize(
+    "family", [names.ATTENTION, names.MODEL_IMPLEMENTATIONS, names.WEIGHTED_SUMS, names.WRAPPERS]
+)
+def test_names_of_the_registry_have_its_labels_and_order(family):
+    assert ordered(reversed(family), "implementation") == list(family)
+    assert [value_label(name) for name in family] == [entry.label for entry in family.values()]
+
+
+def test_values_are_in_the_order_a_reader_expects():
+    assert ordered(["2.7B", "small", "xl", "tiny"], "model_size") == ["tiny", "small", "xl", "2.7B"]
+    assert ordered(["train_step", "forward"], "pass") == ["forward", "train_step"]
+    assert ordered(["PyTorch's DDP", "one process"], "wrapper") == ["one process", "PyTorch's DDP"]
+    assert ordered(["mine", "sdpa", "plain"], "implementation") == ["plain", "sdpa", "mine"]
+    assert ordered(pd.Series([1024, 128, 1024]), "context_length") == [128, 1024]
+    assert ordered(["b", "a", "b"], "strategy") == ["b", "a"]
+
+
+def test_a_value_that_stands_alone_says_what_it_is():
+    assert named_value("context_length", 2048) == "context 2K"
+    assert named_value("implementation", "sdpa") == "SDPA"
+    assert [named_value("is_causal", flag) for flag in (True, np.False_)] == ["causal", "not causal"]
+    assert machine_label("reference: H200") == "H200 (reference)"
