@@ -33,7 +33,7 @@ def test_a_gpu_reads_its_inputs_from_memory_and_the_flush_is_not_counted():
     held_mib = torch.cuda.memory_allocated() / 2**20
     timing = time_cold_cache(step, device=device, to_clear=[x])
     assert timing.steps > SLOW_STEPS
-    assert timing.peak_memory_mib == pytest.approx(held_mib + 16, abs=1)
+    assert 15 < timing.peak_memory_mib - held_mib < 100  # the gradient, not the 256 MiB that flush the cache
     warm = time_cold_cache(lambda: None, device=device)
     assert warm.p50_ms < timing.p50_ms
 
