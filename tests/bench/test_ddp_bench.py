@@ -1,81 +1,67 @@
 """The benchmark of the wrappers, at its smallest."""
 
 import pytest
-import torch
 
-from cs336_systems.bench.ddp_bench import LADDER, benchmark_ddp
-from cs336_systems.measure.rows import load_rows
-from cs336_systems.parallel import WorkerContext, launch
+from cs336_systems.bench import DDP_SLUGS, benchmark_ddp
+from cs336_systems.measure import save_rows
+from cs336_systems.names import WRAPPERS
 
 
-def test_rows_of_every_wrapper(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
-    options = {
-        "context_length": 8,
-        "batch_sizes": [2, 4],
-        "dtypes": ["bfloat16"],
-        "bucket_sizes_mb": (0.1, 100),
-        "warmup_steps": 1,
-        "steps": 2,
-    }
-    every_rank = launch(benchmark_ddp, 2, backend="gloo", machine="somewhere", **options)
-    rows = every_rank[0]
-    assert [row.keys() for row in rows] == [row.keys() for row in every_rank[1]]
-    assert [(row["batch_size"], row["implementation"], row["bucket_size_mb"]) for row in rows] == [
-        (batch_size, *variant)
-        for batch_size in (2, 4)
-        for variant in (
-            ("naive", None),
-            ("flat", None),
-            ("overlapped", None),
-            ("bucketed", 0.1),
-            ("bucketed", 100),
-            ("torch", 0.1),
-            ("torch", 100),
-        )
-    ]
-    expected = {"model_size": "tiny", "edition": 2025, "attention": "reference", "pass": "train_step"}
+def test_rows_of_every_wrapper_and_of_their_profiles():
+    options = {"context_length": 8, "batch_sizes": [2], "dtypes": ["bfloat16"], "bucket_sizes_mb": (0.1, 100)}
+    batches = list(benchmark_ddp(2, backend="gloo", warmup_steps=1, steps=2, profile=True, **options))
+    for table, rows in batches:
+        save_rows(rows, DDP_SLUGS[table], table, machine="somewhere")
+    times = [row for table, rows in batches if table == "ddp_times" for row in rows]
+    single_buckets = [("naive", None), ("flat", None), ("overlapped", None)]
+    buckets = [(name, size) for name in ("bucketed", "torch") for size in (0.1, 100)]
+    variants = [(row["implementation"], row["bucket_size_mb"]) for row in times]
+    assert variants == [*single_buckets, *buckets, *single_buckets, *buckets[:3]]  # timed, then profiled
+    expected = {"model_size": "tiny", "edition": 2025, "attention": "plain", "pass": "train_step"}
     expected |= {"world_size": 2, "backend": "gloo", "dtype": "bfloat16", "status": "ok", "steps": 2}
-    for row, of_rank_1 in zip(*every_rank, strict=True):
+    for row in times:
         assert expected.items() <= row.items()
-        assert row["p50_ms"] == of_rank_1["p50_ms"]  # the slowest rank's times, on all
-        assert row["exposed_communication_ms"] == row["p50_ms"] - row["alone_ms"]
+        assert row["exposed_communication_ms"] == row["p50_ms"] - row["no_comm_ms"]
         assert ("communication_ms" in row) == (row["implementation"] != "torch")
-    saved = load_rows(LADDER, "somewhere")
-    assert sorted(saved["p50_ms"]) == pytest.approx(sorted(row["p50_ms"] for row in rows), rel=1e-5)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(rows)
-    assert lines[3].startswith("[rank 0] bucketed with buckets of 0.1 MB, bfloat16, batch 2: ")
+    for row in times[7:]:
+        assert row["profiled_exposed_ms"] <= row["profiled_communication_ms"] + 1e-9
+    ranks = [[row["rank"] for row in rows] for table, rows in batches if table == "ddp_overlap"]
+    assert ranks == [[0, 1]] * 6
+    drawn = [rows[0] for table, rows in batches if table == "ddp_timeline"]
+    assert [(row["implementation"], row["bucket_size_mb"]) for row in drawn] == [
+        *single_buckets,
+        ("bucketed", 0.1),
+        ("torch", 0.1),
+    ]
 
 
 def test_one_process_alone():
-    (row,) = launch(
-        benchmark_ddp,
+    options = {"implementations": ["single"], "context_length": 8, "warmup_steps": 0, "steps": 1}
+    ((table, (row,)),) = benchmark_ddp(1, backend="gloo", profile=True, **options)
+    assert (table, row["implementation"], row["world_size"], row["status"]) == (
+        "ddp_times",
+        "single",
         1,
-        backend="gloo",
-        implementations=["single"],
-        context_length=8,
-        warmup_steps=0,
-        steps=1,
-    )[0]
-    assert (row["implementation"], row["world_size"], row["status"]) == ("single", 1, "ok")
+        "ok",
+    )
     assert row["p50_ms"] > 0
-    assert "alone_ms" not in row
+    assert "no_comm_ms" not in row
 
 
 @pytest.mark.gpu(2)
 def test_rows_over_nccl_and_their_memory():
     """Each wrapper starts from an empty GPU: what the one before held is given back."""
     options = {"model_size": "small", "dtypes": ["bfloat16"], "bucket_sizes_mb": [25], "profile": True}
-    names = ["naive", "flat", "overlapped", "bucketed", "torch", "naive"]
-    rows = launch(benchmark_ddp, 2, backend="nccl", implementations=names, steps=2, **options)[0]
-    assert [row["status"] for row in rows] == ["ok"] * len(names)
-    peaks = {name: row["peak_memory_mib"] for name, row in zip(names, rows, strict=True)}
-    assert rows[-1]["peak_memory_mib"] == pytest.approx(rows[0]["peak_memory_mib"], rel=0.01)
-    assert max(peaks.values()) < 1.5 * peaks["naive"]
-    for row in rows:
-        assert row["alone_ms"] > 0
-        assert 0 <= row["profiled_exposed_ms"] <= row["profiled_communication_ms"]
+    implementations = [*[*WRAPPERS][1:], "naive"]
+    batches = list(benchmark_ddp(2, backend="nccl", implementations=implementations, steps=2, **options))
+    times = [row for table, rows in batches if table == "ddp_times" for row in rows]
+    timed, profiled = times[: len(implementations)], times[len(implementations) :]
+    assert {row["status"] for row in times} == {"ok"}
+    peaks = [row["peak_memory_mib"] for row in timed]
+    assert peaks[-1] == pytest.approx(peaks[0], rel=0.01)
+    assert max(peaks) < 1.5 * peaks[0]
+    assert all(row["no_comm_ms"] > 0 for row in timed)
+    assert all(0 <= row["profiled_exposed_ms"] <= row["profiled_communication_ms"] for row in profiled)
 
 
 @pytest.mark.parametrize(
@@ -85,10 +71,9 @@ def test_rows_over_nccl_and_their_memory():
         ({"implementations": ["fast"]}, "naive, flat"),
         ({"dtypes": ["float8"]}, "float32"),
         ({"model_size": "gigantic"}, "tiny"),
-        ({"implementations": ["single"]}, "one process; this is one of 2"),
+        ({"implementations": ["single"]}, "'single' is one process"),
     ],
 )
-def test_it_refuses_in_a_sentence(options, words):
-    context = WorkerContext(rank=0, world_size=2, local_rank=0, device=torch.device("cpu"), backend="gloo")
+def test_it_refuses_before_anything_starts(options, words):
     with pytest.raises(ValueError, match=words):
-        benchmark_ddp(context, **options)
+        next(benchmark_ddp(2, **options))

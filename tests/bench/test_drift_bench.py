@@ -1,36 +1,33 @@
 """Data-parallel training beside one process: rows that say how far apart they are."""
 
+import pandas as pd
 import pytest
 
-from cs336_systems.bench.drift_bench import compare_training
-from cs336_systems.measure.rows import load_rows
-from cs336_systems.parallel import WorkerError, launch
+from cs336_systems.bench import training_drift
+from cs336_systems.measure import save_rows
 
 
-def test_every_wrapper_follows_one_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu(2))])
+def test_every_wrapper_follows_one_process(backend):
     names = ["naive", "flat", "overlapped", "bucketed", "torch"]
-    options = {"implementations": names, "steps": 2, "slug": "naive_ddp", "machine": "somewhere"}
-    first, second = launch(compare_training, 2, backend="gloo", **options)
-    assert first == second
-    saved = load_rows("naive_ddp", "somewhere")
-    assert len(saved) == len(first) == len(names) * 2 * 2 * 2  # optimizers, steps, tensors
-    assert set(saved["case"]) == {"SGD", "AdamW"}
-    assert (saved[saved["tensor"] == "replicas"]["result"] == 0).all()
-    weights = saved[saved["tensor"] == "weights"]
-    assert weights[weights["case"] == "SGD"]["result"].max() < 1e-6
+    batches = list(training_drift(2, backend=backend, implementations=names, steps=2))
+    rows = pd.DataFrame([row for rows in batches for row in rows])
+    save_rows(rows, "naive_ddp", "training_drift", machine="somewhere")
+    assert len(batches) == len(names) * 2 * 2  # optimizers, steps
+    assert len(rows) == 2 * len(batches)
+    assert set(rows["backend"]) == {backend}
+    assert set(rows["step_index"]) == {1, 2}
+    assert (rows.query("compared == 'replicas'")["max_difference"] == 0).all()
+    furthest = rows.query("compared == 'weights'").groupby("optimizer")["max_difference"].max()
     # AdamW turns the rounding of a gradient near zero into a difference of up to its rate.
-    assert weights[weights["case"] == "AdamW"]["result"].max() < 3e-3
+    assert furthest["SGD"] < (1e-6 if backend == "gloo" else 1e-5)
+    assert furthest["AdamW"] < 3e-3
 
 
-def test_a_batch_that_cannot_be_shared_is_refused():
-    with pytest.raises(WorkerError, match="batch_size 3 cannot be shared by 2 ranks"):
-        launch(compare_training, 2, backend="gloo", batch_size=3)
-
-
-@pytest.mark.gpu(2)
-def test_over_nccl_too():
-    rows = launch(compare_training, 2, backend="nccl", implementations=["naive", "bucketed"], steps=2)[0]
-    assert {row["backend"] for row in rows} == {"nccl"}
-    assert all(row["result"] == 0 for row in rows if row["tensor"] == "replicas")
-    assert all(row["result"] < 1e-5 for row in rows if row["tensor"] == "weights" and row["case"] == "SGD")
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 3}, {"optimizers": ["Lion"]}, {"implementations": ["fast"]}]
+)
+def test_it_refuses_before_anything_starts(options):
+    ((_, value),) = options.items()
+    with pytest.raises(ValueError, match=str(value).strip("[]'")):
+        next(training_drift(2, backend="gloo", **options))

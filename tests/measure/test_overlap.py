@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems.measure.overlap import covered, exposed, merged, overlap, step_lanes
+from cs336_systems.measure.overlap import covered, exposed, merged, overlap_values, step_lanes
 from cs336_systems.measure.profile import Profile
 
 spans = st.lists(
@@ -31,7 +31,7 @@ def length(stretches) -> float:
 @given(spans)
 def test_overlap_counts_what_a_grid_counts(rows):
     communication, compute = cells(rows, "communication"), cells(rows, "compute")
-    found = overlap(frame(rows))
+    found = overlap_values(frame(rows))
     assert found["profiled_communication_ms"] == len(communication)
     assert found["profiled_exposed_ms"] == len(communication - compute)
     share = len(communication & compute) / len(communication) if communication else None
@@ -57,15 +57,15 @@ def test_merging_without_a_gap_keeps_every_number(rows):
     lanes = frame(rows)
     fewer = merged(lanes, gap_ms=0)
     assert len(fewer) <= len(lanes)
-    assert overlap(fewer) == overlap(lanes)
+    assert overlap_values(fewer) == overlap_values(lanes)
 
 
 def test_the_tail_begins_where_backward_ends():
     forward = frame([("compute", 0, 4)], "forward")
     backward = frame([("compute", 4, 2), ("communication", 5, 1), ("compute", 7, 2), ("communication", 6, 7)])
-    assert overlap(pd.concat([forward, backward]))["profiled_tail_ms"] == 13 - 9
-    assert overlap(backward)["profiled_exposed_ms"] == 1 + 4
-    assert overlap(forward)["profiled_tail_ms"] is None
+    assert overlap_values(pd.concat([forward, backward]))["profiled_tail_ms"] == 13 - 9
+    assert overlap_values(backward)["profiled_exposed_ms"] == 1 + 4
+    assert overlap_values(forward)["profiled_tail_ms"] is None
 
 
 def test_merging_bridges_small_gaps_and_keeps_stages_apart():
@@ -110,7 +110,7 @@ def test_lanes_of_a_profile():
         ["communication", "backward"],
         ["communication", "communication"],
     ]
-    assert overlap(lanes) == {
+    assert overlap_values(lanes) == {
         "profiled_communication_ms": pytest.approx(250e-6),
         "profiled_exposed_ms": pytest.approx(150e-6),
         "profiled_tail_ms": pytest.approx(150e-6),

@@ -28,7 +28,7 @@ def _alive(pid: int) -> bool:
 
 @pytest.fixture
 def nothing_left():
-    """After the test, all processes started in it are gone, with theirs; a helper of multiprocessing stays."""
+    """Processes started in the test are gone after it, with theirs; a helper of multiprocessing stays."""
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before

@@ -7,6 +7,7 @@ import pytest
 
 from cs336_systems.report.ddp_tables import (
     fastest,
+    fit_collective,
     of_run,
     on_gpus,
     scaling,
@@ -17,7 +18,7 @@ from cs336_systems.report.ddp_tables import (
 
 def row(implementation, p50_ms, world_size=2, batch_size=4, bucket=None, **other):
     same = {"edition": 2025, "model_size": "xl", "context_length": 512, "dtype": "float32"}
-    same |= {"backend": "nccl", "status": "ok", "attention": "reference"}
+    same |= {"backend": "nccl", "status": "ok", "attention": "plain"}
     mine = {"implementation": implementation, "p50_ms": p50_ms, "world_size": world_size}
     return same | mine | {"batch_size": batch_size, "bucket_size_mb": bucket} | other
 
@@ -50,7 +51,7 @@ def test_on_gpus_keeps_one_setting_and_the_fastest_bucket(rows):
 
 
 def test_scaling_compares_with_one_process_on_the_share_and_on_the_whole(rows):
-    found = scaling(rows[rows["attention"] == "reference"])
+    found = scaling(rows[rows["attention"] == "plain"])
     found = found.set_index(["implementation", "world_size", "batch_size"])
     two, four, eight = (
         found.loc[key] for key in (("bucketed", 2, 4), ("bucketed", 4, 4), ("bucketed", 4, 8))
@@ -96,8 +97,19 @@ def test_strong_and_weak_are_told_apart(rows):
 
 
 def test_of_run_keeps_what_was_asked_for_and_wrappers_without_buckets(rows):
-    found = of_run(
-        rows, world_size=2, backend=["nccl"], attention="reference", bucket_size_mb=[100.0, 1000.0]
-    )
+    found = of_run(rows, world_size=2, backend=["nccl"], attention="plain", bucket_size_mb=[100.0, 1000.0])
     assert found["wrapper"].tolist() == ["naive", "bucketed", "bucketed"]
     assert found["p50_ms"].dropna().tolist() == [240.0, 200.0]
+
+
+def test_the_fit_takes_the_rows_asked_for():
+    def row(size_mb, p50_ms, **others):
+        same = {"collective": "all_reduce", "world_size": 2, "backend": "nccl", "status": "ok"}
+        return same | {"message_mb": size_mb, "p50_ms": p50_ms} | others
+
+    rows = [row(10, 2.0), row(1, 1.1), row(1, 7.0, backend="gloo"), row(2, 7.0, world_size=4)]
+    fit = fit_collective(
+        pd.DataFrame([*rows, row(3, 7.0, collective="broadcast"), row(5, None, status="error")])
+    )
+    assert fit.latency_s == pytest.approx(1e-3)
+    assert fit.seconds_per_byte == pytest.approx(1e-4 / 2**20)
