@@ -6,29 +6,20 @@ Runs on the GPU where there is one; elsewhere the Triton kernels go through the 
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.attention import IMPLEMENTATIONS, FlashAttentionPyTorch, _fastest, attention
-from cs336_systems.attention.plain import reference_attention
-from cs336_systems.checks.attention_checks import EVERYTHING, check_attention, check_logsumexp
-from cs336_systems.measure.timing import matmul_precision
+from cs336_systems.attention import FlashAttentionPyTorch, attention, flash_pytorch
+from cs336_systems.attention.plain import plain_attention
+from cs336_systems.checks import EVERYTHING, AttentionCase, check_attention, check_logsumexp
+from cs336_systems.measure import matmul_precision
 
 pytest.importorskip("triton")
-from cs336_systems.attention import (
-    FlashAttentionTriton,
-    flash_triton,
-)
-from cs336_systems.attention import (
-    launch_plans as plans,
-)
-from cs336_systems.attention import (
-    launcher as launch,
-)
-from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention import FlashAttentionTriton, flash_triton
+from cs336_systems.attention.flash_triton import FlashAttentionCompiled, flash_backward, flash_forward
+from cs336_systems.kernels import runtime
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -78,39 +69,9 @@ def agree(ours, wanted):
 @both
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_error_at_most_twice_pytorchs(flash, dtype):
-    check_attention(flash.apply, cases=EVERYTHING, dtype=dtype, device=DEVICE)
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="a GPU decides by itself whether it has a copy engine")
-@pytest.mark.parametrize("layout", [torch.clone, off_alignment, lambda x: x.mT.contiguous().mT])
-def test_without_a_copy_engine(layout, monkeypatch):
-    """Where tiles are loaded by pointers, as on Ampere."""
-    monkeypatch.setattr(plans, "uses_descriptors", lambda *_: False)
-    plans.way_for.cache_clear()
-    try:
-        check_attention(
-            lambda q, k, v, is_causal: FlashAttentionTriton.apply(*map(layout, (q, k, v)), is_causal),
-            cases=EVERYTHING[3:14:2],
-        )
-    finally:
-        plans.way_for.cache_clear()
-
-
-@pytest.mark.parametrize("descriptors", [False, True])
-@pytest.mark.parametrize("shape", [(5, 40, 20), (3, 40, 64), (2, 3, 1, 24)])
-def test_kernels_get_what_they_can_read(shape, descriptors):
-    """Contiguous tensors, or rows at multiples of 16 bytes; the interpreter would read anything."""
-    for name, change in LAYOUTS.items():
-        x = launch.aligned(change(torch.randn(shape, dtype=torch.float16)))
-        if not launch.readable(launch.layout(x), x.element_size(), descriptors):
-            copy = launch.readable_copy(x, descriptors)
-            assert launch.layout(copy) == launch.layout_of_copy(x.shape, x.element_size(), descriptors)
-            assert launch.readable(launch.layout(copy), copy.element_size(), descriptors), name
-            assert torch.equal(copy, x)
-            x = copy
-        assert x.data_ptr() % launch.ALIGNMENT == 0, name
-        rows = [n * x.element_size() for n, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
-        assert all(n % launch.ALIGNMENT == 0 for n in rows) if descriptors else x.is_contiguous(), name
+    # The interpreter computes 16 bits in float32, and slowly: there a few cases tell of the rounding.
+    everything = DEVICE == "cuda" or dtype == torch.float32
+    check_attention(flash.apply, cases=EVERYTHING[:: 1 if everything else 3], dtype=dtype, device=DEVICE)
 
 
 @both
@@ -198,7 +159,7 @@ def test_autocast(flash, dtype):
     assert output.dtype == dtype
     grads = torch.autograd.grad(output.float().sum(), (q, k, v))
     assert {grad.dtype for grad in grads} == {torch.float32}
-    wanted = reference_attention(*(x.to(dtype).float() for x in (q, k, v)), True).to(dtype)
+    wanted = plain_attention(*(x.to(dtype).float() for x in (q, k, v)), True).to(dtype)
     torch.testing.assert_close(output, wanted, rtol=1e-2, atol=1e-2)
 
 
@@ -235,49 +196,23 @@ def test_every_element_is_written(n, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda q, k, v: (None, k, v), TypeError, "are NoneType, Tensor, Tensor; allowed: three tensors"),
-        (lambda q, k, v: (q, k.tolist(), v), TypeError, "are Tensor, list, Tensor; allowed"),
+        (lambda q, k, v: (None, k, v), TypeError, "NoneType, Tensor, Tensor"),
+        (lambda q, k, v: (q, k.tolist(), v), TypeError, "Tensor, list, Tensor"),
         (lambda q, k, v: (q.double(), k, v), TypeError, "torch.float64"),
         (lambda q, k, v: (q, k.half(), v), TypeError, "torch.float16"),
         (lambda q, k, v: (q, k.to("meta"), v), ValueError, "meta"),
-        (lambda q, k, v: (x.to("meta") for x in (q, k, v)), ValueError, "q is on meta; allowed: a dev"),
+        (lambda q, k, v: (x.to("meta") for x in (q, k, v)), ValueError, "q is on meta"),
         (lambda q, k, v: (q[0], k, v), ValueError, r"\(16, 32\)"),
         (lambda q, k, v: (q, k, v[:, :3]), ValueError, r"\(2, 3, 32\)"),
         (lambda q, k, v: (q[..., :8], k, v), ValueError, r"\(2, 16, 8\)"),
         (lambda q, k, v: (q, k[:, :0], v[:, :0]), ValueError, "size 0"),
-        (lambda q, k, v: (x.repeat(1, 1, 9) for x in (q, k, v)), ValueError, "at most 256"),
+        (lambda q, k, v: (x.repeat(1, 1, 9) for x in (q, k, v)), ValueError, "256"),
     ],
 )
 def test_a_mistake_is_named(flash, change, error, message):
     q, k, v = change(*(x.detach() for x in random_inputs(2, n=16)))
     with pytest.raises(error, match=message):
         flash.apply(q, k, v)
-
-
-@pytest.mark.parametrize("implementation", ["auto", *IMPLEMENTATIONS])
-def test_front_door(implementation):
-    q, k, v = (x.detach() for x in random_inputs(2, 2, n=20, n_keys=30))
-    output = attention(q, k, v, is_causal=True, implementation=implementation)
-    agree([output], [reference_attention(q, k, v, True)])
-
-
-@pytest.mark.parametrize("implementation", ["auto", *IMPLEMENTATIONS])
-def test_front_door_takes_tensors(implementation):
-    q, k, _ = random_inputs(1)
-    with pytest.raises(TypeError, match="q, k, v are Tensor, Parameter, NoneType; allowed: three tensors"):
-        attention(q, torch.nn.Parameter(k), None, implementation=implementation)
-
-
-@pytest.mark.parametrize(("n", "n_keys"), [(0, 0), (0, 8), (8, 0)])
-def test_automatic_takes_empty_tensors_too(n, n_keys, monkeypatch):
-    monkeypatch.setattr("cs336_systems.attention.HAS_TRITON", True)
-    q, k = (SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(2, x, 32)) for x in (n, n_keys))
-    assert _fastest(q, k) == "sdpa"
-
-
-def test_front_door_lists_the_names():
-    with pytest.raises(ValueError, match="auto, reference, sdpa, flash_pytorch, flash_triton"):
-        attention(*random_inputs(1), implementation="flash")
 
 
 @pytest.fixture
@@ -304,14 +239,6 @@ def test_pytorchs_newer_switch_will_do(dtype):
     assert attention(q, k, v, implementation="flash_triton").isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tf32", "kind"),
-    [(torch.float32, False, "exact"), (torch.float32, True, "tf32"), (torch.bfloat16, False, "half")],
-)
-def test_ways_of_multiplying(dtype, tf32, kind):
-    assert plans.way_for(dtype, 64, torch.device(DEVICE), tf32).arithmetic == kind
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU there is nothing to choose")
 def test_triton_imported_too_early_is_named():
     code = "import triton, torch; from cs336_systems.attention import attention; q = torch.ones(1, 4, 16)\n"
@@ -321,27 +248,26 @@ def test_triton_imported_too_early_is_named():
     assert "RuntimeError: triton was imported before cs336_systems" in run.stderr
 
 
-def test_a_second_launch_passes_the_constants_in_the_kernels_order(monkeypatch):
-    """The compiled kernel takes by position what the first launch passes by name."""
-
-    class Recorder(launch.Launch):
-        def __call__(self, *tensors):
-            names = self.kernel.arg_names
-            assert names[-len(self.constants) :] == list(self.constants)
-            assert len(names) == len(tensors) + len(self.numbers) + len(self.constants)
-            seen.append(self.kernel)
-
-    seen = []
-    monkeypatch.setattr(plans, "Launch", Recorder)
-    q, k, v = (x.detach() for x in random_inputs(1, n=48, n_keys=49, d=40))
-    output, logsumexp = flash_forward(q, k, v, True)
-    flash_backward(q, q, k, v, output, logsumexp, True)
-    assert len(seen) == 3
-    plans.forward_plan.cache_clear()
-    plans.backward_plan.cache_clear()
-
-
 def test_without_gpu_and_interpreter_it_says_where_it_can_run(monkeypatch):
-    monkeypatch.setattr(launch, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="are on cpu; allowed: a CUDA GPU, or any device in Triton's inter"):
+    monkeypatch.setattr(runtime, "INTERPRETED", False)
+    with pytest.raises(ValueError, match="are on cpu"):
         FlashAttentionTriton.apply(*(torch.zeros(1, 4, 8) for _ in range(3)))
+
+
+HANDOUT = [
+    AttentionCase("causal", is_causal=True),
+    AttentionCase("odd lengths, heads", leading=(2, 3), n_queries=70, n_keys=51, d=24),
+]
+
+
+def test_the_handouts_pair(monkeypatch):
+    """Triton forward, PyTorch backward; compiling it is for a GPU to test, a CPU takes too long over it."""
+    monkeypatch.setattr(flash_triton, "_compiled_backward", lambda: flash_pytorch.flash_backward)
+    check_attention("flash_compiled", cases=HANDOUT)
+    check_logsumexp(FlashAttentionCompiled.apply)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_handouts_pair_compiled(dtype):
+    check_attention("flash_compiled", cases=HANDOUT, dtype=dtype)

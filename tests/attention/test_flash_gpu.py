@@ -5,14 +5,14 @@ import threading
 import pytest
 import torch
 
-from cs336_systems.checks.attention_checks import AttentionCase, check_attention
-from cs336_systems.measure.timing import matmul_precision
+from cs336_systems.checks import AttentionCase, check_attention
+from cs336_systems.measure import matmul_precision
 
 pytest.importorskip("triton")
 from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.attention.config import KERNELS
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launch_plans import Problem, way_for
+from cs336_systems.attention.launcher import Problem, config_for
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -38,14 +38,14 @@ def test_every_tile_repeatedly_on_fresh_inputs(d, dtype):
 
 
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
-def test_every_tile_of_exact_float32_repeatedly(d):
+def test_every_tile_of_ieee_repeatedly(d):
     """From so few heads that the smallest tiles run to so many that the largest do."""
     heads = (5, 20, 30, 50)
-    way = way_for(torch.float32, d, torch.device("cuda"))
+    config = config_for(torch.float32, d, torch.device("cuda"))
     layouts = [((n, 300, d), (300 * d, d, 1)) for n in heads]
-    problems = [Problem(layout, layout, way, is_causal=True) for layout in layouts]
+    problems = [Problem(layout, layout, config, is_causal=True) for layout in layouts]
     for kernel in KERNELS:
-        assert {problem.tile(kernel) for problem in problems} == set(way.tiles_of(kernel))
+        assert {problem.tile(kernel) for problem in problems} == set(config.tiles[kernel])
     cases = [
         case
         for n in heads

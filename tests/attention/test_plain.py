@@ -1,4 +1,4 @@
-"""Reference attention, the measure of all the others, against torch's own and against a plain loop."""
+"""Plain attention, the measure of all the others, against torch's own and against a plain loop."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from cs336_systems.attention.plain import causal_mask, reference_attention
+from cs336_systems.attention.plain import causal_mask, plain_attention
 
 
 def qkv(leading, n_queries: int, n_keys: int, d: int, dtype=torch.float64, seed: int = 0):
@@ -27,7 +27,7 @@ def qkv(leading, n_queries: int, n_keys: int, d: int, dtype=torch.float64, seed:
 )
 def test_it_is_torchs_attention(leading, n_queries, n_keys, d, is_causal, seed):
     q, k, v = qkv(leading, n_queries, n_keys, d, seed=seed)
-    output = reference_attention(q, k, v, is_causal)
+    output = plain_attention(q, k, v, is_causal)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
     assert output.shape == (*leading, n_queries, d)
     torch.testing.assert_close(output, expected)
@@ -36,7 +36,7 @@ def test_it_is_torchs_attention(leading, n_queries, n_keys, d, is_causal, seed):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_each_query_averages_the_values_it_may_see(is_causal):
     q, k, v = qkv((), 4, 6, 3)
-    output = reference_attention(q, k, v, is_causal)
+    output = plain_attention(q, k, v, is_causal)
     for i in range(4):
         keys = range(i + 1) if is_causal else range(6)
         weights = [math.exp(float(q[i] @ k[j]) / math.sqrt(3)) for j in keys]
@@ -48,23 +48,23 @@ def test_each_query_averages_the_values_it_may_see(is_causal):
 @pytest.mark.parametrize(("n_queries", "n_keys"), [(5, 5), (3, 7), (7, 3)])
 def test_gradients(is_causal, n_queries, n_keys):
     tensors = [tensor.requires_grad_() for tensor in qkv((2,), n_queries, n_keys, 4)]
-    assert torch.autograd.gradcheck(lambda q, k, v: reference_attention(q, k, v, is_causal), tensors)
+    assert torch.autograd.gradcheck(lambda q, k, v: plain_attention(q, k, v, is_causal), tensors)
 
 
 def test_no_query_sees_the_future():
     q, k, v = qkv((2, 3), 8, 8, 4)
-    before = reference_attention(q, k, v, is_causal=True)
+    before = plain_attention(q, k, v, is_causal=True)
     k[..., 5:, :], v[..., 5:, :] = 1e6, -1e6
-    after = reference_attention(q, k, v, is_causal=True)
+    after = plain_attention(q, k, v, is_causal=True)
     assert torch.equal(before[..., :5, :], after[..., :5, :])
     assert not torch.isclose(before[..., 5:, :], after[..., 5:, :]).any()
 
 
 def test_batch_elements_do_not_mix():
     q, k, v = qkv((4,), 6, 6, 8)
-    together = reference_attention(q, k, v, is_causal=True)
+    together = plain_attention(q, k, v, is_causal=True)
     for i in range(4):
-        torch.testing.assert_close(together[i], reference_attention(q[i], k[i], v[i], is_causal=True))
+        torch.testing.assert_close(together[i], plain_attention(q[i], k[i], v[i], is_causal=True))
 
 
 def test_the_mask_is_aligned_at_the_top_left():
@@ -75,26 +75,26 @@ def test_the_mask_is_aligned_at_the_top_left():
 def test_values_may_have_a_width_of_their_own():
     q, k, _ = qkv((2,), 4, 5, 3)
     v = torch.randn(2, 5, 7, dtype=q.dtype)
-    torch.testing.assert_close(reference_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+    torch.testing.assert_close(plain_attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
 
 
 def test_expanded_and_transposed_tensors_are_taken_as_they_are():
     one_head = qkv((2, 1), 6, 6, 4)
     q, k, v = (tensor.expand(2, 5, 6, 4) for tensor in one_head)
     torch.testing.assert_close(
-        reference_attention(q, k, v, True), reference_attention(*one_head, True).expand(2, 5, 6, 4)
+        plain_attention(q, k, v, True), plain_attention(*one_head, True).expand(2, 5, 6, 4)
     )
     q, k, v = (tensor.transpose(1, 2) for tensor in qkv((2, 6), 5, 5, 4))
-    contiguous = reference_attention(q.contiguous(), k.contiguous(), v.contiguous(), True)
-    torch.testing.assert_close(reference_attention(q, k, v, True), contiguous)
+    contiguous = plain_attention(q.contiguous(), k.contiguous(), v.contiguous(), True)
+    torch.testing.assert_close(plain_attention(q, k, v, True), contiguous)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_type_is_kept_and_the_error_is_that_of_the_formula_in_torch(dtype, is_causal):
     q, k, v = qkv((4,), 64, 64, 32, dtype)
-    exact = reference_attention(q.double(), k.double(), v.double(), is_causal)
-    output = reference_attention(q, k, v, is_causal)
+    exact = plain_attention(q.double(), k.double(), v.double(), is_causal)
+    output = plain_attention(q, k, v, is_causal)
     bias = torch.zeros(64, 64, dtype=dtype)
     if is_causal:
         bias.masked_fill_(~causal_mask(64, 64), -torch.inf)
@@ -106,5 +106,5 @@ def test_the_type_is_kept_and_the_error_is_that_of_the_formula_in_torch(dtype, i
 
 def test_large_scores_do_not_overflow():
     q, k, v = qkv((2,), 5, 5, 4, torch.float32)
-    output = reference_attention(1e4 * q, 1e4 * k, v, is_causal=True)
+    output = plain_attention(1e4 * q, 1e4 * k, v, is_causal=True)
     assert output.isfinite().all()

@@ -1,0 +1,97 @@
+"""attention() and the registry: all compute the same, and one more line is one more implementation."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from cs336_systems import attention as attention_room
+from cs336_systems import names
+from cs336_systems.attention import attention
+from cs336_systems.attention.baselines import sdpa_backend
+from cs336_systems.attention.plain import plain_attention
+from cs336_systems.checks import check_attention
+from cs336_systems.report.labels import family_of
+
+IN_MODEL = [name for name, entry in names.ATTENTION.items() if entry.in_model]
+SHAPES = [(40, 16), (3, 40, 16), (2, 3, 40, 16), (2, 1, 3, 40, 16)]
+
+
+def random_inputs(*shape, n_keys=None):
+    keys = (*shape[:-2], n_keys or shape[-2], shape[-1])
+    return [torch.randn(x) for x in (shape, keys, keys)]
+
+
+@pytest.mark.parametrize("implementation", ["auto", *IN_MODEL])
+def test_all_compute_the_same(implementation):
+    if implementation in names.ATTENTION and names.TRITON in names.ATTENTION[implementation].needs:
+        pytest.importorskip("triton")
+    q, k, v = random_inputs(2, 2, 20, 16, n_keys=30)
+    output = attention(q, k, v, is_causal=True, implementation=implementation)
+    torch.testing.assert_close(output, plain_attention(q, k, v, True), rtol=1e-3, atol=1e-4)
+    with pytest.raises(TypeError, match="Tensor, Parameter, NoneType"):
+        attention(q, torch.nn.Parameter(k), None, implementation=implementation)
+
+
+def test_an_unknown_name_is_refused_with_the_known():
+    with pytest.raises(ValueError, match=f"'flash'.*{', '.join(['auto', *IN_MODEL])}"):
+        attention(*random_inputs(1, 8, 4), implementation="flash")
+
+
+@pytest.mark.parametrize(("n", "n_keys"), [(0, 0), (0, 8), (8, 0)])
+def test_automatic_takes_empty_tensors_too(n, n_keys, monkeypatch):
+    monkeypatch.setattr(attention_room, "HAS_TRITON", True)
+    q, k = (SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(2, x, 32)) for x in (n, n_keys))
+    assert attention_room._fastest(q, k) == "sdpa"
+
+
+def negated(q, k, v, is_causal=False):
+    return -plain_attention(q, k, v, is_causal)
+
+
+def test_a_new_implementation_is_one_line(monkeypatch):
+    """As if its author had written a file, this one, and a line in names.ATTENTION."""
+    line = names.Attention("Negated", "#123456", f"{__name__}:negated", in_model=True)
+    monkeypatch.setitem(names.ATTENTION, "negated", line)
+    q, k, v = random_inputs(2, 9, 4)
+    torch.testing.assert_close(attention(q, k, v, implementation="negated"), -plain_attention(q, k, v))
+    with sdpa_backend("negated"), pytest.raises(AssertionError, match="O of case"):
+        check_attention("negated")
+    with pytest.raises(ValueError, match="negated"):
+        attention(q, k, v, implementation="unknown")
+    assert family_of(["sdpa", "negated"], "implementation")["negated"] is line
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{len(shape)} dimensions")
+def test_sdpa_takes_any_leading_dimensions_and_keeps_no_scores(shape, is_causal):
+    inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+        output = attention(*inputs, is_causal, implementation="sdpa")
+    torch.testing.assert_close(output, plain_attention(*inputs, is_causal))
+    assert max(sizes) <= inputs[0].numel()
+
+
+def test_a_backend_is_switched_on_inside_and_off_after():
+    before = torch.backends.cuda.math_sdp_enabled()
+    with sdpa_backend("sdpa_efficient"):
+        assert not torch.backends.cuda.math_sdp_enabled()
+    assert torch.backends.cuda.math_sdp_enabled() == before
+    with sdpa_backend("plain"):
+        assert torch.backends.cuda.math_sdp_enabled() == before
+
+
+def test_the_digest_follows_the_code_alone(tmp_path, monkeypatch):
+    from cs336_systems.attention import digest
+
+    source = tmp_path / "kernel.py"
+    monkeypatch.setattr(digest, "SOURCES", ("kernel",))
+    monkeypatch.setattr(digest, "__file__", str(tmp_path / "digest.py"))
+    texts = [
+        '"""One."""\ndef f(x):\n    """Two."""\n    return x\n',
+        "def f(x):  # other words\n    return x\n",
+        "def f(x):\n    return -x\n",
+    ]
+    digests = [source.write_text(text) and digest.kernel_digest.__wrapped__() for text in texts]
+    assert digests[0] == digests[1] != digests[2]
