@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.measure import rows as module
+from cs336_systems.measure.files import COMMITTED, REPOSITORY_FIGURES
 from cs336_systems.measure.rows import compact, load_machines, load_rows, published, save_rows
 from cs336_systems.measure.schema import COLUMNS, TABLES
 from cs336_systems.measure.validation import RowError, pass_order_errors
@@ -177,9 +178,8 @@ def test_compacting_keeps_what_counts_and_sorts_it():
     assert compact(MACHINE) == []
 
 
-def test_the_committed_rows_load_and_are_compact(figures):
-    committed = module.REPOSITORY_FIGURES
-    tables = [path for path in sorted(committed.glob("*/*/*.csv"))]
+def test_the_committed_rows_load_and_are_compact():
+    tables = [path for folder in COMMITTED for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")]
     assert {path.stem for path in tables} <= set(TABLES)
     for path in tables:
         machine, slug = path.parts[-3:-1]
@@ -472,6 +472,16 @@ def test_of_a_run_killed_while_it_writes_nothing_half_written_is_read():
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert check_nothing_is_lost(reported=3, rows=3) == 3
+
+
+def test_a_file_put_back_after_a_kill_is_read_whole(figures):
+    process = start(0, 10, 3, before=DIE_IN_THE_FOURTH_SAVE)
+    go(process)
+    process.communicate()
+    path = figures / MACHINE / SLUG / "kernels.csv"
+    path.with_suffix(".new").write_bytes(path.read_bytes())
+    path.with_suffix(".new").replace(path)
+    assert len(load("kernels")) == 4 * 3
 
 
 def test_two_processes_saving_into_one_file_lose_nothing():

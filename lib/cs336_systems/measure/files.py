@@ -80,7 +80,7 @@ def append_lines(path: Path, lines: str, header: str) -> None:
     with open(path, "ab") as file:
         size = _finished_size(path)
         file.truncate(size)  # what a killed process left
-        note.write_text(f"{size}\n")
+        note.write_text(f"{size} {os.fstat(file.fileno()).st_ino}\n")
         file.write(((header if size == 0 else "") + lines).encode())
         file.flush()
         os.fsync(file.fileno())
@@ -92,15 +92,21 @@ def read_lines(path: Path) -> bytes:
     return path.read_bytes()[: _finished_size(path)] if path.exists() else b""
 
 
+def replace_lines(path: Path, lines: str) -> None:
+    """Replace the file by these lines. The caller holds the lock."""
+    write_atomically(path, lines)
+    _size_note(path).unlink(missing_ok=True)
+
+
 def _finished_size(path: Path) -> int:
     """Bytes up to the end of the last append that came to its end."""
     try:
         noted = _size_note(path).read_text()
     except FileNotFoundError:
         noted = ""
-    if noted.endswith("\n"):
-        return int(noted)
     with open(path, "rb") as file:
+        if noted.endswith(f" {os.fstat(file.fileno()).st_ino}\n"):  # else another file took its place since
+            return int(noted.split()[0])
         end = file.seek(0, os.SEEK_END)
         while end:
             start = max(0, end - 2**16)

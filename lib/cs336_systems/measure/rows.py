@@ -26,7 +26,7 @@ from cs336_systems.measure.files import (
     locked,
     make_folder,
     read_lines,
-    write_atomically,
+    replace_lines,
 )
 from cs336_systems.measure.schema import COLUMNS, TABLES, Table
 from cs336_systems.measure.validation import Row, RowError, check_batch, checked
@@ -161,8 +161,9 @@ def _rewrite(path: Path, machine: str) -> bool:
     before, lines = read_lines(path), _newest(path)
     lines = lines.loc[_parsed(lines, path, machine).index]
     content = _csv([lines.columns, *lines.itertuples(index=False)])
-    write_atomically(path, content)
-    return content.encode() != before
+    if changed := content.encode() != before:
+        replace_lines(path, content)
+    return changed
 
 
 def _read(path: Path) -> pd.DataFrame:
