@@ -26,10 +26,15 @@ def passes(name, length, forward, backward, both):
     return [row(name, length, ms, pass_) for pass_, ms in times.items()]
 
 
+def beside(rows, *baselines):
+    frame = pd.DataFrame(rows)
+    return fastest_baseline(frame.assign(host_bound=host_bound(frame)), "ours", baselines)
+
+
 def test_the_fastest_is_chosen_at_every_size():
     rows = [row("ours", 32, 2.0), row("a", 32, 3.0), row("b", 32, 1.0)]
     rows += [row("ours", 64, 2.0), row("a", 64, 3.0), row("b", 64, 4.0), row("a", 128, 1.0)]
-    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a", "b"])
+    lines = beside(rows, "a", "b")
     columns = ["context_length", "baseline", "ratio"]
     assert lines[columns].to_numpy().tolist() == [[32, "b", 0.5], [64, "a", 1.5]]
 
@@ -37,7 +42,7 @@ def test_the_fastest_is_chosen_at_every_size():
 def test_what_has_no_time_is_no_baseline():
     rows = [row("ours", 32, 2.0), row("a", 32, None), row("b", 32, 3.0), row("ours", 64, 2.0)]
     rows += [row("a", 64, None), row("ours", 128, 2.0)]
-    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a", "b"])
+    lines = beside(rows, "a", "b")
     assert lines["context_length"].tolist() == [32, 64]  # nobody else was tried at 128
     assert lines["baseline"].fillna("nobody").tolist() == ["b", "nobody"]
     assert lines["ratio"].isna().tolist() == [False, True]
@@ -51,11 +56,21 @@ def test_passes_that_do_not_add_up_are_the_hosts_time_and_so_is_all_that_is_shor
     assert told.tolist() == [False, False, True, True, False]
 
 
-def test_a_line_is_host_bound_when_either_of_the_two_is():
-    rows = passes("ours", 32, 1, 1, 2) + passes("a", 32, 1, 1, 4)
-    rows += passes("ours", 64, 1, 1, 2) + passes("a", 64, 1, 1, 2)
-    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a"])
-    assert lines.groupby("context_length")["host_bound"].all().tolist() == [True, False]
+@pytest.mark.parametrize(
+    ("ours", "baselines", "told"),
+    [
+        ((1, 1, 4), [(1, 1, 2)], False),  # behind, with a time of the host's
+        ((1, 1, 4), [(3, 3, 6), (1, 1, 5)], False),  # ahead, of another host
+        ((1, 1, 4), [(3, 3, 6)], True),  # ahead: its kernels take even less
+        ((1, 1, 2), [(1, 1, 1.5)], True),  # behind: the other's kernels take even less
+    ],
+)
+def test_times_tell_whose_kernels_are_faster_where_the_slower_is_the_gpus(ours, baselines, told):
+    rows = passes("ours", 32, *ours)
+    for name, times in zip("ab", baselines, strict=False):
+        rows += passes(name, 32, *times)
+    lines = beside(rows, "a", "b").set_index("pass")
+    assert lines.loc["forward_backward", "host_bound"] == (not told)
 
 
 def test_every_cell_that_falls_short_has_a_reason():
@@ -64,7 +79,7 @@ def test_every_cell_that_falls_short_has_a_reason():
     for power, (ours, theirs) in enumerate(both[1:]):
         rows += [row("ours", 32 * 2**power, ours, "forward_backward")]
         rows += [row("a", 32 * 2**power, theirs, "forward_backward")]
-    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a"]).query("`pass` == 'forward_backward'")
+    lines = beside(rows, "a").query("`pass` == 'forward_backward'")
     short = fallen_short(lines, lambda line: line["context_length"] // 8, sm_count=8)
     assert short["reason"].tolist() == [HOST, FEW, SLOW, "ours: oom, out of memory"]
     table = grouped(short).set_index("reason")
@@ -74,13 +89,13 @@ def test_every_cell_that_falls_short_has_a_reason():
 
 def test_behind_at_the_longest_sequence_the_kernels_are_slow():
     rows = [row(name, length, ms) for length in (32, 64) for name, ms in (("ours", 2.0), ("a", 1.0))]
-    lines = fastest_baseline(pd.DataFrame(rows), "ours", ["a"])
+    lines = beside(rows, "a")
     short = fallen_short(lines, lambda line: line["context_length"], sm_count=64)
     assert short["reason"].tolist() == [f"{SLOW}, {FEW}", SLOW]
 
 
 def test_nothing_falls_short():
-    lines = fastest_baseline(pd.DataFrame([row("ours", 32, 1.0), row("a", 32, 2.0)]), "ours", ["a"])
+    lines = beside([row("ours", 32, 1.0), row("a", 32, 2.0)], "a")
     assert grouped(fallen_short(lines, lambda line: 1, sm_count=132)).empty
 
 
