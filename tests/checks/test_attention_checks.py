@@ -5,14 +5,8 @@ import math
 import pytest
 import torch
 
-from cs336_systems.attention.plain import causal_mask, reference_attention
-from cs336_systems.checks.attention_checks import (
-    BASIC,
-    EVERYTHING,
-    AttentionCase,
-    check_attention,
-    check_logsumexp,
-)
+from cs336_systems.attention.plain import causal_mask, plain_attention
+from cs336_systems.checks import BASIC, EVERYTHING, AttentionCase, check_attention, check_logsumexp
 
 
 def visible(scores):
@@ -21,7 +15,7 @@ def visible(scores):
 
 def mixed_batch(q, k, v, is_causal):
     """Batch and queries flattened together: every sequence sees the keys of the first."""
-    return reference_attention(q, k[:1].expand_as(k), v[:1].expand_as(v), is_causal)
+    return plain_attention(q, k[:1].expand_as(k), v[:1].expand_as(v), is_causal)
 
 
 def mask_of_the_wrong_side(q, k, v, is_causal):
@@ -38,36 +32,42 @@ def without_a_maximum(q, k, v, is_causal):
 
 
 def without_the_scale(q, k, v, is_causal):
-    return reference_attention(q * math.sqrt(q.shape[-1]), k, v, is_causal)
+    return plain_attention(q * math.sqrt(q.shape[-1]), k, v, is_causal)
 
 
 def in_float16(q, k, v, is_causal):
-    return reference_attention(q.half(), k.half(), v.half(), is_causal).to(q.dtype)
+    return plain_attention(q.half(), k.half(), v.half(), is_causal).to(q.dtype)
 
 
 def without_a_gradient_for_k(q, k, v, is_causal):
-    return reference_attention(q, k.detach(), v, is_causal)
+    return plain_attention(q, k.detach(), v, is_causal)
 
 
 def of_another_shape(q, k, v, is_causal):
-    return reference_attention(q, k, v, is_causal).mT
+    return plain_attention(q, k, v, is_causal).mT
 
 
 def of_another_dtype(q, k, v, is_causal):
-    return reference_attention(q, k, v, is_causal).double()
+    return plain_attention(q, k, v, is_causal).double()
 
 
 def last_query_forgotten(q, k, v, is_causal):
-    output = reference_attention(q, k, v, is_causal)
+    output = plain_attention(q, k, v, is_causal)
     return torch.cat([output[..., :-1, :], torch.zeros_like(output[..., -1:, :])], -2)
 
 
 def test_accepts_what_is_right():
-    table = check_attention(reference_attention)
+    table = check_attention(plain_attention)
     assert len(table) == 4 * len(BASIC)
     assert set(table.tensor) == {"O", "dQ", "dK", "dV"}
     assert (table.ratio <= 2).all()
-    assert len(check_attention(reference_attention, cases=EVERYTHING, backward=False)) == len(EVERYTHING)
+    assert len(check_attention(plain_attention, cases=EVERYTHING, backward=False)) == len(EVERYTHING)
+
+
+def test_takes_a_name_of_the_registry():
+    assert len(check_attention("flash_pytorch", cases=BASIC[:1])) == 4
+    with pytest.raises(ValueError, match=r"'flash'.*flash_pytorch"):
+        check_attention("flash")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_names_what_is_wrong(wrong, message):
 
 def test_same_seed_same_numbers():
     case = [AttentionCase("small", n_queries=16, n_keys=16, d=8)]
-    first, second = (check_attention(reference_attention, cases=case, seed=7) for _ in range(2))
+    first, second = (check_attention(plain_attention, cases=case, seed=7) for _ in range(2))
     assert first.equals(second)
 
 
@@ -116,4 +116,4 @@ def test_logsumexp_is_natural_and_alone(monkeypatch):
     with pytest.raises(AssertionError, match="natural logarithm"):
         check_logsumexp(SavesLogsumexp.apply)
     with pytest.raises(AssertionError, match="0 saved tensors have shape"):
-        check_logsumexp(reference_attention)
+        check_logsumexp(plain_attention)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.checks.attention_checks import check_weighted_sum
+from cs336_systems.checks import check_weighted_sum
 
 pytest.importorskip("triton")
 from cs336_systems.kernels import weighted_sum as kernels
@@ -107,22 +107,9 @@ def test_bad_input_is_named(x, weight, error, sentence):
 
 
 def test_beside_a_gpu_tensors_of_the_cpu_are_refused(monkeypatch):
-    monkeypatch.setattr("cs336_systems.attention.launcher.INTERPRETED", False)
+    monkeypatch.setattr("cs336_systems.kernels.runtime.INTERPRETED", False)
     with pytest.raises(ValueError, match="on cpu; allowed: a CUDA GPU"):
         weighted_sum(torch.zeros(2, 3), torch.zeros(3))
-
-
-def test_the_check_sees_a_wrong_gradient():
-    class Forgetful(kernels.WeightedSum):
-        @staticmethod
-        def backward(ctx, dy):
-            dx, dw = kernels.WeightedSum.backward(ctx, dy)
-            return dx, dw * 0.999
-
-    with pytest.raises(AssertionError, match=r"dw of x .* is off by 0\.00"):
-        check_weighted_sum(Forgetful.apply)
-    with pytest.raises(AssertionError, match=r"y of x \(64, 128\) is \(64, 1\)"):
-        check_weighted_sum(lambda x, weight: (x * weight).sum(-1, keepdim=True))
 
 
 @pytest.mark.gpu
