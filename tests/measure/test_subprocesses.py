@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from cs336_systems.measure.subprocesses import in_fresh_process
+from cs336_systems.measure.subprocesses import in_fresh_process, in_processes
 
 
 def test_another_process_computes_and_returns():
@@ -20,3 +20,8 @@ def test_its_error_is_raised_here():
 def test_a_function_that_cannot_be_imported_is_refused():
     with pytest.raises(ValueError, match="a new process cannot find it"):
         in_fresh_process(lambda: 1)
+
+
+def test_several_calls_come_back_in_order_and_one_that_failed_is_none():
+    assert in_processes(math.sqrt, [(4,), (-1,), (9,)]) == [2, None, 3]
+    assert in_processes(math.sqrt, []) == []
