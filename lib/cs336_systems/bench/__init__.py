@@ -9,7 +9,7 @@ from typing import Any
 _MODULES = {
     "attention_bench": ("benchmark_attention", "sweep_attention"),
     "model_bench": ("cold_start_steps", "model_key", "sweep_model"),
-    "collectives_bench": ("benchmark_collectives",),
+    "collectives_bench": ("benchmark_collectives", "time_collectives"),
     "ddp_bench": ("DDP_SLUGS", "benchmark_ddp"),
     "drift_bench": ("training_drift",),
     "message_log": ("log_messages",),
