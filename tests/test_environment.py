@@ -1,6 +1,9 @@
-"""pyproject.toml, environment.yml and the pins describe one environment."""
+"""pyproject.toml, environment.yml, the pins and the imports of the library describe one environment."""
 
+import ast
+import sys
 import tomllib
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -15,16 +18,17 @@ CONDA = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
 # conda's triton is for Linux only and environment.yml knows no conditions: pip installs it as pyproject says.
 PIP_ONLY = {"triton"}
 CONDA_NAMES = {"torch": "pytorch"}
+# Run or looked into, not imported: JupyterLab itself, the MathJax of the pages, pytest's plugins, the linter.
+NOT_IMPORTED = {"jupyterlab", "jupyter-server-mathjax", "pytest-timeout", "pytest-xdist", "nbval", "ruff"}
 
 
-def requirements():
-    listed = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["dev"]
+def required(*groups):
+    listed = [entry for group in groups for entry in group]
     return {canonicalize_name(r.name): r for r in map(Requirement, listed)}
 
 
-def conda_requirements():
-    found = [Requirement(entry) for entry in CONDA["dependencies"] if isinstance(entry, str)]
-    return {canonicalize_name(r.name): r.specifier for r in found}
+LIBRARY = required(PROJECT["dependencies"])
+ALL = required(PROJECT["dependencies"], PROJECT["optional-dependencies"]["dev"])
 
 
 def pins():
@@ -33,33 +37,51 @@ def pins():
     return {canonicalize_name(r.name): r.specifier for r in found}
 
 
+def imported(folder):
+    """The distributions that the files of a folder import."""
+    modules = set()
+    for path in (REPOSITORY / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules.add(node.module.split(".")[0])
+    local = {path.stem for path in (REPOSITORY / folder).rglob("*")} | {"cs336_systems", "tests"}
+    known = packages_distributions() | {"triton": ["triton"]}
+    return {canonicalize_name(known[name][0]) for name in modules - local - sys.stdlib_module_names}
+
+
+def test_what_the_library_and_its_tests_import_is_declared_and_nothing_else():
+    library, tests = imported("lib"), imported("tests")
+    assert library - LIBRARY.keys() == set()
+    assert tests - ALL.keys() == set()
+    assert LIBRARY.keys() - library - NOT_IMPORTED == set()
+    assert ALL.keys() - library - tests - NOT_IMPORTED == set()
+
+
 def test_conda_asks_for_what_pyproject_asks_for():
     wanted = {
-        CONDA_NAMES.get(name, name): requirement.specifier
-        for name, requirement in requirements().items()
-        if name not in PIP_ONLY
+        CONDA_NAMES.get(name, name): each.specifier for name, each in ALL.items() if name not in PIP_ONLY
     }
+    listed = [Requirement(entry) for entry in CONDA["dependencies"] if isinstance(entry, str)]
     python = {"python": SpecifierSet(PROJECT["requires-python"]), "pip": SpecifierSet()}
-    assert conda_requirements() == wanted | python
-
-
-def test_conda_takes_conda_forge_alone_and_the_package_itself_from_here():
+    assert {canonicalize_name(r.name): r.specifier for r in listed} == wanted | python
     assert CONDA["channels"] == ["conda-forge", "nodefaults"]
     assert CONDA["dependencies"][-1] == {"pip": ["-e ."]}
 
 
-@pytest.mark.parametrize("name", requirements())
-def test_every_requirement_is_pinned_within_its_range(name):
-    (pin,) = pins()[name]
-    assert pin.operator == "=="
-    assert requirements()[name].specifier.contains(pin.version)
-
-
-def test_every_pin_is_exact_and_belongs_to_no_build():
+def test_every_requirement_is_pinned_within_its_range_and_to_no_build():
     for name, specifier in pins().items():
         (pin,) = specifier
         assert pin.operator == "==", name
         assert "+" not in pin.version, f"{name}: the build (CPU, CUDA) is chosen by lib/setup.sh"
+        assert name not in ALL or ALL[name].specifier.contains(pin.version), name
+    assert ALL.keys() <= pins().keys()
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
+def test_python_versions(version):
+    assert SpecifierSet(PROJECT["requires-python"]).contains(version)
 
 
 SET_UP = ["Makefile", "lib/setup.sh", "lib/pins.txt", "environment.yml", "pyproject.toml", ".ci/run"]

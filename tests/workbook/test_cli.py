@@ -1,5 +1,6 @@
 """The commands as a person types them, with the executions left out."""
 
+import pandas as pd
 import pytest
 
 from cs336_systems import __main__ as commands
@@ -10,17 +11,15 @@ from cs336_systems.workbook.execute import Outcome
 @pytest.fixture
 def folder(tmp_path, write_notebook, monkeypatch):
     """A workbook of two notebooks in place of the real one."""
-    write_notebook(tmp_path / "11_one.ipynb", "print(steps)")
-    write_notebook(tmp_path / "12_two.ipynb", "print(steps)")
+    for name in ("11_one", "12_two", "00_start_here"):
+        write_notebook(tmp_path / f"{name}.ipynb", "print(steps)")
     profiles = "cpu: [{notebook: 11_one}]\ngpu: [{notebook: 12_two}]\nmulti-gpu: []"
     (tmp_path / "batch.yaml").write_text(profiles)
     monkeypatch.setattr(batch, "NOTEBOOKS", tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path / "figures"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    return tmp_path
 
 
 def test_help_names_every_command(capsys):
@@ -28,12 +27,13 @@ def test_help_names_every_command(capsys):
         commands.main(["--help"])
     assert exit_.value.code == 0
     said = capsys.readouterr().out
-    assert all(name in said for name in ("run", "list", "card", "notebooks", "figures", "index"))
+    for name in ("run", "list", "card", "notebooks", "figures", "bench", "index", "compact"):
+        assert f"\n    {name}" in said
 
 
 def test_list_shows_parameters_with_defaults_and_comments(folder, capsys):
     assert commands.main(["list"]) == 0
-    assert "    context_lengths = [32, 64]  # lengths of the sequences" in capsys.readouterr().out
+    assert "edition = 2025  # edition of the assignment" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gpus", "planned"), [(0, "11_one"), (1, "12_two"), (2, "")])
@@ -44,88 +44,90 @@ def test_the_profile_is_what_the_machine_has(folder, monkeypatch, capsys, gpus, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("gpus", "arguments", "given", "allowed"),
     [
-        (["--profile", "gpu"], "error: profile 'gpu' needs 1 GPUs, here: 0; allowed: cpu"),
-        (["--profile", "multi-gpu"], "error: profile 'multi-gpu' needs 2 GPUs, here: 0; allowed: cpu"),
-        (["--jobs", "0"], "error: --jobs 0; allowed: 1 or more"),
-        (["--only", "99"], "error: unknown notebook '99'; allowed: 11_one, 12_two"),
-        (["-p", "stpes=1"], "error: -p stpes=1: unknown parameter 'stpes'"),
-        (["-p", "device=cuda"], "error: 11_one: device 'cuda' without a GPU; allowed: auto, cpu"),
+        (0, ["--profile", "gpu"], "'gpu'", "cpu"),
+        (0, ["--profile", "multi-gpu"], "'multi-gpu'", "cpu"),
+        (0, ["--jobs", "0"], "--jobs 0", "1 or more"),
+        (1, ["--jobs", "2"], "--jobs 2", "1"),
+        (0, ["--only", "99"], "'99'", "11_one, 12_two"),
+        (0, ["-p", "stpes=1"], "'stpes'", "steps"),
+        (0, ["-p", "device=cuda"], "'cuda'", "auto, cpu"),
     ],
 )
-def test_what_is_refused(folder, no_gpu, capsys, arguments, said):
+def test_what_is_refused_before_anything_runs(folder, monkeypatch, capsys, gpus, arguments, given, allowed):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     assert commands.main(["run", *arguments]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_notebooks_at_once_are_refused_on_a_gpu(folder, monkeypatch, capsys):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    assert commands.main(["run", "--jobs", "2"]) == 2
-    assert "--jobs 2; allowed: 1, for notebooks that share a GPU spoil" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert given in said.partition("allowed:")[0]
+    assert allowed in said.partition("allowed:")[2]
 
 
 @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("error", 1)])
 def test_run_ends_with_a_summary_and_tells_failure_by_its_exit_code(
-    folder, no_gpu, monkeypatch, capsys, tmp_path, status, code
+    folder, monkeypatch, capsys, status, code
 ):
     reason = "cell [1]: Bad: luck" if status == "error" else ""
     monkeypatch.setattr(runs, "execute", lambda *_, **__: Outcome(status, reason, 1.0, 50.0))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert commands.main(["run", "--output", str(tmp_path / "runs")]) == code
+    assert commands.main(["run", "--output", str(folder / "runs")]) == code
     said = capsys.readouterr().out
-    assert "11_one" in said
-    assert status in said
-    assert reason in said
-    (index,) = (tmp_path / "runs").glob("*/index.html")
+    assert all(word in said for word in ("11_one", status, reason))
+    (index,) = (folder / "runs").glob("*/index.html")
     assert said.rstrip().endswith(str(index))
 
 
-def test_ctrl_c_says_how_to_go_on(folder, no_gpu, monkeypatch, capsys):
-    def interrupted(*_):
+def test_ctrl_c_says_how_to_go_on(folder, monkeypatch, capsys):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "_run_jobs", interrupted)
-    assert commands.main(["run"]) == 130
+    monkeypatch.setattr(runs, "run_batch", interrupted)
+    assert commands.main(["run", "--output", str(folder / "runs")]) == 130
     assert "the same command continues" in capsys.readouterr().err
 
 
 def test_index_without_runs_says_so(tmp_path, capsys):
     assert commands.main(["index", "--output", str(tmp_path)]) == 2
-    assert "no executed notebooks" in capsys.readouterr().err
+    assert "make run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", ["ok", "error"])
-def test_notebooks_are_rewritten_tidy_and_only_when_they_ran(folder, monkeypatch, status):
+def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(folder, monkeypatch, status):
+    executed = []
+
     def execute(source, output, parameters):
+        executed.append(source.stem)
         text = source.read_text().replace('"metadata": {}', '"metadata": {"papermill": {"duration": 1}}')
         output.write_text(text.replace("print(steps)", "print(steps)  # executed"))
         return Outcome(status, "", 1.0, 50.0)
 
     monkeypatch.setattr(commands, "execute", execute)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("CS336_FIGURES", "elsewhere")
-    before = {path: path.read_text() for path in folder.glob("*.ipynb")}
+    before = (folder / "12_two.ipynb").read_text()
     assert commands.main(["notebooks", "11"]) == (status != "ok")
-    assert (folder / "12_two.ipynb").read_text() == before[folder / "12_two.ipynb"]
+    assert executed == ["11_one", "00_start_here"], "the map quotes the notebooks"
+    assert (folder / "12_two.ipynb").read_text() == before
     after = (folder / "11_one.ipynb").read_text()
     assert ("# executed" in after) == (status == "ok")
     assert "papermill" not in after
 
 
-def test_the_start_is_executed_after_the_notebooks_it_quotes(folder, monkeypatch, write_notebook):
-    write_notebook(folder / "00_start_here.ipynb", "print(steps)")
-    executed, renewed = [], []
+def test_bench_saves_what_it_measures_and_measures_only_what_is_missing(folder, monkeypatch, capsys):
+    from cs336_systems.bench import flash_sweep
 
-    def execute(source, output, parameters):
-        executed.append(source.stem)
-        return Outcome("error", "not really executed", 1.0, 50.0)
+    times = dict.fromkeys(("mean_ms", "p20_ms", "p50_ms", "p80_ms"), 1.0) | {"std_ms": 0.0, "steps": 3}
+    size = {"protocol": "wall_clock", "num_heads": 1, "batch_size": 1, "is_causal": True, "dtype": "bfloat16"}
+    row = {"implementation": "sdpa", "context_length": 64, "d_head": 16, "pass": "forward"} | size | times
+    monkeypatch.setattr(flash_sweep, "protocol_cells", lambda *_: ["cell"])
+    monkeypatch.setattr(flash_sweep, "missing", lambda cells, rows: cells if rows.empty else [])
+    monkeypatch.setattr(flash_sweep, "time_cells", lambda cells: [[row] for _ in cells])
+    for measured in (1, 0):
+        assert commands.main(["bench", "grid"]) == 0
+        assert f"{measured} of them to measure" in capsys.readouterr().out
+    (table,) = (folder / "figures").glob("*/flash_benchmarking/flash_times.csv")
+    assert pd.read_csv(table)["p50_ms"].tolist() == [1.0]
 
-    monkeypatch.setattr(commands, "execute", execute)
-    monkeypatch.setattr("cs336_systems.workbook.map.renew_map", renewed.append)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("CS336_FIGURES", "elsewhere")
-    commands.main(["notebooks"])
-    commands.main(["notebooks", "12"])
-    assert executed == ["11_one", "12_two", "00_start_here", "12_two", "00_start_here"]
-    assert renewed == [folder, folder]
+
+@pytest.mark.parametrize("arguments", [["no-protocol"], ["grid", "--implementations", "nothing"]])
+def test_bench_refuses_what_it_does_not_know(folder, capsys, arguments):
+    assert commands.main(["bench", *arguments]) == 2
+    assert arguments[-1] in capsys.readouterr().err

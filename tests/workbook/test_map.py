@@ -6,33 +6,31 @@ import nbformat
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_rgb
 from nbformat import v4
 from PIL import Image
 
 from cs336_systems.measure.machine import load_card
 from cs336_systems.measure.rows import save_rows
-from cs336_systems.measure.schema import COLUMNS
-from cs336_systems.report import plots
+from cs336_systems.names import ATTENTION
+from cs336_systems.report import lines
 from cs336_systems.workbook import map as overview
-from cs336_systems.workbook.map import Page
 from cs336_systems.workbook.problems import PROBLEMS
 
 REPOSITORY = overview.NOTEBOOKS.parent
+NAME = "13_mixed_precision_accumulation"
 TITLE = """\
 # 13 · mixed_precision_accumulation
 
 *Handout problem `mixed_precision_accumulation`, Spring 2025 and Spring 2026.*
+*Read before:* [11](11_benchmarking_script.ipynb) and [12](12_nsys_profile.ipynb). *Time:* 5 minutes to
+read, 15 to work.
 
 **The question.** Add 0.01 to a running total. Which of
 the four sums is far off? Why?
 
 **You will be able to** say more.
 """
-FIRST, SECOND = (
-    'save(figure, slug, "first", reference)',
-    'plots.save(\n    figure, slug, "second", reference\n)',
-)
+FIRST, SECOND = 'page.figure(figure, "first")', 'figure = lines()\npage.figure(\n    figure, "second"\n)'
 
 
 def code(source, *outputs, tagged=False, count=1):
@@ -45,23 +43,17 @@ def answered(text, tagged=True):
 
 
 @pytest.fixture
-def folder(tmp_path):
-    folder = tmp_path / "notebooks"
-    folder.mkdir()
-    return folder
+def entry_of(tmp_path):
+    """What the map tells of a notebook with these code cells."""
 
+    def entry_of(*cells) -> overview.Entry:
+        folder = tmp_path / "notebooks"
+        folder.mkdir(exist_ok=True)
+        nbformat.write(v4.new_notebook(cells=[v4.new_markdown_cell(TITLE), *cells]), folder / f"{NAME}.ipynb")
+        (entry,) = overview.read_map(folder).values()
+        return entry
 
-@pytest.fixture
-def page_of(folder):
-    """The page of a notebook with these code cells."""
-
-    def page_of(*cells) -> Page:
-        notebook = v4.new_notebook(cells=[v4.new_markdown_cell(TITLE), *cells])
-        nbformat.write(notebook, folder / "13_mixed_precision_accumulation.ipynb")
-        (page,) = overview.read_pages(folder).values()
-        return page
-
-    return page_of
+    return entry_of
 
 
 @pytest.fixture
@@ -77,38 +69,33 @@ def displayed(monkeypatch):
     return shown
 
 
-def test_what_the_first_cell_says(page_of):
-    page = page_of()
-    assert page.problem.number == 13
-    assert page.editions == (2025, 2026)
-    assert page.question == "Add 0.01 to a running total. Which of the four sums is far off? Why?"
-    assert page.link == "[13 · mixed_precision_accumulation](13_mixed_precision_accumulation.ipynb)"
+def test_what_the_first_cell_says(entry_of):
+    entry = entry_of()
+    assert (entry.problem.number, entry.editions) == (13, (2025, 2026))
+    assert entry.question == "Add 0.01 to a running total. Which of the four sums is far off? Why?"
+    assert (entry.read_before, entry.minutes) == ((11, 12), (5, 15))
 
 
-def test_the_headline_is_the_tagged_answer_without_its_letter(page_of):
+def test_the_headline_is_the_tagged_answer_without_its_letter(entry_of):
     other = answered("**(1)** Not this.", tagged=False)
-    assert page_of(other, answered("**(2)** The float16 sum **is** (far) off.")).headline == (
-        "The float16 sum **is** (far) off."
-    )
-    assert page_of(other).headline == ""
-    assert page_of(code("answer(...)", tagged=True, count=None)).headline == ""
+    entry = entry_of(other, answered("**(2)** The float16 sum **is** (far) off.\n\n<details>\n✓</details>"))
+    assert entry.headline == "The float16 sum **is** (far) off."
+    assert entry_of(other).headline == ""
+    assert entry_of(code("answer(...)", tagged=True, count=None)).headline == ""
 
 
-def test_the_figure_is_the_tagged_one_or_the_first(page_of):
-    assert page_of(code(FIRST), code(SECOND, tagged=True), answered("**(1)** Yes.")).figure == "second"
-    assert page_of(code(FIRST), code(SECOND), answered("**(1)** Yes.")).figure == "first"
-    assert page_of(code('save(figure, slug, "here", card.slug)')).figure == ""
+def test_the_figure_is_the_tagged_one_or_the_first_of_the_reference(entry_of):
+    here = code('page.figure(figure, "mine", here=True)')
+    assert entry_of(here, code(FIRST), code(SECOND, tagged=True), answered("**(1)** Yes.")).figure == "second"
+    assert entry_of(here, code(FIRST), code(SECOND), answered("**(1)** Yes.")).figure == "first"
+    assert entry_of(here).figure == ""
 
 
-def test_executed_means_every_cell(page_of):
-    assert page_of(code("a = 1"), code("b = 2", count=2)).executed
-    assert not page_of(code("a = 1"), code("b = 2", count=None)).executed
-
-
-def test_what_is_no_notebook_is_named(folder):
-    (folder / "13_mixed_precision_accumulation.ipynb").write_text("{")
-    with pytest.raises(ValueError, match=r"13_mixed_precision_accumulation\.ipynb cannot be read"):
-        overview.read_pages(folder)
+def test_what_is_no_notebook_is_named(entry_of, tmp_path):
+    entry_of()
+    (tmp_path / "notebooks" / f"{NAME}.ipynb").write_text("{")
+    with pytest.raises(ValueError, match=NAME):
+        overview.read_map(tmp_path / "notebooks")
 
 
 @pytest.mark.parametrize(
@@ -124,102 +111,86 @@ def test_a_question_in_short(question, short):
     assert overview.in_short(question) == short
 
 
-def test_the_map_has_every_problem_once_with_its_rows(page_of, figures):
-    for table in ("rows", "cold"):
-        save_rows(
-            [{"case": "a", "result": 1.0}, {"case": "b", "result": 2.0}], "fsdp", machine="m", table=table
-        )
-    page = page_of()
-    lines = overview.map_table({page.problem.name: page}, "m").replace("<wbr>", "").splitlines()
-    link, title = page.link, "43 · fsdp"
-    assert f"| {link} | both | Which of the four sums is far off? | – |" in lines
-    assert f"| {title} | 2026 | *not yet* | 4 |" in lines
-    page = page_of(code("a = 1", count=None))
-    assert "off? *(not executed yet)* | – |" in overview.map_table({page.problem.name: page}, "m")
-    assert sum(f"| {problem.title} |" in line for problem in PROBLEMS for line in lines) == len(PROBLEMS) - 1
-
-
-def test_a_headline_is_shown_with_a_small_picture(page_of, figures, displayed):
-    folder = figures / "m" / "mixed_precision_accumulation"
-    folder.mkdir(parents=True)
-    Image.new("RGB", (1472, 736), "white").save(folder / "first.png")
-    overview.show_headline(page_of(code(FIRST), answered("**(1)** Yes.")), "m")
-    question, picture, headline = displayed
-    assert question.data.startswith("### [13 · mixed")
-    assert Image.open(io.BytesIO(picture["image/png"])).size == (800, 400)
-    assert headline.data == "Yes."
-
-
-def test_a_small_picture_keeps_the_colours_of_its_lines(tmp_path):
-    lines = [f"line {number}" for number in range(6)]
-    points = pd.DataFrame(
-        [{"x": x, "y": x * (n + 1), "hue": hue} for n, hue in enumerate(lines) for x in (1, 2, 3)]
+def test_the_map_has_every_problem_once_with_its_rows(entry_of, figures):
+    for n in (1, 2):
+        save_rows([{"accumulation": str(n), "steps": n, "total": 1.0}], "fsdp", "accumulation", machine="m")
+    table = overview.map_table({NAME: entry_of()}, machine="m").replace("<wbr>", "").splitlines()
+    assert (
+        f"| [13 · {NAME[3:]}]({NAME}.ipynb) | both | Which of the four sums is far off? |  | 5, 15 | – |"
+        in table
     )
-    chart = plots.sweep(points, "x", "y", "hue", title="Six lines")
-    (tmp_path / "six.png").write_bytes(chart.png())
-    small = np.asarray(Image.open(io.BytesIO(overview._small(tmp_path / "six.png"))).convert("RGB")).astype(
-        int
-    )
-    for line in chart.axes[0].lines[:6]:
-        color = np.round(255 * np.array(to_rgb(line.get_color())))
-        assert np.abs(small - color).sum(axis=-1).min() < 18  # of 765
+    assert "| 43 · fsdp | 2026 | *not yet* |  |  | 2 |" in table
+    assert sum(f"| {problem.title} |" in line for problem in PROBLEMS for line in table) == len(PROBLEMS) - 1
+    assert len({line.count("|") for line in table}) == 1
+    unfinished = overview.map_table({NAME: entry_of(code("a = 1", count=None))})
+    assert "off? *(not executed yet)* |" in unfinished
 
 
-def test_a_headline_without_its_picture_and_a_notebook_without_headline(page_of, figures, displayed):
-    overview.show_headline(page_of(code(FIRST), answered("**(1)** Yes.")), "nowhere")
+def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, figures, displayed):
+    entry = entry_of(code(FIRST), answered("**(1)** Yes."))
+    overview.show_headline(entry, "m")
     assert [shown.data for shown in displayed][1:] == ["Yes."]
     displayed.clear()
-    overview.show_headline(page_of(code(FIRST)), "nowhere")
+    (figures / "m" / NAME[3:]).mkdir(parents=True)
+    Image.new("RGB", (1472, 736), "white").save(figures / "m" / NAME[3:] / "first.png")
+    overview.show_headline(entry, "m")
+    question, picture, headline = displayed
+    assert "13 · mixed" in question.data
+    assert Image.open(io.BytesIO(picture["image/png"])).width < 1000
+    assert headline.data == "Yes."
+    displayed.clear()
+    overview.show_headline(entry_of(code(FIRST)), "m")
     assert displayed == []
 
 
-def test_a_row_is_read_column_by_column():
-    row = pd.Series(
-        {"pass": "forward", "context_length": 128.0, "p50_ms": 1.5, "case": None, "machine": "h200"}
-    )
-    table = overview.row_read(row)
-    assert table.frame["in this row"].tolist() == ["forward", "128", "1.5", "h200"]
-    assert table.frame["unit"].tolist() == ["", "", "ms", ""]
-    assert table.frame.index.tolist()[-1] == ("provenance", "machine")
+def test_a_small_picture_keeps_the_colours_of_thin_lines(tmp_path):
+    names = list(ATTENTION)[:6]
+    points = [{"x": x, "y": x * n, "implementation": name} for n, name in enumerate(names, 1) for x in (1, 2)]
+    (tmp_path / "six.png").write_bytes(lines(pd.DataFrame(points), "x", "y", "implementation").png())
+    small = Image.open(io.BytesIO(overview._small(tmp_path / "six.png"))).convert("RGB")
+    for color in (ATTENTION[name].color for name in names):
+        wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
+        assert np.abs(np.asarray(small).astype(int) - wanted).sum(axis=-1).min() < 18  # of 765
 
 
-def test_the_vocabulary_is_whole_and_folded():
-    table = overview.vocabulary()
-    assert table.frame.index.get_level_values("column").tolist() == list(COLUMNS)
-    assert table._repr_html_().startswith(f"<details><summary>All {len(COLUMNS)} columns</summary>")
-
-
-def test_the_card_as_a_table():
+def test_rows_cards_and_tables_are_shown(displayed):
     card = load_card("h200")
-    texts = overview.card_table(card).frame["h200"]
-    assert "NVIDIA H200" in texts["GPU"]
-    assert texts["matrix products, bfloat16"] == f"{card.matmul_tflops['bfloat16']:.0f} TFLOP/s, measured"
+    overview.show_card(card)
+    overview.show_tables()
+    row = overview.load_rows("benchmarking_script", "h200", "model_times").iloc[0]
+    overview.show_row(row, "model_times")
+    of_card, of_tables, of_row = (str(shown._repr_html_()) for shown in displayed)
+    assert "NVIDIA H200" in of_card
+    assert "attention_times" in of_tables
+    assert f"{row['p50_ms']:g}" in of_row
+    assert "provenance" in of_row
 
 
-README = "# Title\n\n<!-- map, here -->\nold\n<!-- end of map -->\n\nMore.\n"
-
-
-def test_the_map_of_a_readme_is_replaced_and_nothing_else(page_of, folder):
-    page = page_of()
-    (folder.parent / "README.md").write_text(README)
-    overview.renew_map(folder)
-    renewed = (folder.parent / "README.md").read_text()
-    assert "notebooks/13_mixed_precision_accumulation.ipynb" in renewed
+def test_the_map_of_a_readme_is_replaced_and_nothing_else(entry_of, tmp_path):
+    entry_of()
+    readme = tmp_path / "README.md"
+    readme.write_text("# Title\n\n<!-- map, here -->\nold\n<!-- end of map -->\n\nMore.\n")
+    overview.renew_map(tmp_path / "notebooks")
+    renewed = readme.read_text()
+    assert f"notebooks/{NAME}.ipynb" in renewed
     assert "old" not in renewed
     assert renewed.startswith("# Title\n\n<!-- map, here -->\n")
     assert renewed.endswith("<!-- end of map -->\n\nMore.\n")
-    assert overview.with_map(renewed, {page.problem.name: page}) == renewed
+    overview.renew_map(tmp_path / "notebooks")
+    assert readme.read_text() == renewed
 
 
 def test_the_readme_is_current():
     readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     assert "<!-- end of map -->" in readme
-    assert overview.with_map(readme, overview.read_pages()) == readme, (
-        "make notebooks renews the README's map"
-    )
+    assert overview.with_map(readme, overview.read_map()) == readme, "make notebooks renews the README's map"
 
 
-@pytest.mark.parametrize("page", overview.read_pages().values(), ids=lambda page: page.problem.name)
-def test_a_notebook_tells_its_editions_and_question(page):
-    assert page.editions == page.problem.editions
-    assert "?" in page.question
+@pytest.mark.parametrize("entry", overview.read_map().values(), ids=lambda entry: entry.problem.name)
+def test_a_notebook_tells_its_editions_question_and_time(entry):
+    assert entry.editions == entry.problem.editions
+    assert "?" in entry.question
+    assert len(entry.minutes) == 2
+    assert set(entry.read_before) <= {0, *(problem.number for problem in PROBLEMS)} - {entry.problem.number}
+    assert entry.figure
+    assert entry.headline

@@ -6,6 +6,7 @@ one that another cell with the tag draws for the reference machine, or else the 
 
 import io
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from PIL import Image
 from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find, write_atomically
 from cs336_systems.measure.machine import MachineCard
 from cs336_systems.measure.rows import load_rows
-from cs336_systems.measure.schema import COLUMNS, PROVENANCE, TABLES
+from cs336_systems.measure.schema import COLUMNS, MODEL, PROVENANCE, TABLES, TIMES
 from cs336_systems.report import MISSING, show, significant, value_label
 from cs336_systems.workbook.problems import PROBLEMS, Problem
 
@@ -73,7 +74,7 @@ def _read_entry(problem: Problem, path: Path) -> Entry:
         tuple(map(int, re.findall(r"\b20\d\d\b", about["*Handout problem"]))),
         about["question"],
         tuple(map(int, re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", about["*Read before:*"])))),
-        tuple(map(int, re.findall(r"\d+", about["*Time:*"]))),
+        tuple(map(int, re.findall(r"\d+", about["*Time:*"].replace("an hour", "60 minutes")))),
         all(cell.execution_count for cell in code),
         next((text for cell in code if _tagged(cell) for text in _answers(cell)), ""),
         next((stem for cell in sorted(code, key=_untagged) for stem in _drawn(cell)), ""),
@@ -102,9 +103,9 @@ def _untagged(cell: NotebookNode) -> bool:
 
 
 def _answers(cell: NotebookNode) -> list[str]:
-    """The Markdown among a cell's outputs, without the name of the deliverable that an answer begins with."""
+    """The Markdown among a cell's outputs, without an answer's name in front and its list of claims below."""
     shown = [output.data.get("text/markdown") for output in cell.outputs if "data" in output]
-    return [re.sub(r"^\*\*\(.*?\)\*\* ", "", text) for text in shown if text]
+    return [re.sub(r"^\*\*\(.*?\)\*\* |\s*<details>.*", "", text, flags=re.DOTALL) for text in shown if text]
 
 
 def _drawn(cell: NotebookNode) -> list[str]:
@@ -224,11 +225,17 @@ def show_row(row: pd.Series, table: str) -> None:
 
 def show_tables() -> None:
     """Display every table that rows are kept in, with its keys and values."""
-    frame = pd.DataFrame(
-        [(name, ", ".join(each.keys), ", ".join(each.values)) for name, each in TABLES.items()],
-        columns=["table", "keys: what was measured", "values: what came out"],
-    )
-    show(frame)
+    groups = {"*model*": MODEL, "*times*": TIMES}
+
+    def listed(columns: Sequence[str]) -> str:
+        text = ", ".join(columns)
+        for name, group in groups.items():
+            text = text.replace(", ".join(group), name)
+        return text
+
+    lines = [(name, listed(each.keys), listed(each.values)) for name, each in TABLES.items()]
+    frame = pd.DataFrame(lines, columns=["table", "keys: what was measured", "values: what came out"])
+    show(frame, "; ".join(f"{name}: {', '.join(group)}" for name, group in groups.items()))
 
 
 def renew_map(folder: Path) -> None:
