@@ -39,7 +39,7 @@ def test_peaks_add_up_to_the_peak(tables):
     assert totals.max() == pytest.approx(peaks.peak_memory_mib.iloc[0])
     drawn = timeline_of_rows(pd.DataFrame(tables["memory_timeline"]))[list(CATEGORIES)]
     assert drawn.sum(axis=1).max() == totals.max()
-    at_rest = peaks[(peaks.stage == "optimizer") & (peaks.category == "optimizer state")].size_mib.item()
+    at_rest = peaks[(peaks.stage == "backward") & (peaks.category == "optimizer state")].size_mib.item()
     assert at_rest == accounting.optimizer_bytes(CONFIG) / MIB, "the recorded step is not the first"
 
 

@@ -9,7 +9,7 @@ from cs336_systems import accounting
 from cs336_systems.configs import model_size
 from cs336_systems.measure.allocations import MIB
 from cs336_systems.measure.profile import class_shares, stages, top_kernels, within
-from cs336_systems.report.words import SCOPES
+from cs336_systems.report.labels import SCOPES
 
 _RUN = ["profiler", "implementation", "attention", "edition", "model_size", "batch_size", "context_length"]
 _RUN += ["dtype"]
@@ -61,7 +61,7 @@ def _of_each_run(scoped: pd.DataFrame, summary: Callable[[pd.DataFrame], pd.Data
 
 
 def attention_parts(kernels: pd.DataFrame) -> pd.DataFrame:
-    """Time, operations and bytes of words.ATTENTION_PARTS in each inference run, over all layers.
+    """Time, operations and bytes of labels.ATTENTION_PARTS in each inference run, over all layers.
 
     Returns:
         The run; part; total_ms, measured; flops and bytes, of `accounting`, for float32.
