@@ -9,13 +9,21 @@ from cs336_systems import names
 from cs336_systems.attention.digest import kernel_digest
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.inputs import DTYPES, MAX_HEAD_SIZE, check_tensors
+from cs336_systems.attention.plain import plain_attention
 from cs336_systems.nvtx import annotate
 
 HAS_TRITON = find_spec("triton") is not None  # not on macOS
 if HAS_TRITON:
     from cs336_systems.attention.flash_triton import FlashAttentionTriton
 
-__all__ = ["HAS_TRITON", "FlashAttentionPyTorch", "FlashAttentionTriton", "attention", "kernel_digest"]
+__all__ = [
+    "HAS_TRITON",
+    "FlashAttentionPyTorch",
+    "FlashAttentionTriton",
+    "attention",
+    "kernel_digest",
+    "plain_attention",
+]
 
 
 def attention(
