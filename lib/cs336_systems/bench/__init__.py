@@ -26,6 +26,7 @@ _MODULES = {
     ),
     "memory_bench": ("block_rows", "memory_rows"),
     "profile_bench": ("Target", "choose_source", "profile_rows"),
+    "tile_bench": ("sweep_tiles",),
 }
 _OFFERED = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*_OFFERED]
