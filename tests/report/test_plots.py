@@ -52,15 +52,15 @@ def shares() -> pd.DataFrame:
 @pytest.fixture
 def every_kind(rows, strategies, shares):
     steps = pd.DataFrame({"step_index": range(6), "step_ms": [90.0, 12, 10, 10, 11, 10]})
-    return lambda: {
-        "lines": lines(rows, **BY_CONTEXT, title="Lines"),
-        "bars": bars(rows, **BY_CONTEXT, y="p50_ms", title="Bars"),
-        "heatmap": heatmap(rows, "implementation", "context_length", title="Heat map"),
-        "ratio": ratio(rows, **BY_CONTEXT, baseline="plain", title="Ratio"),
-        "trace": trace(steps, warmup=2, title="Trace"),
-        "tradeoff": tradeoff(strategies, title="Trade-off"),
-        "stacked": stacked_bars(shares, "context_length", share=True, facet="range", title="Shares"),
-        "empty": lines(rows.iloc[:0], **BY_CONTEXT, title="Empty"),
+    return {
+        "lines": lambda: lines(rows, **BY_CONTEXT, title="Lines"),
+        "bars": lambda: bars(rows, **BY_CONTEXT, y="p50_ms", title="Bars"),
+        "heatmap": lambda: heatmap(rows, "implementation", "context_length", title="Heat map"),
+        "ratio": lambda: ratio(rows, **BY_CONTEXT, baseline="plain", title="Ratio"),
+        "trace": lambda: trace(steps, warmup=2, title="Trace"),
+        "tradeoff": lambda: tradeoff(strategies, title="Trade-off"),
+        "stacked": lambda: stacked_bars(shares, "context_length", share=True, facet="range", title="Shares"),
+        "empty": lambda: lines(rows.iloc[:0], **BY_CONTEXT, title="Empty"),
     }
 
 
@@ -85,10 +85,9 @@ def bar_tops(chart) -> dict[tuple[float, str], float]:
 
 
 def test_pictures_are_whole_small_and_the_same_twice(every_kind):
-    second = every_kind()
-    for kind, chart in every_kind().items():
-        png = chart.png()
-        assert png == second[kind].png(), kind
+    for kind, draw in every_kind.items():
+        chart, png = draw(), draw().png()
+        assert png == chart.png(), kind
         pixels = np.asarray(Image.open(io.BytesIO(png)).convert("L"))
         assert pixels.shape[1] == 1472, kind
         assert len(png) < 150_000, kind
@@ -205,8 +204,8 @@ def test_tiny_numbers_are_powers_of_ten_and_others_plain():
 
 def test_out_of_memory_is_written_on_every_kind_of_plot(every_kind, rows):
     for kind in ("lines", "bars", "heatmap"):
-        assert "OOM" in texts(every_kind()[kind]), kind
-    assert "plain OOM" in texts(every_kind()["ratio"])
+        assert "OOM" in texts(every_kind[kind]()), kind
+    assert "plain OOM" in texts(every_kind["ratio"]())
     lost = rows[rows["status"] == "oom"]
     for chart in (lines(lost, **BY_CONTEXT), bars(lost, **BY_CONTEXT, y="p50_ms")):
         assert "OOM" in texts(chart)
@@ -300,7 +299,7 @@ def test_missing_columns_are_named(rows, shares, strategies):
 
 
 def test_empty_rows_say_what_to_run(rows, every_kind):
-    assert any("cs336_systems run" in text for text in texts(every_kind()["empty"]))
+    assert any("cs336_systems run" in text for text in texts(every_kind["empty"]()))
     none = rows.iloc[:0]
     for chart in (
         bars(none, "model_size", empty="ask"),

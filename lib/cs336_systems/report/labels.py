@@ -35,12 +35,14 @@ SCOPES = ("inference", "forward + backward", "training step")
 ATTENTION_PARTS = ("scores", "scale and mask", "softmax", "values")
 
 
-def _family(values: Iterable[str], colors: Iterable[str]) -> dict[str, Named]:
+VARIANTS = tuple(
+    f"{how.label}{tf32}" for tf32 in ("", ", TF32") for how in names.MODEL_IMPLEMENTATIONS.values()
+)
+
+
+def _family(values: Iterable[str], *colors: str) -> dict[str, Named]:
     return {value: Named(value, color) for value, color in zip(values, colors, strict=True)}
 
-
-_CLASS_COLORS = (BLUE, GREEN, VERMILLION, PURPLE, SKY, ORANGE, YELLOW, BROWN, BLACK, WINE, GREY)
-_COMPILED = ("eager", "compiled", "compiled per block")
 
 # The values that a column can have, in order, each with its label and colour. A column of several families is
 # drawn with the one that knows most of its values.
@@ -51,23 +53,18 @@ FAMILIES: dict[str, tuple[Mapping[str, Named], ...]] = {
     "collective": (names.COLLECTIVES,),
     "dtype": (names.DTYPES,),
     "pass": (names.PASSES,),
-    "class": (_family(CLASSES, _CLASS_COLORS),),
-    "category": (_family(CATEGORIES, (BLUE, ORANGE, SKY, GREEN, VERMILLION, GREY)),),
-    "scope": (_family(SCOPES, (BLUE, VERMILLION, GREEN)),),
-    "part": (_family(ATTENTION_PARTS, (BLUE, VERMILLION, GREEN, ORANGE)),),
+    "class": (
+        _family(CLASSES, BLUE, GREEN, VERMILLION, PURPLE, SKY, ORANGE, YELLOW, BROWN, BLACK, WINE, GREY),
+    ),
+    "category": (_family(CATEGORIES, BLUE, ORANGE, SKY, GREEN, VERMILLION, GREY),),
+    "scope": (_family(SCOPES, BLUE, VERMILLION, GREEN),),
+    "part": (_family(ATTENTION_PARTS, BLUE, VERMILLION, GREEN, ORANGE),),
     # One code, compiled or not, with TF32 or without; who wrote an entry of a leaderboard; a pass, and the
     # least that it can take.
-    "variant": (
-        _family(
-            [f"{how}{dtype}" for dtype in ("", ", TF32") for how in _COMPILED],
-            (BLUE, VERMILLION, ORANGE, SKY, PURPLE, GREEN),
-        ),
-    ),
-    "whose": (_family(("ours", "PyTorch's own", "others, published"), (GREEN, BLACK, GREY)),),
+    "variant": (_family(VARIANTS, BLUE, VERMILLION, ORANGE, SKY, PURPLE, GREEN),),
+    "whose": (_family(("ours", "PyTorch's own", "others, published"), GREEN, BLACK, GREY),),
     "kernel": (
-        _family(
-            ("forward", "forward, floor", "backward", "backward, floor"), (BLUE, SKY, VERMILLION, ORANGE)
-        ),
+        _family(("forward", "forward, floor", "backward", "backward, floor"), BLUE, SKY, VERMILLION, ORANGE),
     ),
 }
 _LABELS = {

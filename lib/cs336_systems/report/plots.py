@@ -478,7 +478,7 @@ def heatmap(
         for text in axes.texts:
             text.set_path_effects([])
         _draw_unmeasured(axes, rows, grid)
-        axes.set(ylim=(len(down), 0), xlabel="", ylabel="")
+        axes.set(xlabel="", ylabel="")
         axes.set_xticks(np.arange(len(across)) + 0.5, [value_label(v, columns) for v in across], rotation=0)
         axes.set_yticks(np.arange(len(down)) + 0.5, [value_label(v, index) for v in down], rotation=0)
         axes.tick_params(length=0)

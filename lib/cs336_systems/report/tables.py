@@ -1,7 +1,7 @@
 """Rows laid out as tables: few digits, units in the headers, "OOM" written out; pandas writes the HTML."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 import pandas as pd
@@ -113,27 +113,21 @@ class Table:
         return f"<p>{escape(self.caption)}</p>\n{table}" if self.caption else table
 
     def _html(self) -> str:
-        """Columns of numbers are right-aligned, as pages do by themselves, columns of words left."""
-        frame = self.frame.map(lambda text: escape(str(text)))
-        for place in range(frame.shape[1]):
-            if not any(map(_is_number, self.frame.iloc[:, place])):
-                frame.isetitem(place, frame.iloc[:, place].map(_left))
-        heads = frame.columns.get_level_values(-1)
-        heads = [
-            _left(escape(str(h))) if "<div" in str(frame.iat[0, i]) else escape(str(h))
-            for i, h in enumerate(heads)
-        ]
-        upper = [
-            frame.columns.get_level_values(level).map(escape) for level in range(frame.columns.nlevels - 1)
-        ]
-        frame.columns = _index([*upper, heads])
+        """Words and heads of lines are left-aligned; numbers stay right, as pages have them."""
+        write = [_right if any(map(_is_number, column)) else _left for _, column in self.frame.items()]
+        columns = [_last(key, each) for key, each in zip(self.frame.columns, write, strict=True)]
+        frame = self.frame.set_axis(pd.Index(columns), axis=1)
         if self._has_index:
-            names = [_left(escape(str(name))) for name in frame.index.names]
-            keys = [frame.index.get_level_values(level) for level in range(frame.index.nlevels)]
-            frame.index = _index([key.map(lambda text: _left(escape(str(text)))) for key in keys]).set_names(
-                names
-            )
-        return frame.to_html(escape=False, index=self._has_index, border=0)
+            keys = [
+                self.frame.index.get_level_values(level).map(_left) for level in range(frame.index.nlevels)
+            ]
+            frame.index = _index(keys).set_names([_left(name) for name in frame.index.names])
+        return frame.to_html(escape=False, index=self._has_index, border=0, formatters=write)
+
+
+def _last(key: object, write: Callable[[object], str]) -> object:
+    """A column's head, its lowest line written as its cells are."""
+    return (*map(_right, key[:-1]), write(key[-1])) if isinstance(key, tuple) else write(key)
 
 
 def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> None:
@@ -171,5 +165,9 @@ def _is_number(text: object) -> bool:
     return True
 
 
-def _left(text: str) -> str:
-    return f'<div style="text-align: left">{text}</div>'
+def _left(text: object) -> str:
+    return f'<div style="text-align: left">{_right(text)}</div>'
+
+
+def _right(text: object) -> str:
+    return escape(str(text))
