@@ -35,6 +35,7 @@ def pivot(
     if frame.empty:
         return frame
     require_one_row_each(frame, *index, columns)
+    frame = frame.reset_index(drop=True)  # frames put together repeat their labels
     keys = [_labelled(frame[name], name) for name in (*index, columns)]
     cells = {}
     for value in values:
