@@ -18,7 +18,7 @@ SMALLEST_SHARED_MEMORY = 101_376
 
 def spills_and_may(row) -> bool:
     """Ten words with Triton 3.6, and none with 3.7."""
-    place = row.kernel, row.dtype, row.d_head, row.capability, row.block_n
+    place = tuple(row[["kernel", "dtype", "d_head", "capability", "block_n"]])
     return place == ("dkdv", "float32", 64, 90, 32) and row.spilled_bytes <= 40 * (version("triton") < "3.7")
 
 

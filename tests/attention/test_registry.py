@@ -13,13 +13,14 @@ from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import check_attention
 from cs336_systems.report.labels import family_of
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_MODEL = [name for name, entry in names.ATTENTION.items() if entry.in_model]
 SHAPES = [(40, 16), (3, 40, 16), (2, 3, 40, 16), (2, 1, 3, 40, 16)]
 
 
 def random_inputs(*shape, n_keys=None):
     keys = (*shape[:-2], n_keys or shape[-2], shape[-1])
-    return [torch.randn(x) for x in (shape, keys, keys)]
+    return [torch.randn(x, device=DEVICE) for x in (shape, keys, keys)]
 
 
 @pytest.mark.parametrize("implementation", ["auto", *IN_MODEL])

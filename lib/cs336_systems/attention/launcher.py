@@ -85,8 +85,8 @@ class DescriptorMaker:
         self.fields = vars(checked)
 
     def __call__(self, x: Tensor) -> Any:
-        # The constructor, which checks everything again, takes 5 us: with six tensors longer than the launch
-        # itself. This takes 0.5 us.
+        # The constructor, which checks everything again, takes 2.4 us where this takes 0.5: with six
+        # descriptors, 11 us of the 70 that the host needs for a backward.
         descriptor = self.kind.__new__(self.kind)
         descriptor.__dict__.update(self.fields, base=x)
         return descriptor
