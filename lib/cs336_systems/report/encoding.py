@@ -20,13 +20,13 @@ class Encoding:
     """The colours and looks of a plot's rows, decided once for all of its panels.
 
     Attributes:
-        colors: of each value of the hue, in order; of None where there is no hue.
+        colors: of each value of the hue, in order; of "" where there is no hue.
         looks: of each machine, in order; of "" where the rows do not say.
     """
 
     def __init__(self, frame: pd.DataFrame, hue: str | None) -> None:
         self.hue = hue
-        self.colors: dict[Hashable, str] = palette(frame[hue], hue) if hue else {None: BLUE}
+        self.colors: dict[Hashable, str] = palette(frame[hue], hue) if hue else {"": BLUE}
         self.looks: dict[str, MachineStyle] = machine_styles(
             ordered(frame["where"]) if "where" in frame else [""]
         )
@@ -37,7 +37,7 @@ class Encoding:
 
     def marked(self, frame: pd.DataFrame) -> pd.DataFrame:
         """The rows with the value of their hue, their machine, their colour: `_hue`, `_where`, `_color`."""
-        values = frame[self.hue] if self.hue else [None] * len(frame)
+        values = frame[self.hue] if self.hue else [""] * len(frame)
         places = frame["where"] if "where" in frame else [""] * len(frame)
         colors = [self.color(*each) for each in zip(values, places, strict=True)]
         return frame.assign(_hue=values, _where=places, _color=colors)
@@ -73,7 +73,7 @@ def draw_band(axes: Axes, rows: pd.DataFrame, band: tuple[str, str]) -> bool:
     """Shade from the lower to the upper edge along each line; whether any of it can be seen."""
     low, high = band
     rows = rows.dropna(subset=["_x", low, high]).sort_values("_x")
-    for _, line in rows.groupby(["_hue", "_where"], dropna=False):
+    for _, line in rows.groupby(["_hue", "_where"]):
         color = line["_color"].iloc[0]
         axes.fill_between(line["_x"], line[low], line[high], color=color, alpha=_BAND_ALPHA, linewidth=0)
     return bool((rows[high] > (1 + _VISIBLE) * rows[low]).any())

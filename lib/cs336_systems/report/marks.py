@@ -87,7 +87,7 @@ def label_lines(axes: Axes, rows: pd.DataFrame, y: str, encoding: Encoding) -> b
     if encoding.hue in (None, "where") or len(encoding.colors) > _MOST_LABELS:
         return False
     named = rows[rows["_where"] == next(iter(encoding.looks))].dropna(subset=["_x", y])
-    ends = named.sort_values("_x").groupby("_hue", dropna=False).tail(1)
+    ends = named.sort_values("_x").groupby("_hue").tail(1)
     if len(ends) < len(encoding.colors) or (ends["_x"] < rows["_x"].max()).any():
         return False
     axes.figure.draw_without_rendering()

@@ -183,37 +183,24 @@ class _Lines:
             self._draw(axes, rows)
             axes.dataLim.update_from_data_x(
                 frame["_x"].dropna(), ignore=False
-            )  # also where nothing was measured
+            )  # failures have their place too
             x_ticks(axes, x, frame[x], log=logx)
             log_y(axes, frame[y].dropna()) if logy else plain_numbers(axes.yaxis)
         if not logy or level:
             self._show_level(frame[y].dropna(), level, logy)
 
     def _draw(self, axes: Axes, rows: pd.DataFrame) -> None:
+        """Of machines and of values of the hue the first is drawn last, on top."""
         rows = rows.dropna(subset=["_x", self.y])
+        many = rows.groupby(["_hue", "_where"]).size().gt(_MANY_POINTS).any()
         for where, look in reversed(self.encoding.looks.items()):
+            colors = {value: self.encoding.color(value, where) for value in reversed(self.encoding.colors)}
             there = rows[rows["_where"] == where]
-            marker = (
-                {"marker": ""} if there.groupby("_hue", dropna=False).size().gt(_MANY_POINTS).any() else {}
-            )
-            if self.encoding.hue is None:
-                coloured = {"color": self.encoding.color(None, where)}
-            else:  # the first value is drawn last, on top
-                colors = {
-                    value: self.encoding.color(value, where) for value in reversed(self.encoding.colors)
-                }
-                coloured = {"hue": "_hue", "hue_order": list(colors), "palette": colors}
             if len(there):
                 sns.lineplot(
-                    there,
-                    x="_x",
-                    y=self.y,
-                    estimator=None,
-                    legend=False,
-                    ax=axes,
-                    **coloured,
-                    **look.line() | marker,
-                )
+                    there, x="_x", y=self.y, hue="_hue", hue_order=list(colors), palette=colors,
+                    estimator=None, legend=False, ax=axes, **look.line() | ({"marker": ""} if many else {}),
+                )  # fmt: skip
 
     def _show_level(self, values: Sequence[float], level: float, logy: bool) -> None:
         """Make the y axis, shared by the panels, reach the level that gives it its meaning, with some air."""
@@ -261,12 +248,12 @@ def states(
     require_columns(frame, x, *quantities, hue)
     chart, panels = sheet(quantities.values(), "quantity", height=3.2, sharey=False)
     encoding = Encoding(frame, hue)
-    coloured = {"hue": hue, "palette": encoding.colors} if hue else {"color": BLUE}
+    frame = encoding.marked(frame)
     for axes, column in zip(panels, quantities, strict=True):
         rows = frame[frame[column] > 0] if column in logarithmic else frame
         sns.lineplot(
-            rows, x=x, y=column, estimator=None, legend=False, ax=axes, drawstyle="steps-post", marker="o",
-            linewidth=1.4, markeredgecolor="auto", **coloured,
+            rows, x=x, y=column, hue="_hue", palette=encoding.colors, estimator=None, legend=False, ax=axes,
+            drawstyle="steps-post", marker="o", linewidth=1.4, markeredgecolor="auto",
         )  # fmt: skip
         x_ticks(axes, x, frame[x], log=False)
         log_y(axes, frame[column]) if column in logarithmic else plain_numbers(axes.yaxis)
@@ -475,8 +462,6 @@ def heatmap(
             grid, annot=texts, fmt="", norm=norm, vmin=0, vmax=1, cmap=PALE if middle is None else DIVERGING,
             linewidths=1.5, linecolor=PAPER, cbar=False, annot_kws={"size": 10}, ax=axes,
         )  # fmt: skip
-        for text in axes.texts:
-            text.set_path_effects([])
         _draw_unmeasured(axes, rows, grid)
         axes.set(xlabel="", ylabel="")
         axes.set_xticks(np.arange(len(across)) + 0.5, [value_label(v, columns) for v in across], rotation=0)
