@@ -13,7 +13,7 @@ from cs336_systems.report.labels import machine_label, named_value, ordered
 from cs336_systems.report.style import MUTED, MachineStyle, machine_styles, palette
 
 _BAND_ALPHA = 0.16
-_VISIBLE = 0.05  # of a value: a narrower band is hidden by its line
+_VISIBLE = 0.1  # of a value: a narrower band is hidden by its line
 
 
 class Encoding:
