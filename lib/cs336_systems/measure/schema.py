@@ -257,7 +257,9 @@ _OVERLAP = ("profiled_communication_ms", "profiled_exposed_ms", "profiled_tail_m
 
 TABLES: dict[str, Table] = {
     "model_times": Table((*MODEL, "pass", "warmup_steps"), (*TIMES, "peak_memory_mib", "compile_s")),
-    "cold_steps": Table((*MODEL, "pass", "synchronized", "step_index"), ("step_ms",)),
+    "cold_steps": Table(
+        (*MODEL, "pass", "synchronized", "step_index"), ("step_ms",), (*MODEL, "pass", "synchronized")
+    ),
     "attention_times": Table(
         ("implementation", *_ATTENTION, "pass", "warmup_steps"),
         (*TIMES, "peak_memory_mib", "memory_before_backward_mib", "saved_for_backward_mib", "compile_s"),
