@@ -79,6 +79,7 @@ def test_the_leader_and_all_its_calls():
     assert table.kernel.to_dict() == dict.fromkeys(table.index, "gemm")
     assert table.calls.to_dict() == {"inference": 12, "forward + backward": 24, "training step": 24}
     assert table.share["training step"] == pytest.approx(12 / 25)
+    assert table.share["inference"] == pytest.approx(6 / 8), "of all the time, the rest included"
     most_in_rest = INFERENCE.replace({"total_ms": {0.5: 50.0}})
     assert leaders(by_scope(most_in_rest)).kernel.tolist() == ["mul"], (
         "the rest is many kernels, and no leader"
