@@ -121,13 +121,6 @@ def test_cpu_operators_by_range(cpu):
     assert set(table.kind) == {"operator"}
 
 
-def test_cpu_time_is_counted_once(cpu):
-    """Operators call operators; own times never add up to more than the range was open."""
-    profile, _ = cpu
-    host = range_table(profile).set_index("range").host_ms["measure"]
-    assert 0 < kernel_table(profile).total_ms.sum() <= host
-
-
 def test_own_time_excludes_what_is_called(save):
     trace = {
         "host_name": "laptop",
@@ -143,11 +136,6 @@ def test_own_time_excludes_what_is_called(save):
     assert profile.machine == "laptop"
     times = kernel_table(profile).set_index("kernel").total_ms
     assert times.to_dict() == pytest.approx({"aten::sum": 0.023, "aten::mm": 0.010, "aten::fill_": 0.005})
-
-
-def test_the_saved_trace_reads_back(cpu):
-    profile, path = cpu
-    assert kernel_table(read_trace(path)).equals(kernel_table(profile))
 
 
 def test_one_step_kept_of_several(save, tmp_path):
@@ -209,8 +197,3 @@ def test_no_warning_of_torchs(cpu, tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="mine") as seen:
         record(lambda: run("mine"), tmp_path / "t.json", device="cpu")
     assert len(seen) == 1
-
-
-def test_no_ranges(tmp_path):
-    with pytest.raises(ProfileError, match="no ranges"):
-        record(lambda: torch.ones(3) + 1, tmp_path / "t.json", device="cpu")

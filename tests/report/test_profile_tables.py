@@ -129,7 +129,7 @@ def test_the_main_profiler_is_the_one_with_most_runs():
     assert set(of_main_profiler(rows).profiler) == {"torch cuda"}, "runs count, not rows"
 
 
-def test_two_profilers_two_profilers():
+def test_two_profilers_of_one_run():
     by_nsys = INFERENCE.assign(profiler="nsys", total_ms=INFERENCE.total_ms * 1.01)
     table = two_profilers(pd.concat([INFERENCE, STEP, by_nsys]))
     assert set(table["pass"]) == {"forward"}, "only what both saw"
