@@ -5,6 +5,7 @@ with plain attention); the tests hold them against torch's FLOP counter, against
 autograd really saves, and against the storages alive during a step.
 """
 
+from cs336_systems.accounting import checkpoint_costs
 from cs336_systems.accounting.arguments import DTYPE_BYTES
 from cs336_systems.accounting.attention_costs import (
     attention_flops,
@@ -70,6 +71,7 @@ __all__ = [
     "block_activation_breakdown",
     "bus_bandwidth_gbps",
     "bus_factor",
+    "checkpoint_costs",
     "equal_buckets_exposed_seconds",
     "exposed_seconds",
     "fit_alpha_beta",

@@ -10,7 +10,7 @@ from torch import Tensor
 from cs336_systems import names
 from cs336_systems.attention.baselines import sdpa_backend
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention
-from cs336_systems.measure.requirements import why_no_compile, why_no_triton
+from cs336_systems.measure.requirements import why_no_attention
 from cs336_systems.measure.subprocesses import in_processes
 from cs336_systems.measure.timing import Timing, matmul_precision, one_line
 
@@ -33,17 +33,9 @@ def why_not(
 
     A verdict of check_attention is remembered for each function, dtype, head size and device.
     """
-    known = names.ATTENTION.get(name)
-    needs = known.needs if known else frozenset()
-    reason = ""
-    if names.SIXTEEN_BITS in needs and names.DTYPES[dtype].bytes != 2:
-        reason = f"{name} takes 16-bit tensors only"
-    if names.TRITON in needs:
-        reason = reason or why_no_triton(device)
-    if names.COMPILER in needs:
+    if name in names.ATTENTION and names.COMPILER in names.ATTENTION[name].needs:
         torch._dynamo.reset()  # it stops compiling after eight sizes
-        reason = reason or why_no_compile(device)
-    if reason:
+    if reason := why_no_attention(name, dtype, device):
         return Timing(status="skipped", reason=reason)
     wrong = why_wrong(name, function, dtype, d_head, device)
     return Timing(status="error", reason=wrong) if wrong else None
