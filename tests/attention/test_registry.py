@@ -7,7 +7,7 @@ import torch
 
 from cs336_systems import attention as attention_room
 from cs336_systems import names
-from cs336_systems.attention import attention
+from cs336_systems.attention import attention, digest
 from cs336_systems.attention.baselines import sdpa_backend
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import check_attention
@@ -84,8 +84,6 @@ def test_a_backend_is_switched_on_inside_and_off_after():
 
 
 def test_the_digest_follows_the_code_alone(tmp_path, monkeypatch):
-    from cs336_systems.attention import digest
-
     source = tmp_path / "kernel.py"
     monkeypatch.setattr(digest, "SOURCES", ("kernel",))
     monkeypatch.setattr(digest, "__file__", str(tmp_path / "digest.py"))
@@ -94,5 +92,13 @@ def test_the_digest_follows_the_code_alone(tmp_path, monkeypatch):
         "def f(x):  # other words\n    return x\n",
         "def f(x):\n    return -x\n",
     ]
-    digests = [source.write_text(text) and digest.kernel_digest.__wrapped__() for text in texts]
+    digests = [source.write_text(text) and digest.source_digest() for text in texts]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_rows_of_rewritten_sources_stay_rows_of_the_same_kernels(monkeypatch):
+    today = digest.source_digest()
+    monkeypatch.setattr(digest, "SAME_CODE", {today: "before"})
+    assert digest.kernel_digest.__wrapped__() == "before"
+    monkeypatch.setattr(digest, "SAME_CODE", {"of other sources": "before"})
+    assert digest.kernel_digest.__wrapped__() == today

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from torch import Tensor
 
 from cs336_systems import names
+from cs336_systems.attention.config import select_config
 from cs336_systems.attention.digest import kernel_digest
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.inputs import DTYPES, MAX_HEAD_SIZE, check_tensors
@@ -23,6 +24,7 @@ __all__ = [
     "attention",
     "kernel_digest",
     "plain_attention",
+    "select_config",
 ]
 
 

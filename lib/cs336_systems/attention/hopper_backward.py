@@ -96,7 +96,7 @@ def atomic_add_dq(dq_accum, dq):
 
 
 @gluon.jit
-def _add_tile(
+def add_tile(
     state, kv, loads, dss, zeros, index, tiles, tile, scale_log2,
     LAST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, constants: gl.constexpr,
 ):  # fmt: skip
@@ -281,16 +281,16 @@ def hopper_backward_kernel(
     index = (keys, queries, n_keys)
     if CAUSAL or not EVEN_KEYS:
         for tile in range(0, last_masked):
-            dk, dv, pt, dpt, dq_accum, stage, phase = _add_tile(
+            dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
                 (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tile,
                 scale_log2, False, True, CAUSAL, constants,
             )  # fmt: skip
     for tile in range(last_masked, tiles - 1):
-        dk, dv, pt, dpt, dq_accum, stage, phase = _add_tile(
+        dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
             (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tile,
             scale_log2, False, False, CAUSAL, constants,
         )  # fmt: skip
-    dk, dv, pt, dpt, dq_accum, stage, phase = _add_tile(
+    dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
         (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tiles - 1,
         scale_log2, True, False, CAUSAL, constants,
     )  # fmt: skip

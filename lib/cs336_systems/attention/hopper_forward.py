@@ -55,7 +55,7 @@ def _softmax(s, m, total, queries, keys, n_keys, scale_log2, MASKED: gl.constexp
 
 
 @gluon.jit
-def _attend(
+def attend(
     state, q, loads, zeros, index, tiles, tile, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
     constants: gl.constexpr,
 ):  # fmt: skip
@@ -150,12 +150,12 @@ def hopper_forward_kernel(
         p, m, total, _ = _softmax(s, m, total, queries, keys, n_keys, scale_log2, True, CAUSAL)
     index = (queries, keys, n_keys)
     for tile in range(1, unmasked):
-        o, p, m, total = _attend(
+        o, p, m, total = attend(
             (o, p, m, total), q, loads, zeros, index, tiles, tile, scale_log2, False, CAUSAL, constants
         )
     if CAUSAL or not EVEN_KEYS:
         for tile in range(gl.maximum(unmasked, 1), tiles):
-            o, p, m, total = _attend(
+            o, p, m, total = attend(
                 (o, p, m, total), q, loads, zeros, index, tiles, tile, scale_log2, True, CAUSAL, constants
             )
     p = gl.convert_layout(p.to(dtype), operand)

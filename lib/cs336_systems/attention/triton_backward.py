@@ -32,7 +32,7 @@ def _tile(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d):
 
 
 @triton.jit
-def _dq_tiles(
+def add_dq_tiles(
     dq, saved, sources, head, rows, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
 ):  # fmt: skip
@@ -108,11 +108,11 @@ def dq_kernel(
     saved, sources = (q, do, lse, delta), (q_src, k_src, v_src, do_src)
     rows = (first_query, n_queries, queries)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    dq = _dq_tiles(
+    dq = add_dq_tiles(
         dq, saved, sources, head_index, rows, (0, unmasked, n_keys), scale_log2, False, CAUSAL, constants
     )
     if CAUSAL or not EVEN_KEYS:
-        dq = _dq_tiles(
+        dq = add_dq_tiles(
             dq, saved, sources, head_index, rows, (unmasked, last_key, n_keys), scale_log2, True, CAUSAL,
             constants,
         )  # fmt: skip
@@ -121,7 +121,7 @@ def dq_kernel(
 
 
 @triton.jit
-def _dkdv_tiles(
+def add_dkdv_tiles(
     grads, tiles, sources, head, keys, rows, scale_log2, DIAGONAL: tl.constexpr, constants: tl.constexpr
 ):
     """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). tiles: (k, v).
@@ -190,9 +190,11 @@ def dkdv_kernel(
     if CAUSAL:  # the tiles that the diagonal crosses, then those under it
         unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
         rows = (first_key // BLOCK_M * BLOCK_M, tl.minimum(unmasked, n_queries), n_queries)
-        dk, dv = _dkdv_tiles((dk, dv), (k, v), sources, head_index, ours, rows, scale_log2, True, constants)
+        dk, dv = add_dkdv_tiles(
+            (dk, dv), (k, v), sources, head_index, ours, rows, scale_log2, True, constants
+        )
     rows = (unmasked, n_queries, n_queries)
-    dk, dv = _dkdv_tiles((dk, dv), (k, v), sources, head_index, ours, rows, scale_log2, False, constants)
+    dk, dv = add_dkdv_tiles((dk, dv), (k, v), sources, head_index, ours, rows, scale_log2, False, constants)
 
     dims = tl.arange(0, BLOCK_D)
     inside = (keys[:, None] < n_keys) & (dims[None, :] < D)

@@ -40,12 +40,12 @@ def load_tile(
     if USE_TMA:
         tile = source.load([head[0], head[1], first_row, 0]).reshape([BLOCK, BLOCK_D])
     else:
-        tile = _load(source, head, first_row, n_rows, 0, D, BLOCK, BLOCK_D)
+        tile = load_by_pointers(source, head, first_row, n_rows, 0, D, BLOCK, BLOCK_D)
     return tile
 
 
 @triton.jit
-def _load(
+def load_by_pointers(
     source, head, first_row, n_rows, first_dim, D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
 ):
     batch, head, n_heads = head
@@ -66,25 +66,17 @@ def matmul_in_chunks(
     b_src, first_b, n_b = b
     product = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
     for first_dim in tl.static_range(0, BLOCK_D, CHUNK):
-        a_part = _load(a_src, head, first_a, n_a, first_dim, D, BLOCK_A, CHUNK)
-        b_part = _load(b_src, head, first_b, n_b, first_dim, D, BLOCK_B, CHUNK)
+        a_part = load_by_pointers(a_src, head, first_a, n_a, first_dim, D, BLOCK_A, CHUNK)
+        b_part = load_by_pointers(b_src, head, first_b, n_b, first_dim, D, BLOCK_B, CHUNK)
         product = tl.dot(a_part, b_part.T, product, input_precision=PRECISION)
     return product
 
 
 @triton.jit
-def _attend(
-    state,
-    q,
-    sources,
-    head,
-    rows,
-    keys,
-    scale_log2,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
+def attend(
+    state, q, sources, head, rows, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
-):
+):  # fmt: skip
     """Online softmax over the key tiles in [first_key, last_key). state: (acc, total, m)."""
     D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
     acc, total, m = state
@@ -149,12 +141,12 @@ def forward_kernel(
     sources = (q_src, k_src, v_src)
     rows = (first_query, n_queries, queries)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    acc, total, m = _attend(
+    acc, total, m = attend(
         (acc, total, m), q, sources, head_index, rows, (0, unmasked, n_keys), scale_log2, False, CAUSAL,
         constants,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
-        acc, total, m = _attend(
+        acc, total, m = attend(
             (acc, total, m), q, sources, head_index, rows, (unmasked, last_key, n_keys), scale_log2, True,
             CAUSAL, constants,
         )  # fmt: skip

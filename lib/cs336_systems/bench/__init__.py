@@ -10,7 +10,8 @@ _MODULES = {
     "attention_bench": ("benchmark_attention", "sweep_attention"),
     "model_bench": ("cold_start_steps", "model_key", "sweep_model"),
     "collectives_bench": ("benchmark_collectives", "time_collectives"),
-    "ddp_bench": ("DDP_SLUGS", "benchmark_ddp"),
+    "ddp_bench": ("DDP_SLUGS", "DataParallelSteps", "benchmark_ddp"),
+    "overlap_bench": ("profile_lanes", "profile_overlap"),
     "drift_bench": ("training_drift",),
     "message_log": ("log_messages",),
     "checkpointing_bench": ("block_bytes", "sweep_checkpointing"),
@@ -26,7 +27,9 @@ _MODULES = {
     ),
     "memory_bench": ("block_rows", "memory_rows"),
     "profile_bench": ("Target", "choose_source", "profile_rows"),
+    "kernel_resources": ("shipped_tiles", "sweep_resources"),
     "tile_bench": ("sweep_tiles",),
+    "weighted_sum_bench": ("sweep_weighted_sum",),
 }
 _OFFERED = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*_OFFERED]
