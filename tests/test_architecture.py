@@ -86,7 +86,7 @@ def registered():
             yield pytest.param(entry.function, id=f"{kind}-{name}", marks=skip)
 
 
-@pytest.mark.parametrize("function", registered())
+@pytest.mark.parametrize("function", list(registered()))
 def test_what_the_registry_names_can_be_loaded(function):
     assert callable(names.load(function))
 

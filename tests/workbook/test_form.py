@@ -103,7 +103,7 @@ BROKEN = {
         "report.plots",
     ),
     "an import of a private name": (source("from cs336_systems.report import _x"), "_x"),
-    "a private attribute": (source("import torch\ntorch._dynamo"), "torch._dynamo"),
+    "a private attribute": (source("from cs336_systems import report\nreport._dpi"), "report._dpi"),
     "an answer's code": (set_cell(11, metadata={}), HIDE_INPUT),
     "something left to do": (set_cell(2, source="## Predict\n\nTODO"), "TODO is left"),
     "a path in a cell": (source("open('/home/ada/x')"), "/home/ada/x"),

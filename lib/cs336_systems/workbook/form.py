@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from nbformat import NotebookNode
 
+from cs336_systems.workbook.fingerprint import imported
 from cs336_systems.workbook.map import first_cell
 from cs336_systems.workbook.parameters import read_parameters
 from cs336_systems.workbook.problems import PROBLEMS, START
@@ -85,12 +86,14 @@ def _parameters(notebook: NotebookNode) -> Iterator[str]:
 
 
 def _cells(notebook: NotebookNode) -> Iterator[str]:
-    lengths = [len(cell.source.splitlines()) for cell in _code(notebook)]
-    for number, length in enumerate(lengths, start=1):
-        if length > MOST_LINES:
-            yield f"code cell {number} has {length} lines; allowed: {MOST_LINES}"
-        if not length:
+    lengths = []  # of the cells whose code is shown
+    for number, cell in enumerate(_code(notebook), start=1):
+        if not cell.source.strip():
             yield f"code cell {number} is empty"
+        if HIDE_INPUT not in cell.metadata.get("tags", []):
+            lengths.append(len(cell.source.splitlines()))
+            if lengths[-1] > MOST_LINES:
+                yield f"code cell {number} has {lengths[-1]} lines; allowed: {MOST_LINES}"
     if lengths and statistics.median(lengths) > MEDIAN_LINES:
         yield f"the median code cell has {statistics.median(lengths):g} lines; allowed: {MEDIAN_LINES}"
     for cell in notebook.cells:
@@ -102,15 +105,13 @@ def _cells(notebook: NotebookNode) -> Iterator[str]:
 
 def _imports(notebook: NotebookNode) -> Iterator[str]:
     """Few, and from the rooms of the library, by public names."""
-    found = []
-    for cell in _code(notebook):
-        for node in ast.walk(ast.parse(cell.source)):
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                found.append(node)
-            elif (
-                isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__")
-            ):
-                yield f"cell [{cell.execution_count}] uses {ast.unparse(node)}; allowed: public names"
+    cells = [(cell.execution_count, ast.parse(cell.source)) for cell in _code(notebook)]
+    nodes = [(count, node) for count, tree in cells for node in ast.walk(tree)]
+    found = [node for _, node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    ours = {alias.asname or alias.name for node in found if imported(node) for alias in node.names}
+    for count, node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and _root(node) in {"page", *ours}:
+            yield f"cell [{count}] uses {ast.unparse(node)}; allowed: public names"
     if len(found) > MOST_IMPORTS:
         yield f"{len(found)} imports; allowed: {MOST_IMPORTS}"
     for node in found:
@@ -120,6 +121,11 @@ def _imports(notebook: NotebookNode) -> Iterator[str]:
         deep = [module for module in modules if module.startswith("cs336_systems.") and module.count(".") > 1]
         if deep or any(alias.name.startswith("_") for alias in node.names):
             yield f"`{ast.unparse(node)}`; allowed: public names of a room, as in cs336_systems.report"
+
+
+def _root(node: ast.expr) -> str:
+    """What an attribute is one of, in the end: "a" of a.b.c."""
+    return _root(node.value) if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _answers(notebook: NotebookNode) -> Iterator[str]:

@@ -4,6 +4,7 @@ What a notebook found is the output of its cell tagged `headline`, an answer. Th
 one that another cell with the tag draws for the reference machine, or else the first that the notebook draws.
 """
 
+import ast
 import io
 import re
 from collections.abc import Sequence
@@ -110,8 +111,9 @@ def _answers(cell: NotebookNode) -> list[str]:
 
 def _drawn(cell: NotebookNode) -> list[str]:
     """Names of the figures that a cell draws for the reference machine."""
-    calls = re.findall(r'\bpage\.figure\(\s*\w+,\s*"([\w.-]+)"([^)]*)\)', cell.source)
-    return [stem for stem, rest in calls if "here" not in rest]
+    calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+    figures = [call for call in calls if ast.unparse(call.func) == "page.figure" and not call.keywords]
+    return [call.args[1].value for call in figures if isinstance(call.args[1], ast.Constant)]
 
 
 def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "") -> str:
@@ -149,7 +151,9 @@ def _map_line(problem: Problem, entries: dict[str, Entry], folder: str) -> list[
         return [title, edition, "*not yet*", "", ""]
     names = {each.problem.number: each.problem.name for each in entries.values()}
     before = [f"[{n}]({folder}{names[n]}.ipynb)" for n in entry.read_before if n in names]
-    question = in_short(entry.question) + ("" if entry.executed else " *(not executed yet)*")
+    question = re.sub(r"\]\((\d\d_)", rf"]({folder}\1", in_short(entry.question)) + (
+        "" if entry.executed else " *(not executed yet)*"
+    )
     minutes = ", ".join(map(str, entry.minutes))
     return [f"[{title}]({folder}{problem.name}.ipynb)", edition, question, ", ".join(before), minutes]
 
