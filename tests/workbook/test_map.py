@@ -192,5 +192,4 @@ def test_a_notebook_tells_its_editions_question_and_time(entry):
     assert "?" in entry.question
     assert len(entry.minutes) == 2
     assert set(entry.read_before) <= {0, *(problem.number for problem in PROBLEMS)} - {entry.problem.number}
-    assert entry.figure
     assert entry.headline
