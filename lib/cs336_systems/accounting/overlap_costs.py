@@ -17,8 +17,8 @@ def exposed_seconds(
 ) -> float:
     """Time from the end of backward to the arrival of the last bucket.
 
-    Backward makes gradients at a steady rate of bytes: matrix products take time in proportion to the
-    parameters. The bytes of all buckets take `backward_s`.
+    Backward makes gradients at a steady rate of bytes: matmuls take time in proportion to the parameters.
+    The bytes of all buckets take `backward_s`.
 
     Args:
         bucket_bytes: sizes of the buckets in the order in which they become ready, one or more above zero.

@@ -74,12 +74,12 @@ def scaling(rows: pd.DataFrame) -> pd.DataFrame:
     places = many.groupby([*_WORK, "world_size", "batch_size", "implementation"])["p50_ms"]
     best = many.loc[places.idxmin()]
 
-    def alone_ms(batch_size: pd.Series) -> pd.Series:
+    def one_process_ms(batch_size: pd.Series) -> pd.Series:
         found = best[_WORK].assign(batch_size=batch_size).merge(alone, how="left", on=[*_WORK, "batch_size"])
         return found["p50_ms"].set_axis(best.index)
 
-    weak = alone_ms(best["batch_size"] // best["world_size"]) / best["p50_ms"]
-    strong = alone_ms(best["batch_size"]) / (best["world_size"] * best["p50_ms"])
+    weak = one_process_ms(best["batch_size"] // best["world_size"]) / best["p50_ms"]
+    strong = one_process_ms(best["batch_size"]) / (best["world_size"] * best["p50_ms"])
     return with_wrapper(with_model(best.assign(weak_efficiency=weak, strong_efficiency=strong)))
 
 
