@@ -189,6 +189,7 @@ def measured_peak(
     ("size", "batch_size", "context_length", "vocab_size"),
     [
         ("small", 4, 16, 10_000),
+        ("small", 4, 256, 10_000),
         ("small", 400, 16, 100),
         ("xl", 4, 512, 10_000),
         ("10B", 4, 128, 10_000),

@@ -43,6 +43,11 @@ def test_a_pass_does_what_it_says(monkeypatch):
         timed.update(step=step, prepare=prepare)
         return original(step, prepare=prepare, **options)
 
+    def softmax(scores, dim):
+        timed["forwards"] = timed.get("forwards", 0) + 1
+        return torch.softmax(scores, dim)
+
+    monkeypatch.setattr(plain, "softmax", softmax)
     original = attention_bench.time_steps
     monkeypatch.setattr(attention_bench, "time_steps", watch)
     benchmark_attention(**RUN, pass_="forward")
@@ -51,7 +56,9 @@ def test_a_pass_does_what_it_says(monkeypatch):
     output = timed["prepare"]()
     leaves = leaves_of(output.grad_fn)
     assert [leaf.grad for leaf in leaves] == [None] * 3
+    before = timed["forwards"]
     timed["step"](output)
+    assert timed["forwards"] == before, "a backward without a forward"
     assert all(leaf.grad is not None for leaf in leaves)
 
 
