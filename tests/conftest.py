@@ -9,6 +9,8 @@ import torch
 from hypothesis import settings
 from nbformat import v4
 
+import cs336_systems  # noqa: F401  chooses Triton's interpreter, before a module of torch's imports triton
+
 # On a busy machine any example may be slow.
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")

@@ -113,8 +113,8 @@ def _drawn(cell: NotebookNode) -> list[str]:
     """Names of the figures that a cell draws for the reference machine."""
     calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
     figures = [call for call in calls if ast.unparse(call.func) == "page.figure"]
-    here = [any(ast.unparse(keyword) == "here=True" for keyword in call.keywords) for call in figures]
-    return [ast.literal_eval(call.args[1]) for call, mine in zip(figures, here, strict=True) if not mine]
+    figures = [call for call in figures if "here=True" not in map(ast.unparse, call.keywords)]
+    return [call.args[1].value for call in figures if isinstance(call.args[1], ast.Constant)]
 
 
 def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "") -> str:
