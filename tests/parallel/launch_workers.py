@@ -46,7 +46,7 @@ def _raise():
 
 
 def _leave_children_and_hang():
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid)
     time.sleep(300)
 
 

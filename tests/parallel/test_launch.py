@@ -16,7 +16,8 @@ import pytest
 from cs336_systems.parallel import WorkerError, backends_here, choose_backend, launch, stream
 from cs336_systems.parallel.worker import find_worker
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+_PATHS = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, _PATHS))}
 
 
 def _alive(pid: int) -> bool:
@@ -86,11 +87,12 @@ def test_a_failure_ends_all_and_names_its_cause(how, expected, nothing_left):
 @pytest.mark.parametrize(
     ("backend", "timeout_s"), [("gloo", 12), pytest.param("nccl", 25, marks=pytest.mark.gpu(2))]
 )
-def test_a_hang_ends_with_the_stack_of_every_worker(backend, timeout_s, nothing_left):
+def test_a_hang_ends_with_the_stack_of_every_worker(backend, timeout_s, nothing_left, capsys):
     with pytest.raises(WorkerError, match=f"not done within {timeout_s} s") as caught:
         launch(launch_workers.fail_on, 2, 1, "hang", backend=backend, timeout_s=timeout_s)
     assert "in _leave_children_and_hang" in str(caught.value)
     assert "in barrier" in str(caught.value)
+    assert not _alive(int(capsys.readouterr().out.split()[-1]))  # the child of a worker
 
 
 @pytest.mark.gpu(2)
@@ -114,7 +116,8 @@ def test_workers_and_their_children_die_with_a_killed_caller(tmp_path):
     assert len(pids) == 4
     assert all(map(_alive, pids))
     caller.send_signal(signal.SIGKILL)
-    caller.communicate()
+    caller.wait()
+    caller.stdout.close()
     deadline = time.monotonic() + 10
     while any(map(_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
