@@ -203,15 +203,8 @@ def test_peak_bytes_are_what_lives_at_once(size, batch_size, context_length, voc
     assert accounting.peak_bytes(*run) == pytest.approx(measured_peak(*run), rel=0.005)
 
 
-def test_peak_bytes_of_a_whole_model():
-    config = model_size("medium")
-    peak = measured_peak(config, 4, 512, "forward_backward", "float32")
-    assert accounting.peak_bytes(config, 4, 512, "forward_backward") == pytest.approx(peak, rel=0.001)
-
-
 PLANS = {
     "every 1": lambda blocks: checkpointing.every_k(blocks, 1),
-    "every 2": lambda blocks: checkpointing.every_k(blocks, 2),
     "recursive": checkpointing.recursive,
     "from start": checkpointing.from_start,
     "uneven": lambda blocks: (blocks[0], tuple(blocks[1:3]), (tuple(blocks[3:5]), blocks[5])),
@@ -220,37 +213,12 @@ PLANS = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize(("size", "context_length"), [("small", 256), ("small", 16), ("xl", 2048)])
+@pytest.mark.parametrize(("size", "context_length"), [("small", 256), ("xl", 2048)])
 def test_peak_bytes_with_checkpoints_are_what_lives_at_once(size, context_length, plan, dtype):
     config = dataclasses.replace(model_size(size, 2026), num_layers=6)
     run = (config, 4, context_length, "forward_backward", dtype)
     expected = accounting.peak_bytes(*run, plan=plan(range(6)))
     assert expected == pytest.approx(measured_peak(*run, plan=plan), rel=0.002)
-
-
-def test_half_a_block_at_a_time_needs_no_less_than_a_block():
-    """The peak is in the softmax of attention; there a whole block has let go of its feed-forward half."""
-    config = dataclasses.replace(model_size("xl", 2026), num_layers=3)
-    run = (config, 4, 2048, "forward_backward", "bfloat16")
-    halves, whole = (measured_peak(*run, plan=plan) for plan in (checkpointing.half_blocks, PLANS["every 1"]))
-    assert halves == pytest.approx(whole, rel=1e-3)
-
-
-def test_the_peak_is_where_the_shape_says():
-    def moment(config, context_length, pass_):
-        moments = accounting.peak_moments(config, 4, context_length, pass_)
-        return max(moments, key=moments.get)
-
-    ten_billion = model_size("10B", 2026)
-    assert moment(ten_billion, 16, "train_step") == "optimizer"
-    assert moment(ten_billion, 16, "forward_backward") == "embedding"
-    assert moment(ten_billion, 2048, "train_step") == "softmax, last block"
-    small = model_size("small")
-    assert moment(small, 256, "forward_backward") == "loss"
-    assert moment(small, 64, "forward") == "output head"
-    few_words = dataclasses.replace(small, vocab_size=100)
-    assert moment(few_words, 64, "forward") == "feed-forward"
-    assert moment(few_words, 64, "forward_backward") == "feed-forward, first block"
 
 
 @pytest.mark.parametrize("pass_", names.PASSES)
@@ -306,22 +274,31 @@ def test_attention_peak_bytes_are_what_lives_at_once(context_length, d_head, pas
     assert expected == pytest.approx(memory.peak, rel=0.005)
 
 
+# Fused attention
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_fused_attention_counts_the_scores_not_masked_and_each_tensor_once(is_causal):
+    scores = 3 * sum(1 for i in range(13) for j in range(13) if j <= i or not is_causal)
+    assert accounting.flash_scores(3, 13, is_causal) == scores
+    # 4 d a score forward, and with the backward 3.5 times that (Dao 2023, section 4.1).
+    flops = {p: accounting.flash_flops(3, 13, 64, p, is_causal) for p in names.ATTENTION_PASSES}
+    assert flops["forward"] == 4 * 64 * scores
+    assert flops["forward_backward"] == flops["forward"] + flops["backward"] == 3.5 * flops["forward"]
+    tensor, rows = 3 * 13 * 64 * 2, 3 * 13 * 4  # bfloat16 of q, float32 of a logsumexp
+    assert accounting.flash_bytes(3, 13, 64) == 4 * tensor + rows
+    assert accounting.flash_bytes(3, 13, 64, "backward") == 8 * tensor + rows
+    assert accounting.flash_bytes(3, 13, 64, "forward_backward") == 12 * tensor + 2 * rows
+    assert accounting.flash_bytes(3, 13, 64, dtype="float32") == 8 * tensor + rows
+
+
 # Time
 
 
-@given(flops=st.floats(0, 1e18), bytes_moved=st.floats(0, 1e15), factor=st.floats(1, 100))
-def test_roofline_is_the_slower_of_two_clocks(flops, bytes_moved, factor):
-    seconds = accounting.roofline_seconds(flops, bytes_moved, matmul_tflops=500, copy_gbps=4000)
-    assert seconds == max(flops / 500e12, bytes_moved / 4000e9)
-    faster = accounting.roofline_seconds(flops, bytes_moved, 500 * factor, 4000 * factor)
-    assert faster == pytest.approx(seconds / factor)
-
-
-def test_a_step_at_the_roofline_is_fully_utilised():
-    flops = accounting.forward_flops(model_size("large"), 4, 512)
-    seconds = accounting.roofline_seconds(flops, 0, matmul_tflops=600, copy_gbps=4000)
-    assert accounting.utilisation(flops, seconds, 600) == pytest.approx(1)
-    assert accounting.utilisation(flops, 2 * seconds, 600) == pytest.approx(0.5)
+def test_roofline_is_the_slower_of_two_clocks_and_a_step_there_is_fully_utilised():
+    assert accounting.roofline_seconds(5e14, 1e12, matmul_tflops=500, copy_gbps=4000) == 1
+    assert accounting.roofline_seconds(5e14, 8e12, matmul_tflops=500, copy_gbps=4000) == 2
+    assert accounting.utilisation(5e14, 2, matmul_tflops=500) == 0.5
 
 
 # Refusals
@@ -338,9 +315,6 @@ def test_a_step_at_the_roofline_is_fully_utilised():
         (lambda: accounting.attention_saved_bytes(1, 8, 0), "d_head.*0"),
         (lambda: accounting.attention_flops(1, 8, 4, "train_step"), "train_step.*forward_backward"),
         (lambda: accounting.flash_flops(1, 8, 4, "train_step"), "train_step.*forward_backward"),
-        (lambda: accounting.roofline_seconds(1, 1, 0, 1), "matmul_tflops.*0"),
-        (lambda: accounting.roofline_seconds(1, 1, 1, float("nan")), "copy_gbps.*nan"),
-        (lambda: accounting.utilisation(1, 0, 1), "seconds.*0"),
     ],
 )
 def test_refusals_name_what_is_given_and_what_is_allowed(call, match):

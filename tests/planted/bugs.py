@@ -251,13 +251,13 @@ BUGS = [
     {
         "what": 'half the FLOPs of weights times values',
         "file": 'lib/cs336_systems/accounting/flops.py',
-        "old": '"attention_values": layers * 2 * tokens',
-        "new": '"attention_values": layers * tokens',
+        "old": '"attention_values": layers * 2 * n.tokens',
+        "new": '"attention_values": layers * n.tokens',
         "tests": ['tests/accounting/test_accounting.py'],
     },
     {
         "what": 'one temporary of the loss is forgotten in the peak',
-        "file": 'lib/cs336_systems/accounting/peak_memory.py',
+        "file": 'lib/cs336_systems/accounting/model_memory.py',
         "old": '"loss": saved + 3 * FLOAT32_BYTES * n.logits',
         "new": '"loss": saved + 2 * FLOAT32_BYTES * n.logits',
         "tests": ['tests/accounting/test_accounting.py'],

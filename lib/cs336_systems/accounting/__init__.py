@@ -6,7 +6,6 @@ autograd really saves, and against the storages alive during a step.
 """
 
 from cs336_systems.accounting import checkpoint_costs
-from cs336_systems.accounting.arguments import DTYPE_BYTES
 from cs336_systems.accounting.attention_costs import (
     attention_flops,
     attention_part_bytes,
@@ -15,17 +14,24 @@ from cs336_systems.accounting.attention_costs import (
     attention_peak_bytes,
     attention_saved_bytes,
     attention_traffic_bytes,
+    flash_bytes,
+    flash_flops,
+    flash_scores,
 )
 from cs336_systems.accounting.collective_costs import (
     MB,
     AlphaBeta,
     algorithm_bandwidth_gbps,
+    best_bucket_bytes,
     bus_bandwidth_gbps,
     bus_factor,
+    equal_buckets_exposed_seconds,
+    exposed_seconds,
     fit_alpha_beta,
     ring_seconds,
+    torch_bucket_bytes,
 )
-from cs336_systems.accounting.flash_costs import flash_bytes, flash_flops, flash_scores
+from cs336_systems.accounting.element_counts import DTYPE_BYTES
 from cs336_systems.accounting.flops import (
     backward_flops,
     flops_breakdown,
@@ -44,54 +50,19 @@ from cs336_systems.accounting.model_memory import (
     head_activation_breakdown,
     optimizer_bytes,
     parameter_bytes,
+    peak_bytes,
+    peak_moments,
 )
-from cs336_systems.accounting.overlap_costs import (
-    best_bucket_bytes,
-    equal_buckets_exposed_seconds,
-    exposed_seconds,
-    torch_bucket_bytes,
-)
-from cs336_systems.accounting.peak_memory import peak_bytes, peak_moments
 
+# fmt: off
 __all__ = [
-    "DTYPE_BYTES",
-    "MB",
-    "AlphaBeta",
-    "activation_bytes",
-    "algorithm_bandwidth_gbps",
-    "attention_flops",
-    "attention_part_bytes",
-    "attention_part_flops",
-    "attention_peak_breakdown",
-    "attention_peak_bytes",
-    "attention_saved_bytes",
-    "attention_traffic_bytes",
-    "backward_flops",
-    "best_bucket_bytes",
-    "block_activation_breakdown",
-    "bus_bandwidth_gbps",
-    "bus_factor",
-    "checkpoint_costs",
-    "equal_buckets_exposed_seconds",
-    "exposed_seconds",
-    "fit_alpha_beta",
-    "flash_bytes",
-    "flash_flops",
-    "flash_scores",
-    "flops_breakdown",
-    "forward_flops",
-    "gradient_bytes",
-    "head_activation_breakdown",
-    "optimizer_bytes",
-    "optimizer_flops",
-    "parameter_breakdown",
-    "parameter_bytes",
-    "parameter_count",
-    "peak_bytes",
-    "peak_moments",
-    "ring_seconds",
-    "roofline_seconds",
-    "step_flops",
-    "torch_bucket_bytes",
+    "DTYPE_BYTES", "MB", "AlphaBeta", "activation_bytes", "algorithm_bandwidth_gbps", "attention_flops",
+    "attention_part_bytes", "attention_part_flops", "attention_peak_breakdown", "attention_peak_bytes",
+    "attention_saved_bytes", "attention_traffic_bytes", "backward_flops", "best_bucket_bytes",
+    "block_activation_breakdown", "bus_bandwidth_gbps", "bus_factor", "checkpoint_costs",
+    "equal_buckets_exposed_seconds", "exposed_seconds", "fit_alpha_beta", "flash_bytes", "flash_flops",
+    "flash_scores", "flops_breakdown", "forward_flops", "gradient_bytes", "head_activation_breakdown",
+    "optimizer_bytes", "optimizer_flops", "parameter_breakdown", "parameter_bytes", "parameter_count",
+    "peak_bytes", "peak_moments", "ring_seconds", "roofline_seconds", "step_flops", "torch_bucket_bytes",
     "utilisation",
 ]

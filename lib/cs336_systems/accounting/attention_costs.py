@@ -1,14 +1,15 @@
-"""Plain attention alone, as pytorch_attention measures it: q, k, v of (batch, context, d_head).
+"""Attention alone, q, k, v of (batch, context, d_head): plain, and fused, which never writes its scores down.
 
-A 16-bit type means that the tensors themselves have it; the softmax inside is float32 all the same.
+A 16-bit type means that the tensors themselves have it; the softmax inside is float32 all the same. A
+"sequence" of fused attention is one head of one batch entry.
 """
 
-from cs336_systems.accounting.arguments import (
-    FLOAT32_BYTES,
-    check_attention_pass,
-    check_positive_integers,
-    dtype_bytes,
-)
+from cs336_systems import names
+from cs336_systems.accounting.element_counts import FLOAT32_BYTES, check_positive_integers, dtype_bytes
+
+# Fused attention: matmuls, and tensors as large as q that it reads or writes.
+_MATMULS = {"forward": 2, "backward": 5, "forward_backward": 7}
+_TENSORS = {"forward": 4, "backward": 8, "forward_backward": 12}
 
 
 def attention_flops(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
@@ -129,6 +130,40 @@ def attention_part_bytes(batch_size: int, context_length: int, d_head: int) -> d
     }
 
 
+def flash_flops(
+    sequences: int, context_length: int, d_head: int, pass_: str = "forward", is_causal: bool = True
+) -> int:
+    """Operations in the matmuls: 2 d a score and matmul, two matmuls forward and five backward.
+
+    Backward computes S = Q K^T again, then dP, dV, dK and dQ (Dao 2023, algorithm 2).
+
+    Raises:
+        ValueError: the pass is "train_step": attention has nothing to train.
+    """
+    _check(sequences, context_length, d_head, pass_)
+    return _MATMULS[pass_] * 2 * d_head * flash_scores(sequences, context_length, is_causal)
+
+
+def flash_scores(sequences: int, context_length: int, is_causal: bool = True) -> int:
+    """Scores not masked away, T (T + 1) / 2 a sequence if causal: exponentials, forward and backward each."""
+    check_positive_integers(sequences=sequences, context_length=context_length)
+    keys = context_length * (context_length + 1) // 2 if is_causal else context_length**2
+    return sequences * keys
+
+
+def flash_bytes(
+    sequences: int, context_length: int, d_head: int, pass_: str = "forward", dtype: str = "bfloat16"
+) -> int:
+    """Bytes to and from memory if each tensor moves once: q, k, v, o; backward o, dO and three gradients too.
+
+    Each row's logsumexp, in float32, is written forward and read backward.
+    """
+    _check(sequences, context_length, d_head, pass_)
+    rows = sequences * context_length
+    logsumexps = 2 if pass_ == "forward_backward" else 1
+    return rows * (_TENSORS[pass_] * dtype_bytes(dtype) * d_head + logsumexps * FLOAT32_BYTES)
+
+
 def _check(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> None:
     check_positive_integers(batch_size=batch_size, context_length=context_length, d_head=d_head)
-    check_attention_pass(pass_)
+    names.check_choice("pass of attention", pass_, names.ATTENTION_PASSES)

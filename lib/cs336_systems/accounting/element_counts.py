@@ -1,82 +1,47 @@
-"""How many elements the tensors of one step have: the words in which the memory formulas are written."""
+"""How many elements the tensors of a step have: the words in which the memory formulas are written."""
 
-from dataclasses import dataclass
+from numbers import Integral
 
-from cs336_systems.accounting.arguments import FLOAT32_BYTES, check_positive_integers, dtype_bytes
+from cs336_systems import names
 from cs336_systems.configs import ModelConfig
 
+DTYPE_BYTES = {name: dtype.bytes for name, dtype in names.DTYPES.items()}
+FLOAT32_BYTES = DTYPE_BYTES["float32"]
 
-@dataclass(frozen=True)
+
+def check_positive_integers(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{name} must be a positive integer; got {value!r}")
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes per element; ValueError for a dtype that is not in DTYPE_BYTES."""
+    names.check_choice("dtype", dtype, DTYPE_BYTES)
+    return DTYPE_BYTES[dtype]
+
+
 class Elements:
     """Element counts for a batch of B sequences of T tokens, and the bytes of one element.
 
     Raises:
-        ValueError: B or T is no positive integer, or the type is unknown.
+        ValueError: B or T is no positive integer, or the dtype is unknown.
     """
 
-    config: ModelConfig
-    batch_size: int
-    context_length: int
-    dtype: str = "float32"
-
-    def __post_init__(self) -> None:
-        check_positive_integers(batch_size=self.batch_size, context_length=self.context_length)
-        dtype_bytes(self.dtype)
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element that is computed in `dtype`."""
-        return dtype_bytes(self.dtype)
-
-    @property
-    def copy_width(self) -> int:
-        """Bytes of an element in a copy that autocast makes: none in float32, where it makes no copies."""
-        return self.width if self.width < FLOAT32_BYTES else 0
-
-    @property
-    def tokens(self) -> int:
-        return self.batch_size * self.context_length
-
-    @property
-    def stream(self) -> int:
-        """The residual stream, and every activation as wide as the model: B T D."""
-        return self.tokens * self.config.d_model
-
-    @property
-    def hidden(self) -> int:
-        """Every activation inside the feed-forward layer: B T F."""
-        return self.tokens * self.config.d_ff
-
-    @property
-    def rows(self) -> int:
-        """One number for each row of scores: B T H."""
-        return self.tokens * self.config.num_heads
-
-    @property
-    def scores(self) -> int:
-        """The scores of all heads of one layer: B H T^2."""
-        return self.rows * self.context_length
-
-    @property
-    def logits(self) -> int:
-        return self.tokens * self.config.vocab_size
-
-    @property
-    def projection(self) -> int:
-        """Weight of one of attention's four projections: D^2."""
-        return self.config.d_model**2
-
-    @property
-    def feed_forward(self) -> int:
-        """Weight of one of the three feed-forward matrices: D F."""
-        return self.config.d_model * self.config.d_ff
-
-    @property
-    def head(self) -> int:
-        """Weight of the output head: V D."""
-        return self.config.vocab_size * self.config.d_model
-
-    @property
-    def block_weights(self) -> int:
-        """The matrices of one block."""
-        return 4 * self.projection + 3 * self.feed_forward
+    def __init__(self, config: ModelConfig, batch_size: int, context_length: int, dtype: str = "float32"):
+        check_positive_integers(batch_size=batch_size, context_length=context_length)
+        self.config, self.layers = config, config.num_layers
+        self.width = dtype_bytes(dtype)  # bytes of an element that is computed in `dtype`
+        # Bytes of an element in a copy that autocast makes: none in float32, where it makes no copies.
+        self.copy_width = self.width if self.width < FLOAT32_BYTES else 0
+        self.tokens = batch_size * context_length
+        self.stream = self.tokens * config.d_model  # residual stream, and all as wide as the model: B T D
+        self.hidden = self.tokens * config.d_ff  # every activation inside the feed-forward layer: B T F
+        self.rows = self.tokens * config.num_heads  # one number for each row of scores: B T H
+        self.scores = self.rows * context_length  # of all heads of one layer: B H T^2
+        self.mask = context_length**2
+        self.logits = self.tokens * config.vocab_size
+        self.projection = config.d_model**2  # weight of one of attention's four projections
+        self.feed_forward = config.d_model * config.d_ff  # weight of one of the three matrices
+        self.head = config.vocab_size * config.d_model  # weight of the output head
+        self.block_weights = 4 * self.projection + 3 * self.feed_forward  # the matrices of one block

@@ -5,7 +5,8 @@ matmul of an (m, k) and a (k, n) matrix counts 2 m k n operations: a multiplicat
 term.
 """
 
-from cs336_systems.accounting.arguments import check_pass, check_positive_integers, check_positive_numbers
+from cs336_systems import names
+from cs336_systems.accounting.element_counts import Elements
 from cs336_systems.configs import ModelConfig
 
 # One AdamW update of one number, as `optimizer.AdamW` does it: decay 1, mean 3, mean square 4, root 1,
@@ -18,11 +19,11 @@ def parameter_breakdown(config: ModelConfig) -> dict[str, int]:
 
     embeddings V D; attention 4 L D^2; feed-forward 3 L D F; norms (2 L + 1) D; output head V D (untied).
     """
-    d, f, layers = config.d_model, config.d_ff, config.num_layers
+    d, layers = config.d_model, config.num_layers
     return {
         "token_embeddings": config.vocab_size * d,
         "attention": layers * 4 * d * d,
-        "feed_forward": layers * 3 * d * f,
+        "feed_forward": layers * 3 * d * config.d_ff,
         "norms": (2 * layers + 1) * d,
         "lm_head": config.vocab_size * d,
     }
@@ -39,15 +40,14 @@ def flops_breakdown(config: ModelConfig, batch_size: int, context_length: int) -
     projections 8 L B T D^2; scores and their product with the values 2 L B T^2 D each, the masked half
     included, because eager attention computes it; feed-forward 6 L B T D F; output head 2 B T D V.
     """
-    check_positive_integers(batch_size=batch_size, context_length=context_length)
-    d, f, layers = config.d_model, config.d_ff, config.num_layers
-    tokens = batch_size * context_length
+    n = Elements(config, batch_size, context_length)
+    d, layers = config.d_model, config.num_layers
     return {
-        "attention_projections": layers * 8 * tokens * d * d,
-        "attention_scores": layers * 2 * tokens * context_length * d,
-        "attention_values": layers * 2 * tokens * context_length * d,
-        "feed_forward": layers * 6 * tokens * d * f,
-        "lm_head": 2 * tokens * d * config.vocab_size,
+        "attention_projections": layers * 8 * n.tokens * n.projection,
+        "attention_scores": layers * 2 * n.tokens * context_length * d,
+        "attention_values": layers * 2 * n.tokens * context_length * d,
+        "feed_forward": layers * 6 * n.tokens * n.feed_forward,
+        "lm_head": 2 * n.tokens * n.head,
     }
 
 
@@ -67,20 +67,11 @@ def optimizer_flops(config: ModelConfig) -> int:
 
 
 def step_flops(config: ModelConfig, batch_size: int, context_length: int, pass_: str) -> int:
-    """Operations of one measured step.
-
-    Args:
-        pass_: "forward", "backward" (alone), "forward_backward", or "train_step" (with the optimizer).
-    """
-    check_pass(pass_)
+    """Operations of one measured step: "backward" is alone, "train_step" is with the optimizer."""
+    names.check_choice("pass", pass_, names.PASSES)
     forward = forward_flops(config, batch_size, context_length)
-    backward = backward_flops(config, batch_size, context_length)
-    return {
-        "forward": forward,
-        "backward": backward,
-        "forward_backward": forward + backward,
-        "train_step": forward + backward + optimizer_flops(config),
-    }[pass_]
+    times = {"forward": 1, "backward": 2}.get(pass_, 3)
+    return times * forward + (optimizer_flops(config) if pass_ == "train_step" else 0)
 
 
 def roofline_seconds(flops: float, bytes_moved: float, matmul_tflops: float, copy_gbps: float) -> float:
@@ -90,11 +81,9 @@ def roofline_seconds(flops: float, bytes_moved: float, matmul_tflops: float, cop
         flops: operations to do; bytes_moved: bytes read from and written to memory.
         matmul_tflops: 10^12 operations per second; copy_gbps: 10^9 bytes per second, reads plus writes.
     """
-    check_positive_numbers(matmul_tflops=matmul_tflops, copy_gbps=copy_gbps)
     return max(flops / (matmul_tflops * 1e12), bytes_moved / (copy_gbps * 1e9))
 
 
 def utilisation(flops: float, seconds: float, matmul_tflops: float) -> float:
     """Share of the machine's matmul rate that a step reached, 1.0 at best (Chowdhery et al. 2022, "MFU")."""
-    check_positive_numbers(seconds=seconds, matmul_tflops=matmul_tflops)
     return flops / (seconds * matmul_tflops * 1e12)

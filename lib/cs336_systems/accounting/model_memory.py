@@ -1,12 +1,18 @@
-"""Bytes that live through a training step: parameters, gradients, optimizer state, saved activations.
+"""Bytes of a training step: what lives through it, and the most that it needs at once.
 
 Parameters, gradients and the optimizer's moments are float32. A 16-bit type means autocast: linear layers and
 attention matmuls run in 16 bit on copies of their weights and inputs; the residual stream, the norms, the
 softmax and the loss stay float32.
+
+Left out of the peak, because small: the rotary tables, token ids, temporaries with one number a row, and what
+the allocator and the matrix library keep for themselves.
 """
 
-from cs336_systems.accounting.arguments import FLOAT32_BYTES
-from cs336_systems.accounting.element_counts import Elements
+from itertools import takewhile
+
+from cs336_systems import names
+from cs336_systems.accounting.checkpoint_costs import Held, Plan, held_after_forward, held_in_backward
+from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Elements
 from cs336_systems.accounting.flops import parameter_count
 from cs336_systems.configs import ModelConfig
 
@@ -18,12 +24,12 @@ def parameter_bytes(config: ModelConfig) -> int:
 
 def gradient_bytes(config: ModelConfig) -> int:
     """A gradient has its parameter's shape and type."""
-    return FLOAT32_BYTES * parameter_count(config)
+    return parameter_bytes(config)
 
 
 def optimizer_bytes(config: ModelConfig) -> int:
     """AdamW's two moments for every parameter."""
-    return 2 * FLOAT32_BYTES * parameter_count(config)
+    return 2 * parameter_bytes(config)
 
 
 def block_activation_breakdown(
@@ -34,7 +40,10 @@ def block_activation_breakdown(
     Parameters themselves are not counted; the 16-bit copies that autocast makes of them are. Autocast also
     copies the input of linear layers, once for every layer that reads it.
     """
-    n = Elements(config, batch_size, context_length, dtype)
+    return _saved_by_block(Elements(config, batch_size, context_length, dtype))
+
+
+def _saved_by_block(n: Elements) -> dict[str, int]:
     autocast = n.copy_width > 0
     return {
         "ln1 input": FLOAT32_BYTES * n.stream,
@@ -42,7 +51,7 @@ def block_activation_breakdown(
         "ln1 normalised": FLOAT32_BYTES * n.stream,
         "q, k, v projection input": n.width * n.stream * (3 if autocast else 1),
         "q, k, v": n.width * 3 * n.stream,
-        "causal mask": context_length**2,
+        "causal mask": n.mask,
         "softmax exponentials": FLOAT32_BYTES * n.scores,
         "softmax row sums": FLOAT32_BYTES * n.rows,
         "attention weights": n.width * n.scores,
@@ -64,7 +73,10 @@ def head_activation_breakdown(
     config: ModelConfig, batch_size: int, context_length: int, dtype: str = "float32"
 ) -> dict[str, int]:
     """Bytes saved for backward after the last block: final norm, output head and cross-entropy."""
-    n = Elements(config, batch_size, context_length, dtype)
+    return _saved_by_head(Elements(config, batch_size, context_length, dtype))
+
+
+def _saved_by_head(n: Elements) -> dict[str, int]:
     return {
         "ln_final input": FLOAT32_BYTES * n.stream,
         "ln_final 1/rms": FLOAT32_BYTES * n.tokens,
@@ -83,6 +95,136 @@ def activation_bytes(
 
     Token ids and targets, the rotary tables and the parameters are not counted: they are there anyway.
     """
-    run = (config, batch_size, context_length, dtype)
-    block = sum(block_activation_breakdown(*run).values())
-    return config.num_layers * block + sum(head_activation_breakdown(*run).values())
+    n = Elements(config, batch_size, context_length, dtype)
+    return n.layers * sum(_saved_by_block(n).values()) + sum(_saved_by_head(n).values())
+
+
+def peak_bytes(
+    config: ModelConfig,
+    batch_size: int,
+    context_length: int,
+    pass_: str,
+    dtype: str = "float32",
+    plan: Plan | None = None,
+) -> int:
+    """Most bytes alive at once in one step of the eager model with plain attention.
+
+    Args:
+        pass_: "forward" runs without autograd; "backward" and "forward_backward" have the same peak and start
+            without gradients; "train_step" has AdamW's state from the start.
+        plan: which blocks are checkpointed, see `checkpoint_costs`; by default none is.
+
+    Raises:
+        ValueError: the plan has not as many blocks as the model.
+    """
+    return max(peak_moments(config, batch_size, context_length, pass_, dtype, plan).values())
+
+
+def peak_moments(
+    config: ModelConfig,
+    batch_size: int,
+    context_length: int,
+    pass_: str,
+    dtype: str = "float32",
+    plan: Plan | None = None,
+) -> dict[str, int]:
+    """Bytes alive at each moment that can be the peak; which one it is depends on the shape."""
+    names.check_choice("pass", pass_, names.PASSES)
+    n = Elements(config, batch_size, context_length, dtype)
+    plan = tuple(range(n.layers)) if plan is None else plan
+    resident = parameter_bytes(config)
+    moments = _forward_moments(n) if pass_ == "forward" else _training_moments(n, plan)
+    if pass_ == "train_step":
+        resident += optimizer_bytes(config)
+        # AdamW's one temporary is as large as the largest weight.
+        moments["optimizer"] = gradient_bytes(config) + FLOAT32_BYTES * max(n.head, n.feed_forward)
+    return {name: resident + moment for name, moment in moments.items()}
+
+
+def _forward_moments(n: Elements) -> dict[str, int]:
+    """Without autograd only temporaries live, and the 16-bit weights that autocast keeps to the end.
+
+    attention, at the softmax's division: the stream, its norm, projected q, k, v, rotated q, k; 12 bytes a
+    score; the mask. feed-forward: the stream before and after attention, its norm; three hidden tensors.
+    output head: the stream, its norm (16 bit: and a copy), the logits.
+    """
+    blocks = n.layers * n.block_weights
+    return {
+        "attention": n.copy_width * (blocks - n.projection - 3 * n.feed_forward)
+        + (2 * FLOAT32_BYTES + 5 * n.width) * n.stream
+        + 3 * FLOAT32_BYTES * n.scores
+        + n.mask,
+        "feed-forward": n.copy_width * (blocks - n.feed_forward)
+        + 3 * FLOAT32_BYTES * n.stream
+        + 3 * n.width * n.hidden,
+        "output head": n.copy_width * (blocks + n.head + n.stream)
+        + 2 * FLOAT32_BYTES * n.stream
+        + n.width * n.logits,
+    }
+
+
+def _training_moments(n: Elements, plan: Plan) -> dict[str, int]:
+    """Going back, saved activations leave and gradients arrive, so the peak is near one of the two ends.
+
+    in forward: what it would need without autograd, and what the blocks before have saved.
+    loss: everything saved, and three temporaries of the logits' size.
+    output head: everything saved, the gradients of its weight and input.
+    final norm: what the blocks saved, its input, and five temporaries of the stream's size.
+    a block: what is held besides it, the gradients of the blocks behind it and of the head.
+    embedding: all gradients, and that of the stream.
+    """
+    beside = held_in_backward(plan)
+    if len(beside) != n.layers:
+        raise ValueError(f"the plan has {len(beside)} blocks, and the model {n.layers}")
+    stream = FLOAT32_BYTES * n.stream
+    saved_by_block = sum(_saved_by_block(n).values())
+
+    def saved_by(held: Held) -> int:
+        return held.blocks * saved_by_block + held.inputs * stream
+
+    def held_by_forward(plan: Plan) -> int:
+        """What blocks saved, less the weights' copies: `_forward_moments` has those of all blocks."""
+        held = held_after_forward(plan)
+        return saved_by(held) - n.copy_width * held.blocks * n.block_weights
+
+    saved_by_blocks = saved_by(held_after_forward(plan))
+    saved = saved_by_blocks + sum(_saved_by_head(n).values())
+    forward = _forward_moments(n)
+    moments = {
+        "attention, forward": forward["attention"] + held_by_forward(plan[:-1]),
+        "output head, forward": forward["output head"] + held_by_forward(plan),
+        "loss": saved + 3 * FLOAT32_BYTES * n.logits,
+        "output head": saved + (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream,
+        "final norm": saved_by_blocks + FLOAT32_BYTES * (6 * n.stream + n.head),
+        "embedding": gradient_bytes(n.config) + stream,
+    }
+    last = n.layers - 1
+    for block, held in enumerate(beside):
+        where = {last: "last block", 0: "first block"}.get(block, f"block {block}")
+        gradients = FLOAT32_BYTES * (n.head + (last - block) * n.block_weights)
+        for part, alive in _block_moments(n).items():
+            moments[f"{part}, {where}"] = saved_by(held) + alive + gradients
+    return moments
+
+
+def _block_moments(n: Elements) -> dict[str, int]:
+    """Bytes alive in one block's backward pass, apart from the other blocks and their gradients.
+
+    feed-forward: all the block saved but w2's copy, and both gradients of silu(w1 x) * w3 x.
+    softmax: what attention saved before its weights, and five tensors of the scores' size; v has
+    left, but its gradient, as large, is there.
+    """
+    saved = _saved_by_block(n)
+    before_weights = takewhile(lambda name: name != "attention weights", saved)
+    stream_gradient = FLOAT32_BYTES * n.stream
+    return {
+        "feed-forward": sum(saved.values())
+        + (FLOAT32_BYTES - n.copy_width) * n.feed_forward
+        + 2 * n.width * n.hidden
+        + stream_gradient,
+        "softmax": sum(saved[name] for name in before_weights)
+        + n.copy_width * 3 * n.projection
+        + FLOAT32_BYTES * (n.projection + 3 * n.feed_forward)
+        + 5 * FLOAT32_BYTES * n.scores
+        + stream_gradient,
+    }
