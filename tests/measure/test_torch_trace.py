@@ -123,7 +123,7 @@ def test_cpu_operators_by_range(cpu):
 
 def test_own_time_excludes_what_is_called(save):
     trace = {
-        "host_name": "laptop",
+        "recorded_on": "laptop",
         "traceEvents": [
             event("user_annotation", "measure", 0, 100),
             event("cpu_op", "aten::sum", 10, 30),

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cs336_systems import accounting, names
 from cs336_systems.attention.baselines import sdpa_backend
-from cs336_systems.measure.compiling import time_compiled
 from cs336_systems.measure.requirements import why_no_attention, why_no_memory
 from cs336_systems.measure.saved_tensors import saved_bytes
 from cs336_systems.measure.timing import (
@@ -20,6 +19,7 @@ from cs336_systems.measure.timing import (
     release_memory,
     resolve_device,
     run_or_out_of_memory,
+    time_compiled,
     time_steps,
 )
 from cs336_systems.measure.validation import measured_in_order

@@ -19,7 +19,6 @@ from cs336_systems import names
 from cs336_systems.accounting import attention_peak_bytes
 from cs336_systems.bench.eligibility import AttentionFunction, backend_of, why_not
 from cs336_systems.measure.clocks import watched_clocks
-from cs336_systems.measure.cold_cache import time_cold_cache
 from cs336_systems.measure.requirements import why_no_compile, why_no_memory
 from cs336_systems.measure.timing import (
     MIB,
@@ -29,6 +28,7 @@ from cs336_systems.measure.timing import (
     release_memory,
     resolve_device,
     run_or_out_of_memory,
+    time_cold_cache,
 )
 from cs336_systems.measure.validation import measured_in_order, pass_order_errors
 
@@ -180,7 +180,7 @@ def _timed(
     timing = timing or Timing(status="oom", reason=reason)
     if timing.peak_memory_mib is not None:
         timing = replace(timing, peak_memory_mib=timing.peak_memory_mib - before)
-    return timing.as_row() | (seen.as_row() if seen else {})
+    return timing.as_row() | (seen or {})
 
 
 def _step_of(pass_: str, forward: Callable[[], Tensor], do: Tensor) -> Callable[[], Any]:

@@ -10,7 +10,6 @@ import torch
 
 from cs336_systems import accounting, names
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure.compiling import time_compiled
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.requirements import why_no_attention, why_no_compile, why_no_memory
 from cs336_systems.measure.subprocesses import in_fresh_process
@@ -20,6 +19,7 @@ from cs336_systems.measure.timing import (
     release_memory,
     resolve_device,
     run_or_out_of_memory,
+    time_compiled,
     time_steps,
 )
 from cs336_systems.measure.validation import measured_in_order

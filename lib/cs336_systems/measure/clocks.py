@@ -1,64 +1,37 @@
 """What the GPU's clock and power were while something ran: a kernel that draws too much slows itself down."""
 
+import io
 import shutil
-import statistics
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+import pandas as pd
 import torch
 
 EVERY_MS = 100
 
 
-@dataclass
-class Clocks:
-    """Medians over the samples; None where there are none."""
-
-    sm_clock_mhz: float | None = None
-    power_w: float | None = None
-
-    def as_row(self) -> dict[str, float | None]:
-        """The value columns of a row."""
-        return {"sm_clock_mhz": self.sm_clock_mhz, "power_w": self.power_w}
-
-
 @contextmanager
-def watched_clocks(device: torch.device) -> Iterator[Clocks]:
-    """Ask nvidia-smi every tenth of a second; the result is filled in on leaving. Idle samples do not count.
+def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
+    """Ask nvidia-smi every tenth of a second, and on leaving fill in the medians: sm_clock_mhz, power_w.
 
-    Without an NVIDIA GPU, or without nvidia-smi, nothing is asked.
+    Samples of an idle GPU do not count. Without an NVIDIA GPU, or without nvidia-smi, nothing is filled in.
     """
-    clocks, command = Clocks(), shutil.which("nvidia-smi")
+    medians: dict[str, float] = {}
+    command = shutil.which("nvidia-smi")
     if device.type != "cuda" or not command:
-        yield clocks
+        yield medians
         return
     query = ["--query-gpu=clocks.sm,power.draw,utilization.gpu", "--format=csv,noheader,nounits"]
-    which = ["-i", f"GPU-{torch.cuda.get_device_properties(device).uuid}"]
+    which = ["-i", f"GPU-{torch.cuda.get_device_properties(device).uuid}", "-lms", str(EVERY_MS)]
     watch = subprocess.Popen(
-        [command, *query, *which, "-lms", str(EVERY_MS)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
+        [command, *query, *which], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
     try:
-        yield clocks
+        yield medians
     finally:
         watch.terminate()
-        samples = list(_samples(watch.communicate()[0]))
-        if samples:
-            clocks.sm_clock_mhz, clocks.power_w = (
-                statistics.median(column) for column in zip(*samples, strict=True)
-            )
-
-
-def _samples(text: str) -> Iterator[tuple[float, float]]:
-    """Clock and power of every line that says the GPU was busy."""
-    for line in text.splitlines():
-        try:
-            clock, power, busy = map(float, line.split(","))
-        except ValueError:  # the last line may be cut off; a value may be [N/A]
-            continue
-        if busy > 90:
-            yield clock, power
+        samples = pd.read_csv(io.StringIO(watch.communicate()[0]), names=["sm_clock_mhz", "power_w", "busy"])
+        samples = samples.apply(pd.to_numeric, errors="coerce").dropna()  # [N/A]; the last line may be cut
+        medians |= samples[samples.busy > 90].drop(columns="busy").median().dropna().to_dict()

@@ -26,12 +26,7 @@ def time_together(
         calls: operations in one step, one right after the other; the step's time is that of one of them.
         limit_s: the first step's time foretells how many fit in here. What does not fit is left out, measured
             steps first of all, but one is always measured.
-
-    Raises:
-        ValueError: no measured steps, or a negative number of warm-up steps.
     """
-    if warmup_steps < 0 or steps < 1:
-        raise ValueError(f"warmup_steps={warmup_steps}, steps={steps}; allowed: 0 or more, and 1 or more")
     first = slowest([one_step_ms(operation, context, calls)], context)  # the same on all ranks
     fitting = min(limit_s * 1e3 / (first[0] * calls), warmup_steps + steps)
     others = [one_step_ms(operation, context, calls) for _ in range(max(int(fitting), 1) - 1)]

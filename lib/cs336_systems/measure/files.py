@@ -1,4 +1,4 @@
-"""Where measurements live, and how a file there is written so that nothing is ever lost or half-written."""
+"""Where measurements live, and how a file there is written: nothing is lost, nothing half-written."""
 
 import os
 import tempfile
@@ -43,10 +43,7 @@ def make_folder(folder: Path, way_out: str = "set CS336_FIGURES to a folder that
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder while a file in it is changed.
-
-    The lock ends with its process, killed or not: nothing is ever left to clean up by hand.
-    """
+    """Keep other processes out of the folder. The lock ends with its process, killed or not."""
     try:
         with filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S):
             yield
@@ -77,11 +74,13 @@ def append_lines(path: Path, lines: str, header: str) -> None:
     The size before is noted beside the file until they are on disk. The caller holds the lock.
     """
     note = _size_note(path)
-    with open(path, "ab") as file:
+    with open(path, "a+b") as file:
         size = _finished_size(path)
         file.truncate(size)  # what a killed process left
         note.write_text(f"{size} {os.fstat(file.fileno()).st_ino}\n")
-        file.write(((header if size == 0 else "") + lines).encode())
+        file.seek(max(0, size - 1))
+        ended = file.read() in (b"", b"\n")  # else an editor took the last line's end
+        file.write(((header if size == 0 else "" if ended else "\n") + lines).encode())
         file.flush()
         os.fsync(file.fileno())
     note.unlink()
@@ -100,22 +99,12 @@ def replace_lines(path: Path, lines: str) -> None:
 
 def _finished_size(path: Path) -> int:
     """Bytes up to the end of the last append that came to its end."""
+    stat = path.stat()
     try:
-        noted = _size_note(path).read_text()
-    except FileNotFoundError:
-        noted = ""
-    with open(path, "rb") as file:
-        if noted.endswith(f" {os.fstat(file.fileno()).st_ino}\n"):  # else another file took its place since
-            return int(noted.split()[0])
-        end = file.seek(0, os.SEEK_END)
-        while end:
-            start = max(0, end - 2**16)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                return start + newline + 1
-            end = start
-    return 0
+        size, inode = map(int, _size_note(path).read_text().split())
+    except (FileNotFoundError, ValueError):  # nothing is being appended
+        return stat.st_size
+    return size if inode == stat.st_ino else stat.st_size  # another file may have taken its place since
 
 
 def _size_note(path: Path) -> Path:

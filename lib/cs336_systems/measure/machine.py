@@ -19,8 +19,7 @@ from cs336_systems.measure.files import (
     locked,
     write_atomically,
 )
-from cs336_systems.measure.host import GIB, core_count, cpu_name, last_level_cache_bytes, memory_bytes
-from cs336_systems.measure.requirements import why_no_tf32
+from cs336_systems.measure.requirements import GIB, core_count, memory_bytes, why_no_tf32
 from cs336_systems.measure.timing import matmul_precision, release_memory, resolve_device, time_steps
 from cs336_systems.names import DTYPES, torch_dtype
 
@@ -109,8 +108,9 @@ def load_card(slug: str) -> MachineCard:
     """
     path = card_path(slug)
     if not path.exists():
-        known = ", ".join(machines()) or "none yet"
-        raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {known}")
+        raise FileNotFoundError(
+            f"no machine card for {slug!r}; allowed: {', '.join(machines()) or 'none yet'}"
+        )
     try:
         return MachineCard(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -120,10 +120,6 @@ def load_card(slug: str) -> MachineCard:
 def gpu_names() -> list[str]:
     """Names of the GPUs here, as rows have them: the one that "auto" means, then "none", the CPU."""
     return [torch.cuda.get_device_name(), "none"] if torch.cuda.is_available() else ["none"]
-
-
-def torch_version() -> str:
-    return torch.__version__
 
 
 def triton_version() -> str:
@@ -151,7 +147,7 @@ def _describe(device: torch.device) -> dict:
     """The part of a card that is looked up."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     gpu = properties.name if properties else "none"
-    cpu, cores = cpu_name(), core_count()
+    cpu, cores = _cpu_name(), core_count()
     return {
         "slug": machine_slug(gpu, cpu, cores),
         "gpu": gpu,
@@ -161,9 +157,17 @@ def _describe(device: torch.device) -> dict:
         "cores": cores,
         "memory_gib": round(memory_bytes() / GIB, 1),
         "python": platform.python_version(),
-        "torch": torch_version(),
+        "torch": torch.__version__,
         "triton": triton_version(),
     }
+
+
+def _cpu_name() -> str:
+    """The processor's model, without a word about the host."""
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
@@ -193,7 +197,7 @@ def _copy_gbps(device: torch.device) -> float:
     if device.type == "cuda":
         size = min(4 * GIB, torch.cuda.mem_get_info(device)[0] // 4)
     else:
-        size = min(max(2 * last_level_cache_bytes(), GIB // 8), GIB // 2, memory_bytes() // 16)
+        size = min(GIB // 2, memory_bytes() // 16)
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     timing = time_steps(lambda: target.copy_(source), device=device, warmup_steps=1, steps=3)

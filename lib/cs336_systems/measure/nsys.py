@@ -19,11 +19,10 @@ NSIGHT_COMPUTE = Path("/opt/nvidia/nsight-compute")
 
 @dataclass(frozen=True)
 class Nsys:
-    """A working nsys. `importer` and `libraries` are set for the copy that Nsight Compute carries."""
+    """A working nsys. `importer` is set for the copy that Nsight Compute carries."""
 
     program: Path
     importer: Path | None = None
-    libraries: Path | None = None
 
     @property
     def environment(self) -> dict[str, str]:
@@ -31,9 +30,9 @@ class Nsys:
 
         Not for profiling: the profiled program would find Nsight's copies of common libraries before its own.
         """
-        if self.libraries is None:
+        if self.importer is None:
             return dict(os.environ)
-        paths = [str(self.libraries), os.environ.get("LD_LIBRARY_PATH", "")]
+        paths = [str(self.importer.parent), os.environ.get("LD_LIBRARY_PATH", "")]
         return {**os.environ, "LD_LIBRARY_PATH": ":".join(filter(None, paths))}
 
 
@@ -41,11 +40,10 @@ def find_nsys() -> Nsys | None:
     """nsys on PATH, else the newest one inside a Nsight Compute installation, else None."""
     if program := shutil.which("nsys"):
         return Nsys(Path(program))
-    for host in sorted(NSIGHT_COMPUTE.glob("*/host"), key=_version, reverse=True):
-        program = host / "target-linux-x64" / "nsys"
-        importers = sorted(host.glob("linux-desktop-*/QdstrmImporter"))
-        if program.is_file() and importers:
-            return Nsys(program, importers[-1], importers[-1].parent)
+    programs = NSIGHT_COMPUTE.glob("*/host/target-linux-x64/nsys")
+    for program in sorted(programs, key=lambda path: [*map(int, re.findall(r"\d+", path.parts[-4]))])[-1:]:
+        importers = program.parents[1].glob("linux-desktop-*/QdstrmImporter")
+        return Nsys(program, next(importers, None))
     return None
 
 
@@ -54,22 +52,17 @@ def why_no_nsys() -> str:
     nsys = find_nsys()
     if nsys is None:
         return "nsys is neither on PATH nor inside a Nsight Compute; install Nsight Systems"
-    if missing := _missing_library(nsys):
+    if nsys.importer and not _has_libdw(nsys):  # which Nsight Compute does not carry
         return (
-            f"the nsys inside Nsight Compute cannot make reports without {missing}; install libdw1 with all "
+            "the nsys inside Nsight Compute cannot make reports without libdw.so.1; install libdw1 with all "
             "that it needs, or name the folders that hold it in LD_LIBRARY_PATH"
         )
     return ""
 
 
-def _missing_library(nsys: Nsys) -> str:
-    """What the importer would miss: Nsight Compute does not carry libdw, nor what that needs in turn."""
-    if nsys.importer is None:
-        return ""
+def _has_libdw(nsys: Nsys) -> bool:
     load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libdw.so.1')"]
-    tried = subprocess.run(load, env=nsys.environment, capture_output=True, text=True)
-    found = re.search(r"(lib\S+?): cannot open", tried.stderr)
-    return "" if tried.returncode == 0 else found[1] if found else "libdw.so.1"
+    return subprocess.run(load, env=nsys.environment, capture_output=True).returncode == 0
 
 
 def record(command: list[str], stem: Path) -> Path:
@@ -116,17 +109,13 @@ def record(command: list[str], stem: Path) -> Path:
     return export
 
 
-# What is read from an export. NVTX_EVENTS is missing where no range was recorded, which is another error.
-_NEEDED = {
-    "StringIds": {"id", "value"},
-    "CUPTI_ACTIVITY_KIND_RUNTIME": {"start", "globalTid", "correlationId"},
-    "CUPTI_ACTIVITY_KIND_KERNEL": {
-        "start", "end", "streamId", "correlationId", "globalPid", "demangledName", "gridX", "gridY", "gridZ",
-    },
-    "NVTX_EVENTS": {"start", "end", "text", "textId", "globalTid", "domainId", "eventType"},
-}  # fmt: skip
 _COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 _PUSH_POP, _START_END = 59, 60  # the NVTX event types that are ranges
+_ACTIVITIES = {
+    "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
+    "CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy",
+    "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
+}
 
 
 def read_export(path: Path) -> Profile:
@@ -140,58 +129,26 @@ def read_export(path: Path) -> Profile:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no Nsight Systems export {path}; make one with nsys.record")
-    if path.suffix in (".nsys-rep", ".qdrep"):
-        raise ProfileError(f"{path.name} is a report; export it first: nsys export --type=sqlite {path.name}")
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as export:
-            _check_size(export, path)
-            return _read(export, path)
+            query = "SELECT name FROM sqlite_master WHERE type = 'table'"
+            tables = {table for (table,) in export.execute(query)}
+            gpus = export.execute("SELECT DISTINCT name FROM TARGET_INFO_GPU ORDER BY name").fetchall()
+            # What did not happen has no table.
+            kernels = [
+                _launches(export, table, kind) for table, kind in _ACTIVITIES.items() if table in tables
+            ]
+            return Profile(
+                source="nsys",
+                machine=", ".join(name for (name,) in gpus),
+                ranges=_ranges(export) if "NVTX_EVENTS" in tables else pd.DataFrame(),
+                kernels=pd.concat(kernels, ignore_index=True) if kernels else pd.DataFrame(),
+            )
     except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
         raise ProfileError(
-            f"{path.name} is damaged or no SQLite export ({error}); export the report again: "
-            f"nsys export --type=sqlite {path.stem}.nsys-rep"
+            f"{path.name} is damaged or no SQLite export of Nsight Systems 2021.2 or newer ({error}); export "
+            f"the report again: nsys export --type=sqlite {path.stem}.nsys-rep"
         ) from None
-
-
-def _check_size(export: sqlite3.Connection, path: Path) -> None:
-    """SQLite reads the head of a truncated file happily; it notices only when a missing page is needed."""
-    if not path.stat().st_size:
-        raise sqlite3.DatabaseError("the file is empty")
-    with path.open("rb") as file:
-        pages = int.from_bytes(file.read(32)[28:], "big")
-    size = pages * export.execute("PRAGMA page_size").fetchone()[0]
-    export.execute("SELECT count(*) FROM sqlite_master").fetchone()  # raises where it is no database at all
-    if path.stat().st_size < size:
-        raise sqlite3.DatabaseError(f"cut off after {path.stat().st_size} of {size} bytes")
-
-
-def _read(export: sqlite3.Connection, path: Path) -> Profile:
-    tables = {
-        table: {column[1] for column in export.execute(f"PRAGMA table_info({table})")}
-        for (table,) in export.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-    }
-    if not {"StringIds", "META_DATA_EXPORT"} <= set(tables) and "CUPTI_ACTIVITY_KIND_KERNEL" not in tables:
-        raise ProfileError(f"{path.name} is a SQLite file, but not an export of Nsight Systems")
-    for table, columns in _NEEDED.items():
-        if table in tables and (missing := columns - tables[table]):
-            raise ProfileError(
-                f"{path.name} has an older schema ({table} lacks {', '.join(sorted(missing))}); export its "
-                "report again with Nsight Systems 2021.2 or newer"
-            )
-    kernels = [_launches(export, table, kind) for table, kind in _ACTIVITIES.items() if table in tables]
-    return Profile(
-        source="nsys",
-        machine=_gpu(export, tables),
-        ranges=_ranges(export, tables),
-        kernels=pd.concat(kernels, ignore_index=True) if kernels else pd.DataFrame(),
-    )
-
-
-_ACTIVITIES = {
-    "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy",
-    "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
-}
 
 
 def _launches(export: sqlite3.Connection, table: str, kind: str) -> pd.DataFrame:
@@ -216,10 +173,8 @@ def _launches(export: sqlite3.Connection, table: str, kind: str) -> pd.DataFrame
     return frame.drop(columns="copy")
 
 
-def _ranges(export: sqlite3.Connection, tables: dict[str, set[str]]) -> pd.DataFrame:
+def _ranges(export: sqlite3.Connection) -> pd.DataFrame:
     """Ranges of the default domain; libraries annotate themselves in domains of their own."""
-    if "NVTX_EVENTS" not in tables:
-        return pd.DataFrame()
     return pd.read_sql_query(
         f"""SELECT (globalTid >> 24) << 24 AS process, globalTid AS thread,
                    coalesce(text, (SELECT value FROM StringIds WHERE id = textId)) AS name,
@@ -229,15 +184,6 @@ def _ranges(export: sqlite3.Connection, tables: dict[str, set[str]]) -> pd.DataF
             WHERE eventType IN ({_PUSH_POP}, {_START_END}) AND coalesce(domainId, 0) = 0 AND start IS NOT NULL
             ORDER BY start""",
         export,
-    )
-
-
-def _gpu(export: sqlite3.Connection, tables: dict[str, set[str]]) -> str:
-    if "name" not in tables.get("TARGET_INFO_GPU", ()):
-        return "unknown"
-    return (
-        ", ".join(sorted({name for (name,) in export.execute("SELECT name FROM TARGET_INFO_GPU")}))
-        or "unknown"
     )
 
 
@@ -257,7 +203,3 @@ def _python_error(log: str) -> str:
 
 def _tail(log: str) -> str:
     return " / ".join(line.strip() for line in log.splitlines()[-5:] if line.strip()) or "(nothing)"
-
-
-def _version(path: Path) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", path.parent.name)]

@@ -8,6 +8,7 @@ when the kernel runs: by then the host is often several ranges ahead.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import pandas as pd
@@ -48,18 +49,6 @@ class Profile:
             raise ProfileError(
                 f"the {self.source} profile has {len(self.kernels)} kernels and no ranges to put them in; "
                 "run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
-            )
-
-    def require_machine(self, name: str) -> None:
-        """Refuse a profile made elsewhere: its times must not be saved as this machine's.
-
-        Raises:
-            ProfileError: the profile is of another machine than `name`, a GPU's name or a host's.
-        """
-        if self.machine != name:
-            raise ProfileError(
-                f"the profile was recorded on {self.machine!r}, not on {name!r}; profile again here, or save "
-                "its rows under the machine it comes from"
             )
 
 
@@ -106,8 +95,8 @@ def range_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
 
     Returns:
         range; host_ms, how long the range was open; device_span_ms, from its first kernel's start to its last
-        one's end; device_busy_ms, the part of it with a kernel running; device_idle_share of the span; calls
-        (launches). A range whose device is mostly idle is bound by the host that launches.
+        one's end; device_busy_ms, the part of it with a kernel running; calls (launches); device_idle_share
+        of the span. A range whose device is mostly idle is bound by the host that launches.
     """
     _occurrences(profile, root)
     kernels = profile.kernels
@@ -128,10 +117,9 @@ def range_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
             }
         )
     table = pd.DataFrame(records).groupby("range", sort=False).mean().reset_index()
-    idle = 1 - table.device_busy_ms / table.device_span_ms.where(table.calls > 0)
-    table.insert(table.columns.get_loc("calls"), "device_idle_share", idle)
-    table.attrs = {"source": profile.source, "root": root}
-    return table
+    return table.assign(
+        device_idle_share=1 - table.device_busy_ms / table.device_span_ms.where(table.calls > 0)
+    )
 
 
 def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -142,15 +130,11 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
         launches: process, launch_ns.
     """
     launch_paths, paths = {}, {}
-    for process in set(ranges.process) | set(launches.process):
-        mine = ranges[(ranges.process == process) & (ranges.end_ns > ranges.start_ns)]
+    for process, mine in ranges[ranges.end_ns > ranges.start_ns].groupby("process"):
         launched = launches[launches.process == process]
         # At equal times: a range that ends, then those that begin, the longest first, then launches.
         events = [(end, 0, 0, index) for index, end in mine.end_ns.items()]
-        events += [
-            (start, 1, -end, index)
-            for index, start, end in zip(mine.index, mine.start_ns, mine.end_ns, strict=True)
-        ]
+        events += zip(mine.start_ns, repeat(1), -mine.end_ns, mine.index)
         events += [(launch, 2, 0, index) for index, launch in launched.launch_ns.items()]
         names, is_open = mine.name.to_dict(), {}
         for _, what, _, index in sorted(events):
@@ -162,7 +146,7 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
             else:
                 launch_paths[index] = "/".join(is_open.values())
     return (
-        pd.Series(launch_paths, dtype=object).reindex(launches.index),
+        pd.Series(launch_paths, dtype=object).reindex(launches.index, fill_value=""),
         pd.Series(paths, dtype=object).reindex(ranges.index),
     )
 

@@ -1,13 +1,36 @@
-"""What a run needs and a machine may lack, said before it is tried: a reason, or "" if nothing is missing."""
+"""What the host has, and what a run needs that a machine may lack: a reason, or "" if nothing is missing."""
 
 import os
+import re
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from cs336_systems import names
-from cs336_systems.measure.host import GIB, available_memory_bytes
+
+GIB = 2**30
+
+
+def core_count() -> int:
+    """Cores that this process may use; macOS tells only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """The machine's memory, or a container's share of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a control group, version 2; "max" where there is none
+    text = limit.read_text().strip() if limit.exists() else ""
+    return min(whole, int(text)) if text.isdigit() else whole
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process could still take; where the system does not tell (macOS), all there is."""
+    told = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", told.read_text()) if told.exists() else None
+    return min(int(found[1]) * 1024, memory_bytes()) if found else memory_bytes()
 
 
 def why_no_tf32(device: torch.device) -> str:

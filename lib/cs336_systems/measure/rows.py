@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from cs336_systems.measure import machine as here
 from cs336_systems.measure.files import (
@@ -28,13 +29,14 @@ from cs336_systems.measure.files import (
     read_lines,
     replace_lines,
 )
-from cs336_systems.measure.schema import COLUMNS, TABLES, Table
+from cs336_systems.measure.schema import COLUMNS, TABLES
 from cs336_systems.measure.validation import Row, RowError, check_batch, checked
 from cs336_systems.names import ATTENTION, TRITON, check_choice
 
 # What runs our attention kernels: these implementations, and these tables.
 _WITH_KERNELS = {name for name, implementation in ATTENTION.items() if TRITON in implementation.needs}
 _OF_KERNELS = ("tile_times", "kernel_resources")
+_REPAIR = "restore the file from git, or move it away and measure again"
 
 
 def save_rows(
@@ -63,14 +65,18 @@ def save_rows(
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
     batch = [checked(row, schema, f"{where}, rows[{number}]") for number, row in enumerate(records)]
     check_batch(batch, schema, where)
-    batch = _with_provenance(batch, machine, table, where)
+    common = _provenance(machine, where)
+    batch = [common | _kernels(row, table) | row for row in batch]
+    if foreign := {row["machine"] for row in batch} - {machine}:
+        raise RowError(f"{where}: machine is {foreign.pop()!r}; allowed in this folder: {machine!r}")
     if not batch:
         return path
     make_folder(path.parent)
     with locked(path.parent.parent):
         if path.exists() and _header(path) not in ([], list(schema.columns)):
             _rewrite(path, machine)  # its table has columns now that it had not
-        append_lines(path, _csv(_fields(row, schema) for row in batch), header=_csv([schema.columns]))
+        fields = ([COLUMNS[name].format(row.get(name)) for name in schema.columns] for row in batch)
+        append_lines(path, _csv(fields), header=_csv([schema.columns]))
     return path
 
 
@@ -127,7 +133,7 @@ def published(name: str) -> pd.DataFrame:
 
 def _path(root: Path, machine: str, slug: str, table: str) -> Path:
     for what, name in (("machine", machine), ("slug", slug)):
-        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise ValueError(
                 f"{what} {name!r} cannot name a folder; allowed: letters, digits, '.', '_' and '-'"
             )
@@ -144,10 +150,6 @@ def _csv(lines: Iterable[Iterable[str]]) -> str:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(lines)
     return text.getvalue()
-
-
-def _fields(row: Row, schema: Table) -> list[str]:
-    return [COLUMNS[name].format(row.get(name)) for name in schema.columns]
 
 
 def _header(path: Path) -> list[str]:
@@ -168,27 +170,20 @@ def _rewrite(path: Path, machine: str) -> bool:
 
 def _read(path: Path) -> pd.DataFrame:
     """The fields of a file, as text, indexed by the number of their line."""
-    name, schema = _name(path), TABLES[path.stem]
-    repair = "restore the file from git, or move it away and measure again"
+    name, columns = _name(path), TABLES[path.stem].columns
     try:
-        text = read_lines(path).decode()
-        if "\0" in text:
-            raise ValueError("not text")
-        header, *lines = list(csv.reader(io.StringIO(text, newline=""), strict=True)) or [schema.columns]
+        text = io.StringIO(read_lines(path).decode(), newline="")
+        header, *lines = list(csv.reader(text, strict=True)) or [columns]
     except (ValueError, csv.Error) as error:
-        raise RowError(f"{name} is damaged ({error}); {repair}") from None
-    for column in header:
-        if column not in schema.columns:
-            raise RowError(f"{name}, line 1: {schema.unknown(column)}")
-        if header.count(column) > 1:
-            raise RowError(f"{name}, line 1: column {column!r} is there twice; allowed: once")
+        raise RowError(f"{name} is damaged ({error}); {_REPAIR}") from None
+    if len(set(header) & set(columns)) < len(header):
+        raise RowError(f"{name}, line 1: the columns are {', '.join(header)}; allowed: {', '.join(columns)}")
     for number, fields in enumerate(lines, start=2):
         if len(fields) != len(header):
-            raise RowError(
-                f"{name}, line {number} is damaged ({len(fields)} fields for {len(header)} columns); {repair}"
-            )
+            told = f"{len(fields)} fields for {len(header)} columns"
+            raise RowError(f"{name}, line {number} is damaged ({told}); {_REPAIR}")
     frame = pd.DataFrame(lines, range(2, len(lines) + 2), columns=list(header), dtype=object)
-    return frame.reindex(columns=list(schema.columns), fill_value="")
+    return frame.reindex(columns=list(columns), fill_value="")  # an older file may lack a newer column
 
 
 def _newest(path: Path) -> pd.DataFrame:
@@ -205,19 +200,17 @@ def _parsed(lines: pd.DataFrame, path: Path, machine: str) -> pd.DataFrame:
     schema, name = TABLES[path.stem], _name(path)
     columns = {}
     for column in schema.columns:
-        try:
-            columns[column] = COLUMNS[column].parse(lines[column])
-        except ValueError as error:
-            allowed, line = error.args
-            given = lines.at[line, column]
-            raise RowError(f"{name}, line {line}: {column} is {given!r}; {allowed}") from None
+        values = {}
+        for text in lines[column].unique():
+            try:
+                values[text] = COLUMNS[column].parse(text)
+                if column == "machine" and text != machine:
+                    raise ValueError(f"allowed in this folder: {machine!r}")
+            except ValueError as error:
+                line = (lines[column] == text).idxmax()
+                raise RowError(f"{name}, line {line}: {column} is {text!r}; {error}") from None
+        columns[column] = COLUMNS[column].series([values[text] for text in lines[column]], lines.index)
     frame = pd.DataFrame(columns, index=lines.index)
-    foreign = frame.index[frame["machine"] != machine]
-    if len(foreign):
-        given = frame.at[foreign[0], "machine"]
-        raise RowError(
-            f"{name}, line {foreign[0]}: machine is {given!r}; allowed in this folder: {machine!r}"
-        )
     if frame["gpu"].nunique() > 1:
         gpus = ", ".join(sorted(frame["gpu"].unique()))
         raise RowError(f"{name}: rows of several GPUs ({gpus}); allowed: one machine a folder")
@@ -225,30 +218,20 @@ def _parsed(lines: pd.DataFrame, path: Path, machine: str) -> pd.DataFrame:
     return frame.loc[order.sort_values(list(schema.keys), na_position="first", kind="stable").index]
 
 
-def _with_provenance(rows: list[Row], machine: str, table: str, where: str) -> list[Row]:
-    """The rows with where they come from, looked up once; what a row says itself counts."""
-    card = here.load_card(machine) if here.card_path(machine).exists() else None
+def _provenance(machine: str, where: str) -> Row:
+    """Where rows come from that are saved now, unless they say otherwise themselves."""
     gpus = here.gpu_names()
-    common = {
+    gpu = here.load_card(machine).gpu if here.card_path(machine).exists() else gpus[0]
+    if gpu not in gpus:
+        raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {', '.join(gpus)}")
+    return {
         "machine": machine,
-        "gpu": card.gpu if card else gpus[0],
-        "torch": here.torch_version(),
+        "gpu": gpu,
+        "torch": torch.__version__,
         "triton": here.triton_version(),
         "measured_at": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
         "commit": os.environ.get("CS336_COMMIT") or _git_commit(REPOSITORY_FIGURES.parent),
     }
-    complete = []
-    for row in rows:
-        if row.get("machine", machine) != machine:
-            raise RowError(f"{where}: machine is {row['machine']!r}; allowed in this folder: {machine!r}")
-        if card and row.get("gpu", card.gpu) != card.gpu:
-            raise RowError(
-                f"{where}: gpu is {row['gpu']!r}; allowed by the card of {machine!r}: {card.gpu!r}"
-            )
-        if "gpu" not in row and common["gpu"] not in gpus:
-            raise RowError(f"{where}: {machine!r} has the GPU {card.gpu!r}; allowed here: {', '.join(gpus)}")
-        complete.append(common | _kernels(row, table) | row)
-    return complete
 
 
 def _kernels(row: Row, table: str) -> Row:

@@ -4,9 +4,9 @@ A table is the file `figures/<machine>/<slug>/<table>.csv`: its keys say what wa
 came out. A new column is a line in COLUMNS, a new table an entry in TABLES.
 """
 
-import difflib
 import math
 import numbers
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,8 +43,7 @@ class Column:
         is_bool = isinstance(value, bool | np.bool_)
         is_number = isinstance(value, numbers.Real) and not is_bool and math.isfinite(value)
         if self.type is str and isinstance(value, str):
-            # A row is one line.
-            text = " ".join("".join(c if c.isprintable() else " " for c in value).split())
+            text = " ".join(value.split())  # a row is one line
             if text and self.allowed and text not in self.allowed:
                 raise ValueError(f"allowed: {', '.join(self.allowed)}")
             return text or None
@@ -64,31 +63,21 @@ class Column:
             return format(value, f".{self.digits}g")
         return str(value).lower() if self.type is bool else str(value)
 
-    def parse(self, texts: pd.Series) -> pd.Series:
-        """CSV fields as plain numpy dtypes: whole numbers with gaps are floats, other gaps None.
-
-        Raises:
-            ValueError: what is allowed. Its `args[1]` is the index of the first field at fault.
-        """
-        values = {"": None}
-        for text in texts.unique():
-            try:
-                values[text] = self.check(self._converted(text))
-            except ValueError as error:
-                raise ValueError(*error.args, (texts == text).idxmax()) from None
-        gaps = (texts == "").any()
-        plain = self.type is float or (self.type is not str and not gaps)
-        dtype = self.type if plain else float if self.type is int else object
-        return pd.Series([values[text] for text in texts], texts.index, dtype=dtype)
-
-    def _converted(self, text: str) -> int | float | str | bool | None:
-        """The text as this column's type where it can be: `check` refuses the rest."""
+    def parse(self, text: str) -> int | float | str | bool | None:
+        """The value of a CSV field. Errors as in `check`."""
+        value: Any = text or None
         if self.type is bool:
-            return {"true": True, "false": False}.get(text, text or None)
-        try:
-            return self.type(text) if text else None
-        except ValueError:
-            return text
+            value = {"true": True, "false": False}.get(text, value)
+        elif text:
+            with suppress(ValueError):
+                value = self.type(text)
+        return self.check(value)
+
+    def series(self, values: list, index: pd.Index) -> pd.Series:
+        """Parsed values in a plain numpy dtype: whole numbers with gaps are floats, other gaps None."""
+        plain = self.type is float or (self.type is not str and None not in values)
+        dtype = self.type if plain else float if self.type is int else object
+        return pd.Series(values, index, dtype=dtype)
 
     def order(self, values: pd.Series) -> pd.Series:
         """What to sort a loaded column by: listed names in the order of the list, the rest by itself."""
@@ -115,13 +104,6 @@ class Table:
     @property
     def columns(self) -> tuple[str, ...]:
         return (*self.keys, *self.values, *STATUS, *PROVENANCE)
-
-    def unknown(self, column: Any) -> str:
-        """Why the table has no such column: another unit of a quantity that it has, a typo, or neither."""
-        stem = str(column).rpartition("_")[0]
-        same = [name for name in self.columns if stem and name.rpartition("_")[0] == stem]
-        close = same or difflib.get_close_matches(str(column), self.columns, n=2) or self.columns
-        return f"column {column!r} is not in this table; allowed: {', '.join(close)}"
 
 
 # fmt: off

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from cs336_systems.measure.host import core_count
+from cs336_systems.measure.requirements import core_count
 
 
 def in_fresh_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -14,15 +14,7 @@ def in_fresh_process(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
     Args:
         function: found by import, so it lives in a module and not in a notebook's cell.
         args, kwargs: what it is called with; they and the result must pickle.
-
-    Raises:
-        ValueError: the function cannot be imported by another process.
     """
-    if function.__module__ == "__main__" or "<" in function.__qualname__:
-        raise ValueError(
-            f"{function.__qualname__} lives in {function.__module__}, where a new process cannot find it; "
-            "allowed: a function at the top of an importable module"
-        )
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
         return pool.submit(function, *args, **kwargs).result()

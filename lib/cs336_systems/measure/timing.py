@@ -4,15 +4,20 @@ import gc
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 MIB = 2**20
+SLOW_MS = 30  # a step longer than this finds the cache cold anyway, and is repeated SLOW_STEPS times only
+SLOW_STEPS = 3
+CPU_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -27,63 +32,36 @@ class Timing:
     compile_s: float | None = None
 
     @property
+    def steps(self) -> int:
+        return len(self.step_ms)
+
+    @property
     def mean_ms(self) -> float:
         return statistics.fmean(self.step_ms)
 
     @property
-    def std_ms(self) -> float:
-        """Sample standard deviation; not a number for a single step."""
-        return statistics.stdev(self.step_ms) if self.steps > 1 else float("nan")
-
-    @property
-    def p20_ms(self) -> float:
-        return self._percentile(20)
-
-    @property
     def p50_ms(self) -> float:
-        return self._percentile(50)
-
-    @property
-    def p80_ms(self) -> float:
-        return self._percentile(80)
-
-    @property
-    def steps(self) -> int:
-        return len(self.step_ms)
+        return statistics.median(self.step_ms)
 
     def as_row(self) -> dict[str, Any]:
-        """The value columns of a row."""
-        times = ("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps")
-        return {
-            **{name: getattr(self, name) if self.status == "ok" else None for name in times},
-            "peak_memory_mib": self.peak_memory_mib,
-            "compile_s": self.compile_s,
-            "status": self.status,
-            "reason": self.reason,
-        }
-
-    def after_warmup(self, warmup_steps: int, steps: int | None = None) -> "Timing":
-        """What a run with `warmup_steps` would have reported: one cold start answers for any shorter warm-up.
-
-        Args:
-            warmup_steps: steps at the start of the run to leave out.
-            steps: steps to keep after them; all by default.
-        """
+        """The value columns of a row; without times where there are none."""
+        row = {"peak_memory_mib": self.peak_memory_mib, "compile_s": self.compile_s}
+        row |= {"status": self.status, "reason": self.reason}
+        times = dict.fromkeys(("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps"))
         if self.status != "ok":
-            return self
-        trace = self.warmup_ms + self.step_ms
-        steps = len(trace) - warmup_steps if steps is None else steps
-        if warmup_steps < 0 or steps < 1 or warmup_steps + steps > len(trace):
-            raise ValueError(
-                f"warmup_steps={warmup_steps}, steps={steps} of a trace of {len(trace)}; "
-                "allowed: 0 or more, 1 or more, and together no more than the trace has"
-            )
-        return replace(
-            self, warmup_ms=trace[:warmup_steps], step_ms=trace[warmup_steps : warmup_steps + steps]
-        )
+            return times | row
+        p20, p80 = np.percentile(self.step_ms, (20, 80)).tolist()
+        std = statistics.stdev(self.step_ms) if self.steps > 1 else None  # of a sample
+        found = (self.mean_ms, std, p20, self.p50_ms, p80, self.steps)
+        return dict(zip(times, found, strict=True)) | row
 
-    def _percentile(self, q: float) -> float:
-        return float(np.percentile(self.step_ms, q))
+    def after_warmup(self, warmup_steps: int, steps: int) -> "Timing":
+        """What a run with `warmup_steps` would have reported: one cold start tells it of any shorter one."""
+        trace = self.warmup_ms + self.step_ms
+        end = warmup_steps + steps
+        if self.status == "ok" and end > len(trace):
+            raise ValueError(f"a trace of {len(trace)} steps was asked for {end}; allowed: those it has")
+        return replace(self, warmup_ms=trace[:warmup_steps], step_ms=trace[warmup_steps:end])
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
@@ -93,20 +71,19 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         RuntimeError: CUDA is asked for and not there, or a GPU that is not the current one.
         ValueError: another device.
     """
-    name = str(device)
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ValueError(f"device {name!r} is unknown; allowed: auto, cpu, cuda")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    kind = str(device).partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device {str(device)!r} is unknown; allowed: auto, cpu, cuda")
+    if kind == "cpu":
+        return torch.device(device)
+    if not torch.cuda.is_available():
         raise RuntimeError("device 'cuda' is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu")
-    if kind == "cuda" and index and int(index) != torch.cuda.current_device():  # events would time the other
-        raise RuntimeError(
-            f"device {name!r} is asked for, and cuda:{torch.cuda.current_device()} is the current one; "
-            "allowed: auto, cpu, cuda (for another GPU call torch.cuda.set_device first)"
-        )
-    return torch.device(name)
+    device, current = torch.device(device), torch.cuda.current_device()
+    if device.index not in (None, current):  # events would time the current one
+        raise RuntimeError(f"{device} is asked for, but cuda:{current} is the current GPU; allowed: that one")
+    return device
 
 
 @contextmanager
@@ -155,12 +132,11 @@ def time_steps(
     if warmup_steps < 0 or steps < 1:
         raise ValueError(f"warmup_steps={warmup_steps}, steps={steps}; allowed: 0 or more, and 1 or more")
     device = resolve_device(device)
-    measure = _time_events if device.type == "cuda" and synchronize else _time_wall_clock
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
     times, reason = run_or_out_of_memory(
-        lambda: [_one_step(step, prepare, measure, device) for _ in range(warmup_steps + steps)], device
+        lambda: [_one_step(step, prepare, device, synchronize) for _ in range(warmup_steps + steps)], device
     )
     if times is None:
         return Timing(status="oom", reason=reason)
@@ -170,9 +146,8 @@ def time_steps(
 
 def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, str]:
     """`(function(), "")`, or `(None, reason)` when memory ran out, with that memory given back."""
-    reason = ""
     try:
-        return function(), reason
+        return function(), ""
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -185,11 +160,8 @@ def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> t
 
 def is_out_of_memory(error: BaseException) -> bool:
     """CUDA's allocator, the CPU's, a library's workspace or Python itself could not get memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    text = str(error).lower()
     signs = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
 
 
 def one_line(error: BaseException) -> str:
@@ -216,29 +188,90 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _one_step(step: Callable, prepare: Callable | None, measure: Callable, device: torch.device) -> float:
+def _one_step(step: Callable, prepare: Callable | None, device: torch.device, synchronize: bool) -> float:
     arguments = () if prepare is None else (prepare(),)
-    if device.type == "cuda":
+    on_cuda = device.type == "cuda"
+    if on_cuda:
         torch.cuda.synchronize(device)
-    ms = measure(step, arguments)
-    if device.type == "cuda":
+    # What a step returns is freed after the clock has stopped: freeing is not its work.
+    if on_cuda and synchronize:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = step(*arguments)
+        end.record()
+        end.synchronize()
+        ms = start.elapsed_time(end)
+    else:
+        start_s = time.perf_counter()
+        result = step(*arguments)
+        ms = (time.perf_counter() - start_s) * 1e3
+    del result
+    if on_cuda:
         torch.cuda.synchronize(device)
     return ms
 
 
-def _time_wall_clock(step: Callable, arguments: tuple) -> float:
-    start = time.perf_counter()
-    result = step(*arguments)
-    seconds = time.perf_counter() - start
-    del result  # freeing it is not the step's work, so it waits until the clock has stopped
-    return seconds * 1e3
+def time_compiled(step: Callable[..., Any], **options: Any) -> Timing:
+    """`time_steps` of a step with compiled code inside, and `compile_s`: its first call less a steady one.
+
+    It is compiled afresh, with empty caches and nothing left over from other configurations, so that the time
+    is what a new user waits. Code that cannot be compiled gives the status "error".
+    """
+    # Imported here: the compiler imports triton, and that settles for good whether kernels are interpreted.
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()
+    try:
+        with fresh_cache(), warnings.catch_warnings():
+            # Whether TF32 is allowed is what is being compared.
+            warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
+            first = time_steps(step, **options | {"warmup_steps": 0, "steps": 1})
+            timing = time_steps(step, **options) if first.status == "ok" else first
+    except TorchDynamoException as error:
+        return Timing(status="error", reason=one_line(error))
+    if timing.status != "ok":
+        return timing
+    return replace(timing, compile_s=max(0.0, first.mean_ms - timing.p50_ms) / 1e3)
 
 
-def _time_events(step: Callable, arguments: tuple) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    result = step(*arguments)
-    end.record()
-    end.synchronize()
-    del result  # as above
-    return start.elapsed_time(end)
+def time_cold_cache(
+    step: Callable[[], Any],
+    *,
+    device: torch.device,
+    to_clear: Iterable[Tensor] = (),
+    warmup_ms: float = 10,
+    repeat_ms: float = 40,
+) -> Timing:
+    """Times of a step, the L2 cache flushed before each repetition (triton.testing.do_bench).
+
+    Its peak memory is that of the second call, without the buffer that flushes the cache.
+
+    Args:
+        to_clear: tensors whose gradients are dropped before each repetition.
+        warmup_ms, repeat_ms: about how long the step runs, uncounted and counted. A CPU, which is timed by
+            the clock and with whatever its caches hold, takes one step and then CPU_STEPS.
+
+    Returns:
+        The timing; with status "oom" where memory ran out. Other errors propagate.
+    """
+    to_clear = list(to_clear)
+
+    def clear() -> None:
+        for x in to_clear:
+            x.grad = None
+
+    def few(warmup_steps: int, steps: int) -> Timing:
+        return time_steps(
+            lambda _: step(), device=device, warmup_steps=warmup_steps, steps=steps, prepare=clear
+        )
+
+    first = few(1, CPU_STEPS if device.type == "cpu" else 1)
+    if device.type == "cpu" or first.status != "ok":
+        return first
+    if first.p50_ms > SLOW_MS:
+        return replace(few(0, SLOW_STEPS), peak_memory_mib=first.peak_memory_mib)
+    from triton.testing import do_bench  # settles for good whether kernels are interpreted
+
+    times = do_bench(step, warmup=warmup_ms, rep=repeat_ms, grad_to_none=to_clear, return_mode="all")
+    return Timing(tuple(times), peak_memory_mib=first.peak_memory_mib)

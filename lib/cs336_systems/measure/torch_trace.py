@@ -58,7 +58,7 @@ def record(
             if on_cuda:
                 torch.cuda.synchronize(device)
             profiler.add_metadata_json(_HOST, json.dumps(platform.node()))
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     profiler.export_chrome_trace(str(path))
     return read_trace(path)
 
@@ -76,7 +76,7 @@ def keep_one_step(path: Path, kept: Path, root: str = "measure") -> None:
     spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = [event for event in spans if (event["cat"], event["name"]) == ("user_annotation", root)]
     if not steps:
-        raise ProfileError(f"{Path(path).name} has no range {root!r}; record it under nvtx.recording()")
+        raise ProfileError(f"{path.name} has no range {root!r}; record it under nvtx.recording()")
     step = max(steps, key=lambda event: event["ts"])
     on_cuda = any(event["cat"] in _KINDS for event in spans)
     host = {"user_annotation", "cuda_runtime", "cuda_driver"} if on_cuda else {"user_annotation", "cpu_op"}
@@ -86,8 +86,7 @@ def keep_one_step(path: Path, kept: Path, root: str = "measure") -> None:
     for event in inside:
         args = event.get("args", {})
         event["args"] = {name: args[name] for name in ("correlation", "grid", "stream") if name in args}
-    machine = ["deviceProperties"] if on_cuda else [_HOST, "host_name"]
-    small = {name: trace[name] for name in machine if name in trace}
+    small = {name: trace[name] for name in ["deviceProperties" if on_cuda else _HOST] if name in trace}
     small["traceEvents"] = [event for event in trace["traceEvents"] if event.get("ph") == "M"] + inside
     make_folder(kept.parent)
     kept.write_bytes(gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
@@ -100,17 +99,14 @@ def load_trace(path: Path) -> dict[str, Any]:
         FileNotFoundError: there is no such file.
         ProfileError: it is cut off, or no trace.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no trace {path}; make one with torch_trace.record")
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             trace = json.load(file)
-    except (OSError, EOFError, ValueError) as error:
-        raise ProfileError(f"{path.name} is cut off or no trace ({error}); record it again") from None
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise ProfileError(f"{path.name} is JSON, but no Chrome trace: it has no list of traceEvents")
-    return trace
+        return trace | {"traceEvents": list(trace["traceEvents"])}
+    except FileNotFoundError:
+        raise
+    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+        raise ProfileError(f"{path.name} is cut off or no trace ({error!r}); record it again") from None
 
 
 def read_trace(path: Path) -> Profile:
@@ -128,18 +124,17 @@ def read_trace(path: Path) -> Profile:
     events = defaultdict(list)
     for event in trace["traceEvents"]:
         if event.get("ph") == "X":
-            events[event.get("cat")].append(event)
+            events[event["cat"]].append(event)
     has_kernels = any(events[category] for category in _KINDS)
     if not has_kernels and (events["cuda_runtime"] or events["cuda_driver"]):
         raise ProfileError(
-            f"{Path(path).name} has CUDA calls but no GPU kernels: CUPTI could not record; end "
-            "other profilers (nsys among them), or allow this user to read GPU performance counters"
+            f"{path.name} has CUDA calls but no GPU kernels: CUPTI could not record; end other profilers "
+            "(nsys among them), or allow this user to read GPU performance counters"
         )
-    devices = [device.get("name", "unknown") for device in trace.get("deviceProperties", [])]
-    host = trace.get(_HOST) or trace.get("host_name", "unknown")
+    devices = {device["name"] for device in trace.get("deviceProperties", ())}
     return Profile(
         source="torch cuda" if has_kernels else "torch cpu",
-        machine=", ".join(sorted(set(devices))) if has_kernels else host,
+        machine=", ".join(sorted(devices)) if has_kernels else trace.get(_HOST, "unknown"),
         ranges=trace_ranges(events["user_annotation"]),
         kernels=pd.DataFrame(_gpu_kernels(events) if has_kernels else _cpu_operators(events)),
     )
@@ -162,37 +157,33 @@ def trace_ranges(annotations: list[dict[str, Any]]) -> pd.DataFrame:
 
 def _gpu_kernels(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Kernels, copies and fills, each with the time and thread of the CUDA call that launched it."""
-    launches = {}
-    for event in events["cuda_runtime"] + events["cuda_driver"]:
-        launches.setdefault(event.get("args", {}).get("correlation"), event)
+    calls = events["cuda_runtime"] + events["cuda_driver"]
+    launches = {event.get("args", {}).get("correlation"): event for event in calls}
     # One trace is of one process; CUPTI and torch may each have a number of their own for it.
     process = next((event["pid"] for event in events["user_annotation"]), 0)
     records = []
     for category, kind in _KINDS.items():
         for event in events[category]:
-            args, launch = event["args"], launches.get(event["args"].get("correlation"), event)
-            grid, stream = ",".join(map(str, args.get("grid", []))), args.get("stream", event["tid"])
-            records.append(_launch(event, kind, process, launch, event["dur"], grid, stream))
+            args = event["args"]
+            launch = launches.get(args.get("correlation"), event)
+            grid = ",".join(map(str, args.get("grid", [])))
+            records.append(_launch(event, kind, process, launch, event["dur"], grid, args["stream"]))
     return records
 
 
 def _cpu_operators(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Operators, with the time they spent themselves by nesting them thread by thread; and Gloo's work."""
     operators = events["cpu_op"] + [e for e in events["user_annotation"] if e["name"].startswith("gloo:")]
-    own_time = {}
-    by_thread = defaultdict(list)
-    for event in operators:
-        by_thread[event["tid"]].append(event)
-    for of_thread in by_thread.values():
-        enclosing: list[dict[str, Any]] = []
-        for event in sorted(of_thread, key=lambda event: (event["ts"], -event["dur"])):
-            while enclosing and event["ts"] >= enclosing[-1]["ts"] + enclosing[-1]["dur"]:
-                enclosing.pop()
-            own_time[id(event)] = event["dur"]
-            if enclosing:
-                own_time[id(enclosing[-1])] -= event["dur"]
-            enclosing.append(event)
-    threads = {thread: number for number, thread in enumerate(sorted(by_thread))}
+    own_time, open_on = {}, defaultdict(list)
+    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
+        enclosing = open_on[event["tid"]]
+        while enclosing and event["ts"] >= enclosing[-1]["ts"] + enclosing[-1]["dur"]:
+            enclosing.pop()
+        own_time[id(event)] = event["dur"]
+        if enclosing:
+            own_time[id(enclosing[-1])] -= event["dur"]
+        enclosing.append(event)
+    threads = {thread: number for number, thread in enumerate(sorted(open_on))}
     return [
         _launch(
             event, "operator", event["pid"], event, max(0.0, own_time[id(event)]), "", threads[event["tid"]]

@@ -1,7 +1,8 @@
 """Rules of rows: each fits its table and agrees with itself, and a pass takes longer than its parts."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from itertools import combinations
+from itertools import permutations
 from typing import Any, TypeVar
 
 from cs336_systems.measure.schema import COLUMNS, STATUSES, TABLES, Table
@@ -11,12 +12,9 @@ Row = dict[str, Any]
 
 _PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
 # Of the tables with times: what is equal in all passes of one measurement.
-_TIMED = {
-    name
-    for table in TABLES.values()
-    if "p50_ms" in table.values
-    for name in table.keys
-    if name != "warmup_steps"
+_SAME = {name for table in TABLES.values() if "p50_ms" in table.values for name in table.keys} - {
+    "pass",
+    "warmup_steps",
 }
 # How much one step does: a pass of a higher level contains those below, so it cannot be faster.
 _PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
@@ -42,7 +40,7 @@ def checked(record: Mapping[str, Any], table: Table, where: str) -> Row:
         except ValueError as error:
             raise RowError(f"{where}: {name} is {given!r}; {error}") from None
         if name not in table.columns and (value is not None or name not in COLUMNS):
-            raise RowError(f"{where}: {table.unknown(name)}")
+            raise RowError(f"{where}: there is no column {name!r}; allowed: {', '.join(table.columns)}")
         if value is not None:
             row[name] = value
     row = {"status": "ok"} | row
@@ -52,18 +50,15 @@ def checked(record: Mapping[str, Any], table: Table, where: str) -> Row:
 
 
 def _contradiction(row: Row, table: Table) -> str:
-    status = row["status"]
-    times = [name for name in table.values if name in row and COLUMNS[name].unit in ("ms", "s")]
+    values = [name for name in table.values if name in row and name != "steps"]
+    times = [name for name in values if COLUMNS[name].unit in ("ms", "s")]
     percentiles = [row.get(name) for name in _PERCENTILES]
-    if not any(name in row for name in table.keys):
-        return f"no key column is filled; allowed: {', '.join(table.keys)}"
-    if status != "ok" and times:
+    if row["status"] != "ok" and times:
         return (
-            f"status is {status!r}, but {times[0]} is {row[times[0]]:g}; allowed: times with status 'ok' only"
+            f"status is {row['status']!r}, but {times[0]} is {row[times[0]]:g}; allowed: times with 'ok' only"
         )
-    if status == "ok" and not any(name in row for name in table.values if name != "steps"):
-        others = ", ".join(other for other in STATUSES if other != "ok")
-        return f"status is 'ok', but nothing was measured; allowed: a value, or another status ({others})"
+    if row["status"] == "ok" and not values:
+        return f"status is 'ok', but nothing was measured; allowed: a value, or {', '.join(STATUSES[1:])}"
     if {"mean_ms", *_PERCENTILES} & row.keys() and None in percentiles:
         return f"{_PERCENTILES[percentiles.index(None)]} is empty; allowed: all of {', '.join(_PERCENTILES)}"
     if None not in percentiles and percentiles != sorted(percentiles):
@@ -89,10 +84,8 @@ def check_batch(rows: list[Row], table: Table, where: str) -> None:
         raise RowError(f"{where}: {error}")
 
 
-def _described(row: Mapping[str, Any], names: Iterable[str]) -> str:
-    return ", ".join(
-        f"{name}={COLUMNS[name].format(row[name])}" for name in names if row.get(name) is not None
-    )
+def _described(row: Mapping[str, Any], columns: Iterable[str]) -> str:
+    return ", ".join(f"{name}={row[name]}" for name in columns if row.get(name) is not None)
 
 
 def pass_order_errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -101,27 +94,22 @@ def pass_order_errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     Rows are compared when they are equal in every other key. Of several warm-ups only the longest counts: the
     shorter ones are there to show the start, not the pass.
     """
-    groups: dict[tuple, list[Mapping[str, Any]]] = {}
+    groups = defaultdict(list)
     for row in rows:
         if row.get("pass") in _PASS_LEVEL and row.get("p50_ms") is not None and row.get("warmup_steps") != 0:
-            key = tuple((name, row[name]) for name in sorted(_TIMED & row.keys()) if name != "pass")
-            groups.setdefault(key, []).append(row)
+            groups[tuple((name, row[name]) for name in sorted(_SAME & row.keys()))].append(row)
     errors = []
     for group in groups.values():
         longest = max(row.get("warmup_steps") or 0 for row in group)
         group = [row for row in group if (row.get("warmup_steps") or 0) == longest]
-        for small, large in combinations(sorted(group, key=lambda row: _PASS_LEVEL[row["pass"]]), 2):
+        for small, large in permutations(group, 2):
             if _PASS_LEVEL[small["pass"]] < _PASS_LEVEL[large["pass"]] and large["p80_ms"] < small["p20_ms"]:
+                at = _described(large, [name for name in COLUMNS if name in _SAME])
                 errors.append(
                     f"{large['pass']} took {large['p80_ms']:.4g} ms (p80_ms), {small['pass']} inside it "
-                    f"{small['p20_ms']:.4g} ms (p20_ms), at {_described(large, _keys_of_times(large))}; "
-                    "measure both again, in one run"
+                    f"{small['p20_ms']:.4g} ms (p20_ms), at {at}; measure both again, in one run"
                 )
     return errors
-
-
-def _keys_of_times(row: Mapping[str, Any]) -> list[str]:
-    return [name for name in COLUMNS if name in _TIMED and name in row and name != "pass"]
 
 
 def measured_in_order(
