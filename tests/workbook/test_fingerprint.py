@@ -87,6 +87,15 @@ def test_what_measures_is_measured_again_when_its_code_changes_and_not_its_words
     assert digest() != before
 
 
-def test_a_room_is_not_all_reached_for_one_of_its_names():
-    paths = reached(ast.parse("from cs336_systems.measure import nsys"))
-    assert not [path for path in paths if path.parent.name == "bench"]
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from cs336_systems.bench import sweep_attention",
+        "from cs336_systems import bench\nbench.sweep_attention()",
+        "from cs336_systems import names\nnames.load('cs336_systems.bench.attention_bench:sweep_attention')",
+    ],
+)
+def test_only_the_module_that_defines_a_name_is_reached(code):
+    paths = reached(ast.parse(code))
+    assert [path.name for path in paths if path.parent.name == "bench"] == ["attention_bench.py"]
+    assert any(path.name == "timing.py" for path in paths), "what it imports is reached too"

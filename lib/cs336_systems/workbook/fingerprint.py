@@ -30,7 +30,9 @@ def fingerprint(notebook: NotebookNode, parameters: Mapping[str, Any]) -> str:
     """A digest that changes when the notebook, run with these parameters, may measure something else."""
     code = _without_docstrings(ast.parse(_measuring_code(notebook)))
     paths = reached(code)
-    code.body = [node for node in code.body if not imported(node) or paths & _files_of(node)]
+    code.body = [
+        node for node in code.body if not imported(node)
+    ]  # of plots, too; what is used is in the code
     parts = [json.dumps(parameters, sort_keys=True), importlib.metadata.version("torch"), ast.dump(code)]
     parts += [f"{path.name} {ast.dump(_parsed(path))}" for path in sorted(paths)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
@@ -39,7 +41,8 @@ def fingerprint(notebook: NotebookNode, parameters: Mapping[str, Any]) -> str:
 def reached(code: ast.Module) -> set[Path]:
     """The library's modules that the imports of some code reach, directly or through each other.
 
-    Of `from cs336_systems.bench import sweep_attention` only the module of the room that defines it counts.
+    Of `from cs336_systems.bench import sweep_attention`, or `bench.sweep_attention`, only the module that
+    defines it counts.
     """
     found: set[Path] = {PACKAGE / "__init__.py"}
     waiting = [code]
@@ -76,15 +79,7 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
 
 
 def _is_text(node: ast.stmt) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
-
-
-def _files_of(node: ast.stmt) -> set[Path]:
-    return {path for target in imported(node) for path in _files(target)}
+    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -98,11 +93,15 @@ def imported(node: ast.AST) -> list[str]:
 
 def _all_targets(tree: ast.Module) -> Iterator[str]:
     """Everything of the library that some code names: in imports, as text, or through the registry."""
+    targets = [target for node in ast.walk(tree) for target in imported(node)]
+    rooms = {target.split(".")[1]: target for target in targets if (PACKAGE / target.split(".")[-1]).is_dir()}
+    yield from (target for target in targets if target not in rooms.values())
     for node in ast.walk(tree):
-        yield from imported(node)
+        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in rooms:
+            yield f"{rooms[node.value.id]}.{name}"
         if isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
             yield node.value.replace(":", ".")
-        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
         registry = getattr(names, name, {}) if name.isupper() else {}
         for entry in registry.values() if isinstance(registry, dict) else ():
             yield getattr(entry, "function", "").replace(":", ".")

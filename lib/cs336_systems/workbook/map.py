@@ -70,6 +70,7 @@ def _read_entry(problem: Problem, path: Path) -> Entry:
         raise ValueError(f"{path.name} cannot be read: {error}") from None
     about = first_cell(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
     return Entry(
         problem,
         tuple(map(int, re.findall(r"\b20\d\d\b", about["*Handout problem"]))),
@@ -77,8 +78,8 @@ def _read_entry(problem: Problem, path: Path) -> Entry:
         tuple(map(int, re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", about["*Read before:*"])))),
         tuple(map(int, re.findall(r"\d+", about["*Time:*"].replace("an hour", "60 minutes")))),
         all(cell.execution_count for cell in code),
-        next((text for cell in code if _tagged(cell) for text in _answers(cell)), ""),
-        next((stem for cell in sorted(code, key=_untagged) for stem in _drawn(cell)), ""),
+        next((text for cell in tagged for text in _answers(cell)), ""),
+        next((stem for cell in [*tagged, *code] for stem in _drawn(cell)), ""),
     )
 
 
@@ -93,14 +94,6 @@ def first_cell(notebook: NotebookNode) -> dict[str, str]:
                 told[mark] = " ".join(part.removeprefix(mark).split())
     question = re.search(r"\*\*The question\.\*\* (.+?)(?:\n\s*\n|$)", source, re.DOTALL)
     return told | {"question": " ".join(question[1].split()) if question else ""}
-
-
-def _tagged(cell: NotebookNode) -> bool:
-    return HEADLINE in cell.metadata.get("tags", [])
-
-
-def _untagged(cell: NotebookNode) -> bool:
-    return not _tagged(cell)
 
 
 def _answers(cell: NotebookNode) -> list[str]:

@@ -23,7 +23,7 @@ _WORDS: dict[str, Iterable[Any] | str] = {
     "dtype": names.DTYPES,
     "pass": names.PASSES,
     "collective": names.COLLECTIVES,
-    "attention": ("auto", *(name for name, each in names.ATTENTION.items() if each.in_model)),
+    "attention": names.MODEL_ATTENTION,
     "edition": MODEL_SIZES,
     "device": ("auto", "cpu", "cuda"),
     "source": ("auto", "nsys", "torch"),

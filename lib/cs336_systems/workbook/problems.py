@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 START = "00_start_here"  # the map: no problem of its own, so no title and sections of one
-_BOTH, _2025, _2026 = (2025, 2026), (2025,), (2026,)
 
 
 @dataclass(frozen=True)
@@ -27,61 +26,34 @@ class Problem:
         return f"{self.number} · {self.slug}"
 
 
-def _chapter(title: str, first: int, **editions: tuple[int, ...]) -> Iterator[Problem]:
-    """Problems numbered from `first`, in their order."""
-    for number, (slug, years) in enumerate(editions.items(), start=first):
-        yield Problem(number, slug, years, title)
+# Chapter, number of its first notebook, and its problems in their order with their editions.
+_HANDOUT = """
+Profiling and benchmarking | 11 | benchmarking_script both, nsys_profile both
+  mixed_precision_accumulation both, benchmarking_mixed_precision both, memory_profiling both
+Single-GPU memory | 16 | gradient_checkpointing 2026
+Attention kernels | 21 | pytorch_attention both, torch_compile both, weighted_sum both, flash_forward both
+  flash_backward both, flash_benchmarking both, flash_leaderboard 2025
+Data parallel | 31 | distributed_communication_single_node both, naive_ddp both, naive_ddp_benchmarking both
+  minimal_ddp_flat_benchmarking both, ddp_overlap_individual_parameters both
+  ddp_overlap_individual_parameters_benchmarking both, ddp_overlap_bucketed 2025
+  ddp_bucketed_benchmarking 2025
+Sharding | 41 | optimizer_state_sharding both, optimizer_state_sharding_accounting both, fsdp 2026
+  fsdp_accounting 2026
+Scaling on paper | 51 | communication_accounting 2025, alternate_ring_all_reduce 2026
+  data_parallel_calcs 2026, fsdp_calcs 2026, tp_calcs 2026, fsdp_tp_calcs 2026
+Leaderboard | 61 | leaderboard 2026
+"""
 
 
-PROBLEMS = (
-    *_chapter(
-        "Profiling and benchmarking", 11,
-        benchmarking_script=_BOTH,
-        nsys_profile=_BOTH,
-        mixed_precision_accumulation=_BOTH,
-        benchmarking_mixed_precision=_BOTH,
-        memory_profiling=_BOTH,
-    ),
-    *_chapter("Single-GPU memory", 16, gradient_checkpointing=_2026),
-    *_chapter(
-        "Attention kernels", 21,
-        pytorch_attention=_BOTH,
-        torch_compile=_BOTH,
-        weighted_sum=_BOTH,
-        flash_forward=_BOTH,
-        flash_backward=_BOTH,
-        flash_benchmarking=_BOTH,
-        flash_leaderboard=_2025,
-    ),
-    *_chapter(
-        "Data parallel", 31,
-        distributed_communication_single_node=_BOTH,
-        naive_ddp=_BOTH,
-        naive_ddp_benchmarking=_BOTH,
-        minimal_ddp_flat_benchmarking=_BOTH,
-        ddp_overlap_individual_parameters=_BOTH,
-        ddp_overlap_individual_parameters_benchmarking=_BOTH,
-        ddp_overlap_bucketed=_2025,
-        ddp_bucketed_benchmarking=_2025,
-    ),
-    *_chapter(
-        "Sharding", 41,
-        optimizer_state_sharding=_BOTH,
-        optimizer_state_sharding_accounting=_BOTH,
-        fsdp=_2026,
-        fsdp_accounting=_2026,
-    ),
-    *_chapter(
-        "Scaling on paper", 51,
-        communication_accounting=_2025,
-        alternate_ring_all_reduce=_2026,
-        data_parallel_calcs=_2026,
-        fsdp_calcs=_2026,
-        tp_calcs=_2026,
-        fsdp_tp_calcs=_2026,
-    ),
-    *_chapter("Leaderboard", 61, leaderboard=_2026),
-)  # fmt: skip
+def _problems() -> Iterator[Problem]:
+    for line in _HANDOUT.strip().replace("\n  ", ", ").splitlines():
+        chapter, first, listed = line.split(" | ")
+        for number, entry in enumerate(listed.split(", "), start=int(first)):
+            slug, edition = entry.split()
+            yield Problem(number, slug, (2025, 2026) if edition == "both" else (int(edition),), chapter)
+
+
+PROBLEMS = tuple(_problems())
 
 _NEED_TRITON = range(23, 28)  # from the first Triton kernel to the leaderboard of kernels
 
