@@ -12,7 +12,6 @@ from torch.nn import functional as F
 from cs336_systems.configs import model_size
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import (
-    CausalSelfAttention,
     Embedding,
     Linear,
     RMSNorm,
@@ -20,9 +19,7 @@ from cs336_systems.model import (
     TransformerLM,
     build_model,
 )
-from cs336_systems.optimizer import AdamW
 
-TINY = model_size("tiny")
 DIMENSIONS = {
     "vocab_size": 50,
     "context_length": 16,
@@ -119,31 +116,13 @@ def test_the_future_and_the_neighbour_are_not_seen():
     torch.testing.assert_close(after[[0, 2]], before[[0, 2]])
     torch.testing.assert_close(after[1, :10], before[1, :10])
     assert not torch.isclose(after[1, 10:], before[1, 10:]).all(-1).any()
-
-
-def test_a_shorter_sequence_is_the_beginning_of_a_longer_one():
-    model, tokens = a_model(), some_tokens()
-    torch.testing.assert_close(model(tokens[:, :5]), model(tokens)[:, :5])
+    torch.testing.assert_close(model(tokens[:, :5]), before[:, :5])
 
 
 def test_attention_implementations_agree():
     tokens = some_tokens()
     fused = a_model(attention_implementation="sdpa")
     torch.testing.assert_close(fused(tokens), a_model()(tokens), rtol=1e-4, atol=1e-5)
-
-
-def test_it_learns_a_batch_by_heart():
-    model, tokens = a_model(), some_tokens(2)
-    optimizer = AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(25):
-        optimizer.zero_grad()
-        loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] > 3
-    assert losses[-1] < 0.2
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -177,11 +156,8 @@ def test_compiles_into_one_graph(autocast):
     model, tokens = a_model(num_layers=1), some_tokens()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        for sequence in (16, 9):
-            part = tokens[:, :sequence]
-            torch.testing.assert_close(
-                compiled(part), model(part), rtol=1e-2, atol=2e-2 if autocast else 1e-5
-            )
+        atol = 2e-2 if autocast else 1e-5
+        torch.testing.assert_close(compiled(tokens), model(tokens), rtol=1e-2, atol=atol)
     cross_entropy(compiled(tokens), tokens).backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -232,12 +208,6 @@ def test_weights_are_drawn_from_truncated_normals(dtype):
     assert torch.equal(RMSNorm(7).weight, torch.ones(7))
 
 
-def test_the_seed_decides_the_weights():
-    first, second = a_model().state_dict(), a_model().state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(first["layers.0.ffn.w1.weight"], first["layers.0.ffn.w3.weight"])
-
-
 # Its parts
 
 
@@ -267,20 +237,6 @@ def test_turned_queries_and_keys_know_only_their_distance(position, other, shift
     torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
 
 
-def test_rope_turns_adjacent_pairs():
-    rope = RotaryEmbedding(8, 4, theta=100.0)
-    x = torch.tensor([1.0, 0.0, 0.0, 1.0]).expand(8, 4)
-    expected = [[math.cos(p), math.sin(p), -math.sin(p / 10), math.cos(p / 10)] for p in range(8)]
-    torch.testing.assert_close(rope(x), torch.tensor(expected))
-
-
-def test_rope_keeps_lengths_and_the_first_position():
-    x = torch.randn(2, 3, 16, 6)
-    turned = RotaryEmbedding(16, 6)(x)
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    assert torch.equal(turned[..., 0, :], x[..., 0, :])
-
-
 # Refusals
 
 
@@ -299,16 +255,8 @@ def test_impossible_dimensions_are_refused(changes, match):
         a_model(**changes)
 
 
-def test_attention_alone_refuses_heads_that_do_not_fit():
-    with pytest.raises(ValueError, match="d_model=24, num_heads=0"):
-        CausalSelfAttention(24, 0, RotaryEmbedding(4, 8))
-
-
-def test_a_sequence_beyond_the_context_is_refused():
+def test_a_call_that_cannot_be_is_refused():
     with pytest.raises(ValueError, match=r"17.*16"):
         a_model()(some_tokens(1, 17))
-
-
-def test_an_unknown_attention_is_refused():
     with pytest.raises(ValueError, match="magic"):
         a_model(attention_implementation="magic")(some_tokens())

@@ -1,15 +1,14 @@
 """Ranges: named by nesting, free and invisible while nobody records."""
 
-import timeit
+import dataclasses
 
 import pytest
 import torch
 
 from cs336_systems import nvtx as ranges
-from cs336_systems.attention import attention
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
-from cs336_systems.nvtx import annotate, module_labels, recording
+from cs336_systems.nvtx import annotate, recording
 
 
 def recorded_names(run) -> list[str]:
@@ -37,14 +36,6 @@ def test_off_by_default():
 
     assert recorded_names(run) == []
     assert annotate("forward") is annotate("backward"), "off, every range is the same empty context"
-
-
-def test_off_costs_less_than_two_microseconds():
-    def run():
-        with annotate("forward"):
-            pass
-
-    assert min(timeit.repeat(run, number=1000, repeat=5)) / 1000 < 2e-6
 
 
 def test_nvtx_and_record_function_are_told_the_same(nvtx):
@@ -81,19 +72,6 @@ def test_modules_open_ranges_only_while_recorded():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_labels_are_relative_to_the_nearest_called_module():
-    labels = set(module_labels(build_model(model_size("tiny"), 8)).values())
-    assert {"layers.0", "layers.1", "attn", "q_proj", "rope", "w2"} <= labels
-    assert "layers" not in labels
-
-
-def test_annotated_attention_gives_the_same_bits():
-    q, k, v = torch.randn(3, 2, 16, 8)
-    plain = attention(q, k, v, is_causal=True, implementation="plain")
-    with recording():
-        assert torch.equal(plain, attention(q, k, v, is_causal=True, implementation="plain"))
-
-
 def test_ranges_close_when_the_code_inside_raises(nvtx):
     model = build_model(model_size("tiny"), 8)
     with pytest.raises(IndexError), recording(model):
@@ -110,14 +88,10 @@ def test_recording_nests():
     assert annotate("x") is ranges._OFF
 
 
-@pytest.mark.parametrize("record", [False, True])
-def test_compiles_to_one_graph(record):
-    model = build_model(model_size("tiny"), 8)
+def test_compiles_to_one_graph_also_while_recorded():
+    model = build_model(dataclasses.replace(model_size("tiny"), num_layers=1), 8)
     tokens = torch.zeros(1, 8, dtype=torch.long)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    if record:
-        with recording(model):
-            logits = compiled(tokens)
-    else:
+    with recording(model):
         logits = compiled(tokens)
     torch.testing.assert_close(logits, model(tokens))

@@ -1,12 +1,9 @@
 """AdamW against torch's own, and what it promises about memory."""
 
-import copy
 import io
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from memory_probes import LiveBytes
 from torch import nn
 
@@ -48,18 +45,11 @@ def assert_same_over_100_steps(ours, ours_optimizer, theirs, their_optimizer) ->
         {"weight_decay": 0.0},
     ],
 )
-@pytest.mark.parametrize("foreach", [False, True])
-def test_100_steps_are_torchs(settings, foreach):
+def test_100_steps_are_torchs(settings):
     ours, theirs = parameters(), parameters()
-    assert_same_over_100_steps(
-        ours, AdamW(ours, **settings), theirs, torch.optim.AdamW(theirs, foreach=foreach, **settings)
-    )
-
-
-def test_defaults_are_torchs():
-    theirs = torch.optim.AdamW(parameters()).defaults
-    ours = AdamW(parameters()).defaults
-    assert ours == {name: theirs[name] for name in ours}
+    own, other = AdamW(ours, **settings), torch.optim.AdamW(theirs, **settings)
+    assert own.defaults.items() <= other.defaults.items()
+    assert_same_over_100_steps(ours, own, theirs, other)
 
 
 def test_100_steps_with_groups_are_torchs():
@@ -72,37 +62,9 @@ def test_100_steps_with_groups_are_torchs():
 
     ours, theirs = parameters(), parameters()
     own, other = AdamW(groups(ours), lr=0.01), torch.optim.AdamW(groups(theirs), lr=0.01)
+    for optimizer in (own, other):  # as a scheduler does
+        optimizer.param_groups[2]["lr"] = 0.003
     assert_same_over_100_steps(ours, own, theirs, other)
-
-
-@settings(max_examples=20)
-@given(
-    lr=st.floats(0, 1),
-    beta1=st.floats(0, 0.999),
-    beta2=st.floats(0, 0.9999),
-    weight_decay=st.floats(0, 1),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_a_few_steps_are_torchs_in_float64(lr, beta1, beta2, weight_decay, seed):
-    settings = {"lr": lr, "betas": (beta1, beta2), "weight_decay": weight_decay}
-    ours, theirs = parameters(seed, torch.float64), parameters(seed, torch.float64)
-    own, other = AdamW(ours, **settings), torch.optim.AdamW(theirs, foreach=False, **settings)
-    for step in range(4):
-        give_gradients(ours, seed + step)
-        give_gradients(theirs, seed + step)
-        own.step()
-        other.step()
-    for mine, torchs in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, torchs, rtol=1e-9, atol=1e-12)
-
-
-def test_the_first_step_has_the_learning_rates_length_whatever_the_gradient():
-    params = parameters()
-    before = [p.detach().clone() for p in params]
-    give_gradients(params, seed=1, scale=1e-6)
-    AdamW(params, lr=0.1, eps=0.0, weight_decay=0.0).step()
-    for start, parameter in zip(before, params, strict=True):
-        torch.testing.assert_close(parameter, start - 0.1 * parameter.grad.sign())
 
 
 def test_a_parameter_without_gradient_is_left_alone():
@@ -144,18 +106,6 @@ def test_state_survives_saving():
     assert all(torch.equal(a, b) for a, b in zip(params, loaded, strict=True))
 
 
-def test_a_scheduler_moves_the_learning_rate():
-    ours, theirs = parameters(), parameters()
-    own, other = AdamW(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1, foreach=False)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)) for o in (own, other)]
-    for step in range(5):
-        for params, optimizer, schedule in zip((ours, theirs), (own, other), schedules, strict=True):
-            give_gradients(params, step)
-            optimizer.step()
-            schedule.step()
-    torch.testing.assert_close(ours, theirs)
-
-
 def test_a_closure_is_run_with_gradients_on():
     weight = nn.Parameter(torch.tensor(3.0))
     optimizer = AdamW([weight], lr=0.1)
@@ -172,9 +122,7 @@ def test_a_closure_is_run_with_gradients_on():
 
 def test_a_step_works_in_place_with_one_buffer():
     params = [nn.Parameter(torch.randn(size)) for size in (1000, 4000, 3000)]
-    give_gradients_to = copy.copy(params)
-    for parameter in give_gradients_to:
-        parameter.grad = torch.randn_like(parameter)
+    give_gradients(params, seed=0)
     optimizer = AdamW(params)
     optimizer.step()
     addresses = [parameter.data_ptr() for parameter in params]

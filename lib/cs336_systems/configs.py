@@ -1,8 +1,7 @@
 """Every model size of both editions of the assignment: the only place where dimensions are written down."""
 
 from dataclasses import dataclass
-
-VOCAB_SIZE = 10_000
+from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -15,7 +14,7 @@ class ModelConfig:
     d_ff: int
     num_layers: int
     num_heads: int
-    vocab_size: int = VOCAB_SIZE
+    vocab_size: int = 10_000
     rope_theta: float = 10_000.0
 
     @property
@@ -28,28 +27,21 @@ class ModelConfig:
         return f"{self.name} ({self.edition})"
 
 
-def _edition(edition: int, **sizes: tuple[int, int, int, int]) -> dict[str, ModelConfig]:
-    return {name: ModelConfig(name, edition, *dimensions) for name, dimensions in sizes.items()}
-
-
 # name: (d_model, d_ff, num_layers, num_heads)
 _SHARED = {
     "small": (768, 3072, 12, 12),
     "medium": (1024, 4096, 24, 16),
     "large": (1280, 5120, 36, 20),
 }
-_2025 = {"xl": (1600, 6400, 48, 25), "2.7B": (2560, 10_240, 32, 32)}
-_2026 = {"xl": (2560, 10_240, 32, 32), "10B": (4608, 12_288, 50, 36)}
-
-
-def _tiny(edition: int) -> ModelConfig:
-    """Not in the handout: small enough for a laptop's CPU, with the same parts as the others."""
-    return ModelConfig("tiny", edition, d_model=64, d_ff=192, num_layers=2, num_heads=4, vocab_size=512)
-
-
+_EDITIONS = {
+    2025: _SHARED | {"xl": (1600, 6400, 48, 25), "2.7B": (2560, 10_240, 32, 32)},
+    2026: _SHARED | {"xl": (2560, 10_240, 32, 32), "10B": (4608, 12_288, 50, 36)},
+}
+# "tiny" is not in the handout: small enough for a laptop's CPU, with the same parts as the others.
 MODEL_SIZES: dict[int, dict[str, ModelConfig]] = {
-    edition: {"tiny": _tiny(edition), **_edition(edition, **_SHARED, **own)}
-    for edition, own in ((2025, _2025), (2026, _2026))
+    edition: {"tiny": ModelConfig("tiny", edition, 64, 192, 2, 4, vocab_size=512)}
+    | {name: ModelConfig(name, edition, *dimensions) for name, dimensions in sizes.items()}
+    for edition, sizes in _EDITIONS.items()
 }
 
 
@@ -68,3 +60,10 @@ def model_size(name: str, edition: int = 2025) -> ModelConfig:
         allowed = ", ".join(sizes)
         raise ValueError(f"model size {name!r} is not in edition {edition}{hint}; allowed: {allowed}")
     return sizes[name]
+
+
+def check_positive_integers(**values: int) -> None:
+    """Refuse a dimension that is none, with a ValueError that names it."""
+    for name, value in values.items():
+        if not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"{name} must be a positive integer; got {value!r}")

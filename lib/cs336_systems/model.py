@@ -1,11 +1,12 @@
 """The Transformer language model of the assignment: pre-norm, RMSNorm, rotary positions, SwiGLU.
 
 Shapes in the comments: batch b, sequence s, model width d, heads h, head width d_head. Every module that owns
-numbers has `reset_parameters()`, so that a model built on the meta device can be filled later.
+numbers has `reset_parameters()`, so that a model built on the meta device can be filled later. `factory` is
+the device and dtype of parameters.
 """
 
 import math
-from numbers import Integral
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cs336_systems.attention import attention
-from cs336_systems.configs import ModelConfig
+from cs336_systems.configs import ModelConfig, check_positive_integers
 from cs336_systems.functional import at_least_float32, silu
 
 Device = torch.device | str | None
@@ -46,10 +47,6 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
-    def extra_repr(self) -> str:
-        d_out, d_in = self.weight.shape
-        return f"{d_in} -> {d_out}"
-
 
 class Embedding(nn.Module):
     """Row `i` of the (n, d) weight for every integer `i` of the input."""
@@ -64,10 +61,6 @@ class Embedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.weight)
-
-    def extra_repr(self) -> str:
-        n, d = self.weight.shape
-        return f"{n}, {d}"
 
 
 class RMSNorm(nn.Module):
@@ -90,9 +83,6 @@ class RMSNorm(nn.Module):
         normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return (normalised * self.weight).to(x.dtype)
 
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
-
 
 class RotaryEmbedding(nn.Module):
     """Turns the pair (x[2k], x[2k+1]) at position p by the angle p * theta^(-2k/d) (Su et al. 2021).
@@ -105,7 +95,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if d_head % 2:
             raise ValueError(f"rotary positions turn pairs, so d_head must be even; got {d_head}")
-        self.context_length, self.d_head, self.theta = context_length, d_head, theta
+        self.d_head, self.theta = d_head, theta
         for name in ("cos", "sin"):
             table = torch.empty(context_length, d_head // 2, device=device, dtype=torch.float32)
             self.register_buffer(name, table, persistent=False)
@@ -115,7 +105,7 @@ class RotaryEmbedding(nn.Module):
     def reset_parameters(self) -> None:
         device = self.cos.device
         frequencies = self.theta ** -(torch.arange(0, self.d_head, 2, device=device) / self.d_head)
-        angles = torch.arange(self.context_length, device=device)[:, None] * frequencies
+        angles = torch.arange(len(self.cos), device=device)[:, None] * frequencies
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
@@ -126,9 +116,6 @@ class RotaryEmbedding(nn.Module):
         even, odd = rearrange(x, "... (pair two) -> two ... pair", two=2)
         turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
         return rearrange(turned, "... pair two -> ... (pair two)").to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"context_length={self.context_length}, d_head={self.d_head}, theta={self.theta}"
 
 
 class CausalSelfAttention(nn.Module):
@@ -141,15 +128,12 @@ class CausalSelfAttention(nn.Module):
         rope: RotaryEmbedding,
         *,
         attention_implementation: str = "plain",
-        device: Device = None,
-        dtype: DType = None,
+        **factory: Any,
     ):
         super().__init__()
-        _check_heads(d_model, num_heads)
         self.num_heads = num_heads
         self.attention_implementation = attention_implementation
         self.rope = rope
-        factory = {"device": device, "dtype": dtype}
         self.q_proj = Linear(d_model, d_model, **factory)
         self.k_proj = Linear(d_model, d_model, **factory)
         self.v_proj = Linear(d_model, d_model, **factory)
@@ -166,9 +150,8 @@ class CausalSelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """w2(silu(w1 x) * w3 x): a feed-forward layer with a gate (Shazeer 2020)."""
 
-    def __init__(self, d_model: int, d_ff: int, *, device: Device = None, dtype: DType = None):
+    def __init__(self, d_model: int, d_ff: int, **factory: Any):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         self.w1 = Linear(d_model, d_ff, **factory)
         self.w2 = Linear(d_ff, d_model, **factory)
         self.w3 = Linear(d_model, d_ff, **factory)
@@ -188,11 +171,9 @@ class TransformerBlock(nn.Module):
         rope: RotaryEmbedding,
         *,
         attention_implementation: str = "plain",
-        device: Device = None,
-        dtype: DType = None,
+        **factory: Any,
     ):
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
         self.ln1 = RMSNorm(d_model, **factory)
         self.attn = CausalSelfAttention(
             d_model, num_heads, rope, attention_implementation=attention_implementation, **factory
@@ -232,15 +213,10 @@ class TransformerLM(nn.Module):
         dtype: DType = None,
     ):
         super().__init__()
-        _check_positive(
-            vocab_size=vocab_size,
-            context_length=context_length,
-            d_model=d_model,
-            num_layers=num_layers,
-            num_heads=num_heads,
-            d_ff=d_ff,
-        )
-        _check_heads(d_model, num_heads)
+        check_positive_integers(vocab_size=vocab_size, context_length=context_length, d_model=d_model)
+        check_positive_integers(num_layers=num_layers, num_heads=num_heads, d_ff=d_ff)
+        if d_model % num_heads:
+            raise ValueError(f"num_heads must divide d_model; got d_model={d_model}, num_heads={num_heads}")
         self.context_length = context_length
         factory = {"device": device, "dtype": dtype}
         rope = RotaryEmbedding(context_length, d_model // num_heads, rope_theta, device=device)
@@ -269,35 +245,7 @@ class TransformerLM(nn.Module):
         return self.lm_head(self.ln_final(x))
 
 
-def build_model(
-    config: ModelConfig,
-    context_length: int,
-    *,
-    attention_implementation: str = "plain",
-    device: Device = None,
-    dtype: DType = None,
-) -> TransformerLM:
-    """The model of one of the sizes in `configs`, freshly initialised."""
-    return TransformerLM(
-        config.vocab_size,
-        context_length,
-        config.d_model,
-        config.num_layers,
-        config.num_heads,
-        config.d_ff,
-        config.rope_theta,
-        attention_implementation=attention_implementation,
-        device=device,
-        dtype=dtype,
-    )
-
-
-def _check_positive(**dimensions: int) -> None:
-    for name, value in dimensions.items():
-        if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name} must be a positive integer; got {value!r}")
-
-
-def _check_heads(d_model: int, num_heads: int) -> None:
-    if num_heads < 1 or d_model % num_heads:
-        raise ValueError(f"num_heads must divide d_model; got d_model={d_model}, num_heads={num_heads}")
+def build_model(config: ModelConfig, context_length: int, **options: Any) -> TransformerLM:
+    """A size of `configs`, freshly initialised; options: attention_implementation, device, dtype."""
+    dimensions = (config.d_model, config.num_layers, config.num_heads, config.d_ff, config.rope_theta)
+    return TransformerLM(config.vocab_size, context_length, *dimensions, **options)

@@ -54,6 +54,7 @@ def test_a_new_implementation_is_one_line(monkeypatch):
     """As if its author had written a file, this one, and a line in names.ATTENTION."""
     line = names.Attention("Negated", "#123456", f"{__name__}:negated", in_model=True)
     monkeypatch.setitem(names.ATTENTION, "negated", line)
+    monkeypatch.setattr(names, "MODEL_ATTENTION", (*names.MODEL_ATTENTION, "negated"))  # as on import
     q, k, v = random_inputs(2, 9, 4)
     torch.testing.assert_close(attention(q, k, v, implementation="negated"), -plain_attention(q, k, v))
     with sdpa_backend("negated"), pytest.raises(AssertionError, match="O of case"):

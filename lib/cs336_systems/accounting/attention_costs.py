@@ -5,7 +5,8 @@ A 16-bit type means that the tensors themselves have it; the softmax inside is f
 """
 
 from cs336_systems import names
-from cs336_systems.accounting.element_counts import FLOAT32_BYTES, check_positive_integers, dtype_bytes
+from cs336_systems.accounting.element_counts import FLOAT32_BYTES, dtype_bytes
+from cs336_systems.configs import check_positive_integers
 
 # Fused attention: matmuls, and tensors as large as q that it reads or writes.
 _MATMULS = {"forward": 2, "backward": 5, "forward_backward": 7}

@@ -1,18 +1,10 @@
 """How many elements the tensors of a step have: the words in which the memory formulas are written."""
 
-from numbers import Integral
-
 from cs336_systems import names
-from cs336_systems.configs import ModelConfig
+from cs336_systems.configs import ModelConfig, check_positive_integers
 
 DTYPE_BYTES = {name: dtype.bytes for name, dtype in names.DTYPES.items()}
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
-
-
-def check_positive_integers(**values: int) -> None:
-    for name, value in values.items():
-        if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name} must be a positive integer; got {value!r}")
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -58,8 +58,7 @@ def attention(
 
 
 def _load(implementation: str) -> Callable[..., Tensor]:
-    in_model = [name for name, entry in names.ATTENTION.items() if entry.in_model]
-    names.check_choice("attention implementation", implementation, ["auto", *in_model])
+    names.check_choice("attention implementation", implementation, names.MODEL_ATTENTION)
     entry = names.ATTENTION[implementation]
     if names.TRITON in entry.needs and not HAS_TRITON:
         raise ImportError(f"attention implementation {implementation!r} needs triton, not installed here")
