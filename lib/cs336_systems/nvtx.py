@@ -27,24 +27,19 @@ def annotate(name: str) -> AbstractContextManager:
     """
     if torch.compiler.is_compiling() or not _recording:
         return _OFF
-    return _Range(name)
+    return _range(name)
 
 
-class _Range:
-    def __init__(self, name: str):
-        self.name = name
-        self.record = record_function(name)
-
-    def __enter__(self) -> None:
-        # CPU builds of torch have no NVTX.
-        self.nvtx = torch.cuda.is_available()
-        if self.nvtx:
-            torch.cuda.nvtx.range_push(self.name)
-        self.record.__enter__()
-
-    def __exit__(self, *error) -> None:
-        self.record.__exit__(*error)
-        if self.nvtx:
+@contextmanager
+def _range(name: str) -> Iterator[None]:
+    nvtx = torch.cuda.is_available()  # CPU builds of torch have no NVTX
+    if nvtx:
+        torch.cuda.nvtx.range_push(name)
+    try:
+        with record_function(name):
+            yield
+    finally:
+        if nvtx:
             torch.cuda.nvtx.range_pop()
 
 
@@ -65,27 +60,22 @@ def recording(*models: nn.Module) -> Iterator[None]:
             _recording = before
 
 
-def module_labels(model: nn.Module) -> dict[nn.Module, str]:
+def _module_labels(model: nn.Module) -> dict[nn.Module, str]:
     """Name of each submodule within the nearest enclosing module that is called: layers.3, attn, q_proj.
 
     A list of modules is never called, so it gives its name to its members.
     """
-    called = {
-        name: module
-        for name, module in model.named_modules()
-        if name and not isinstance(module, nn.ModuleList | nn.ModuleDict)
-    }
-    labels = {}
-    for name, module in called.items():
-        parts = name.split(".")
-        parents = (".".join(parts[:depth]) for depth in range(len(parts) - 1, 0, -1))
-        parent = next((candidate for candidate in parents if candidate in called), "")
-        labels[module] = name.removeprefix(f"{parent}.") if parent else name
+    labels, called = {}, []
+    for name, module in model.named_modules():  # a module comes before those inside it
+        if name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            parent = max((each for each in called if name.startswith(f"{each}.")), key=len, default="")
+            labels[module] = name.removeprefix(f"{parent}.")
+            called.append(name)
     return labels
 
 
 def _hook_modules(model: nn.Module, hooks: ExitStack) -> None:
-    for module, label in module_labels(model).items():
+    for module, label in _module_labels(model).items():
         opened: list[AbstractContextManager] = []
 
         def enter(module, inputs, opened=opened, label=label) -> None:
