@@ -49,10 +49,10 @@ def a_snapshot() -> dict:
     ]
     blocks.append({"address": SAVED, "requested_size": 0, "state": "inactive"})
     return {
-        "segments": [{"device": 0, "address": 0x1000, "blocks": blocks}],
+        "segments": [{"device": 0, "blocks": blocks}],
         "device_traces": [
             [
-                {"action": "segment_alloc", "addr": SAVED, "size": 20 * MIB, "time_us": 1009, "frames": []},
+                change("segment_alloc", SAVED, 20, 1009),
                 change("alloc", SAVED, 4, 1010, TORCH, LINE, LINE | {"line": 200}),
                 change("alloc", SCRATCH, 2, 1020, LINE | {"line": 91}),
                 change("free_requested", SCRATCH, 2, 1025),
@@ -64,7 +64,7 @@ def a_snapshot() -> dict:
                 change("free_completed", SAVED, 4, 1060),
                 change("alloc", SCRATCH, 8, 1080),
                 change("free_requested", SCRATCH, 8, 1085),
-                {"action": "snapshot", "addr": 0, "size": 0, "time_us": 1100},
+                change("snapshot", 0, 0, 1100),
             ]
         ],
         "external_annotations": [
@@ -239,10 +239,10 @@ def test_the_history_agrees_with_the_allocator(tmp_path):
 
 
 def test_recordings_without_history_or_ranges(tmp_path):
-    with pytest.raises(ProfileError, match="GPU 1"):
-        read_snapshot(a_snapshot(), device=1)
+    with pytest.raises(ProfileError, match="no history"):
+        read_snapshot(a_snapshot() | {"device_traces": []}, {}, {})
     with pytest.raises(ProfileError, match="no ranges"):
-        read_snapshot(a_snapshot() | {"external_annotations": []})
+        read_snapshot(a_snapshot() | {"external_annotations": []}, {}, {})
     (tmp_path / "t.json").write_text(json.dumps({"traceEvents": []}))
     with pytest.raises(ProfileError, match=r"t\.json"):
-        read_memory_trace(tmp_path / "t.json")
+        read_memory_trace(tmp_path / "t.json", {}, {})

@@ -187,7 +187,7 @@ def measured_peak_mib(model, plan, path: Path) -> float:
 
     with recording():
         torch_trace.record(step, path, device="cpu", with_memory=True)
-    return stage_peaks(read_memory_trace(path)).total.max()
+    return stage_peaks(read_memory_trace(path, {}, {})).total.max()
 
 
 def test_real_blocks_need_what_the_model_says(tmp_path):

@@ -71,7 +71,6 @@ def sweep_checkpointing(
             timing = time_steps(checkpointed.forward_backward, **how)
         modelled = _modelled(plan(range(config.num_layers)), config.num_layers, *sizes)
         row = key | {"strategy": name} | timing.as_row() | modelled
-        row.pop("compile_s")
         if timing.status == "ok":
             row |= _peaks(checkpointed, timing)
         yield [row]

@@ -59,10 +59,9 @@ def why_wrong(name: str, function: AttentionFunction, dtype: str, d_head: int, d
         with backend_of(name):  # not around the check itself, whose yardstick is PyTorch's choice
             return function(q, k, v, is_causal)
 
+    how = {"dtype": names.torch_dtype(dtype), "device": device, "allowed_error": allowed}
     try:
-        check_attention(
-            switched, cases=cases, dtype=names.torch_dtype(dtype), device=device, allowed_error=allowed
-        )
+        check_attention(switched, cases=cases, **how)
     except Exception as error:  # a wrong result, or whatever a compiler or a launcher raises
         return one_line(error)
     return ""

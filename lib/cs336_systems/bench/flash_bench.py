@@ -34,16 +34,11 @@ from cs336_systems.measure.validation import measured_in_order, pass_order_error
 
 DO_BENCH, CUDA_GRAPH, WALL_CLOCK, LEADERBOARD = "do_bench", "cuda_graph", "wall_clock", "leaderboard"
 # A CUDA graph cannot split a step: there is no backward by itself.
-_BOTH = ("forward_backward",)
-PASSES = {
-    DO_BENCH: names.ATTENTION_PASSES,
-    WALL_CLOCK: names.ATTENTION_PASSES,
-    CUDA_GRAPH: _BOTH,
-    LEADERBOARD: _BOTH,
-}
+PASSES = dict.fromkeys((DO_BENCH, WALL_CLOCK), names.ATTENTION_PASSES)
+PASSES |= dict.fromkeys((CUDA_GRAPH, LEADERBOARD), ("forward_backward",))
 # do_bench's milliseconds of warm-up and of repetitions; the handout says those of the leaderboard. Of the
 # others more would change nothing, so small is the spread of an H200.
-DURATIONS_MS = {DO_BENCH: (10, 40), WALL_CLOCK: (10, 40), LEADERBOARD: (1000, 10_000)}
+DURATIONS_MS = dict.fromkeys((DO_BENCH, WALL_CLOCK, CUDA_GRAPH), (10, 40)) | {LEADERBOARD: (1000, 10_000)}
 GRAPH_MS = 5  # work in one graph, replayed ten times
 KEPT_BYTES = 2**33  # more than this in PyTorch's own cache is given back between two measurements
 
@@ -105,14 +100,15 @@ def time_cell(
         function = names.load(names.ATTENTION[cell.implementation].function)
     device = resolve_device(device)
     cell = cell.on(device)
-    durations_ms = durations_ms or DURATIONS_MS.get(cell.protocol, (0, 0))
+    durations_ms = durations_ms or DURATIONS_MS[cell.protocol]
+    durations = dict(zip(("warmup_ms", "repeat_ms"), durations_ms, strict=True))
     refused = None
     if cell.protocol == LEADERBOARD and (reason := why_no_compile(device)):
         refused = Timing(status="skipped", reason=reason)
 
     def row(pass_: str) -> dict[str, Any]:
         stopped = refused or _too_large(cell, pass_, device)
-        values = stopped.as_row() if stopped else _timed(cell, function, pass_, device, durations_ms)
+        values = stopped.as_row() if stopped else _timed(cell, function, pass_, device, durations)
         return asdict(cell) | {"pass": pass_} | values
 
     with matmul_precision(cell.dtype):
@@ -129,10 +125,8 @@ def _too_large(cell: Cell, pass_: str, device: torch.device) -> Timing | None:
     known = names.ATTENTION.get(cell.implementation)
     if not known or not known.holds_scores:
         return None
-    sequences = cell.batch_size * cell.num_heads
-    needed = attention_peak_bytes(
-        sequences, cell.context_length, cell.d_head, pass_, cell.dtype, cell.is_causal
-    )
+    shape = cell.batch_size * cell.num_heads, cell.context_length, cell.d_head
+    needed = attention_peak_bytes(*shape, pass_, cell.dtype, cell.is_causal)
     if reason := why_no_memory(needed, device):
         return Timing(status="skipped", reason=reason)
     if names.COMPILER in known.needs or device.type == "cpu":  # what is compiled may need less
@@ -145,33 +139,25 @@ def _too_large(cell: Cell, pass_: str, device: torch.device) -> Timing | None:
 
 
 def _timed(
-    cell: Cell,
-    function: AttentionFunction,
-    pass_: str,
-    device: torch.device,
-    durations_ms: tuple[float, float],
+    cell: Cell, function: AttentionFunction, pass_: str, device: torch.device, durations: dict[str, float]
 ) -> dict[str, Any]:
     """The values of one pass."""
-    leaderboard = cell.protocol == LEADERBOARD
     if device.type == "cuda" and torch.cuda.memory_reserved(device) > KEPT_BYTES:
         release_memory(device)
     before = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else 0
 
     def measure() -> Timing:
-        if leaderboard:
-            return _time_leaderboard(cell, function, device, durations_ms)
+        if cell.protocol == LEADERBOARD:
+            return _time_leaderboard(cell, function, device, durations)
         factory = {"device": device, "dtype": names.torch_dtype(cell.dtype)}
         q, k, v = (torch.randn(cell.shape, **factory, requires_grad=True) for _ in range(3))
         do = torch.randn(cell.shape, **factory)
         if cell.protocol == CUDA_GRAPH:
             return _time_graph(lambda: torch.autograd.grad(function(q, k, v, cell.is_causal), (q, k, v), do))
         step = _step_of(pass_, lambda: function(q, k, v, cell.is_causal), do)
-        warmup_ms, repeat_ms = durations_ms
-        return time_cold_cache(
-            step, device=device, to_clear=(q, k, v), warmup_ms=warmup_ms, repeat_ms=repeat_ms
-        )
+        return time_cold_cache(step, device=device, to_clear=(q, k, v), **durations)
 
-    clocks = watched_clocks(device) if leaderboard else nullcontext()
+    clocks = watched_clocks(device) if cell.protocol == LEADERBOARD else nullcontext({})
     with backend_of(cell.implementation), clocks as seen:
         try:
             timing, reason = run_or_out_of_memory(measure, device)
@@ -180,7 +166,7 @@ def _timed(
     timing = timing or Timing(status="oom", reason=reason)
     if timing.peak_memory_mib is not None:
         timing = replace(timing, peak_memory_mib=timing.peak_memory_mib - before)
-    return timing.as_row() | (seen or {})
+    return timing.as_row() | seen
 
 
 def _step_of(pass_: str, forward: Callable[[], Tensor], do: Tensor) -> Callable[[], Any]:
@@ -219,12 +205,11 @@ def leaderboard_step(cell: Cell, function: AttentionFunction, device: torch.devi
 
 
 def _time_leaderboard(
-    cell: Cell, function: AttentionFunction, device: torch.device, durations_ms: tuple[float, float]
+    cell: Cell, function: AttentionFunction, device: torch.device, durations: dict[str, float]
 ) -> Timing:
     """Nothing compiled is taken from an earlier cell: it does not remember which SDPA backend was on."""
     torch.compiler.reset()
     step = leaderboard_step(cell, function, device)
-    warmup_ms, repeat_ms = durations_ms
     with torch.compiler.config.patch(force_disable_caches=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
-        return time_cold_cache(step, device=device, warmup_ms=warmup_ms, repeat_ms=repeat_ms)
+        return time_cold_cache(step, device=device, **durations)

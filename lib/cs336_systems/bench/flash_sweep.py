@@ -9,8 +9,8 @@ The command `bench` is these four, its rows saved as they come so that an interr
     print(summary(load_rows(...)))
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import fields, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, fields, replace
 from typing import Any
 
 import pandas as pd
@@ -56,41 +56,38 @@ def protocol_cells(
     Raises:
         ValueError: the name of the protocol or of an implementation is unknown; the message lists the names.
     """
-    makers = {"leaderboard": leaderboard_cells, "models": model_cells, "grid": grid_cells}
-    names.check_choice("protocol", protocol, makers)
-    cells = makers[protocol](implementations)
+    names.check_choice("protocol", protocol, PROTOCOLS)
+    implementations = tuple(implementations)
+    for name in implementations:
+        names.check_choice("implementation", name, names.ATTENTION)
+    if protocol == "leaderboard":  # the handout's one size
+        task = Cell("", 16_384, 64, num_heads=16, protocol=LEADERBOARD)
+        cells = [replace(task, implementation=name) for name in implementations or WITH_MANY_HEADS]
+    else:
+        cells = (grid_cells if protocol == "grid" else model_cells)(implementations)
     if resolve_device(device).type == "cpu":
         cells = [cell for cell in cells if cell.context_length <= INTERPRETED_LENGTH]
     return cells
 
 
-def leaderboard_cells(implementations: Iterable[str] = ()) -> list[Cell]:
-    """flash_leaderboard: the handout's one size."""
-    return [
-        Cell(name, 16_384, 64, num_heads=16, protocol=LEADERBOARD)
-        for name in _known(implementations) or WITH_MANY_HEADS
-    ]
-
-
-def model_cells(implementations: Iterable[str] = ()) -> list[Cell]:
+def model_cells(implementations: Sequence[str] = ()) -> list[Cell]:
     """Sizes as models have them, 16 heads at once."""
     cells = [
         Cell(name, length, d_head, batch_size=batch, num_heads=heads)
         for batch, heads, length, d_head in MODEL_SHAPES
-        for name in _known(implementations) or WITH_MANY_HEADS
+        for name in implementations or WITH_MANY_HEADS
     ]
     return sorted(cells, key=_compiled_last)
 
 
 def grid_cells(
-    implementations: Iterable[str] = (),
+    implementations: Sequence[str] = (),
     *,
-    context_lengths: Iterable[int] = GRID_LENGTHS,
-    d_heads: Iterable[int] = GRID_HEADS,
-    dtypes: Iterable[str] = tuple(IN_THE_GRID),
+    context_lengths: Sequence[int] = GRID_LENGTHS,
+    d_heads: Sequence[int] = GRID_HEADS,
+    dtypes: Sequence[str] = tuple(IN_THE_GRID),
 ) -> list[Cell]:
     """flash_benchmarking: batch 1, one head, causal; short sequences from a CUDA graph as well."""
-    implementations, context_lengths = _known(implementations), tuple(context_lengths)
     cells = [
         Cell(name, length, d_head, dtype)
         for d_head in d_heads
@@ -104,13 +101,6 @@ def grid_cells(
         if cell.context_length in GRAPH_LENGTHS and not _compiled_last(cell)
     ]
     return sorted(cells + graphs, key=_compiled_last)
-
-
-def _known(implementations: Iterable[str]) -> tuple[str, ...]:
-    implementations = tuple(implementations)
-    for name in implementations:
-        names.check_choice("implementation", name, names.ATTENTION)
-    return implementations
 
 
 def _compiled_last(cell: Cell) -> bool:
@@ -132,12 +122,7 @@ def missing(cells: Iterable[Cell], rows: pd.DataFrame, device: str | torch.devic
     keys = [field.name for field in fields(Cell)]
     known = set(good[[*keys, "pass"]].itertuples(index=False, name=None))
     wanted = dict.fromkeys(cell.on(device) for cell in cells)
-
-    def on_record(cell: Cell) -> bool:
-        size = tuple(getattr(cell, key) for key in keys)
-        return all((*size, pass_) in known for pass_ in PASSES[cell.protocol])
-
-    return [cell for cell in wanted if not on_record(cell)]
+    return [cell for cell in wanted if not {(*astuple(cell), p) for p in PASSES[cell.protocol]} <= known]
 
 
 def time_cells(cells: Iterable[Cell], device: str | torch.device = "auto") -> Iterator[list[dict[str, Any]]]:

@@ -5,7 +5,7 @@ tiles, `python -m cs336_systems.bench.kernel_resources` writes it again.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pandas as pd
@@ -23,11 +23,11 @@ IEEE_HEAD_SIZES = (16, 32)  # which have tiles of their own there
 
 
 def sweep_resources(
-    capabilities: Iterable[int],
+    capabilities: Sequence[int],
     *,
-    kernels: Iterable[str] = (*KERNELS, *HOPPER_KERNELS),
-    dtypes: Iterable[str] = DTYPES,
-    d_heads: Iterable[int] = HEAD_SIZES,
+    kernels: Sequence[str] = (*KERNELS, *HOPPER_KERNELS),
+    dtypes: Sequence[str] = DTYPES,
+    d_heads: Sequence[int] = HEAD_SIZES,
 ) -> Iterator[list[dict[str, Any]]]:
     """Compile every tile of every combination, causal, and ask ptxas; yields rows of table kernel_resources.
 
@@ -37,7 +37,6 @@ def sweep_resources(
     Raises:
         ValueError: a name is unknown. RuntimeError: a tile does not compile.
     """
-    capabilities, kernels, dtypes = tuple(capabilities), tuple(kernels), tuple(dtypes)
     for what, given, allowed in (
         ("kernel", kernels, (*KERNELS, *HOPPER_KERNELS)),
         ("dtype", dtypes, DTYPES),

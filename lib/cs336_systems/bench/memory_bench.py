@@ -58,20 +58,19 @@ def memory_rows(
     """
     device = resolve_device(device)
     key = model_key(config, context_length, batch_size, pass_, dtype)
-    status, recorded = "skipped", None
-    reason = why_no_memory(accounting.peak_bytes(config, batch_size, context_length, pass_, dtype), device)
-    if not reason:
+    needed = accounting.peak_bytes(config, batch_size, context_length, pass_, dtype)
+    if reason := why_no_memory(needed, device):
+        return {"memory_peaks": [key | {"status": "skipped", "reason": reason}]}
 
-        def second_step() -> tuple[MemoryHistory, float | None]:
-            model = build_model(config, context_length, device=device)
-            return _second_step(ModelSteps(model, batch_size, context_length, dtype), pass_, stem)
+    def second_step() -> tuple[MemoryHistory, float | None]:
+        model = build_model(config, context_length, device=device)
+        return _second_step(ModelSteps(model, batch_size, context_length, dtype), pass_, stem)
 
-        with matmul_precision(dtype):
-            recorded, reason = run_or_out_of_memory(second_step, device)
-        status = "oom"
-        release_memory(device)
+    with matmul_precision(dtype):
+        recorded, reason = run_or_out_of_memory(second_step, device)
+    release_memory(device)
     if recorded is None:
-        return {"memory_peaks": [key | {"status": status, "reason": reason}]}
+        return {"memory_peaks": [key | {"status": "oom", "reason": reason}]}
     history, peak_mib = recorded
     largest = largest_allocations(history).rename_axis("rank_by_size").reset_index()
     tables = {

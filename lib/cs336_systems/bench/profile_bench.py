@@ -6,7 +6,6 @@ runs the steps and says to a profiler around it (nsys) when the measured ones be
 """
 
 import argparse
-import platform
 import sys
 import tempfile
 from collections.abc import Callable
@@ -32,8 +31,6 @@ from cs336_systems.measure.timing import (
 )
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate, recording
-
-SOURCES = ("nsys", "torch")
 
 
 @dataclass(frozen=True)
@@ -61,9 +58,10 @@ class Target:
         shape = self.context_length, self.batch_size, self.pass_, self.dtype
         return model_key(self.config, *shape, self.implementation, self.warmup_steps, self.attention)
 
-    def arguments(self) -> list[str]:
-        """The command line that `main` reads back."""
-        return [f"--{name.strip('_').replace('_', '-')}={value}" for name, value in asdict(self).items()]
+
+def option(name: str) -> str:
+    """The command line's word for a field of Target."""
+    return f"--{name.strip('_').replace('_', '-')}"
 
 
 def choose_source(device: torch.device, source: str = "auto") -> str:
@@ -72,7 +70,7 @@ def choose_source(device: torch.device, source: str = "auto") -> str:
     Raises:
         ValueError: the source is unknown, or nsys is asked for without a GPU.
     """
-    names.check_choice("source", source, ("auto", *SOURCES))
+    names.check_choice("source", source, ("auto", "nsys", "torch"))
     if source == "nsys" and device.type != "cuda":
         raise ValueError(f"source 'nsys' sees GPU kernels only; allowed on a {device.type}: auto, torch")
     if source == "auto":
@@ -93,7 +91,8 @@ def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
     if choose_source(device, source) == "torch":
         with matmul_precision(target.dtype):
             return torch_trace.record(prepare(target), stem.with_name(stem.name + ".json"), device=device)
-    command = [sys.executable, "-m", "cs336_systems.bench.profile_bench", *target.arguments()]
+    options = [f"{option(name)}={value}" for name, value in asdict(target).items()]
+    command = [sys.executable, "-m", "cs336_systems.bench.profile_bench", *options]
     try:
         return nsys.read_export(nsys.record(command, stem))
     except ProfileError as error:
@@ -143,31 +142,15 @@ def profile_rows(
     return {table: [key | row for row in rows] for table, rows in tables.items()}
 
 
-def read_profile(path: Path, device: str | torch.device = "auto") -> Profile:
-    """Read a profile saved by `profile_model`: an nsys export (.sqlite), or a trace (.json, .json.gz).
-
-    Raises:
-        ProfileError: it is damaged, or was recorded on another machine than this one.
-        FileNotFoundError, RuntimeError: see `nsys.read_export`, `torch_trace.read_trace`, `resolve_device`.
-    """
-    profile = (nsys.read_export if path.suffix == ".sqlite" else torch_trace.read_trace)(path)
-    device = resolve_device(device)
-    here = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.node()
-    profile.require_machine(here)
-    return profile
-
-
 def prepare(target: Target) -> Callable[[], None]:
     """Build and warm up; what is returned runs the measured steps, each in a range `measure`, ranges on."""
-    names.check_choice("implementation", target.implementation, ("eager", "compiled"))
     device = resolve_device(target.device)
     model = build_model(
         target.config, target.context_length, attention_implementation=target.attention, device=device
     )
-    hooked = [model]
-    if target.implementation == "compiled":
+    compiled = target.implementation == "compiled"
+    if compiled:
         model.compile(dynamic=False)
-        hooked = []  # new hooks would have it compiled again
     steps = ModelSteps(model, target.batch_size, target.context_length, target.dtype)
     step, before = steps.of(target.pass_)
 
@@ -180,7 +163,7 @@ def prepare(target: Target) -> Callable[[], None]:
                 _synchronize(device)
 
     def measured() -> None:
-        with recording(*hooked):
+        with recording(*([] if compiled else [model])):  # new hooks would have it compiled again
             run(target.steps)
 
     run(target.warmup_steps)
@@ -191,8 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a target, with cudaProfilerStart and -Stop around its measured steps."""
     parser = argparse.ArgumentParser(prog="cs336_systems.bench.profile_bench", description=Target.__doc__)
     for name, value in asdict(Target()).items():
-        option = f"--{name.strip('_').replace('_', '-')}"
-        parser.add_argument(option, dest=name, type=type(value), default=value)
+        parser.add_argument(option(name), dest=name, type=type(value), default=value)
     target = Target(**vars(parser.parse_args(arguments)))
     with matmul_precision(target.dtype):
         measured = prepare(target)

@@ -47,20 +47,12 @@ def benchmark_tile(
     """
     check_choice("kernel", kernel, KERNELS)
     device = resolve_device(device)
-    key = {
-        "kernel": kernel,
-        "num_heads": num_heads,
-        "batch_size": batch_size,
-        "context_length": context_length,
-        "d_head": d_head,
-        "is_causal": is_causal,
-        "dtype": dtype,
-        **tile.row(),
-    }
-    shape = (batch_size, num_heads, context_length, d_head)
+    sizes = {"batch_size": batch_size, "num_heads": num_heads, "context_length": context_length}
+    sizes["d_head"] = d_head
+    key = {"kernel": kernel, **sizes, "is_causal": is_causal, "dtype": dtype, **tile.row()}
     with matmul_precision(dtype):
         try:
-            run, outputs, wanted = _prepare(kernel, tile, shape, dtype, device, is_causal)
+            run, outputs, wanted = _prepare(kernel, tile, (*sizes.values(),), dtype, device, is_causal)
             run()
             pairs = zip(outputs, wanted, strict=True)
             off = max(((mine - right).norm() / right.norm()).item() for mine, right in pairs)
@@ -70,9 +62,7 @@ def benchmark_tile(
                 timing = Timing(status="error", reason=f"off by {off:.2g}, relative")
         except Exception as error:  # what compiler and launcher raise for a tile that is too large
             timing = Timing(status="error", reason=one_line(error))
-    values = timing.as_row()
-    values.pop("compile_s")
-    return key | values
+    return key | timing.as_row()
 
 
 def sweep_tiles(

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems.measure.profile import ProfileError, range_paths
+from cs336_systems.measure.timing import MIB
 
-MIB = 2**20
 CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
 
 Owners = Mapping[int, tuple[str, int]]  # address of a storage: its category and its bytes
@@ -70,15 +70,8 @@ def read_history(
     launches = pd.DataFrame({"process": ranges.process.iloc[0], "launch_ns": allocations.start_us})
     allocations["range"], paths = range_paths(ranges, launches)
     outermost = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns", ignore_index=True)
-    stages = outermost[["name", "start_ns", "end_ns"]].set_axis(
-        ["name", "start_us", "end_us"], axis="columns"
-    )
-    allocations["category"] = _categories(allocations, stages, before, after)
-    return MemoryHistory(allocations, stages)
-
-
-def _categories(allocations: pd.DataFrame, stages: pd.DataFrame, before: Owners, after: Owners) -> pd.Series:
-    """An owner where one is known at either end of the recording, else what the lifetime says."""
+    stages = outermost[["name"]].assign(start_us=outermost.start_ns, end_us=outermost.end_ns)
+    # An owner where one is known at either end of the recording, else what the lifetime says.
     category = pd.Series("temporary", index=allocations.index)
     for forward in stages[stages.name == "forward"].itertuples():
         made_in_it = allocations.start_us.between(forward.start_us, forward.end_us)
@@ -88,7 +81,7 @@ def _categories(allocations: pd.DataFrame, stages: pd.DataFrame, before: Owners,
     for moment, owners in ((from_before, before), (at_the_end, after)):
         owner = allocations.address.map({address: name for address, (name, _) in owners.items()})
         category = category.mask(moment & owner.notna(), owner)
-    return category
+    return MemoryHistory(allocations.assign(category=category), stages)
 
 
 def timeline(history: MemoryHistory, points: int | None = 400) -> pd.DataFrame:

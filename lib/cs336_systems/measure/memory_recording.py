@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cs336_systems.measure import torch_trace
 from cs336_systems.measure.allocations import MemoryHistory, Owners, read_history
+from cs336_systems.measure.files import make_folder
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.profile import ProfileError
 from cs336_systems.nvtx import recording
@@ -29,31 +30,30 @@ def record_memory(steps: ModelSteps, pass_: str, stem: Path) -> MemoryHistory:
     steps.model.zero_grad(set_to_none=True)
     argument = () if prepare is None else (prepare(),)
     before = owners(steps)
-    stem.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(stem.parent)
     if steps.device.type == "cuda":
         snapshot = record_snapshot(lambda: step(*argument), steps)
         stem.with_name(stem.name + ".pickle").write_bytes(pickle.dumps(snapshot))
-        return read_snapshot(snapshot, before, owners(steps), device=steps.device.index or 0)
+        return read_snapshot(snapshot, before, owners(steps))
     path = stem.with_name(stem.name + ".json.gz")
     with recording(steps.model):
         torch_trace.record(lambda: step(*argument), path, device="cpu", with_memory=True)
     return read_memory_trace(path, before, owners(steps))
 
 
-def owners(steps: ModelSteps) -> dict[int, tuple[str, int]]:
+def owners(steps: ModelSteps) -> Owners:
     """The storages of parameters, gradients and optimizer state as they are now, by address."""
-    parameters, buffers = list(steps.model.parameters()), steps.model.buffers()
-    state = [value for values in steps.optimizer.state.values() for value in values.values()]
     tensors = {
-        "parameters": [*parameters, *buffers],
-        "gradients": [parameter.grad for parameter in parameters],
-        "optimizer state": state,
+        "parameters": [*steps.model.parameters(), *steps.model.buffers()],
+        "gradients": [parameter.grad for parameter in steps.model.parameters()],
+        "optimizer state": [value for state in steps.optimizer.state.values() for value in state.values()],
     }
-    found = {}
-    for category, owned in tensors.items():
-        for storage in (tensor.untyped_storage() for tensor in owned if isinstance(tensor, Tensor)):
-            found[storage.data_ptr()] = category, storage.nbytes()
-    return found
+    return {
+        tensor.untyped_storage().data_ptr(): (category, tensor.untyped_storage().nbytes())
+        for category, owned in tensors.items()
+        for tensor in owned
+        if isinstance(tensor, Tensor)
+    }
 
 
 def record_snapshot(run: Callable[[], Any], steps: ModelSteps) -> dict[str, Any]:
@@ -71,22 +71,16 @@ def record_snapshot(run: Callable[[], Any], steps: ModelSteps) -> dict[str, Any]
         torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def read_snapshot(
-    snapshot: Mapping[str, Any], before: Owners | None = None, after: Owners | None = None, device: int = 0
-) -> MemoryHistory:
-    """Read the CUDA allocator's snapshot (torch.cuda.memory._snapshot).
+def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) -> MemoryHistory:
+    """Read the CUDA allocator's snapshot (torch.cuda.memory._snapshot) with the history of one step.
 
     Args:
-        snapshot: with the history of one step.
         before, after: who owned what when the recording began and ended; what they do not name is told apart
             by its lifetime.
-        device: index of the GPU.
 
     Raises:
-        ProfileError: the snapshot has no history of that device, or none of our ranges.
+        ProfileError: the snapshot has no history, or none of our ranges.
     """
-    traces = snapshot["device_traces"]
-    events = traces[device] if device < len(traces) else []
     sign = {"alloc": 1, "free_requested": -1}
     changes = [
         (
@@ -95,20 +89,19 @@ def read_snapshot(
             sign[event["action"]] * event["size"],
             code_of(event.get("frames", ())),
         )
-        for event in events
+        for trace in snapshot["device_traces"]
+        for event in trace
         if event["action"] in sign
     ]
     if not changes:
-        raise ProfileError(f"the snapshot has no history of GPU {device}; record one with record_memory")
-    annotations = [a for a in snapshot.get("external_annotations", ()) if a.get("device", device) == device]
+        raise ProfileError("the snapshot has no history; record one with record_memory")
     alive = {
         block["address"]: block["requested_size"]
         for segment in snapshot["segments"]
-        if segment.get("device", device) == device
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     }
-    return read_history(changes, _annotated_ranges(annotations), before or {}, after or {}, alive)
+    return read_history(changes, _annotated_ranges(snapshot["external_annotations"]), before, after, alive)
 
 
 def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -119,8 +112,8 @@ def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
         if annotation["stage"] == "START":
             opened[name].append(time)
         elif opened[name]:
-            ranges.append((0, 0, name, opened[name].pop(), time))
-    frame = pd.DataFrame(ranges, columns=["process", "thread", "name", "start_ns", "end_ns"])
+            ranges.append((0, name, opened[name].pop(), time))
+    frame = pd.DataFrame(ranges, columns=["process", "name", "start_ns", "end_ns"])
     return frame[~frame.name.str.match(torch_trace.FOREIGN)]
 
 
@@ -136,7 +129,7 @@ def code_of(frames: Iterable[Mapping[str, Any]]) -> str:
     return ""
 
 
-def read_memory_trace(path: Path, before: Owners | None = None, after: Owners | None = None) -> MemoryHistory:
+def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistory:
     """Read the memory events of a CPU trace that was recorded `with_memory`; arguments as in `read_snapshot`.
 
     There `code` stays empty: `range` says where an allocation was made.
@@ -151,10 +144,8 @@ def read_memory_trace(path: Path, before: Owners | None = None, after: Owners | 
         if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
     ]
     if not changes:
-        raise ProfileError(f"{Path(path).name} has no memory events; record it with_memory")
-    annotations = [event for event in events if event.get("cat") == "user_annotation"]
-    ranges = torch_trace.trace_ranges(annotations)
-    if len(ranges):
-        ranges = ranges.assign(start_ns=ranges.start_ns / 1000, end_ns=ranges.end_ns / 1000)
-    known = {address: size for address, (_, size) in (before or {}).items()}
-    return read_history(changes, ranges, before or {}, after or {}, known)
+        raise ProfileError(f"{path.name} has no memory events; record it with_memory")
+    ranges = torch_trace.trace_ranges([event for event in events if event.get("cat") == "user_annotation"])
+    ranges[["start_ns", "end_ns"]] /= 1000
+    known = {address: size for address, (_, size) in before.items()}
+    return read_history(changes, ranges, before, after, known)

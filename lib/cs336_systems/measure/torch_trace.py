@@ -142,17 +142,12 @@ def read_trace(path: Path) -> Profile:
 
 def trace_ranges(annotations: list[dict[str, Any]]) -> pd.DataFrame:
     """Our ranges among a trace's user annotations."""
-    return pd.DataFrame(
-        {
-            "process": event["pid"],
-            "thread": event["tid"],
-            "name": event["name"],
-            "start_ns": _ns(event["ts"]),
-            "end_ns": _ns(event["ts"] + event["dur"]),
-        }
+    ranges = [
+        (event["pid"], event["tid"], event["name"], _ns(event["ts"]), _ns(event["ts"] + event["dur"]))
         for event in annotations
         if not FOREIGN.match(event["name"])
-    )
+    ]
+    return pd.DataFrame(ranges, columns=["process", "thread", "name", "start_ns", "end_ns"])
 
 
 def _gpu_kernels(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
