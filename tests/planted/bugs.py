@@ -356,8 +356,8 @@ BUGS = [
     {
         "what": 'weak scaling is compared with the whole batch',
         "file": 'lib/cs336_systems/report/ddp_tables.py',
-        "old": '    weak = alone_ms(best["batch_size"] // best["world_size"]) / best["p50_ms"]\n',
-        "new": '    weak = alone_ms(best["batch_size"]) / best["p50_ms"]\n',
+        "old": '    weak = one_process_ms(best["batch_size"] // best["world_size"]) / best["p50_ms"]\n',
+        "new": '    weak = one_process_ms(best["batch_size"]) / best["p50_ms"]\n',
         "tests": ['tests/report/test_ddp_tables.py'],
     },
     {
@@ -482,15 +482,8 @@ BUGS = [
     {
         "what": 'a ratio divides rows of different batch sizes',
         "file": 'lib/cs336_systems/report/frames.py',
-        "old": '    if keys:\n        joined = others.merge(partner, on=keys, how="left", indicator="_partner")',
-        "new": '    keys = [key for key in keys if key != "batch_size"]\n    partner = partner.drop(columns="batch_size", errors="ignore")\n    if keys:\n        joined = others.merge(partner, on=keys, how="left", indicator="_partner")',
-        "tests": ['tests/report/test_frames.py'],
-    },
-    {
-        "what": 'a rate counts as better where it is lower',
-        "file": 'lib/cs336_systems/report/frames.py',
-        "old": 'ratio = joined[y] / joined["baseline"] if higher_is_better else joined["baseline"] / joined[y]',
-        "new": 'ratio = joined["baseline"] / joined[y]',
+        "old": '    joined = others.merge(partner, on=keys)\n',
+        "new": '    keys = [key for key in keys if key != "batch_size"]\n    partner = partner.drop(columns="batch_size", errors="ignore")\n    joined = others.merge(partner, on=keys)\n',
         "tests": ['tests/report/test_frames.py'],
     },
     {
@@ -503,8 +496,8 @@ BUGS = [
     {
         "what": "the reference's out-of-memory cell shows this machine's status",
         "file": 'lib/cs336_systems/report/tables.py',
-        "old": 'own = f"{value.removesuffix(\'_ms\')}_status"',
-        "new": 'own = "status"',
+        "old": 'wide.get((_own_status(value), place), wide.get(("status", place)))',
+        "new": 'wide.get(("status", place))',
         "tests": ['tests/report/test_compare.py'],
     },
     {
@@ -516,9 +509,9 @@ BUGS = [
     },
     {
         "what": 'out of memory is not marked in plots of lines',
-        "file": 'lib/cs336_systems/report/marks.py',
-        "old": 'failed = [rows[rows[y].isna() & (rows["status"] != "ok")] for _, rows in panels]',
-        "new": 'failed = [rows[rows["status"] == "error"] for _, rows in panels]',
+        "file": 'lib/cs336_systems/report/plots.py',
+        "old": 'rows[y].isna() & (rows["status"] != "ok")',
+        "new": 'rows["status"] == "error"',
         "tests": ['tests/report/test_plots.py'],
     },
     {

@@ -3,11 +3,18 @@ import re
 import pandas as pd
 import pytest
 
-from cs336_systems.report.tables import Table, as_text, pivot
+from cs336_systems.report.tables import as_html, as_text, pivot, show
 
 
-def html(frame, caption="", folded=False):
-    return Table(as_text(frame), caption, folded)._repr_html_()
+def html(frame):
+    return as_html(as_text(frame))
+
+
+@pytest.fixture
+def shown(monkeypatch) -> list[dict]:
+    shown = []
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
+    return shown
 
 
 def test_a_pivot_writes_out_memory_and_units(rows):
@@ -70,13 +77,13 @@ def test_raw_rows_get_readable_headers_and_numbers(rows):
     assert table["median time (ms)"].tolist()[2] == "OOM"
 
 
-def test_markup_is_escaped_and_a_folded_table_shows_its_caption():
-    text = html(pd.DataFrame({"code": ["<b>&"]}), "a < b", folded=True)
-    assert "&lt;b&gt;&amp;" in text
-    assert text.startswith("<details><summary>a &lt; b</summary>")
+def test_markup_is_escaped_and_a_folded_table_shows_its_caption(shown):
+    show(pd.DataFrame({"code": ["<b>&"]}), "a < b", folded=True)
+    assert "&lt;b&gt;&amp;" in shown[0]["text/html"]
+    assert shown[0]["text/html"].startswith("<details><summary>a &lt; b</summary>")
 
 
-def test_no_rows_say_so(rows):
-    for table in (rows.iloc[:0], pivot(rows.iloc[:0], "implementation", "context_length")):
-        assert "no rows" in html(table)
-        assert "no rows" in repr(Table(as_text(table)))
+def test_no_rows_say_so(rows, shown):
+    show(rows.iloc[:0])
+    show(pivot(rows.iloc[:0], "implementation", "context_length"))
+    assert all("no rows" in text for bundle in shown for text in bundle.values())

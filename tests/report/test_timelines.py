@@ -126,18 +126,11 @@ def test_memory_marks_peak_and_stages(held):
     assert {"peak 15.0 GiB", "memory (GiB)"} <= set(texts(memory_timeline(held)))
 
 
-def test_without_rows_a_placeholder_and_without_a_column_a_sentence(step, steps, held):
+def test_without_rows_a_placeholder(step, steps, held):
     ranges, kernels = step
     for chart in (
-        kernel_timeline(ranges, kernels[:0], empty="ask"),
-        overlap_timeline(steps[:0], "wrapper", empty="ask"),
-        memory_timeline(held[:0], empty="ask"),
+        kernel_timeline(ranges, kernels[:0]),
+        overlap_timeline(steps[:0], "wrapper"),
+        memory_timeline(held[:0]),
     ):
-        assert "ask" in texts(chart)
-    for refused, column in (
-        (lambda: kernel_timeline(ranges, kernels.drop(columns="class")), "class"),
-        (lambda: overlap_timeline(steps.drop(columns="lane"), "wrapper"), "lane"),
-        (lambda: memory_timeline(held.drop(columns="stage")), "stage"),
-    ):
-        with pytest.raises(ValueError, match=f"no column {column}"):
-            refused()
+        assert any("cs336_systems run" in text for text in texts(chart))

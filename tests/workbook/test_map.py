@@ -159,7 +159,7 @@ def test_rows_cards_and_tables_are_shown(displayed):
     overview.show_tables()
     row = overview.load_rows("benchmarking_script", "h200", "model_times").iloc[0]
     overview.show_row(row, "model_times")
-    of_card, of_tables, of_row = (str(shown._repr_html_()) for shown in displayed)
+    of_card, of_tables, of_row = (shown["text/html"] for shown in displayed)
     assert "NVIDIA H200" in of_card
     assert "attention_times" in of_tables
     assert f"{row['p50_ms']:g}" in of_row

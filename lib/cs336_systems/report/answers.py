@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from cs336_systems import names
-from cs336_systems.report.frames import require_columns, varying_values
+from cs336_systems.report.frames import varying_values
 from cs336_systems.report.labels import significant
 
 
@@ -25,7 +25,10 @@ def claim(description: str, holds: bool) -> Claim:
     Raises:
         TypeError: `holds` is not a single truth value.
     """
-    return Claim(description, _truth(holds, f"the claim {description!r}"))
+    if not isinstance(holds, bool | np.bool_):
+        kind = type(holds).__name__
+        raise TypeError(f"{description!r} is {kind}, not a truth value; use .all() or .any() on several")
+    return Claim(description, bool(holds))
 
 
 def answer(deliverable: str, text: str, *claims: bool | Claim) -> None:
@@ -42,15 +45,12 @@ def answer(deliverable: str, text: str, *claims: bool | Claim) -> None:
     broken = [one.description for one in checked if not one.holds]
     if broken:
         raise AssertionError(f"answer ({deliverable}) does not hold: " + "; ".join(broken))
-    _show(f"**({deliverable})** {text}{_folded(checked)}")
-
-
-def _folded(checked: list[Claim]) -> str:
-    if not checked:
-        return ""
-    lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in checked)
-    summary = f"{plural(len(checked), 'claim')} checked"
-    return f"\n\n<details><summary>{summary}</summary>\n<ul>\n{lines}\n</ul>\n</details>"
+    folded = ""
+    if checked:
+        lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in checked)
+        summary = f"{plural(len(checked), 'claim')} checked"
+        folded = f"\n\n<details><summary>{summary}</summary>\n<ul>\n{lines}\n</ul>\n</details>"
+    _show(f"**({deliverable})** {text}{folded}")
 
 
 def _show(markdown: str) -> None:
@@ -67,24 +67,21 @@ def note_kernels(*frames: pd.DataFrame) -> None:
     """
     from cs336_systems.attention import kernel_digest
 
-    rows = pd.concat([frame.loc[_runs_our_kernels(frame), "kernels"] for frame in frames], ignore_index=True)
+    ours = [name for name, entry in names.ATTENTION.items() if names.TRITON in entry.needs]
+    rows = pd.concat([frame.loc[_runs(frame, ours), "kernels"] for frame in frames])
     sources = rows.fillna("").str[:8].value_counts().to_dict()
     today = kernel_digest()[:8]
     others = {digest: count for digest, count in sources.items() if digest != today}
     if others:
-        told = [
-            f"{count:,} with {digest}" if digest else f"{count:,} with unrecorded sources"
-            for digest, count in others.items()
-        ]
+        told = [f"{count:,} with {digest or 'unrecorded sources'}" for digest, count in others.items()]
         _show(
             f"**Kernel sources.** Of {plural(len(rows), 'row')} of our kernels {sum(others.values()):,} "
             f"were measured with other sources than today's ({today}): {', '.join(told)}."
         )
 
 
-def _runs_our_kernels(frame: pd.DataFrame) -> pd.Series:
+def _runs(frame: pd.DataFrame, ours: list[str]) -> pd.Series:
     columns = [column for column in ("implementation", "attention") if column in frame]
-    ours = [name for name, entry in names.ATTENTION.items() if names.TRITON in entry.needs]
     return frame[columns].isin(ours).any(axis=1) if columns else pd.Series(True, frame.index)
 
 
@@ -92,33 +89,19 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
     """The single row with this key; write `pass_` for the column `pass`.
 
     Raises:
-        LookupError: no row or several rows have it; the message counts them and names near misses.
-        ValueError: the rows have no such column.
+        LookupError: no row or several rows have it; the message counts them and says in what they differ.
     """
     key = {name.rstrip("_"): value for name, value in key.items()}
-    require_columns(frame, *key)
-    agrees = {
-        name: frame[name].isna() if value is None else frame[name] == value for name, value in key.items()
-    }
-    found = frame[np.logical_and.reduce(list(agrees.values()))] if key else frame
+    found = frame
+    for name, value in key.items():
+        found = found[found[name].isna() if value is None else found[name] == value]
     if len(found) == 1:
         return found.iloc[0]
     asked = ", ".join(f"{name}={value!r}" for name, value in key.items())
-    if len(found):
-        varying = varying_values(found, found.columns)
-        raise LookupError(f"{len(found)} rows have {asked}, one is wanted; they differ in {varying}")
-    raise LookupError(f"no row of {len(frame)} has {asked}{_near_misses(frame, agrees)}")
-
-
-def _near_misses(frame: pd.DataFrame, agrees: dict[str, pd.Series]) -> str:
-    """What one key would have to be for some row to agree in all the others."""
-    hints = []
-    for name in agrees:
-        others = [mask for other, mask in agrees.items() if other != name]
-        near = frame[np.logical_and.reduce(others)] if others else frame
-        if len(near):
-            hints.append(f"{name} is {', '.join(map(str, near[name].unique()[:6]))}")
-    return f"; there are rows where only {', or only '.join(hints)}" if hints else ""
+    varying = varying_values(found, found.columns) or "nothing"
+    raise LookupError(
+        f"{len(found)} rows of {len(frame)} have {asked}, one is wanted; they differ in {varying}"
+    )
 
 
 def ms(milliseconds: float) -> str:
@@ -145,23 +128,12 @@ def percent(share: float) -> str:
     return f"{significant(share * 100)}%"
 
 
-def plural(count: int, noun: str, plural_noun: str | None = None) -> str:
+def plural(count: int, noun: str) -> str:
     """1 -> "1 step", 5 -> "5 steps"."""
-    return f"{count:,} {noun if count == 1 else plural_noun or noun + 's'}"
+    return f"{count:,} {noun if count == 1 else noun + 's'}"
 
 
 def between(values, unit=ms) -> str:
-    """The range of some numbers: "9.53 ms to 81.2 ms", or one text when they round to the same.
-
-    Both ends of a range of times have one unit where that reads well: "98.3 µs to 103 µs".
-    """
+    """The range of some numbers: "9.53 ms to 81.2 ms", or one text when they round to the same."""
     low, high = unit(min(values)), unit(max(values))
-    if unit is ms and low.endswith("µs") and 0.1 <= max(values) < 1:
-        high = f"{significant(max(values) * 1e3)} µs"
     return low if low == high else f"{low} to {high}"
-
-
-def _truth(value: object, what: str) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    raise TypeError(f"{what} is {type(value).__name__}, not a truth value; use .all() or .any() on several")

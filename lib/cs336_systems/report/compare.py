@@ -49,20 +49,11 @@ def beside_reference(slug: str, machine: str, reference: str = "h200", *, table:
         `reference_status`.
     """
     mine, theirs = (measure.load_rows(slug, name, table) for name in (machine, reference))
-    theirs = longest_warmup(theirs)
-    values = theirs.reindex(columns=["p50_ms", "status"]).itertuples(index=False, name=None)
-    found = dict(zip(_places(theirs), values, strict=True))
-    partners = [found.get(place, (None, None)) for place in _places(mine)]
-    if machine == reference or not any(status for _, status in partners):
-        return mine
-    times, statuses = zip(*partners, strict=True)
-    return mine.assign(reference_ms=pd.Series(times, mine.index, float), reference_status=statuses)
-
-
-def _places(frame: pd.DataFrame) -> list[tuple]:
-    """What each row measured."""
-    keys = frame.reindex(columns=_SAME).astype(object)
-    return list(keys.where(keys.notna(), None).itertuples(index=False, name=None))
+    keys = [name for name in _SAME if name in mine and name in theirs]
+    theirs = longest_warmup(theirs).reindex(columns=[*keys, "p50_ms", "status"])
+    theirs = theirs.rename(columns={"p50_ms": "reference_ms", "status": "reference_status"})
+    both = mine.merge(theirs, on=keys, how="left")
+    return both if machine != reference and both["reference_status"].notna().any() else mine
 
 
 def times_in(frame: pd.DataFrame) -> list[str]:

@@ -83,25 +83,19 @@ def scaling(rows: pd.DataFrame) -> pd.DataFrame:
     return with_wrapper(with_model(best.assign(weak_efficiency=weak, strong_efficiency=strong)))
 
 
-def strong_and_weak(
-    rows: pd.DataFrame, implementation: str, *, model: str = "xl (2025)", batch_size: int = 4, share: int = 2
-) -> pd.DataFrame:
-    """Both kinds of `scaling` of one wrapper, one under the other.
-
-    Args:
-        batch_size: the batch of which strong scaling gives each GPU its part.
-        share: the sequences that each GPU keeps in weak scaling.
+def strong_and_weak(rows: pd.DataFrame, implementation: str) -> pd.DataFrame:
+    """Both kinds of `scaling` of one wrapper with xl (2025): a batch of 4 shared, 2 sequences on each GPU.
 
     Returns:
         A row for each dtype, number of GPUs and kind: `scaling` ("strong" or "weak"), `work` (the same in
         words), GPUs, p50_ms, efficiency and bucket_size_mb.
     """
-    found = scaling(rows).query("model == @model and implementation == @implementation")
+    found = scaling(rows).query("model == 'xl (2025)' and implementation == @implementation")
     found = found.assign(GPUs=found["world_size"])
-    strong = found[found["batch_size"] == batch_size]
-    strong = strong.assign(work=f"the same batch of {batch_size}", efficiency=strong["strong_efficiency"])
-    weak = found[found["batch_size"] == share * found["world_size"]]
-    weak = weak.assign(work=f"{share} sequences on each", efficiency=weak["weak_efficiency"])
+    strong = found[found["batch_size"] == 4]
+    strong = strong.assign(work="the same batch of 4", efficiency=strong["strong_efficiency"])
+    weak = found[found["batch_size"] == 2 * found["world_size"]]
+    weak = weak.assign(work="2 sequences on each", efficiency=weak["weak_efficiency"])
     both = pd.concat([strong.assign(scaling="strong"), weak.assign(scaling="weak")], ignore_index=True)
     columns = ["dtype", "scaling", "work", "GPUs", "p50_ms", "efficiency", "bucket_size_mb"]
     return both.dropna(subset="efficiency")[columns].reset_index(drop=True)

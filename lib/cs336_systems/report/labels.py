@@ -10,20 +10,6 @@ from cs336_systems.configs import MODEL_SIZES
 from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.measure.kernel_names import CLASSES
 from cs336_systems.measure.schema import COLUMNS
-from cs336_systems.names import (
-    BLACK,
-    BLUE,
-    BROWN,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILLION,
-    WINE,
-    YELLOW,
-    Named,
-)
 
 MISSING = "–"
 
@@ -40,32 +26,27 @@ VARIANTS = tuple(
 )
 
 
-def _family(values: Iterable[str], *colors: str) -> dict[str, Named]:
-    return {value: Named(value, color) for value, color in zip(values, colors, strict=True)}
+def _family(values: Iterable[str], colors: str) -> dict[str, names.Named]:
+    pairs = zip(values, colors.split(), strict=True)
+    return {value: names.Named(value, getattr(names, color)) for value, color in pairs}
 
 
 # The values that a column can have, in order, each with its label and colour. A column of several families is
 # drawn with the one that knows most of its values.
-FAMILIES: dict[str, tuple[Mapping[str, Named], ...]] = {
+FAMILIES: dict[str, tuple[Mapping[str, names.Named], ...]] = {
     "implementation": (names.ATTENTION, names.MODEL_IMPLEMENTATIONS, names.WEIGHTED_SUMS, names.WRAPPERS),
     "attention": (names.ATTENTION,),
     "wrapper": (names.WRAPPERS,),
     "collective": (names.COLLECTIVES,),
     "dtype": (names.DTYPES,),
     "pass": (names.PASSES,),
-    "class": (
-        _family(CLASSES, BLUE, GREEN, VERMILLION, PURPLE, SKY, ORANGE, YELLOW, BROWN, BLACK, WINE, GREY),
-    ),
-    "category": (_family(CATEGORIES, BLUE, ORANGE, SKY, GREEN, VERMILLION, GREY),),
-    "scope": (_family(SCOPES, BLUE, VERMILLION, GREEN),),
-    "part": (_family(ATTENTION_PARTS, BLUE, VERMILLION, GREEN, ORANGE),),
-    # One code, compiled or not, with TF32 or without; who wrote an entry of a leaderboard; a pass, and the
-    # least that it can take.
-    "variant": (_family(VARIANTS, BLUE, VERMILLION, ORANGE, SKY, PURPLE, GREEN),),
-    "whose": (_family(("ours", "PyTorch's own", "others, published"), GREEN, BLACK, GREY),),
-    "kernel": (
-        _family(("forward", "forward, floor", "backward", "backward, floor"), BLUE, SKY, VERMILLION, ORANGE),
-    ),
+    "class": (_family(CLASSES, "BLUE GREEN VERMILLION PURPLE SKY ORANGE YELLOW BROWN BLACK WINE GREY"),),
+    "category": (_family(CATEGORIES, "BLUE ORANGE SKY GREEN VERMILLION GREY"),),
+    "scope": (_family(SCOPES, "BLUE VERMILLION GREEN"),),
+    "part": (_family(ATTENTION_PARTS, "BLUE VERMILLION GREEN ORANGE"),),
+    # One code, compiled or not, with TF32 or without; who wrote an entry of a leaderboard.
+    "variant": (_family(VARIANTS, "BLUE VERMILLION ORANGE SKY PURPLE GREEN"),),
+    "whose": (_family(("ours", "PyTorch's own", "others, published"), "GREEN BLACK GREY"),),
 }
 _LABELS = {
     value: named.label
@@ -162,7 +143,7 @@ def context_label(tokens: float) -> str:
     return f"{int(tokens) // 1024}K" if tokens >= 1024 and tokens % 1024 == 0 else f"{tokens:g}"
 
 
-def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, Named]:
+def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, names.Named]:
     """What is known of a column's values, by name and by label; of several families the best fitting."""
     distinct = set(values)
     families = [{**{named.label: named for named in f.values()}, **f} for f in FAMILIES.get(column or "", ())]
@@ -172,16 +153,12 @@ def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, 
 def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
     """The distinct values in the order a reader expects: small before large, forward before backward."""
     distinct = [value for value in dict.fromkeys(values) if not pd.isna(value)]
-    labels = list(dict.fromkeys(named.label for named in family_of(distinct, column).values()))
-    order = _ORDERS.get(column or "", labels)
+    family = [named.label for named in family_of(distinct, column).values()]
+    order = list(dict.fromkeys([*_ORDERS.get(column or "", ()), *family]))
     if order:
-        return sorted(distinct, key=lambda v: order.index(name) if (name := _in(order, v)) else len(order))
+        known = {value: value if value in order else value_label(value) for value in distinct}
+        return sorted(distinct, key=lambda v: order.index(known[v]) if known[v] in order else len(order))
     return sorted(distinct) if all(not isinstance(value, str) for value in distinct) else distinct
-
-
-def _in(order: Sequence[Hashable], value: Hashable) -> Hashable:
-    """The value or its label, whichever is in the order; None if neither is."""
-    return next((name for name in (value, value_label(value)) if name in order), None)
 
 
 def significant(value: float, digits: int = 3) -> str:

@@ -1,12 +1,13 @@
 """Rows laid out as tables: few digits, units in the headers, "OOM" written out; pandas writes the HTML."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from html import escape
 
 import pandas as pd
 
-from cs336_systems.report.frames import require_columns, require_one_row_each
+from cs336_systems.report.frames import require_one_row_each
 from cs336_systems.report.labels import MISSING, STATUS_LABELS, column_label, ordered, value_label
 
 NO_LINES = "no rows yet"
@@ -28,55 +29,46 @@ def pivot(
         fmt: format of a number, "{:.2f}"; without it a column has the decimals its smallest number needs.
 
     Raises:
-        ValueError: a column is missing, or two rows belong in one cell; the message names their difference.
+        ValueError: two rows belong in one cell; the message names their difference.
     """
-    index, values = _names(index), _names(values)
-    require_columns(frame, *index, columns, *values)
     if frame.empty:
         return frame
+    index, values = ([name] if isinstance(name, str) else list(name) for name in (index, values))
     require_one_row_each(frame, *index, columns)
-    frame = frame.reset_index(drop=True)  # frames put together repeat their labels
-    keys = [_labelled(frame[name], name) for name in (*index, columns)]
+    keys = [*index, columns]
+    wide = frame.assign(**{key: _labelled(frame[key]) for key in keys}).set_index(keys).unstack(columns)
     cells = {}
     for value in values:
         header = f"{column_label(value)} by {column_label(columns)}"
-        for place, rows in frame.groupby(keys[-1], observed=True):
-            column = _cells(rows, value, fmt)
+        for place in wide[value]:
+            status = wide.get((_own_status(value), place), wide.get(("status", place)))
+            column = _cells(wide[value, place], status, fmt)
             if value == values[0] or (column != MISSING).any():
-                cells[header, place] = column.set_axis(_index([key[rows.index] for key in keys[:-1]]))
-    lines = _index(keys[:-1]).drop_duplicates().sort_values()
-    table = pd.DataFrame({key: column.reindex(lines) for key, column in cells.items()}).fillna(MISSING)
-    table.columns = pd.MultiIndex.from_tuples(cells)
-    table.index = _index([lines.get_level_values(i).astype(object) for i in range(len(index))])
-    return table.rename_axis(index=[column_label(name) for name in index])
+                cells[header, place] = column
+    return pd.DataFrame(cells).rename_axis(index=[column_label(name) for name in index])
 
 
-def _labelled(values: pd.Series, column: str) -> pd.Series:
-    """The column's labels, which sort as a reader expects."""
-    labels = dict.fromkeys(value_label(value, column) for value in ordered(values, column))
-    order = [*labels, *([MISSING] if values.isna().any() else [])]
-    texts = [value_label(value, column) for value in values]
-    return pd.Series(pd.Categorical(texts, categories=order, ordered=True), values.index, name=column)
+def _labelled(values: pd.Series) -> pd.Categorical:
+    """The labels of a column, which sort as a reader expects."""
+    labels = dict.fromkeys(value_label(value, values.name) for value in ordered(values, values.name))
+    categories = [*labels, *([MISSING] if values.isna().any() else [])]
+    return pd.Categorical([value_label(value, values.name) for value in values], categories, ordered=True)
 
 
-def _index(keys: Sequence) -> pd.Index:
-    return pd.MultiIndex.from_arrays(keys) if len(keys) > 1 else pd.Index(keys[0])
+def _own_status(value: str) -> str:
+    """What stands beside a row, as the reference's time does, has another status than the row."""
+    return f"{value.removesuffix('_ms')}_status"
 
 
-def _names(columns: str | Sequence[str]) -> tuple[str, ...]:
-    return (columns,) if isinstance(columns, str) else tuple(columns)
-
-
-def _cells(rows: pd.DataFrame, value: str, fmt: str | None = None) -> pd.Series:
+def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None) -> pd.Series:
     """One column of text: numbers, and the word for why there is none."""
-    fmt = fmt or f"{{:,.{_decimals(rows[value].dropna())}f}}"
-    own = f"{value.removesuffix('_ms')}_status"  # what stands beside a row has another status than the row
-    statuses = rows[own] if own in rows else rows["status"] if "status" in rows else [None] * len(rows)
+    fmt = fmt or f"{{:,.{_decimals(numbers.dropna())}f}}"
+    statuses = [None] * len(numbers) if statuses is None else statuses
     texts = [
         STATUS_LABELS.get(status, MISSING) if pd.isna(number) else fmt.format(number)
-        for number, status in zip(rows[value], statuses, strict=True)
+        for number, status in zip(numbers, statuses, strict=True)
     ]
-    return pd.Series(texts, index=rows.index, dtype=object)
+    return pd.Series(texts, numbers.index, dtype=object)
 
 
 def _decimals(numbers: Iterable[float]) -> int:
@@ -88,49 +80,6 @@ def _decimals(numbers: Iterable[float]) -> int:
     return max(0, min(wanted, most, 3))
 
 
-class Table:
-    """A frame of text, shown as HTML or as text; its index when it has names.
-
-    Folded, only its caption until that is clicked.
-    """
-
-    def __init__(self, frame: pd.DataFrame, caption: str = "", folded: bool = False) -> None:
-        self.frame = frame
-        self.caption = caption
-        self.folded = folded
-
-    @property
-    def _has_index(self) -> bool:
-        return any(name is not None for name in self.frame.index.names)
-
-    def __repr__(self) -> str:
-        text = self.frame.to_string(index=self._has_index, justify="right") if len(self.frame) else NO_LINES
-        return f"{self.caption}\n{text}" if self.caption else text
-
-    def _repr_html_(self) -> str:
-        table = self._html() if len(self.frame) else f"<p>{NO_LINES}</p>"
-        if self.folded:
-            return f"<details><summary>{escape(self.caption)}</summary>\n{table}\n</details>"
-        return f"<p>{escape(self.caption)}</p>\n{table}" if self.caption else table
-
-    def _html(self) -> str:
-        """Words and heads of lines are left-aligned; numbers stay right, as pages have them."""
-        write = [_right if any(map(_is_number, column)) else _left for _, column in self.frame.items()]
-        columns = [_last(key, each) for key, each in zip(self.frame.columns, write, strict=True)]
-        frame = self.frame.set_axis(pd.Index(columns), axis=1)
-        if self._has_index:
-            keys = [
-                self.frame.index.get_level_values(level).map(_left) for level in range(frame.index.nlevels)
-            ]
-            frame.index = _index(keys).set_names([_left(name) for name in frame.index.names])
-        return frame.to_html(escape=False, index=self._has_index, border=0, formatters=write)
-
-
-def _last(key: object, write: Callable[[object], str]) -> object:
-    """A column's head, its lowest line written as its cells are."""
-    return (*map(_right, key[:-1]), write(key[-1])) if isinstance(key, tuple) else write(key)
-
-
 def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> None:
     """Display a table: HTML in a notebook, text elsewhere. Raw rows get readable headers and digits too.
 
@@ -139,36 +88,52 @@ def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> Non
     """
     from IPython.display import display
 
-    display(Table(as_text(frame), caption, folded))
+    texts = as_text(frame)
+    table = as_html(texts) if len(texts) else f"<p>{NO_LINES}</p>"
+    if folded:
+        table = f"<details><summary>{escape(caption)}</summary>\n{table}\n</details>"
+    elif caption:
+        table = f"<p>{escape(caption)}</p>\n{table}"
+    plain = texts.to_string(index=_has_index(texts), justify="right") if len(texts) else NO_LINES
+    display({"text/html": table, "text/plain": f"{caption}\n{plain}".lstrip("\n")}, raw=True)
 
 
 def as_text(frame: pd.DataFrame) -> pd.DataFrame:
     """Every cell written out and every header with its unit; tables of text stay as they are."""
     if frame.columns.nlevels > 1:
         return frame
-    texts = {}
-    for name in frame.columns:
-        numbers = frame[name].dtype.kind == "f"
-        texts[column_label(str(name))] = (
-            _cells(frame, name) if numbers else [value_label(value, name) for value in frame[name]]
-        )
+    texts = {
+        column_label(str(name)): _cells(cells, frame.get(_own_status(name), frame.get("status")))
+        if cells.dtype.kind == "f"
+        else [value_label(value, name) for value in cells]
+        for name, cells in frame.items()
+    }
     return pd.DataFrame(texts, index=frame.index)
+
+
+def as_html(texts: pd.DataFrame) -> str:
+    """Words and heads of lines are left-aligned; numbers stay right, as pages have them."""
+    words = [not any(map(_is_number, column)) for _, column in texts.items()]
+    html = texts.map(lambda text: escape(str(text)))
+    for place, column in enumerate(html.columns):
+        if words[place]:
+            html.isetitem(place, html[column].map(_left))
+    if html.columns.nlevels == 1:
+        html.columns = [_left(head) if word else head for head, word in zip(html, words, strict=True)]
+    html.index = html.index.map(lambda key: tuple(map(_left, key)) if isinstance(key, tuple) else _left(key))
+    html.index.names = [name and _left(name) for name in texts.index.names]
+    return html.to_html(escape=False, index=_has_index(texts), border=0)
+
+
+def _has_index(frame: pd.DataFrame) -> bool:
+    return any(name is not None for name in frame.index.names)
 
 
 def _is_number(text: object) -> bool:
     """A number, or the word in its place."""
-    if text in STATUS_LABELS.values():
-        return True
-    try:
-        float(str(text).replace(",", "").rstrip("×%"))
-    except ValueError:
-        return False
-    return True
+    number = re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?[×%]?", str(text))
+    return number is not None or text in STATUS_LABELS.values()
 
 
 def _left(text: object) -> str:
-    return f'<div style="text-align: left">{_right(text)}</div>'
-
-
-def _right(text: object) -> str:
-    return escape(str(text))
+    return f'<div style="text-align: left">{text}</div>'

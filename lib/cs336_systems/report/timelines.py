@@ -15,7 +15,6 @@ from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.measure.overlap import LANES, covered, exposed
 from cs336_systems.names import GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from cs336_systems.report.figure import Drawing, plain_numbers, plot, sheet
-from cs336_systems.report.frames import require_columns
 from cs336_systems.report.labels import ordered, significant, value_label
 from cs336_systems.report.style import INK, MUTED, PAPER, ZONE, palette
 
@@ -52,14 +51,9 @@ def kernel_timeline(
         ranges, kernels: of `measure.profile.one_step`.
         depth: the deepest level of ranges to show; 1 is forward, backward, optimizer.
         between_ms: look at this part of the step only.
-
-    Raises:
-        ValueError: a column is missing.
     """
     if kernels.empty:
         return None
-    require_columns(ranges, "name", "depth", "start_ms", "end_ms")
-    require_columns(kernels, "class", "stream", "start_ms", "end_ms")
     start, end = between_ms or (0.0, max(ranges["end_ms"].max(), kernels["end_ms"].max()))
     ranges, kernels = (f[(f["end_ms"] > start) & (f["start_ms"] < end)] for f in (ranges, kernels))
     levels = range(min(depth, int(ranges["depth"].max())) + 1 if len(ranges) else 0)
@@ -82,7 +76,7 @@ def kernel_timeline(
     chart.draw_without_rendering()
     for level in levels:  # only now it is known how much room there is
         _name_ranges(axes, level, ranges[ranges["depth"] == level])
-    return Drawing(chart, [_part_legend(colors, colors)], _SINCE_STEP)
+    return Drawing(chart, _part_legend(colors, colors), _SINCE_STEP)
 
 
 def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
@@ -118,11 +112,7 @@ def overlap_timeline(
         frame: spans with lane, range, start_ms and end_ms, as in `measure.overlap.step_lanes`.
         by: column that tells the steps apart.
         between_ms: look at this part of the steps only.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    require_columns(frame, by, "lane", "range", "start_ms", "end_ms")
     start, end = between_ms or (0.0, frame["end_ms"].max())
     frame = frame[(frame["end_ms"] > start) & (frame["start_ms"] < end)]
     places = ordered(frame[by], by)
@@ -143,7 +133,7 @@ def overlap_timeline(
     ]
     messages = {"communication, hidden": HIDDEN, "communication, exposed": EXPOSED}
     lanes = [Patch(color=color, label=name) for name, color in messages.items()]
-    return Drawing(chart, [legend, lanes], _SINCE_STEP)
+    return Drawing(chart, legend + lanes, _SINCE_STEP)
 
 
 def _draw_step(axes: Axes, place: int, lanes: pd.DataFrame) -> None:
@@ -163,25 +153,14 @@ def memory_timeline(held: pd.DataFrame) -> Drawing:
 
     Args:
         held: of `measure.allocations.timeline`: at_ms, stage, and MiB a category.
-
-    Raises:
-        ValueError: a column is missing.
     """
-    require_columns(held, "at_ms", "stage", *CATEGORIES)
     parts = held[list(CATEGORIES)]
     gib = parts.sum(axis=1).max() >= 4096
     parts, unit = (parts / 1024, "GiB") if gib else (parts, "MiB")
     used = [name for name in CATEGORIES if parts[name].max() > 0]
     colors, at, top = palette(used, "category"), held["at_ms"], parts.sum(axis=1)
     chart, (axes,) = sheet(height=4.2)
-    axes.stackplot(
-        at,
-        parts[used].T.to_numpy(),
-        colors=[colors[name] for name in used],
-        step="post",
-        linewidth=0,
-        zorder=2,
-    )
+    axes.stackplot(at, parts[used].T.to_numpy(), colors=[*colors.values()], step="post", lw=0, zorder=2)
     axes.set(xlim=(at.min(), at.max()), ylim=(0, top.max() * 1.17))
     _shade_stages(axes, held)
     peak = top.idxmax()
@@ -195,7 +174,7 @@ def memory_timeline(held: pd.DataFrame) -> Drawing:
     plain_numbers(axes.xaxis)
     plain_numbers(axes.yaxis)
     legend = _part_legend(used, colors)
-    return Drawing(chart, [legend], "time since the recording began (ms)", f"memory ({unit})")
+    return Drawing(chart, legend, "time since the recording began (ms)", f"memory ({unit})")
 
 
 def _shade_stages(axes: Axes, held: pd.DataFrame) -> None:
