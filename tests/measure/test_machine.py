@@ -86,14 +86,6 @@ def test_the_card_describes_this_machine_and_nobody(measured):
     assert f'"{getpass.getuser()}"' not in text
 
 
-def test_the_line_names_machine_versions_and_rates(measured):
-    line = machine_card("cpu").line()
-    assert "\n" not in line
-    assert all(part in line for part in ("no GPU", torch.__version__, "float32 0.1", "10 GB/s"))
-    assert H200.line().startswith("h200: NVIDIA H200 (140 GiB, 132 SMs)")
-    assert H200.line().endswith("copy 4,300 GB/s")
-
-
 def test_rates_of_this_cpu_are_plausible():
     device = torch.device("cpu")
     rates = module._matmul_tflops(device)
@@ -106,10 +98,7 @@ def test_rates_of_this_cpu_are_plausible():
     ("gpu", "cpu", "cores", "slug"),
     [
         ("NVIDIA H200", "", 16, "my-h200"),
-        ("NVIDIA H100 80GB HBM3", "", 16, "h100-80gb-hbm3"),
         ("NVIDIA A100-SXM4-80GB", "", 8, "a100-sxm4-80gb"),
-        ("NVIDIA GeForce RTX 4090", "", 8, "rtx-4090"),
-        ("none", "Intel(R) Xeon(R) Processor", 2, "cpu-intel-xeon-2-cores"),
         ("none", "Intel(R) Core(TM) i7-8650U CPU @ 1.90GHz", 8, "cpu-intel-core-i7-8650u-8-cores"),
         ("none", "AMD EPYC 9654 96-Core Processor", 4, "cpu-amd-epyc-9654-4-cores"),
         ("none", "Apple M2 Pro", 10, "cpu-apple-m2-pro-10-cores"),

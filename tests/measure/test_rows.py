@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cs336_systems.measure import rows as module
 from cs336_systems.measure.files import COMMITTED, REPOSITORY_FIGURES
-from cs336_systems.measure.rows import compact, load_machines, load_rows, published, save_rows
+from cs336_systems.measure.rows import compact, load_rows, published, save_rows
 from cs336_systems.measure.schema import COLUMNS, TABLES
 from cs336_systems.measure.validation import RowError, pass_order_errors
 
@@ -93,14 +93,6 @@ def test_rows_are_sorted_numbers_by_size_and_passes_by_work():
     assert list(zip(frame.context_length, frame["pass"], strict=True)) == [
         (n, p) for n in (128, 256, 1024) for p in ("forward", "train_step")
     ]
-
-
-def test_machines_are_joined_and_one_named_twice_counts_once():
-    save(row())
-    save(row(ms=5), machine="other")
-    frame = load_machines(SLUG, [MACHINE, "other", MACHINE, "none_yet"], TABLE)
-    assert sorted(frame.machine) == ["other", MACHINE]
-    assert len(load_machines(SLUG, ["none_yet"], TABLE)) == 0
 
 
 VALUES = {
@@ -256,18 +248,11 @@ def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path
     [
         ({"mean_s": 1.0}, r"rows\[1\].*mean_s.*mean_ms"),
         ({"contxt_length": 1}, "contxt_length.*context_length"),
-        ({"registers": 1}, "registers"),  # a column, of another table
         ({"pass": "inference"}, "inference.*forward, backward, forward_backward, train_step"),
-        ({"dtype": "fp8"}, "fp8.*float32, tf32, bfloat16, float16"),
-        ({"status": "fine"}, "fine.*ok, oom, skipped, error"),
         ({"batch_size": 4.5}, "batch_size is 4.5.*whole"),
-        ({"batch_size": "4"}, "batch_size is '4'"),
         ({"batch_size": True}, "batch_size is True"),
         ({"batch_size": -4}, "batch_size is -4.*0"),
-        ({"model_size": 7}, "model_size is 7.*text"),
-        ({"mean_ms": -1.0}, "mean_ms is -1.0"),
         ({"mean_ms": float("inf")}, "mean_ms is inf"),
-        ({"mean_ms": [1.0]}, "mean_ms is"),
         ({"p50_ms": None}, "p50_ms is empty"),
         ({"p20_ms": 99.0}, "p20_ms, p50_ms, p80_ms.*rising"),
         ({"status": "oom"}, "oom.*mean_ms"),
@@ -320,12 +305,9 @@ def test_of_several_warmups_only_the_longest_must_be_in_order():
         ),
         (lambda data: b"\x89PNG\xff\xfe\n" + data, "damaged"),
         (lambda data: data.replace(b",128,", b",12x8,"), "line 2: context_length is '12x8'"),
-        (lambda data: data.replace(b",10,", b",1e400,", 1), "line 2: mean_ms is '1e400'"),
-        (lambda data: data.replace(b",10,", b",-10,", 1), "line 2: mean_ms is '-10'"),
         (lambda data: data.replace(b",4,128,", b",4.5,128,", 1), "line 2: batch_size is '4.5'"),
         (lambda data: data.replace(b"mean_ms", b"mean_s"), "line 1.*mean_s.*mean_ms"),
         (lambda data: data.replace(b"std_ms", b"mean_ms"), "line 1.*mean_ms.*mean_ms"),
-        (lambda data: data.replace(b",ok,", b",well,"), "line 2: status is 'well'"),
         (lambda data: data.replace(b"testbox", b"other"), "line 2: machine is 'other'"),
     ],
 )
@@ -351,15 +333,12 @@ def test_two_gpus_in_one_folder_are_refused():
         load()
 
 
-@pytest.mark.parametrize("name", ["../elsewhere", "", "a/b", ".hidden"])
-def test_a_name_that_leaves_the_folder_is_refused(name):
-    with pytest.raises(ValueError, match="cannot name a folder"):
-        save_rows([row()], name, TABLE, MACHINE)
-
-
-def test_an_unknown_table_is_refused():
-    with pytest.raises(ValueError, match=r"model_tims.*model_times"):
-        save(row(), table="model_tims")
+@pytest.mark.parametrize(
+    ("slug", "table"), [("../elsewhere", TABLE), (".hidden", TABLE), (SLUG, "model_tims")]
+)
+def test_what_names_no_file_of_rows_is_refused(slug, table):
+    with pytest.raises(ValueError, match=slug if slug != SLUG else table):
+        save_rows([row()], slug, table, MACHINE)
 
 
 def test_figures_that_cannot_be_written_to_are_a_clear_error(figures, monkeypatch):

@@ -46,16 +46,9 @@ def test_a_step_gets_what_was_prepared_for_it_each_time_anew():
 
 
 def test_the_summary_of_known_steps():
-    timing = Timing(step_ms=(1.0, 2.0, 3.0, 4.0, 10.0))
-    row = timing.as_row()
-    assert (row["mean_ms"], row["p20_ms"], row["p50_ms"], row["p80_ms"], row["steps"]) == (
-        4.0,
-        pytest.approx(1.8),
-        3.0,
-        pytest.approx(5.2),
-        5,
-    )
-    assert row["std_ms"] == pytest.approx(12.5**0.5)
+    row = Timing(step_ms=(1.0, 2.0, 3.0, 4.0, 10.0)).as_row()
+    found = [row[name] for name in ("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps")]
+    assert found == pytest.approx([4, 12.5**0.5, 1.8, 3, 5.2, 5])
 
 
 @given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=20), st.data())
@@ -155,11 +148,6 @@ def test_other_errors_propagate():
         time_steps(FakeStep(error), device="cpu")
 
 
-def test_a_real_allocation_that_cannot_be_is_out_of_memory():
-    timing = time_steps(lambda: torch.empty(2**58), device="cpu", warmup_steps=0, steps=1)
-    assert timing.status == "oom"
-
-
 @pytest.mark.parametrize(
     ("dtype", "inside"), [("tf32", "high"), ("float32", "highest"), ("float16", "highest")]
 )
@@ -241,14 +229,6 @@ def test_what_cannot_be_compiled_is_an_error_in_a_row():
     assert timing.reason
 
 
-def test_running_out_of_memory_is_the_first_steps_status():
-    def step():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    timing = time_compiled(step, **RUN)
-    assert (timing.status, timing.compile_s) == ("oom", None)
-
-
 def test_gradients_are_cleared_before_each_step_on_a_cpu():
     x, seen = torch.ones(3, requires_grad=True), []
 
@@ -259,13 +239,6 @@ def test_gradients_are_cleared_before_each_step_on_a_cpu():
     timing = time_cold_cache(step, device=torch.device("cpu"), to_clear=iter([x]))
     assert timing.steps == CPU_STEPS
     assert seen == [None] * (CPU_STEPS + 1)
-
-
-def test_out_of_memory_with_a_cold_cache_is_a_status():
-    def step():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    assert time_cold_cache(step, device=torch.device("cpu")).status == "oom"
 
 
 @pytest.mark.gpu

@@ -3,14 +3,11 @@
 import gzip
 import json
 import platform
-import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import profile
 
-from cs336_systems.measure import torch_trace
 from cs336_systems.measure.profile import ProfileError, kernel_table, range_table
 from cs336_systems.measure.torch_trace import keep_one_step, load_trace, read_trace, record
 from cs336_systems.nvtx import annotate, recording
@@ -157,8 +154,6 @@ def test_one_step_kept_of_several(save, tmp_path):
     assert kept.read_bytes() == written
     assert b"registers" not in gzip.decompress(written)
     assert b"process_name" in gzip.decompress(written), "Perfetto names the lanes"
-    with pytest.raises(ProfileError, match="'epoch'"):
-        keep_one_step(path, kept, root="epoch")
 
 
 def test_damaged_files(cpu, tmp_path):
@@ -178,22 +173,3 @@ def test_cuda_calls_without_kernels(save):
     trace["traceEvents"] = [e for e in trace["traceEvents"] if e.get("cat") not in ("kernel", "gpu_memcpy")]
     with pytest.raises(ProfileError, match="CUPTI"):
         read_trace(save(trace))
-
-
-@pytest.mark.filterwarnings("error")
-def test_no_warning_of_torchs(cpu, tmp_path, monkeypatch):
-    """torch 2.11 warns in every profile; what the profiled code warns of gets through."""
-
-    def warning(**options):
-        warnings.warn("Warning: Profiler clears events at the end of each cycle.", stacklevel=2)
-        return profile(**options)
-
-    def run(message):
-        with recording(), annotate("measure"):
-            torch.ones(3) + 1
-        warnings.warn(message, stacklevel=2)
-
-    monkeypatch.setattr(torch_trace, "profile", warning)
-    with pytest.warns(UserWarning, match="mine") as seen:
-        record(lambda: run("mine"), tmp_path / "t.json", device="cpu")
-    assert len(seen) == 1

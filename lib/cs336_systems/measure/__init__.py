@@ -7,35 +7,26 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
-    "allocations": (
-        *("CATEGORIES", "MemoryHistory", "largest_allocations", "read_history", "stage_peaks"),
-        *("timeline", "timeline_of_rows", "timeline_rows"),
-    ),
-    "clocks": ("watched_clocks",),
+    "allocations": ("MemoryHistory", "largest_allocations", "stage_peaks", "timeline", "timeline_of_rows"),
     "distributed_timing": ("one_step_ms", "slowest", "time_together"),
-    "files": ("REPOSITORY_FIGURES", "figures_dir", "find", "make_folder", "write_atomically"),
-    "kernel_names": ("CLASSES", "kernel_class", "short_name"),
-    "machine": ("MachineCard", "load_card", "machine_card", "machines"),
+    "files": ("REPOSITORY_FIGURES", "figures_dir", "find"),
+    "machine": ("MachineCard", "load_card", "machine_card"),
     "memory_recording": ("record_memory", "record_snapshot"),
-    "model_steps": ("ModelSteps", "autocast"),
-    "nsys": ("find_nsys", "read_export", "why_no_nsys"),
+    "model_steps": ("ModelSteps",),
+    "nsys": ("read_export", "why_no_nsys"),
     "op_bytes": ("operations", "sum_of_rooflines_ms"),
-    "overlap": ("LANES", "covered", "exposed", "merged", "overlap_values", "step_lanes"),
-    "profile": (
-        *("Profile", "ProfileError", "class_shares", "kernel_table", "one_step", "range_paths"),
-        *("range_table", "top_kernels"),
-    ),
-    "requirements": ("GIB", "why_no_compile", "why_no_triton"),
-    "rows": ("compact", "load_machines", "load_rows", "published", "save_rows"),
-    "saved_tensors": ("contributors", "saved_bytes", "saved_for_backward"),
-    "schema": ("COLUMNS", "KEYS", "TABLES"),
-    "subprocesses": ("in_fresh_process", "in_processes"),
+    "overlap": ("exposed", "overlap_values"),
+    "profile": ("Profile", "ProfileError", "kernel_table", "one_step", "range_table"),
+    "requirements": ("why_no_compile", "why_no_triton"),
+    "rows": ("load_rows", "published", "save_rows"),
+    "saved_tensors": ("saved_bytes", "saved_for_backward"),
+    "subprocesses": ("in_processes",),
     "timing": (
         *("MIB", "Timing", "matmul_precision", "release_memory", "resolve_device"),
         *("run_or_out_of_memory", "time_cold_cache", "time_compiled", "time_steps"),
     ),
-    "torch_trace": ("keep_one_step", "read_trace"),
-    "validation": ("RowError", "measured_in_order"),
+    "torch_trace": ("read_trace",),
+    "validation": ("RowError",),
 }
 _OFFERED = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*_OFFERED]

@@ -16,7 +16,6 @@ from cs336_systems.measure.files import (
     REPOSITORY_FIGURES,
     figures_dir,
     find,
-    locked,
     write_atomically,
 )
 from cs336_systems.measure.requirements import GIB, core_count, memory_bytes, why_no_tf32
@@ -82,9 +81,7 @@ def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) 
         measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
     )
     release_memory(device)
-    path = figures_dir() / slug / "machine.json"
-    with locked(path.parent):
-        write_atomically(path, json.dumps(asdict(card), indent=2) + "\n")
+    write_atomically(figures_dir() / slug / "machine.json", json.dumps(asdict(card), indent=2) + "\n")
     return card
 
 

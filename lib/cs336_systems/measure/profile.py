@@ -86,7 +86,7 @@ def kernel_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
     grouped = kernels.groupby(["range", "kernel", "class", "grid", "stream", "kind"])["total_ms"]
     table = grouped.agg(calls="size", total_ms="sum") / len(steps)
     table = table.reset_index().sort_values("total_ms", ascending=False, ignore_index=True)
-    table.attrs = {"source": profile.source, "steps": len(steps), "root": root}
+    table.attrs["steps"] = len(steps)
     return table
 
 

@@ -92,17 +92,6 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     return _parsed(_newest(path), path, machine).reset_index(drop=True)
 
 
-def load_machines(slug: str, machines: Iterable[str], table: str) -> pd.DataFrame:
-    """Load the rows of several machines, one under the other: the column `machine` tells them apart.
-
-    A machine named twice (this one may be the reference) counts once. Errors as in `load_rows`.
-    """
-    frames = [load_rows(slug, machine, table) for machine in dict.fromkeys(machines)]
-    if not frames:
-        raise ValueError("machines is empty; allowed: one name or more")
-    return pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
-
-
 def compact(machine: str) -> list[Path]:
     """Rewrite the tables of a machine sorted by key, without rows that were replaced: small diffs for git.
 

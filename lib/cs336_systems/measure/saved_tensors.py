@@ -107,9 +107,8 @@ class _SavedTensors(TorchFunctionMode):
             module, function, code = self._where()
             operation = self._operations[-1] if self._operations else function
             dtype = str(tensor.dtype).removeprefix("torch.")
-            self.storages[address] = (
-                module, operation, code, storage.nbytes(), dtype, address in self._inputs,
-            )  # fmt: skip
+            is_input = address in self._inputs
+            self.storages[address] = (module, operation, code, storage.nbytes(), dtype, is_input)
         return tensor.detach()  # as in `saved_bytes`
 
     def _where(self) -> tuple[str, str, str]:

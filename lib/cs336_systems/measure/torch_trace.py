@@ -63,20 +63,14 @@ def record(
     return read_trace(path)
 
 
-def keep_one_step(path: Path, kept: Path, root: str = "measure") -> None:
+def keep_one_step(path: Path, kept: Path) -> None:
     """Write the last step of a trace, without what neither a reader nor `read_trace` needs, to a .json.gz.
 
     Of a CUDA trace that is the ranges, the launches and the kernels: a hundredth of the bytes.
-
-    Raises:
-        ProfileError: no range of that name was recorded.
-        FileNotFoundError, PermissionError: there is no such trace, or the folder cannot be written to.
     """
     trace = load_trace(path)
     spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [event for event in spans if (event["cat"], event["name"]) == ("user_annotation", root)]
-    if not steps:
-        raise ProfileError(f"{path.name} has no range {root!r}; record it under nvtx.recording()")
+    steps = [event for event in spans if (event["cat"], event["name"]) == ("user_annotation", "measure")]
     step = max(steps, key=lambda event: event["ts"])
     on_cuda = any(event["cat"] in _KINDS for event in spans)
     host = {"user_annotation", "cuda_runtime", "cuda_driver"} if on_cuda else {"user_annotation", "cpu_op"}
