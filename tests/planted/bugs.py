@@ -468,8 +468,8 @@ BUGS = [
     {
         "what": 'an answer checks its first claim only',
         "file": 'lib/cs336_systems/report/answers.py',
-        "old": 'broken = [one.description for one in checked if not one.holds]',
-        "new": 'broken = [one.description for one in checked[:1] if not one.holds]',
+        "old": 'broken = [one.description for one in claims if not one.holds]',
+        "new": 'broken = [one.description for one in claims[:1] if not one.holds]',
         "tests": ['tests/report/test_answers.py'],
     },
     {

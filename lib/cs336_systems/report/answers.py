@@ -31,24 +31,19 @@ def claim(description: str, holds: bool) -> Claim:
     return Claim(description, bool(holds))
 
 
-def answer(deliverable: str, text: str, *claims: bool | Claim) -> None:
+def answer(deliverable: str, text: str, *claims: Claim) -> None:
     """Show the answer to one deliverable as Markdown: **(b)**, the text, and, folded, what was checked.
 
     Raises:
         AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
-        TypeError: a claim is neither a truth value nor made by `claim`.
     """
-    checked = [
-        one if isinstance(one, Claim) else claim(f"claim {number} of: {text}", one)
-        for number, one in enumerate(claims, start=1)
-    ]
-    broken = [one.description for one in checked if not one.holds]
+    broken = [one.description for one in claims if not one.holds]
     if broken:
         raise AssertionError(f"answer ({deliverable}) does not hold: " + "; ".join(broken))
     folded = ""
-    if checked:
-        lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in checked)
-        summary = f"{plural(len(checked), 'claim')} checked"
+    if claims:
+        lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in claims)
+        summary = f"{plural(len(claims), 'claim')} checked"
         folded = f"\n\n<details><summary>{summary}</summary>\n<ul>\n{lines}\n</ul>\n</details>"
     _show(f"**({deliverable})** {text}{folded}")
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.report.answers import between
 from cs336_systems.report.labels import significant
 
 _SERIES = ["dtype", "num_heads", "batch_size", "d_head"]
@@ -84,10 +85,8 @@ def fallen_short(lines: pd.DataFrame, programs: Callable[[Any], int], sm_count: 
 
 
 def _why_short(line: Any, few: bool) -> str:
-    if line["failure"]:
-        return f"ours: {line['failure']}"
-    if line["host_bound"]:
-        return HOST
+    if line["failure"] or line["host_bound"]:
+        return f"ours: {line['failure']}" if line["failure"] else HOST
     if line["last_ratio"] < 1:
         return f"{SLOW}, {FEW}" if few else SLOW
     return FEW if few else SLOW
@@ -95,22 +94,12 @@ def _why_short(line: Any, few: bool) -> str:
 
 def grouped(short: pd.DataFrame) -> pd.DataFrame:
     """`fallen_short` by reason, dtype, pass and head size: lengths, baselines, ratios, count."""
-
-    def lengths(values: pd.Series) -> str:
-        return ", ".join(map("{:,}".format, sorted(values)))
-
-    def names(values: pd.Series) -> str:
-        return " / ".join(values.dropna().unique())
-
-    def span(ratios: pd.Series) -> str:
-        low, high = significant(ratios.min()), significant(ratios.max())
-        return low if low == high else f"{low} to {high}"
-
-    groups = short.groupby(["reason", "dtype", "pass", "d_head"], sort=False)
-    table = groups.agg(
-        context_lengths=("context_length", lengths), baselines=("baseline", names), ratio=("ratio", span),
+    table = short.groupby(["reason", "dtype", "pass", "d_head"], sort=False).agg(
+        context_lengths=("context_length", lambda lengths: ", ".join(f"{n:,}" for n in sorted(lengths))),
+        baselines=("baseline", lambda names: " / ".join(names.dropna().unique())),
+        ratio=("ratio", lambda ratios: between([ratios.min(), ratios.max()], significant)),
         cells=("ratio", "size"),
-    )  # fmt: skip
+    )
     return table.reset_index().sort_values(["reason", "dtype", "d_head"], kind="stable", ignore_index=True)
 
 

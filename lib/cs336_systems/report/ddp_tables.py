@@ -68,15 +68,15 @@ def scaling(rows: pd.DataFrame) -> pd.DataFrame:
         `strong_efficiency`; empty where one process has not been measured.
     """
     rows = rows.query("status == 'ok' and backend == 'nccl' and p50_ms.notna()")
-    alone = rows[rows["implementation"] == "single"][[*_WORK, "batch_size", "p50_ms"]]
-    alone = alone.drop_duplicates([*_WORK, "batch_size"], keep="last")
+    alone = rows[rows["implementation"] == "single"].drop_duplicates([*_WORK, "batch_size"], keep="last")
+    alone = alone.set_index([*_WORK, "batch_size"])["p50_ms"]
     many = rows[rows["world_size"] > 1]
     places = many.groupby([*_WORK, "world_size", "batch_size", "implementation"])["p50_ms"]
     best = many.loc[places.idxmin()]
 
     def one_process_ms(batch_size: pd.Series) -> pd.Series:
-        found = best[_WORK].assign(batch_size=batch_size).merge(alone, how="left", on=[*_WORK, "batch_size"])
-        return found["p50_ms"].set_axis(best.index)
+        work = pd.MultiIndex.from_frame(best[_WORK].assign(batch_size=batch_size))
+        return alone.reindex(work).set_axis(best.index)
 
     weak = one_process_ms(best["batch_size"] // best["world_size"]) / best["p50_ms"]
     strong = one_process_ms(best["batch_size"]) / (best["world_size"] * best["p50_ms"])
@@ -92,11 +92,14 @@ def strong_and_weak(rows: pd.DataFrame, implementation: str) -> pd.DataFrame:
     """
     found = scaling(rows).query("model == 'xl (2025)' and implementation == @implementation")
     found = found.assign(GPUs=found["world_size"])
-    strong = found[found["batch_size"] == 4]
-    strong = strong.assign(work="the same batch of 4", efficiency=strong["strong_efficiency"])
-    weak = found[found["batch_size"] == 2 * found["world_size"]]
-    weak = weak.assign(work="2 sequences on each", efficiency=weak["weak_efficiency"])
-    both = pd.concat([strong.assign(scaling="strong"), weak.assign(scaling="weak")], ignore_index=True)
+    kinds = {
+        "strong": (found["batch_size"] == 4, "the same batch of 4"),
+        "weak": (found["batch_size"] == 2 * found["world_size"], "2 sequences on each"),
+    }
+    both = pd.concat(
+        found[where].assign(scaling=kind, work=work, efficiency=found[f"{kind}_efficiency"])
+        for kind, (where, work) in kinds.items()
+    )
     columns = ["dtype", "scaling", "work", "GPUs", "p50_ms", "efficiency", "bucket_size_mb"]
     return both.dropna(subset="efficiency")[columns].reset_index(drop=True)
 

@@ -19,8 +19,6 @@ STATUS_LABELS = {"oom": "OOM", "error": "error", "skipped": "skipped"}
 # Of a profiled model: what the time is a share of, and the parts of attention.
 SCOPES = ("inference", "forward + backward", "training step")
 ATTENTION_PARTS = ("scores", "scale and mask", "softmax", "values")
-
-
 VARIANTS = tuple(
     f"{how.label}{tf32}" for tf32 in ("", ", TF32") for how in names.MODEL_IMPLEMENTATIONS.values()
 )
@@ -67,9 +65,7 @@ _ORDERS: dict[str, Sequence[Hashable]] = {
 _COLUMNS = {
     "std_ms": "standard deviation (ms)",
     "mean_ms": "mean time (ms)",
-    "p20_ms": "20th percentile of time (ms)",
     "p50_ms": "median time (ms)",
-    "p80_ms": "80th percentile of time (ms)",
     "reference_ms": "median on the reference machine (ms)",
     "step_ms": "time of the step (ms)",
     "no_comm_ms": "without communication (ms)",

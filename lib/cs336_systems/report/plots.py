@@ -16,28 +16,10 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from cs336_systems.names import BLUE, VERMILLION
-from cs336_systems.report.figure import (
-    WIDTH,
-    Drawing,
-    log_y,
-    panels_of,
-    plain_numbers,
-    plot,
-    sheet,
-    x_places,
-    x_ticks,
-)
+from cs336_systems.report import figure, labels
+from cs336_systems.report.figure import Drawing, panels_of, plain_numbers, plot, sheet
 from cs336_systems.report.frames import compared, key_columns, require_one_row_each
-from cs336_systems.report.labels import (
-    MISSING,
-    STATUS_LABELS,
-    column_label,
-    machine_label,
-    named_value,
-    ordered,
-    significant,
-    value_label,
-)
+from cs336_systems.report.labels import STATUS_LABELS, column_label, ordered, significant, value_label
 from cs336_systems.report.style import INK, MUTED, PAPER, ZONE, machine_looks, palette
 
 _BAND = ("p20_ms", "p80_ms")
@@ -53,17 +35,10 @@ _VISIBLE = 1e-3  # of a bar: what is never more needs no place in the legend
 
 @plot
 def lines(
-    frame: pd.DataFrame,
-    x: str,
-    y: str = "p50_ms",
-    hue: str | None = None,
-    *,
-    band: tuple[str, str] | None = _BAND,
-    facet: str | None = None,
-    logx: bool = True,
-    logy: bool = True,
+    frame: pd.DataFrame, x: str, y: str = "p50_ms", hue: str | None = None, *,
+    band: tuple[str, str] | None = _BAND, facet: str | None = None, logx: bool = True, logy: bool = True,
     sharey: bool = True,
-) -> Drawing:
+) -> Drawing:  # fmt: skip
     """One line for each value of `hue` and machine, with its spread, and a cross where memory ran out.
 
     Args:
@@ -76,7 +51,7 @@ def lines(
     """
     require_one_row_each(frame, x, hue, facet)
     colors, looks, frame = _encoded(frame, hue)
-    frame = frame.assign(_x=x_places(frame[x], x))
+    frame = frame.assign(_x=figure.x_places(frame[x], x))
     by_value = panels_of(frame, facet)
     chart, panels = sheet(by_value, facet, sharey=sharey)
     banded = band is not None and set(band) <= set(frame) and (frame[band[1]] > 1.1 * frame[band[0]]).any()
@@ -85,17 +60,14 @@ def lines(
         for (value, _), line in rows.dropna(subset=band).groupby(["_hue", "_where"]) if banded else ():
             line = line.sort_values("_x")
             axes.fill_between(line["_x"], line[band[0]], line[band[1]], color=colors[value], alpha=0.16, lw=0)
-        axes.update_datalim(
-            [(x, frame[y].max()) for x in frame["_x"]], updatey=False
-        )  # failures have a place
-        x_ticks(axes, x, frame[x], log=logx)
-        log_y(axes, rows[y] if not sharey else frame[y]) if logy else plain_numbers(axes.yaxis)
+        axes.update_datalim([(place, 0) for place in frame["_x"]], updatey=False)  # of failures too
+        figure.x_ticks(axes, x, frame[x], log=logx)
+        figure.log_y(axes, rows[y] if not sharey else frame[y]) if logy else plain_numbers(axes.yaxis)
     if not logy and frame[y].min() >= 0:
         panels[0].set_ylim(bottom=0)
     if "status" in frame:
-        _mark_failures(
-            panels, [rows[rows[y].isna() & (rows["status"] != "ok")] for rows in by_value.values()], colors
-        )
+        failed = [rows[rows[y].isna() & (rows["status"] != "ok")] for rows in by_value.values()]
+        _mark_failures(panels, failed, colors)
     legend = _legend(hue, colors, looks)
     if banded:
         legend.append(Patch(color=MUTED, alpha=0.32, linewidth=0, label="band: 20th to 80th percentile"))
@@ -114,13 +86,10 @@ def _legend(
     hue: str | None, colors: dict[Hashable, str], looks: dict[str, tuple], *, bars: bool = False
 ) -> list[Artist]:
     """An entry for each value of the hue; and, of several machines, one for each: what its look means."""
-    entries = (
-        []
-        if hue in (None, "where")
-        else [(c, named_value(hue, v), ("", "o", None)) for v, c in colors.items()]
-    )
-    if len(looks) > 1:
-        entries += [(colors.get(where, MUTED), machine_label(where), look) for where, look in looks.items()]
+    values = [value for value in colors if hue not in (None, "where")]
+    entries = [(colors[value], labels.named_value(hue, value), ("", "o", None)) for value in values]
+    for where, look in looks.items() if len(looks) > 1 else ():
+        entries.append((colors.get(where, MUTED), labels.machine_label(where), look))
     return [
         Patch(facecolor=color, edgecolor=PAPER, hatch=hatch, label=label)
         if bars
@@ -176,16 +145,9 @@ def _mark_failures(
 
 @plot
 def ratio(
-    frame: pd.DataFrame,
-    x: str,
-    hue: str,
-    *,
-    baseline: Hashable,
-    y: str = "p50_ms",
-    facet: str | None = None,
-    logx: bool = True,
-    logy: bool = False,
-) -> Drawing | None:
+    frame: pd.DataFrame, x: str, hue: str, *, baseline: Hashable, y: str = "p50_ms",
+    facet: str | None = None, logx: bool = True, logy: bool = False,
+) -> Drawing | None:  # fmt: skip
     """How many times faster than the baseline's row that is equal in everything but `hue`.
 
     Raises:
@@ -208,14 +170,9 @@ def ratio(
 
 @plot
 def bars(
-    frame: pd.DataFrame,
-    x: str,
-    y: str = "p50_ms",
-    hue: str | None = None,
-    *,
-    facet: str | None = None,
+    frame: pd.DataFrame, x: str, y: str = "p50_ms", hue: str | None = None, *, facet: str | None = None,
     logy: bool = False,
-) -> Drawing:
+) -> Drawing:  # fmt: skip
     """A group of bars for each x, a bar for each value of `hue` and machine, its value above it.
 
     Args:
@@ -236,13 +193,13 @@ def bars(
     frame["_place"] = frame["_group"] + (group.rank() - 1 - (count - 1) / 2) * width
     by_value = panels_of(frame, facet)
     chart, panels = sheet(by_value, facet)
-    upright = width * WIDTH / len(groups) / min(len(panels), 3) < _LABEL_INCHES
+    upright = width * figure.WIDTH / len(groups) / min(len(panels), 3) < _LABEL_INCHES
     for axes, rows in zip(panels, by_value.values(), strict=True):
         for row in rows.to_dict("records"):
             color, hatch = colors[row["_hue"]], looks[row["_where"]][2]
             axes.bar(row["_place"], row[y], 0.88 * width, color=color, hatch=hatch, edgecolor=PAPER, lw=0)
             failed = pd.isna(row[y])
-            text = STATUS_LABELS.get(row.get("status"), MISSING) if failed else significant(row[y])
+            text = STATUS_LABELS.get(row.get("status"), labels.MISSING) if failed else significant(row[y])
             axes.annotate(
                 text, (row["_place"], 0 if failed else row[y]), (0, 3), textcoords="offset points", size=8.5,
                 xycoords=("data", "axes fraction") if failed else "data", ha="center", va="bottom",
@@ -251,21 +208,16 @@ def bars(
         axes.set_xticks(range(len(groups)), [value_label(each, x).replace(" (", "\n(") for each in groups])
         axes.set_xlim(-0.55, len(groups) - 0.45)
         axes.tick_params(axis="x", length=0)
-        log_y(axes, frame[y]) if logy else plain_numbers(axes.yaxis)
+        figure.log_y(axes, frame[y]) if logy else plain_numbers(axes.yaxis)
     panels[0].margins(y=0.2 if upright else 0.1)  # room for the labels
     return Drawing(chart, _legend(hue, colors, looks, bars=True), column_label(x), column_label(y))
 
 
 @plot
 def stacked_bars(
-    frame: pd.DataFrame,
-    x: str,
-    y: str = "total_ms",
-    part: str = "class",
-    *,
-    share: bool = False,
+    frame: pd.DataFrame, x: str, y: str = "total_ms", part: str = "class", *, share: bool = False,
     facet: str | None = None,
-) -> Drawing:
+) -> Drawing:  # fmt: skip
     """A bar for each x, stacked of its parts; with `share` every bar is 100 % and its total stands above it.
 
     Args:
@@ -319,15 +271,9 @@ def _total(value: float, column: str) -> str:
 
 @plot
 def heatmap(
-    frame: pd.DataFrame,
-    index: str,
-    columns: str,
-    values: str = "p50_ms",
-    *,
-    fmt: str | None = None,
-    middle: float | None = None,
-    facet: str | None = None,
-) -> Drawing:
+    frame: pd.DataFrame, index: str, columns: str, values: str = "p50_ms", *, fmt: str | None = None,
+    middle: float | None = None, facet: str | None = None,
+) -> Drawing:  # fmt: skip
     """A grid of cells with their value written in; a grey cell was not measured, or ran out of memory (OOM).
 
     Args:
@@ -356,7 +302,7 @@ def heatmap(
         )  # fmt: skip
         axes.set(facecolor=ZONE, xlabel="", ylabel="")
         for i, j in zip(*grid.isna().to_numpy().nonzero(), strict=True):
-            why = STATUS_LABELS.get(status.iloc[i, j], MISSING)
+            why = STATUS_LABELS.get(status.iloc[i, j], labels.MISSING)
             axes.text(j + 0.5, i + 0.5, why, ha="center", va="center", color=MUTED, size=size, weight="bold")
         axes.set_xticks(
             [j + 0.5 for j in range(len(across))], [value_label(v, columns) for v in across], rotation=0

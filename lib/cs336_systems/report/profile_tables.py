@@ -137,18 +137,17 @@ def explained_peaks(peaks: pd.DataFrame) -> pd.DataFrame:
     """
     lines = []
     for key, rows in peaks.groupby(RECORDING, sort=False):
-        line = dict(zip(RECORDING, key, strict=True)) | {"status": rows["status"].iloc[0]}
-        lines.append(line | _explained(line, rows) if line["status"] == "ok" else line)
+        run = dict(zip(RECORDING, key, strict=True)) | {"status": rows["status"].iloc[0]}
+        lines.append(run | _explained(run, rows) if run["status"] == "ok" else run)
     return pd.DataFrame(lines, columns=[*RECORDING, "status", "stage", "peak_memory_mib", *PARTS])
 
 
 def _explained(run: dict[str, Any], rows: pd.DataFrame) -> dict[str, Any]:
     stage = rows.groupby("stage")["size_mib"].sum().idxmax()
-    at_peak = rows[rows["stage"] == stage].set_index("category")["size_mib"]
+    other = rows[(rows["stage"] == stage) & (rows["category"] == "other")]["size_mib"].sum()
     config = model_size(run["model_size"], int(run["edition"]))
     shape = int(run["batch_size"]), int(run["context_length"])
     closed_form = accounting.peak_bytes(config, *shape, run["pass"], run["dtype"]) / MIB
     peak, requested = (rows[f"{name}_memory_mib"].iloc[0] for name in ("peak", "requested"))
-    other = at_peak.get("other", 0.0)
     parts = (closed_form, other, peak - requested, requested - other - closed_form)
     return {"stage": stage, "peak_memory_mib": peak} | dict(zip(PARTS, parts, strict=True))

@@ -1,9 +1,7 @@
 """Timelines, drawn by hand: a profiled step on its lanes, steps of wrappers, memory held over time.
 
-Each takes title, subtitle, xlabel, ylabel and empty too, see `figure.plot`.
+Each takes title, subtitle, xlabel, and ylabel too, see `figure.plot`.
 """
-
-from collections.abc import Hashable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -26,15 +24,13 @@ _SINCE_STEP = "time since the step began (ms)"
 _THINNEST = 0.6  # points: a message of microseconds shows in a step of half a second
 
 
-def _spans(
-    axes: Axes, spans: pd.DataFrame, low: float, height: float, color: str, linewidth: float = 0
-) -> None:
+def _spans(axes: Axes, spans: pd.DataFrame, low: float, height: float, color: str, edge: float = 0) -> None:
     pairs = list(zip(spans["start_ms"], spans["end_ms"] - spans["start_ms"], strict=True))
-    axes.broken_barh(pairs, (low, height), facecolor=color, edgecolor=color, linewidth=linewidth, zorder=2)
+    axes.broken_barh(pairs, (low, height), facecolor=color, edgecolor=color, linewidth=edge, zorder=2)
 
 
-def _part_legend(names: Sequence[Hashable], colors: dict[Hashable, str]) -> list[Patch]:
-    return [Patch(color=colors[name], label=value_label(name)) for name in names]
+def _legend(colors: dict[str, str]) -> list[Patch]:
+    return [Patch(color=color, label=value_label(name)) for name, color in colors.items()]
 
 
 @plot
@@ -76,7 +72,7 @@ def kernel_timeline(
     chart.draw_without_rendering()
     for level in levels:  # only now it is known how much room there is
         _name_ranges(axes, level, ranges[ranges["depth"] == level])
-    return Drawing(chart, _part_legend(colors, colors), _SINCE_STEP)
+    return Drawing(chart, _legend(colors), _SINCE_STEP)
 
 
 def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
@@ -88,8 +84,8 @@ def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
         width, height = np.ptp(corners, axis=0)
         upright = name.replace("_", "_\n")  # on two lines
         for text, size, rotation in ((name, 8, 0), (name, 7, 0), (name, 7, 90), (upright, 7, 90)):
-            written = axes.text((low + high) / 2, level, text, ha="center", va="center", color=INK)
-            written.set(size=size, rotation=rotation, zorder=3)
+            written = axes.text((low + high) / 2, level, text, ha="center", va="center", size=size)
+            written.set(rotation=rotation, zorder=3)
             room = written.get_window_extent()
             if room.width < width and room.height < height:
                 break
@@ -98,10 +94,7 @@ def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
 
 @plot
 def overlap_timeline(
-    frame: pd.DataFrame,
-    by: str,
-    *,
-    between_ms: tuple[float, float] | None = None,
+    frame: pd.DataFrame, by: str, *, between_ms: tuple[float, float] | None = None
 ) -> Drawing:
     """One step for each value of `by`: computing above, coloured by stage, communication below it.
 
@@ -126,14 +119,9 @@ def overlap_timeline(
     computed = frame[frame["lane"] == LANES[0]]
     times = (computed["end_ms"] - computed["start_ms"]).groupby(computed["range"]).sum()
     seen = times[times > 1e-3 * (end - start)].index
-    legend = [
-        Patch(color=color, label="copies" if stage == "communication" else stage)
-        for stage, color in STAGES.items()
-        if stage in seen
-    ]
-    messages = {"communication, hidden": HIDDEN, "communication, exposed": EXPOSED}
-    lanes = [Patch(color=color, label=name) for name, color in messages.items()]
-    return Drawing(chart, legend + lanes, _SINCE_STEP)
+    legend = {stage.replace("communication", "copies"): STAGES[stage] for stage in STAGES if stage in seen}
+    legend |= {"communication, hidden": HIDDEN, "communication, exposed": EXPOSED}
+    return Drawing(chart, _legend(legend), _SINCE_STEP)
 
 
 def _draw_step(axes: Axes, place: int, lanes: pd.DataFrame) -> None:
@@ -173,17 +161,16 @@ def memory_timeline(held: pd.DataFrame) -> Drawing:
     )  # fmt: skip
     plain_numbers(axes.xaxis)
     plain_numbers(axes.yaxis)
-    legend = _part_legend(used, colors)
-    return Drawing(chart, legend, "time since the recording began (ms)", f"memory ({unit})")
+    return Drawing(chart, _legend(colors), "time since the recording began (ms)", f"memory ({unit})")
 
 
 def _shade_stages(axes: Axes, held: pd.DataFrame) -> None:
     """Every other stage on a grey ground, its name at the top."""
     named = held["stage"].fillna("")
-    runs = held.assign(stage=named).groupby((named != named.shift()).cumsum())
-    stages = runs.agg(name=("stage", "first"), start=("at_ms", "min"))
-    stages["end"] = stages["start"].shift(-1, fill_value=held["at_ms"].max())
-    for shown, (name, start, end) in enumerate(stages[stages["name"] != ""].itertuples(index=False)):
+    begins = held.assign(stage=named)[named != named.shift()]
+    ends = [*begins["at_ms"][1:], held["at_ms"].max()]
+    stages = [stage for stage in zip(begins["stage"], begins["at_ms"], ends, strict=True) if stage[0]]
+    for shown, (name, start, end) in enumerate(stages):
         if shown % 2 == 0:
             axes.axvspan(start, end, color=ZONE, linewidth=0, zorder=0.5)
         axes.annotate(
