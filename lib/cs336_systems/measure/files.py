@@ -43,14 +43,13 @@ def make_folder(folder: Path, way_out: str = "set CS336_FIGURES to a folder that
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder. The lock ends with its process, killed or not."""
-    try:
-        with filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S):
-            yield
-    except filelock.Timeout as error:
-        raise TimeoutError(
-            f"another process has held {folder} for {_LOCK_TIMEOUT_S} s; end it, then run again"
-        ) from error
+    """Keep other processes out of the folder. The lock ends with its process, killed or not.
+
+    Raises:
+        filelock.Timeout: another process has held it for a minute.
+    """
+    with filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S):
+        yield
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
