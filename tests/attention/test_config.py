@@ -180,7 +180,7 @@ def test_without_tma(change, by_pointers):
     by_pointers()
     cases = [
         AttentionCase("causal", (2,), 100, 70, 24, is_causal=True),
-        AttentionCase("full", (2, 3), 40, 64, 64),
+        AttentionCase("full", (2,), 40, 64, 64),
     ]
     check_attention(
         lambda q, k, v, is_causal: FlashAttentionTriton.apply(*map(change, (q, k, v)), is_causal), cases=cases
@@ -191,7 +191,7 @@ def test_without_tma(change, by_pointers):
 def test_scores_in_chunks_are_the_same(d, by_pointers):
     by_pointers(Tile(32, 64, 4, 1, chunk=16))
     cases = [
-        AttentionCase("causal", (2, 2), 130, 130, d, is_causal=True),
-        AttentionCase("full", (2,), 70, 100, d),
+        AttentionCase("causal", (2,), 80, 80, d, is_causal=True),
+        AttentionCase("full", (2,), 40, 70, d),
     ]
     check_attention(FlashAttentionTriton.apply, cases=cases, device=DEVICE)

@@ -15,7 +15,6 @@ from cs336_systems.report.labels import family_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_MODEL = [name for name, entry in names.ATTENTION.items() if entry.in_model]
-SHAPES = [(40, 16), (3, 40, 16), (2, 3, 40, 16), (2, 1, 3, 40, 16)]
 
 
 def random_inputs(*shape, n_keys=None):
@@ -32,11 +31,6 @@ def test_all_compute_the_same(implementation):
     torch.testing.assert_close(output, plain_attention(q, k, v, True), rtol=1e-3, atol=1e-4)
     with pytest.raises(TypeError, match="Tensor, Parameter, NoneType"):
         attention(q, torch.nn.Parameter(k), None, implementation=implementation)
-
-
-def test_an_unknown_name_is_refused_with_the_known():
-    with pytest.raises(ValueError, match=f"'flash'.*{', '.join(['auto', *IN_MODEL])}"):
-        attention(*random_inputs(1, 8, 4), implementation="flash")
 
 
 @pytest.mark.parametrize(("n", "n_keys"), [(0, 0), (0, 8), (8, 0)])
@@ -57,31 +51,28 @@ def test_a_new_implementation_is_one_line(monkeypatch):
     monkeypatch.setattr(names, "MODEL_ATTENTION", (*names.MODEL_ATTENTION, "negated"))  # as on import
     q, k, v = random_inputs(2, 9, 4)
     torch.testing.assert_close(attention(q, k, v, implementation="negated"), -plain_attention(q, k, v))
-    with sdpa_backend("negated"), pytest.raises(AssertionError, match="O of case"):
+    with pytest.raises(AssertionError, match="O of case"):
         check_attention("negated")
-    with pytest.raises(ValueError, match="negated"):
+    with pytest.raises(ValueError, match=r"unknown.*auto.*negated"):
         attention(q, k, v, implementation="unknown")
     assert family_of(["sdpa", "negated"], "implementation")["negated"] is line
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{len(shape)} dimensions")
-def test_sdpa_takes_any_leading_dimensions_and_keeps_no_scores(shape, is_causal):
+@pytest.mark.parametrize("shape", [(40, 16), (2, 1, 3, 40, 16)], ids=lambda shape: f"{len(shape)} dimensions")
+def test_sdpa_takes_any_leading_dimensions_and_keeps_no_scores(shape):
     inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     sizes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
-        output = attention(*inputs, is_causal, implementation="sdpa")
-    torch.testing.assert_close(output, plain_attention(*inputs, is_causal))
+        output = attention(*inputs, True, implementation="sdpa")
+    torch.testing.assert_close(output, plain_attention(*inputs, True))
     assert max(sizes) <= inputs[0].numel()
 
 
-def test_a_backend_is_switched_on_inside_and_off_after():
+def test_a_backend_is_switched_on_inside_alone():
     before = torch.backends.cuda.math_sdp_enabled()
     with sdpa_backend("sdpa_efficient"):
         assert not torch.backends.cuda.math_sdp_enabled()
     assert torch.backends.cuda.math_sdp_enabled() == before
-    with sdpa_backend("plain"):
-        assert torch.backends.cuda.math_sdp_enabled() == before
 
 
 def test_the_digest_follows_the_code_alone(tmp_path, monkeypatch):

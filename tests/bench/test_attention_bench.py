@@ -13,27 +13,17 @@ from cs336_systems.measure.timing import MIB, release_memory
 RUN = {"batch_size": 2, "context_length": 64, "d_head": 16, "device": "cpu", "warmup_steps": 1, "steps": 2}
 
 
-@pytest.mark.parametrize("pass_", names.ATTENTION_PASSES)
-def test_each_pass_is_timed_and_saves_what_the_closed_form_says(pass_):
-    row = benchmark_attention(**RUN, pass_=pass_)
-    saved = accounting.attention_saved_bytes(2, 64, 16)
-    output = 2 * 64 * 16 * 4
-    assert (row["status"], row["steps"], row["pass"], row["implementation"]) == ("ok", 2, pass_, "plain")
+@pytest.mark.parametrize(
+    ("pass_", "dtype", "is_causal"),
+    [("forward", "float32", False), ("backward", "bfloat16", False), ("forward_backward", "float16", True)],
+)
+def test_each_pass_is_timed_and_saves_what_the_closed_form_says(pass_, dtype, is_causal):
+    row = benchmark_attention(**RUN, pass_=pass_, dtype=dtype, is_causal=is_causal)
+    saved = accounting.attention_saved_bytes(2, 64, 16, dtype, is_causal)
+    output = 2 * 64 * 16 * names.DTYPES[dtype].bytes
+    assert (row["status"], row["steps"], row["pass"], row["is_causal"]) == ("ok", 2, pass_, is_causal)
     assert row["saved_for_backward_mib"] * MIB == saved
     assert row["memory_before_backward_mib"] * MIB == saved + output
-
-
-@pytest.mark.parametrize(("dtype", "is_causal"), [("bfloat16", False), ("float32", True), ("float16", True)])
-def test_saved_bytes_follow_dtype_and_mask(dtype, is_causal):
-    row = benchmark_attention(**RUN, dtype=dtype, is_causal=is_causal)
-    expected = accounting.attention_saved_bytes(2, 64, 16, dtype, is_causal)
-    assert (row["saved_for_backward_mib"] * MIB, row["is_causal"]) == (expected, is_causal)
-
-
-def test_flash_attention_saves_nothing_quadratic():
-    row = benchmark_attention(**RUN | {"context_length": 256}, implementation="flash_pytorch")
-    linear = 4 * (4 * 2 * 256 * 16 + 2 * 256)  # q, k, v, o and one logsumexp a query
-    assert row["saved_for_backward_mib"] * MIB == linear
 
 
 def test_a_pass_does_what_it_says(monkeypatch):
@@ -123,14 +113,6 @@ def test_a_wrong_argument_is_refused_by_name(changes, match):
         benchmark_attention(**RUN | changes)
 
 
-@pytest.mark.skipif(bool(why_no_compile(torch.device("cpu"))), reason="needs a C++ compiler")
-def test_compiled_attention_is_timed_without_its_compilation():
-    row = benchmark_attention(**RUN, implementation="compiled")
-    assert row["status"] == "ok", row["reason"]
-    assert row["compile_s"] * 1e3 > 10 * row["p50_ms"]
-    assert row["saved_for_backward_mib"] > 0
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["plain", "compiled"])
 def test_gpu_memory_in_use_is_what_the_allocator_says(implementation):
@@ -141,7 +123,9 @@ def test_gpu_memory_in_use_is_what_the_allocator_says(implementation):
     assert row["status"] == "ok", row["reason"]
     assert torch.cuda.memory_allocated() == before
     assert row["saved_for_backward_mib"] <= row["memory_before_backward_mib"] * 1.001
-    if implementation == "plain":
+    if implementation == "compiled":
+        assert row["compile_s"] * 1e3 > 10 * row["p50_ms"]
+    else:
         saved = accounting.attention_saved_bytes(8, 1024, 64) / MIB
         assert row["saved_for_backward_mib"] == pytest.approx(saved, rel=0.001)
         assert row["memory_before_backward_mib"] == pytest.approx(saved + 2, rel=0.01)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.attention.plain import causal_mask, plain_attention
-from cs336_systems.checks import BASIC, EVERYTHING, AttentionCase, check_attention, check_logsumexp
+from cs336_systems.checks import BASIC, EVERYTHING, check_attention, check_logsumexp
 
 
 def visible(scores):
@@ -31,10 +31,6 @@ def without_a_maximum(q, k, v, is_causal):
     return p / p.sum(-1, keepdim=True) @ v
 
 
-def without_the_scale(q, k, v, is_causal):
-    return plain_attention(q * math.sqrt(q.shape[-1]), k, v, is_causal)
-
-
 def in_float16(q, k, v, is_causal):
     return plain_attention(q.half(), k.half(), v.half(), is_causal).to(q.dtype)
 
@@ -49,11 +45,6 @@ def of_another_shape(q, k, v, is_causal):
 
 def of_another_dtype(q, k, v, is_causal):
     return plain_attention(q, k, v, is_causal).double()
-
-
-def last_query_forgotten(q, k, v, is_causal):
-    output = plain_attention(q, k, v, is_causal)
-    return torch.cat([output[..., :-1, :], torch.zeros_like(output[..., -1:, :])], -2)
 
 
 def test_accepts_what_is_right():
@@ -76,23 +67,15 @@ def test_takes_a_name_of_the_registry():
         (mixed_batch, "O of case 'full'.*batch and queries flattened together"),
         (mask_of_the_wrong_side, "O of case 'causal'"),
         (without_a_maximum, "O of case 'large scores'.*not finite"),
-        (without_the_scale, "O of case 'full'"),
         (in_float16, "O of case 'full'.*allowed"),
         (without_a_gradient_for_k, "dK of case 'full' is missing"),
         (of_another_shape, r"shape \(3, 64, 128\); wanted: \(3, 128, 64\)"),
         (of_another_dtype, "dtype torch.float64; wanted: torch.float32"),
-        (last_query_forgotten, "O of case 'full'"),
     ],
 )
 def test_names_what_is_wrong(wrong, message):
     with pytest.raises(AssertionError, match=message):
         check_attention(wrong)
-
-
-def test_same_seed_same_numbers():
-    case = [AttentionCase("small", n_queries=16, n_keys=16, d=8)]
-    first, second = (check_attention(plain_attention, cases=case, seed=7) for _ in range(2))
-    assert first.equals(second)
 
 
 class SavesLogsumexp(torch.autograd.Function):

@@ -81,19 +81,10 @@ def test_same_bits_every_time():
     assert torch.equal(kernels.backward(dy, x, weight)[1], kernels.backward(dy, x, weight)[1])
 
 
-def test_retain_graph_and_an_unused_gradient():
-    x, weight = torch.randn(4, 8, device=DEVICE), torch.randn(8, device=DEVICE, requires_grad=True)
-    y = weighted_sum(x, weight).sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    torch.testing.assert_close(weight.grad, 2 * x.sum(0))
-
-
 @pytest.mark.parametrize(
     ("x", "weight", "error", "sentence"),
     [
         (torch.zeros(2, 3), torch.zeros(4), ValueError, r"shapes \(2, 3\), \(4,\); allowed: \(..., d\) and"),
-        (torch.zeros(2, 3), torch.zeros(1, 3), ValueError, "allowed"),
         (torch.zeros(()), torch.zeros(1), ValueError, "allowed"),
         (torch.zeros(0, 3), torch.zeros(3), ValueError, "no dimension of size 0"),
         (torch.zeros(2, 3).double(), torch.zeros(3).double(), TypeError, "float64.*allowed: both the same"),

@@ -74,7 +74,7 @@ def metered_blocks(meter: Meter, count: int) -> list:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [(name, n) for name in PLANS for n in (1, 2, 3, 4, 7, 8, 16) if name != "uneven" or n >= 6],
+    [(name, n) for name in PLANS for n in (1, 2, 4, 7, 16) if name != "uneven" or n >= 6],
 )
 def test_peak_and_reruns_are_exact(name, count):
     meter = Meter()
@@ -134,26 +134,11 @@ def test_from_the_start_is_constant_in_memory(count):
     assert recomputed(plan) == count * (count - 1) // 2
 
 
-@given(st.sampled_from(sorted(PLANS)), st.integers(6, 30))
-def test_every_plan_runs_every_block_once_in_order(name, count):
-    def flat(plan):
-        return [block for part in plan for block in (flat(part) if isinstance(part, tuple) else [part])]
-
-    assert flat(PLANS[name](list(range(count)))) == list(range(count))
-
-
-@given(st.integers(1, 64), st.floats(0, 1e4), st.floats(1, 1e4))
-def test_best_k_has_no_better_neighbour(count, inside, boundary):
-    k = best_k(count, inside, boundary)
-    costs = {
-        other: peak(every_k(range(count), other), inside, boundary) for other in (k - 1, k, k + 1) if other
-    }
-    assert min(costs.values()) == costs[k]
-
-
-def test_best_k_of_cheap_blocks_is_the_square_root():
+def test_best_k_has_the_lowest_peak_and_is_the_square_root_for_cheap_blocks():
     """With nothing inside, a segment of k costs k, and the inputs N / k."""
     assert peak(every_k(range(36), best_k(36, 0, 1)), 0, 1) == peak(sqrt_n(range(36)), 0, 1) == 11
+    peaks = {k: peak(every_k(range(23), k), 7, 100) for k in range(1, 24)}
+    assert peaks[best_k(23, 7, 100)] == min(peaks.values())
     assert best_k(32, 40, 1) == 1, "where a block's inside is far larger than its input, no two at a time"
 
 
@@ -167,12 +152,6 @@ def test_strategies_by_name():
 def test_a_strategy_that_is_none(name):
     with pytest.raises(ValueError, match=f"'{name}'.*recursive"):
         strategy(name)
-
-
-@pytest.mark.parametrize("k", [0, -1, 1.5, None])
-def test_k_must_be_a_positive_integer(k):
-    with pytest.raises(ValueError, match=f"k={k}"):
-        every_k(range(4), k)
 
 
 def measured_peak_mib(model, plan, path: Path) -> float:
@@ -198,7 +177,8 @@ def test_real_blocks_need_what_the_model_says(tmp_path):
     inside = saved.size_bytes.sum() / MIB - boundary
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)  # else they would grow during backward
-    measured = {name: measured_peak_mib(model, plan, tmp_path / "t.json") for name, plan in PLANS.items()}
-    for name, plan in PLANS.items():
+    plans = {name: PLANS[name] for name in ("none", "every 3", "recursive", "uneven")}
+    measured = {name: measured_peak_mib(model, plan, tmp_path / "t.json") for name, plan in plans.items()}
+    for name, plan in plans.items():
         predicted = peak(none(range(8)), inside, boundary) - peak(plan(range(8)), inside, boundary)
         assert measured["none"] - measured[name] == pytest.approx(predicted, rel=0.01, abs=0.1), name

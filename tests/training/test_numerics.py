@@ -1,10 +1,8 @@
-"""The replayed sums: against Python's exact fractions, and against the handout's own one-liners."""
-
-from fractions import Fraction
+"""The replayed sums: against the handout's own one-liners."""
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.training.numerics import (
@@ -13,7 +11,6 @@ from cs336_systems.training.numerics import (
     autocast_dtypes,
     binades,
     layer_norm_stages,
-    rounded_increment,
     running_sum,
     spacing,
 )
@@ -44,14 +41,8 @@ def test_spacing_is_two_to_the_exponent_minus_the_mantissa(dtype, mantissa_bits)
         assert spacing(1.5 * 2.0**exponent, dtype) == 2.0 ** (exponent - mantissa_bits)
 
 
-@given(st.floats(0, 1000, width=16), st.floats(1e-3, 10))
-def test_the_rounded_increment_is_within_half_a_spacing(total, value):
-    held = torch.tensor(value, dtype=torch.float16).double().item()
-    error = Fraction(rounded_increment(value, total, torch.float16)) - Fraction(held)
-    assert abs(error) <= Fraction(spacing(total + held, torch.float16)) / 2
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@settings(max_examples=40)
 @given(value=st.floats(1e-3, 1), count=st.integers(2, 60))
 def test_binades_predict_the_sum_without_adding(dtype, value, count):
     held = torch.tensor(value, dtype=dtype).double().item()
