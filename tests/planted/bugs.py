@@ -167,8 +167,8 @@ BUGS = [
     {
         "what": 'two processes append to one file without a lock',
         "file": 'lib/cs336_systems/measure/files.py',
-        "old": 'with filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S):\n            yield',
-        "new": 'make_folder(folder)\n        yield',
+        "old": 'with filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S):\n        yield',
+        "new": 'make_folder(folder)\n    yield',
         "tests": ['tests/measure/test_rows.py'],
     },
     {
@@ -208,10 +208,10 @@ BUGS = [
     },
     {
         "what": 'gradients add up over the repetitions',
-        "file": 'lib/cs336_systems/measure/cold_cache.py',
+        "file": 'lib/cs336_systems/measure/timing.py',
         "old": 'warmup_steps=warmup_steps, steps=steps, prepare=clear',
         "new": 'warmup_steps=warmup_steps, steps=steps, prepare=lambda: None',
-        "tests": ['tests/measure/test_cold_cache.py'],
+        "tests": ['tests/measure/test_timing.py'],
     },
     {
         "what": "AdamW's bias correction does not fade with the steps",
