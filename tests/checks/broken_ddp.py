@@ -69,11 +69,6 @@ class ForgetsTheLastHandle(Right):
         self.handles.clear()
 
 
-class NeverCommunicates(Right):
-    def on_gradient(self, parameter):
-        pass
-
-
 class ReducesACopy(Right):
     def on_gradient(self, parameter):
         self.handles.append(dist.all_reduce(parameter.grad / dist.get_world_size(), async_op=True))
