@@ -74,9 +74,12 @@ def test_modules_open_ranges_only_while_recorded():
 
 def test_ranges_close_when_the_code_inside_raises(nvtx):
     model = build_model(model_size("tiny"), 8)
-    with pytest.raises(IndexError), recording(model):
-        model(torch.full((1, 8), 10**6))
-    assert sum(call == "-" for call in nvtx) == sum(call != "-" for call in nvtx) > 0
+    with recording(model):
+        with pytest.raises(IndexError):
+            model(torch.full((1, 8), 10**6))
+        assert sum(call == "-" for call in nvtx) == sum(call != "-" for call in nvtx) > 0
+    with pytest.raises(KeyError), recording():
+        raise KeyError
     assert ranges._recording is False
 
 
