@@ -78,6 +78,7 @@ def test_values_are_in_the_order_a_reader_expects():
 
 def test_a_value_that_stands_alone_says_what_it_is():
     assert named_value("context_length", 2048) == "context 2K"
+    assert named_value("bucket_size_mb", 25.0) == "bucket size 25 MB"
     assert named_value("implementation", "sdpa") == "SDPA"
     assert [named_value("is_causal", flag) for flag in (True, np.False_)] == ["causal", "not causal"]
     assert machine_label("reference: H200") == "H200 (reference)"

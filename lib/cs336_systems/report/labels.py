@@ -119,12 +119,14 @@ def value_label(value: object, column: str | None = None) -> str:
 
 
 def named_value(column: str, value: object) -> str:
-    """A value that stands alone: text as it is, a number with its column's short name ("context 512")."""
+    """A value that stands alone: text as it is, a number with its column: "context 512", "bucket size 25 MB"."""
     text, name = value_label(value, column), _SHORT.get(column, column.removeprefix("is_").replace("_", " "))
     if isinstance(value, str):
         return text
     if pd.api.types.is_bool(value):
         return name if value else f"not {name}"
+    if column in COLUMNS and (unit := COLUMNS[column].unit):
+        return f"{name.rpartition(' ')[0]} {text} {unit}"
     return f"{name} {text}"
 
 

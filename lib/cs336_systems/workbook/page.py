@@ -86,7 +86,9 @@ def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
 
 
 def _measured(row: Mapping[str, Any], keys: Sequence[str]) -> str:
-    return ", ".join(named_value(name, row[name]) for name in keys if not pd.isna(row.get(name)))
+    implied = ("d_model", "num_heads") if "model_size" in keys else ()
+    told = [name for name in keys if name not in implied and not pd.isna(row.get(name))]
+    return ", ".join(named_value(name, row[name]) for name in told)
 
 
 def _outcome(row: Mapping[str, Any], values: Sequence[str]) -> str:
