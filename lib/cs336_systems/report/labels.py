@@ -119,7 +119,7 @@ def value_label(value: object, column: str | None = None) -> str:
 
 
 def named_value(column: str, value: object) -> str:
-    """A value that stands alone: text as it is, a number with its column: "context 512", "bucket size 25 MB"."""
+    """A value that stands alone: text as it is, a number named: "context 512", "bucket size 25 MB"."""
     text, name = value_label(value, column), _SHORT.get(column, column.removeprefix("is_").replace("_", " "))
     if isinstance(value, str):
         return text
