@@ -16,7 +16,7 @@ from PIL import Image
 
 from cs336_systems.measure.kernel_names import CLASSES
 from cs336_systems.names import ATTENTION
-from cs336_systems.report import bars, heatmap, lines, ratio, stacked_bars
+from cs336_systems.report import bars, heatmap, lines, ratio, stacked_bars, tradeoff
 from cs336_systems.report.labels import FAMILIES
 
 BY_CONTEXT = {"x": "context_length", "hue": "implementation"}
@@ -290,3 +290,12 @@ def test_cells_have_their_value_or_say_why_not_read_from_the_top(rows):
         assert axes.get_ylim() == (2, 0)
         assert {(text.get_position(), text.get_text()) for text in axes.texts} >= expected
     assert "–" in texts(heatmap(rows.iloc[1:], "implementation", "context_length", fmt="{:.1f}"))
+
+
+def test_points_in_one_place_share_their_names():
+    rows = pd.DataFrame(
+        {"gib": [38.0, 38.01, 102.0, None], "ms": [1.8, 1.8, 1.7, 1.0], "which": list("abcd")}
+    )
+    (axes,) = tradeoff(rows, "gib", "ms", "which").axes
+    assert [text.get_text() for text in axes.texts] == ["a, b", "c"]
+    assert len(axes.collections[0].get_offsets()) == 3

@@ -313,3 +313,19 @@ def heatmap(
         axes.tick_params(length=0)
         axes.grid(False)
     return Drawing(chart, (), column_label(columns), column_label(index))
+
+
+@plot
+def tradeoff(frame: pd.DataFrame, x: str, y: str, name: str) -> Drawing:
+    """What one thing costs in another: a point for each row, and its name; points in one place share it."""
+    chart, (axes,) = sheet()
+    frame = frame.dropna(subset=[x, y])
+    sns.scatterplot(frame, x=x, y=y, color=BLUE, s=70, linewidth=0, zorder=3, ax=axes)
+    figure.log_y(axes, frame[y])
+    plain_numbers(axes.xaxis)
+    axes.set(xlim=(0, 1.15 * frame[x].max()), ylim=(frame[y].min() / 1.6, 1.6 * frame[y].max()))
+    same = [(frame[x] / frame[x].max()).round(2), (frame[y] / frame[y].max()).round(2)]
+    for _, points in frame.groupby(same):
+        place, text = tuple(points[[x, y]].mean()), ", ".join(points[name])
+        axes.annotate(text, place, (9, 0), textcoords="offset points", va="center", color=INK)
+    return Drawing(chart, [], column_label(x), column_label(y))
