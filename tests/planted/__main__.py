@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.planted.bugs import BUGS
+from tests.planted.bugs import BUGS, Bug
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 1200
@@ -29,13 +29,13 @@ def main() -> int:
     parser.add_argument("words", nargs="*", metavar="WORD", help="of its file or of what it breaks (all)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="copies of the repository at once")
     options = parser.parse_args()
-    bugs = [bug for bug in BUGS if any(word in bug["file"] + bug["what"] for word in options.words or [""])]
+    bugs = [bug for bug in BUGS if any(word in bug.file + bug.what for word in options.words or [""])]
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(options.jobs):
             copies.put(copy_repository(Path(folder) / str(number)))
 
-        def outcome_in_a_copy(bug: dict) -> str:
+        def outcome_in_a_copy(bug: Bug) -> str:
             copy = copies.get()
             try:
                 return outcome(bug, copy)
@@ -43,7 +43,7 @@ def main() -> int:
                 copies.put(copy)
 
         sound = copies.get()
-        if failed := failing(sound, sorted({test for bug in bugs for test in bug["tests"]})):
+        if failed := failing(sound, sorted({test for bug in bugs for test in bug.tests.split()})):
             print(f"without any bug: {failed}")
             return 1
         copies.put(sound)
@@ -51,7 +51,7 @@ def main() -> int:
             outcomes = []
             for bug, (result, seconds) in zip(bugs, pool.map(timed(outcome_in_a_copy), bugs), strict=True):
                 outcomes.append(result)
-                print(f"{result:9} {seconds:6.1f} s  {bug['file']}: {bug['what']}", flush=True)
+                print(f"{result:9} {seconds:6.1f} s  {bug.file}: {bug.what}", flush=True)
     caught = outcomes.count("caught")
     print(f"\n{caught} of {len(bugs)} bugs caught")
     return int(caught < len(bugs))
@@ -75,22 +75,23 @@ def copy_repository(target: Path) -> Path:
     return target
 
 
-def outcome(bug: dict, copy: Path) -> str:
+def outcome(bug: Bug, copy: Path) -> str:
     """ "caught", "survived", or "stale": its text is not there, or more than once."""
-    path = copy / bug["file"]
+    path = copy / "lib" / "cs336_systems" / bug.file
     text = path.read_text(encoding="utf-8") if path.exists() else ""
-    if text.count(bug["old"]) != 1:
+    if text.count(bug.old) != 1:
         return "stale"
-    path.write_text(text.replace(bug["old"], bug["new"]), encoding="utf-8")
+    path.write_text(text.replace(bug.old, bug.new), encoding="utf-8")
     try:
-        return "caught" if failing(copy, bug["tests"]) else "survived"
+        return "caught" if failing(copy, bug.tests.split()) else "survived"
     finally:
         path.write_text(text, encoding="utf-8")
 
 
 def failing(copy: Path, tests: list[str]) -> str:
     """The last line of pytest if a test fails; empty if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    paths = [f"tests/{test}" for test in tests]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *paths]
     # Byte code would outlive a bug: it is told from its source by the second and the size.
     own = {"PYTHONPATH": str(copy / "lib"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
