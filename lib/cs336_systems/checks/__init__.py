@@ -9,6 +9,7 @@ from typing import Any
 _MODULES = {
     "attention_checks": ("BASIC", "EVERYTHING", "AttentionCase", "check_attention", "check_logsumexp"),
     "ddp_checks": ("check_ddp",),
+    "steps": ("step",),
     "weighted_sum_checks": ("check_weighted_sum",),
 }
 _OFFERED = {name: module for module, names in _MODULES.items() for name in names}
