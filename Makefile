@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests at the same time: up to four, of one thread each. On a GPU one after the other: they would share its memory.
 WORKERS = $(shell $(PY) -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, os.cpu_count()))')
 
-.PHONY: help setup run list test planted lab notebooks figures bench clean
+.PHONY: help setup run list test planted lab learn notebooks figures bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -26,6 +26,9 @@ planted: setup ## plant known bugs one at a time in a copy: does a test catch ea
 
 lab: setup ## JupyterLab on the notebooks
 	$(PY) -m jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)
+
+learn: setup ## your copies of the notebooks, solutions cleared, in learn/; copies that are there stay
+	@$(PY) -m cs336_systems learn $(ARGS)
 
 notebooks: setup ## execute every notebook in place on the CPU, as it is committed
 	@$(PY) -m cs336_systems notebooks $(ARGS)

@@ -58,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         command = _command(commands, function, name, text)
         command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
+    learn = _command(commands, _learn, "learn", "write the learner's copies, solutions cleared, to learn/")
+    learn.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     bench = _command(commands, _bench, "bench", "time the attention kernels against PyTorch's own")
     bench.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid (all)")
     bench.add_argument(
@@ -142,6 +144,17 @@ def _notebooks(options: argparse.Namespace) -> int:
 
 def _figures(options: argparse.Namespace) -> int:
     return _execute_defaults(options.names, in_place=False)
+
+
+def _learn(options: argparse.Namespace) -> int:
+    from cs336_systems.workbook.learn import write_copies
+
+    known = batch.load_notebooks()
+    names = batch.resolve(options.names, known) or list(known)
+    paths = [batch.NOTEBOOKS / f"{name}.ipynb" for name in names]
+    for line in write_copies(paths, batch.NOTEBOOKS.parent / "learn"):
+        print(line)
+    return 0
 
 
 def _execute_defaults(words: list[str], *, in_place: bool) -> int:

@@ -49,3 +49,10 @@ def test_what_hangs_is_stopped(capsys):
         time.sleep(5)
     assert check.passed is False
     assert "0.05 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [NotImplementedError(), AssertionError("off by 2")])
+def test_nbgrader_gives_no_point_for_it(error, monkeypatch):
+    monkeypatch.setenv("NBGRADER_EXECUTION", "autograde")
+    with pytest.raises(AssertionError, match="sum"), step("sum"):
+        raise error

@@ -1,0 +1,86 @@
+"""The learner's copies: solutions gone, the notebook whole."""
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from cs336_systems.workbook.batch import NOTEBOOKS
+from cs336_systems.workbook.execute import execute
+from cs336_systems.workbook.learn import cleared, write_copies
+from cs336_systems.workbook.tidy import CHECKER, has_solution, tidy
+
+SOLUTION = """\
+class Sum:
+    def block(self, x):
+        ### BEGIN SOLUTION
+        return x.sum()
+        ### END SOLUTION
+
+    def total(self, x):
+        ### BEGIN SOLUTION
+        return self.block(x)
+
+        ### END SOLUTION
+"""
+STUB = """\
+class Sum:
+    def block(self, x):
+        # YOUR CODE HERE
+        raise NotImplementedError()
+
+    def total(self, x):
+        # YOUR CODE HERE
+        raise NotImplementedError()
+"""
+WITH_STEPS = [
+    path
+    for path in sorted(NOTEBOOKS.glob("*.ipynb"))
+    if "### BEGIN SOLUTION" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.fixture
+def notebook():
+    output = nbformat.v4.new_output("stream", name="stdout", text="sum: right\n")
+    check = new_code_cell("check(Sum)", metadata={"tags": [CHECKER]}, outputs=[output], execution_count=2)
+    return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check])
+
+
+def test_solutions_become_stubs_and_checkers_forget_what_they_said(notebook):
+    copy = cleared(notebook)
+    assert copy.cells[0].source == STUB
+    assert copy.cells[1].source == "check(Sum)"
+    assert copy.cells[1].outputs == []
+    assert notebook.cells[0].source == SOLUTION
+
+
+def test_a_copy_that_is_there_stays(notebook, tmp_path):
+    original, folder = tmp_path / "11_sum.ipynb", tmp_path / "learn"
+    nbformat.write(notebook, original)
+    (written,) = write_copies([original], folder)
+    assert "(1 steps)" in written
+    (folder / original.name).write_text("my work")
+    list(write_copies([original], folder))
+    assert (folder / original.name).read_text() == "my work"
+
+
+def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
+    solution, check = (cell.metadata["nbgrader"] for cell in tidy(notebook).cells)
+    assert (solution["solution"], solution["grade"]) == (True, False)
+    assert (check["solution"], check["grade"], check["locked"], check["points"]) == (False, True, True, 1)
+    assert solution["grade_id"] != check["grade_id"]
+
+
+@pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
+def test_a_copy_runs_to_its_end_and_says_not_yet_at_each_step(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path / "figures"))
+    (_,) = write_copies([path], tmp_path)
+    outcome = execute(tmp_path / path.name, tmp_path / "executed.ipynb", {})
+    assert outcome.status == "ok", outcome.reason
+    executed = nbformat.read(tmp_path / "executed.ipynb", as_version=4)
+    assert not any(map(has_solution, executed.cells))
+    checkers = [cell for cell in executed.cells if CHECKER in cell.metadata.get("tags", ())]
+    assert checkers
+    for cell in checkers:
+        said = "".join(output.get("text", "") for output in cell.outputs)
+        assert ": not yet" in said, f"{cell.source}\nsaid\n{said}"
