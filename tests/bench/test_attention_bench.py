@@ -5,8 +5,8 @@ import torch
 
 from cs336_systems import accounting, names
 from cs336_systems.attention import plain
-from cs336_systems.bench import attention_bench
 from cs336_systems.bench.attention_bench import benchmark_attention, sweep_attention
+from cs336_systems.measure import timing
 from cs336_systems.measure.requirements import why_no_compile
 from cs336_systems.measure.timing import MIB, release_memory
 
@@ -38,8 +38,8 @@ def test_a_pass_does_what_it_says(monkeypatch):
         return torch.softmax(scores, dim)
 
     monkeypatch.setattr(plain, "softmax", softmax)
-    original = attention_bench.time_steps
-    monkeypatch.setattr(attention_bench, "time_steps", watch)
+    original = timing.time_steps
+    monkeypatch.setattr(timing, "time_steps", watch)
     benchmark_attention(**RUN, pass_="forward")
     assert timed["step"]().requires_grad, "a forward of training, which saves for backward"
     benchmark_attention(**RUN, pass_="backward")

@@ -6,7 +6,7 @@ import torch
 from cs336_systems.bench import model_bench
 from cs336_systems.bench.model_bench import ModelBenchmark, cold_start_steps, sweep_model
 from cs336_systems.configs import ModelConfig, model_size
-from cs336_systems.measure import model_steps
+from cs336_systems.measure import model_steps, timing
 from cs336_systems.measure.timing import Timing
 
 CONFIG = ModelConfig("mini", 2025, d_model=16, d_ff=32, num_layers=2, num_heads=2, vocab_size=64)
@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self, monkeypatch, bench):
         self.bench, self.logits_dtype, self.saves_for_backward = bench, None, None
-        monkeypatch.setattr(model_bench, "time_steps", self)
+        monkeypatch.setattr(timing, "time_steps", self)
 
     def __call__(self, step, *, prepare, **options) -> Timing:
         model = self.bench.model

@@ -9,19 +9,10 @@ from torch import Tensor
 
 from cs336_systems import accounting, names
 from cs336_systems.attention.baselines import sdpa_backend
+from cs336_systems.measure import timing
 from cs336_systems.measure.requirements import why_no_attention, why_no_memory
 from cs336_systems.measure.saved_tensors import saved_bytes
-from cs336_systems.measure.timing import (
-    MIB,
-    Timing,
-    matmul_precision,
-    one_line,
-    release_memory,
-    resolve_device,
-    run_or_out_of_memory,
-    time_compiled,
-    time_steps,
-)
+from cs336_systems.measure.timing import MIB, Timing
 from cs336_systems.measure.validation import measured_in_order
 
 Row = dict[str, Any]
@@ -42,15 +33,11 @@ def sweep_attention(
     Args:
         options: is_causal, device, warmup_steps, steps, as in `benchmark_attention`.
     """
-    passes, dtypes, d_heads, context_lengths = map(tuple, (passes, dtypes, d_heads, context_lengths))
-    for name, dtype, d_head, context_length in itertools.product(
-        implementations, dtypes, d_heads, context_lengths
-    ):
-        run = {"batch_size": batch_size, "context_length": context_length, "d_head": d_head}
+    passes = tuple(passes)
+    for name, dtype, d_head, n in itertools.product(implementations, dtypes, d_heads, context_lengths):
+        run = {"batch_size": batch_size, "context_length": n, "d_head": d_head}
         run |= {"dtype": dtype, "implementation": name} | options
-        yield measured_in_order(
-            lambda run=run: [benchmark_attention(pass_=pass_, **run) for pass_ in passes], as_row=dict
-        )
+        yield measured_in_order(lambda run=run: [benchmark_attention(pass_=pass_, **run) for pass_ in passes])
 
 
 def benchmark_attention(
@@ -72,8 +59,7 @@ def benchmark_attention(
         pass_: "forward", which saves for backward as in training; "backward", alone; or "forward_backward".
         dtype: of the tensors; "tf32" is float32 with TF32 matmuls.
         implementation: one of names.ATTENTION.
-        device: "auto", "cpu" or "cuda".
-        warmup_steps, steps: as in `time_steps`.
+        device, warmup_steps, steps: as in `time_steps`; or "auto".
 
     Returns:
         A row of attention_times. Beside the times, in MiB: saved_for_backward_mib, distinct storages that
@@ -86,32 +72,25 @@ def benchmark_attention(
     names.check_choice("implementation", implementation, names.ATTENTION)
     names.check_choice("pass", pass_, names.ATTENTION_PASSES)
     names.check_choice("dtype", dtype, names.DTYPES)
-    device, shape = resolve_device(device), (batch_size, context_length, d_head)
-    key = {
-        "implementation": implementation,
-        "batch_size": batch_size,
-        "context_length": context_length,
-        "d_head": d_head,
-        "is_causal": is_causal,
-        "dtype": dtype,
-        "pass": pass_,
-        "warmup_steps": warmup_steps,
-    }
-    needed = accounting.attention_peak_bytes(*shape, pass_, dtype, is_causal)
+    device, shape = timing.resolve_device(device), (batch_size, context_length, d_head)
+    key = {"implementation": implementation, "batch_size": batch_size, "context_length": context_length}
+    key |= {"d_head": d_head, "is_causal": is_causal, "dtype": dtype, "pass": pass_}
+    key["warmup_steps"] = warmup_steps
     reason = why_no_attention(implementation, dtype, device)
     if names.ATTENTION[implementation].holds_scores:
+        needed = accounting.attention_peak_bytes(*shape, pass_, dtype, is_causal)
         reason = reason or why_no_memory(needed, device)
     if reason:
         return key | Timing(status="skipped", reason=reason).as_row()
     how = {"device": device, "warmup_steps": warmup_steps, "steps": steps}
     try:
-        with matmul_precision(dtype), sdpa_backend(implementation):
-            values, reason = run_or_out_of_memory(
+        with timing.matmul_precision(dtype), sdpa_backend(implementation):
+            values, reason = timing.run_or_out_of_memory(
                 lambda: _measure(implementation, shape, pass_, dtype, is_causal, **how), device
             )
     except RuntimeError as error:  # as PyTorch says that none of its kernels takes these tensors
-        return key | Timing(status="error", reason=one_line(error)).as_row()
-    release_memory(device)
+        return key | Timing(status="error", reason=timing.one_line(error)).as_row()
+    timing.release_memory(device)
     return key | (values or Timing(status="oom", reason=reason).as_row())
 
 
@@ -124,12 +103,9 @@ def _measure(
     entry = names.ATTENTION[implementation]
     function = names.load(entry.function)
 
-    def clear_gradients() -> None:
+    def forward() -> Tensor:
         for tensor in inputs:
             tensor.grad = None
-
-    def forward() -> Tensor:
-        clear_gradients()
         return function(*inputs, is_causal)
 
     def backward(output: Tensor) -> None:
@@ -140,12 +116,13 @@ def _measure(
         "backward": (backward, forward),
         "forward_backward": (lambda: backward(forward()), None),
     }[pass_]
-    timer = time_compiled if names.COMPILER in entry.needs else time_steps
-    timing = timer(step, prepare=prepare, **how)
-    if timing.status != "ok":
-        return timing.as_row()
+    timer = timing.time_compiled if names.COMPILER in entry.needs else timing.time_steps
+    timed = timer(step, prepare=prepare, **how)
+    if timed.status != "ok":
+        return timed.as_row()
     # After the timing, so that compiled code is there and the hooks do not change it.
-    clear_gradients()
+    for tensor in inputs:
+        tensor.grad = None
     saved, in_use = saved_bytes(forward, inputs)
     memory = {"saved_for_backward_mib": saved / MIB, "memory_before_backward_mib": in_use / MIB}
-    return timing.as_row() | memory
+    return timed.as_row() | memory

@@ -113,7 +113,7 @@ def time_cell(
 
     with matmul_precision(cell.dtype):
         refused = refused or why_not(cell.implementation, function, cell.dtype, cell.d_head, device)
-        rows = measured_in_order(lambda: [row(pass_) for pass_ in PASSES[cell.protocol]], dict)
+        rows = measured_in_order(lambda: [row(pass_) for pass_ in PASSES[cell.protocol]])
     if contradictions := pass_order_errors(rows):
         failed = Timing(status="error", reason=contradictions[0]).as_row()
         rows = [asdict(cell) | {"pass": row["pass"]} | failed for row in rows]

@@ -21,7 +21,7 @@ from cs336_systems.measure.allocations import (
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps, autocast
 from cs336_systems.measure.requirements import why_no_memory
-from cs336_systems.measure.saved_tensors import contributors, saved_for_backward
+from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.measure.timing import (
     matmul_precision,
     release_memory,
@@ -99,11 +99,13 @@ def block_rows(
     block = one_block(config, context_length, device)
     x = torch.randn(batch_size, context_length, config.d_model, device=device, requires_grad=True)
     with autocast(device, dtype):
-        saved = contributors(saved_for_backward(block, x))
+        saved = saved_for_backward(block, x)
         output = block(x)
     output.sum().backward()
-    saved = saved.assign(kind="saved", size_mib=saved.pop("size_bytes") / MIB)
-    rows = saved.rename(columns={"operation": "tensor"}).to_dict("records")
+    saved = saved.assign(kind="saved", tensor=saved.operation, size_mib=saved.size_bytes / MIB)
+    saved = saved.groupby(["kind", "module", "tensor", "code"], sort=False)["size_mib"]
+    saved = saved.agg(count="size", size_mib="sum").reset_index()
+    rows = saved.sort_values("size_mib", ascending=False).to_dict("records")
     rows += [
         {"kind": "gradient", "tensor": name, "size_mib": parameter.grad.nbytes / MIB}
         for name, parameter in block.named_parameters()

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,18 +9,11 @@ import torch
 
 from cs336_systems import accounting, names
 from cs336_systems.configs import ModelConfig
+from cs336_systems.measure import timing
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.requirements import why_no_attention, why_no_compile, why_no_memory
 from cs336_systems.measure.subprocesses import in_fresh_process
-from cs336_systems.measure.timing import (
-    Timing,
-    matmul_precision,
-    release_memory,
-    resolve_device,
-    run_or_out_of_memory,
-    time_compiled,
-    time_steps,
-)
+from cs336_systems.measure.timing import Timing
 from cs336_systems.measure.validation import measured_in_order
 from cs336_systems.model import build_model
 
@@ -39,19 +31,11 @@ def model_key(
     attention_implementation: str = "plain",
 ) -> Row:
     """The key columns of a row about a model; `pass` and `warmup_steps` only where they are given."""
-    key = {
-        "implementation": implementation,
-        "attention": attention_implementation,
-        "edition": config.edition,
-        "model_size": config.name,
-        "d_model": config.d_model,
-        "num_heads": config.num_heads,
-        "batch_size": batch_size,
-        "context_length": context_length,
-        "dtype": dtype,
-        "pass": pass_,
-        "warmup_steps": warmup_steps,
-    }
+    key = {"implementation": implementation, "attention": attention_implementation}
+    key |= {"edition": config.edition, "model_size": config.name}
+    key |= {"d_model": config.d_model, "num_heads": config.num_heads}
+    key |= {"batch_size": batch_size, "context_length": context_length, "dtype": dtype}
+    key |= {"pass": pass_, "warmup_steps": warmup_steps}
     return {name: value for name, value in key.items() if value is not None}
 
 
@@ -92,19 +76,19 @@ def sweep_model(
     for implementation in implementations:
         bench = ModelBenchmark(config, max(context_lengths), device, implementation, attention_implementation)
         ours = {"implementation": implementation, "attention_implementation": attention_implementation}
-
-        def measure(run: Row, bench=bench, ours=ours) -> list[Row]:
-            timings = [(p, bench.time(p, **run, warmup_steps=warmup_steps, steps=steps)) for p in passes]
-            return [
-                model_key(config, pass_=pass_, **run, **ours, warmup_steps=warmup)
-                | timing.after_warmup(warmup, steps).as_row()
-                for pass_, timing in timings
-                for warmup in warmups
-            ]
-
         for dtype, context_length in product(dtypes, context_lengths):
             run = {"batch_size": batch_size, "context_length": context_length, "dtype": dtype}
-            yield measured_in_order(partial(measure, run), as_row=dict)
+
+            def measure(bench=bench, ours=ours, run=run) -> list[Row]:
+                timed = [(p, bench.time(p, **run, warmup_steps=warmup_steps, steps=steps)) for p in passes]
+                return [
+                    model_key(config, pass_=pass_, **run, **ours, warmup_steps=warmup)
+                    | times.after_warmup(warmup, steps).as_row()
+                    for pass_, times in timed
+                    for warmup in warmups
+                ]
+
+            yield measured_in_order(measure)
         bench.release()
 
 
@@ -126,15 +110,13 @@ def cold_start_steps(
     """
     run = {"batch_size": batch_size, "context_length": context_length, "dtype": dtype}
     bench = ModelBenchmark(config, context_length, device, attention_implementation=attention_implementation)
-    for pass_ in passes:
-        for synchronized in (False, True):
-            how = {"warmup_steps": 0, "steps": steps, "synchronize": synchronized}
-            timing = in_fresh_process(ModelBenchmark.time, bench, pass_, **run, **how)
-            key = model_key(config, pass_=pass_, **run, attention_implementation=attention_implementation)
-            key |= {"synchronized": synchronized}
-            outcome = {"status": timing.status, "reason": timing.reason}
-            trace = timing.step_ms or (None,)  # what cannot run has one row, which says why
-            yield [key | {"step_index": i, "step_ms": ms} | outcome for i, ms in enumerate(trace)]
+    for pass_, synchronized in product(passes, (False, True)):
+        how = {"warmup_steps": 0, "steps": steps, "synchronize": synchronized}
+        timed = in_fresh_process(ModelBenchmark.time, bench, pass_, **run, **how)
+        key = model_key(config, pass_=pass_, **run, attention_implementation=attention_implementation)
+        key |= {"synchronized": synchronized, "status": timed.status, "reason": timed.reason}
+        trace = timed.step_ms or (None,)  # what cannot run has one row, which says why
+        yield [key | {"step_index": index, "step_ms": ms} for index, ms in enumerate(trace)]
 
 
 @dataclass
@@ -154,21 +136,13 @@ class ModelBenchmark:
     def __post_init__(self) -> None:
         names.check_choice("implementation", self.implementation, names.MODEL_IMPLEMENTATIONS)
         names.check_choice("attention implementation", self.attention_implementation, names.MODEL_ATTENTION)
-        self.device = resolve_device(self.device)
+        self.device = timing.resolve_device(self.device)
         self.model: torch.nn.Module | None = None
 
     def time(
-        self,
-        pass_: str,
-        *,
-        batch_size: int,
-        context_length: int,
-        dtype: str = "float32",
-        warmup_steps: int = 5,
-        steps: int = 10,
-        synchronize: bool = True,
+        self, pass_: str, *, batch_size: int, context_length: int, dtype: str = "float32", **how: Any
     ) -> Timing:
-        """Time one pass over random tokens.
+        """Time one pass over random tokens; `how` as in `time_steps`.
 
         Out of memory, while building too, and what the machine cannot do are a status.
         """
@@ -177,23 +151,22 @@ class ModelBenchmark:
         if reason := self._why_not(pass_, batch_size, context_length, dtype):
             return Timing(status="skipped", reason=reason)
         if self.model is None:
-            self.model, reason = run_or_out_of_memory(self._build, self.device)
+            self.model, reason = timing.run_or_out_of_memory(self._build, self.device)
             if self.model is None:
                 return Timing(status="oom", reason=f"building the model: {reason}")
         step, prepare = ModelSteps(self.model, batch_size, context_length, dtype).of(pass_)
-        timer = time_steps if self.implementation == "eager" else time_compiled
-        options = {"warmup_steps": warmup_steps, "steps": steps, "synchronize": synchronize}
-        with matmul_precision(dtype):
-            timing = timer(step, device=self.device, prepare=prepare, **options)
+        timer = timing.time_steps if self.implementation == "eager" else timing.time_compiled
+        with timing.matmul_precision(dtype):
+            timed = timer(step, device=self.device, prepare=prepare, **how)
         del step, prepare  # the optimizer's state goes with them
         self.model.zero_grad(set_to_none=True)
-        release_memory(self.device)
-        return timing
+        timing.release_memory(self.device)
+        return timed
 
     def release(self) -> None:
         """Give the model's memory back; another measurement builds it again."""
         self.model = None
-        release_memory(self.device)
+        timing.release_memory(self.device)
 
     def _why_not(self, pass_: str, batch_size: int, context_length: int, dtype: str) -> str:
         attention = self.attention_implementation
@@ -206,12 +179,8 @@ class ModelBenchmark:
         )
 
     def _build(self) -> torch.nn.Module:
-        model = build_model(
-            self.config,
-            self.context_length,
-            attention_implementation=self.attention_implementation,
-            device=self.device,
-        )
+        attention = {"attention_implementation": self.attention_implementation}
+        model = build_model(self.config, self.context_length, **attention, device=self.device)
         compiled = {"eager": [], "compiled": [model], "compiled_blocks": model.layers}
         for module in compiled[self.implementation]:
             module.compile(dynamic=False)

@@ -11,19 +11,10 @@ from pathlib import Path
 
 import torch
 
-from cs336_systems.measure.files import (
-    COMMITTED,
-    REPOSITORY_FIGURES,
-    figures_dir,
-    find,
-    write_atomically,
-)
+from cs336_systems.measure.files import COMMITTED, REPOSITORY_FIGURES, figures_dir, find, write_atomically
 from cs336_systems.measure.requirements import GIB, core_count, memory_bytes, why_no_tf32
 from cs336_systems.measure.timing import matmul_precision, release_memory, resolve_device, time_steps
 from cs336_systems.names import DTYPES, torch_dtype
-
-# A CPU without instructions for a 16-bit type multiplies it tens or hundreds of times slower.
-_SLOWEST_RATIO = 1 / 10
 
 
 @dataclass(frozen=True)
@@ -46,9 +37,8 @@ class MachineCard:
 
     def line(self) -> str:
         """The card on one line."""
-        gpu = "no GPU"
-        if self.gpu != "none":
-            gpu = f"{self.gpu} ({self.gpu_memory_gib:.0f} GiB, {self.sm_count} SMs)"
+        memory = self.gpu_memory_gib
+        gpu = f"{self.gpu} ({memory:.0f} GiB, {self.sm_count} SMs)" if memory else "no GPU"
         rates = ", ".join(f"{dtype} {rate:.3g}" for dtype, rate in self.matmul_tflops.items())
         return (
             f"{self.slug}: {gpu}, {self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB), "
@@ -63,8 +53,7 @@ def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) 
     A card that tells of another GPU, torch or triton is measured anew, and so is any with `refresh=True`.
 
     Raises:
-        RuntimeError: the device is not there.
-        PermissionError: the figures folder cannot be written to.
+        RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
         ValueError: the stored card is damaged.
     """
     device = resolve_device(device)
@@ -105,9 +94,8 @@ def load_card(slug: str) -> MachineCard:
     """
     path = card_path(slug)
     if not path.exists():
-        raise FileNotFoundError(
-            f"no machine card for {slug!r}; allowed: {', '.join(machines()) or 'none yet'}"
-        )
+        known = ", ".join(machines()) or "none yet"
+        raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {known}")
     try:
         return MachineCard(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -141,10 +129,13 @@ def machine_slug(gpu: str, cpu: str, cores: int) -> str:
 
 
 def _describe(device: torch.device) -> dict:
-    """The part of a card that is looked up."""
+    """The part of a card that is looked up; the processor's model is without a word about the host."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    gpu = properties.name if properties else "none"
-    cpu, cores = _cpu_name(), core_count()
+    gpu, cores = properties.name if properties else "none", core_count()
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    cpu = found[1].strip() if found else platform.processor() or platform.machine()
     return {
         "slug": machine_slug(gpu, cpu, cores),
         "gpu": gpu,
@@ -159,14 +150,6 @@ def _describe(device: torch.device) -> dict:
     }
 
 
-def _cpu_name() -> str:
-    """The processor's model, without a word about the host."""
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
-
-
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
     """Rate of a large square matmul for each dtype that the device is made for, on random numbers."""
     rates: dict[str, float] = {}
@@ -175,7 +158,8 @@ def _matmul_tflops(device: torch.device) -> dict[str, float]:
             continue
         if device.type == "cuda":
             rates[dtype] = _matmul_rate(dtype, 8192, device, steps=10)
-        elif not rates or _matmul_rate(dtype, 256, device, steps=3) > _SLOWEST_RATIO * rates["float32"]:
+        # A CPU without instructions for a 16-bit type multiplies it tens or hundreds of times slower.
+        elif not rates or _matmul_rate(dtype, 256, device, steps=3) > rates["float32"] / 10:
             rates[dtype] = _matmul_rate(dtype, 1024, device, steps=5)
     return rates
 

@@ -11,9 +11,7 @@ from cs336_systems.measure.requirements import core_count
 def in_fresh_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call `function` in a process of its own and return what it returns; its errors are raised here.
 
-    Args:
-        function: found by import, so it lives in a module and not in a notebook's cell.
-        args, kwargs: what it is called with; they and the result must pickle.
+    The function is found by import, so it lives in a module and not in a notebook's cell.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:

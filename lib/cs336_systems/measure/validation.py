@@ -3,19 +3,16 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import permutations
-from typing import Any, TypeVar
+from typing import Any
 
 from cs336_systems.measure.schema import COLUMNS, STATUSES, TABLES, Table
 
-Measured = TypeVar("Measured")
 Row = dict[str, Any]
 
 _PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
 # Of the tables with times: what is equal in all passes of one measurement.
-_SAME = {name for table in TABLES.values() if "p50_ms" in table.values for name in table.keys} - {
-    "pass",
-    "warmup_steps",
-}
+_SAME = {name for table in TABLES.values() if "p50_ms" in table.values for name in table.keys}
+_SAME -= {"pass", "warmup_steps"}
 # How much one step does: a pass of a higher level contains those below, so it cannot be faster.
 _PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
 _ATTEMPTS = 3
@@ -112,15 +109,13 @@ def pass_order_errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     return errors
 
 
-def measured_in_order(
-    measure: Callable[[], list[Measured]], as_row: Callable[[Measured], Row]
-) -> list[Measured]:
-    """What `measure` returns, measured again (twice at most) while a pass in it is faster than a part of it.
+def measured_in_order(measure: Callable[[], list[Row]]) -> list[Row]:
+    """The rows of `measure`, measured again (twice at most) while a pass is faster than a part of it.
 
     That happens when something else took the machine during one of the passes: on a shared CPU, not seldom.
     """
     for _ in range(_ATTEMPTS):
-        measured = measure()
-        if not pass_order_errors(map(as_row, measured)):
+        rows = measure()
+        if not pass_order_errors(rows):
             break
-    return measured
+    return rows
