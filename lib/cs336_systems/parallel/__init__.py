@@ -1,5 +1,6 @@
 """Several processes at once: starting them, and the wrappers that train a module data-parallel in them."""
 
+from cs336_systems.parallel.adapters import TorchDDP
 from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, NaiveDDP
 from cs336_systems.parallel.launch import WorkerError, launch, stream
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes, fill_buckets
@@ -12,6 +13,7 @@ __all__ = [
     "FlatDDP",
     "NaiveDDP",
     "OverlappedDDP",
+    "TorchDDP",
     "WorkerContext",
     "WorkerError",
     "backends_here",

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch.multiprocessing as mp
 
-from cs336_systems.parallel.worker import Job, choose_backend, find_worker, main
+from cs336_systems.parallel.worker import Job, choose_backend, find_worker, main, message_path
 
 T = TypeVar("T")
 
@@ -127,9 +126,14 @@ def _without_main() -> Iterator[None]:
 def _run(
     address: str, call: bytes, world_size: int, backend: str, timeout_s: float
 ) -> Generator[Any, None, list[Any]]:
-    with tempfile.TemporaryDirectory(prefix="cs336-launch-") as folder:
-        deadline = time.monotonic() + timeout_s
-        workers = _start(Job(address, call, world_size, backend, timeout_s, deadline, Path(folder)))
+    with tempfile.TemporaryDirectory(prefix="cs336-launch-") as name:
+        folder, deadline = Path(name), time.monotonic() + timeout_s
+        job = Job(address, call, world_size, backend, timeout_s, deadline, folder)
+        for rank in range(world_size):
+            (folder / f"log-{rank}").touch()
+        with _without_main():
+            processes = mp.start_processes(main, (job,), world_size, join=False).processes
+        workers = [_Worker(rank, process, folder) for rank, process in enumerate(processes)]
         give_up = False
         try:
             while not all(worker.succeeded for worker in workers):
@@ -139,57 +143,44 @@ def _run(
                 if failed and (give_up or len(failed) == world_size):
                     raise _failure(failed, world_size)
                 if time.monotonic() > deadline + _GRACE_S:  # by now they have written where they are
-                    raise _timeout(
-                        [worker for worker in workers if not worker.succeeded], world_size, timeout_s
-                    )
+                    raise _timeout([each for each in workers if not each.succeeded], world_size, timeout_s)
                 give_up = bool(failed)
                 time.sleep(_GRACE_S if failed else _POLL_S)
         finally:
             for worker in workers:
                 worker.end()
-        return [worker.outcome[1] for worker in workers]
-
-
-def _start(job: Job) -> "list[_Worker]":
-    pipes = [mp.get_context("spawn").Pipe(duplex=False) for _ in range(job.world_size)]
-    channels, ends = map(list, zip(*pipes, strict=True))
-    for rank in range(job.world_size):
-        (job.folder / f"log-{rank}").touch()
-    with _without_main():
-        processes = mp.start_processes(main, (job, ends), job.world_size, join=False).processes
-    for end in ends:
-        end.close()  # a worker's end is then that of its messages
-    return [_Worker(rank, processes[rank], channels[rank], job.folder) for rank in range(job.world_size)]
+        return [worker.outcome for worker in workers]
 
 
 class _Worker:
     """One worker's process, seen from the caller."""
 
-    def __init__(self, rank: int, process: BaseProcess, channel: Connection, folder: Path):
-        self.rank, self.process, self.channel = rank, process, channel
-        self.log, self.stacks = (folder / f"log-{rank}").open("rb"), folder / f"stack-{rank}"
-        self.alive = True
-        self.outcome: tuple[str, Any] | None = None  # ("result" | "error", what)
+    def __init__(self, rank: int, process: BaseProcess, folder: Path):
+        self.rank, self.process, self.folder = rank, process, folder
+        self.log = (folder / f"log-{rank}").open("rb")
+        self.alive, self.received = True, 0
+        self.kind, self.outcome = "", None  # at the end ("result" | "error", what)
 
     @property
     def succeeded(self) -> bool:
-        return self.outcome is not None and self.outcome[0] == "result"
+        return self.kind == "result"
 
     @property
     def failed(self) -> bool:
-        return self.outcome[0] == "error" if self.outcome else not self.alive
+        return self.kind == "error" or not (self.kind or self.alive)
 
     def news(self) -> Iterator[Any]:
         """Print what it has printed, yield what it has sent, and note how it ended."""
         self.alive = self.process.is_alive()  # asked first: if it is dead, all that it said is here
         self.show_output()
-        with contextlib.suppress(EOFError, OSError):  # it died, perhaps in the middle of a message
-            while not self.outcome and self.channel.poll():
-                kind, what = pickle.loads(self.channel.recv_bytes())
-                if kind == "sent":
-                    yield what
-                else:
-                    self.outcome = kind, what
+        while not self.kind and (path := message_path(self.folder, self.rank, self.received)).exists():
+            kind, what = pickle.loads(path.read_bytes())
+            path.unlink()
+            self.received += 1
+            if kind == "sent":
+                yield what
+            else:
+                self.kind, self.outcome = kind, what
 
     def show_output(self) -> None:
         """Print the lines that the worker has written since the last call."""
@@ -209,17 +200,17 @@ class _Worker:
         self.alive = False
         self.show_output()
         self.log.close()
-        self.channel.close()
 
     def stack(self) -> str:
         """Where it was when it crashed or ran out of time, without the thread that watches the caller."""
-        threads = self.stacks.read_text().split("\n\n") if self.stacks.exists() else []
+        path = self.folder / f"stack-{self.rank}"
+        threads = path.read_text().split("\n\n") if path.exists() else []
         return "\n\n".join(thread for thread in threads if " in _end_with_caller\n" not in thread)
 
     def failure(self) -> tuple[tuple, str, str]:
         """How this worker ended, to find the first cause: (sort key, one sentence, details)."""
-        if self.outcome:
-            at, summary, text = self.outcome[1]
+        if self.kind:
+            at, summary, text = self.outcome
             return (3 if any(words in summary for words in _ECHOES) else 1, at), f"raised {summary}", text
         code = self.process.exitcode
         if code < 0:

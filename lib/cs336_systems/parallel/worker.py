@@ -2,6 +2,7 @@
 
 import faulthandler
 import importlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -14,7 +15,6 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +134,16 @@ class Job:
     folder: Path
 
 
-def main(rank: int, job: Job, channels: list[Connection]) -> None:
-    """Run a job as this rank and end the process; the caller is told ("sent" | "result" | "error", what)."""
+def message_path(folder: Path, rank: int, number: int) -> Path:
+    """Where a worker leaves what it tells the caller: pickled ("sent" | "result" | "error", what)."""
+    return folder / f"message-{rank}-{number}"
+
+
+def main(rank: int, job: Job) -> None:
+    """Run a job as this rank, tell the caller what comes of it, and end the process."""
     os.setsid()  # a process group of its own: what the worker starts ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch's way to end with the caller; the thread's is surer
     threading.Thread(target=_end_with_caller, daemon=True).start()
-    for other in channels[:rank] + channels[rank + 1 :]:
-        other.close()
     log = os.open(job.folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -149,9 +152,12 @@ def main(rank: int, job: Job, channels: list[Connection]) -> None:
     faulthandler.enable(stacks)  # a crash in native code leaves the Python stack, and so does the time limit
     faulthandler.dump_traceback_later(max(0.1, job.deadline - time.monotonic()), file=stacks)
 
+    paths = (message_path(job.folder, rank, number) for number in itertools.count())
+
     def tell(kind: str, what: Any) -> None:
-        # Pickled here: Connection.send would share the memory of tensors, which ends with this process.
-        channels[rank].send_bytes(pickle.dumps((kind, what)))
+        message, path = pickle.dumps((kind, what)), job.folder / f"partial-{rank}"
+        path.write_bytes(message)
+        path.rename(next(paths))  # what is there is whole, whenever this process dies
 
     try:
         tell("result", _run(rank, job, lambda what: tell("sent", what)))
@@ -169,13 +175,8 @@ def _end_with_caller() -> None:
 
 
 def _run(rank: int, job: Job, send: Callable[[Any], None]) -> Any:
-    ranks = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": job.world_size,
-        "LOCAL_WORLD_SIZE": job.world_size,
-    }
-    os.environ |= {name: str(value) for name, value in ranks.items()}
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(job.world_size))
     if job.backend == "gloo":  # the workers share the CPU
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)
