@@ -116,6 +116,40 @@ WRAPPERS: dict[str, Wrapper] = {
     "torch": Wrapper("PyTorch's DDP", BLACK, "cs336_systems.parallel.adapters:TorchDDP", has_buckets=True),
 }
 
+
+@dataclass(frozen=True)
+class Sharding(Named):
+    """A way to train on several GPUs: who wraps the module, and who wraps its optimizer.
+
+    wrapper: "package.module:name", called as wrapper(module, **options), where it `casts` with compute_dtype.
+    optimizer: called as optimizer(parameters, optimizer class, **settings); "" is the class itself.
+    shards: what a rank holds only its share of, of SHARDED.
+    casts: the wrapper itself computes in 16 bits; without, the forward runs under autocast.
+    unit: what is gathered at once, of UNITS; "" where nothing is.
+    """
+
+    wrapper: str
+    optimizer: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    shards: tuple[str, ...] = ()
+    casts: bool = False
+    unit: str = ""
+
+
+SHARDED = ("parameters", "gradients", "optimizer state")
+UNITS = ("weight", "block")
+_BUCKETED = {"wrapper": WRAPPERS["bucketed"].function, "options": (("bucket_size_mb", 25),)}
+SHARDINGS: dict[str, Sharding] = {
+    "ddp": Sharding("DDP", BLUE, **_BUCKETED),
+    "zero": Sharding(
+        "ZeroRedundancyOptimizer", GREY, **_BUCKETED, shards=SHARDED[2:],
+        optimizer="torch.distributed.optim:ZeroRedundancyOptimizer",
+    ),
+    "fsdp2": Sharding(
+        "FSDP2", BLACK, "cs336_systems.parallel.adapters:TorchFSDP", shards=SHARDED, casts=True, unit="block"
+    ),
+}  # fmt: skip
+
 COLLECTIVES: dict[str, Named] = {
     "all_reduce": Named("all-reduce", BLUE),
     "all_gather": Named("all-gather", GREEN),

@@ -1,11 +1,16 @@
-"""What our wrappers are compared with, given their interface: one process alone, and PyTorch's own DDP."""
+"""What our wrappers are compared with, given their interface: one process alone, and PyTorch's own."""
 
 import contextlib
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from cs336_systems.model import TransformerLM
+from cs336_systems.parallel.ddp import broadcast_from_rank_0
 
 # PyTorch 2.13 renamed this one and warns about the old name.
 _parameters = inspect.signature(DistributedDataParallel).parameters
@@ -38,6 +43,41 @@ class TorchDDP(DistributedDataParallel):
     def __init__(self, module: nn.Module, bucket_size_mb: float):
         options = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: False}
         super().__init__(module, bucket_cap_mb=bucket_size_mb, **options)
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing to do."""
+
+
+class TorchFSDP(nn.Module):
+    """PyTorch's FSDP2: `fully_shard` of each block of a TransformerLM, and of what is around them.
+
+    Args:
+        compute_dtype: to which weights are cast before they are gathered; gradients are reduced in it too,
+            and kept in the dtype of the weights.
+    """
+
+    def __init__(self, module: TransformerLM, compute_dtype: torch.dtype | None = None):
+        # Not above: it takes seconds to import.
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        super().__init__()
+        broadcast_from_rank_0(module)
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
+        for layer in module.layers:
+            fully_shard(layer, mp_policy=policy)
+        self.module = fully_shard(module, mp_policy=policy)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes in here stay whole and on this rank."""
+        self.module.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.module.set_requires_gradient_sync(True)
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing to do."""

@@ -104,5 +104,5 @@ def with_model(frame: pd.DataFrame) -> pd.DataFrame:
 
 def with_wrapper(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of data-parallel training with a column `wrapper`: by its label."""
-    labels = {name: wrapper.label for name, wrapper in names.WRAPPERS.items()}
+    labels = {name: wrapper.label for name, wrapper in (names.WRAPPERS | names.SHARDINGS).items()}
     return frame.assign(wrapper=frame["implementation"].replace(labels))

@@ -32,9 +32,12 @@ def _family(values: Iterable[str], colors: str) -> dict[str, names.Named]:
 # The values that a column can have, in order, each with its label and colour. A column of several families is
 # drawn with the one that knows most of its values.
 FAMILIES: dict[str, tuple[Mapping[str, names.Named], ...]] = {
-    "implementation": (names.ATTENTION, names.MODEL_IMPLEMENTATIONS, names.WEIGHTED_SUMS, names.WRAPPERS),
+    "implementation": (
+        *(names.ATTENTION, names.MODEL_IMPLEMENTATIONS, names.WEIGHTED_SUMS),
+        *(names.WRAPPERS, names.SHARDINGS),
+    ),
     "attention": (names.ATTENTION,),
-    "wrapper": (names.WRAPPERS,),
+    "wrapper": (names.WRAPPERS, names.SHARDINGS),
     "collective": (names.COLLECTIVES,),
     "dtype": (names.DTYPES,),
     "pass": (names.PASSES,),
