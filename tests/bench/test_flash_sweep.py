@@ -94,9 +94,3 @@ def test_the_ratio_is_to_ours_at_the_same_size():
     table = summary(rows)
     assert list(table["plain"]) == ["3.000 (1.50x)", "4.000 (0.50x)", "4.000"]
     assert list(table[OURS]) == ["2.000", "8.000", "oom"]
-
-
-@pytest.mark.gpu
-def test_our_kernels_are_compiled_in_processes_of_their_own():
-    cells = [Cell(OURS, 256, d, dtype) for d in (16, 32) for dtype in ("bfloat16", "float32")]
-    assert all(row["status"] == "ok" for rows in time_cells(cells) for row in rows)

@@ -11,13 +11,11 @@ from cs336_systems import names
 from cs336_systems.attention.baselines import sdpa_backend
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention
 from cs336_systems.measure.requirements import why_no_attention
-from cs336_systems.measure.subprocesses import in_processes
-from cs336_systems.measure.timing import Timing, matmul_precision, one_line
+from cs336_systems.measure.timing import Timing, one_line
 
 # Relative. TF32 keeps ten bits of a factor; plain attention rounds at every step, fused attention does not.
 TF32_ERROR = 5e-3
 BASELINE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 2e-2, torch.float32: 1e-5}
-AT_ONCE = 8  # processes that compile
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 
 
@@ -65,18 +63,3 @@ def why_wrong(name: str, function: AttentionFunction, dtype: str, d_head: int, d
     except Exception as error:  # a wrong result, or whatever a compiler or a launcher raises
         return one_line(error)
     return ""
-
-
-def compile_ours(sizes: set[tuple[str, int]], device: torch.device) -> None:
-    """Compile our kernels for every (dtype, d_head) at once, in several processes.
-
-    What Triton compiles there is on disk for this process, which else would spend minutes on it.
-    """
-    if device.type == "cuda" and len(sizes) > 1:
-        in_processes(_check_ours, [(*size, str(device)) for size in sorted(sizes)], most=AT_ONCE)
-
-
-def _check_ours(dtype: str, d_head: int, device: str) -> None:
-    function = names.load(names.ATTENTION[names.OURS].function)
-    with matmul_precision(dtype):
-        why_wrong(names.OURS, function, dtype, d_head, torch.device(device))

@@ -18,7 +18,6 @@ import torch
 
 from cs336_systems import names
 from cs336_systems.attention.digest import kernel_digest
-from cs336_systems.bench.eligibility import compile_ours
 from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, PASSES, Cell, time_cell
 from cs336_systems.measure.timing import resolve_device
 from cs336_systems.names import OURS
@@ -72,12 +71,14 @@ def protocol_cells(
 
 def model_cells(implementations: Sequence[str] = ()) -> list[Cell]:
     """Sizes as models have them, 16 heads at once."""
-    cells = [
-        Cell(name, length, d_head, batch_size=batch, num_heads=heads)
-        for batch, heads, length, d_head in MODEL_SHAPES
-        for name in implementations or WITH_MANY_HEADS
-    ]
-    return sorted(cells, key=_compiled_last)
+    return sorted(
+        (
+            Cell(name, length, d_head, batch_size=batch, num_heads=heads)
+            for batch, heads, length, d_head in MODEL_SHAPES
+            for name in implementations or WITH_MANY_HEADS
+        ),
+        key=_compiled_last,
+    )
 
 
 def grid_cells(
@@ -128,9 +129,7 @@ def missing(cells: Iterable[Cell], rows: pd.DataFrame, device: str | torch.devic
 def time_cells(cells: Iterable[Cell], device: str | torch.device = "auto") -> Iterator[list[dict[str, Any]]]:
     """Time cells one after the other; yields the rows of flash_times of each as they come."""
     device = resolve_device(device)
-    cells = list(dict.fromkeys(cell.on(device) for cell in cells))
-    compile_ours({(cell.dtype, cell.d_head) for cell in cells if cell.implementation == OURS}, device)
-    for cell in cells:
+    for cell in dict.fromkeys(cell.on(device) for cell in cells):
         brief = cell.protocol == LEADERBOARD and cell.implementation not in FULL_LENGTH
         yield time_cell(cell, device=device, durations_ms=(100, 1000) if brief else None)
 

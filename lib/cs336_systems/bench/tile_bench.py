@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,98 +10,66 @@ from torch import Tensor
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.config import HOPPER_KERNELS, KERNELS, Tile
 from cs336_systems.attention.launcher import LOG2E, Backward, Forward, config_for, layout
-from cs336_systems.measure import Timing, in_processes, matmul_precision, resolve_device, time_steps
-from cs336_systems.measure.timing import one_line
-from cs336_systems.names import check_choice, torch_dtype
+from cs336_systems.measure.timing import Timing, matmul_precision, one_line, resolve_device, time_steps
+from cs336_systems.names import torch_dtype
 
-# A tensor core of Hopper's takes 64 rows, four warps at a time.
-TILES = tuple(
-    Tile(block_m, block_n, num_warps, num_stages)
-    for block_m in (64, 128)
-    for block_n in (32, 64, 128)
-    for num_warps in (4, 8)
-    for num_stages in (2, 3)
-)
 TOLERANCE = 0.02  # relative, to the shipped tile: a wrong tile is off by far more
 
 
-def benchmark_tile(
-    kernel: str,
-    tile: Tile,
+def sweep_tiles(
+    tiles: Iterable[Tile],
     *,
-    batch_size: int = 1,
     num_heads: int = 16,
     context_length: int = 16_384,
     d_head: int = 64,
     dtype: str = "bfloat16",
-    is_causal: bool = True,
     device: str | torch.device = "auto",
     steps: int = 20,
-) -> dict[str, Any]:
-    """Time one kernel alone with one tile, as a row. A tile that does not fit the GPU is a status.
+) -> Iterator[list[dict[str, Any]]]:
+    """Time each kernel alone, causal, with each tile; yields rows of table tile_times one at a time.
 
-    Args:
-        kernel: "forward", "dq" or "dkdv".
-        tile: instead of the shipped one for this kernel.
+    The shipped tiles come first. A tile that does not fit the GPU, or computes something else, is a status.
     """
-    check_choice("kernel", kernel, KERNELS)
-    device = resolve_device(device)
-    sizes = {"batch_size": batch_size, "num_heads": num_heads, "context_length": context_length}
-    sizes["d_head"] = d_head
-    key = {"kernel": kernel, **sizes, "is_causal": is_causal, "dtype": dtype, **tile.row()}
+    device, tiles = resolve_device(device), tuple(tiles)
+    shipped = config_for(torch_dtype(dtype), d_head, device, dtype == "tf32").tiles
+    size = {"batch_size": 1, "num_heads": num_heads, "context_length": context_length, "d_head": d_head}
+    for kernel in KERNELS:
+        for tile in dict.fromkeys((*shipped[kernel], *tiles)):
+            timing = _time(kernel, tile, (*size.values(),), dtype, device, steps)
+            key = {"kernel": kernel, **size, "is_causal": True, "dtype": dtype, **tile.row()}
+            yield [key | timing.as_row()]
+
+
+def _time(
+    kernel: str, tile: Tile, shape: tuple[int, ...], dtype: str, device: torch.device, steps: int
+) -> Timing:
     with matmul_precision(dtype):
         try:
-            run, outputs, wanted = _prepare(kernel, tile, (*sizes.values(),), dtype, device, is_causal)
+            run, outputs, wanted = _prepare(kernel, tile, shape, dtype, device)
             run()
             pairs = zip(outputs, wanted, strict=True)
             off = max(((mine - right).norm() / right.norm()).item() for mine, right in pairs)
             if off < TOLERANCE:
-                timing = time_steps(run, device=device, warmup_steps=3, steps=steps)
-            else:
-                timing = Timing(status="error", reason=f"off by {off:.2g}, relative")
+                return time_steps(run, device=device, warmup_steps=3, steps=steps)
+            return Timing(status="error", reason=f"off by {off:.2g}, relative")
         except Exception as error:  # what compiler and launcher raise for a tile that is too large
-            timing = Timing(status="error", reason=one_line(error))
-    return key | timing.as_row()
-
-
-def sweep_tiles(
-    kernels: Iterable[str] = KERNELS,
-    tiles: Iterable[Tile] = TILES,
-    *,
-    dtype: str = "bfloat16",
-    d_head: int = 64,
-    device: str | torch.device = "auto",
-    **size: Any,
-) -> Iterator[list[dict[str, Any]]]:
-    """Rows of table tile_times of every kernel with every tile, one at a time; the shipped tiles first.
-
-    Args:
-        size: batch_size, num_heads, context_length, is_causal and steps, as in `benchmark_tile`.
-    """
-    device, tiles = resolve_device(device), tuple(tiles)
-    size |= {"dtype": dtype, "d_head": d_head, "device": str(device)}
-    shipped = config_for(torch_dtype(dtype), d_head, device, dtype == "tf32").tiles
-    work = [(kernel, tile) for kernel in kernels for tile in dict.fromkeys((*shipped[kernel], *tiles))]
-    if device.type == "cuda":  # on a short sequence: the compiler needs longer than the kernels
-        in_processes(partial(benchmark_tile, **size | {"context_length": 512, "steps": 1}), work)
-    for kernel, tile in work:
-        yield [benchmark_tile(kernel, tile, **size)]
+            return Timing(status="error", reason=one_line(error))
 
 
 def _prepare(
-    kernel: str, tile: Tile, shape: tuple[int, ...], dtype: str, device: torch.device, is_causal: bool
+    kernel: str, tile: Tile, shape: tuple[int, ...], dtype: str, device: torch.device
 ) -> tuple[Callable[[], None], list[Tensor], list[Tensor]]:
     """A function that runs the kernel with this tile, what it writes, and what the shipped tiles write."""
     q, k, v, do = (torch.randn(shape, device=device, dtype=torch_dtype(dtype)) for _ in range(4))
     config = config_for(q.dtype, shape[-1], device, dtype == "tf32")
     config = config.with_tiles(**dict.fromkeys(HOPPER_KERNELS), **{kernel: tile})
-    o, logsumexp = flash_triton.flash_forward(q, k, v, is_causal)
+    o, logsumexp = flash_triton.flash_forward(q, k, v, True)
     if kernel == "forward":
-        launch = Forward((layout(q),) * 4, config, is_causal)
+        launch = Forward((layout(q),) * 4, config, True)
         outputs = [torch.full_like(o, math.nan), torch.full_like(logsumexp, math.nan)]
         return lambda: launch(q, k, v, *outputs), outputs, [o, logsumexp]
-    dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, is_causal)
-    launch = Backward((layout(q),) * 8, config, is_causal)
+    dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, True)
+    launch = Backward((layout(q),) * 8, config, True)
     lse2, delta = logsumexp * LOG2E, (o.float() * do.float()).sum(-1)
     if kernel == "dq":
         outputs = [torch.full_like(q, math.nan)]

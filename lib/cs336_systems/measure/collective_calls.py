@@ -45,8 +45,8 @@ def watch_collectives(*, send: bool = True) -> Iterator[list[Message]]:
     """A list that fills with the collectives called inside, by whoever calls them as dist.all_reduce(...).
 
     Args:
-        send: False leaves them out: every buffer stays as it is. What is then computed is wrong, but takes the
-            time that it takes with nothing sent.
+        send: False leaves them out: every buffer stays as it is. What is then computed is wrong, but takes
+            the time that it takes with nothing sent.
     """
     messages: list[Message] = []
     names = {name: getattr(dist, name) for name in _FUNCTIONS if hasattr(dist, name)}

@@ -18,6 +18,7 @@ from cs336_systems import names
 STATUSES = ("ok", "oom", "skipped", "error")
 _PROTOCOLS = ("do_bench", "cuda_graph", "wall_clock", "leaderboard")
 _DTYPES = tuple(names.DTYPES)
+_MOMENTS = ("initialised", "before step", "after step", "peak")
 _COMPARED = ("weights", "replicas")
 
 
@@ -147,6 +148,8 @@ COLUMNS: dict[str, Column] = {
     "stage": Column(str, "stage of a step: forward, backward, optimizer"),
     "point": Column(int, "number of a point of a timeline, from 0"),
     "category": Column(str, "what memory is used for, see measure.allocations.CATEGORIES"),
+    "moment": Column(str, "moment of training; before and after are of its first step", allowed=_MOMENTS),
+    "unit": Column(str, "what is gathered at once: a block, or the embedding or head around them"),
     "rank_by_size": Column(int, "place among the largest, from 0"),
     "kind": Column(str, "a tensor saved for backward, or a gradient", allowed=("saved", "gradient")),
     "module": Column(str, "module inside a block"),
@@ -202,6 +205,10 @@ COLUMNS: dict[str, Column] = {
     "device_idle_share": Column(float, "part of the span with none"),
     "at_ms": Column(float, "time since the recording began", "ms"),
     "size_mib": Column(float, "memory held", "MiB"),
+    "predicted_mib": Column(float, "memory held, by the closed form", "MiB"),
+    "sent_mb": Column(float, "sent by a rank, the mean over the ranks", "MB"),
+    "predicted_sent_mb": Column(float, "the same by the closed form", "MB"),
+    "needed_ms": Column(float, "when the GPU could have begun to use it, since the step began", "ms"),
     "count": Column(int, "tensors of that kind"),
     "registers": Column(int, "registers of a thread"),
     "spilled_bytes": Column(int, "bytes that a thread keeps in memory for want of registers", "bytes"),
@@ -296,6 +303,21 @@ TABLES: dict[str, Table] = {
     ),
     "ddp_overlap": Table(_RANK, _OVERLAP),
     "ddp_timeline": Table((*_RANK, "lane", "span"), ("range", "start_ms", "end_ms"), group=_RANK),
+    "sharding_times": Table(
+        (*MODEL, *_GROUP, "pass", "warmup_steps"),
+        (*TIMES, "peak_memory_mib", "requested_memory_mib", "no_comm_ms", "exposed_communication_ms"),
+    ),
+    "sharding_memory": Table((*MODEL, *_GROUP, "moment", "category"), ("size_mib", "predicted_mib")),
+    "sharding_memory_timeline": Table(
+        (*MODEL, *_GROUP, "point", "category"), ("stage", "at_ms", "size_mib"), group=(*MODEL, *_GROUP)
+    ),
+    "sharding_messages": Table(
+        (*MODEL, *_GROUP, "collective"), ("calls", "sent_mb", "predicted_sent_mb"), group=(*MODEL, *_GROUP)
+    ),
+    "gathers": Table(
+        (*MODEL, *_GROUP, "pass", "unit"), ("calls", "sent_mb", "start_ms", "end_ms", "needed_ms"),
+        group=(*MODEL, *_GROUP),
+    ),
     "training_drift": Table(
         (*MODEL, *_GROUP, "bucket_size_mb", "optimizer", "compared", "step_index"), ("max_difference",)
     ),
