@@ -1,0 +1,254 @@
+"""One SwiGLU layer in 16 bits on many devices, in sympy: what each computes, sends and keeps, and who waits.
+
+The devices form a mesh of X by Y. Along X the tokens are split (data parallelism, FSDP), along Y the columns
+of w1 and w3 and the rows of w2 (tensor parallelism; Shoeybi et al. 2019, section 3). Schemes with one axis
+have N devices on it, and the bandwidth W. A pass is bound by compute while its communication, which can run
+beside its matmuls, takes no longer than they do ("How to scale your model", chapter 5).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import sympy as sp
+
+from cs336_systems.names import check_choice
+
+B, D, F = sp.symbols("B D F", positive=True)  # tokens of the whole batch, d_model, d_ff
+N, X, Y = sp.symbols("N X Y", positive=True)  # devices: all, along the axis of data, along that of tensors
+C = sp.Symbol("C", positive=True)  # FLOP/s of a device
+W, W_X, W_Y = sp.symbols("W W_X W_Y", positive=True)  # bytes/s that a device sends along an axis
+SYMBOLS = {str(symbol): symbol for symbol in (B, D, F, N, X, Y, C, W, W_X, W_Y)}
+_COUNTS = {"N", "X", "Y"}
+
+BYTES = 2  # of a weight, a gradient and an activation
+OPTIMIZER_BYTES = 12  # of a parameter: its float32 value and AdamW's two moments
+WEIGHTS = 3 * D * F
+FLOPS = {"forward": 2 * B * WEIGHTS, "backward": 4 * B * WEIGHTS}  # a multiply and an add for each weight
+
+SCHEMES = ("dp", "fsdp", "tp", "fsdp_tp")
+_ON_ONE_AXIS = {
+    "dp": {X: N, Y: 1, W_X: W},
+    "fsdp": {X: N, Y: 1, W_X: W},
+    "tp": {X: 1, Y: N, W_Y: W},
+}
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective of the layer; a message is its largest buffer on a device, as in `collective_costs`.
+
+    Attributes:
+        collective: "all_reduce", "all_gather" or "reduce_scatter".
+        axis: "x" or "y", along which it runs.
+        devices: that take part.
+        size: of the message, in bytes.
+    """
+
+    collective: str
+    axis: str
+    devices: sp.Expr
+    size: sp.Expr
+
+    @property
+    def sent_bytes(self) -> sp.Expr:
+        """By each device, around a ring: size / n in each of n - 1 hops; an all-reduce has 2(n - 1)."""
+        hops = (self.devices - 1) * (2 if self.collective == "all_reduce" else 1)
+        return hops * self.size / self.devices
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A pass of the layer on one device.
+
+    Attributes:
+        messages: its collectives, in their order.
+        compute_s: its share of the FLOPs over its rate: every scheme shares them evenly.
+        x_s, y_s: what its messages along each axis take, without latency.
+    """
+
+    messages: tuple[Message, ...]
+    compute_s: sp.Expr
+    x_s: sp.Expr
+    y_s: sp.Expr
+
+    @property
+    def flops(self) -> sp.Expr:
+        return self.compute_s * C
+
+    @property
+    def sent_bytes(self) -> sp.Expr:
+        return sum((message.sent_bytes for message in self.messages), sp.S.Zero)
+
+    @property
+    def communication_s(self) -> sp.Expr:
+        """One axis after the other."""
+        return self.x_s + self.y_s
+
+    @property
+    def overlapped_s(self) -> sp.Expr:
+        """Both axes at once."""
+        return sp.Max(self.x_s, self.y_s)
+
+
+def costs(scheme: str, pass_: str) -> Costs:
+    """What a pass costs a device.
+
+    FSDP gathers the weights for each pass and scatters the sums of their gradients. TP adds up the parts of
+    the output in forward, and those of the input's gradient in backward.
+
+    Raises:
+        ValueError: the scheme or the pass is unknown.
+    """
+    check_choice("scheme", scheme, SCHEMES)
+    check_choice("pass", pass_, FLOPS)
+    weights, activations = BYTES * WEIGHTS / Y, BYTES * B * D / X
+    reduce = Message("all_reduce", "x", X, weights)
+    gather, scatter = Message("all_gather", "x", X, weights), Message("reduce_scatter", "x", X, weights)
+    add = Message("all_reduce", "y", Y, activations)
+    forward, backward = {
+        "dp": ([], [reduce]),
+        "fsdp": ([gather], [gather, scatter]),
+        "tp": ([add], [add]),
+        "fsdp_tp": ([gather, add], [gather, add, scatter]),
+    }[scheme]
+    sent = forward if pass_ == "forward" else backward
+    seconds = {
+        axis: sum((each.sent_bytes for each in sent if each.axis == axis), sp.S.Zero) / rate
+        for axis, rate in (("x", W_X), ("y", W_Y))
+    }
+    mesh = _ON_ONE_AXIS.get(scheme, {})
+    return Costs(
+        tuple(replace(each, devices=each.devices.subs(mesh), size=each.size.subs(mesh)) for each in sent),
+        (FLOPS[pass_] / (X * Y * C)).subs(mesh),
+        seconds["x"].subs(mesh),
+        seconds["y"].subs(mesh),
+    )
+
+
+@cache
+def largest_devices(scheme: str, pass_: str, *, overlapped: bool = False) -> sp.Expr:
+    """The most devices on which a pass is bound by compute; infinite where nothing is sent.
+
+    A bound need not be a whole number.
+
+    Args:
+        overlapped: of FSDP + TP, both axes send at once; without, one after the other.
+    """
+    if scheme == "fsdp_tp":
+        x, y = largest_mesh(pass_, overlapped=overlapped)
+        return sp.factor(x * y)
+    cost = costs(scheme, pass_)
+    return _solve(cost.communication_s - cost.compute_s, N)
+
+
+@cache
+def largest_mesh(pass_: str, *, overlapped: bool = False) -> tuple[sp.Expr, sp.Expr]:
+    """X and Y of the largest mesh of FSDP + TP on which a pass is bound by compute.
+
+    Overlapped, each axis has its own bound. One after the other the axes share the time of the matmuls: Y is
+    what X leaves of it, and X Y is largest where its derivative is zero.
+    """
+    cost = costs("fsdp_tp", pass_)
+    if overlapped:
+        return _solve(cost.x_s - cost.compute_s, X), _solve(cost.y_s - cost.compute_s, Y)
+    left = _solve(cost.communication_s - cost.compute_s, Y)
+    x = _solve(sp.diff(X * left, X), X)
+    return x, sp.expand(sp.simplify(left.subs(X, x)))
+
+
+@cache
+def best_split(pass_: str, *, overlapped: bool = False) -> sp.Expr:
+    """X of the mesh of N devices, Y = N / X, that spends least time on communication.
+
+    One after the other: where the derivative of the sum is zero. Overlapped: where the axes take equally
+    long. It need not be a whole number; one below 1 or above N means a single axis.
+    """
+    cost = costs("fsdp_tp", pass_)
+    x_s, y_s = cost.x_s.subs(Y, N / X), cost.y_s.subs(Y, N / X)
+    return _solve(x_s - y_s if overlapped else sp.diff(x_s + y_s, X), X)
+
+
+@cache
+def smallest_batch(scheme: str, pass_: str, *, overlapped: bool = False) -> sp.Expr:
+    """The fewest tokens B with which a pass is bound by compute; zero where nothing is sent.
+
+    FSDP + TP on a mesh of X by Y: for a Y that TP alone allows. Beyond it no batch is enough, and with axes
+    one after the other the expression is negative.
+
+    Raises:
+        ValueError: TP: its messages grow with the batch as its matmuls do.
+    """
+    if scheme == "tp":
+        raise ValueError(f"scheme is {scheme!r}; allowed: dp, fsdp, fsdp_tp (no batch helps tp)")
+    cost = costs(scheme, pass_)
+    communication_s = cost.x_s if overlapped else cost.communication_s
+    return sp.simplify(_solve(communication_s - cost.compute_s, B)) if communication_s != 0 else sp.S.Zero
+
+
+def _solve(difference: sp.Expr, unknown: sp.Symbol) -> sp.Expr:
+    """The positive root of `difference`; infinite where nothing is sent."""
+    if not difference.has(W, W_X, W_Y):
+        return sp.oo
+    roots = sp.solve(difference, unknown)
+    somewhere = dict.fromkeys(SYMBOLS.values(), 2)  # the sign of a root is the same everywhere, if it has one
+    (root,) = [root for root in roots if len(roots) == 1 or root.subs(somewhere) > 0]
+    return sp.expand(root)
+
+
+def memory_bytes(scheme: str) -> dict[str, sp.Expr]:
+    """Bytes that a device keeps of the layer between its forward and its backward, by part.
+
+    Training with AdamW on float32 copies of the weights; activations as autograd saves them around torch's
+    silu: x, w1 x, silu(w1 x), w3 x and silu(w1 x) * w3 x. FSDP holds besides, while the layer is at work, its
+    gathered weights and its whole gradients: "gathered".
+    """
+    check_choice("scheme", scheme, SCHEMES)
+    sharded = X * Y if "fsdp" in scheme else Y
+    parts = {
+        "weights": BYTES * WEIGHTS / sharded,
+        "gradients": BYTES * WEIGHTS / sharded,
+        "optimizer": OPTIMIZER_BYTES * WEIGHTS / sharded,
+        "activations": BYTES * (D + 4 * F / Y) * B / X,
+        "gathered": 2 * BYTES * WEIGHTS / Y if "fsdp" in scheme else sp.S.Zero,
+    }
+    return {name: part.subs(_ON_ONE_AXIS.get(scheme, {})) for name, part in parts.items()}
+
+
+def evaluate(expression: sp.Expr | float, values: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    """The number that an expression has, or an array of numbers where a value is an array.
+
+    Args:
+        values, more: by the names of the symbols; those that it does not contain are only checked.
+
+    Raises:
+        ValueError: N, X or Y is no whole number from 1 on, X * Y is not N, another value is not above 0, or
+            the expression contains a symbol that has no value.
+    """
+    values = {**(values or {}), **more}
+    for name, value in values.items():
+        _check(name, value)
+    if {"N", "X", "Y"} <= values.keys() and np.any(np.asarray(values["X"]) * values["Y"] != values["N"]):
+        mesh = f"the mesh is {values['X']} x {values['Y']}"
+        raise ValueError(f"{mesh}; allowed: one that {values['N']} devices fill, X * Y = N")
+    expression = sp.sympify(expression)
+    used = sorted(map(str, expression.free_symbols))
+    missing = [name for name in used if name not in values]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} has no value; allowed: numbers for {', '.join(used)}")
+    arguments = [np.asarray(values[name], float) for name in used]
+    found = sp.lambdify([SYMBOLS[name] for name in used], expression, "numpy")(*arguments)
+    return found if np.ndim(found) else float(found)
+
+
+def _check(name: str, value: Any) -> None:
+    check_choice("symbol", name, SYMBOLS)
+    number = np.asarray(value)
+    numeric = number.dtype.kind in "iuf" and np.isfinite(number).all()
+    if name in _COUNTS:
+        if not (numeric and (number >= 1).all() and (number == np.floor(number)).all()):
+            raise ValueError(f"{name} is {value}; allowed: a whole number, 1 or more")
+    elif not (numeric and (number > 0).all()):
+        raise ValueError(f"{name} is {value}; allowed: a number above 0")
