@@ -5,6 +5,9 @@ with plain attention); the tests hold them against torch's FLOP counter, against
 autograd really saves, and against the storages alive during a step.
 """
 
+from importlib import import_module
+from typing import Any
+
 from cs336_systems.accounting import checkpoint_costs
 from cs336_systems.accounting.attention_costs import (
     attention_flops,
@@ -43,6 +46,7 @@ from cs336_systems.accounting.flops import (
     step_flops,
     utilisation,
 )
+from cs336_systems.accounting.hardware import Hardware, hardware, hardware_names
 from cs336_systems.accounting.model_memory import (
     activation_bytes,
     block_activation_breakdown,
@@ -53,16 +57,25 @@ from cs336_systems.accounting.model_memory import (
     peak_bytes,
     peak_moments,
 )
+from cs336_systems.accounting.network import Links, Task, collective_finish, run_tasks, spans
 
 # fmt: off
 __all__ = [
-    "DTYPE_BYTES", "MB", "AlphaBeta", "activation_bytes", "algorithm_bandwidth_gbps", "attention_flops",
-    "attention_part_bytes", "attention_part_flops", "attention_peak_breakdown", "attention_peak_bytes",
-    "attention_saved_bytes", "attention_traffic_bytes", "backward_flops", "best_bucket_bytes",
-    "block_activation_breakdown", "bus_bandwidth_gbps", "bus_factor", "checkpoint_costs",
-    "equal_buckets_exposed_seconds", "exposed_seconds", "fit_alpha_beta", "flash_bytes", "flash_flops",
-    "flash_scores", "flops_breakdown", "forward_flops", "gradient_bytes", "head_activation_breakdown",
-    "optimizer_bytes", "optimizer_flops", "parameter_breakdown", "parameter_bytes", "parameter_count",
-    "peak_bytes", "peak_moments", "ring_seconds", "roofline_seconds", "step_flops", "torch_bucket_bytes",
-    "utilisation",
+    "DTYPE_BYTES", "MB", "AlphaBeta", "Hardware", "Links", "Task", "activation_bytes",
+    "algorithm_bandwidth_gbps", "attention_flops", "attention_part_bytes", "attention_part_flops",
+    "attention_peak_breakdown", "attention_peak_bytes", "attention_saved_bytes", "attention_traffic_bytes",
+    "backward_flops", "best_bucket_bytes", "block_activation_breakdown", "bus_bandwidth_gbps", "bus_factor",
+    "checkpoint_costs", "collective_finish", "equal_buckets_exposed_seconds", "exposed_seconds",
+    "fit_alpha_beta", "flash_bytes", "flash_flops", "flash_scores", "flops_breakdown", "forward_flops",
+    "gradient_bytes", "hardware", "hardware_names", "head_activation_breakdown", "optimizer_bytes",
+    "optimizer_flops", "parameter_breakdown", "parameter_bytes", "parameter_count", "peak_bytes",
+    "peak_moments", "ring_seconds", "roofline_seconds", "run_tasks", "scaling", "spans", "step_flops",
+    "torch_bucket_bytes", "utilisation",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`scaling` on first use: it imports sympy."""
+    if name != "scaling":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")

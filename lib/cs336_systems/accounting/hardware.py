@@ -1,0 +1,71 @@
+"""The machines of the scaling problems: what their makers publish, `figures/published/hardware.csv`."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+
+from cs336_systems.names import check_choice
+
+_TABLE = Path(__file__).resolve().parents[3] / "figures" / "published" / "hardware.csv"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One device of a machine, and the links that it shares with nobody.
+
+    flops_per_s: dense, bfloat16. axes: of the torus that devices of one host or pod form; 1 for a switch.
+    inside_devices: the most that can be joined so. inside_bytes_per_s, between_bytes_per_s: what one device
+    can send, in one direction, to those inside, over the links of all axes, and to other hosts or pods; nan
+    where no source says.
+    """
+
+    name: str
+    flops_per_s: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    inside_bytes_per_s: float
+    axes: int
+    inside_devices: int
+    between_bytes_per_s: float
+    source: str
+
+    @property
+    def axis_bytes_per_s(self) -> float:
+        """What one device can send along one axis of a mesh: W of the handout."""
+        return self.inside_bytes_per_s / self.axes
+
+
+@cache
+def _machines() -> dict[str, Hardware]:
+    rows = pd.read_csv(_TABLE).to_dict("records")
+    return {
+        row["name"]: Hardware(
+            name=row["name"],
+            flops_per_s=1e12 * row["bf16_tflops"],
+            memory_bytes=1e9 * row["memory_gb"],
+            memory_bytes_per_s=1e9 * row["memory_gbps"],
+            inside_bytes_per_s=1e9 * row["inside_gbps"],
+            axes=row["axes"],
+            inside_devices=row["inside_devices"],
+            between_bytes_per_s=1e9 * row["between_gbps"],
+            source=row["source"],
+        )
+        for row in rows
+    }
+
+
+def hardware_names() -> list[str]:
+    """The machines of the table, the handout's first."""
+    return list(_machines())
+
+
+def hardware(name: str) -> Hardware:
+    """A machine of the table.
+
+    Raises:
+        ValueError: it is not in the table; the message lists those that are.
+    """
+    check_choice("hardware", name, _machines())
+    return _machines()[name]

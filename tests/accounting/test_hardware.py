@@ -1,0 +1,30 @@
+"""The table of machines: complete, plausible, and each with its source."""
+
+import math
+import re
+
+import pytest
+
+from cs336_systems.accounting.hardware import hardware, hardware_names
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_a_machine_is_plausible_and_has_a_source(name):
+    machine = hardware(name)
+    assert 1e14 < machine.flops_per_s < 1e16
+    assert 1e10 < machine.memory_bytes < 1e12
+    assert machine.memory_bytes_per_s > machine.inside_bytes_per_s > 0
+    assert math.isnan(machine.between_bytes_per_s) or machine.between_bytes_per_s < machine.inside_bytes_per_s
+    assert machine.axes in (1, 2, 3)
+    assert machine.inside_devices >= 8
+    assert re.search(r"\b20\d\d\b|handout|documentation", machine.source)
+
+
+def test_the_first_is_the_handouts():
+    machine = hardware(hardware_names()[0])
+    assert (machine.flops_per_s, machine.axis_bytes_per_s, machine.memory_bytes) == (4.6e14, 1.8e11, 95e9)
+
+
+def test_an_unknown_machine_is_told_with_those_there_are():
+    with pytest.raises(ValueError, match=r"hardware 'H900' is unknown; allowed: .*H100 SXM"):
+        hardware("H900")

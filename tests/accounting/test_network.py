@@ -1,0 +1,185 @@
+"""The simulator of devices and links: closed forms, what waits for what, and its cost."""
+
+import time
+from math import log2
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_systems.accounting.collective_costs import exposed_seconds, ring_seconds
+from cs336_systems.accounting.network import SIMULATED, Links, Task, collective_finish, run_tasks, spans
+
+DEVICES, BYTES, HOPS, RATES = st.integers(1, 40), st.floats(0, 1e9), st.floats(0, 1), st.floats(1e3, 1e9)
+SIZE, LINKS = 840.0, Links(4.0, 0.5)
+
+
+def last(collective, size, mesh, links, **how):
+    return collective_finish(collective, size, mesh, links, **how).max()
+
+
+@given(st.sampled_from(SIMULATED), DEVICES, BYTES, HOPS, RATES)
+def test_equal_links_give_the_closed_form_of_a_ring(collective, n, size, hop, rate):
+    finish = collective_finish(collective, size, (n,), Links(rate, hop))
+    assert finish == pytest.approx(ring_seconds(collective, size, n, hop_s=hop, link_bytes_per_s=rate))
+
+
+@given(st.sampled_from(SIMULATED), DEVICES, BYTES, HOPS, RATES)
+def test_both_directions_halve_the_hops_and_keep_the_bytes(collective, n, size, hop, rate):
+    laps = 2 if collective == "all_reduce" else 1
+    expected = laps * (n // 2 * hop + (n - 1) / n * size / rate)
+    assert last(collective, size, (n,), Links(rate, hop, directions=2)) == pytest.approx(expected)
+
+
+@given(DEVICES, BYTES, HOPS, RATES)
+def test_a_ring_of_whole_tensors(n, size, hop, rate):
+    finish = collective_finish("all_reduce", size, (n,), Links(rate, hop), algorithm="whole_ring")
+    assert finish == pytest.approx((n - 1) * (hop + size / rate))
+
+
+@pytest.mark.parametrize("n", [1, 2, 8, 64])
+def test_halving_and_doubling(n):
+    """The bytes of a ring, but a hop for each power of two."""
+    scatter, gather, reduce = (
+        last(c, SIZE, (n,), LINKS, algorithm="halving")
+        for c in ("reduce_scatter", "all_gather", "all_reduce")
+    )
+    assert scatter == gather == pytest.approx(log2(n) * 0.5 + (n - 1) / n * SIZE / 4)
+    assert reduce == pytest.approx(scatter + gather)
+
+
+@pytest.mark.parametrize(("n", "depth"), [(1, 0), (2, 1), (8, 3), (64, 6)])
+def test_a_tree_carries_everything_up_and_down(n, depth):
+    finish = last("all_reduce", SIZE, (n,), LINKS, algorithm="tree")
+    assert finish == pytest.approx(2 * depth * (0.5 + SIZE / 4))
+    if n > 2:  # one device less is one leaf less, and may save a hop
+        assert last("all_reduce", SIZE, (n - 1,), LINKS, algorithm="tree") == pytest.approx(finish, abs=1)
+
+
+def test_a_square_torus_uses_all_its_links_and_few_hops():
+    for collective, laps in (("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)):
+        finish = collective_finish(collective, SIZE, (6, 6), (LINKS, LINKS), algorithm="torus")
+        assert finish == pytest.approx(laps * (2 * 5 * 0.5 + 35 / 36 * SIZE / (2 * 4)))
+
+
+def test_a_torus_is_never_faster_than_its_bytes_over_all_its_links():
+    mesh, links = (2, 16), (LINKS, LINKS)
+    least = 2 * 31 / 32 * SIZE / 8
+    assert last("all_reduce", SIZE, mesh, links, algorithm="torus") > least
+    # One of length 1 has nothing to send along it: only the other axis is left, and half the message waits.
+    line = last("all_reduce", SIZE, (1, 16), links, algorithm="torus")
+    assert line == pytest.approx(last("all_reduce", SIZE, (16,), LINKS) + 2 * 15 * 0.5)
+
+
+def test_lines_of_a_mesh_run_by_themselves():
+    ready = np.zeros((4, 3))
+    ready[:, 1] = 7.0
+    finish = collective_finish("all_gather", SIZE, (4, 3), (LINKS, LINKS), axis=0, ready=ready)
+    alone = ring_seconds("all_gather", SIZE, 4, hop_s=0.5, link_bytes_per_s=4.0)
+    assert finish - ready == pytest.approx(np.full((4, 3), alone))
+    along_rows = collective_finish("all_gather", SIZE, (4, 3), (LINKS, LINKS), axis=1, ready=ready)
+    assert (along_rows == along_rows[0]).all()
+    assert along_rows.min() >= 7.0  # every row has a late device
+
+
+def test_one_slow_link_sets_the_pace_of_its_ring():
+    """As if all were slow; and so much does it matter as bytes matter beside latency."""
+    for hop in (0.0, 0.5, 1e4):
+        rates = np.full(10, 4.0)
+        rates[3] = 1.0
+        finish = last("all_reduce", SIZE, (10,), Links(rates, hop))
+        assert finish == pytest.approx(ring_seconds("all_reduce", SIZE, 10, hop_s=hop, link_bytes_per_s=1.0))
+
+
+def test_a_slow_link_is_waited_for_by_its_own_ring_alone():
+    rates = np.full((4, 3), 4.0)
+    rates[2, 1] = 1.0
+    finish = collective_finish("all_reduce", SIZE, (4, 3), (Links(rates), LINKS), axis=0)
+    slow, fast = (ring_seconds("all_reduce", SIZE, 4, hop_s=0, link_bytes_per_s=w) for w in (1.0, 4.0))
+    assert finish.max(axis=0) == pytest.approx([fast, slow, fast])
+
+
+@given(DEVICES.filter(lambda n: n > 1), st.floats(0, 1e3))
+def test_nobody_has_the_sum_before_the_last_has_come(n, late):
+    ready = np.zeros(n)
+    ready[n // 2] = late
+    finish = collective_finish("all_reduce", SIZE, (n,), LINKS, ready=ready)
+    assert finish.min() >= late
+    assert finish.max() <= late + last("all_reduce", SIZE, (n,), LINKS) * (1 + 1e-12)
+
+
+def test_tasks_wait_for_their_lane_and_for_each_other():
+    tasks = [
+        Task("backward 2", "compute", 10.0),
+        Task("sum 2", "x", collective="all_reduce", message_bytes=SIZE, after=("backward 2",)),
+        Task("backward 1", "compute", 10.0),
+        Task("sum 1", "x", collective="all_reduce", message_bytes=SIZE, after=("backward 1",)),
+    ]
+    timeline = run_tasks(tasks, (4,), LINKS)
+    seconds = ring_seconds("all_reduce", SIZE, 4, hop_s=0.5, link_bytes_per_s=4.0)
+    left = exposed_seconds([SIZE, SIZE], backward_s=20.0, latency_s=6 * 0.5, bytes_per_s=4.0 / 1.5)
+    assert timeline["sum 1"][1] == pytest.approx(np.full(4, 20 + left))
+    assert timeline["sum 1"][0] == pytest.approx(10 + seconds)  # the link was taken
+    frame = spans(timeline, tasks, 1)
+    assert frame["lane"].tolist() == ["compute", "communication"] * 2
+    assert frame.loc[2, ["range", "start_ms", "end_ms"]].tolist() == ["backward", 1e4, 2e4]
+
+
+def test_two_axes_at_once_take_as_long_as_the_slower():
+    gather = {"collective": "all_gather", "message_bytes": SIZE}
+    tasks = [Task("weights", "x", **gather, axis=0), Task("activations", "y", **gather, axis=1)]
+    links = (LINKS, Links(2.0, 0.5))
+    both = run_tasks(tasks, (4, 2), links)
+    for axis, task in enumerate(tasks):
+        alone = collective_finish("all_gather", SIZE, (4, 2), links, axis=axis)
+        assert both[task.name][1] == pytest.approx(alone)
+
+
+def test_a_slow_device_delays_everybody_by_what_it_is_late():
+    tasks = [
+        Task("forward", "compute", 10.0),
+        Task("sum", "x", collective="all_reduce", message_bytes=SIZE, after=("forward",)),
+    ]
+    slowness = np.ones(16)
+    slowness[5] = 1.5
+    even, uneven = (run_tasks(tasks, (16,), LINKS, slowness=s)["sum"][1].max() for s in (1.0, slowness))
+    assert uneven == pytest.approx(even + 5.0)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "tree", "torus"])
+def test_a_hundred_thousand_devices_cost_each_what_a_few_cost(algorithm):
+    def seconds(side):
+        mesh, links = ((side, side), (LINKS, LINKS)) if algorithm == "torus" else ((side * side,), LINKS)
+        start = time.perf_counter()
+        collective_finish("all_reduce", SIZE, mesh, links, algorithm=algorithm)
+        return time.perf_counter() - start
+
+    seconds(8)
+    small, large = min(seconds(100) for _ in range(3)), min(seconds(316) for _ in range(3))
+    assert large < 3.0
+    assert large < 10 * 6 * small  # ten times the devices; the rest for a busy machine
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Links(-1.0), "bytes_per_s is -1; allowed: above 0"),
+        (lambda: Links(np.array([1.0, 0.0])), "bytes_per_s is 0"),
+        (lambda: Links(1.0, -1e-6), "hop_s is -1e-06; allowed: 0 or more"),
+        (lambda: Links(1.0, directions=3), "directions 3 is unknown"),
+        (lambda: collective_finish("all_reduce", 1.0, (0,), LINKS), "is 0; allowed: a whole number"),
+        (lambda: collective_finish("all_reduce", 1.0, (2.5,), LINKS), "is 2.5; allowed: a whole number"),
+        (lambda: collective_finish("all_reduce", 1.0, (2, 2), LINKS), "links of 1 axes for a mesh of 2"),
+        (lambda: collective_finish("all_reduce", -1.0, (2,), LINKS), "message_bytes is -1"),
+        (lambda: collective_finish("gossip", 1.0, (2,), LINKS), "collective 'gossip' is unknown"),
+        (lambda: collective_finish("all_reduce", 1.0, (2,), LINKS, axis=1), "axis 1 is unknown"),
+        (lambda: collective_finish("all_reduce", 1.0, (6,), LINKS, algorithm="halving"), "powers of 2"),
+        (lambda: collective_finish("all_gather", 1.0, (6,), LINKS, algorithm="tree"), "allowed: all_reduce"),
+        (lambda: collective_finish("all_reduce", 1.0, (16, 4), (LINKS,) * 2, ready=np.zeros(60)), "16, 4"),
+        (lambda: run_tasks([], (2,), LINKS, slowness=0.0), "slowness is 0"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_in_a_sentence(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
