@@ -9,6 +9,7 @@ from typing import Any
 _MODULES = {
     "attention_checks": ("BASIC", "EVERYTHING", "AttentionCase", "check_attention", "check_logsumexp"),
     "ddp_checks": ("check_ddp",),
+    "flash_steps": ("check_backward", "check_delta", "check_forward", "check_mask", "check_visit"),
     "steps": ("step",),
     "weighted_sum_checks": ("check_weighted_sum",),
 }

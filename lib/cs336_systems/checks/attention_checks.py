@@ -189,13 +189,13 @@ def _judge(
     if not error <= allowed:
         raise AssertionError(
             f"{where} is off by {error:.2g} (relative); allowed: {allowed:.2g}, {yardstick}"
-            f"{_suspect(ours, exact)}"
+            f"{_suspect(ours, exact, error)}"
         )
     numbers = {"error": error, "torch_error": torch_error, "ratio": error / torch_error}
     return {"case": case.name, "tensor": name} | numbers
 
 
-def _suspect(ours: Tensor, exact: Tensor) -> str:
+def _suspect(ours: Tensor, exact: Tensor, error: float) -> str:
     """The usual reason for an error of this kind."""
     if not ours.isfinite().all():
         return ". It is not finite: is a maximum subtracted before exp, and is every element written?"
@@ -205,4 +205,8 @@ def _suspect(ours: Tensor, exact: Tensor) -> str:
         return ". The first sequence is right, others are not: are batch and queries flattened together?"
     if rows[0] < 0.01 * rows.max():
         return ". The first row is right, others are not: is the sum rescaled when the maximum grows?"
+    if ours.dtype == torch.float32 and 1e-4 < error < 3e-3:
+        return (
+            ". TF32 is off by so much: on a GPU, tl.dot wants input_precision='ieee' for all bits of float32"
+        )
     return ""

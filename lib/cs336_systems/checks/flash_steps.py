@@ -1,0 +1,157 @@
+"""The steps of writing FlashAttention in Triton, each with the properties that a right answer has.
+
+A property that fails is shown with its usual reason. The kernels here only carry tensors to the functions
+that are being written, and bring back what these return.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import JITFunction
+
+from cs336_systems.attention.inputs import AttentionFunction
+from cs336_systems.checks.attention_checks import AttentionCase, check_attention, check_logsumexp
+from cs336_systems.checks.steps import Step
+
+_TILE, _D = 16, 16  # what tl.dot takes at least
+_LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _visit_kernel(
+    q_ptr, k_ptr, v_ptr, visible_ptr, m_ptr, total_ptr, acc_ptr, scale_log2,
+    visit: tl.constexpr, TILES: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, N)
+    square = rows[:, None] * N + rows
+    q = tl.load(q_ptr + square)
+    m = tl.full([N], -float("inf"), tl.float32)
+    total, acc = tl.zeros([N], tl.float32), tl.zeros([N, N], tl.float32)
+    for tile in range(TILES):
+        place = tile * N * N + square
+        k, v, visible = tl.load(k_ptr + place), tl.load(v_ptr + place), tl.load(visible_ptr + place) != 0
+        m, total, acc = visit(q, k, v, visible, m, total, acc, scale_log2)
+    tl.store(m_ptr + rows, m)
+    tl.store(total_ptr + rows, total)
+    tl.store(acc_ptr + square, acc)
+
+
+def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "cpu") -> None:
+    """Properties of `visit(q, k, v, visible, m, total, acc, scale_log2)`, one tile of the online softmax.
+
+    It takes q, k, v (16, 16), visible (16, 16) of bool, m and total (16,), acc (16, 16), and returns the new
+    m, total and acc. scale_log2 is the scale of the scores times log2(e): exponentials are powers of two.
+    """
+
+    def agrees(tiles: int, scale: float, hidden: bool) -> bool:
+        q, k, v = (torch.randn(n, _TILE, _D, device=device) for n in (1, tiles, tiles))
+        visible = torch.ones(tiles, _TILE, _TILE, dtype=torch.int32, device=device)
+        if hidden:
+            visible[-1, :, 1:] = 0
+        m, total = (torch.full((_TILE,), torch.nan, device=device) for _ in range(2))
+        acc = torch.full((_TILE, _D), torch.nan, device=device)
+        _visit_kernel[1,](q, k, v, visible, m, total, acc, scale * _LOG2_E, visit, tiles, _TILE)
+        scores = (scale * q @ k.mT).masked_fill(visible == 0, -torch.inf).movedim(0, 1).flatten(1)
+        wanted = scores.softmax(-1) @ v.flatten(0, 1)
+        # A maximum that is not the scores' own gives the same output, if sum and output share it.
+        return torch.allclose(acc / total[:, None], wanted, rtol=1e-3, atol=1e-4)
+
+    check("one tile is a softmax", agrees(1, 0.25, False), "p = exp2(s * scale_log2 - m_new)")
+    together = "do total and acc both shrink by exp2(m - m_new)?"
+    check("a second tile corrects the first", agrees(2, 0.25, False), together)
+    check("so do all that follow", agrees(5, 2.0, False), together)
+    check("hidden keys weigh nothing", agrees(2, 0.25, True), "is a hidden score -inf?")
+    check("large scores stay finite", agrees(2, 100.0, False), "is the maximum subtracted before exp2?")
+
+
+@triton.jit
+def _mask_kernel(visible_ptr, first_row, first_key, n_keys, visible: tl.constexpr, CAUSAL: tl.constexpr):
+    rows, keys = tl.arange(0, 16), tl.arange(0, 16)
+    seen = visible(first_row + rows, first_key + keys, n_keys, CAUSAL) & (rows[:, None] >= 0)  # (16, 16)
+    tl.store(visible_ptr + rows[:, None] * 16 + keys, seen.to(tl.int32))
+
+
+def check_mask(check: Step, visible: JITFunction, device: str | torch.device = "cpu") -> None:
+    """Properties of `visible(rows, keys, n_keys, CAUSAL)`: true where a row may see a key."""
+
+    def agrees(first_row: int, first_key: int, n_keys: int, causal: bool) -> bool:
+        found = torch.full((16, 16), -1, dtype=torch.int32, device=device)
+        _mask_kernel[1,](found, first_row, first_key, n_keys, visible, causal)
+        rows = first_row + torch.arange(16, device=device)[:, None]
+        keys = first_key + torch.arange(16, device=device)
+        return bool((found.bool() == ((keys < n_keys) & ((rows >= keys) | (not causal)))).all())
+
+    check("keys beyond the last are hidden", agrees(0, 16, 20, False), "keys < n_keys")
+    check("otherwise every key is seen", agrees(0, 0, 64, False), "without CAUSAL nothing else is hidden")
+    check(
+        "causal: no key after the row", agrees(16, 16, 64, True), "rows[:, None] >= keys: a row sees itself"
+    )
+    check("causal: every key before the row", agrees(48, 16, 64, True), "is it the other way round?")
+    check("both at once", agrees(16, 16, 20, True), "the two conditions with &")
+
+
+def check_forward(check: Step, attention: AttentionFunction, device: str | torch.device = "cpu") -> None:
+    """Properties of `attention(q, k, v, is_causal)`, forward only."""
+    cases = {
+        "agrees with attention in float64": AttentionCase("one tile", (1,), 16, 16, 16),
+        "over many tiles": AttentionCase("many tiles", (1,), 64, 128, 32),
+        "each sequence sees its own keys": AttentionCase("three sequences", (3,), 32, 48, 16),
+        "lengths that no tile divides": AttentionCase("odd lengths", (2,), 45, 77, 16),
+        "heads that are no power of two": AttentionCase("head of 24", (2,), 32, 32, 24),
+        "large scores": AttentionCase("large scores", (2,), 64, 64, 32, logit_scale=30.0),
+        "causal": AttentionCase("causal", (2,), 64, 64, 16, is_causal=True),
+        "causal, odd lengths": AttentionCase("causal, odd lengths", (2,), 77, 50, 16, is_causal=True),
+    }
+    for name, case in cases.items():
+        check(name, *_verdict(check_attention, attention, cases=[case], device=device, backward=False))
+    check("reads nothing out of bounds", *_reads_inside(attention, device))
+
+
+def check_backward(check: Step, attention: AttentionFunction, device: str | torch.device = "cpu") -> None:
+    """Properties of the gradients of `attention(q, k, v, is_causal)`, and of the logsumexp kept for them."""
+    check("keeps one logsumexp a row", *_verdict(check_logsumexp, attention, device=device))
+    cases = {
+        "dQ, dK and dV agree with float64": AttentionCase("one tile", (1,), 16, 16, 16),
+        "sums go over all tiles": AttentionCase("many tiles", (2,), 64, 128, 32),
+        "lengths that no tile divides": AttentionCase("odd lengths", (2,), 45, 77, 24),
+        "large scores": AttentionCase("large scores", (2,), 64, 64, 32, logit_scale=30.0),
+        "causal": AttentionCase("causal", (2,), 77, 50, 16, is_causal=True),
+    }
+    for name, case in cases.items():
+        check(name, *_verdict(check_attention, attention, cases=[case], device=device))
+
+
+def _verdict(checker: Callable, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    try:
+        checker(*args, **kwargs)
+    except AssertionError as error:
+        return False, str(error)
+    return True, ""
+
+
+def _reads_inside(attention: AttentionFunction, device: str | torch.device) -> tuple[bool, str]:
+    """Whether NaN before and after the tensors reaches the output."""
+    surrounded = torch.full((3, 4, 2 * 50 * 16), torch.nan, device=device)
+    q, k, v = (x[1].view(2, 50, 16) for x in surrounded)
+    for x in (q, k, v):
+        x.normal_()
+    before = surrounded.clone()
+    finite = attention(q, k, v, False).isfinite().all()
+    if not finite:
+        return False, "NaN beside the tensors came in: does every load have a mask, with other=0.0?"
+    untouched = torch.equal(surrounded.nan_to_num(), before.nan_to_num())
+    return untouched, "an input was overwritten"
+
+
+def check_delta(check: Step, delta: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Properties of `delta(do, o)`, the D of the backward pass: (..., n_queries) from (..., n_queries, d)."""
+    do, o = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    found = delta(do, o)
+    shape = tuple(found.shape)
+    check("one number a row", shape == (2, 5), f"its shape is {shape}; wanted: (2, 5)")
+    right = shape == (2, 5) and torch.allclose(found, torch.einsum("bqd,bqd->bq", do, o), atol=1e-5)
+    check("rowsum(dO * O)", right, "the sum goes over the columns of a row")

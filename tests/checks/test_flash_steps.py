@@ -1,0 +1,162 @@
+"""The steps of writing FlashAttention: right answers pass, and of wrong ones the reason is named."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="there is no triton for this platform")
+
+import triton
+import triton.language as tl
+
+from cs336_systems import attention, checks
+
+
+@triton.jit
+def visit(q, k, v, visible, m, total, acc, scale_log2):
+    s = tl.where(visible, tl.dot(q, k.T, input_precision="ieee") * scale_log2, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p, correction = tl.exp2(s - m_new[:, None]), tl.exp2(m - m_new)
+    total = correction * total + tl.sum(p, 1)
+    acc = correction[:, None] * acc + tl.dot(p, v, input_precision="ieee")
+    return m_new, total, acc
+
+
+@triton.jit
+def visit_without_correction(q, k, v, visible, m, total, acc, scale_log2):
+    s = tl.where(visible, tl.dot(q, k.T, input_precision="ieee") * scale_log2, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p = tl.exp2(s - m_new[:, None])
+    return m_new, total + tl.sum(p, 1), acc + tl.dot(p, v, input_precision="ieee")
+
+
+@triton.jit
+def visit_without_mask(q, k, v, visible, m, total, acc, scale_log2):
+    return visit(q, k, v, visible | True, m, total, acc, scale_log2)
+
+
+@triton.jit
+def visit_in_base_e(q, k, v, visible, m, total, acc, scale_log2):
+    s = tl.where(visible, tl.dot(q, k.T, input_precision="ieee") * scale_log2, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    p, correction = tl.exp(s - m_new[:, None]), tl.exp(m - m_new)
+    total = correction * total + tl.sum(p, 1)
+    acc = correction[:, None] * acc + tl.dot(p, v, input_precision="ieee")
+    return m_new, total, acc
+
+
+@triton.jit
+def visit_to_come(q, k, v, visible, m, total, acc, scale_log2):
+    raise NotImplementedError()
+
+
+@triton.jit
+def visible(rows, keys, n_keys, CAUSAL: tl.constexpr):
+    seen = keys < n_keys
+    if CAUSAL:
+        seen = seen & (rows[:, None] >= keys)
+    return seen
+
+
+@triton.jit
+def visible_without_diagonal(rows, keys, n_keys, CAUSAL: tl.constexpr):
+    seen = keys < n_keys
+    if CAUSAL:
+        seen = seen & (rows[:, None] > keys)
+    return seen
+
+
+@triton.jit
+def visible_everywhere(rows, keys, n_keys, CAUSAL: tl.constexpr):
+    return (rows[:, None] >= keys) | (not CAUSAL)
+
+
+class Batchless(torch.autograd.Function):
+    """Sequences laid end to end: all see the keys of the first."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        return attention.plain_attention(q, k[:1].expand_as(k), v[:1].expand_as(v), is_causal)
+
+
+def unscaled(q, k, v, is_causal=False):
+    return attention.plain_attention(q * math.sqrt(q.shape[-1]), k, v, is_causal)
+
+
+def in_tf32(q, k, v, is_causal=False):
+    """With the ten bits of mantissa that TF32 keeps."""
+    q, k, v = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (q, k, v))
+    return attention.plain_attention(q, k, v, is_causal)
+
+
+def greedy(q, k, v, is_causal=False):
+    """Reads a row beyond the last and gives it no weight, which NaN survives."""
+    beyond = q.as_strided((q.numel() + q.shape[-1],), (1,), q.storage_offset())[-1]
+    return attention.plain_attention(q, k, v, is_causal) + 0 * beyond
+
+
+class WithoutDelta(attention.FlashAttentionPyTorch):
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, logsumexp = ctx.saved_tensors
+        return *attention.flash_pytorch.flash_backward(do, q, k, v, 0 * o, logsumexp, ctx.is_causal), None
+
+
+class KeepsScores(attention.FlashAttentionPyTorch):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        o = attention.FlashAttentionPyTorch.forward(ctx, q, k, v, is_causal)
+        ctx.save_for_backward(*ctx.to_save[:-1], ctx.to_save[-1] / math.log(2))
+        return o
+
+
+def judged(checker, candidate, capsys):
+    """(passed, what was shown with a cross)"""
+    with checks.step("step") as check:
+        checker(check, candidate)
+    shown = capsys.readouterr().out.splitlines()
+    return check.passed, " ".join(line for line in shown if line.startswith("✗"))
+
+
+@pytest.mark.parametrize(
+    ("checker", "candidate"),
+    [
+        (checks.check_visit, visit),
+        (checks.check_mask, visible),
+        (checks.check_forward, attention.FlashAttentionPyTorch.apply),
+        (checks.check_backward, attention.FlashAttentionPyTorch.apply),
+        (checks.check_delta, lambda do, o: (do * o).sum(-1)),
+    ],
+)
+def test_a_right_answer_passes(checker, candidate, capsys):
+    passed, crosses = judged(checker, candidate, capsys)
+    assert passed, crosses
+
+
+@pytest.mark.parametrize(
+    ("checker", "candidate", "named"),
+    [
+        (checks.check_visit, visit_without_correction, "shrink"),
+        (checks.check_visit, visit_without_mask, "hidden"),
+        (checks.check_visit, visit_in_base_e, "exp2"),
+        (checks.check_mask, visible_without_diagonal, "sees itself"),
+        (checks.check_mask, visible_everywhere, "beyond the last"),
+        (checks.check_forward, Batchless.apply, "first sequence is right"),
+        (checks.check_forward, unscaled, "agrees with attention"),
+        (checks.check_forward, in_tf32, "TF32"),
+        (checks.check_forward, greedy, "out of bounds"),
+        (checks.check_backward, WithoutDelta.apply, "dQ"),
+        (checks.check_backward, KeepsScores.apply, "natural logarithm"),
+        (checks.check_delta, lambda do, o: (do * o).sum(), "one number a row"),
+        (checks.check_delta, lambda do, o: do.sum(-1) * o.sum(-1), "rowsum"),
+    ],
+)
+def test_a_wrong_answer_is_named(checker, candidate, named, capsys):
+    passed, crosses = judged(checker, candidate, capsys)
+    assert passed is False
+    assert named in crosses
+
+
+def test_a_kernel_that_is_not_written_is_not_yet(capsys):
+    assert judged(checks.check_visit, visit_to_come, capsys)[0] is None
