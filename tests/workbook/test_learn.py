@@ -43,7 +43,8 @@ WITH_STEPS = [
 def notebook():
     output = nbformat.v4.new_output("stream", name="stdout", text="sum: right\n")
     check = new_code_cell("check(Sum)", metadata={"tags": [CHECKER]}, outputs=[output], execution_count=2)
-    return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check])
+    uses = [new_code_cell(source) for source in ("found = Sum().total(x)", "print(found)", "print(x)")]
+    return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check, *uses])
 
 
 def test_solutions_become_stubs_and_checkers_forget_what_they_said(notebook):
@@ -52,6 +53,11 @@ def test_solutions_become_stubs_and_checkers_forget_what_they_said(notebook):
     assert copy.cells[1].source == "check(Sum)"
     assert copy.cells[1].outputs == []
     assert notebook.cells[0].source == SOLUTION
+
+
+def test_what_uses_a_solution_may_raise(notebook):
+    tags = [cell.metadata.get("tags", []) for cell in cleared(notebook).cells]
+    assert tags == [[], [CHECKER], ["raises-exception"], ["raises-exception"], []]
 
 
 def test_a_copy_that_is_there_stays(notebook, tmp_path):
@@ -65,7 +71,7 @@ def test_a_copy_that_is_there_stays(notebook, tmp_path):
 
 
 def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
-    solution, check = (cell.metadata["nbgrader"] for cell in tidy(notebook).cells)
+    solution, check = (cell.metadata["nbgrader"] for cell in tidy(notebook).cells[:2])
     assert (solution["solution"], solution["grade"]) == (True, False)
     assert (check["solution"], check["grade"], check["locked"], check["points"]) == (False, True, True, 1)
     assert solution["grade_id"] != check["grade_id"]

@@ -207,6 +207,6 @@ def _suspect(ours: Tensor, exact: Tensor, error: float) -> str:
         return ". The first row is right, others are not: is the sum rescaled when the maximum grows?"
     if ours.dtype == torch.float32 and 1e-4 < error < 3e-3:
         return (
-            ". TF32 is off by so much: on a GPU, tl.dot wants input_precision='ieee' for all bits of float32"
+            ". TF32 is off by so much: float32 needs input_precision='ieee' in tl.dot on a GPU"
         )
     return ""
