@@ -7,7 +7,6 @@ import nbformat
 import pytest
 
 from cs336_systems.__main__ import main
-from cs336_systems.workbook.form import SECTIONS
 from cs336_systems.workbook.problems import START
 
 REPOSITORY = Path(__file__).parents[1]
@@ -41,9 +40,3 @@ def test_runs_can_be_planned(arguments):
 @pytest.mark.parametrize("path", re.findall(r"papermill (\S+)", TEXT))
 def test_notebooks_exist(path):
     assert (REPOSITORY / path).exists()
-
-
-def test_the_first_notebook_explains_every_section():
-    assert [name for name in re.findall(r"\*\*(.+?)\*\*", TEXTS[NOTEBOOKS]) if name in SECTIONS] == list(
-        SECTIONS
-    )

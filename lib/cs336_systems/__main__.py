@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 
 from cs336_systems.measure.files import write_atomically
-from cs336_systems.measure.machine import load_card, machine_card
+from cs336_systems.measure.machine import machine_card
 from cs336_systems.measure.rows import RowError, compact, load_rows, save_rows
 from cs336_systems.workbook import batch
 from cs336_systems.workbook.execute import execute
@@ -37,7 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cs336_systems", description="The workbook's commands.")
     commands = parser.add_subparsers(required=True, metavar="command")
-    output = {"type": Path, "metavar": "FOLDER", "help": "default: runs", "default": batch.RUNS}
     run = _command(commands, _run, "run", "execute the notebooks that batch.yaml asks of this machine")
     run.add_argument("--profile", choices=batch.PROFILES, help="default: what this machine has")
     run.add_argument("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number (11), slug or name")
@@ -48,26 +47,23 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at once, without a GPU only")
     run.add_argument("--force", action="store_true", help="execute also what is done and unchanged")
     run.add_argument("--dry-run", action="store_true", help="print what would be executed")
-    run.add_argument("--output", **output)
+    run.add_argument("--output", type=Path, default=batch.RUNS, metavar="FOLDER", help="default: runs")
     _command(commands, _list, "list", "the notebooks, their parameters and defaults")
     card = _command(commands, _card, "card", "this machine's card: what it is and was measured to do")
     card.add_argument("--refresh", action="store_true", help="measure again")
     for name, function, text in (
         ("notebooks", _notebooks, "execute notebooks in place, on the CPU, as they are committed"),
         ("figures", _figures, "redraw the plots of notebooks from the rows, whatever measured them"),
+        ("learn", _learn, "write the learner's copies, solutions cleared, to learn/"),
     ):
         command = _command(commands, function, name, text)
         command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
-    learn = _command(commands, _learn, "learn", "write the learner's copies, solutions cleared, to learn/")
-    learn.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     bench = _command(commands, _bench, "bench", "time the attention kernels against PyTorch's own")
     bench.add_argument("protocols", nargs="*", metavar="PROTOCOL", help="leaderboard, models, grid (all)")
     bench.add_argument(
         "--implementations", nargs="+", default=[], metavar="NAME", help="default: a protocol's own"
     )
     bench.add_argument("--force", action="store_true", help="measure also what is on record")
-    index = _command(commands, _index, "index", "render every executed notebook again, and the index")
-    index.add_argument("--output", **output)
     compacting = _command(commands, _compact, "compact", "rewrite files of rows without what was replaced")
     compacting.add_argument("machine", nargs="?", help="default: this one")
     return parser
@@ -206,20 +202,6 @@ def _bench(options: argparse.Namespace) -> int:
 def _compact(options: argparse.Namespace) -> int:
     for path in compact(options.machine or machine_card().slug):
         print(path)
-    return 0
-
-
-def _index(options: argparse.Namespace) -> int:
-    from cs336_systems.workbook import runs
-    from cs336_systems.workbook.pages import render
-
-    folders = sorted({path.parent for path in options.output.glob("*/*.ipynb")})
-    if not folders:
-        raise batch.BatchError(f"no executed notebooks in {options.output}; first: make run")
-    for folder in folders:
-        for notebook in sorted(folder.glob("[!.]*.ipynb")):
-            render(notebook)
-        print(runs.index(folder, load_card(folder.name).line()))
     return 0
 
 

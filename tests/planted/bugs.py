@@ -269,7 +269,7 @@ BUGS = [
     Bug("a page loads MathJax from the network", "workbook/pages.py", "workbook/test_pages.py",
         '        options["mathjax_url"] = _MATHJAX\n',
         "        pass\n"),
-    Bug("a notebook executed out of order is in form", "workbook/form.py", "workbook/test_form.py",
+    Bug("a notebook executed out of order is in form", "../../tests/workbook/notebook_form.py", "workbook/test_form.py",
         "if counts != list(range(1, len(counts) + 1)):",
         "if None in counts:"),
     Bug("figures of this machine land in the reference's folder", "workbook/page.py", "workbook/test_page.py",

@@ -22,15 +22,6 @@ def folder(tmp_path, write_notebook, monkeypatch):
     return tmp_path
 
 
-def test_help_names_every_command(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        commands.main(["--help"])
-    assert exit_.value.code == 0
-    said = capsys.readouterr().out
-    for name in ("run", "list", "card", "notebooks", "figures", "bench", "index", "compact"):
-        assert f"\n    {name}" in said
-
-
 def test_list_shows_parameters_with_defaults_and_comments(folder, capsys):
     assert commands.main(["list"]) == 0
     assert "edition = 2025  # edition of the assignment" in capsys.readouterr().out
@@ -84,11 +75,6 @@ def test_ctrl_c_says_how_to_go_on(folder, monkeypatch, capsys):
     monkeypatch.setattr(runs, "run_batch", interrupted)
     assert commands.main(["run", "--output", str(folder / "runs")]) == 130
     assert "the same command continues" in capsys.readouterr().err
-
-
-def test_index_without_runs_says_so(tmp_path, capsys):
-    assert commands.main(["index", "--output", str(tmp_path)]) == 2
-    assert "make run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", ["ok", "error"])

@@ -1,18 +1,15 @@
 """Every committed notebook is in form, and some run with other parameters than they are committed with."""
 
+import re
 from pathlib import Path
 
 import nbformat
 import pytest
+from notebook_form import NAMES, SECTIONS, problems
 
 from cs336_systems.workbook.execute import execute
-from cs336_systems.workbook.form import problems
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
-
-
-def test_there_are_notebooks():
-    assert NOTEBOOKS
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -20,6 +17,12 @@ def test_form(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
     assert problems(notebook, path.stem) == []
+
+
+def test_the_first_notebook_explains_every_section():
+    (start,) = (path for path in NOTEBOOKS if path.stem == NAMES[0])
+    text = "\n".join(cell.source for cell in nbformat.read(start, as_version=4).cells)
+    assert [name for name in re.findall(r"\*\*(.+?)\*\*", text) if name in SECTIONS] == list(SECTIONS)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ def executed(monkeypatch):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
         failed = source.stem.startswith("12")
-        return Outcome("error" if failed else "ok", "cell [1]: Bad: luck" if failed else "", 1.25, 100.4)
+        return Outcome("error" if failed else "ok", "cell [1]: Bad: <luck>" if failed else "", 1.25, 100.4)
 
     monkeypatch.setattr(runs, "execute", execute)
     return done
@@ -99,10 +99,10 @@ def test_files_index_and_summary(jobs, executed, tmp_path):
     folder = tmp_path / "runs" / "cpu-test"
     text = runs.summary(runs.run_batch(jobs, folder, CARD))
     assert text.splitlines()[1].split() == ["11_nb", "steps=11", "ok", "1.2", "100"]
-    assert "cell [1]: Bad: luck" in text
+    assert "cell [1]: Bad: <luck>" in text
     page = (folder / "index.html").read_text()
     assert all((folder / f"{job.name}.html").exists() and f'href="{job.name}.html"' in page for job in jobs)
-    assert '<span class="error">error: cell [1]: Bad: luck</span>' in page
+    assert "<b>error</b>: cell [1]: Bad: &lt;luck&gt;" in page
 
 
 def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(tmp_path, monkeypatch):

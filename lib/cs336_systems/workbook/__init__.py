@@ -8,7 +8,6 @@ _OFFERED = {
     "Page": "page",
     "map_table": "map",
     "read_map": "map",
-    "show_card": "map",
     "show_headline": "map",
     "show_row": "map",
     "show_tables": "map",

@@ -1,23 +1,18 @@
 """The plan of a batch: what `notebooks/batch.yaml` asks of this machine, checked before anything runs."""
 
 import hashlib
-import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import yaml
 
-from cs336_systems.workbook.parameters import (
-    Parameter,
-    parameter_errors,
-    parse_value,
-    read_parameters,
-)
+from cs336_systems.workbook.parameters import Parameter, parameter_errors, parse_value, read_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 NOTEBOOKS = REPOSITORY / "notebooks"
@@ -47,11 +42,8 @@ class Job:
 
     def line(self) -> str:
         """The parameters as one would give them."""
-        return " ".join(f"{name}={_plain(value)}" for name, value in self.parameters.items())
-
-
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+        texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in self.parameters.items()}
+        return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
 def load_notebooks(folder: Path | None = None) -> dict[str, dict[str, Parameter]]:
@@ -89,30 +81,27 @@ def plan(
     folder = folder or NOTEBOOKS
     notebooks = load_notebooks(folder)
     entries = _entries(profile, _read_yaml(folder / "batch.yaml"))
-    errors = [
-        f"batch.yaml, {profile}: {_unknown('notebook', name, notebooks)}"
-        for name in dict.fromkeys(name for name, _ in entries)
-        if name not in notebooks
-    ]
-    if errors:
-        raise BatchError("\n".join(errors))
+    unknown = dict.fromkeys(name for name, _ in entries if name not in notebooks)
+    if unknown:
+        raise BatchError(
+            "\n".join(f"batch.yaml: {_unknown('notebook', name, notebooks)}" for name in unknown)
+        )
     if only:
         names = resolve(only, notebooks)
         planned = {name for name, _ in entries}
         entries = [entry for entry in entries if entry[0] in names]
         entries += [(name, {}) for name in dict.fromkeys(names) if name not in planned]
     given = _parse_overrides(overrides, {name: notebooks[name] for name, _ in entries})
-    jobs = []
+    jobs, errors = [], {}
     for name, parameters in entries:
-        known = notebooks[name]
         for changed in _grid(given.get(name, {})):
             job = Job(folder / f"{name}.ipynb", parameters | changed)
             if job not in jobs:
                 jobs.append(job)
-                slug = name.partition("_")[2]
-                errors += [f"{name}: {error}" for error in parameter_errors(known, job.parameters, slug)]
+                found = parameter_errors(notebooks[name], job.parameters, name.partition("_")[2])
+                errors |= dict.fromkeys(f"{name}: {error}" for error in found)
     if errors:
-        raise BatchError("\n".join(dict.fromkeys(errors)))
+        raise BatchError("\n".join(errors))
     return jobs
 
 
@@ -151,13 +140,13 @@ def _entries(profile: str, profiles: dict[str, list], seen: tuple[str, ...] = ()
     entries = []
     for entry in profiles[profile]:
         match entry:
-            case {"profile": other} if len(entry) == 1:
+            case {"profile": other, **rest} if not rest:
                 entries += _entries(other, profiles, (*seen, profile))
-            case {"notebook": str(name)} if entry.keys() <= {"notebook", "parameters", "grid"}:
-                grid = entry.get("grid") or {}
+            case {"notebook": str(name), **rest} if rest.keys() <= {"parameters", "grid"}:
+                grid = rest.get("grid", {})
                 if not all(isinstance(values, list) and values for values in grid.values()):
                     raise BatchError(f"batch.yaml, {name}: grid is {grid!r}; allowed: a list of values each")
-                entries += [(name, (entry.get("parameters") or {}) | point) for point in _grid(grid)]
+                entries += [(name, rest.get("parameters", {}) | point) for point in _grid(grid)]
             case _:
                 allowed = "notebook with parameters and grid, or profile"
                 raise BatchError(f"batch.yaml, {profile}: {entry!r}; allowed: {allowed}")
@@ -166,7 +155,7 @@ def _entries(profile: str, profiles: dict[str, list], seen: tuple[str, ...] = ()
 
 def _grid(values: dict[str, list]) -> Iterable[dict[str, Any]]:
     """Every combination, the last name varying fastest; no names give one empty combination."""
-    return (dict(zip(values, point, strict=True)) for point in itertools.product(*values.values()))
+    return (dict(zip(values, point, strict=True)) for point in product(*values.values()))
 
 
 def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
@@ -179,10 +168,10 @@ def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
     for name in notebooks:
         number, _, slug = name.partition("_")
         meant |= {name: name, number: name, slug: name}
-    stems = [word.removesuffix(".ipynb").rpartition("/")[2] for word in words]
-    unknown = [stem for stem in stems if stem not in meant]
-    if unknown:
-        raise BatchError(_unknown("notebook", unknown[0], notebooks))
+    stems = [Path(word).name.removesuffix(".ipynb") for word in words]
+    for stem in stems:
+        if stem not in meant:
+            raise BatchError(_unknown("notebook", stem, notebooks))
     return [meant[stem] for stem in stems]
 
 

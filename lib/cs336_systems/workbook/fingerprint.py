@@ -11,7 +11,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
+from symtable import symtable
 from typing import Any
 
 from nbformat import NotebookNode
@@ -28,14 +30,23 @@ _OTHER = ("__main__", "names", "report/", "workbook/", *_KEPT_BY)
 
 def fingerprint(notebook: NotebookNode, parameters: Mapping[str, Any]) -> str:
     """A digest that changes when the notebook, run with these parameters, may measure something else."""
-    code = _without_docstrings(ast.parse(_measuring_code(notebook)))
+    measuring = takewhile(lambda cell: "\n## Results" not in f"\n{cell.source}", notebook.cells)
+    code = _parsed("\n".join(cell.source for cell in measuring if cell.cell_type == "code"))
     paths = reached(code)
-    code.body = [
-        node for node in code.body if not imported(node)
-    ]  # of plots, too; what is used is in the code
+    # What is imported for plots changes nothing; what is used is in the rest of the code.
+    code.body = [node for node in code.body if not imported(node)]
     parts = [json.dumps(parameters, sort_keys=True), importlib.metadata.version("torch"), ast.dump(code)]
-    parts += [f"{path.name} {ast.dump(_parsed(path))}" for path in sorted(paths)]
+    parts += [f"{path.name} {ast.dump(_parsed(path.read_text()))}" for path in sorted(paths)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _parsed(source: str) -> ast.Module:
+    """The code without its comments and docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            node.body[0] = ast.Pass()
+    return tree
 
 
 def reached(code: ast.Module) -> set[Path]:
@@ -44,42 +55,13 @@ def reached(code: ast.Module) -> set[Path]:
     Of `from cs336_systems.bench import sweep_attention`, or `bench.sweep_attention`, only the module that
     defines it counts.
     """
-    found: set[Path] = {PACKAGE / "__init__.py"}
-    waiting = [code]
+    found, waiting = {PACKAGE / "__init__.py"}, [code]
     while waiting:
-        tree = waiting.pop()
-        for target in filter(None, _all_targets(tree)):
-            for path in _files(target):
-                if path not in found and not path.relative_to(PACKAGE).as_posix().startswith(_OTHER):
-                    found.add(path)
-                    waiting.append(_parsed(path))
+        paths = {path for target in _targets(waiting.pop()) for path in _files(target)} - found
+        paths = {path for path in paths if not path.relative_to(PACKAGE).as_posix().startswith(_OTHER)}
+        found |= paths
+        waiting += [_parsed(path.read_text()) for path in paths]
     return found
-
-
-def _measuring_code(notebook: NotebookNode) -> str:
-    sources = []
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown" and "\n## Results" in f"\n{cell.source}":
-            break
-        if cell.cell_type == "code":
-            sources.append(cell.source)
-    return "\n".join(sources)
-
-
-def _parsed(path: Path) -> ast.Module:
-    return _without_docstrings(ast.parse(path.read_text(encoding="utf-8")))
-
-
-def _without_docstrings(tree: ast.Module) -> ast.Module:
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [line for line in body if not _is_text(line)] or [ast.Pass()]
-    return tree
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -91,40 +73,40 @@ def imported(node: ast.AST) -> list[str]:
     return []
 
 
-def _all_targets(tree: ast.Module) -> Iterator[str]:
+def _targets(tree: ast.Module) -> Iterator[str]:
     """Everything of the library that some code names: in imports, as text, or through the registry."""
     targets = [target for node in ast.walk(tree) for target in imported(node)]
-    rooms = {target.split(".")[1]: target for target in targets if (PACKAGE / target.split(".")[-1]).is_dir()}
+    rooms = {target.rpartition(".")[2]: target for target in targets if _folder(target).is_dir()}
     yield from (target for target in targets if target not in rooms.values())
     for node in ast.walk(tree):
-        name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-        if isinstance(node, ast.Attribute) and getattr(node.value, "id", None) in rooms:
-            yield f"{rooms[node.value.id]}.{name}"
-        if isinstance(node, ast.Constant) and _DOTTED.fullmatch(str(node.value)):
-            yield node.value.replace(":", ".")
-        registry = getattr(names, name, {}) if name.isupper() else {}
-        for entry in registry.values() if isinstance(registry, dict) else ():
-            yield getattr(entry, "function", "").replace(":", ".")
+        match node:
+            case ast.Attribute(ast.Name(room), name) if room in rooms:
+                yield f"{rooms[room]}.{name}"
+            case ast.Constant(str(text)) if _DOTTED.fullmatch(text):
+                yield text.replace(":", ".")
+            case ast.Attribute(attr=name) | ast.Name(name) if isinstance(getattr(names, name, None), dict):
+                for entry in getattr(names, name).values():
+                    if function := getattr(entry, "function", ""):
+                        yield function.replace(":", ".")
+
+
+def _folder(target: str) -> Path:
+    return PACKAGE.joinpath(*target.split(".")[1:])
 
 
 def _files(target: str) -> list[Path]:
     """The module that a dotted name is, or those of its room that define it; all of the room if none does."""
-    folder = PACKAGE
-    for part in target.split(".")[1:]:
-        if (module := folder / f"{part}.py").is_file():
-            return [module]
-        if not (folder / part).is_dir():
-            modules = sorted(folder.glob("*.py"))
-            return [path for path in modules if part in _defined(path)] or modules
-        folder /= part
-    return sorted(folder.glob("*.py"))
+    place, name = _folder(target), ""
+    while not place.is_dir():
+        if place.with_suffix(".py").is_file():
+            return [place.with_suffix(".py")]
+        place, name = place.parent, place.name
+    modules = sorted(place.glob("*.py"))
+    return [path for path in modules if name in _defined(path)] or modules
 
 
 @cache
 def _defined(path: Path) -> set[str]:
     """Names of the functions, classes and constants of a module."""
-    tree = _parsed(path)
-    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    assigned = [node.targets if isinstance(node, ast.Assign) else [node.target] for node in tree.body
-                if isinstance(node, ast.Assign | ast.AnnAssign)]  # fmt: skip
-    return found | {name.id for targets in assigned for name in targets if isinstance(name, ast.Name)}
+    symbols = symtable(path.read_text(), path.name, "exec").get_symbols()
+    return {each.get_name() for each in symbols if each.is_assigned() and not each.is_imported()}

@@ -17,10 +17,9 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find, write_atomically
-from cs336_systems.measure.machine import MachineCard
 from cs336_systems.measure.rows import load_rows
 from cs336_systems.measure.schema import COLUMNS, MODEL, PROVENANCE, TABLES, TIMES
-from cs336_systems.report import MISSING, show, significant, value_label
+from cs336_systems.report import MISSING, show
 from cs336_systems.workbook.problems import PROBLEMS, Problem
 
 NOTEBOOKS = REPOSITORY_FIGURES.parent / "notebooks"
@@ -39,18 +38,11 @@ class Entry:
     """
 
     problem: Problem
-    editions: tuple[int, ...]
     question: str
     read_before: tuple[int, ...]
     minutes: tuple[int, ...]
-    executed: bool
     headline: str
     figure: str
-
-    @property
-    def link(self) -> str:
-        """As in Markdown, from the folder of the notebooks."""
-        return f"[{self.problem.title}]({self.problem.name}.ipynb)"
 
 
 def read_map(folder: Path | None = None) -> dict[str, Entry]:
@@ -73,11 +65,9 @@ def _read_entry(problem: Problem, path: Path) -> Entry:
     tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
     return Entry(
         problem,
-        tuple(map(int, re.findall(r"\b20\d\d\b", about["*Handout problem"]))),
         about["question"],
         tuple(map(int, re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", about["*Read before:*"])))),
         tuple(map(int, re.findall(r"\d+", about["*Time:*"].replace("an hour", "60 minutes")))),
-        all(cell.execution_count for cell in code),
         next((text for cell in tagged for text in _answers(cell)), ""),
         next((stem for cell in [*tagged, *code] for stem in _drawn(cell)), ""),
     )
@@ -119,14 +109,13 @@ def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "")
         folder: of the notebooks, from where the table stands: "notebooks/".
     """
     columns = ["notebook", "edition", "its question", "read before", "minutes: read, work"]
-    lines = [f"| {' | '.join(columns)} |", "|:--|:--|:--|:--|:--|"]
-    if machine:
-        lines = [f"{lines[0]} rows of {machine} |", f"{lines[1]}--:|"]
+    columns += [f"rows of {machine}"] if machine else []
+    lines = [f"| {' | '.join(columns)} |", "|" + ":--|" * 5 + "--:|" * (len(columns) - 5)]
     chapter = ""
     for problem in PROBLEMS:
         if problem.chapter != chapter:
             chapter = problem.chapter
-            lines.append(f"| **{chapter}** |" + " |" * (lines[0].count("|") - 2))
+            lines.append(f"| **{chapter}** |" + " |" * (len(columns) - 1))
         cells = _map_line(problem, entries, folder)
         if machine:
             rows = row_count(problem.slug, machine)
@@ -136,18 +125,14 @@ def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "")
 
 
 def _map_line(problem: Problem, entries: dict[str, Entry], folder: str) -> list[str]:
-    entry, edition = (
-        entries.get(problem.name),
-        "both" if len(problem.editions) > 1 else str(problem.editions[0]),
-    )
+    edition = "both" if len(problem.editions) > 1 else str(problem.editions[0])
     title = problem.title.replace("_", "_<wbr>")  # long names may be broken
+    entry = entries.get(problem.name)
     if entry is None:
         return [title, edition, "*not yet*", "", ""]
     names = {each.problem.number: each.problem.name for each in entries.values()}
     before = [f"[{n}]({folder}{names[n]}.ipynb)" for n in entry.read_before if n in names]
-    question = re.sub(r"\]\((\d\d_)", rf"]({folder}\1", in_short(entry.question)) + (
-        "" if entry.executed else " *(not executed yet)*"
-    )
+    question = re.sub(r"\]\((\d\d_)", rf"]({folder}\1", in_short(entry.question))
     minutes = ", ".join(map(str, entry.minutes))
     return [f"[{title}]({folder}{problem.name}.ipynb)", edition, question, ", ".join(before), minutes]
 
@@ -172,10 +157,11 @@ def show_headline(entry: Entry, machine: str) -> None:
 
     if not entry.headline:
         return
-    display(Markdown(f"### {entry.link}\n\n*{entry.question}*"))
-    picture = find(machine, entry.problem.slug, f"{entry.figure}.png")
+    problem = entry.problem
+    display(Markdown(f"### [{problem.title}]({problem.name}.ipynb)\n\n*{entry.question}*"))
+    picture = find(machine, problem.slug, f"{entry.figure}.png")
     if picture.is_file():
-        shown = {"width": _SHOWN_WIDTH, "alt": f"{entry.problem.slug}: {entry.figure}"}
+        shown = {"width": _SHOWN_WIDTH, "alt": f"{problem.slug}: {entry.figure}"}
         bundle = {"image/png": _small(picture), "text/plain": "<figure>"}
         display(bundle, raw=True, metadata={"image/png": shown})
     display(Markdown(entry.headline))
@@ -193,47 +179,30 @@ def _small(path: Path) -> bytes:
     return buffer.getvalue()
 
 
-def show_card(card: MachineCard) -> None:
-    """Display a machine's card: what it is, and what it was measured to do."""
-    gpu = f"{card.gpu}, {card.gpu_memory_gib:.0f} GiB, {card.sm_count} SMs" if card.gpu != "none" else "none"
-    lines = {
-        "GPU": gpu,
-        "CPU": f"{card.cpu}, {card.cores} cores, {card.memory_gib:.0f} GiB",
-        "software": f"Python {card.python}, torch {card.torch}, triton {card.triton}",
-    }
-    for dtype, rate in card.matmul_tflops.items():
-        lines[f"matmul, {value_label(dtype)}"] = f"{significant(rate)} TFLOP/s, measured"
-    lines["copying"] = f"{significant(card.copy_gbps)} GB/s, measured"
-    show(pd.DataFrame({"machine": lines.keys(), card.slug: lines.values()}))
-
-
 def show_row(row: pd.Series, table: str) -> None:
     """Display one row of a table, a line for each filled column, with its unit and meaning."""
-    told = {name: value for name, value in row.items() if not pd.isna(value)}
     keys = TABLES[table].keys
-    lines = {
-        "": ["key" if name in keys else "provenance" if name in PROVENANCE else "value" for name in told],
-        "column": list(told),
-        "in this row": [COLUMNS[name].format(COLUMNS[name].check(value)) for name, value in told.items()],
-        "unit": [COLUMNS[name].unit for name in told],
-        "what it says": [COLUMNS[name].description for name in told],
-    }
-    show(pd.DataFrame(lines))
+    lines = []
+    for name, value in row.dropna().items():
+        column, group = COLUMNS[name], "provenance" if name in PROVENANCE else "value"
+        text = column.format(column.check(value))
+        lines.append(("key" if name in keys else group, name, text, column.unit, column.description))
+    show(pd.DataFrame(lines, columns=["", "column", "in this row", "unit", "what it says"]))
 
 
 def show_tables() -> None:
     """Display every table that rows are kept in, with its keys and values."""
-    groups = {"*model*": MODEL, "*times*": TIMES}
+    groups = {", ".join(MODEL): "*model*", ", ".join(TIMES): "*times*"}
 
     def listed(columns: Sequence[str]) -> str:
         text = ", ".join(columns)
-        for name, group in groups.items():
-            text = text.replace(", ".join(group), name)
+        for group, name in groups.items():
+            text = text.replace(group, name)
         return text
 
     lines = [(name, listed(each.keys), listed(each.values)) for name, each in TABLES.items()]
     frame = pd.DataFrame(lines, columns=["table", "keys: what was measured", "values: what came out"])
-    show(frame, "; ".join(f"{name}: {', '.join(group)}" for name, group in groups.items()))
+    show(frame, "; ".join(f"{name}: {group}" for group, name in groups.items()))
 
 
 def renew_map(folder: Path) -> None:

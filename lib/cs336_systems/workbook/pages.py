@@ -1,12 +1,9 @@
-"""Executed notebooks as HTML that reads offline, formulas included, and an index of them."""
+"""Executed notebooks as HTML that reads offline, formulas included."""
 
-import html
 import importlib.util
 import re
 import shutil
 from pathlib import Path
-
-import pandas as pd
 
 from cs336_systems.measure.files import write_atomically
 
@@ -36,36 +33,6 @@ details.code > summary { color: var(--jp-ui-font-color2); cursor: pointer; }
 {% block input %}{% if 'hide-input' in cell.metadata.tags -%}
 <details class="code"><summary>code</summary>{{ super() }}</details>
 {%- else %}{{ super() }}{% endif %}{% endblock %}
-"""
-_INDEX = """\
-<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #222;
-  max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
-h1 {{ font-size: 1.5rem; margin-bottom: .25rem; }}
-p {{ color: #555; margin-top: 0; overflow-wrap: anywhere; }}
-.scroll {{ overflow-x: auto; }}
-table {{ border: none; border-collapse: collapse; width: 100%; }}
-th, td {{ border: none; text-align: left; padding: .35rem .75rem; vertical-align: top; }}
-tr {{ border-bottom: 1px solid #ddd; }}
-td:nth-child(n+4), th:nth-child(n+4) {{
-  text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }}
-.error {{ color: #b00020; }}
-</style>
-</head>
-<body>
-<h1>{title}</h1>
-<p>{subtitle}</p>
-<div class="scroll">
-{table}
-</div>
-</body>
-</html>
 """
 
 
@@ -101,26 +68,3 @@ def _copy_mathjax(target: Path) -> bool:
         (partial / "config" / "workbook.js").write_text(_MATHJAX_CONFIG)
         partial.rename(target)
     return True
-
-
-def write_index(path: Path, title: str, subtitle: str, table: pd.DataFrame) -> None:
-    """Write a page with one table.
-
-    Args:
-        path: the file.
-        title: heading.
-        subtitle: one line under it.
-        table: text, a line for each notebook; from the fourth column on, numbers. Columns `page`, which the
-            first field links to where it is not empty, and `failed` are not shown themselves.
-    """
-    shown = table.drop(columns=["page", "failed"]).map(html.escape)
-    links = [f'<a href="{html.escape(page)}">' if page else "" for page in table["page"]]
-    first, status = shown.columns[0], "status"
-    shown[first] = [
-        f"{link}{name}{'</a>' if link else ''}" for link, name in zip(links, shown[first], strict=True)
-    ]
-    shown[status] = shown[status].mask(table["failed"], '<span class="error">' + shown[status] + "</span>")
-    text = shown.to_html(index=False, escape=False, border=0)
-    write_atomically(
-        path, _INDEX.format(title=html.escape(title), subtitle=html.escape(subtitle), table=text)
-    )

@@ -15,7 +15,7 @@ from nbformat import NotebookNode
 from papermill.translators import PythonTranslator
 
 from cs336_systems import names
-from cs336_systems.configs import MODEL_SIZES, model_size
+from cs336_systems.configs import MODEL_SIZES
 from cs336_systems.measure.machine import machines
 
 # Words that parameters of every notebook take, by the name of one of them; "module:name" is loaded on use.
@@ -55,24 +55,23 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
 
     Raises:
         ValueError: several such cells, or a line in one that is not `name = literal  # comment`.
+        SyntaxError: the cell is not Python.
     """
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) > 1:
         raise ValueError(f"{len(cells)} code cells are tagged `parameters`; allowed: one")
-    if not cells:
-        return {}
     found = {}
-    for each in PythonTranslator.inspect(cells[0]):
-        with suppress(ValueError, SyntaxError):  # found missing below
-            found[each.name] = Parameter(each.name, ast.literal_eval(each.default), each.help)
-    try:
-        statements = ast.parse(cells[0].source).body
-    except SyntaxError as error:
-        raise ValueError(f"the parameters cell is not Python: {error}") from None
-    for statement in statements:  # papermill passes over what it does not understand
-        line = ast.unparse(statement)
-        if line.partition(" = ")[0] not in found:
-            raise ValueError(f"the parameters cell has `{line}`; allowed: name = literal  # comment")
+    for cell in cells:
+        comments = {each.name: each.help for each in PythonTranslator.inspect(cell)}
+        for line in ast.parse(cell.source).body:
+            with suppress(AttributeError, KeyError, ValueError):  # or papermill passes over the line
+                (target,) = line.targets
+                default = ast.literal_eval(line.value)
+                found[target.id] = Parameter(target.id, default, comments[target.id])
+                continue
+            raise ValueError(
+                f"the parameters cell has `{ast.unparse(line)}`; allowed: name = literal  # comment"
+            )
     return found
 
 
@@ -108,9 +107,8 @@ def parameter_errors(known: dict[str, Parameter], given: dict[str, Any], slug: s
         return errors
     edition = given.get("edition", known["edition"].default if "edition" in known else 2025)
     values = {name: parameter.default for name, parameter in known.items() if name == "model_size"} | given
-    return [
-        error for name, value in values.items() for error in _value_errors(known[name], value, edition, slug)
-    ]
+    found = (_value_error(known[name], value, edition, slug) for name, value in values.items())
+    return list(filter(None, found))
 
 
 def describe(default: Any) -> str:
@@ -121,7 +119,7 @@ def describe(default: Any) -> str:
 
 
 def _same_type(value: Any, default: Any) -> bool:
-    if isinstance(default, list | tuple):
+    if isinstance(default, list):
         items = value if isinstance(value, list | tuple) else []
         return bool(items) and all(_same_type(item, default[0]) for item in items if default)
     if isinstance(default, float):
@@ -129,29 +127,19 @@ def _same_type(value: Any, default: Any) -> bool:
     return type(value) is type(default)
 
 
-def _value_errors(parameter: Parameter, value: Any, edition: int, slug: str) -> list[str]:
-    """Errors of a value of the right type: a word that means nothing, a number below what makes sense."""
+def _value_error(parameter: Parameter, value: Any, edition: int, slug: str) -> str:
+    """Of a value of the right type: a word that means nothing, a number below what makes sense."""
     items = value if isinstance(value, list | tuple) else [value]
     stem = _SINGULARS.get(parameter.name, parameter.name.removesuffix("s"))
-    if stem == "model_size":
-        return [error for item in items if edition in MODEL_SIZES for error in _size_errors(item, edition)]
-    allowed = _allowed(stem, parameter, slug)
+    allowed = _allowed(stem, parameter, edition, slug)
     if bad := [item for item in items if allowed and _pattern(item) not in allowed]:
-        return [f"{parameter.name} has {bad[0]!r}; allowed: {', '.join(map(str, allowed))}"]
+        return f"{parameter.name} has {bad[0]!r}; allowed: {', '.join(map(str, allowed))}"
     least = 1 if stem in _POSITIVE else 0
     bad = [item for item in items if type(item) is int and item < least]
-    return [f"{parameter.name} has {bad[0]}; allowed: {least} or more"] if bad else []
+    return f"{parameter.name} has {bad[0]}; allowed: {least} or more" if bad else ""
 
 
-def _size_errors(name: str, edition: int) -> list[str]:
-    try:
-        model_size(name, edition)
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _allowed(stem: str, parameter: Parameter, slug: str) -> list[Any]:
+def _allowed(stem: str, parameter: Parameter, edition: int, slug: str) -> list[Any]:
     """The words that a parameter may have; none where it is no word.
 
     They are in the registry, or else the notebook's own: those of the default and those that its comment
@@ -159,6 +147,8 @@ def _allowed(stem: str, parameter: Parameter, slug: str) -> list[Any]:
     """
     if stem == "reference":
         return machines()
+    if stem == "model_size":
+        return list(MODEL_SIZES.get(edition, MODEL_SIZES[2025]))
     words = _implementations(slug) if stem == "implementation" else _WORDS.get(stem, ())
     if words:
         return list(names.load(words) if isinstance(words, str) else words)

@@ -1,10 +1,11 @@
 """Carrying out a batch: one process a notebook, a record of each on disk, a summary and an index."""
 
+import html
 import importlib.util
 import json
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -20,10 +21,25 @@ from cs336_systems.measure.machine import MachineCard
 from cs336_systems.workbook.batch import BatchError, Job
 from cs336_systems.workbook.execute import Outcome, execute
 from cs336_systems.workbook.fingerprint import fingerprint
-from cs336_systems.workbook.pages import render, write_index
+from cs336_systems.workbook.pages import render
 from cs336_systems.workbook.problems import START, why_not_here
 
-_COLUMNS = ("notebook", "parameters", "status", "seconds", "host MiB", "GPU MiB")
+_COLUMNS = ["notebook", "parameters", "status", "seconds", "host MiB", "GPU MiB"]
+_INDEX = """\
+<!DOCTYPE html>
+<html lang="en">
+<meta charset="utf-8">
+<title>The workbook on {title}</title>
+<style>
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
+table {{ border-collapse: collapse; }}
+th, td {{ border: none; border-bottom: 1px solid #ddd; padding: .35rem .75rem; text-align: left; }}
+td:nth-child(n+4) {{ text-align: right; white-space: nowrap; }}
+</style>
+<h1>The workbook on {title}</h1>
+<p>{subtitle}</p>
+{table}
+"""
 
 
 @dataclass(frozen=True)
@@ -150,25 +166,26 @@ def _done(job: Job, folder: Path) -> Record | None:
     return record if kept and record.fingerprint == _fingerprint(job) else None
 
 
-def index(folder: Path, subtitle: str) -> Path:
-    """Write index.html: every executed notebook of the folder, with its page."""
-    found = {path: record for path in sorted(folder.glob("*.json")) if (record := load_record(path))}
-    table = _table(found.values())
-    pages = [path.with_suffix(".html") for path in found]
-    table["page"] = [page.name if page.exists() else "" for page in pages]
-    table["failed"] = table["status"] == "error"
-    table["status"] = [": ".join(filter(None, (each.status, each.reason))) for each in found.values()]
-    write_index(folder / "index.html", f"The workbook on {folder.name}", subtitle, table)
-    return folder / "index.html"
-
-
-def _table(records: Iterable[Record]) -> pd.DataFrame:
-    return pd.DataFrame([record.fields() for record in records], columns=list(_COLUMNS))
+def index(folder: Path, subtitle: str) -> None:
+    """Write index.html: every executed notebook of the folder, with a link to its page."""
+    lines = []
+    for path in sorted(folder.glob("*.json")):
+        if record := load_record(path):
+            line = dict(zip(_COLUMNS, map(html.escape, record.fields()), strict=True))
+            page = path.with_suffix(".html")
+            if page.exists():
+                line["notebook"] = f'<a href="{html.escape(page.name)}">{line["notebook"]}</a>'
+            if record.reason:
+                line["status"] = f"<b>{line['status']}</b>: {html.escape(record.reason)}"
+            lines.append(line)
+    table = pd.DataFrame(lines, columns=_COLUMNS).to_html(index=False, escape=False, border=0)
+    write_atomically(folder / "index.html", _INDEX.format(title=folder.name, subtitle=subtitle, table=table))
 
 
 def summary(records: Sequence[Record]) -> str:
     """The records as a table of plain text, a failure's reason under its line."""
-    texts = _table(records).to_string(index=False, max_colwidth=60).splitlines()
+    table = pd.DataFrame([record.fields() for record in records], columns=_COLUMNS)
+    texts = table.to_string(index=False, max_colwidth=60).splitlines()
     reasons = ["", *(record.reason for record in records)]
     return "\n".join(
         f"{text}\n    {reason}" if reason else text for text, reason in zip(texts, reasons, strict=True)

@@ -18,7 +18,7 @@ SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summa
 NAMES = (START, *(problem.name for problem in PROBLEMS))
 # The heart of a problem, a kernel or a wrapper, is one cell of up to 45 lines; most cells are far shorter.
 MOST_LINES, MEDIAN_LINES, MOST_IMPORTS, MOST_BYTES = 45, 6, 6, 2**20
-_ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w.]|\bC:\\")
+_ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w./]+|\bC:\\")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 
 
@@ -61,9 +61,13 @@ def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
     first = notebook.cells[0].source.split("\n")[0] if notebook.cells else ""
     if first != wanted:
         yield f"the first line is {first!r}; allowed: {wanted!r}"
-    for what, text in first_cell(notebook).items():
+    about = first_cell(notebook)
+    for what, text in about.items():
         if not text:
             yield f"the first cell has no {what.strip('*:')}"
+    editions = tuple(map(int, re.findall(r"\b20\d\d\b", about["*Handout problem"])))
+    if editions not in [problem.editions for problem in PROBLEMS if problem.name == name]:
+        yield f"the first cell names the editions {editions}"
 
 
 def _sections(notebook: NotebookNode) -> Iterator[str]:
@@ -76,7 +80,7 @@ def _sections(notebook: NotebookNode) -> Iterator[str]:
 def _parameters(notebook: NotebookNode) -> Iterator[str]:
     try:
         parameters = read_parameters(notebook)
-    except ValueError as error:
+    except (SyntaxError, ValueError) as error:
         yield str(error)
         return
     if not parameters:
@@ -101,7 +105,7 @@ def _cells(notebook: NotebookNode) -> Iterator[str]:
         if unfinished := re.search(r"\b(TODO|FIXME|XXX)\b", cell.source):
             yield f"{unfinished[0]} is left in: {cell.source.strip().splitlines()[0]!r}"
         if path := _ABSOLUTE_PATH.search(cell.source):
-            yield f"absolute path in a cell: {_around(cell.source, path)!r}"
+            yield f"absolute path in a cell: {path[0]!r}"
 
 
 def _imports(notebook: NotebookNode) -> Iterator[str]:
@@ -111,7 +115,8 @@ def _imports(notebook: NotebookNode) -> Iterator[str]:
     found = [node for _, node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
     ours = {alias.asname or alias.name for node in found if imported(node) for alias in node.names}
     for count, node in nodes:
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and _root(node) in {"page", *ours}:
+        private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
+        if private and ast.unparse(node).partition(".")[0] in {"page", *ours}:
             yield f"cell [{count}] uses {ast.unparse(node)}; allowed: public names"
     if len(found) > MOST_IMPORTS:
         yield f"{len(found)} imports; allowed: {MOST_IMPORTS}"
@@ -122,11 +127,6 @@ def _imports(notebook: NotebookNode) -> Iterator[str]:
         deep = [module for module in modules if module.startswith("cs336_systems.") and module.count(".") > 1]
         if deep or any(alias.name.startswith("_") for alias in node.names):
             yield f"`{ast.unparse(node)}`; allowed: public names of a room, as in cs336_systems.report"
-
-
-def _root(node: ast.expr) -> str:
-    """What an attribute is one of, in the end: "a" of a.b.c."""
-    return _root(node.value) if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def _answers(notebook: NotebookNode) -> Iterator[str]:
@@ -151,23 +151,14 @@ def _outputs(notebook: NotebookNode) -> Iterator[str]:
             for kind in data:
                 if kind.startswith("image/") and kind != "image/png":
                     yield f"{where}: {kind}; allowed: image/png"
-            for text in _texts(output):
+            texts = [data[kind] for kind in data if kind.startswith("text/")] + [output.get("text", "")]
+            for text in texts:
                 if "<svg" in text:
                     yield f"{where}: an SVG picture; allowed: image/png"
                 if path := _ABSOLUTE_PATH.search(text):
-                    yield f"{where}: absolute path {_around(text, path)!r}"
+                    yield f"{where}: absolute path {path[0]!r}"
                 if address := _ADDRESS.search(text):
-                    yield f"{where}: memory address {_around(text, address)!r}, another one in each run"
-
-
-def _texts(output: NotebookNode) -> list[str]:
-    data = output.get("data", {})
-    texts = [data[kind] for kind in data if kind.startswith("text/")] + [output.get("text", "")]
-    return texts + output.get("traceback", [])
-
-
-def _around(text: str, match: re.Match) -> str:
-    return text[max(0, match.start() - 20) : match.end() + 20]
+                    yield f"{where}: memory address {address[0]!r}, another one in each run"
 
 
 def _metadata(notebook: NotebookNode) -> Iterator[str]:
