@@ -16,14 +16,7 @@ from cs336_systems.bench.profile_bench import (
     profile_rows,
 )
 from cs336_systems.measure import nsys
-from cs336_systems.measure.profile import (
-    ProfileError,
-    class_shares,
-    kernel_table,
-    range_table,
-    stages,
-    within,
-)
+from cs336_systems.measure.profile import ProfileError, kernel_table, range_table, stages
 from cs336_systems.measure.rows import load_rows, save_rows
 from cs336_systems.measure.torch_trace import read_trace
 
@@ -47,8 +40,8 @@ def test_a_train_step_on_the_cpu(tmp_path):
         assert calls[f"{layer}/attn/attention/{part}", "aten::bmm"] == 1
     # Each of forward's 2 * 7 + 1 linear layers and 2 * 2 matmuls of attention has two matmuls in backward.
     matmuls = table[table.kernel.isin(["aten::mm", "aten::bmm"])]
-    assert within(matmuls, "forward").calls.sum() == 15 + 4
-    assert within(matmuls, "backward").calls.sum() == 2 * (15 + 4)
+    found = matmuls.groupby(stages(matmuls)).calls.sum().to_dict()
+    assert found == {"forward": 15 + 4, "backward": 2 * (15 + 4)}
 
     assert kernel_table(read_trace(tmp_path / "tiny.json")).equals(table)
 
@@ -163,14 +156,13 @@ def test_both_profilers_agree_on_a_gpu(tmp_path):
     if reason := nsys.why_no_nsys():
         pytest.skip(reason)
     target = Target(model_size="small", context_length=512, pass_="forward_backward", device="cuda")
-    by_nsys, by_torch = (
-        class_shares(kernel_table(profile_model(target, tmp_path / source, source))).set_index("class")
-        for source in ("nsys", "torch")
-    )
+    tables = [kernel_table(profile_model(target, tmp_path / source, source)) for source in ("nsys", "torch")]
+    by_nsys, by_torch = (table.groupby("class")[["calls", "total_ms"]].sum() for table in tables)
     assert by_nsys.calls.to_dict() == pytest.approx(by_torch.calls.to_dict())
-    counts = by_torch.share > 0.01  # a class of a few short kernels varies from step to step
+    share = by_torch.total_ms / by_torch.total_ms.sum()
+    counts = share > 0.01  # a class of a few short kernels varies from step to step
     assert by_nsys.total_ms[counts].to_dict() == pytest.approx(by_torch.total_ms[counts].to_dict(), rel=0.05)
-    assert by_nsys.share.get("other", 0) < 0.02
+    assert share.get("other", 0) < 0.02
 
 
 @pytest.mark.gpu
@@ -179,5 +171,4 @@ def test_torch_profiler_on_a_gpu(tmp_path):
     assert profile.source == "torch cuda"
     table = kernel_table(profile)
     assert set(stages(table)) == {"forward", "backward", "optimizer"}
-    assert within(table, "attention/softmax").calls.sum() > 0
-    assert not table.range.isna().any()
+    assert table.range.str.contains("/attention/softmax").any()

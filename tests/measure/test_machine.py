@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from cs336_systems.measure import machine as module
-from cs336_systems.measure.machine import (
-    MachineCard,
-    card_path,
-    load_card,
-    machine_card,
-    machine_slug,
-)
+from cs336_systems.measure.machine import MachineCard, card_path, load_card, machine_card, machine_slug
 from cs336_systems.measure.rows import save_rows
 from cs336_systems.measure.validation import RowError
 
@@ -59,27 +53,22 @@ def keep(figures, card):
     (figures / card.slug / "machine.json").write_text(json.dumps(dataclasses.asdict(card)))
 
 
-def test_a_card_is_measured_once_and_then_read(measured):
+def test_a_card_is_measured_once_and_for_another_gpu_or_version_anew(measured, figures):
     first = machine_card("cpu")
     assert machine_card("cpu") == first == load_card(first.slug)
     assert len(measured) == 1
     machine_card("cpu", refresh=True)
     assert len(measured) == 2
-
-
-@pytest.mark.parametrize("change", [{"gpu": "NVIDIA A100"}, {"torch": "1.0.0"}, {"triton": "0.1"}])
-def test_a_card_of_another_gpu_or_version_is_measured_anew(measured, figures, change):
-    card = machine_card("cpu")
-    keep(figures, dataclasses.replace(card, **change))
-    assert machine_card("cpu") == dataclasses.replace(card, measured_at=load_card(card.slug).measured_at)
-    assert len(measured) == 2
+    for number, change in enumerate([{"gpu": "NVIDIA A100"}, {"torch": "1.0.0"}, {"triton": "0.1"}]):
+        keep(figures, dataclasses.replace(first, **change))
+        card = machine_card("cpu")
+        assert card == dataclasses.replace(first, measured_at=card.measured_at)
+        assert len(measured) == 3 + number
 
 
 def test_the_card_describes_this_machine_and_nobody(measured):
     card = machine_card("cpu")
-    assert (card.gpu, card.gpu_memory_gib, card.torch) == ("none", None, torch.__version__)
-    assert card.cores >= 1
-    assert card.memory_gib > 0.5
+    assert (card.gpu, card.torch) == ("none", torch.__version__)
     text = card_path(card.slug).read_text()
     for secret in (socket.gethostname(), str(Path.home()), str(Path.cwd())):
         assert secret not in text
@@ -89,7 +78,6 @@ def test_the_card_describes_this_machine_and_nobody(measured):
 def test_rates_of_this_cpu_are_plausible():
     device = torch.device("cpu")
     rates = module._matmul_tflops(device)
-    assert "tf32" not in rates
     assert 1e-4 < rates["float32"] < 100
     assert 0.1 < module._copy_gbps(device) < 10_000
 
@@ -116,25 +104,20 @@ def test_the_reference_is_measured_again_only_where_that_is_asked_for(monkeypatc
 
 def test_a_card_that_is_not_there_or_damaged_is_a_clear_error(figures):
     keep(figures, H200)
-    with pytest.raises(FileNotFoundError, match=r"h100.*h200"):
+    with pytest.raises(FileNotFoundError, match="h200"):
         load_card("h100")
     for damage in ("{", "[]", '{"slug": "h200"}'):
         (figures / "h200" / "machine.json").write_text(damage)
-        with pytest.raises(ValueError, match=r"h200/machine.json is damaged"):
+        with pytest.raises(ValueError, match="h200/machine"):
             load_card("h200")
 
 
 def test_rows_measured_here_cannot_become_those_of_another_machine(figures, monkeypatch):
     keep(figures, H200)
     monkeypatch.setattr(module, "gpu_names", lambda: ["none"])
-    with pytest.raises(RowError, match=r"'h200' has the GPU 'NVIDIA H200'.*none"):
+    with pytest.raises(RowError, match="NVIDIA H200"):
         save_rows([ROW], *TABLE, machine="h200")
     assert not (figures / "h200" / "slug").exists()
-
-
-def test_by_default_rows_are_saved_for_this_machine(measured):
-    path = save_rows([ROW], *TABLE)
-    assert path.parent.parent.name == machine_card().slug
 
 
 @pytest.mark.gpu
@@ -143,4 +126,3 @@ def test_a_gpus_card_is_measured(figures):
     assert card.gpu == torch.cuda.get_device_name()
     assert card.matmul_tflops["bfloat16"] > 2 * card.matmul_tflops["float32"]
     assert 100 < card.copy_gbps < 20_000
-    print(card.line())

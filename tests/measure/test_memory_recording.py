@@ -25,19 +25,11 @@ from cs336_systems.model import build_model
 
 PARAMETER, STATE, INPUT, SAVED, SCRATCH, GRADIENT = (0x1000 * n for n in range(1, 7))
 LINE = {"filename": "/home/me/cs336/lib/cs336_systems/model.py", "line": 90, "name": "forward"}
-TORCH = {
-    "filename": "/usr/lib/python3/site-packages/torch/nn/modules/module.py",
-    "line": 1,
-    "name": "_call_impl",
-}
+TORCH = LINE | {"filename": "/usr/lib/python3/site-packages/torch/nn/modules/module.py"}
 
 
 def change(action: str, address: int, mib: int, time_us: int, *frames: dict) -> dict:
     return {"action": action, "addr": address, "size": mib * MIB, "time_us": time_us, "frames": list(frames)}
-
-
-def annotation(stage: str, name: str, time_us: int) -> dict:
-    return {"stage": stage, "name": name, "time_us": time_us, "device": 0}
 
 
 def a_snapshot() -> dict:
@@ -48,6 +40,8 @@ def a_snapshot() -> dict:
         for address, mib in owned.items()
     ]
     blocks.append({"address": SAVED, "requested_size": 0, "state": "inactive"})
+    ranges = [("forward", 1005, 1035), ("layers.0", 1008, 1030), ("backward", 1040, 1070)]
+    ranges += [("optimizer", 1075, 1090), ("Optimizer.step#AdamW.step", 1076, 1089)]
     return {
         "segments": [{"device": 0, "blocks": blocks}],
         "device_traces": [
@@ -68,16 +62,9 @@ def a_snapshot() -> dict:
             ]
         ],
         "external_annotations": [
-            annotation("START", "forward", 1005),
-            annotation("START", "layers.0", 1008),
-            annotation("END", "layers.0", 1030),
-            annotation("END", "forward", 1035),
-            annotation("START", "backward", 1040),
-            annotation("END", "backward", 1070),
-            annotation("START", "optimizer", 1075),
-            annotation("START", "Optimizer.step#AdamW.step", 1076),
-            annotation("END", "Optimizer.step#AdamW.step", 1089),
-            annotation("END", "optimizer", 1090),
+            {"stage": stage, "name": name, "time_us": time_us, "device": 0}
+            for name, *times in ranges
+            for stage, time_us in zip(("START", "END"), times, strict=True)
         ],
     }
 
@@ -101,32 +88,23 @@ def trained(tmp_path_factory):
     return steps, record_memory(steps, "train_step", stem), stem
 
 
-def test_every_allocation_has_a_category(history):
-    found = history.allocations.set_index("size_bytes").category
-    assert {size // MIB: found[size] for size in (4 * MIB, 16 * MIB, MIB, 2 * MIB, 3 * MIB)} == {
-        4: "activations",
-        16: "optimizer state",
-        1: "other",
-        2: "temporary",
-        3: "temporary",
-    }
-    assert sorted(found[8 * MIB]) == ["gradients", "parameters", "temporary"]
-
-
-def test_ranges_and_lines(history):
-    saved = history.allocations.query("category == 'activations'").iloc[0]
-    assert saved["range"] == "forward/layers.0"
-    assert saved.code == "model.py:90 forward", "the innermost line of ours"
-    assert set(history.allocations.query("category == 'gradients'")["range"]) == {"backward"}
+def test_every_allocation_has_a_category_a_range_and_a_line(history):
+    found = history.allocations.sort_values(["size_bytes", "category"])
+    assert list(zip(found.size_bytes // MIB, found.category, strict=True)) == [
+        *((1, "other"), (2, "temporary"), (3, "temporary"), (4, "activations")),
+        *((8, "gradients"), (8, "parameters"), (8, "temporary"), (16, "optimizer state")),
+    ]
+    saved = found[found.category == "activations"].iloc[0]
+    assert (saved["range"], saved.code) == ("forward/layers.0", "model.py:90 forward"), (
+        "the innermost of ours"
+    )
+    assert set(found[found.category == "gradients"]["range"]) == {"backward"}
     assert history.stages.name.tolist() == ["forward", "backward", "optimizer"]
 
 
 def test_timeline_adds_up(history):
     held = timeline(history).set_index("at_ms")
-    stages = held.pop("stage")
-    assert stages.tolist() == ["forward"] * 4 + ["backward"] * 4 + ["optimizer"] * 2
-    at_first = held.loc[0.0][held.loc[0.0] > 0].to_dict()
-    assert at_first == {"parameters": 8, "optimizer state": 16, "other": 1}
+    assert held.pop("stage").tolist() == ["forward"] * 4 + ["backward"] * 4 + ["optimizer"] * 2
     assert held.sum(axis=1).tolist() == [25, 29, 31, 29, 37, 40, 37, 33, 41, 33]
     assert held.index[-1] == pytest.approx(0.080)
     few = timeline(history, points=3)
@@ -141,17 +119,13 @@ def test_a_timeline_is_rows_and_back(history):
     pd.testing.assert_frame_equal(timeline_of_rows(shuffled), timeline(history), check_dtype=False)
 
 
-def test_peak_of_each_stage(history):
+def test_peak_of_each_stage_and_largest_allocations(history):
     peaks = stage_peaks(history).set_index("stage")
     assert peaks.total.to_dict() == {"forward": 31, "backward": 40, "optimizer": 41}
     assert peaks.activations.to_dict() == {"forward": 4, "backward": 4, "optimizer": 0}
-
-
-def test_largest_allocations_group_layers(history):
     top = largest_allocations(history, 3)
     assert top.size_mib.tolist() == [8, 8, 4]
     assert top["range"].tolist()[-1] == "forward/layers.*"
-    assert top["count"].tolist() == [1, 1, 1]
 
 
 def test_memory_freed_in_the_step_but_older_than_it():
@@ -173,7 +147,7 @@ def test_the_line_is_the_innermost_of_ours():
 
 def test_a_real_step_keeps_what_accounting_says(trained):
     """Parameters, gradients and state exactly; activations to the few hundred bytes of scalars."""
-    steps, history, _ = trained
+    steps, history, stem = trained
     held = history.allocations.groupby("category").size_bytes.sum()
     parameters = sum(parameter.nbytes for parameter in steps.model.parameters())
     buffers = sum(buffer.nbytes for buffer in steps.model.buffers())
@@ -182,22 +156,11 @@ def test_a_real_step_keeps_what_accounting_says(trained):
     gradients, activations = held["gradients"], held["activations"]
     assert gradients == pytest.approx(parameters, rel=0.06), "a gradient may be a view of a larger buffer"
     assert activations == pytest.approx(accounting.activation_bytes(model_size("tiny"), 2, 32), abs=512)
-
-
-def test_a_real_step_has_stages_and_ranges(trained):
-    _, history, _ = trained
     assert history.stages.name.tolist() == ["forward", "backward", "optimizer"]
-    peaks = stage_peaks(history).set_index("stage")
-    assert peaks.total.idxmax() == "backward"
-    assert peaks.activations["optimizer"] == 0
+    assert stage_peaks(history).set_index("stage").total.idxmax() == "backward"
     assert "forward/layers.*/attn/attention/softmax" in set(largest_allocations(history, 30)["range"])
-
-
-def test_inference_leaves_no_activations(trained, tmp_path):
-    steps, *_ = trained
-    history = record_memory(steps, "forward", tmp_path / "forward")
-    assert "activations" not in set(history.allocations.category)
-    assert history.stages.name.tolist() == ["forward"]
+    inference = record_memory(steps, "forward", stem.with_name("forward"))
+    assert "activations" not in set(inference.allocations.category)
 
 
 def test_on_cuda_the_snapshot_is_kept(trained, tmp_path, monkeypatch):
@@ -210,7 +173,7 @@ def test_on_cuda_the_snapshot_is_kept(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "device", torch.device("cuda"))
     monkeypatch.setattr(steps, "train_step", lambda: None)
     history = record_memory(steps, "train_step", tmp_path / "deep" / "step")
-    assert history.stages.name.tolist() == ["forward", "backward", "optimizer"]
+    assert len(history.stages) == 3
     assert calls[0]["global_record_annotations"]
     assert calls[-1] == {"enabled": None}
     assert pickle.loads((tmp_path / "deep" / "step.pickle").read_bytes()) == a_snapshot()

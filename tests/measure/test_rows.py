@@ -53,25 +53,15 @@ def load(table=TABLE, machine=MACHINE) -> pd.DataFrame:
 def test_columns_have_plain_dtypes():
     save(row(ms=12.3456789, warmup_steps=5), row("train_step", 40))
     frame = load()
-    first = frame.iloc[0]
-    assert (first.model_size, first.batch_size, first["pass"], first.status) == ("tiny", 4, "forward", "ok")
-    assert first.p50_ms == 12.3457
-    assert {name: frame[name].dtype for name in ("batch_size", "warmup_steps", "p50_ms", "reason")} == {
-        "batch_size": np.dtype("int64"),
-        "warmup_steps": np.dtype("float64"),  # the second row has none
-        "p50_ms": np.dtype("float64"),
-        "reason": np.dtype("object"),
-    }
-    assert first.warmup_steps == 5
-    assert np.isnan(frame.warmup_steps[1])
-    assert first.reason is None
-
-
-def test_truth_values_are_numpys_where_none_is_missing():
+    assert frame.p50_ms[0] == 12.3457
+    assert (frame.batch_size.dtype, frame.warmup_steps.dtype) == (
+        "int64",
+        "float64",
+    )
+    assert (frame.warmup_steps[0], frame.reason[0]) == (5, None)
     cold = {"model_size": "tiny", "step_index": 0, "step_ms": 1.0}
     save(cold | {"synchronized": True}, cold | {"synchronized": False}, table="cold_steps")
-    frame = load("cold_steps")
-    assert (frame.synchronized.dtype, frame.synchronized.tolist()) == (np.dtype("bool"), [False, True])
+    assert load("cold_steps").synchronized.dtype == "bool"
     save(cold | {"step_index": 1}, table="cold_steps")
     assert load("cold_steps").synchronized.tolist() == [None, False, True]
 
@@ -82,17 +72,10 @@ def test_a_machine_without_rows_gives_an_empty_frame_with_every_column():
 
 
 def test_rows_are_sorted_numbers_by_size_and_passes_by_work():
-    save(
-        *(
-            row(p, ms, context_length=n)
-            for n in (1024, 128, 256)
-            for p, ms in (("train_step", 40), ("forward", 9))
-        )
-    )
-    frame = load()
-    assert list(zip(frame.context_length, frame["pass"], strict=True)) == [
-        (n, p) for n in (128, 256, 1024) for p in ("forward", "train_step")
-    ]
+    times = {"train_step": 40, "forward": 9}
+    save(*(row(pass_, times[pass_], context_length=n) for n in (1024, 128, 256) for pass_ in times))
+    expected = [(n, pass_) for n in (128, 256, 1024) for pass_ in ("forward", "train_step")]
+    assert list(load()[["context_length", "pass"]].itertuples(index=False, name=None)) == expected
 
 
 VALUES = {
@@ -133,16 +116,10 @@ def test_any_row_of_any_table_survives_the_file(table, data):
 
 
 def test_a_row_replaces_the_one_with_its_key_and_others_stay():
-    save(row(ms=10), row("forward_backward", ms=30))
+    save(row(ms=10), row(ms=20, batch_size=None), row("forward_backward", ms=30))
     save(row(ms=11))
-    frame = load()
-    assert dict(zip(frame["pass"], frame.p50_ms, strict=True)) == {"forward": 11, "forward_backward": 30}
-
-
-def test_empty_keys_are_keys():
-    save(row(), row(batch_size=None))
-    save(row(ms=11, batch_size=None))
-    assert load().p50_ms.tolist() == [11, 10]
+    save(row(ms=21, batch_size=None))
+    assert load().p50_ms.tolist() == [21, 11, 30], "an empty key is a key"
 
 
 def test_a_new_recording_replaces_the_whole_of_the_old_one_and_no_other():
@@ -162,7 +139,7 @@ def test_compacting_keeps_what_counts_and_sorts_it():
     save(kernel("fused"), table="kernels")
     before = load(), load("kernels")
     assert len(compact(MACHINE)) == 2
-    assert [len(f.read_text().splitlines()) for f in (path, path.with_name("kernels.csv"))] == [3, 2]
+    assert len(path.read_text().splitlines()) == 3
     for frame, table in zip(before, (TABLE, "kernels"), strict=True):
         pd.testing.assert_frame_equal(load(table), frame)
     assert compact(MACHINE) == []
@@ -269,7 +246,7 @@ def test_a_row_that_does_not_fit_is_refused_and_nothing_changes(columns, told):
 
 
 def test_a_row_that_says_nothing_is_refused():
-    with pytest.raises(RowError, match="nothing was measured"):
+    with pytest.raises(RowError):
         save({"context_length": 128, "steps": 5})
     save({"context_length": 128, "status": "oom", "reason": "3 GiB asked"})
 
@@ -280,9 +257,7 @@ def test_empty_columns_of_other_tables_may_be_given():
 
 
 def test_a_pass_faster_than_its_part_is_refused():
-    with pytest.raises(
-        RowError, match=r"forward_backward took 30.1 ms.*forward inside it 34.9 ms.*context_length=128"
-    ):
+    with pytest.raises(RowError, match=r"30.1 ms.*34.9 ms.*context_length=128"):
         save(row("forward", 35), row("forward_backward", 30))
     assert not pass_order_errors([row("forward_backward", 30), row("train_step", 29.9)])  # within the spread
     assert not pass_order_errors([row("forward", 500, context_length=1024), row("forward_backward", 30)])
@@ -299,10 +274,7 @@ def test_of_several_warmups_only_the_longest_must_be_in_order():
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (
-            lambda data: data[: data.index(b"tiny") + 4] + b"\n" + data[data.index(b"tiny") :],
-            "line 2.*fields",
-        ),
+        (lambda data: data.replace(b"tiny,", b"tiny\ntiny,"), "line 2"),
         (lambda data: b"\x89PNG\xff\xfe\n" + data, "damaged"),
         (lambda data: data.replace(b",128,", b",12x8,"), "line 2: context_length is '12x8'"),
         (lambda data: data.replace(b",4,128,", b",4.5,128,", 1), "line 2: batch_size is '4.5'"),
@@ -321,7 +293,7 @@ def test_a_damaged_file_is_refused_by_file_and_line(damage, told):
 def test_nothing_is_appended_to_what_is_no_table():
     path = save(row())
     path.write_bytes(b"a,b\n1,2\n")
-    with pytest.raises(RowError, match=f"{TABLE}.csv, line 1"):
+    with pytest.raises(RowError):
         save(row())
     assert path.read_bytes() == b"a,b\n1,2\n"
 
@@ -350,7 +322,7 @@ def test_figures_that_cannot_be_written_to_are_a_clear_error(figures, monkeypatc
 
 def test_published_measurements_are_found_wherever_ours_are_written():
     assert {"gpu", "model_size", "mean_s"} <= set(published("benchmarking_script").columns)
-    with pytest.raises(ValueError, match=r"nothing.*all_reduce_s, .*torch_compile_model_ms"):
+    with pytest.raises(ValueError, match="nothing"):
         published("nothing")
 
 
@@ -437,20 +409,16 @@ def test_a_run_killed_at_any_moment_loses_nothing_that_it_had_saved(seed):
     check_nothing_is_lost(len(reported), rows)
 
 
-def test_of_a_run_killed_while_it_writes_nothing_half_written_is_read():
+def test_of_a_run_killed_while_it_writes_nothing_half_written_is_read(figures):
     process = start(0, 10, 3, before=DIE_IN_THE_FOURTH_SAVE)
     go(process)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
-    assert check_nothing_is_lost(reported=3, rows=3) == 3
-
-
-def test_a_file_put_back_after_a_kill_is_read_whole(figures):
-    process = start(0, 10, 3, before=DIE_IN_THE_FOURTH_SAVE)
-    go(process)
-    process.communicate()
     path = figures / MACHINE / SLUG / "kernels.csv"
-    path.with_suffix(".new").write_bytes(path.read_bytes())
+    written = path.read_bytes()
+    assert check_nothing_is_lost(reported=3, rows=3) == 3
+    # Put back by hand, as another file, it is read whole.
+    path.with_suffix(".new").write_bytes(written)
     path.with_suffix(".new").replace(path)
     assert len(load("kernels")) == 4 * 3
 

@@ -1,5 +1,6 @@
 """Timing: what is measured is the step, out of memory is a result, and its memory comes back."""
 
+import contextlib
 import gc
 import time
 import weakref
@@ -13,7 +14,6 @@ from cs336_systems.measure.timing import (
     CPU_STEPS,
     SLOW_STEPS,
     Timing,
-    is_out_of_memory,
     matmul_precision,
     release_memory,
     resolve_device,
@@ -24,10 +24,10 @@ from cs336_systems.measure.timing import (
 )
 
 
-def test_warm_up_and_measured_steps_are_kept_apart():
-    calls = []
-    timing = time_steps(lambda: calls.append(1), device="cpu", warmup_steps=2, steps=3)
-    assert (len(calls), len(timing.warmup_ms), timing.steps, timing.status) == (5, 2, 3, "ok")
+def test_steps_get_what_was_prepared_for_them_and_the_warm_up_is_kept_apart():
+    prepared, seen = iter(range(10)), []
+    timing = time_steps(seen.append, prepare=lambda: next(prepared), device="cpu", warmup_steps=2, steps=3)
+    assert (seen, len(timing.warmup_ms), timing.steps, timing.status) == ([0, 1, 2, 3, 4], 2, 3, "ok")
 
 
 def test_the_time_is_that_of_the_step_without_its_preparation():
@@ -37,12 +37,6 @@ def test_the_time_is_that_of_the_step_without_its_preparation():
 
     timing = time_steps(time.sleep, prepare=prepare, device="cpu", warmup_steps=0, steps=3)
     assert 5 <= min(timing.step_ms) < 15
-
-
-def test_a_step_gets_what_was_prepared_for_it_each_time_anew():
-    prepared, seen = iter(range(10)), []
-    time_steps(seen.append, prepare=lambda: next(prepared), device="cpu", warmup_steps=1, steps=2)
-    assert seen == [0, 1, 2]
 
 
 def test_the_summary_of_known_steps():
@@ -59,11 +53,8 @@ def test_a_cold_trace_answers_for_every_shorter_warm_up(trace, data):
     steps = data.draw(st.integers(1, len(trace) - warmup))
     shorter = cold.after_warmup(warmup, steps)
     assert list(shorter.step_ms) == trace[warmup : warmup + steps]
-
-
-def test_more_steps_than_the_trace_has_are_refused():
-    with pytest.raises(ValueError, match="of 3 steps was asked for 4"):
-        Timing(step_ms=(1.0, 2.0), warmup_ms=(3.0,)).after_warmup(2, 2)
+    with pytest.raises(ValueError, match=f"of {len(trace)} steps"):
+        cold.after_warmup(warmup, len(trace) - warmup + 1)
 
 
 class FakeStep:
@@ -142,30 +133,20 @@ def test_what_was_prepared_for_the_failing_step_comes_back_too():
 
 
 def test_other_errors_propagate():
-    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-    assert not is_out_of_memory(error)
     with pytest.raises(RuntimeError, match="shapes"):
-        time_steps(FakeStep(error), device="cpu")
+        time_steps(FakeStep(RuntimeError("mat1 and mat2 shapes cannot be multiplied")), device="cpu")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "inside"), [("tf32", "high"), ("float32", "highest"), ("float16", "highest")]
-)
+@pytest.mark.parametrize(("dtype", "inside"), [("tf32", "high"), ("float16", "highest")])
 @pytest.mark.parametrize("before", ["highest", "high"])
 def test_tf32_is_allowed_inside_only(dtype, inside, before):
-    seen = []
-
-    def fail():
-        with matmul_precision(dtype):
-            seen.append(torch.get_float32_matmul_precision())
-            raise KeyError
-
     original = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(before)
     try:
-        with pytest.raises(KeyError):
-            fail()
-        assert (seen, torch.get_float32_matmul_precision()) == ([inside], before)
+        with contextlib.suppress(KeyError), matmul_precision(dtype):
+            assert torch.get_float32_matmul_precision() == inside
+            raise KeyError
+        assert torch.get_float32_matmul_precision() == before
     finally:
         torch.set_float32_matmul_precision(original)
 
@@ -181,24 +162,18 @@ def test_tf32_where_pytorchs_newer_switch_was_used():
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_devices():
+def test_devices(monkeypatch):
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(ValueError, match=r"tpu.*auto, cpu, cuda"):
+    with pytest.raises(ValueError, match="tpu"):
         resolve_device("tpu")
-
-
-def test_cuda_asked_for_where_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(RuntimeError, match=r"cuda.*no CUDA GPU.*auto, cpu"):
+    with pytest.raises(RuntimeError, match="cuda"):
         resolve_device("cuda")
-
-
-def test_a_gpu_that_is_not_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert resolve_device("cuda:1") == torch.device("cuda:1")
-    with pytest.raises(RuntimeError, match=r"cuda:0.*cuda:1"):
+    with pytest.raises(RuntimeError, match=r"cuda:0.*cuda:1"):  # events would time the current one
         resolve_device("cuda:0")
 
 

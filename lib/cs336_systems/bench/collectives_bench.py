@@ -13,8 +13,6 @@ from cs336_systems.measure.distributed_timing import time_together
 from cs336_systems.names import COLLECTIVES, check_choice
 from cs336_systems.parallel import WorkerContext, stream
 
-Row = dict[str, Any]
-
 # PyTorch 2.13 renamed these two and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -25,24 +23,19 @@ def benchmark_collectives(
     *,
     backend: str = "auto",
     collectives: Iterable[str] = tuple(COLLECTIVES),
-    message_mb: Iterable[float] = (1, 10, 100),
-    warmup_steps: int = 5,
-    steps: int = 10,
-    limit_s: float = math.inf,
     timeout_s: float = 3600.0,
-) -> Iterator[list[Row]]:
+    **options: Any,
+) -> Iterator[list[dict[str, Any]]]:
     """Time collectives of float32 in `world_size` processes; yields a row for each size and collective.
 
     Args:
-        message_mb: sizes in MB of 2**20 bytes, rounded up to whole elements on every rank.
-        limit_s: time for one row, see `time_together`.
         backend, timeout_s: as in `launch`.
+        options: message_mb, warmup_steps, steps and limit_s, as in `time_collectives`.
 
     Raises:
         ValueError: a collective is unknown.
     """
-    options = {"warmup_steps": warmup_steps, "steps": steps, "limit_s": limit_s}
-    options |= {"collectives": tuple(collectives), "message_mb": tuple(message_mb)}
+    options["collectives"] = tuple(collectives)
     for name in options["collectives"]:
         check_choice("collective", name, COLLECTIVES)
     yield from stream(time_collectives, world_size, backend=backend, timeout_s=timeout_s, **options)
@@ -62,18 +55,16 @@ def time_collectives(
     All ranks start together, each waits until it is done, and the slowest rank counts. On GPUs a step is 20
     collectives in a row, as in nccl-tests: a small one alone would be shorter than the wait for its end.
     Bandwidths are those of the median time.
+
+    Args:
+        message_mb: sizes in MB of 2**20 bytes, rounded up to whole elements on every rank.
+        limit_s: time for one row, see `time_together`.
     """
-    calls = 20 if context.device.type == "cuda" else 1
+    how = {"warmup_steps": warmup_steps, "steps": steps, "limit_s": limit_s}
+    how["calls"] = 20 if context.device.type == "cuda" else 1
     for size_mb, collective in itertools.product(message_mb, tuple(collectives)):
         elements = context.world_size * math.ceil(size_mb * MB / 4 / context.world_size)
-        timing = time_together(
-            _operation(collective, elements, context),
-            context,
-            warmup_steps=warmup_steps,
-            steps=steps,
-            calls=calls,
-            limit_s=limit_s,
-        )
+        timing = time_together(_operation(collective, elements, context), context, **how)
         sent = (4 * elements, timing.p50_ms / 1e3)
         row = {"collective": collective, "message_mb": size_mb, "dtype": "float32"}
         row |= {"world_size": context.world_size, "backend": context.backend, "warmup_steps": warmup_steps}

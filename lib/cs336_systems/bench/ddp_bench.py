@@ -45,7 +45,6 @@ def benchmark_ddp(
     warmup_steps: int = 5,
     steps: int = 10,
     profile: bool = False,
-    timeout_s: float = 3600.0,
 ) -> Iterator[tuple[str, list[Row]]]:
     """Time training steps in `world_size` processes, a row for each wrapper and bucket size.
 
@@ -67,7 +66,6 @@ def benchmark_ddp(
             world of one.
         profile: afterwards, look at the kernels of a step too, which takes seconds a row. Of "torch", and of
             all timelines, the first bucket size only.
-        backend, timeout_s: as in `launch`.
 
     Raises:
         ValueError: a name is unknown, a batch cannot be shared equally, or "single" is not alone.
@@ -82,22 +80,12 @@ def benchmark_ddp(
         check_shares(batch_size, world_size)
     variants = bucket_variants(implementations, tuple(bucket_sizes_mb))
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
-    keys = [
-        model_key(
-            config,
-            context_length,
-            batch_size,
-            "train_step",
-            dtype,
-            name,
-            warmup_steps,
-            attention_implementation,
-        )
-        | {**group, "bucket_size_mb": bucket_size_mb}
-        for dtype, batch_size, (name, bucket_size_mb) in itertools.product(dtypes, batch_sizes, variants)
-    ]
-    options = {"backend": group["backend"], "timeout_s": timeout_s}
-    yield from stream(_measure_all, world_size, keys, steps, profile, **options)
+    keys = []
+    for dtype, batch_size, (name, size) in itertools.product(dtypes, batch_sizes, variants):
+        what = (context_length, batch_size, "train_step", dtype, name, warmup_steps, attention_implementation)
+        keys.append(model_key(config, *what) | group | {"bucket_size_mb": size})
+    how = {"backend": group["backend"], "timeout_s": 3600.0}
+    yield from stream(_measure_all, world_size, keys, steps, profile, **how)
 
 
 def bucket_variants(
@@ -108,14 +96,13 @@ def bucket_variants(
     Raises:
         ValueError: there is no such wrapper.
     """
-    implementations = tuple(implementations)
+    variants = []
     for name in implementations:
         names.check_choice("implementation", name, names.WRAPPERS)
-    return [
-        (name, size)
-        for name in implementations
-        for size in (bucket_sizes_mb if names.WRAPPERS[name].has_buckets else (None,))
-    ]
+        variants += [
+            (name, size) for size in (bucket_sizes_mb if names.WRAPPERS[name].has_buckets else [None])
+        ]
+    return variants
 
 
 def check_shares(batch_size: int, world_size: int) -> None:
@@ -143,20 +130,21 @@ class DataParallelSteps(ModelSteps):
         """Forward, backward, the mean of the gradients, and AdamW."""
         self.forward_backward()
         self.communicate()
-        self._update()
+        self.update()
 
     def train_without_communication(self) -> None:
         """The same on this rank alone, to see how much of the communication a step does not hide."""
         with self.model.no_sync():
             self.forward_backward()
-        self._update()
+        self.update()
 
     def communicate(self) -> None:
         """Average whatever has not been averaged; after a pass under no_sync(), that is everything."""
         with annotate("communication"):
             self.model.finish_gradient_synchronization()
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """The optimizer's step."""
         with annotate("optimizer"):
             self.optimizer.step()
 
@@ -199,12 +187,8 @@ def _measure(context: WorkerContext, key: Row, measure: Callable[[], Row]) -> Ro
 
 
 def _build(context: WorkerContext, key: Row) -> DataParallelSteps:
-    model = build_model(
-        find_size(key["model_size"], key["edition"]),
-        key["context_length"],
-        attention_implementation=key["attention"],
-        device=context.device,
-    )
+    config, how = find_size(key["model_size"], key["edition"]), {"attention_implementation": key["attention"]}
+    model = build_model(config, key["context_length"], **how, device=context.device)
     wrapped = wrap(model, key["implementation"], key["bucket_size_mb"])
     share = key["batch_size"] // context.world_size
     return DataParallelSteps(wrapped, share, key["context_length"], key["dtype"])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cs336_systems.bench.ddp_bench import bucket_variants, check_shares, wrap
 from cs336_systems.bench.model_bench import model_key
+from cs336_systems.configs import ModelConfig
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import build_model
@@ -34,7 +35,6 @@ def training_drift(
     context_length: int = 16,
     batch_size: int = 4,
     steps: int = 4,
-    timeout_s: float = 600.0,
 ) -> Iterator[list[Row]]:
     """Train under each wrapper, and beside it one process on the whole batch; yields the rows of each step.
 
@@ -44,7 +44,6 @@ def training_drift(
 
     Args:
         batch_size: sequences in the global batch, of which each rank takes its equal share.
-        backend, timeout_s: as in `launch`.
 
     Raises:
         ValueError: a name is unknown, or the batch cannot be shared equally.
@@ -60,20 +59,23 @@ def training_drift(
         | {**group, "bucket_size_mb": size, "optimizer": optimizer}
         for (name, size), optimizer in itertools.product(variants, optimizers)
     ]
-    yield from stream(_compare, world_size, keys, steps, backend=group["backend"], timeout_s=timeout_s)
+    yield from stream(_compare, world_size, keys, steps, backend=group["backend"])
 
 
 def _compare(context: WorkerContext, keys: list[Row], steps: int) -> None:
     """The worker: trains both models side by side on every rank."""
     for key in keys:
-        alone = _build(context, key, seed=0)
-        wrapped = wrap(_build(context, key, context.rank), key["implementation"], key["bucket_size_mb"])
+        config = find_size(key["model_size"], key["edition"])
+        alone, mine = (_build(config, key, context, seed) for seed in (0, context.rank))
+        wrapped = wrap(mine, key["implementation"], key["bucket_size_mb"])
         optimizers = [OPTIMIZERS[key["optimizer"]](model.parameters()) for model in (alone, wrapped)]
         share = key["batch_size"] // context.world_size
-        mine = slice(context.rank * share, (context.rank + 1) * share)
+        shares = slice(None), slice(context.rank * share, (context.rank + 1) * share)
         for step in range(1, steps + 1):
-            tokens = _tokens(context, key, seed=step - 1)
-            for model, part, optimizer in zip((alone, wrapped), (slice(None), mine), optimizers, strict=True):
+            generator = torch.Generator().manual_seed(step - 1)  # the same batch on every rank
+            shape = key["batch_size"], key["context_length"] + 1
+            tokens = torch.randint(config.vocab_size, shape, generator=generator).to(context.device)
+            for model, part, optimizer in zip((alone, wrapped), shares, optimizers, strict=True):
                 optimizer.zero_grad()
                 cross_entropy(model(tokens[part, :-1]), tokens[part, 1:]).backward()
                 if model is wrapped:
@@ -84,18 +86,9 @@ def _compare(context: WorkerContext, keys: list[Row], steps: int) -> None:
             context.send([{**key, "step_index": step, **row} for row in rows])
 
 
-def _build(context: WorkerContext, key: Row, seed: int) -> nn.Module:
+def _build(config: ModelConfig, key: Row, context: WorkerContext, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    config = find_size(key["model_size"], key["edition"])
     return build_model(config, key["context_length"], device=context.device)
-
-
-def _tokens(context: WorkerContext, key: Row, seed: int) -> Tensor:
-    """The whole batch of a step, the same on every rank."""
-    config = find_size(key["model_size"], key["edition"])
-    generator = torch.Generator().manual_seed(seed)
-    shape = (key["batch_size"], key["context_length"] + 1)
-    return torch.randint(config.vocab_size, shape, generator=generator).to(context.device)
 
 
 def _flat(model: nn.Module) -> Tensor:

@@ -13,23 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cs336_systems import names
 from cs336_systems.accounting import attention_peak_bytes
 from cs336_systems.bench.eligibility import AttentionFunction, backend_of, why_not
+from cs336_systems.measure import timing
 from cs336_systems.measure.clocks import watched_clocks
 from cs336_systems.measure.requirements import why_no_compile, why_no_memory
-from cs336_systems.measure.timing import (
-    MIB,
-    Timing,
-    matmul_precision,
-    one_line,
-    release_memory,
-    resolve_device,
-    run_or_out_of_memory,
-    time_cold_cache,
-)
+from cs336_systems.measure.timing import MIB, Timing, time_cold_cache
 from cs336_systems.measure.validation import measured_in_order, pass_order_errors
 
 DO_BENCH, CUDA_GRAPH, WALL_CLOCK, LEADERBOARD = "do_bench", "cuda_graph", "wall_clock", "leaderboard"
@@ -98,10 +89,10 @@ def time_cell(
     if function is None:
         names.check_choice("implementation", cell.implementation, names.ATTENTION)
         function = names.load(names.ATTENTION[cell.implementation].function)
-    device = resolve_device(device)
+    device = timing.resolve_device(device)
     cell = cell.on(device)
-    durations_ms = durations_ms or DURATIONS_MS[cell.protocol]
-    durations = dict(zip(("warmup_ms", "repeat_ms"), durations_ms, strict=True))
+    warmup_ms, repeat_ms = durations_ms or DURATIONS_MS[cell.protocol]
+    durations = {"warmup_ms": warmup_ms, "repeat_ms": repeat_ms}
     refused = None
     if cell.protocol == LEADERBOARD and (reason := why_no_compile(device)):
         refused = Timing(status="skipped", reason=reason)
@@ -111,7 +102,7 @@ def time_cell(
         values = stopped.as_row() if stopped else _timed(cell, function, pass_, device, durations)
         return asdict(cell) | {"pass": pass_} | values
 
-    with matmul_precision(cell.dtype):
+    with timing.matmul_precision(cell.dtype):
         refused = refused or why_not(cell.implementation, function, cell.dtype, cell.d_head, device)
         rows = measured_in_order(lambda: [row(pass_) for pass_ in PASSES[cell.protocol]])
     if contradictions := pass_order_errors(rows):
@@ -143,7 +134,7 @@ def _timed(
 ) -> dict[str, Any]:
     """The values of one pass."""
     if device.type == "cuda" and torch.cuda.memory_reserved(device) > KEPT_BYTES:
-        release_memory(device)
+        timing.release_memory(device)
     before = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else 0
 
     def measure() -> Timing:
@@ -154,28 +145,24 @@ def _timed(
         do = torch.randn(cell.shape, **factory)
         if cell.protocol == CUDA_GRAPH:
             return _time_graph(lambda: torch.autograd.grad(function(q, k, v, cell.is_causal), (q, k, v), do))
-        step = _step_of(pass_, lambda: function(q, k, v, cell.is_causal), do)
+        output = function(q, k, v, cell.is_causal) if pass_ == "backward" else None
+        step = {
+            "forward": lambda: function(q, k, v, cell.is_causal),
+            "backward": lambda: output.backward(do, retain_graph=True),
+            "forward_backward": lambda: function(q, k, v, cell.is_causal).backward(do),
+        }[pass_]
         return time_cold_cache(step, device=device, to_clear=(q, k, v), **durations)
 
     clocks = watched_clocks(device) if cell.protocol == LEADERBOARD else nullcontext({})
     with backend_of(cell.implementation), clocks as seen:
         try:
-            timing, reason = run_or_out_of_memory(measure, device)
+            timed, reason = timing.run_or_out_of_memory(measure, device)
         except Exception as error:  # compilers and launchers raise what they like
-            timing, reason = Timing(status="error", reason=one_line(error)), ""
-    timing = timing or Timing(status="oom", reason=reason)
-    if timing.peak_memory_mib is not None:
-        timing = replace(timing, peak_memory_mib=timing.peak_memory_mib - before)
-    return timing.as_row() | seen
-
-
-def _step_of(pass_: str, forward: Callable[[], Tensor], do: Tensor) -> Callable[[], Any]:
-    if pass_ == "forward":
-        return forward
-    if pass_ == "backward":
-        output = forward()
-        return lambda: output.backward(do, retain_graph=True)
-    return lambda: forward().backward(do)
+            timed, reason = Timing(status="error", reason=timing.one_line(error)), ""
+    timed = timed or Timing(status="oom", reason=reason)
+    if timed.peak_memory_mib is not None:
+        timed = replace(timed, peak_memory_mib=timed.peak_memory_mib - before)
+    return timed.as_row() | seen
 
 
 def _time_graph(step: Callable[[], Any]) -> Timing:

@@ -37,13 +37,10 @@ def sweep_resources(
     Raises:
         ValueError: a name is unknown. RuntimeError: a tile does not compile.
     """
-    for what, given, allowed in (
-        ("kernel", kernels, (*KERNELS, *HOPPER_KERNELS)),
-        ("dtype", dtypes, DTYPES),
-        ("capability", capabilities, SHARED_LIMIT),
-    ):
+    allowed = {"kernel": (*KERNELS, *HOPPER_KERNELS), "dtype": DTYPES, "capability": SHARED_LIMIT}
+    for what, given in zip(allowed, (kernels, dtypes, capabilities), strict=True):
         for value in given:
-            check_choice(what, value, allowed)
+            check_choice(what, value, allowed[what])
     for capability in capabilities:
         yield compile_tiles((*place, capability) for place in itertools.product(kernels, dtypes, d_heads))
 
@@ -55,22 +52,12 @@ def shipped_tiles() -> pd.DataFrame:
         ValueError: the tiles have changed since.
     """
     table = load_rows(**PLACE)
-    places = table.groupby(["kernel", "dtype", "d_head", "capability"])
-    stale = [place[0] for place, rows in places if not _is_shipped(rows, *place)]
-    if stale or table.empty:
-        raise ValueError(
-            f"the rows are older than the tiles of attention.config ({', '.join(stale) or 'none'}); "
-            f"write them again: python -m {__name__}"
-        )
+    for (kernel, *place), rows in table.groupby(["kernel", "dtype", "d_head", "capability"]):
+        tiles = [tile.row() for tile in config_for_capability(*place).tiles.get(kernel) or ()]
+        recorded = rows.astype(object).where(rows.notna(), None)[[*tiles[0]] if tiles else ["kernel"]]
+        if set(recorded.itertuples(index=False, name=None)) != {tuple(tile.values()) for tile in tiles}:
+            raise ValueError(f"rows of {kernel} are of older tiles; write them anew: python -m {__name__}")
     return table
-
-
-def _is_shipped(rows: pd.DataFrame, kernel: str, dtype: str, d_head: int, capability: int) -> bool:
-    tiles = config_for_capability(dtype, d_head, capability).tiles.get(kernel, ())
-    if not tiles:
-        return False
-    recorded = rows.astype(object).where(rows.notna(), None)[[*tiles[0].row()]]
-    return set(recorded.itertuples(index=False, name=None)) == {tuple(x.row().values()) for x in tiles}
 
 
 if __name__ == "__main__":

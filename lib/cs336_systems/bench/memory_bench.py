@@ -9,25 +9,12 @@ import torch
 from cs336_systems import accounting
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure.allocations import (
-    CATEGORIES,
-    MIB,
-    MemoryHistory,
-    largest_allocations,
-    stage_peaks,
-    timeline,
-    timeline_rows,
-)
+from cs336_systems.measure import allocations, timing
+from cs336_systems.measure.allocations import MIB, MemoryHistory
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps, autocast
 from cs336_systems.measure.requirements import why_no_memory
 from cs336_systems.measure.saved_tensors import saved_for_backward
-from cs336_systems.measure.timing import (
-    matmul_precision,
-    release_memory,
-    resolve_device,
-    run_or_out_of_memory,
-)
 from cs336_systems.model import TransformerBlock, build_model
 
 Rows = list[dict[str, Any]]
@@ -56,26 +43,27 @@ def memory_rows(
         step's peak in the allocator's blocks and in what was asked of it; "memory_timeline"; and
         "largest_allocations", ten of them. Of a step that did not run, one row of "memory_peaks".
     """
-    device = resolve_device(device)
+    device = timing.resolve_device(device)
     key = model_key(config, context_length, batch_size, pass_, dtype)
     needed = accounting.peak_bytes(config, batch_size, context_length, pass_, dtype)
     if reason := why_no_memory(needed, device):
         return {"memory_peaks": [key | {"status": "skipped", "reason": reason}]}
 
-    def second_step() -> tuple[MemoryHistory, float | None]:
+    def record() -> tuple[MemoryHistory, float | None]:
         model = build_model(config, context_length, device=device)
         return _second_step(ModelSteps(model, batch_size, context_length, dtype), pass_, stem)
 
-    with matmul_precision(dtype):
-        recorded, reason = run_or_out_of_memory(second_step, device)
-    release_memory(device)
+    with timing.matmul_precision(dtype):
+        recorded, reason = timing.run_or_out_of_memory(record, device)
+    timing.release_memory(device)
     if recorded is None:
         return {"memory_peaks": [key | {"status": "oom", "reason": reason}]}
     history, peak_mib = recorded
-    largest = largest_allocations(history).rename_axis("rank_by_size").reset_index()
+    largest = allocations.largest_allocations(history).rename_axis("rank_by_size").reset_index()
+    thin = allocations.timeline(history, points=TIMELINE_POINTS)
     tables = {
         "memory_peaks": _peak_rows(history, peak_mib),
-        "memory_timeline": timeline_rows(timeline(history, points=TIMELINE_POINTS)),
+        "memory_timeline": allocations.timeline_rows(thin),
         "largest_allocations": largest.to_dict("records"),
     }
     return {table: [key | row for row in rows] for table, rows in tables.items()}
@@ -91,10 +79,9 @@ def block_rows(
 ) -> Rows:
     """What one TransformerBlock saves for backward, and its gradients, as rows of the table "block_tensors".
 
-    Tensors that are "saved" have the module in the block, the operation as `tensor`, and its line; each
-    "gradient" has its parameter's name as `tensor`.
+    The `tensor` of what is "saved" is the operation that saved it, of a "gradient" its parameter's name.
     """
-    device = resolve_device(device)
+    device = timing.resolve_device(device)
     key = model_key(config, context_length, batch_size, dtype=dtype)
     block = one_block(config, context_length, device)
     x = torch.randn(batch_size, context_length, config.d_model, device=device, requires_grad=True)
@@ -111,7 +98,7 @@ def block_rows(
         for name, parameter in block.named_parameters()
     ]
     del block, x, output
-    release_memory(device)
+    timing.release_memory(device)
     return [key | row for row in rows]
 
 
@@ -135,8 +122,8 @@ def _second_step(steps: ModelSteps, pass_: str, stem: Path) -> tuple[MemoryHisto
 
 
 def _peak_rows(history: MemoryHistory, peak_mib: float | None) -> Rows:
-    peaks = stage_peaks(history)
+    peaks = allocations.stage_peaks(history)
     requested_mib = peaks.pop("total").max()
     peaks = peaks.assign(peak_memory_mib=peak_mib or requested_mib, requested_memory_mib=requested_mib)
     known = ["stage", "at_ms", "peak_memory_mib", "requested_memory_mib"]
-    return peaks.melt(known, CATEGORIES, "category", "size_mib").to_dict("records")
+    return peaks.melt(known, allocations.CATEGORIES, "category", "size_mib").to_dict("records")

@@ -54,21 +54,14 @@ class _Logged:
         return super()._message(number)
 
 
-class _LoggedOverlapped(_Logged, OverlappedDDP):
-    pass
-
-
-class _LoggedBucketed(_Logged, BucketedDDP):
-    pass
-
-
 def _log_steps(
     context: WorkerContext, bucket_sizes_mb: tuple[float | None, ...], steps: int
 ) -> list[dict[str, Any]]:
     rows = []
     for size in bucket_sizes_mb:
         module = build_model(model_size("tiny"), 16, device=context.device)
-        wrapped = _LoggedOverlapped(module) if size is None else _LoggedBucketed(module, bucket_size_mb=size)
+        wrapper, options = (OverlappedDDP, {}) if size is None else (BucketedDDP, {"bucket_size_mb": size})
+        wrapped = type("Logged", (_Logged, wrapper), {})(module, **options)
         tokens = torch.zeros(1, 16, dtype=torch.long, device=context.device)
         for step in range(1, steps + 1):
             wrapped.log = []

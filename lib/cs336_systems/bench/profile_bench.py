@@ -18,19 +18,16 @@ import torch
 
 from cs336_systems import accounting, names
 from cs336_systems.bench.model_bench import model_key
-from cs336_systems.configs import ModelConfig, model_size
-from cs336_systems.measure import nsys, torch_trace
+from cs336_systems.configs import model_size
+from cs336_systems.measure import nsys, timing, torch_trace
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.profile import Profile, ProfileError, kernel_rows, kernel_table, range_table
 from cs336_systems.measure.requirements import why_no_memory
-from cs336_systems.measure.timing import (
-    matmul_precision,
-    release_memory,
-    resolve_device,
-    run_or_out_of_memory,
-)
+from cs336_systems.measure.timing import matmul_precision, resolve_device
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate, recording
+
+Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -49,14 +46,11 @@ class Target:
     warmup_steps: int = 5
     steps: int = 3
 
-    @property
-    def config(self) -> ModelConfig:
-        return model_size(self.model_size, self.edition)
-
     def key(self) -> dict[str, Any]:
         """The key columns of its rows, but for the profiler."""
+        config = model_size(self.model_size, self.edition)
         shape = self.context_length, self.batch_size, self.pass_, self.dtype
-        return model_key(self.config, *shape, self.implementation, self.warmup_steps, self.attention)
+        return model_key(config, *shape, self.implementation, self.warmup_steps, self.attention)
 
 
 def option(name: str) -> str:
@@ -101,9 +95,7 @@ def profile_model(target: Target, stem: Path, source: str = "auto") -> Profile:
         raise
 
 
-def profile_rows(
-    target: Target, source: str = "auto", *, keep: Path | None = None
-) -> dict[str, list[dict[str, Any]]]:
+def profile_rows(target: Target, source: str = "auto", *, keep: Path | None = None) -> dict[str, Rows]:
     """Profile a target. Returns the rows of the tables "kernels" and "ranges"; what cannot run is a status.
 
     Args:
@@ -115,39 +107,38 @@ def profile_rows(
     device = resolve_device(target.device)
     source = choose_source(device, source)
     key = target.key() | {"profiler": source if source == "nsys" else f"torch {device.type}"}
+    tables = _profiled(target, device, source, keep)
+    return {table: [key | row for row in rows] for table, rows in tables.items()}
 
-    def failed(status: str, reason: str) -> dict[str, list[dict[str, Any]]]:
-        return {table: [key | {"status": status, "reason": reason}] for table in ("kernels", "ranges")}
 
-    shape = target.batch_size, target.context_length
-    needed = accounting.peak_bytes(target.config, *shape, target.pass_, target.dtype)
+def _profiled(target: Target, device: torch.device, source: str, keep: Path | None) -> dict[str, Rows]:
+    def failed(status: str, reason: str) -> dict[str, Rows]:
+        return {table: [{"status": status, "reason": reason}] for table in ("kernels", "ranges")}
+
+    config, shape = model_size(target.model_size, target.edition), (target.batch_size, target.context_length)
+    needed = accounting.peak_bytes(config, *shape, target.pass_, target.dtype)
     if reason := why_no_memory(needed, device):
         return failed("skipped", reason)
     with tempfile.TemporaryDirectory() as folder:
         stem = Path(folder) / "profile"
         try:
-            profile, reason = run_or_out_of_memory(lambda: profile_model(target, stem, source), device)
+            found, reason = timing.run_or_out_of_memory(lambda: profile_model(target, stem, source), device)
         except ProfileError as error:
             return failed("error", str(error))
         finally:
-            release_memory(device)
-        if profile is None:
+            timing.release_memory(device)
+        if found is None:
             return failed("oom", reason)
         if keep and source == "torch":
             torch_trace.keep_one_step(stem.with_suffix(".json"), keep)
-    tables = {
-        "kernels": kernel_rows(kernel_table(profile)),
-        "ranges": range_table(profile).to_dict("records"),
-    }
-    return {table: [key | row for row in rows] for table, rows in tables.items()}
+    return {"kernels": kernel_rows(kernel_table(found)), "ranges": range_table(found).to_dict("records")}
 
 
 def prepare(target: Target) -> Callable[[], None]:
     """Build and warm up; what is returned runs the measured steps, each in a range `measure`, ranges on."""
-    device = resolve_device(target.device)
-    model = build_model(
-        target.config, target.context_length, attention_implementation=target.attention, device=device
-    )
+    device, config = resolve_device(target.device), model_size(target.model_size, target.edition)
+    attention = {"attention_implementation": target.attention}
+    model = build_model(config, target.context_length, **attention, device=device)
     compiled = target.implementation == "compiled"
     if compiled:
         model.compile(dynamic=False)

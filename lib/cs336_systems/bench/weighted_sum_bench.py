@@ -8,15 +8,9 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels.weighted_sum import forward_from_descriptor, weighted_sum
-from cs336_systems.measure import (
-    Timing,
-    release_memory,
-    resolve_device,
-    run_or_out_of_memory,
-    time_cold_cache,
-    why_no_compile,
-    why_no_triton,
-)
+from cs336_systems.measure import timing
+from cs336_systems.measure.requirements import why_no_compile, why_no_triton
+from cs336_systems.measure.timing import Timing, time_cold_cache
 from cs336_systems.names import WEIGHTED_SUMS, check_choice, torch_dtype
 
 PASSES = ("forward", "backward")
@@ -45,40 +39,33 @@ def sweep_weighted_sum(
     dtypes: Sequence[str] = ("float32",),
     device: str | torch.device = "auto",
 ) -> Iterator[list[dict[str, Any]]]:
-    """Time every combination with a cold cache; yields rows of table weighted_sum_times.
-
-    Args:
-        num_rows: of x (num_rows, d_model).
+    """Time every combination over x (num_rows, d_model) with a cold cache; yields rows of weighted_sum_times.
 
     Raises:
         ValueError: a name is unknown. RuntimeError: the device is not there.
     """
-    device = resolve_device(device)
+    device = timing.resolve_device(device)
     for name in implementations:
         check_choice("implementation", name, WEIGHTED_SUMS)
     for pass_ in passes:
         check_choice("pass", pass_, PASSES)
     for dtype, name, rows in itertools.product(dtypes, implementations, num_rows):
         key = {"implementation": name, "num_rows": rows, "d_model": d_model, "dtype": dtype}
-        yield [
-            key | {"pass": pass_} | _benchmark(name, (rows, d_model), dtype, pass_, device)
-            for pass_ in passes
-        ]
+        how = (name, (rows, d_model), dtype)
+        yield [key | {"pass": pass_} | _benchmark(*how, pass_, device).as_row() for pass_ in passes]
 
 
-def _benchmark(
-    name: str, shape: tuple[int, int], dtype: str, pass_: str, device: torch.device
-) -> dict[str, Any]:
+def _benchmark(name: str, shape: tuple[int, int], dtype: str, pass_: str, device: torch.device) -> Timing:
     reason = why_no_compile(device) if name == "compiled" else ""
     if name.startswith("triton"):
         reason = why_no_triton(device)
     if (name, pass_) == ("triton_descriptor", "backward"):
         reason = "written for the forward pass only"
     if reason:
-        return Timing(status="skipped", reason=reason).as_row()
-    timing, reason = run_or_out_of_memory(lambda: _time(name, shape, dtype, pass_, device), device)
-    release_memory(device)
-    return (timing or Timing(status="oom", reason=reason)).as_row()
+        return Timing(status="skipped", reason=reason)
+    timed, reason = timing.run_or_out_of_memory(lambda: _time(name, shape, dtype, pass_, device), device)
+    timing.release_memory(device)
+    return timed or Timing(status="oom", reason=reason)
 
 
 def _time(name: str, shape: tuple[int, int], dtype: str, pass_: str, device: torch.device) -> Timing:

@@ -41,23 +41,19 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.kernels.empty or self.kernels.kind.isin(("memcpy", "memset")).all():
-            raise ProfileError(
-                f"the {self.source} profile has no kernel in it; did the program run to its end, and compute "
-                "on the device inside the capture?"
-            )
-        if self.ranges.empty:
-            raise ProfileError(
-                f"the {self.source} profile has {len(self.kernels)} kernels and no ranges to put them in; "
-                "run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
-            )
+            what = "no kernel in it; did the program compute on the device inside the capture?"
+        elif self.ranges.empty:
+            what = "no ranges in it; run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
+        else:
+            return
+        raise ProfileError(f"the {self.source} profile has {what}")
 
 
 def attribute(profile: Profile) -> pd.DataFrame:
     """`profile.kernels` with `range` (path of the ranges open at launch), `kernel` (short name) and `class`.
 
-    Inside a range called optimizer, elementwise work, reductions and copies count as "optimizer": an
-    optimizer written in plain PyTorch launches the same kernels as everybody, and only the range tells them
-    apart.
+    Inside a range called optimizer, elementwise work, reductions and copies count as "optimizer": written in
+    plain PyTorch it launches the same kernels as everybody, and only the range tells them apart.
     """
     kernels = profile.kernels.copy()
     kernels["range"], _ = range_paths(profile.ranges, kernels)
@@ -107,19 +103,13 @@ def range_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
     for opened in ranges.itertuples():
         own = kernels[(kernels.process == opened.process) & _inside(kernels.launch_ns, opened)]
         busy = union(zip(own.start_ns, own.end_ns, strict=True))
-        records.append(
-            {
-                "range": opened.range,
-                "host_ms": (opened.end_ns - opened.start_ns) * MS,
-                "device_span_ms": (busy[-1][1] - busy[0][0]) * MS if busy else 0.0,
-                "device_busy_ms": sum(end - start for start, end in busy) * MS,
-                "calls": len(own),
-            }
-        )
-    table = pd.DataFrame(records).groupby("range", sort=False).mean().reset_index()
-    return table.assign(
-        device_idle_share=1 - table.device_busy_ms / table.device_span_ms.where(table.calls > 0)
-    )
+        host, span = opened.end_ns - opened.start_ns, busy[-1][1] - busy[0][0] if busy else 0
+        times = [time * MS for time in (host, span, sum(end - start for start, end in busy))]
+        records.append((opened.range, *times, len(own)))
+    columns = ["range", "host_ms", "device_span_ms", "device_busy_ms", "calls"]
+    table = pd.DataFrame(records, columns=columns).groupby("range", sort=False).mean().reset_index()
+    span_ms = table.device_span_ms.where(table.calls > 0)
+    return table.assign(device_idle_share=1 - table.device_busy_ms / span_ms)
 
 
 def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -161,31 +151,10 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def within(table: pd.DataFrame, path: str) -> pd.DataFrame:
-    """Rows of a kernel table whose range is, or lies inside, a range of this path: "attention/softmax"."""
-    return table[("/" + table.range + "/").str.contains(f"/{path}/", regex=False)]
-
-
 def stages(table: pd.DataFrame) -> pd.Series:
     """The part of each row's range right after the root: forward, backward, optimizer; or the root itself."""
     parts = table.range.str.split("/")
     return parts.str[1].fillna(parts.str[0])
-
-
-def class_shares(table: pd.DataFrame) -> pd.DataFrame:
-    """calls, total_ms and share of the time per class, the largest first; the classes add up to the whole."""
-    return _shares(table, ["class"])
-
-
-def top_kernels(table: pd.DataFrame, count: int = 5) -> pd.DataFrame:
-    """The kernels with most time, over all ranges and grids: kernel, class, calls, total_ms, share."""
-    return _shares(table, ["kernel", "class"]).head(count)
-
-
-def _shares(table: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
-    totals = table.groupby(columns)[["calls", "total_ms"]].sum()
-    totals["share"] = totals.total_ms / totals.total_ms.sum()
-    return totals.sort_values("total_ms", ascending=False).reset_index()
 
 
 def one_step(profile: Profile, number: int = -1, root: str = "measure") -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -35,11 +35,12 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tupl
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         output = forward()
     if not on_cuda:
-        return _storage_bytes(saved), _storage_bytes([*saved, output, *inputs])
-    return _storage_bytes(saved), torch.cuda.memory_allocated(device) - before + _storage_bytes(inputs)
+        return storage_bytes(saved), storage_bytes([*saved, output, *inputs])
+    return storage_bytes(saved), torch.cuda.memory_allocated(device) - before + storage_bytes(inputs)
 
 
-def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind some tensors, each counted once."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -1,6 +1,5 @@
 """What the rows of profiled and recorded steps say: kernels by class, attention's parts, peaks of memory."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pandas as pd
@@ -8,11 +7,12 @@ import pandas as pd
 from cs336_systems import accounting
 from cs336_systems.configs import model_size
 from cs336_systems.measure.allocations import MIB
-from cs336_systems.measure.profile import class_shares, stages, top_kernels, within
+from cs336_systems.measure.profile import stages
 from cs336_systems.report.labels import SCOPES
 
 _RUN = ["profiler", "implementation", "attention", "edition", "model_size", "batch_size", "context_length"]
 _RUN += ["dtype"]
+_SCOPE = [*_RUN, "scope"]
 
 # What tells one recording of memory from another, and what its peak is the sum of.
 RECORDING = ["edition", "model_size", "batch_size", "context_length", "dtype", "pass"]
@@ -40,24 +40,20 @@ def by_scope(kernels: pd.DataFrame) -> pd.DataFrame:
 
 def shares(scoped: pd.DataFrame) -> pd.DataFrame:
     """Calls, total_ms and share of each class in each run and scope."""
-    return _of_each_run(scoped, class_shares)
+    return _sums(scoped, ["class"])
 
 
 def leaders(scoped: pd.DataFrame) -> pd.DataFrame:
-    """The kernel with most time in each run and scope: kernel, class, calls, total_ms, share."""
-
-    def leader(rows: pd.DataFrame) -> pd.DataFrame:
-        shares = top_kernels(rows, len(rows))  # of the whole, "rest" included, which is many kernels
-        return shares[shares.kernel != "rest"].head(1)
-
-    return _of_each_run(scoped, leader)
+    """The kernel with most time in each run and scope: kernel, class, calls, total_ms, share of the whole."""
+    sums = _sums(scoped, ["kernel", "class"])
+    return sums[sums.kernel != "rest"].groupby(_SCOPE).head(1).reset_index(drop=True)  # that is many kernels
 
 
-def _of_each_run(scoped: pd.DataFrame, summary: Callable[[pd.DataFrame], pd.DataFrame]) -> pd.DataFrame:
-    keys = [*_RUN, "scope"]
-    tables = [summary(rows).assign(**dict(zip(keys, key, strict=True))) for key, rows in scoped.groupby(keys)]
-    nothing = pd.DataFrame(columns=[*keys, "kernel", "class", "calls", "total_ms", "share"])
-    return pd.concat(tables, ignore_index=True) if tables else nothing
+def _sums(scoped: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
+    sums = scoped.groupby([*_SCOPE, *columns])[["calls", "total_ms"]].sum()
+    sums["share"] = sums.total_ms / sums.groupby(_SCOPE).total_ms.transform("sum")
+    largest_first = [True] * len(_SCOPE) + [False]
+    return sums.reset_index().sort_values([*_SCOPE, "total_ms"], ascending=largest_first, ignore_index=True)
 
 
 def attention_parts(kernels: pd.DataFrame) -> pd.DataFrame:
@@ -67,7 +63,7 @@ def attention_parts(kernels: pd.DataFrame) -> pd.DataFrame:
         The run; part; total_ms, measured; flops and bytes, of `accounting`, for float32.
     """
     kernels = kernels[(kernels.status == "ok") & (kernels["pass"] == "forward")]
-    inside = within(kernels, "attention").copy()
+    inside = kernels[("/" + kernels.range + "/").str.contains("/attention/", regex=False)].copy()
     inside["part"] = inside.range.str.split("/").str[-1]
     around = inside.part.isin(["scores", "values"]) & (inside["class"] != "matmul")
     inside.loc[around, "part"] = "scale and mask"  # and the copies that a matmul asks for
