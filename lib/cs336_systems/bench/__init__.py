@@ -11,9 +11,12 @@ _MODULES = {
     "model_bench": ("cold_start_steps", "model_key", "sweep_model"),
     "collectives_bench": ("benchmark_collectives", "time_collectives"),
     "ddp_bench": ("DDP_SLUGS", "DataParallelSteps", "benchmark_ddp"),
+    "sharding_bench": ("SHARDING_SLUG", "ShardedSteps", "benchmark_sharding"),
     "overlap_bench": ("profile_lanes", "profile_overlap"),
     "drift_bench": ("training_drift",),
+    "layer_bytes": ("count_sent_bytes",),
     "message_log": ("log_messages",),
+    "ring_bytes": ("count_ring_bytes",),
     "checkpointing_bench": ("block_bytes", "sweep_checkpointing"),
     "flash_bench": ("Cell", "leaderboard_step", "time_cell"),
     "flash_sweep": (

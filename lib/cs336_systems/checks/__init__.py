@@ -1,4 +1,4 @@
-"""What "correct" means, for ours and for the reader's own: attention, weighted sums, data parallelism.
+"""What "correct" means, for ours and for the reader's own: attention, weighted sums, parallelism.
 
 Names are imported on first use.
 """
@@ -10,7 +10,9 @@ _MODULES = {
     "attention_checks": ("BASIC", "EVERYTHING", "AttentionCase", "check_attention", "check_logsumexp"),
     "ddp_checks": ("check_ddp",),
     "flash_steps": ("check_backward", "check_delta", "check_forward", "check_mask", "check_visit"),
+    "ring_checks": ("check_ring", "run_ring"),
     "steps": ("step",),
+    "tensor_parallel_checks": ("check_tensor_parallel",),
     "weighted_sum_checks": ("check_weighted_sum",),
 }
 _OFFERED = {name: module for module, names in _MODULES.items() for name in names}

@@ -1,9 +1,10 @@
-"""Several processes at once: starting them, and the wrappers that train a module data-parallel in them."""
+"""Several processes at once: starting them, and what trains a module in them."""
 
 from cs336_systems.parallel.adapters import TorchDDP
 from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, NaiveDDP
 from cs336_systems.parallel.launch import WorkerError, launch, stream
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes, fill_buckets
+from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU
 from cs336_systems.parallel.worker import WorkerContext, backends_here, choose_backend
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "FlatDDP",
     "NaiveDDP",
     "OverlappedDDP",
+    "TensorParallelSwiGLU",
     "TorchDDP",
     "WorkerContext",
     "WorkerError",

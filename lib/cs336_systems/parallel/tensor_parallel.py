@@ -1,0 +1,77 @@
+"""Tensor parallelism of a SwiGLU layer: each rank has a slice of its width, and two all-reduces join them.
+
+Shoeybi et al. 2019 (Megatron-LM), section 3: w1 and w3 are cut by output features ("column parallel"), so
+that silu and the product need nobody else's slice, and w2 by input features ("row parallel"): each rank then
+holds a term of the output, and an all-reduce adds them up. Backward is the mirror image.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cs336_systems.model import SwiGLU
+
+
+class _SumGradient(torch.autograd.Function):
+    """Forward: as it is. Backward: each rank has the gradient through its slice; they are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """Forward: the terms of all ranks are added up. Backward: as it is, for every term has that gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class TensorParallelSwiGLU(nn.Module):
+    """This rank's slice of a SwiGLU layer; its output and the gradient of its input are those of the whole.
+
+    Args:
+        full: the layer, with the same weights on every rank of the group.
+        group: the ranks that share it; by default all. Every rank gives the layer the same input.
+
+    Attributes:
+        w1, w3: (d_ff / n, d_model), this rank's rows of the layer's.
+        w2: (d_model, d_ff / n), this rank's columns of the layer's.
+
+    Raises:
+        ValueError: the group cannot share d_ff evenly.
+    """
+
+    def __init__(self, full: SwiGLU, group: dist.ProcessGroup | None = None):
+        super().__init__()
+        self.group = group
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        d_ff = full.w1.weight.shape[0]
+        if d_ff % ranks:
+            raise ValueError(f"d_ff is {d_ff}; allowed: a multiple of {ranks}, the ranks that share it")
+        for name, dimension in (("w1", 0), ("w2", 1), ("w3", 0)):
+            weight = getattr(full, name).weight.detach().chunk(ranks, dimension)[rank]
+            setattr(self, name, nn.Parameter(weight.clone(memory_format=torch.contiguous_format)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (..., d_model), the same on every rank, as is what comes out."""
+        x = _SumGradient.apply(x, self.group)
+        hidden = F.silu(F.linear(x, self.w1)) * F.linear(x, self.w3)
+        return _Sum.apply(F.linear(hidden, self.w2), self.group)
