@@ -19,6 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+# PyTorch 2.13 renamed both and warns about the old names. Named, not bound, so that calls can be watched.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+
 
 class AllReduceMean:
     """An all-reduce in flight: after `wait()`, `tensor` holds its mean over the ranks.
@@ -68,9 +74,13 @@ class DataParallel(nn.Module):
         self._synchronizes = True
         self._backend = dist.get_backend()  # asked once: a message should cost the CPU little
         check_ranks_agree(self._description())
-        if not self._trainable:
-            raise ValueError(f"{type(module).__name__} has no trainable parameter; allowed: one or more")
+        self._check_module()
         broadcast_from_rank_0(module)
+
+    def _check_module(self) -> None:
+        """Refuse what cannot be wrapped, knowing that all ranks have the same."""
+        if not self._trainable:
+            raise ValueError(f"{type(self.module).__name__} has no trainable parameter; allowed: one or more")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -147,14 +157,18 @@ class FlatDDP(DataParallel):
     """After backward, one all-reduce of all gradients, copied into one tensor (one per dtype) and back."""
 
     def _average_gradients(self) -> None:
-        gradients = [self._gradient(index) for index in range(len(self._trainable))]
-        for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-            group = [gradient for gradient in gradients if gradient.dtype == dtype]
-            flat = torch.cat([gradient.flatten() for gradient in group])
-            AllReduceMean(flat, self._backend).wait()
-            means = flat.split([gradient.numel() for gradient in group])
-            for gradient, mean in zip(group, means, strict=True):
-                gradient.copy_(mean.view_as(gradient))
+        average_flat([self._gradient(index) for index in range(len(self._trainable))], self._backend)
+
+
+def average_flat(gradients: list[Tensor], backend: str) -> None:
+    """Replace each by its mean over the ranks, in one message for each dtype."""
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        group = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in group])
+        AllReduceMean(flat, backend).wait()
+        means = flat.split([gradient.numel() for gradient in group])
+        for gradient, mean in zip(group, means, strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def check_ranks_agree(description: list[str]) -> None:
