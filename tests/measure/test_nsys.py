@@ -180,7 +180,7 @@ def test_nsys_on_path(no_nsys, tmp_path):
 def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch, stream):
     """The newest version is taken; its profile leaves a raw stream that the importer makes the report of."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/my/libraries")
-    monkeypatch.setattr(nsys, "_has_libdw", lambda nsys: True)
+    monkeypatch.setattr(nsys, "why_no_nsys", lambda: "")  # there is no libdw here
     log, elsewhere = tmp_path / "log", tmp_path / "quadd_session_1"
     elsewhere.mkdir()
     left = stream.format(elsewhere=elsewhere)

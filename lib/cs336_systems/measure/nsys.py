@@ -52,17 +52,13 @@ def why_no_nsys() -> str:
     nsys = find_nsys()
     if nsys is None:
         return "nsys is neither on PATH nor inside a Nsight Compute; install Nsight Systems"
-    if nsys.importer and not _has_libdw(nsys):  # which Nsight Compute does not carry
+    load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libdw.so.1')"]  # Nsight Compute has none
+    if nsys.importer and subprocess.run(load, env=nsys.environment, capture_output=True).returncode:
         return (
             "the nsys inside Nsight Compute cannot make reports without libdw.so.1; install libdw1 with all "
             "that it needs, or name the folders that hold it in LD_LIBRARY_PATH"
         )
     return ""
-
-
-def _has_libdw(nsys: Nsys) -> bool:
-    load = [sys.executable, "-c", "import ctypes; ctypes.CDLL('libdw.so.1')"]
-    return subprocess.run(load, env=nsys.environment, capture_output=True).returncode == 0
 
 
 def record(command: list[str], stem: Path) -> Path:
@@ -83,10 +79,8 @@ def record(command: list[str], stem: Path) -> Path:
     nsys = find_nsys()
     stem = stem.absolute()
     stem.parent.mkdir(parents=True, exist_ok=True)
-    raw, report, export = files = [
-        stem.with_name(stem.name + end) for end in (".qdstrm", ".nsys-rep", ".sqlite")
-    ]
-    for old in files:
+    raw, report, export = (stem.with_name(stem.name + end) for end in (".qdstrm", ".nsys-rep", ".sqlite"))
+    for old in (raw, report, export):
         old.unlink(missing_ok=True)
     # No CPU sampling, no context switches: they make the stream gigabytes large, and nothing here reads them.
     options = ["--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true"]
@@ -100,21 +94,21 @@ def record(command: list[str], stem: Path) -> Path:
         for stream in [stream for stream in streams if stream.exists()][:1]:
             log += _run([nsys.importer, "-i", stream, "-o", report], nsys.environment)
     if not report.exists():
-        raise ProfileError(f"nsys made no report of {' '.join(command)!r}; its last words: {_tail(log)}")
+        raise ProfileError(f"nsys made no report of {' '.join(command)!r}; its last words: {log[-400:]}")
     to_sqlite = ["--type=sqlite", "--force-overwrite=true", f"--output={export}", report]
     log = _run([nsys.program, "export", *to_sqlite], nsys.environment)
     if not export.exists():
-        raise ProfileError(f"nsys could not export {report.name}; its last words: {_tail(log)}")
+        raise ProfileError(f"nsys could not export {report.name}; its last words: {log[-400:]}")
     raw.unlink(missing_ok=True)
     return export
 
 
-_COPY_KINDS = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
-_PUSH_POP, _START_END = 59, 60  # the NVTX event types that are ranges
-_ACTIVITIES = {
-    "CUPTI_ACTIVITY_KIND_KERNEL": "kernel",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy",
-    "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
+# What ran on the GPU, by the end of its table's name: its name, in SQL.
+_NAMES = {
+    "KERNEL": "(SELECT value FROM StringIds WHERE id = a.demangledName)",
+    "MEMCPY": "'Memcpy ' || CASE a.copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' "
+    "WHEN 10 THEN 'PtoP' ELSE 'other' END",
+    "MEMSET": "'Memset'",
 }
 
 
@@ -135,9 +129,7 @@ def read_export(path: Path) -> Profile:
             tables = {table for (table,) in export.execute(query)}
             gpus = export.execute("SELECT DISTINCT name FROM TARGET_INFO_GPU ORDER BY name").fetchall()
             # What did not happen has no table.
-            kernels = [
-                _launches(export, table, kind) for table, kind in _ACTIVITIES.items() if table in tables
-            ]
+            kernels = [_launches(export, kind) for kind in _NAMES if f"CUPTI_ACTIVITY_KIND_{kind}" in tables]
             return Profile(
                 source="nsys",
                 machine=", ".join(name for (name,) in gpus),
@@ -151,37 +143,28 @@ def read_export(path: Path) -> Profile:
         ) from None
 
 
-def _launches(export: sqlite3.Connection, table: str, kind: str) -> pd.DataFrame:
+def _launches(export: sqlite3.Connection, kind: str) -> pd.DataFrame:
     """Kernels, copies or fills, each with the call that launched it: same correlation id, same process."""
-    is_kernel = kind == "kernel"
-    name = "(SELECT value FROM StringIds WHERE id = a.demangledName)" if is_kernel else "''"
-    grid = "a.gridX || ',' || a.gridY || ',' || a.gridZ" if is_kernel else "''"
-    copy = "a.copyKind" if kind == "memcpy" else "0"
-    frame = pd.read_sql_query(
-        f"""SELECT {name} AS name, '{kind}' AS kind, {copy} AS copy,
-                   a.globalPid AS process, r.globalTid AS thread,
-                   coalesce(r.start, a.start) AS launch_ns, a.start AS start_ns, a.end AS end_ns,
-                   {grid} AS grid, a.streamId AS stream
-            FROM {table} a LEFT JOIN CUPTI_ACTIVITY_KIND_RUNTIME r
+    grid = "a.gridX || ',' || a.gridY || ',' || a.gridZ" if kind == "KERNEL" else "''"
+    return pd.read_sql_query(
+        f"""SELECT {_NAMES[kind]} AS name, '{kind.lower()}' AS kind, a.globalPid AS process,
+                   r.globalTid AS thread, coalesce(r.start, a.start) AS launch_ns, a.start AS start_ns,
+                   a.end AS end_ns, {grid} AS grid, a.streamId AS stream
+            FROM CUPTI_ACTIVITY_KIND_{kind} a LEFT JOIN CUPTI_ACTIVITY_KIND_RUNTIME r
               ON r.correlationId = a.correlationId AND (r.globalTid >> 24) = (a.globalPid >> 24)""",
         export,
     )
-    if kind == "memset":
-        frame["name"] = "Memset"
-    if kind == "memcpy":
-        frame["name"] = "Memcpy " + frame["copy"].map(_COPY_KINDS).fillna("other")
-    return frame.drop(columns="copy")
 
 
 def _ranges(export: sqlite3.Connection) -> pd.DataFrame:
-    """Ranges of the default domain; libraries annotate themselves in domains of their own."""
+    """Ranges (push-pop and start-end) of the default domain; libraries annotate themselves in their own."""
     return pd.read_sql_query(
-        f"""SELECT (globalTid >> 24) << 24 AS process, globalTid AS thread,
+        """SELECT (globalTid >> 24) << 24 AS process, globalTid AS thread,
                    coalesce(text, (SELECT value FROM StringIds WHERE id = textId)) AS name,
                    start AS start_ns,
                    coalesce(end, (SELECT max(end) FROM CUPTI_ACTIVITY_KIND_RUNTIME)) AS end_ns
             FROM NVTX_EVENTS
-            WHERE eventType IN ({_PUSH_POP}, {_START_END}) AND coalesce(domainId, 0) = 0 AND start IS NOT NULL
+            WHERE eventType IN (59, 60) AND coalesce(domainId, 0) = 0 AND start IS NOT NULL
             ORDER BY start""",
         export,
     )
@@ -189,9 +172,8 @@ def _ranges(export: sqlite3.Connection) -> pd.DataFrame:
 
 def _run(command: list, environment: dict[str, str]) -> str:
     """Run to the end, whatever the exit code (files tell whether it worked), and return what it printed."""
-    words = [str(word) for word in command]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, errors="replace")
-    return done.stdout.replace("\r", "\n") + done.stderr.replace("\r", "\n")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+    return (done.stdout + done.stderr).replace("\r", "\n")
 
 
 def _python_error(log: str) -> str:
@@ -199,7 +181,3 @@ def _python_error(log: str) -> str:
     _, traceback, said = log.rpartition("Traceback (most recent call last)")
     errors = re.findall(r"^[\w.]*\w(?:Error|Exception|Interrupt)(?::.*)?$", said, re.MULTILINE)
     return (errors or ["it ended with a traceback"])[0] if traceback else ""
-
-
-def _tail(log: str) -> str:
-    return " / ".join(line.strip() for line in log.splitlines()[-5:] if line.strip()) or "(nothing)"

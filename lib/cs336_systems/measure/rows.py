@@ -18,17 +18,9 @@ from typing import Any
 import pandas as pd
 import torch
 
+from cs336_systems.measure import files
 from cs336_systems.measure import machine as here
-from cs336_systems.measure.files import (
-    REPOSITORY_FIGURES,
-    append_lines,
-    figures_dir,
-    find,
-    locked,
-    make_folder,
-    read_lines,
-    replace_lines,
-)
+from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find
 from cs336_systems.measure.schema import COLUMNS, TABLES
 from cs336_systems.measure.validation import Row, RowError, check_batch, checked
 from cs336_systems.names import ATTENTION, TRITON, check_choice
@@ -71,12 +63,12 @@ def save_rows(
         raise RowError(f"{where}: machine is {foreign.pop()!r}; allowed in this folder: {machine!r}")
     if not batch:
         return path
-    make_folder(path.parent)
-    with locked(path.parent.parent):
+    files.make_folder(path.parent)
+    with files.locked(path.parent.parent):
         if path.exists() and _header(path) not in ([], list(schema.columns)):
             _rewrite(path, machine)  # its table has columns now that it had not
         fields = ([COLUMNS[name].format(row.get(name)) for name in schema.columns] for row in batch)
-        append_lines(path, _csv(fields), header=_csv([schema.columns]))
+        files.append_lines(path, _csv(fields), header=_csv([schema.columns]))
     return path
 
 
@@ -102,9 +94,9 @@ def compact(machine: str) -> list[Path]:
         RowError: as in `load_rows`; files before the one at fault are rewritten already.
     """
     folder = figures_dir() / machine
-    with locked(folder):
-        files = [path for path in sorted(folder.glob("*/*.csv")) if path.stem in TABLES]
-        return [path for path in files if _rewrite(path, machine)]
+    with files.locked(folder):
+        tables = [path for path in sorted(folder.glob("*/*.csv")) if path.stem in TABLES]
+        return [path for path in tables if _rewrite(path, machine)]
 
 
 def published(name: str) -> pd.DataFrame:
@@ -149,11 +141,11 @@ def _header(path: Path) -> list[str]:
 
 def _rewrite(path: Path, machine: str) -> bool:
     """Write the file anew from the rows that count; returns whether that changed it."""
-    before, lines = read_lines(path), _newest(path)
+    before, lines = files.read_lines(path), _newest(path)
     lines = lines.loc[_parsed(lines, path, machine).index]
     content = _csv([lines.columns, *lines.itertuples(index=False)])
     if changed := content.encode() != before:
-        replace_lines(path, content)
+        files.replace_lines(path, content)
     return changed
 
 
@@ -161,7 +153,7 @@ def _read(path: Path) -> pd.DataFrame:
     """The fields of a file, as text, indexed by the number of their line."""
     name, columns = _name(path), TABLES[path.stem].columns
     try:
-        text = io.StringIO(read_lines(path).decode(), newline="")
+        text = io.StringIO(files.read_lines(path).decode(), newline="")
         header, *lines = list(csv.reader(text, strict=True)) or [columns]
     except (ValueError, csv.Error) as error:
         raise RowError(f"{name} is damaged ({error}); {_REPAIR}") from None

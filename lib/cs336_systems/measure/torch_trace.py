@@ -151,12 +151,11 @@ def _gpu_kernels(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]
     # One trace is of one process; CUPTI and torch may each have a number of their own for it.
     process = next((event["pid"] for event in events["user_annotation"]), 0)
     records = []
-    for category, kind in _KINDS.items():
-        for event in events[category]:
-            args = event["args"]
-            launch = launches.get(args.get("correlation"), event)
-            grid = ",".join(map(str, args.get("grid", [])))
-            records.append(_launch(event, kind, process, launch, event["dur"], grid, args["stream"]))
+    for event, kind in ((event, kind) for category, kind in _KINDS.items() for event in events[category]):
+        args = event["args"]
+        grid = ",".join(map(str, args.get("grid", [])))
+        launch = launches.get(args.get("correlation"), event)
+        records.append(_launch(event, kind, process, launch, event["dur"], grid, args["stream"]))
     return records
 
 
