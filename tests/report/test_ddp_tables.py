@@ -1,19 +1,9 @@
 """Choosing among the rows of data-parallel training, and what scaling compares."""
 
-import math
-
 import pandas as pd
 import pytest
 
-from cs336_systems.report.ddp_tables import (
-    fastest,
-    fit_collective,
-    of_run,
-    on_gpus,
-    scaling,
-    stages,
-    strong_and_weak,
-)
+from cs336_systems.report.ddp_tables import fastest, fit_collective, of_run, on_gpus, stages, strong_and_weak
 
 
 def row(implementation, p50_ms, world_size=2, batch_size=4, bucket=None, **other):
@@ -51,21 +41,15 @@ def test_on_gpus_keeps_one_setting_and_the_fastest_bucket(rows):
 
 
 def test_scaling_compares_with_one_process_on_the_share_and_on_the_whole(rows):
-    found = scaling(rows[rows["attention"] == "plain"])
-    found = found.set_index(["implementation", "world_size", "batch_size"])
-    two, four, eight = (
-        found.loc[key] for key in (("bucketed", 2, 4), ("bucketed", 4, 4), ("bucketed", 4, 8))
+    found = strong_and_weak(rows, "bucketed").set_index(["scaling", "GPUs"])
+    assert found["efficiency"].to_dict() == pytest.approx(
+        {("strong", 2): 340 / 400, ("strong", 4): 340 / 500, ("weak", 2): 180 / 200, ("weak", 4): 180 / 225}
     )
-    assert two["weak_efficiency"] == pytest.approx(180 / 200)
-    assert two["strong_efficiency"] == pytest.approx(340 / (2 * 200))
-    assert four["weak_efficiency"] == pytest.approx(100 / 125)
-    assert four["strong_efficiency"] == pytest.approx(340 / (4 * 125))
-    assert eight["weak_efficiency"] == pytest.approx(180 / 225)
-    assert math.isnan(eight["strong_efficiency"])
+    assert found["bucket_size_mb"].unique() == [100]
 
 
 def test_nothing_measured_is_an_empty_frame(rows):
-    assert scaling(rows.iloc[:0]).empty
+    assert strong_and_weak(rows.iloc[:0], "bucketed").empty
     assert fastest(on_gpus(rows.iloc[:0])).empty
 
 
@@ -85,15 +69,6 @@ def test_stages_of_a_step():
     assert found["communication_ms"] == 5
     assert found["tail_ms"] == 3
     assert stages(lanes.iloc[:0]).empty
-
-
-def test_strong_and_weak_are_told_apart(rows):
-    found = strong_and_weak(rows, "bucketed").set_index(["scaling", "GPUs"])
-    assert set(found["work"]) == {"the same batch of 4", "2 sequences on each"}
-    assert found["efficiency"].to_dict() == pytest.approx(
-        {("strong", 2): 340 / 400, ("strong", 4): 340 / 500, ("weak", 2): 180 / 200, ("weak", 4): 180 / 225}
-    )
-    assert strong_and_weak(rows.iloc[:0], "bucketed").empty
 
 
 def test_of_run_keeps_what_was_asked_for_and_wrappers_without_buckets(rows):

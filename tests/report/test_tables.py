@@ -23,14 +23,7 @@ def test_a_pivot_writes_out_memory_and_units(rows):
     assert table.columns.tolist() == [(header, context) for context in ("256", "512", "1K")]
     assert table.index.tolist() == ["plain", "compiled"]
     assert table.to_numpy().tolist() == [["1.000", "4.00", "OOM"], ["0.500", "1.00", "8.00"]]
-
-
-def test_a_cell_that_was_not_measured_is_a_dash(rows):
-    assert pivot(rows.iloc[1:], "implementation", "context_length").loc["plain"].tolist() == [
-        "–",
-        "4.00",
-        "OOM",
-    ]
+    assert pivot(rows.iloc[1:], "implementation", "context_length").loc["plain"].tolist()[0] == "–"
 
 
 def test_two_values_stand_side_by_side_and_fmt_rules(rows):
@@ -57,15 +50,10 @@ def test_two_rows_in_one_cell_are_refused(rows):
         pivot(rows, "pass", "context_length")
 
 
-def test_html_has_the_cells_of_the_text_and_no_colours(rows):
+def test_html_has_the_cells_of_the_text_words_to_the_left(rows):
     table = pivot(rows, ["pass", "implementation"], "context_length")
     assert re.findall("<td>(.*)</td>", html(table)) == list(table.to_numpy().flatten())
-    for text in ("median time (ms) by context length (tokens)", "plain", "forward"):
-        assert html(table).count(text) == 1  # the pass is written once for both lines
-    assert "color" not in html(table)
-
-
-def test_words_are_left_aligned_and_numbers_are_not():
+    assert html(table).count("forward") == 1  # the pass is written once for both lines
     text = html(pd.DataFrame({"why": ["because"], "calls": [12]}))
     assert '<div style="text-align: left">because</div>' in text
     assert "<td>12</td>" in text

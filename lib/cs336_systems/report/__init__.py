@@ -10,11 +10,12 @@ _MODULES = {
     "answers": "Claim answer between claim gib ms note_kernels one percent plural ratio_text",
     "baseline_tables": "FEW HOST SLOW ablation fallen_short fastest_baseline grouped host_bound",
     "compare": "beside_reference longest_warmup published_rows side_by_side times_in with_model with_wrapper",
-    "ddp_tables": "fastest fit_collective of_run on_gpus scaling stages strong_and_weak",
+    "ddp_tables": "fastest fit_collective of_run on_gpus stages strong_and_weak",
     "labels": "MISSING SCOPES column_label context_label named_value ordered significant value_label",
     "plots": "bars heatmap lines ratio stacked_bars tradeoff",
     "profile_tables": "attention_parts beside_wall_clock by_scope explained_peaks leaders of_main_profiler "
     "shares softmax_over_matmuls two_profilers",
+    "scaling_plots": "region ring_timeline",
     "source": "show_source",
     "tables": "pivot show",
     "timelines": "kernel_timeline memory_timeline overlap_timeline",

@@ -8,9 +8,6 @@ from cs336_systems.accounting.collective_costs import MB, AlphaBeta, fit_alpha_b
 from cs336_systems.measure.overlap import overlap_values
 from cs336_systems.report.compare import with_model, with_wrapper
 
-# What must be equal for two rows to be the same work.
-_WORK = ["edition", "model_size", "context_length", "dtype", "attention"]
-
 
 def fit_collective(
     rows: pd.DataFrame, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
@@ -54,54 +51,37 @@ def fastest(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.loc[rows.groupby(["model", "dtype", "wrapper"])["p50_ms"].idxmin()]
 
 
-def scaling(rows: pd.DataFrame) -> pd.DataFrame:
-    """Efficiency on n GPUs, against one process that talks to nobody.
+def strong_and_weak(rows: pd.DataFrame, implementation: str) -> pd.DataFrame:
+    """How one wrapper scales with xl (2025) on n GPUs, against one process that talks to nobody.
 
-    Weak scaling: each GPU keeps its sequences, and the step should take as long as one process takes for
-    them. Strong: the batch stays and is shared, and the step should take 1/n of what one process takes.
+    Weak scaling: each GPU keeps two sequences, and the step should take as long as one process takes for
+    them. Strong: a batch of 4 is shared, and the step should take 1/n of what one process takes for it.
 
     Args:
         rows: of ddp_times, those of one process (implementation "single") among them.
 
     Returns:
-        A row for each n above 1, wrapper and batch: its fastest bucket size, with `weak_efficiency` and
-        `strong_efficiency`; empty where one process has not been measured.
+        A row for each dtype, number of GPUs and kind, of its fastest bucket size: `scaling` ("strong" or
+        "weak"), `work` (the same in words), GPUs, p50_ms, efficiency and bucket_size_mb; none where one
+        process has not been measured.
     """
-    rows = rows.query("status == 'ok' and backend == 'nccl' and p50_ms.notna()")
-    alone = rows[rows["implementation"] == "single"].drop_duplicates([*_WORK, "batch_size"], keep="last")
-    alone = alone.set_index([*_WORK, "batch_size"])["p50_ms"]
-    many = rows[rows["world_size"] > 1]
-    places = many.groupby([*_WORK, "world_size", "batch_size", "implementation"])["p50_ms"]
-    best = many.loc[places.idxmin()]
-
-    def one_process_ms(batch_size: pd.Series) -> pd.Series:
-        work = pd.MultiIndex.from_frame(best[_WORK].assign(batch_size=batch_size))
-        return alone.reindex(work).set_axis(best.index)
-
-    weak = one_process_ms(best["batch_size"] // best["world_size"]) / best["p50_ms"]
-    strong = one_process_ms(best["batch_size"]) / (best["world_size"] * best["p50_ms"])
-    return with_wrapper(with_model(best.assign(weak_efficiency=weak, strong_efficiency=strong)))
-
-
-def strong_and_weak(rows: pd.DataFrame, implementation: str) -> pd.DataFrame:
-    """Both kinds of `scaling` of one wrapper with xl (2025): a batch of 4 shared, 2 sequences on each GPU.
-
-    Returns:
-        A row for each dtype, number of GPUs and kind: `scaling` ("strong" or "weak"), `work` (the same in
-        words), GPUs, p50_ms, efficiency and bucket_size_mb.
-    """
-    found = scaling(rows).query("model == 'xl (2025)' and implementation == @implementation")
-    found = found.assign(GPUs=found["world_size"])
-    kinds = {
-        "strong": (found["batch_size"] == 4, "the same batch of 4"),
-        "weak": (found["batch_size"] == 2 * found["world_size"], "2 sequences on each"),
-    }
-    both = pd.concat(
-        found[where].assign(scaling=kind, work=work, efficiency=found[f"{kind}_efficiency"])
-        for kind, (where, work) in kinds.items()
-    )
+    rows = with_model(rows.query("status == 'ok' and backend == 'nccl' and attention == 'plain'"))
+    rows = rows.query("model == 'xl (2025)' and p50_ms.notna()").assign(GPUs=rows["world_size"])
+    alone = rows[rows["implementation"] == "single"].rename(columns={"p50_ms": "alone_ms"})
+    work = ["dtype", "context_length"]
+    alone = alone.drop_duplicates([*work, "batch_size"], keep="last")[[*work, "batch_size", "alone_ms"]]
+    many = rows[(rows["GPUs"] > 1) & (rows["implementation"] == implementation)]
+    best = many.loc[many.groupby([*work, "GPUs", "batch_size"])["p50_ms"].idxmin()]
+    weak, strong = best[best["batch_size"] == 2 * best["GPUs"]], best[best["batch_size"] == 4]
+    weak = weak.merge(alone.query("batch_size == 2").drop(columns="batch_size"), on=work)
+    strong = strong.merge(alone, on=[*work, "batch_size"])
+    kinds = [
+        strong.assign(scaling="strong", work="the same batch of 4", shared=strong["GPUs"]),
+        weak.assign(scaling="weak", work="2 sequences on each", shared=1),
+    ]
+    both = pd.concat(kinds, ignore_index=True)
     columns = ["dtype", "scaling", "work", "GPUs", "p50_ms", "efficiency", "bucket_size_mb"]
-    return both.dropna(subset="efficiency")[columns].reset_index(drop=True)
+    return both.assign(efficiency=both["alone_ms"] / both["shared"] / both["p50_ms"])[columns]
 
 
 def stages(timeline: pd.DataFrame) -> pd.DataFrame:
