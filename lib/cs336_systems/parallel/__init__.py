@@ -4,6 +4,8 @@ from cs336_systems.parallel.adapters import TorchDDP
 from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, NaiveDDP
 from cs336_systems.parallel.launch import WorkerError, launch, stream
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes, fill_buckets
+from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
+from cs336_systems.parallel.shards import deal_tensors, segment_bytes, shard_bytes
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU
 from cs336_systems.parallel.worker import WorkerContext, backends_here, choose_backend
 
@@ -14,6 +16,7 @@ __all__ = [
     "FlatDDP",
     "NaiveDDP",
     "OverlappedDDP",
+    "ShardedOptimizer",
     "TensorParallelSwiGLU",
     "TorchDDP",
     "WorkerContext",
@@ -21,7 +24,10 @@ __all__ = [
     "backends_here",
     "bucket_bytes",
     "choose_backend",
+    "deal_tensors",
     "fill_buckets",
     "launch",
+    "segment_bytes",
+    "shard_bytes",
     "stream",
 ]

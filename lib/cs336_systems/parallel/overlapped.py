@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -157,8 +158,7 @@ class BucketedDDP(OverlappedDDP):
     """
 
     def __init__(self, module: nn.Module, bucket_size_mb: float):
-        if not (isinstance(bucket_size_mb, Real) and 0 < bucket_size_mb < math.inf):
-            raise ValueError(f"bucket_size_mb is {bucket_size_mb!r}; allowed: a number above 0")
+        check_bucket_size(bucket_size_mb)
         self._bucket_bytes = bucket_size_mb * 2**20
         super().__init__(module)
 
@@ -201,7 +201,7 @@ class BucketMemory:
     def __init__(self, parameters: Sequence[Tensor], buckets: Buckets):
         self.buckets: dict[int, Tensor] = {}
         self.views: dict[int, Tensor] = {}
-        lengths = [[_padded_length(parameters[index]) for index in bucket] for bucket in buckets]
+        lengths = [[padded_length(parameters[index]) for index in bucket] for bucket in buckets]
         kinds = [_kind(parameters[bucket[0]]) for bucket in buckets]
         for dtype, device in set(kinds):
             numbers = [number for number, kind in enumerate(kinds) if kind == (dtype, device)]
@@ -215,13 +215,20 @@ class BucketMemory:
                 self.views[index] = stretch[: parameter.numel()].view(parameter.shape)
 
 
+def check_bucket_size(bucket_size_mb: Any) -> None:
+    """Refuse (ValueError) what is not a positive number."""
+    if not (isinstance(bucket_size_mb, Real) and 0 < bucket_size_mb < math.inf):
+        raise ValueError(f"bucket_size_mb is {bucket_size_mb!r}; allowed: a number above 0")
+
+
 def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
 
 
-def _padded_length(tensor: Tensor) -> int:
+def padded_length(tensor: Tensor) -> int:
+    """Elements that a tensor takes in a flat buffer; an empty one takes some too, as no buffer may be."""
     step = _ALIGNMENT_BYTES // tensor.element_size()
-    return -(-tensor.numel() // step) * step
+    return max(1, -(-tensor.numel() // step)) * step
 
 
 def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: float) -> Buckets:

@@ -1,0 +1,336 @@
+"""An optimizer whose states are spread over the ranks (ZeRO stage 1, Rajbhandari et al. 2020, section 5.1).
+
+Every rank holds all parameters and the mean of their gradients, as data parallelism leaves them. Of the
+optimizer's states each rank keeps only those of its own shard of the parameters. It updates its shard, and
+gets the others' updated parameters from their owners:
+
+    model = BucketedDDP(module, bucket_size_mb=25)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from cs336_systems.parallel.ddp import ALL_GATHER, check_ranks_agree
+from cs336_systems.parallel.overlapped import check_bucket_size
+from cs336_systems.parallel.shards import Segments, ShardedBucket, deal_tensors, shard_bytes
+
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
+
+
+class _Bucket(NamedTuple):
+    """The parameters that travel in one message."""
+
+    memory: ShardedBucket
+    shard: dict[int, list[Tensor]]  # by the number of the group, what this rank updates
+
+
+class _Sent(NamedTuple):
+    """Stands for a tensor that its owner sends by itself."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class ShardedOptimizer(Optimizer):
+    """Any optimizer that updates each parameter by itself, its states spread over the ranks.
+
+    The weights are bitwise those that `optimizer_cls(params, **kwargs)` alone would give. Shards are whole
+    parameters, balanced by bytes (`shard_bytes`). Each parameter moves into a bucket (see `shards`), whose
+    views the parameters become: their values, identity and gradients stay. A bucket's shard is updated, then
+    the bucket is all-gathered while the next one is updated; `step` waits for all of them, on a GPU without
+    blocking the CPU.
+
+    Groups, their settings, learning rate schedulers, `zero_grad` and hooks work as in every optimizer. A
+    parameter without a gradient is left alone, one that was frozen when it was given has no owner. Call
+    `step` and `add_param_group` on all ranks, with the same gradients and groups. Saving one parameter of a
+    bucket with torch.save saves its bucket; the whole `state_dict()` of a module has no more than it needs.
+
+    Args:
+        params: parameters, (name, parameter) pairs, or groups of them as dictionaries with own settings.
+        optimizer_cls: class of the optimizer.
+        bucket_size_mb: the most that travels in one message, in MB of 2**20 bytes, all ranks' parts together.
+        kwargs: for `optimizer_cls`.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError, TypeError: anything else is wrong with the arguments, or the ranks disagree about them.
+            Raised on every rank.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_cls: type[Optimizer],
+        *,
+        bucket_size_mb: float = 256,
+        **kwargs: Any,
+    ):
+        if not dist.is_initialized():
+            raise RuntimeError(
+                "ShardedOptimizer needs a process group; allowed: inside a worker of `launch`, under "
+                "torchrun, or after torch.distributed.init_process_group"
+            )
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._bucket_size_mb = bucket_size_mb
+        self._optimizer: Optimizer | None = None  # of this rank's shard
+        self._dealt: list[Segments] = []
+        self._owner: dict[Tensor, int] = {}
+        self._buckets: list[_Bucket] = []
+        self._frozen: list[Tensor] = []
+        self.param_groups = []
+
+        def make() -> list[Segments]:
+            _check_arguments(optimizer_cls, bucket_size_mb, self._world_size)
+            super(ShardedOptimizer, self).__init__(params, {})
+            dealt = self._deal(self.param_groups)
+            groups = [self._own_part(group, dealt) for group in self.param_groups]
+            self._optimizer = optimizer_cls(groups, **kwargs)
+            for group, own in zip(self.param_groups, groups, strict=True):
+                group.update(_settings(own))
+            self.defaults, self.state = self._optimizer.defaults, self._optimizer.state
+            return dealt
+
+        told = [f"{getattr(optimizer_cls, '__name__', optimizer_cls)} {_plain(kwargs)}"]
+        self._on_all_ranks(make, [*told, f"buckets of {bucket_size_mb} MB"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Deal out another group's parameters as well; the shards so far stay as they are."""
+        add = super().add_param_group
+        if self._optimizer is None:  # called by Optimizer.__init__
+            add(param_group)
+            return
+
+        def enlarge() -> list[Segments]:
+            add(param_group)
+            dealt = self._deal(self.param_groups[-1:])
+            self._optimizer.add_param_group(self._own_part(param_group, dealt))
+            return dealt
+
+        self._on_all_ranks(enlarge, [f"group {len(self.param_groups)}"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's shard and get the others'; returns the closure's loss, if there is a closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise RuntimeError(
+                "a parameter that was frozen when given has a gradient; unfreeze, then give it"
+            )
+        updated: dict[int, dict[str, Any]] = {}
+        messages, all_gather = [], getattr(dist, ALL_GATHER)
+        for memory, shard in self._buckets:
+            if shard:
+                # Each bucket starts from the settings before the step, for some optimizers count in them.
+                groups = [self.param_groups[number] | {"params": part} for number, part in shard.items()]
+                self._optimizer.param_groups = groups
+                self._optimizer.step()
+                updated |= zip(shard, groups, strict=True)
+            own = memory.segments[self._rank]
+            messages.append(all_gather(memory.whole, own, async_op=True))
+        for message in messages:
+            message.wait()
+        for number, group in updated.items():
+            self.param_groups[number].update(_settings(group))
+        return loss
+
+    def owner(self, parameter: Tensor) -> int:
+        """The rank that updates a parameter.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if parameter not in self._owner:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} has no owner; allowed: those given, and "
+                "trainable when given"
+            )
+        return self._owner[parameter]
+
+    @property
+    def shard_bytes(self) -> list[int]:
+        """By rank, the bytes of the parameters that it updates: how well they are balanced."""
+        return shard_bytes(self._dealt) if self._dealt else [0] * self._world_size
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """The sizes of the buckets, padding included; of each, a rank sends its segment."""
+        return [bucket.memory.whole.nbytes for bucket in self._buckets]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All groups, and the states of this rank's shard; see `consolidated_state_dict` for the whole."""
+        return super().state_dict() | {"shard": [self._rank, self._world_size]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what is of this rank's shard.
+
+        Args:
+            state_dict: this rank's own, from `state_dict()`, or a consolidated one, of any number of ranks.
+                The latter is also that of `optimizer_cls` alone.
+
+        Raises:
+            ValueError: it is another rank's, or of other groups.
+        """
+        place = [self._rank, self._world_size]
+        if state_dict.get("shard", place) != place:
+            raise ValueError(
+                "the state is that of rank {} of {}; allowed: of rank {} of {}, or a consolidated one".format(
+                    *state_dict["shard"], *place
+                )
+            )
+        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        own = {name for name, p in zip(names, parameters, strict=False) if self._owner.get(p) == self._rank}
+        states = {name: state for name, state in state_dict["state"].items() if name in own}
+        super().load_state_dict({"state": states, "param_groups": state_dict["param_groups"]})
+        # Its class may have to convert what an older version of it has saved.
+        self._optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})
+
+    def consolidated_state_dict(self, to: int = 0) -> dict[str, Any] | None:
+        """What the `state_dict()` of `optimizer_cls` alone would be, on the CPU of one rank; call it on all.
+
+        It travels one tensor at a time: there need not be room for all states on a GPU.
+
+        Args:
+            to: the rank that gets it; the others get None.
+        """
+        own = super().state_dict()
+        device = self.param_groups[0]["params"][0].device
+        described = {
+            index: {
+                name: _Sent(value.shape, value.dtype) if _is_on(value, device) else value
+                for name, value in state.items()
+            }
+            for index, state in own["state"].items()
+        }
+        everyone: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._world_size)]
+        dist.all_gather_object(everyone, described)
+        for owner, states in enumerate(everyone):
+            for index, state in states.items():
+                for name, value in state.items():
+                    if isinstance(value, _Sent):
+                        source = own["state"][index][name] if owner == self._rank else None
+                        state[name] = self._bring(source, value, owner, to, device)
+        if self._rank != to:
+            return None
+        whole = sorted((index, state) for states in everyone for index, state in states.items())
+        return own | {"state": dict(whole)}
+
+    def _bring(
+        self, source: Tensor | None, sent: _Sent, owner: int, to: int, device: torch.device
+    ) -> Tensor | None:
+        """On rank `to`, a copy of the owner's tensor."""
+        if to == owner == self._rank:
+            return source.to("cpu", copy=True)
+        if self._rank == owner and source.numel():
+            dist.send(_as_bytes(source.contiguous()), to)
+        if self._rank != to:
+            return None
+        received = torch.empty(sent.shape, dtype=sent.dtype, device=device)
+        if received.numel():
+            dist.recv(_as_bytes(received), owner)
+        return received.cpu()
+
+    def _on_all_ranks(self, take: Callable[[], list[Segments]], told: list[str]) -> None:
+        """Take new groups in if that succeeds on every rank and all take the same, else fail on all."""
+        count, dealt, failure = len(self.param_groups), [], None
+        try:
+            dealt = take()
+            for group in self.param_groups[count:]:
+                told = [*told, f"group {_plain(_settings(group))}"]
+                told += [
+                    f"{tuple(p.shape)} {p.dtype}" + " frozen" * (not p.requires_grad) for p in group["params"]
+                ]
+        except Exception as error:
+            failure, told = error, [f"{type(error).__name__}: {error}"]
+        try:
+            check_ranks_agree(told)
+            if failure:
+                raise failure
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        self._lay_out(dealt, count)
+
+    def _deal(self, groups: list[dict[str, Any]]) -> list[Segments]:
+        """Deal the trainable parameters of new groups."""
+        _check_parameters([p for group in self.param_groups for p in group["params"]])
+        trainable = [p for group in groups for p in group["params"] if p.requires_grad]
+        return deal_tensors(trainable, self._world_size, self._bucket_size_mb)
+
+    def _own_part(self, group: dict[str, Any], dealt: list[Segments]) -> dict[str, Any]:
+        own = {parameter for segments in dealt for parameter in segments[self._rank]}
+        return _settings(group) | {"params": [p for p in group["params"] if p in own]}
+
+    @torch.no_grad()
+    def _lay_out(self, dealt: list[Segments], first_group: int) -> None:
+        """Move the parameters of new groups into their buckets."""
+        number_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        for segments in dealt:
+            memory = ShardedBucket(segments)
+            for parameter, view in memory.views.items():
+                parameter.data = view.copy_(parameter)
+            shard: dict[int, list[Tensor]] = {}
+            for parameter in segments[self._rank]:
+                shard.setdefault(number_of[parameter], []).append(parameter)
+            self._buckets.append(_Bucket(memory, shard))
+            self._owner |= {p: rank for rank, segment in enumerate(segments) for p in segment}
+        self._dealt += dealt
+        new = (p for group in self.param_groups[first_group:] for p in group["params"])
+        self._frozen += [p for p in new if not p.requires_grad]
+
+
+def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -> None:
+    if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
+        raise TypeError(f"optimizer_cls is {optimizer_cls!r}; allowed: a subclass of torch.optim.Optimizer")
+    closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer_cls is {optimizer_cls.__name__}, whose step needs a closure; allowed: optimizers "
+            "that update each parameter by itself"
+        )
+    check_bucket_size(bucket_size_mb)
+    if world_size == 1:
+        raise ValueError(
+            f"the world size is 1; allowed: 2 or more (one process takes {optimizer_cls.__name__} itself, "
+            "whose state_dict is the consolidated one)"
+        )
+
+
+def _check_parameters(parameters: list[Tensor]) -> None:
+    if len(set(parameters)) < len(parameters):
+        raise ValueError("a parameter is given twice; allowed: once, in one group")
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) > 1:
+        raise ValueError(f"the parameters are on {', '.join(devices)}; allowed: one device")
+    starts = [parameter.data_ptr() for parameter in parameters if parameter.numel()]
+    if len(set(starts)) < len(starts):
+        raise ValueError("two parameters share their memory; allowed: tied weights that are one parameter")
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """For comparing with other ranks: of what is no plain value, the type."""
+    return {name: value if isinstance(value, _PLAIN) else type(value) for name, value in settings.items()}
+
+
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, Tensor) and value.device == device
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """Any dtype can travel so, booleans too."""
+    return tensor.view(-1).view(torch.uint8)
