@@ -134,14 +134,8 @@ def time_cells(cells: Iterable[Cell], device: str | torch.device = "auto") -> It
         yield time_cell(cell, device=device, durations_ms=(100, 1000) if brief else None)
 
 
-def summary(rows: Iterable[dict[str, Any]] | pd.DataFrame) -> pd.DataFrame:
+def summary(rows: pd.DataFrame) -> pd.DataFrame:
     """Median ms per size and implementation, and how many times as long as ours each takes."""
-    frame = pd.DataFrame(rows).reset_index(drop=True)
-    ours = frame[(frame["implementation"] == OURS) & (frame["status"] == "ok")].set_index(_SIZE)["p50_ms"]
-    base = frame[_SIZE].apply(tuple, axis=1).map(ours.to_dict())
-    text = frame["p50_ms"].map("{:.3f}".format).where(frame["status"] == "ok", frame["status"])
-    beside = (frame["p50_ms"] / base).map(" ({:.2f}x)".format)
-    others = (frame["status"] == "ok") & (frame["implementation"] != OURS) & base.notna()
-    frame["time"] = text + beside.where(others, "")
-    order = list(dict.fromkeys(frame["implementation"]))
-    return frame.pivot(index=_SIZE, columns="implementation", values="time")[order].fillna("")
+    ms = rows.pivot(index=_SIZE, columns="implementation", values="p50_ms")
+    ratio = ms.div(ms.get(OURS, float("nan")), axis="index")
+    return pd.concat({"ms": ms.round(3), "times ours": ratio.round(2)}, axis="columns")

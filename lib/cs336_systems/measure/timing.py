@@ -45,15 +45,14 @@ class Timing:
 
     def as_row(self) -> dict[str, Any]:
         """The value columns of a row; without times where there are none."""
-        row = {"peak_memory_mib": self.peak_memory_mib, "compile_s": self.compile_s}
-        row |= {"status": self.status, "reason": self.reason}
-        times = dict.fromkeys(("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps"))
-        if self.status != "ok":
-            return times | row
-        p20, p80 = np.percentile(self.step_ms, (20, 80)).tolist()
-        std = statistics.stdev(self.step_ms) if self.steps > 1 else None  # of a sample
-        found = (self.mean_ms, std, p20, self.p50_ms, p80, self.steps)
-        return dict(zip(times, found, strict=True)) | row
+        row: dict[str, Any] = dict.fromkeys(("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps"))
+        if self.status == "ok":
+            p20, p80 = np.percentile(self.step_ms, (20, 80)).tolist()
+            std = statistics.stdev(self.step_ms) if self.steps > 1 else None  # of a sample
+            row |= {"mean_ms": self.mean_ms, "std_ms": std, "steps": self.steps}
+            row |= {"p20_ms": p20, "p50_ms": self.p50_ms, "p80_ms": p80}
+        row |= {"peak_memory_mib": self.peak_memory_mib, "compile_s": self.compile_s}
+        return row | {"status": self.status, "reason": self.reason}
 
     def after_warmup(self, warmup_steps: int, steps: int) -> "Timing":
         """What a run with `warmup_steps` would have reported: one cold start tells it of any shorter one."""
@@ -145,23 +144,21 @@ def time_steps(
 
 
 def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, str]:
-    """`(function(), "")`, or `(None, reason)` when memory ran out, with that memory given back."""
+    """`(function(), "")`, or `(None, reason)` when memory ran out, with that memory given back.
+
+    CUDA's allocator may have run out of it, the CPU's, a library's workspace or Python itself.
+    """
+    signs = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
     try:
         return function(), ""
     except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
+        if isinstance(error, RuntimeError) and not any(sign in str(error).lower() for sign in signs):
             raise
         reason = one_line(error)
         _clear_frames(error)
     # Only here, with the exception gone, does nothing hold on to the tensors of the step that failed.
     release_memory(device)
     return None, reason
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """CUDA's allocator, the CPU's, a library's workspace or Python itself could not get memory."""
-    signs = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
-    return isinstance(error, MemoryError) or any(sign in str(error).lower() for sign in signs)
 
 
 def one_line(error: BaseException) -> str:
