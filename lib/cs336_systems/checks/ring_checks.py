@@ -1,0 +1,75 @@
+"""All-reduces around a ring, written as what one rank sends: run rank by rank in lock step, and checked.
+
+def all_reduce(mine, rank, n):          # a generator, run on each of n ranks
+    arrived = yield moving              # send a tensor to rank + 1, get what rank - 1 has sent
+    return total
+"""
+
+from collections.abc import Callable, Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from cs336_systems.checks.steps import Step
+
+Ring = Callable[[Tensor, int, int], Generator[Tensor, Tensor, Tensor]]
+
+
+def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Run a ring all-reduce on all ranks in this process, message by message.
+
+    Args:
+        tensors: what each rank begins with.
+
+    Returns:
+        What each rank ends with, and of each rank the messages that it sent, in their order.
+
+    Raises:
+        AssertionError: it sends nothing where there are others, or ranks do not send equally often.
+    """
+    n = len(tensors)
+    ranks = [all_reduce(tensor, rank, n) for rank, tensor in enumerate(tensors)]
+    if not isinstance(ranks[0], Generator):
+        raise AssertionError("it returned before it sent anything: `arrived = yield tensor` sends a tensor")
+    results: list[Tensor] = []
+    sent: list[list[Tensor]] = [[] for _ in ranks]
+    arriving: list[Tensor | None] = [None] * n
+    while not results:
+        leaving = []
+        for rank, arrived in zip(ranks, arriving, strict=True):
+            try:
+                leaving.append(rank.send(arrived).clone())  # a copy, as a wire makes
+            except StopIteration as end:
+                results.append(end.value)
+        if results and leaving:
+            raise AssertionError(f"{len(results)} of {n} ranks are done while the others still send")
+        for log, message in zip(sent, leaving, strict=not results):
+            log.append(message)
+        arriving = [*leaving[-1:], *leaving[:-1]]
+    return results, sent
+
+
+def check_ring(check: Step, all_reduce: Ring, tensors_sent: Callable[[int], float]) -> None:
+    """Properties of a ring all-reduce; `tensors_sent(n)` is what each rank should send, in whole tensors."""
+    for n in (2, 3, 4, 8):
+        whole = [10.0**rank + torch.arange(24.0, dtype=torch.float64) for rank in range(n)]
+        given = [tensor.clone() for tensor in whole]
+        results, sent = run_ring(all_reduce, given)
+        found = f"{n} ranks: "
+        total = sum(whole)
+        check(f"{found}all end with the sum", all(map(total.equal, results)), _suspect(results[0], total))
+        check(f"{found}what they were given is unchanged", all(map(torch.equal, given, whole)), "clone it")
+        bytes_sent = {sum(message.nbytes for message in log) for log in sent}
+        wanted = round(tensors_sent(n) * total.nbytes)
+        told = ", ".join(map(str, sorted(bytes_sent)))
+        check(f"{found}each sends {wanted} bytes", bytes_sent == {wanted}, f"they send {told}")
+    results, sent = run_ring(all_reduce, [torch.ones(3)])
+    check("one rank alone sends nothing", not sent[0] and results[0].equal(torch.ones(3)))
+
+
+def _suspect(result: Tensor, total: Tensor) -> str:
+    if result is None:
+        return "does it return the sum?"
+    if (result > total).any():
+        return "something is added twice: is what is passed on the tensor that arrived, not the sum so far?"
+    return "something is missing: n - 1 messages arrive, and a rank's own tensor counts too"

@@ -1,0 +1,99 @@
+"""Pictures of scaling on paper: where a step is bound by compute, and who sends what when around a ring.
+
+Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from cs336_systems.names import BLACK, GREEN, VERMILLION
+from cs336_systems.report.figure import Drawing, log_y, panels_of, plain_numbers, plot, sheet
+from cs336_systems.report.labels import column_label, ordered, value_label
+from cs336_systems.report.style import INK, PAPER, palette
+
+COMPUTE, COMMUNICATION = "bound by compute", "bound by communication"
+_TINTS = {COMMUNICATION: "#F9E2D3", COMPUTE: "#D3EEE3"}  # light enough to write on
+
+
+@plot
+def region(
+    grid: pd.DataFrame, x: str, y: str, ratio: str = "ratio", *, points: pd.DataFrame | None = None,
+    marks: Mapping[str, tuple[float, float]] | None = None, facet: str | None = None,
+) -> Drawing:  # fmt: skip
+    """Where compute takes longer than communication, both axes logarithmic; the border is a line.
+
+    Args:
+        grid: the closed form on a grid: x, y and ratio, the time of compute over that of communication.
+        points: the same columns, simulated or measured, drawn over it as dots.
+        marks: places to name, in every panel.
+        facet: column whose values get a panel each.
+    """
+    by_value = panels_of(grid, facet)
+    chart, panels = sheet(by_value, facet, height=4.2)
+    for axes, (value, rows) in zip(panels, by_value.items(), strict=True):
+        table = rows.pivot(index=y, columns=x, values=ratio)
+        place = (table.columns.to_numpy(float), table.index.to_numpy(float), table.to_numpy(float))
+        axes.contourf(*place, levels=[0, 1, np.inf], colors=[*_TINTS.values()], zorder=0)
+        axes.contour(*place, levels=[1], colors=[BLACK], linewidths=1.6, zorder=2)
+        axes.set(xscale="log", xlim=(place[0].min(), place[0].max()))
+        log_y(axes, rows[y])
+        axes.set_ylim(place[1].min(), place[1].max())
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(_count))
+        axes.grid(False)
+        if points is not None:
+            dots = points if facet is None else points[points[facet] == value]
+            colors = np.where(dots[ratio] >= 1, GREEN, VERMILLION)
+            axes.scatter(
+                dots[x], dots[y], c=colors, s=30, edgecolors=PAPER, linewidths=0.8, zorder=3, clip_on=False
+            )
+        for name, at in (marks or {}).items():
+            axes.plot(*at, "D", color=INK, markersize=7, markeredgecolor=PAPER, zorder=4)
+            axes.annotate(name, at, (9, 0), textcoords="offset points", va="center", weight="bold", size=9)
+    legend = [Patch(color=tint, label=name) for name, tint in _TINTS.items()]
+    legend.append(Line2D([], [], color=BLACK, linewidth=1.6, label="closed form: equally long"))
+    if points is not None:
+        legend += [
+            Line2D([], [], linestyle="", marker="o", color=color, label=f"simulated: {name}")
+            for color, name in ((GREEN, COMPUTE), (VERMILLION, COMMUNICATION))
+        ]
+    return Drawing(chart, legend, column_label(x), column_label(y))
+
+
+def _count(value: float, _: object) -> str:
+    return f"{value:,.6g}" if value < 1e6 else f"{value / 1e6:,g} M"
+
+
+@plot
+def ring_timeline(sends: pd.DataFrame, by: str, *, color: str = "part") -> Drawing:
+    """Who sends what when: a panel for each algorithm, a lane for each device, a box for each message.
+
+    Args:
+        sends: rows of messages: device, start and end (any unit of time), `color` (what the box is coloured
+            by) and text (written into it).
+        by: column of the algorithms.
+    """
+    by_value = panels_of(sends, by)
+    colors = palette(sends[color].astype(str), color)
+    chart, panels = sheet(by_value, by, height=3.1)
+    for axes, rows in zip(panels, by_value.values(), strict=True):
+        devices = ordered(rows["device"])
+        for row in rows.to_dict("records"):
+            width = row["end"] - row["start"]
+            axes.barh(
+                devices.index(row["device"]), width, 0.78, row["start"], color=colors[str(row[color])],
+                edgecolor=PAPER, linewidth=1.5,
+            )  # fmt: skip
+            middle = (row["start"] + width / 2, devices.index(row["device"]))
+            axes.annotate(row["text"], middle, ha="center", va="center", color=PAPER, size=9, weight="bold")
+        axes.set(ylim=(len(devices) - 0.5, -0.5), xlim=(0, sends["end"].max() * 1.02))
+        axes.set_yticks(range(len(devices)), [value_label(device) for device in devices])
+        axes.grid(False)
+        plain_numbers(axes.xaxis)
+    legend = [Patch(color=shade, label=f"{color} {value}") for value, shade in colors.items()]
+    return Drawing(chart, legend, "time", "")
