@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from typing import Any
 
 # Okabe & Ito, "Color Universal Design" (2008), told apart with every kind of colour vision; and three more.
@@ -46,6 +47,7 @@ class Attention(Named):
 
 
 _PACKAGE = "cs336_systems.attention"
+_FLASH = f"{_PACKAGE}.flash_triton"
 ATTENTION: dict[str, Attention] = {
     "plain": Attention("plain", BLUE, f"{_PACKAGE}.plain:plain_attention", in_model=True, holds_scores=True),
     "compiled": Attention(
@@ -63,20 +65,16 @@ ATTENTION: dict[str, Attention] = {
         "cuDNN", BLACK, f"{_PACKAGE}.baselines:sdpa", frozenset({SIXTEEN_BITS}), "CUDNN_ATTENTION"
     ),
     "flash_pytorch": Attention(
-        "Flash (PyTorch)", BROWN, f"{_PACKAGE}.flash_pytorch:flash_attention_pytorch", in_model=True
+        "Flash (PyTorch)", BROWN, f"{_PACKAGE}.flash_pytorch:FlashAttentionPyTorch.apply", in_model=True
     ),
     "flash_compiled": Attention(
         "Flash (compiled backward)",
         WINE,
-        f"{_PACKAGE}.flash_triton:flash_attention_compiled",
+        f"{_FLASH}:FlashAttentionCompiled.apply",
         frozenset({TRITON, COMPILER}),
     ),
     "flash_triton": Attention(
-        "Flash (ours)",
-        GREEN,
-        f"{_PACKAGE}.flash_triton:flash_attention_triton",
-        frozenset({TRITON}),
-        in_model=True,
+        "Flash (ours)", GREEN, f"{_FLASH}:FlashAttentionTriton.apply", frozenset({TRITON}), in_model=True
     ),
 }
 OURS = "flash_triton"
@@ -123,32 +121,65 @@ class Sharding(Named):
 
     wrapper: "package.module:name", called as wrapper(module, **options), where it `casts` with compute_dtype.
     optimizer: called as optimizer(parameters, optimizer class, **settings); "" is the class itself.
+    sends: collectives in which all parameters or all gradients travel in a step.
     shards: what a rank holds only its share of, of SHARDED.
     casts: the wrapper itself computes in 16 bits; without, the forward runs under autocast.
     unit: what is gathered at once, of UNITS; "" where nothing is.
+    replicates, stays: parts of the parameters, in the words of accounting.parameter_breakdown, that are not
+        sharded after all; and that stay gathered from forward to backward.
     """
 
     wrapper: str
     optimizer: str = ""
     options: tuple[tuple[str, Any], ...] = ()
+    sends: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
     casts: bool = False
     unit: str = ""
+    replicates: tuple[str, ...] = ()
+    stays: tuple[str, ...] = ()
 
 
 SHARDED = ("parameters", "gradients", "optimizer state")
 UNITS = ("weight", "block")
 _BUCKETED = {"wrapper": WRAPPERS["bucketed"].function, "options": (("bucket_size_mb", 25),)}
+_ZERO = _BUCKETED | {"shards": ("optimizer state",)}
+_FSDP = {"shards": SHARDED, "casts": True, "sends": ("all_gather", "reduce_scatter")}
+_OURS = _FSDP | {
+    "wrapper": "cs336_systems.parallel.fsdp:FSDP",
+    "replicates": ("norms",),
+    "stays": ("lm_head",),
+}
+_ADAPTERS = "cs336_systems.parallel.adapters"
 SHARDINGS: dict[str, Sharding] = {
-    "ddp": Sharding("DDP", BLUE, **_BUCKETED),
+    "ddp": Sharding("DDP", BLUE, **_BUCKETED, sends=("all_reduce",)),
     "zero": Sharding(
-        "ZeroRedundancyOptimizer", GREY, **_BUCKETED, shards=SHARDED[2:],
-        optimizer="torch.distributed.optim:ZeroRedundancyOptimizer",
+        "PyTorch's ZeRO",
+        GREY,
+        **_ZERO,
+        optimizer=f"{_ADAPTERS}:torch_zero",
+        sends=("all_reduce", "broadcast"),
+    ),
+    "sharded": Sharding(
+        "ShardedOptimizer",
+        ORANGE,
+        **_ZERO,
+        optimizer="cs336_systems.parallel.sharded_optimizer:ShardedOptimizer",
+        sends=("all_reduce", "all_gather"),
     ),
     "fsdp2": Sharding(
-        "FSDP2", BLACK, "cs336_systems.parallel.adapters:TorchFSDP", shards=SHARDED, casts=True, unit="block"
+        "FSDP2",
+        BLACK,
+        f"{_ADAPTERS}:TorchFSDP",
+        **_FSDP,
+        unit="block",
+        stays=("token_embeddings", "norms", "lm_head"),
     ),
-}  # fmt: skip
+    "fsdp_weight": Sharding("FSDP by weight", SKY, **_OURS, unit="weight"),
+    "fsdp_block": Sharding(
+        "FSDP by block", GREEN, **_OURS, options=(("unit_types", ("TransformerBlock",)),), unit="block"
+    ),
+}
 
 COLLECTIVES: dict[str, Named] = {
     "all_reduce": Named("all-reduce", BLUE),
@@ -187,7 +218,7 @@ ATTENTION_PASSES = tuple(name for name in PASSES if name != "train_step")
 def load(function: str) -> Callable[..., Any]:
     """The object at "package.module:name"."""
     module, _, name = function.partition(":")
-    return getattr(import_module(module), name)
+    return attrgetter(name)(import_module(module))
 
 
 def torch_dtype(name: str) -> Any:

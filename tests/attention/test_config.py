@@ -52,7 +52,7 @@ DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 def test_the_largest_tile_that_gives_every_sm_a_program(sm_count, by_queries, by_keys):
     config = select_config(torch.float32, 64, HOPPER, sm_count)
     config = dataclasses.replace(config, tiles=dict.fromkeys(KERNELS, TILES))
-    problem = Problem(QUERIES, KEYS, config, is_causal=True)
+    problem = Problem((QUERIES, KEYS, KEYS), config, is_causal=True)
     assert [problem.tile(kernel) for kernel in KERNELS] == [by_queries, by_queries, by_keys]
 
 
@@ -127,7 +127,7 @@ def test_every_argument_is_at_its_place(is_causal, monkeypatch):
     monkeypatch.setattr(launcher, "KernelLaunch", Recorder)
     transposed = (2, 4, 300, 40), (48_000, 40, 160, 1)
     HopperBackward((HEADS_OF_40,) * 5 + (transposed, HEADS_OF_40, transposed), on_hopper(1), is_causal)
-    preprocess, postprocess, backward = seen
+    backward, preprocess, postprocess = seen
     assert backward | {"stride_dkn": 40, "stride_dvn": 160, "n_heads": 4, "n_keys": 300, "D": 40} == backward
     assert backward | {"CAUSAL": is_causal, "EVEN_KEYS": False, "BLOCK_N": 128, "STAGES": 3} == backward
     assert preprocess | {"stride_don": 40, "BLOCK_M": 64, "BLOCK_D": 64} == preprocess

@@ -43,7 +43,7 @@ def test_every_tile_of_ieee_repeatedly(d):
     heads = (5, 20, 30, 50)
     config = config_for(torch.float32, d, torch.device("cuda"))
     layouts = [((n, 300, d), (300 * d, d, 1)) for n in heads]
-    problems = [Problem(layout, layout, config, is_causal=True) for layout in layouts]
+    problems = [Problem([layout] * 3, config, is_causal=True) for layout in layouts]
     for kernel in KERNELS:
         assert {problem.tile(kernel) for problem in problems} == set(config.tiles[kernel])
     cases = [

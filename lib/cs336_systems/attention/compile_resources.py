@@ -71,8 +71,8 @@ def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Til
 
     function, config = _function(kernel), config_for_capability(dtype, d_head, capability)
     rows = tile.block_m * tile.block_n  # whole tiles
-    layout = (rows, d_head), (d_head, 1)
-    arguments = Problem(layout, layout, config, is_causal=True).arguments(tile)
+    layouts = [((rows, d_head), (d_head, 1))] * 3
+    arguments = Problem(layouts, config, is_causal=True).arguments(tile)
     constants = {name: arguments[name] for name in function.arg_names if name.isupper()}
     signature, attributes = {}, {}
     for index, name in enumerate(function.arg_names):

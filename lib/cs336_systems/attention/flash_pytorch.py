@@ -90,8 +90,3 @@ class FlashAttentionPyTorch(torch.autograd.Function):
         q, k, v, o, logsumexp = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             return *flash_backward(do, q, k, v, o, logsumexp, ctx.is_causal), None
-
-
-def flash_attention_pytorch(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v of q (..., n_queries, d), k and v (..., n_keys, d), tile by tile."""
-    return FlashAttentionPyTorch.apply(q, k, v, is_causal)

@@ -77,16 +77,17 @@ _backward_op = torch.library.custom_op("cs336_systems::flash_backward", mutates_
 
 @_forward_op.register_fake
 def _(q, k, v, is_causal):
-    o = torch.empty_like(q) if q.dim() <= 4 else torch.empty_like(q.flatten(0, -4)).reshape(q.shape)
-    return o, q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 @_backward_op.register_fake
 def _(do, q, k, v, o, logsumexp, is_causal):
-    return tuple(
-        torch.empty_like(x) if x.dim() <= 4 else torch.empty_like(x.flatten(0, -4)).reshape(x.shape)
-        for x in (q, k, v)
-    )
+    return _like(q), _like(k), _like(v)
+
+
+def _like(x: Tensor) -> Tensor:
+    """What comes out for an x: in its layout, or in that of x flattened to four dimensions."""
+    return torch.empty_like(x) if x.dim() <= 4 else torch.empty_like(x.flatten(0, -4)).reshape(x.shape)
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -129,13 +130,3 @@ class FlashAttentionCompiled(FlashAttentionTriton):
 @cache
 def _compiled_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     return torch.compile(flash_pytorch.flash_backward)
-
-
-def flash_attention_triton(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v of q (..., n_queries, d), k and v (..., n_keys, d), in our kernels."""
-    return FlashAttentionTriton.apply(q, k, v, is_causal)
-
-
-def flash_attention_compiled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """As `flash_attention_triton`, with a backward in PyTorch, compiled."""
-    return FlashAttentionCompiled.apply(q, k, v, is_causal)

@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention.config import PRE_POST_TILE, KernelConfig, Tile, select_config
+from cs336_systems.attention.config import HOPPER_KERNELS, PRE_POST_TILE, KernelConfig, Tile, select_config
 from cs336_systems.attention.triton_backward import dkdv_kernel, dq_kernel
 from cs336_systems.attention.triton_forward import forward_kernel
 from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
@@ -64,36 +64,42 @@ def _contiguous(shape: Shape) -> Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-class DescriptorMaker:
-    """Called with a tensor of this layout, makes its descriptor: TMA loads it in tiles of block_shape.
+def describe(layout: Layout, block_shape: Shape, dtype: torch.dtype, gluon_layout: Any = None) -> Any:
+    """The descriptor, still of no tensor, by which TMA loads tiles of block_shape from such a layout.
 
     gluon_layout: how Gluon's kernels want a tile in shared memory.
     """
+    shape, strides = layout
+    outer = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides, strict=False)]
+    arguments = torch.empty(0, dtype=dtype, device="meta"), list(shape), [*outer, 1], list(block_shape)
+    if gluon_layout is None:
+        return TensorDescriptor(*arguments)
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    def __init__(
-        self, layout: Layout, block_shape: Shape, dtype: torch.dtype, gluon_layout: Any = None
-    ) -> None:
-        shape, strides = layout
-        outer = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides, strict=False)]
-        self.kind, options = TensorDescriptor, {}
-        if gluon_layout is not None:
-            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+    return GluonDescriptor(*arguments, layout=gluon_layout)
 
-            self.kind, options = GluonDescriptor, {"layout": gluon_layout}
-        no_tensor = torch.empty(0, dtype=dtype, device="meta")
-        checked = self.kind(no_tensor, list(shape), [*outer, 1], list(block_shape), **options)
-        self.fields = vars(checked)
 
-    def __call__(self, x: Tensor) -> Any:
-        # The constructor, which checks everything again, takes 2.4 us where this takes 0.5: with six
-        # descriptors, 11 us of the 70 that the host needs for a backward.
-        descriptor = self.kind.__new__(self.kind)
-        descriptor.__dict__.update(self.fields, base=x)
-        return descriptor
+def tile_layout(block_shape: Shape, dtype: torch.dtype) -> Any:
+    """How a tile lies in shared memory, for the matmuls of Gluon's kernels to read."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for(block_shape, getattr(gl, str(dtype).removeprefix("torch.")))
+
+
+def row_layout() -> Any:
+    """How a row of float32 numbers, of L or delta, lies in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 class KernelLaunch:
-    """A kernel with its grid and every argument but the tensors: call it with those."""
+    """A kernel with its grid and every argument but the tensors: call it with those.
+
+    Args:
+        arguments: by name; of more than the kernel takes, those that it takes.
+        descriptors: for the first tensors, which the kernel loads by TMA.
+    """
 
     def __init__(
         self,
@@ -101,15 +107,9 @@ class KernelLaunch:
         programs: int,
         arguments: dict[str, int | float | bool | str],
         tile: Tile,
-        descriptors: Sequence[DescriptorMaker] = (),
+        descriptors: Sequence[Any] = (),
     ) -> None:
-        """
-        Args:
-            arguments: by name; of more than the kernel takes, those that it takes.
-            descriptors: of the first tensors, which the kernel loads by TMA.
-        """
-        self.kernel, self.descriptors = kernel, descriptors
-        self.grid = (programs, 1, 1)
+        self.kernel, self.grid, self.descriptors = kernel, (programs, 1, 1), descriptors
         names = kernel.arg_names
         tensors = sum(name.endswith(("_src", "_ptr")) for name in names)  # they come first
         self.arguments = tuple(arguments[name] for name in names[tensors:])
@@ -120,7 +120,7 @@ class KernelLaunch:
 
     def __call__(self, *tensors: Tensor) -> None:
         if self.descriptors:
-            described = [make(x) for make, x in zip(self.descriptors, tensors, strict=False)]
+            described = [_with_tensor(*pair) for pair in zip(self.descriptors, tensors, strict=False)]
             tensors = *described, *tensors[len(described) :]
         if self.run_compiled is not None:
             self.run_compiled(*tensors, *self.arguments)
@@ -130,21 +130,32 @@ class KernelLaunch:
             self.run_compiled = compiled[self.grid]
 
 
-class Problem:
-    """The sizes of one attention, and what its kernels are told of them."""
+def _with_tensor(descriptor: Any, x: Tensor) -> Any:
+    # The constructor, which checks everything again, takes 2.4 us where this takes 0.5: with six descriptors,
+    # 11 us of the 70 that the host needs for a backward.
+    described = object.__new__(type(descriptor))
+    described.__dict__.update(descriptor.__dict__, base=x)
+    return described
 
-    def __init__(self, q: Layout, k: Layout, config: KernelConfig, is_causal: bool) -> None:
-        (self.batch, self.heads, self.n_queries, self.d), _ = as_bhnd(q)
-        (_, _, self.n_keys, _), _ = as_bhnd(k)
+
+class Problem:
+    """The sizes of one attention, what its kernels are told of them, and inputs that they can load.
+
+    inputs: layouts of q, k, v and perhaps do.
+    """
+
+    def __init__(self, inputs: Sequence[Layout], config: KernelConfig, is_causal: bool) -> None:
         self.config, self.is_causal = config, is_causal
+        self.inputs = [loadable(x, config.dtype.itemsize, config.use_tma) for x in inputs]
+        pairs = zip(inputs, self.inputs, strict=True)
+        self.copies = [(i, new) for i, (given, new) in enumerate(pairs) if new is not given]
+        (self.batch, self.heads, self.n_queries, self.d), _ = as_bhnd(inputs[0])
+        self.n_keys = inputs[1][0][-2]
 
     def programs(self, kernel: str, tile: Tile) -> int:
         """One for each tile of what a program owns: keys in "dkdv" and "hopper_backward", else queries."""
-        rows, block = (
-            (self.n_keys, tile.block_n)
-            if kernel in ("dkdv", "hopper_backward")
-            else (self.n_queries, tile.block_m)
-        )
+        owns_keys = kernel in ("dkdv", "hopper_backward")
+        rows, block = (self.n_keys, tile.block_n) if owns_keys else (self.n_queries, tile.block_m)
         return triton.cdiv(rows, block) * self.batch * self.heads
 
     def tile(self, kernel: str) -> Tile:
@@ -179,42 +190,24 @@ class Problem:
             "STAGES": tile.num_stages,
         }
 
-    def descriptors(self, inputs: Sequence[Layout], tile: Tile, gluon: bool = False) -> list[DescriptorMaker]:
-        """Of q, k, v and perhaps do, in that order; none where threads load the tiles."""
+    def descriptors(self, tile: Tile, gluon: bool) -> list[Any]:
+        """Of the inputs; none where threads load the tiles."""
         if not self.config.use_tma:
             return []
-        rows = tile.block_m, tile.block_n, tile.block_n, tile.block_m
-        shapes = [(1, 1, n, self.config.block_d) for n in rows[: len(inputs)]]
+        dtype, rows = self.config.dtype, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
+        shapes = [(1, 1, n, self.config.block_d) for n in rows]
         return [
-            DescriptorMaker(
-                as_bhnd(x), shape, self.config.dtype, tile_layout(shape, self.config.dtype) if gluon else None
-            )
-            for x, shape in zip(inputs, shapes, strict=True)
+            describe(as_bhnd(x), shape, dtype, tile_layout(shape, dtype) if gluon else None)
+            for x, shape in zip(self.inputs, shapes, strict=False)
         ]
 
-
-def tile_layout(block_shape: Shape, dtype: torch.dtype) -> Any:
-    """How a tile lies in shared memory, for the matmuls of Gluon's kernels to read."""
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for(block_shape, getattr(gl, str(dtype).removeprefix("torch.")))
-
-
-def row_layout() -> Any:
-    """How a row of float32 numbers, of L or delta, lies in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-class _Launcher:
-    """Kernels for tensors of given layouts, the first of which are inputs that they load tiles of."""
-
-    def __init__(self, inputs: Sequence[Layout], config: KernelConfig, is_causal: bool) -> None:
-        self.inputs = [loadable(x, config.dtype.itemsize, config.use_tma) for x in inputs]
-        pairs = zip(inputs, self.inputs, strict=True)
-        self.copies = [(i, new) for i, (given, new) in enumerate(pairs) if new is not given]
-        self.problem = Problem(self.inputs[0], self.inputs[1], config, is_causal)
+    def kernel(self, name: str, function: Any, **layouts: Layout) -> KernelLaunch:
+        """One that loads tiles of the inputs and strides over the tensors in `layouts`."""
+        tile = self.tile(name)
+        descriptors = self.descriptors(tile, gluon=name in HOPPER_KERNELS)
+        return KernelLaunch(
+            function, self.programs(name, tile), self.arguments(tile, **layouts), tile, descriptors
+        )
 
     def with_copies(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """The tensors, those that the kernels cannot load from replaced by copies."""
@@ -226,48 +219,31 @@ class _Launcher:
         return tensors
 
 
-class Forward(_Launcher):
+class Forward(Problem):
     """Called with q, k, v, o and L."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o = layouts
         super().__init__(inputs, config, is_causal)
-        self.name, kernel = "forward", forward_kernel
-        if gluon := "hopper_forward" in config.tiles:
+        self.name, function = "forward", forward_kernel
+        if "hopper_forward" in config.tiles:
             from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 
-            self.name, kernel = "hopper_forward", hopper_forward_kernel
-        tile = self.problem.tile(self.name)
-        self.launch = KernelLaunch(
-            kernel,
-            self.problem.programs(self.name, tile),
-            self.problem.arguments(tile, o=o),
-            tile,
-            self.problem.descriptors(self.inputs, tile, gluon),
-        )
+            self.name, function = "hopper_forward", hopper_forward_kernel
+        self.launch = self.kernel(self.name, function, o=o)
 
     def __call__(self, *tensors: Tensor) -> None:
         self.launch(*self.with_copies(tensors))
 
 
-class Backward(_Launcher):
+class Backward(Problem):
     """Two kernels. Called with q, k, v, do, o, L and what is written: dq, dk, dv."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o, dq, dk, dv = layouts
         super().__init__(inputs, config, is_causal)
-        self.dq = self._launch("dq", dq_kernel, o=o, dq=dq)
-        self.dkdv = self._launch("dkdv", dkdv_kernel, dk=dk, dv=dv)
-
-    def _launch(self, name: str, kernel: Any, **layouts: Layout) -> KernelLaunch:
-        tile = self.problem.tile(name)
-        return KernelLaunch(
-            kernel,
-            self.problem.programs(name, tile),
-            self.problem.arguments(tile, **layouts),
-            tile,
-            self.problem.descriptors(self.inputs, tile),
-        )
+        self.dq = self.kernel("dq", dq_kernel, o=o, dq=dq)
+        self.dkdv = self.kernel("dkdv", dkdv_kernel, dk=dk, dv=dv)
 
     def __call__(self, *tensors: Tensor) -> None:
         q, k, v, do, o, lse, dq, dk, dv = self.with_copies(tensors)
@@ -276,7 +252,7 @@ class Backward(_Launcher):
         self.dkdv(q, k, v, do, lse2, delta, dk, dv)
 
 
-class HopperBackward(_Launcher):
+class HopperBackward(Problem):
     """Hopper's kernel, and one before and one after it. Called as `Backward`."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
@@ -285,23 +261,17 @@ class HopperBackward(_Launcher):
 
         *inputs, o, dq, dk, dv = layouts
         super().__init__(inputs, config, is_causal)
-        problem = self.problem
-        tile = problem.tile("hopper_backward")
-        arguments = problem.arguments(tile, do=self.inputs[3], o=o, dq=dq, dk=dk, dv=dv)
-        query_tiles = problem.programs("dq", tile)
-        self.preprocess = KernelLaunch(bwd_preprocess_kernel, query_tiles, arguments, PRE_POST_TILE)
-        self.postprocess = KernelLaunch(bwd_postprocess_kernel, query_tiles, arguments, PRE_POST_TILE)
+        self.backward = self.kernel("hopper_backward", hopper_backward_kernel, dk=dk, dv=dv)
+        tile = self.tile("hopper_backward")
+        query_tiles = triton.cdiv(self.n_queries, tile.block_m)
         # lse2, delta and each of dq_accum's dimensions: (batch * heads, queries up to whole tiles)
-        padded = problem.batch * problem.heads, triton.cdiv(problem.n_queries, tile.block_m) * tile.block_m
+        padded = self.batch * self.heads, query_tiles * tile.block_m
         self.workspace = 2 + config.block_d, *padded
-        row = DescriptorMaker((padded, (padded[1], 1)), (1, tile.block_m), torch.float32, row_layout())
-        self.backward = KernelLaunch(
-            hopper_backward_kernel,
-            problem.programs("hopper_backward", tile),
-            arguments,
-            tile,
-            [*problem.descriptors(self.inputs, tile, gluon=True), row, row],
-        )
+        row = describe((padded, (padded[1], 1)), (1, tile.block_m), torch.float32, row_layout())
+        self.backward.descriptors += [row, row]
+        around = padded[0] * query_tiles, self.arguments(tile, do=self.inputs[3], o=o, dq=dq), PRE_POST_TILE
+        self.preprocess = KernelLaunch(bwd_preprocess_kernel, *around)
+        self.postprocess = KernelLaunch(bwd_postprocess_kernel, *around)
 
     def __call__(self, *tensors: Tensor) -> None:
         q, k, v, do, o, lse, dq, dk, dv = self.with_copies(tensors)
@@ -320,10 +290,7 @@ def config_for(
     return select_config(dtype, d_head, capability(device), sm_count(device), allow_tf32)
 
 
-@lru_cache(maxsize=256)
-def forward_launcher(layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> Forward:
-    """For q, k, v, o of these layouts."""
-    return Forward(layouts, config, is_causal)
+forward_launcher = lru_cache(maxsize=256)(Forward)
 
 
 @lru_cache(maxsize=256)
@@ -336,7 +303,7 @@ def backward_launcher(
     the smaller programs of the two kernels keep more of them at work.
     """
     if "hopper_backward" in config.tiles and not deterministic:
-        problem = Problem(layouts[0], layouts[1], config, is_causal)
+        problem = Problem(layouts[:4], config, is_causal)
         tile = problem.tile("hopper_backward")
         if problem.programs("hopper_backward", tile) >= config.sm_count:
             return HopperBackward(layouts, config, is_causal)
