@@ -26,7 +26,7 @@ def sharded(full, mesh):
 
 @pytest.fixture(scope="module")
 def rows():
-    return count_sent_bytes(sharded, list(MESHES), **SIZES)
+    return count_sent_bytes({"sharded": sharded}, list(MESHES), **SIZES)
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -57,4 +57,4 @@ def test_the_layers_compute_what_the_whole_layer_computes(rows):
 )
 def test_meshes_that_cannot_be_are_refused(meshes, words):
     with pytest.raises(ValueError, match=words):
-        count_sent_bytes(sharded, meshes, **SIZES)
+        count_sent_bytes({"sharded": sharded}, meshes, **SIZES)

@@ -1,7 +1,8 @@
 """What the ranks of a mesh send in a forward and a backward of one SwiGLU layer, byte by byte."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import cloudpickle  # takes classes of a notebook by value
@@ -13,9 +14,11 @@ from cs336_systems.measure.sent_bytes import ring_collectives
 from cs336_systems.model import SwiGLU
 from cs336_systems.parallel import WorkerContext, launch
 
+MakeLayer = Callable[[SwiGLU, DeviceMesh], nn.Module]
+
 
 def count_sent_bytes(
-    make_layer: Callable[[SwiGLU, DeviceMesh], nn.Module],
+    layers: Mapping[str, MakeLayer],
     meshes: Sequence[tuple[int, int]],
     *,
     d_model: int,
@@ -23,18 +26,19 @@ def count_sent_bytes(
     tokens: int,
     timeout_s: float = 120.0,
 ) -> list[dict[str, Any]]:
-    """Run a sharded layer in bfloat16 over Gloo on every mesh, its collectives as rings of counted sends.
+    """Run sharded layers in bfloat16 over Gloo on every mesh, their collectives as rings of counted sends.
 
     One launch of as many workers as the largest mesh has places; smaller meshes use the first of them.
 
     Args:
-        make_layer: called on each rank with the whole layer, equal on all, and the mesh, whose axes are "x",
-            along which the tokens are split, and "y". It may be defined in a notebook.
+        layers: by name, what makes one on each rank: called with the whole layer, equal on all, and the mesh,
+            whose axes are "x", along which the tokens are split, and "y". It may be defined in a notebook. If
+            the layer has finish_gradient_synchronization(), that belongs to backward.
         meshes: (X, Y), one after the other.
         tokens: of all ranks together.
 
     Returns:
-        One dictionary for each collective of each rank: X, Y, rank, pass, collective, ranks (that took part),
+        One dictionary for each collective of each rank: layer, X, Y, rank, pass, collective, ranks (in it),
         sent_bytes, error (of output and input gradient against the whole layer, relative).
 
     Raises:
@@ -45,7 +49,7 @@ def count_sent_bytes(
             raise ValueError(f"the mesh is {x} x {y}; allowed: whole numbers, 1 or more")
         if tokens % x:
             raise ValueError(f"tokens is {tokens}; allowed: a multiple of {x}, the ranks that share them")
-    made = cloudpickle.dumps(make_layer)
+    made = cloudpickle.dumps(dict(layers))
     world_size = max(x * y for x, y in meshes)
     sizes = (d_model, d_ff, tokens)
     by_rank = launch(_count, world_size, made, tuple(meshes), sizes, backend="gloo", timeout_s=timeout_s)
@@ -55,7 +59,7 @@ def count_sent_bytes(
 def _count(
     context: WorkerContext, made: bytes, meshes: Sequence[tuple[int, int]], sizes: tuple[int, int, int]
 ) -> list[dict[str, Any]]:
-    make_layer = cloudpickle.loads(made)
+    layers: dict[str, MakeLayer] = cloudpickle.loads(made)
     d_model, d_ff, tokens = sizes
     rows = []
     for x, y in meshes:
@@ -63,25 +67,21 @@ def _count(
         if context.rank < x * y:
             torch.manual_seed(0)
             full = SwiGLU(d_model, d_ff, dtype=torch.bfloat16)
-            inputs, gradient = torch.randn(2, tokens, d_model, dtype=torch.bfloat16)
-            share = slice(None, None)
-            if x > 1:
-                size = tokens // x
-                share = slice(mesh.get_local_rank("x") * size, (mesh.get_local_rank("x") + 1) * size)
-            key = {"X": x, "Y": y, "rank": context.rank}
-            rows += [key | row for row in _passes(make_layer, full, mesh, inputs[share], gradient[share])]
+            mine = context.rank // y  # of the shares of the tokens
+            shares = torch.randn(2, x, tokens // x, d_model, dtype=torch.bfloat16)[:, mine]
+            for name, make_layer in layers.items():
+                key = {"layer": name, "X": x, "Y": y, "rank": context.rank}
+                rows += [key | row for row in _passes(make_layer(deepcopy(full), mesh), full, *shares)]
     return rows
 
 
-def _passes(
-    make_layer: Callable, full: SwiGLU, mesh: DeviceMesh, inputs: Tensor, gradient: Tensor
-) -> list[dict[str, Any]]:
-    layer = make_layer(full, mesh)
+def _passes(layer: nn.Module, full: SwiGLU, inputs: Tensor, gradient: Tensor) -> list[dict[str, Any]]:
     mine, whole = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
     with ring_collectives() as sent:
         output = layer(mine)
         in_forward = len(sent)
         output.backward(gradient)
+        getattr(layer, "finish_gradient_synchronization", lambda: None)()
     expected = full(whole)
     expected.backward(gradient)
     error = max(_relative(output, expected), _relative(mine.grad, whole.grad))
