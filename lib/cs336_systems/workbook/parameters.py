@@ -29,6 +29,7 @@ _WORDS: dict[str, Iterable[Any] | str] = {
     "source": ("auto", "nsys", "torch"),
     "backend": "cs336_systems.parallel.worker:BACKENDS",
     "optimizer": "cs336_systems.bench.drift_bench:OPTIMIZERS",
+    "hardware": "cs336_systems.accounting.hardware:hardware_names",
     "tile_kernel": "cs336_systems.attention.config:KERNELS",
 }
 # Whole numbers from 1 on; all others from 0 on.
@@ -151,7 +152,8 @@ def _allowed(stem: str, parameter: Parameter, edition: int, slug: str) -> list[A
         return list(MODEL_SIZES.get(edition, MODEL_SIZES[2025]))
     words = _implementations(slug) if stem == "implementation" else _WORDS.get(stem, ())
     if words:
-        return list(names.load(words) if isinstance(words, str) else words)
+        found = names.load(words) if isinstance(words, str) else words
+        return list(found() if callable(found) else found)
     default = parameter.default if isinstance(parameter.default, list) else [parameter.default]
     also = re.search(r"\balso: ([^;]+)", parameter.comment)
     listed = [word.strip() for word in also[1].split(",")] if also else []
