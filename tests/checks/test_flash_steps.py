@@ -72,6 +72,23 @@ def visible_everywhere(rows, keys, n_keys, CAUSAL: tl.constexpr):
     return (rows[:, None] >= keys) | (not CAUSAL)
 
 
+@triton.jit
+def gradients(q, k, v, do, lse, delta, visible, scale):
+    s = tl.where(visible, tl.dot(q, k.T, input_precision="ieee") * scale, -float("inf"))
+    p = tl.exp(s - lse[:, None])
+    return p, p * (tl.dot(do, v.T, input_precision="ieee") - delta[:, None])
+
+
+@triton.jit
+def gradients_without_delta(q, k, v, do, lse, delta, visible, scale):
+    return gradients(q, k, v, do, lse, 0 * delta, visible, scale)
+
+
+@triton.jit
+def gradients_without_mask(q, k, v, do, lse, delta, visible, scale):
+    return gradients(q, k, v, do, lse, delta, visible | True, scale)
+
+
 class Batchless(torch.autograd.Function):
     """Sequences laid end to end: all see the keys of the first."""
 
@@ -124,6 +141,7 @@ def judged(checker, candidate, capsys):
     [
         (checks.check_visit, visit),
         (checks.check_mask, visible),
+        (checks.check_gradients, gradients),
         (checks.check_forward, attention.FlashAttentionPyTorch.apply),
         (checks.check_backward, attention.FlashAttentionPyTorch.apply),
         (checks.check_delta, lambda do, o: (do * o).sum(-1)),
@@ -142,6 +160,8 @@ def test_a_right_answer_passes(checker, candidate, capsys):
         (checks.check_visit, visit_in_base_e, "exp2"),
         (checks.check_mask, visible_without_diagonal, "sees itself"),
         (checks.check_mask, visible_everywhere, "beyond the last"),
+        (checks.check_gradients, gradients_without_delta, "delta"),
+        (checks.check_gradients, gradients_without_mask, "hidden"),
         (checks.check_forward, Batchless.apply, "first sequence is right"),
         (checks.check_forward, unscaled, "agrees with attention"),
         (checks.check_forward, in_tf32, "TF32"),

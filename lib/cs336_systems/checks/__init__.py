@@ -9,7 +9,14 @@ from typing import Any
 _MODULES = {
     "attention_checks": ("BASIC", "EVERYTHING", "AttentionCase", "check_attention", "check_logsumexp"),
     "ddp_checks": ("check_ddp",),
-    "flash_steps": ("check_backward", "check_delta", "check_forward", "check_mask", "check_visit"),
+    "flash_steps": (
+        "check_backward",
+        "check_delta",
+        "check_forward",
+        "check_gradients",
+        "check_mask",
+        "check_visit",
+    ),
     "ring_checks": ("check_ring", "run_ring"),
     "steps": ("step",),
     "tensor_parallel_checks": ("check_tensor_parallel",),

@@ -206,7 +206,5 @@ def _suspect(ours: Tensor, exact: Tensor, error: float) -> str:
     if rows[0] < 0.01 * rows.max():
         return ". The first row is right, others are not: is the sum rescaled when the maximum grows?"
     if ours.dtype == torch.float32 and 1e-4 < error < 3e-3:
-        return (
-            ". TF32 is off by so much: float32 needs input_precision='ieee' in tl.dot on a GPU"
-        )
+        return ". TF32 is off by so much: float32 needs input_precision='ieee' in tl.dot on a GPU"
     return ""

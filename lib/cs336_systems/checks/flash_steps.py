@@ -94,6 +94,49 @@ def check_mask(check: Step, visible: JITFunction, device: str | torch.device = "
     check("both at once", agrees(16, 16, 20, True), "the two conditions with &")
 
 
+@triton.jit
+def _gradients_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, visible_ptr, lse_ptr, delta_ptr, p_ptr, ds_ptr, scale,
+    gradients: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    rows = tl.arange(0, N)
+    square = rows[:, None] * N + rows
+    q, k, v, do = (
+        tl.load(q_ptr + square),
+        tl.load(k_ptr + square),
+        tl.load(v_ptr + square),
+        tl.load(do_ptr + square),
+    )
+    lse, delta, visible = (
+        tl.load(lse_ptr + rows),
+        tl.load(delta_ptr + rows),
+        tl.load(visible_ptr + square) != 0,
+    )
+    p, ds = gradients(q, k, v, do, lse, delta, visible, scale)
+    tl.store(p_ptr + square, p)
+    tl.store(ds_ptr + square, ds)
+
+
+def check_gradients(check: Step, gradients: JITFunction, device: str | torch.device = "cpu") -> None:
+    """Properties of `gradients(q, k, v, do, lse, delta, visible, scale)`, one tile of the backward pass.
+
+    It takes q, k, v, do (16, 16), lse and delta (16,), visible (16, 16) of bool; returns P and dS (16, 16),
+    where S = scale * q k^T.
+    """
+    q, k, v, do = torch.randn(4, _TILE, _D, device=device)
+    visible = torch.ones(_TILE, _TILE, dtype=torch.int32, device=device).tril()
+    scores = (0.25 * q @ k.T).masked_fill(visible == 0, -torch.inf).requires_grad_()
+    wanted_p = scores.softmax(-1)
+    (wanted_ds,) = torch.autograd.grad(wanted_p @ v, scores, do)
+    lse, delta = scores.detach().logsumexp(-1), (do * (wanted_p.detach() @ v)).sum(-1)
+    p, ds = (torch.full((_TILE, _TILE), torch.nan, device=device) for _ in range(2))
+    _gradients_kernel[1,](q, k, v, do, visible, lse, delta, p, ds, 0.25, gradients, _TILE)
+    check("P is the softmax", torch.allclose(p, wanted_p, rtol=1e-3, atol=1e-5), "p = exp(s - lse), s scaled")
+    check("hidden scores have none", not p[visible == 0].any(), "is a hidden score -inf?")
+    right = torch.allclose(ds, wanted_ds, rtol=1e-3, atol=1e-4)
+    check("dS is its derivative", right, "ds = p * (dp - delta), row by row, with dp = dO V^T")
+
+
 def check_forward(check: Step, attention: AttentionFunction, device: str | torch.device = "cpu") -> None:
     """Properties of `attention(q, k, v, is_causal)`, forward only."""
     cases = {
