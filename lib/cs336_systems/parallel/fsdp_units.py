@@ -1,0 +1,279 @@
+"""A unit of FSDP: weights that are gathered, freed and reduced together, their memory and their messages.
+
+Each weight is cut by rows as torch.chunk does it: of n rows and N ranks, rank r holds the ceil(n/N) from
+r * ceil(n/N) on; the last ranks may hold fewer or none. On the way they are padded to the same length. The
+shards of a unit lie side by side in one buffer, so one kernel casts them all. The whole weights lie in
+another, and each is gathered right into its place there; no message is packed or unpacked:
+
+    rank 0 holds     a: row 0, row 1 | b: row 0, row 1         | c ...
+    rank 1 holds     a: row 2, row 3 | b: row 2, padding       | c ...
+    gathered         a: row 0 ... row 3 | b: row 0 ... row 2, padding | c ...
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.nn import functional as F
+
+from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER
+
+_ALIGNMENT_BYTES = 128  # of each weight in its buffer: vectorised kernels are slow at odd addresses
+
+
+class Lane:
+    """Where messages travel beside the computation: over NCCL a CUDA stream, over Gloo threads of its own.
+
+    Inside `with lane:` kernels and messages are queued on the stream, behind what the computation has been
+    given so far. Over Gloo they are simply called.
+    """
+
+    def __init__(self, device: torch.device, backend: str):
+        self.stream = torch.cuda.Stream(device, priority=-1) if backend == "nccl" else None
+
+    def __enter__(self) -> None:
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            self._inside = torch.cuda.stream(self.stream)
+            self._inside.__enter__()
+
+    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self.stream is not None:
+            self._inside.__exit__(*error)
+
+    def send(self, collective: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[dist.Work]:
+        """One message for each pair; what to wait for, if it is not the stream that waits."""
+        call: Callable[..., Any] = getattr(dist, collective)
+        if self.stream is None:
+            return [call(*pair, async_op=True) for pair in zip(outputs, inputs, strict=True)]
+        if collective == REDUCE_SCATTER:
+            call = partial(call, op=dist.ReduceOp.AVG)  # NCCL divides on the fly
+        with _coalescing_manager():  # all in one kernel
+            for pair in zip(outputs, inputs, strict=True):
+                call(*pair)
+        return []
+
+
+class ShardedWeight:
+    """One weight, twice: the parameter that the optimizer sees, a shard, and the one that computes, whole.
+
+    Attributes:
+        parameter: the module's own; since it was sharded, this rank's rows.
+        whole: the leaf of autograd's graph; it has memory only while its unit is gathered.
+        shape: of the whole.
+        places: where modules hold it, (module, attribute).
+    """
+
+    def __init__(self, parameter: nn.Parameter, places: list[tuple[nn.Module, str]]):
+        self.parameter, self.places, self.shape = parameter, places, parameter.shape
+        self.whole: nn.Parameter = parameter  # until its unit has made memory for both
+
+
+class Unit:
+    """Some weights, of which every rank holds its rows, and all rows while the unit is gathered.
+
+    Attributes:
+        weights: in the order of the module's parameters.
+        is_gathered: the whole weights have memory, and are there or on their way.
+        is_in_backward: backward has reached the unit and needs it until `complete`.
+        users: how many forward passes of its modules are under way.
+        ready: which weights have a gradient of this backward pass.
+    """
+
+    def __init__(
+        self,
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+        dtype: torch.dtype | None,
+        lanes: tuple[Lane, Lane],
+    ):
+        self.weights = [ShardedWeight(*item) for item in places.items()]
+        self.trainable = [n for n, weight in enumerate(self.weights) if weight.parameter.requires_grad]
+        self.is_gathered = self.is_in_backward = False
+        self.users, self.ready = 0, set[int]()
+        self._gather_lane, self._reduce_lane = lanes
+        self._allocate(dtype)
+        self._homes = [
+            (module._parameters, name, weight.parameter, weight.whole)
+            for weight in self.weights
+            for module, name in weight.places
+        ]
+
+    @torch.no_grad()
+    def _allocate(self, dtype: torch.dtype | None) -> None:
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        parameters = [weight.parameter for weight in self.weights]
+        first = parameters[0]
+        self._dtype = dtype or first.dtype
+        # Each rank's rows padded to the same length, and that to the next multiple of the alignment.
+        rows = [-(-len(parameter) // world_size) for parameter in parameters]
+        self._lengths = [n * parameter[0].numel() for n, parameter in zip(rows, parameters, strict=True)]
+        step = _ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
+        self._cuts = list(chain.from_iterable((n, -n % step) for n in self._lengths))
+        self._shards = torch.zeros(sum(self._cuts), dtype=first.dtype, device=first.device)
+        whole = torch.empty(sum(self._cuts) * world_size, dtype=self._dtype, device=first.device)
+        self._memory, self._bytes = whole.untyped_storage(), whole.nbytes
+        self._places = whole.split([n * world_size for n in self._cuts])[::2]
+        self._own = []  # this rank's rows of each, without padding
+        for weight, place, stretch, n in zip(
+            self.weights, self._places, self._stretches(self._shards), rows, strict=True
+        ):
+            parameter = weight.parameter
+            # .data: what autograd keeps must not notice that the memory is filled again.
+            view = place[: parameter.numel()].view(parameter.shape).data
+            weight.whole = nn.Parameter(view, requires_grad=parameter.requires_grad)
+            mine = parameter.detach()[rank * n : (rank + 1) * n]
+            self._own.append(stretch[: mine.numel()].view(mine.shape))
+            self._own[-1].copy_(mine)
+            parameter.data = self._own[-1]
+        self._memory.resize_(0)
+        self._addresses = [parameter.data_ptr() for parameter in parameters]
+
+    def _stretches(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """Of a buffer laid out as that of the shards, the part of each weight with its padding rows."""
+        return buffer.split(self._cuts)[::2]
+
+    def start_gather(self) -> None:
+        """Fill the whole weights from the shards of all ranks, beside the computation."""
+        self._take_back_replaced_data()
+        self.is_gathered = True
+        # Memory of the computation's own stream: it returns there when it is freed.
+        self._memory.resize_(self._bytes)
+        with self._gather_lane:
+            shards = self._shards.to(self._dtype)
+            self._gathering = self._gather_lane.send(ALL_GATHER, self._places, self._stretches(shards))
+            if self._gather_lane.stream is not None:
+                self._gathered = self._gather_lane.stream.record_event()
+            else:
+                self._sent = shards  # Gloo reads it until it is done
+        self._is_waited_for = False
+
+    def _take_back_replaced_data(self) -> None:
+        """An optimizer may give a parameter new memory (p.data = ...) instead of writing to the old."""
+        for number, weight in enumerate(self.weights):
+            if weight.parameter.data_ptr() != self._addresses[number]:
+                self._own[number].copy_(weight.parameter.data)
+                weight.parameter.data = self._own[number]
+
+    def wait_for_gather(self) -> None:
+        """What is computed from here on finds the whole weights."""
+        if self._is_waited_for:
+            return
+        if self._gather_lane.stream is not None:
+            torch.cuda.current_stream().wait_event(self._gathered)
+        for work in self._gathering:
+            work.wait()
+        self._is_waited_for, self._sent = True, None
+
+    def show_whole(self) -> None:
+        """Let the modules compute with the whole weights."""
+        for parameters, name, _, whole in self._homes:
+            parameters[name] = whole
+
+    def show_shards(self) -> None:
+        """Let the modules offer their shards, as to an optimizer."""
+        for parameters, name, shard, _ in self._homes:
+            parameters[name] = shard
+
+    def free(self) -> None:
+        """Give the memory of the whole weights back."""
+        self.wait_for_gather()  # a message may still be writing to it
+        self._memory.resize_(0)
+        self.is_gathered = self.is_in_backward = False
+
+    @property
+    def has_gradients(self) -> bool:
+        """Some gradient waits to be reduced."""
+        return any(weight.whole.grad is not None for weight in self.weights)
+
+    def start_reduction(self) -> "Reduction":
+        """Take the gradients of the whole weights and start to reduce and scatter them."""
+        gradients = [self._take_gradient(self.weights[number]) for number in self.trainable]
+        stretches = [self._cuts[2 * n] * dist.get_world_size() for n in self.trainable]
+        flat = [
+            F.pad(gradient.view(-1), (0, length - gradient.numel()))
+            if length > gradient.numel()
+            else gradient.view(-1)
+            for gradient, length in zip(gradients, stretches, strict=True)
+        ]
+        return Reduction(self, flat)
+
+    def _take_gradient(self, weight: ShardedWeight) -> Tensor:
+        gradient, weight.whole.grad = weight.whole.grad, None
+        if gradient is None:
+            return self._places[0].new_zeros(weight.shape)
+        if gradient.is_sparse:
+            raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
+        return gradient.detach().contiguous()
+
+    def gather_full(self) -> Iterator[Tensor]:
+        """Every weight whole, in the dtype of its shard, one after the other."""
+        self._take_back_replaced_data()
+        for weight, stretch in zip(self.weights, self._stretches(self._shards), strict=True):
+            whole = stretch.new_empty(dist.get_world_size() * len(stretch))
+            getattr(dist, ALL_GATHER)(whole, stretch)
+            yield whole[: weight.shape.numel()].view(weight.shape)
+
+
+class Reduction:
+    """The gradients of one unit on their way to their ranks. Until it is waited for, it keeps them alive."""
+
+    def __init__(self, unit: Unit, gradients: list[Tensor]):
+        self._unit, self._gradients = unit, gradients
+        self._lane = lane = unit._reduce_lane
+        # In the memory of the computation's stream, which will free it.
+        self._target = torch.empty_like(unit._shards)
+        with lane:
+            same = gradients[0].dtype == self._target.dtype
+            self._received = (
+                self._target if same else torch.empty_like(self._target, dtype=gradients[0].dtype)
+            )
+            stretches = unit._stretches(self._received)
+            outputs = [stretches[number] for number in unit.trainable]
+            self._works = lane.send(REDUCE_SCATTER, outputs, gradients)
+            if lane.stream is not None:
+                self._hand_over()
+                self._done = lane.stream.record_event()
+
+    def wait(self) -> None:
+        """What is computed from here on finds the means in every `.grad`."""
+        if self._lane.stream is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        else:
+            for work in self._works:
+                work.wait()
+            self._received.div_(dist.get_world_size())
+            self._hand_over()
+        self._gradients, self._target = [], None
+
+    @torch.no_grad()
+    def _hand_over(self) -> None:
+        """Let the shards' `.grad` be what was received, or add it to what they have."""
+        unit = self._unit
+        if self._received is not self._target:
+            self._target.copy_(self._received)
+        stretches = unit._stretches(self._target)
+        for number in unit.trainable:
+            parameter = unit.weights[number].parameter
+            mean = stretches[number][: parameter.numel()].view(parameter.shape)
+            if parameter.grad is None:
+                parameter.grad = mean
+            else:
+                parameter.grad.add_(mean)
+        self._received = None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in arguments or results of a module."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
