@@ -98,7 +98,11 @@ class OverlappedDDP(DataParallel):
         """Start the all-reduces of the buckets that come next: as many as are complete, or all."""
         missing, in_flight = self._pass.missing, self._pass.in_flight
         while len(in_flight) < len(missing) and (incomplete_too or missing[len(in_flight)] == 0):
-            in_flight.append(AllReduceMean(self._message(len(in_flight)), self._backend))
+            in_flight.append(self._start(self._message(len(in_flight))))
+
+    def _start(self, message: Tensor) -> AllReduceMean:
+        """Send a message; what it returns can be waited for."""
+        return AllReduceMean(message, self._backend)
 
     @torch.no_grad()
     def _complete_pass(self) -> None:
@@ -106,6 +110,10 @@ class OverlappedDDP(DataParallel):
         for mean in self._pass.in_flight:
             mean.wait()
         self._start_pass()
+
+    def _start_another_pass(self) -> None:
+        """Called before backward adds to a gradient that may be in flight."""
+        self._complete_pass()
 
     def _average_gradients(self) -> None:
         self._complete_pass()
@@ -127,7 +135,7 @@ def _before_accumulation(this: weakref.ref, index: int) -> Callable[[Tensor], No
         # have to send the gradients of one pass before those of the next.
         wrapper = this()
         if wrapper and (wrapper._pass.is_over or index in wrapper._pass.ready):
-            wrapper._complete_pass()
+            wrapper._start_another_pass()
 
     return hook
 
@@ -173,7 +181,7 @@ class BucketedDDP(OverlappedDDP):
     def _message(self, number: int) -> Tensor:
         """The bucket, with each gradient in its place; those that are not yet there move in one kernel."""
         if self._memory is None:
-            self._memory = BucketMemory(self._trainable, self._buckets)
+            self._memory = self._allocate()
         places, fresh = [], []
         for index in self._buckets[number]:
             gradient, parameter, view = (
@@ -188,6 +196,9 @@ class BucketedDDP(OverlappedDDP):
         if fresh:
             torch._foreach_copy_(places, fresh)
         return self._memory.buckets[number]
+
+    def _allocate(self) -> "BucketMemory":
+        return BucketMemory(self._trainable, self._buckets)
 
 
 class BucketMemory:
@@ -252,7 +263,11 @@ def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: 
             buckets.append(bucket)
         bucket.append(index)
         open_buckets[kind] = (bucket, used + size)
-    # A bucket is complete when its last gradient is ready.
+    return in_order_of_completion(buckets, order)
+
+
+def in_order_of_completion(buckets: Buckets, order: Sequence[int]) -> Buckets:
+    """A bucket is complete when its last gradient is ready."""
     position = {index: number for number, index in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 

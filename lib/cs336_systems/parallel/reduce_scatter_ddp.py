@@ -1,0 +1,119 @@
+"""ZeRO stage 1 as in the paper (Rajbhandari et al. 2020, section 5.1): each rank gets the gradients it needs.
+
+Next to a ShardedOptimizer an all-reduce sends too much: a rank uses the mean gradients of its own shard
+alone. A reduce-scatter sends half as much, and its halves are those of an all-reduce: reduce-scatter of the
+gradients, then, after the update, all-gather of the parameters.
+
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
+    model = ReduceScatterDDP(module, optimizer)
+    loss(model(inputs), targets).backward()
+    model.finish_gradient_synchronization()
+    optimizer.step()
+"""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.parallel.ddp import REDUCE_SCATTER
+from cs336_systems.parallel.overlapped import BucketedDDP, Buckets, in_order_of_completion
+from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
+from cs336_systems.parallel.shards import ShardedBucket
+
+_OPEN_BUCKETS = 3  # that a gradient may still join: more leave less padding, and leave later
+
+
+class ReduceScatterMean:
+    """As `AllReduceMean`, but after `wait()` only this rank's segment of the tensor holds the mean."""
+
+    def __init__(self, tensor: Tensor, backend: str):
+        self.own = tensor.chunk(dist.get_world_size())[dist.get_rank()]
+        self.divides = backend == "nccl"
+        operation = dist.ReduceOp.AVG if self.divides else dist.ReduceOp.SUM
+        self.work = getattr(dist, REDUCE_SCATTER)(self.own, tensor, op=operation, async_op=True)
+
+    def wait(self) -> None:
+        self.work.wait()
+        if not self.divides:
+            self.own.div_(dist.get_world_size())
+
+
+class ReduceScatterDDP(BucketedDDP):
+    """BucketedDDP for a ShardedOptimizer: afterwards a gradient is there on the rank that owns its parameter.
+
+    On the others it is None, so what looks at all gradients sees a shard of them: the norm of all is that of
+    the ranks' norms. Of the backward passes before a step all but the last one run under `no_sync()`.
+
+    Args:
+        optimizer: has all trainable parameters of the module.
+        bucket_size_mb: as in BucketedDDP. Padding makes the segments of the ranks equal: of the sizes of the
+            handout on two ranks it is up to 4 % of the gradients, and more if buckets are smaller.
+
+    Raises:
+        ValueError: as BucketedDDP, and where a trainable parameter is not the optimizer's.
+        RuntimeError: in backward, a second pass without `no_sync()`.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, bucket_size_mb: float = 256):
+        self._find_owner = optimizer.owner
+        super().__init__(module, bucket_size_mb)
+
+    def _check_module(self) -> None:
+        super()._check_module()
+        self._owners = [self._find_owner(parameter) for parameter in self._trainable]
+
+    def _fill(self, order: list[int]) -> Buckets:
+        """Each gradient joins the first of the open buckets with room in its owner's segment."""
+        self._memory = None
+        limit = self._bucket_bytes / dist.get_world_size()
+        buckets: Buckets = []
+        used: list[list[int]] = []  # of each bucket, by rank, bytes in its segment
+        for index in order:
+            parameter, owner = self._trainable[index], self._owners[index]
+            room = (
+                number
+                for number in range(len(buckets))[-_OPEN_BUCKETS:]
+                if self._trainable[buckets[number][0]].dtype == parameter.dtype
+                and used[number][owner] + parameter.nbytes <= max(limit, *used[number])
+            )
+            number = next(room, len(buckets))
+            if number == len(buckets):
+                buckets.append([])
+                used.append([0] * dist.get_world_size())
+            buckets[number].append(index)
+            used[number][owner] += parameter.nbytes
+        return in_order_of_completion(buckets, order)
+
+    def _allocate(self) -> "SegmentedMemory":
+        return SegmentedMemory(self._trainable, self._buckets, self._owners)
+
+    def _start(self, message: Tensor) -> ReduceScatterMean:
+        return ReduceScatterMean(message, self._backend)
+
+    def _start_another_pass(self) -> None:
+        raise RuntimeError(
+            "a second backward pass before finish_gradient_synchronization(); allowed: all but the last one "
+            "under no_sync(), as half-reduced gradients cannot be added to"
+        )
+
+    def _average_gradients(self) -> None:
+        super()._average_gradients()
+        for parameter, owner in zip(self._trainable, self._owners, strict=True):
+            if owner != dist.get_rank():
+                parameter.grad = None
+
+
+class SegmentedMemory:
+    """As BucketMemory, with the gradients of each owner in its segment of the bucket."""
+
+    def __init__(self, parameters: Sequence[Tensor], buckets: Buckets, owners: Sequence[int]):
+        self.buckets: dict[int, Tensor] = {}
+        self.views: dict[int, Tensor] = {}
+        for number, bucket in enumerate(buckets):
+            segments: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
+            for index in bucket:
+                segments[owners[index]].append(parameters[index])
+            memory = ShardedBucket(segments)
+            self.buckets[number] = memory.whole
+            self.views |= {index: memory.views[parameters[index]] for index in bucket}
