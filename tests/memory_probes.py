@@ -2,37 +2,36 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from cs336_systems.measure.saved_tensors import storage_bytes
 
-class SavedBytes:
-    """Bytes of the storages that autograd saves, each counted once, apart from the ones known before."""
 
-    def __init__(self, known: Iterable[Tensor]):
-        self.known = {tensor.untyped_storage()._cdata for tensor in known}
-        self.storages: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self.known:
-            # The tensor is kept so that the address of its storage is not given to another one.
-            self.storages[storage._cdata] = (storage.nbytes(), tensor)
-        return tensor
+class SavedTensors(list):
+    """Tensors that autograd saved; kept, so that the address of a storage is not given to another one."""
 
     @property
     def total(self) -> int:
-        return sum(size for size, _ in self.storages.values())
+        """Bytes of their storages, each counted once."""
+        return storage_bytes(self)
 
 
 @contextlib.contextmanager
-def saved_bytes(*known: Tensor) -> Iterator[SavedBytes]:
-    saved = SavedBytes(known)
-    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor):
+def saved_bytes(*known: Tensor) -> Iterator[SavedTensors]:
+    """What autograd saves in here, apart from the storages of tensors that are known."""
+    owned, saved = {tensor.untyped_storage().data_ptr() for tensor in known}, SavedTensors()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in owned:
+            saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
 
 

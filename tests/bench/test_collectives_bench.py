@@ -1,13 +1,10 @@
 """Rows of real collectives."""
 
-import importlib
-
 import bench_workers
 import pytest
-import torch.distributed as dist
 
 from cs336_systems.accounting import bus_factor
-from cs336_systems.bench import benchmark_collectives, collectives_bench
+from cs336_systems.bench import benchmark_collectives
 from cs336_systems.measure import save_rows
 from cs336_systems.names import COLLECTIVES
 from cs336_systems.parallel import launch, stream
@@ -58,13 +55,3 @@ def test_a_step_is_timed_on_the_slowest_rank_and_shared_by_its_calls():
     assert first == second
     assert len(first) == 2
     assert all(20 <= ms < 50 for ms in first), first
-
-
-def test_torch_before_2_13_has_other_names(monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.delattr(dist, "all_gather_single", raising=False)
-        patch.delattr(dist, "reduce_scatter_single", raising=False)
-        older = importlib.reload(collectives_bench)
-        assert older._all_gather is dist.all_gather_into_tensor
-        assert older._reduce_scatter is dist.reduce_scatter_tensor
-    importlib.reload(collectives_bench)

@@ -28,22 +28,14 @@ def test_rows_of_every_wrapper_and_of_their_profiles():
     ranks = [[row["rank"] for row in rows] for table, rows in batches if table == "ddp_overlap"]
     assert ranks == [[0, 1]] * 6
     drawn = [rows[0] for table, rows in batches if table == "ddp_timeline"]
-    assert [(row["implementation"], row["bucket_size_mb"]) for row in drawn] == [
-        *single_buckets,
-        ("bucketed", 0.1),
-        ("torch", 0.1),
-    ]
+    expected = [*single_buckets, ("bucketed", 0.1), ("torch", 0.1)]
+    assert [(row["implementation"], row["bucket_size_mb"]) for row in drawn] == expected
 
 
 def test_one_process_alone():
     options = {"implementations": ["single"], "context_length": 8, "warmup_steps": 0, "steps": 1}
     ((table, (row,)),) = benchmark_ddp(1, backend="gloo", profile=True, **options)
-    assert (table, row["implementation"], row["world_size"], row["status"]) == (
-        "ddp_times",
-        "single",
-        1,
-        "ok",
-    )
+    assert (table, row["implementation"], row["status"]) == ("ddp_times", "single", "ok")
     assert row["p50_ms"] > 0
     assert "no_comm_ms" not in row
 
@@ -64,16 +56,10 @@ def test_rows_over_nccl_and_their_memory():
     assert all(0 <= row["profiled_exposed_ms"] <= row["profiled_communication_ms"] for row in profiled)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"batch_sizes": [2, 3]}, "batch_size 3 cannot be shared by 2"),
-        ({"implementations": ["fast"]}, "naive, flat"),
-        ({"dtypes": ["float8"]}, "float32"),
-        ({"model_size": "gigantic"}, "tiny"),
-        ({"implementations": ["single"]}, "'single' is one process"),
-    ],
-)
-def test_it_refuses_before_anything_starts(options, words):
-    with pytest.raises(ValueError, match=words):
-        next(benchmark_ddp(2, **options))
+WRONG = {"batch_sizes": [2, 3], "implementations": ["fast"], "dtypes": ["float8"], "model_size": "gigantic"}
+
+
+@pytest.mark.parametrize(("name", "value"), [*WRONG.items(), ("implementations", ["single"])])
+def test_it_refuses_before_anything_starts(name, value):
+    with pytest.raises(ValueError, match=str(value if isinstance(value, str) else value[-1])):
+        next(benchmark_ddp(2, **{name: value}))

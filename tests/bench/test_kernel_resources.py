@@ -38,14 +38,13 @@ def test_rows_of_other_tiles_are_refused(change, monkeypatch, tmp_path):
     rows = rows.iloc[:1].assign(**change) if change else rows.iloc[1:]  # one of several tiles is missing
     monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
     save_rows(rows.astype({"chunk": "Int64", "max_registers": "Int64"}), **PLACE)
-    with pytest.raises(ValueError, match=f"python -m {kernel_resources.__name__}"):
+    with pytest.raises(ValueError, match="older"):
         shipped_tiles()
 
 
-def test_unknown_names():
-    with pytest.raises(ValueError, match="kernel 'sideways'"):
-        next(sweep_resources([80], kernels=["sideways"]))
-    with pytest.raises(ValueError, match="dtype 'float16'"):
-        next(sweep_resources([80], dtypes=["float16"]))
+@pytest.mark.parametrize(("name", "value"), [("kernels", "sideways"), ("dtypes", "float16")])
+def test_unknown_names(name, value):
+    with pytest.raises(ValueError, match=value):
+        next(sweep_resources([80], **{name: [value]}))
     with pytest.raises(ValueError, match="capability 70"):
         next(sweep_resources([70]))

