@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from multiprocessing.pool import ThreadPool
 from typing import Any
 
 from cs336_systems.attention.config import HOPPER_KERNELS, KERNELS, KernelConfig, Tile, select_config
@@ -40,24 +41,19 @@ def compile_tiles(work: Iterable[tuple[str, str, int, int]]) -> list[dict[str, A
     """
     work = list(work)
     count = max(1, min(len(work), os.cpu_count() or 1))
-    processes = [_start(work[first::count]) for first in range(count)]
-    found: dict[int, list[dict[str, Any]]] = {}
-    for first, process in enumerate(processes):
-        output, errors = process.communicate()
-        if process.returncode:
-            raise RuntimeError(f"compiling ahead of time failed: {errors[-2000:]}")
-        found |= zip(range(first, len(work), count), map(json.loads, output.splitlines()), strict=True)
-    return [row for index in range(len(work)) for row in found[index]]
+    found: list[list[dict[str, Any]]] = [[] for _ in work]
+    with ThreadPool(count) as pool:
+        for first, rows in enumerate(pool.imap(_compile_elsewhere, (work[i::count] for i in range(count)))):
+            found[first::count] = rows
+    return [row for rows in found for row in rows]
 
 
-def _start(work: list[tuple[str, str, int, int]]) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, json.dumps(work)],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def _compile_elsewhere(work: list[tuple[str, str, int, int]]) -> list[list[dict[str, Any]]]:
+    command = [sys.executable, "-m", __name__, json.dumps(work)]
+    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"compiling ahead of time failed: {run.stderr[-2000:]}")
+    return json.loads(run.stdout)
 
 
 def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Tile) -> dict[str, Any]:
@@ -150,6 +146,8 @@ def _ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for kernel, *place in json.loads(sys.argv[1]):
-        tiles = config_for_capability(*place).tiles.get(kernel, ())
-        print(json.dumps([compile_one(kernel, *place, tile) for tile in tiles]), flush=True)
+    found = [
+        [compile_one(kernel, *place, tile) for tile in config_for_capability(*place).tiles.get(kernel, ())]
+        for kernel, *place in json.loads(sys.argv[1])
+    ]
+    print(json.dumps(found))

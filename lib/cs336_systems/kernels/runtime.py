@@ -50,12 +50,7 @@ def aligned(x: Tensor) -> Tensor:
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
 
 
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.devices: set[torch.device] = set()  # whose contexts are this thread's, too
-
-
-_thread = _Thread()
+_thread = threading.local()
 _NOTHING = contextlib.nullcontext()
 
 
@@ -67,7 +62,8 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager:
     """
     if device.type != "cuda":
         return _NOTHING
-    if device not in _thread.devices:
+    devices = _thread.__dict__.setdefault("devices", set())  # whose contexts are this thread's, too
+    if device not in devices:
         torch.zeros(1, device=device)
-        _thread.devices.add(device)
+        devices.add(device)
     return _NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)
