@@ -8,9 +8,9 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from library_imports import imported
 
 from cs336_systems import names
-from cs336_systems.workbook.fingerprint import imported
 
 PACKAGE = Path(names.__file__).parent
 NOTEBOOKS = sorted((PACKAGE.parents[1] / "notebooks").glob("*.ipynb"))

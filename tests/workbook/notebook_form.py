@@ -6,9 +6,9 @@ import re
 import statistics
 from collections.abc import Iterator
 
+from library_imports import imported
 from nbformat import NotebookNode
 
-from cs336_systems.workbook.fingerprint import imported
 from cs336_systems.workbook.map import first_cell
 from cs336_systems.workbook.parameters import read_parameters
 from cs336_systems.workbook.problems import PROBLEMS, START
