@@ -125,6 +125,8 @@ class Sharding(Named):
     shards: what a rank holds only its share of, of SHARDED.
     casts: the wrapper itself computes in 16 bits; without, the forward runs under autocast.
     unit: what is gathered at once, of UNITS; "" where nothing is.
+    ahead: how many units are gathered ahead of use.
+    copies: a message is gathered into a buffer, and copied from there to the weights.
     replicates, stays: parts of the parameters, in the words of accounting.parameter_breakdown, that are not
         sharded after all; and that stay gathered from forward to backward.
     """
@@ -136,6 +138,8 @@ class Sharding(Named):
     shards: tuple[str, ...] = ()
     casts: bool = False
     unit: str = ""
+    ahead: int = 0
+    copies: bool = False
     replicates: tuple[str, ...] = ()
     stays: tuple[str, ...] = ()
 
@@ -147,6 +151,7 @@ _ZERO = _BUCKETED | {"shards": ("optimizer state",)}
 _FSDP = {"shards": SHARDED, "casts": True, "sends": ("all_gather", "reduce_scatter")}
 _OURS = _FSDP | {
     "wrapper": "cs336_systems.parallel.fsdp:FSDP",
+    "ahead": 2,
     "replicates": ("norms",),
     "stays": ("lm_head",),
 }
@@ -173,6 +178,8 @@ SHARDINGS: dict[str, Sharding] = {
         f"{_ADAPTERS}:TorchFSDP",
         **_FSDP,
         unit="block",
+        ahead=1,
+        copies=True,
         stays=("token_embeddings", "norms", "lm_head"),
     ),
     "fsdp_weight": Sharding("FSDP by weight", SKY, **_OURS, unit="weight"),

@@ -16,16 +16,32 @@ def dtype_bytes(dtype: str) -> int:
 class Elements:
     """Element counts for a batch of B sequences of T tokens, and the bytes of one element.
 
+    Args:
+        dtype: of 16 bits, autocast to it; with `casts`, weights that are cast before they are used: then the
+            residual stream is of 16 bits too, and nothing is copied to be multiplied.
+        fused_attention: attention keeps its output and one number a row instead of scores.
+
     Raises:
         ValueError: B or T is no positive integer, or the dtype is unknown.
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, context_length: int, dtype: str = "float32"):
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        context_length: int,
+        dtype: str = "float32",
+        *,
+        casts: bool = False,
+        fused_attention: bool = False,
+    ):
         check_positive_integers(batch_size=batch_size, context_length=context_length)
         self.config, self.layers = config, config.num_layers
         self.width = dtype_bytes(dtype)  # bytes of an element that is computed in `dtype`
         # Bytes of an element in a copy that autocast makes: none in float32, where it makes no copies.
-        self.copy_width = self.width if self.width < FLOAT32_BYTES else 0
+        self.copy_width = self.width if self.width < FLOAT32_BYTES and not casts else 0
+        self.stream_width = self.width if casts else FLOAT32_BYTES  # of the residual stream
+        self.fused_attention = fused_attention
         self.tokens = batch_size * context_length
         self.stream = self.tokens * config.d_model  # residual stream, and all as wide as the model: B T D
         self.hidden = self.tokens * config.d_ff  # every activation inside the feed-forward layer: B T F

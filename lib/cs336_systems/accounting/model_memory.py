@@ -40,21 +40,26 @@ def block_activation_breakdown(
     Parameters themselves are not counted; the 16-bit copies that autocast makes of them are. Autocast also
     copies the input of linear layers, once for every layer that reads it.
     """
-    return _saved_by_block(Elements(config, batch_size, context_length, dtype))
+    return saved_by_block(Elements(config, batch_size, context_length, dtype))
 
 
-def _saved_by_block(n: Elements) -> dict[str, int]:
+def saved_by_block(n: Elements) -> dict[str, int]:
+    """`block_activation_breakdown` of any elements."""
     autocast = n.copy_width > 0
+    fused = {"attention output": n.width * n.stream, "logsumexp of scores": FLOAT32_BYTES * n.rows}
+    plain = {
+        "causal mask": n.mask,
+        "softmax exponentials": FLOAT32_BYTES * n.scores,
+        "softmax row sums": FLOAT32_BYTES * n.rows,
+        "attention weights": n.width * n.scores,
+    }
     return {
         "ln1 input": FLOAT32_BYTES * n.stream,
         "ln1 1/rms": FLOAT32_BYTES * n.tokens,
         "ln1 normalised": FLOAT32_BYTES * n.stream,
         "q, k, v projection input": n.width * n.stream * (3 if autocast else 1),
         "q, k, v": n.width * 3 * n.stream,
-        "causal mask": n.mask,
-        "softmax exponentials": FLOAT32_BYTES * n.scores,
-        "softmax row sums": FLOAT32_BYTES * n.rows,
-        "attention weights": n.width * n.scores,
+        **(fused if n.fused_attention else plain),
         "output projection input": n.width * n.stream,
         "ln2 input": FLOAT32_BYTES * n.stream,
         "ln2 1/rms": FLOAT32_BYTES * n.tokens,
@@ -73,10 +78,11 @@ def head_activation_breakdown(
     config: ModelConfig, batch_size: int, context_length: int, dtype: str = "float32"
 ) -> dict[str, int]:
     """Bytes saved for backward after the last block: final norm, output head and cross-entropy."""
-    return _saved_by_head(Elements(config, batch_size, context_length, dtype))
+    return saved_by_head(Elements(config, batch_size, context_length, dtype))
 
 
-def _saved_by_head(n: Elements) -> dict[str, int]:
+def saved_by_head(n: Elements) -> dict[str, int]:
+    """`head_activation_breakdown` of any elements."""
     return {
         "ln_final input": FLOAT32_BYTES * n.stream,
         "ln_final 1/rms": FLOAT32_BYTES * n.tokens,
@@ -96,7 +102,7 @@ def activation_bytes(
     Token ids and targets, the rotary tables and the parameters are not counted: they are there anyway.
     """
     n = Elements(config, batch_size, context_length, dtype)
-    return n.layers * sum(_saved_by_block(n).values()) + sum(_saved_by_head(n).values())
+    return n.layers * sum(saved_by_block(n).values()) + sum(saved_by_head(n).values())
 
 
 def peak_bytes(
@@ -177,10 +183,10 @@ def _training_moments(n: Elements, plan: Plan) -> dict[str, int]:
     if len(beside) != n.layers:
         raise ValueError(f"the plan has {len(beside)} blocks, and the model {n.layers}")
     stream = FLOAT32_BYTES * n.stream
-    saved_by_block = sum(_saved_by_block(n).values())
+    block_saves = sum(saved_by_block(n).values())
 
     def saved_by(held: Held) -> int:
-        return held.blocks * saved_by_block + held.inputs * stream
+        return held.blocks * block_saves + held.inputs * stream
 
     def held_by_forward(plan: Plan) -> int:
         """What blocks saved, less the weights' copies: `_forward_moments` has those of all blocks."""
@@ -188,7 +194,7 @@ def _training_moments(n: Elements, plan: Plan) -> dict[str, int]:
         return saved_by(held) - n.copy_width * held.blocks * n.block_weights
 
     saved_by_blocks = saved_by(held_after_forward(plan))
-    saved = saved_by_blocks + sum(_saved_by_head(n).values())
+    saved = saved_by_blocks + sum(saved_by_head(n).values())
     forward = _forward_moments(n)
     moments = {
         "attention, forward": forward["attention"] + held_by_forward(plan[:-1]),
@@ -214,7 +220,7 @@ def _block_moments(n: Elements) -> dict[str, int]:
     softmax: what attention saved before its weights, and five tensors of the scores' size; v has
     left, but its gradient, as large, is there.
     """
-    saved = _saved_by_block(n)
+    saved = saved_by_block(n)
     before_weights = takewhile(lambda name: name != "attention weights", saved)
     stream_gradient = FLOAT32_BYTES * n.stream
     return {

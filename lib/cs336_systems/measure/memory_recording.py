@@ -11,7 +11,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor
 
 from cs336_systems.measure import torch_trace
 from cs336_systems.measure.allocations import MemoryHistory, Owners, read_history
@@ -21,15 +20,18 @@ from cs336_systems.measure.profile import ProfileError
 from cs336_systems.nvtx import recording
 
 
-def record_memory(steps: ModelSteps, pass_: str, stem: Path) -> MemoryHistory:
+def record_memory(steps: ModelSteps, pass_: str, stem: Path, others: Owners | None = None) -> MemoryHistory:
     """Record the memory of one step that begins without gradients; warm it up before.
 
     Leaves <stem>.pickle on a GPU, for pytorch.org/memory_viz, or <stem>.json.gz on a CPU.
+
+    Args:
+        others: owners of what else is there when the step begins, as far as it is known.
     """
     step, prepare = steps.of(pass_)
     steps.model.zero_grad(set_to_none=True)
     argument = () if prepare is None else (prepare(),)
-    before = owners(steps)
+    before = {**(others or {}), **owners(steps)}
     make_folder(stem.parent)
     if steps.device.type == "cuda":
         snapshot = record_snapshot(lambda: step(*argument), steps)
@@ -43,16 +45,10 @@ def record_memory(steps: ModelSteps, pass_: str, stem: Path) -> MemoryHistory:
 
 def owners(steps: ModelSteps) -> Owners:
     """The storages of parameters, gradients and optimizer state as they are now, by address."""
-    tensors = {
-        "parameters": [*steps.model.parameters(), *steps.model.buffers()],
-        "gradients": [parameter.grad for parameter in steps.model.parameters()],
-        "optimizer state": [value for state in steps.optimizer.state.values() for value in state.values()],
-    }
     return {
         tensor.untyped_storage().data_ptr(): (category, tensor.untyped_storage().nbytes())
-        for category, owned in tensors.items()
+        for category, owned in steps.tensors().items()
         for tensor in owned
-        if isinstance(tensor, Tensor)
     }
 
 

@@ -48,6 +48,16 @@ class ModelSteps:
         self.tokens, self.targets = torch.randint(len(embeddings), shape, device=self.device)
         self.optimizer = AdamW(model.parameters())
 
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """What lives from step to step, by its category in `measure.allocations`."""
+        parameters = [*self.model.parameters()]
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        return {
+            "parameters": [*parameters, *self.model.buffers()],
+            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
+            "optimizer state": [value for value in states if isinstance(value, Tensor)],
+        }
+
     def of(self, pass_: str) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
         """The step of a pass, and what must run untimed before each step and hand it its argument, or None.
 

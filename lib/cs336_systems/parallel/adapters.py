@@ -2,12 +2,13 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.ddp import broadcast_from_rank_0
@@ -81,3 +82,13 @@ class TorchFSDP(nn.Module):
 
     def finish_gradient_synchronization(self) -> None:
         """Nothing to do."""
+
+
+def torch_zero(parameters: Iterable[nn.Parameter], optimizer_cls: type, **settings: Any) -> Optimizer:
+    """PyTorch's ZeroRedundancyOptimizer; its `state` is that of the optimizer inside."""
+    # Not above: it takes seconds to import.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    zero = ZeroRedundancyOptimizer(parameters, optimizer_cls, **settings)
+    zero.state = zero.optim.state
+    return zero

@@ -1,0 +1,137 @@
+"""What each way to shard costs a rank: bytes held at four moments of training, and bytes sent in a step.
+
+With P the bytes of float32 parameters and W ranks, AdamW's state is 2P; a category is whole or shared:
+
+    way                           parameters  gradients  state  sent by a rank in a step, times (W - 1) / W
+    DDP                           P           P          2P     2P  all-reduce
+    ZeRO 1 of the handout         P           P          2P/W   2P  all-reduce + P  broadcast
+    ZeRO 1 of the paper           P           P          2P/W   P  reduce-scatter + P  all-gather
+    FSDP (ZeRO 3)                 P/W         P/W        2P/W   P  reduce-scatter + 2 P  all-gather
+
+(Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5
+and 7.) FSDP in 16 bits gathers and reduces half as much; what stays gathered from forward to backward is
+gathered once. Everything else, the rest, is activations, gathered weights and what is being sent. Left out
+because small: temporaries with one number a row, padding, and what the allocator and the matrix library keep
+for themselves.
+"""
+
+from cs336_systems import names
+from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Elements, dtype_bytes
+from cs336_systems.accounting.flops import parameter_breakdown, parameter_count
+from cs336_systems.accounting.model_memory import saved_by_block, saved_by_head
+from cs336_systems.configs import ModelConfig, check_positive_integers
+
+MOMENTS = ("initialised", "before step", "after step", "peak")
+CATEGORIES = (*names.SHARDED, "rest")
+TOKEN_BYTES = 2 * 8  # an id and a target, 64-bit integers
+
+
+def sent_bytes(config: ModelConfig, way: str, world_size: int, dtype: str = "float32") -> dict[str, float]:
+    """Bytes that a rank sends in a step, by collective; the mean over the ranks, around rings.
+
+    In each collective every part passes W - 1 links, to be summed or to be spread; in an all-reduce both.
+
+    Raises:
+        ValueError: there is no such way, or fewer than one rank.
+    """
+    entry = _entry(way)
+    check_positive_integers(world_size=world_size)
+    numbers, around = parameter_count(config), (world_size - 1) / world_size
+    if "parameters" not in entry.shards:
+        passes = {"all_reduce": 2}
+        whole = FLOAT32_BYTES * numbers
+        return {name: passes.get(name, 1) * around * whole for name in entry.sends}
+    stays, apart = (_count(config, parts) for parts in (entry.stays, entry.replicates))
+    travel = dtype_bytes(dtype) * (numbers - apart)
+    sent = {"all_gather": 2 * travel - dtype_bytes(dtype) * stays, "reduce_scatter": travel}
+    sent |= {"all_reduce": 2 * FLOAT32_BYTES * apart} if apart else {}
+    return {name: around * size for name, size in sent.items()}
+
+
+def held_bytes(
+    config: ModelConfig,
+    way: str,
+    world_size: int,
+    batch_size: int,
+    context_length: int,
+    dtype: str = "float32",
+) -> dict[str, dict[str, float]]:
+    """Bytes that a rank holds at each of MOMENTS, in each of CATEGORIES; attention and AdamW are fused.
+
+    Before and after the step are those of the first step, which begins without gradients and without state.
+    The peak is that of a later one. Buffers, the rotary tables, are counted with the parameters.
+
+    Args:
+        batch_size: sequences of this rank.
+
+    Raises:
+        ValueError: a name is unknown, or a number is not above 0.
+    """
+    entry = _entry(way)
+    check_positive_integers(world_size=world_size)
+    whole, apart = parameter_count(config), _count(config, entry.replicates)
+    shared = FLOAT32_BYTES * (apart + (whole - apart) / world_size)
+    share = {name: shared if name in entry.shards else FLOAT32_BYTES * whole for name in names.SHARDED}
+    tokens = TOKEN_BYTES * batch_size * context_length
+    held = {
+        "parameters": share["parameters"] + FLOAT32_BYTES * context_length * config.d_head,
+        "gradients": share["gradients"],
+        "optimizer state": 2 * share["optimizer state"],
+        "rest": tokens,
+    }
+    n = Elements(config, batch_size, context_length, dtype, casts=entry.casts, fused_attention=True)
+    moments = peak_moments(n, entry, world_size).values()
+    gradients, rest = max(moments, key=sum)
+    nothing = {"gradients": 0.0, "optimizer state": 0.0}
+    return {
+        "initialised": held | nothing,
+        "before step": held | {"optimizer state": 0.0},
+        "after step": held,
+        "peak": held | {"gradients": gradients, "rest": tokens + rest},
+    }
+
+
+def peak_moments(n: Elements, entry: names.Sharding, world_size: int) -> dict[str, tuple[float, float]]:
+    """Bytes of gradients, and of the rest, at each moment that can be the peak.
+
+    loss: everything saved, and three temporaries of the logits' size.
+    output head: the gradients of its input and of its weight.
+    last block: what the blocks saved, both gradients of silu(w1 x) * w3 x, the gradient of w2.
+    first block: what it saved, and all gradients but its own.
+    Buckets of gradients stay allocated; gradients that are sharded come one unit after the other. Beside
+    them the weights that are whole, and the whole gradients of the unit before, which are being reduced. What
+    stays gathered is freed with its gradients, except where it is one unit with the embedding.
+    """
+    block, at_head = sum(saved_by_block(n).values()), sum(saved_by_head(n).values())
+    blocks = n.layers * block
+    stream, logits = n.stream_width * n.stream, FLOAT32_BYTES * n.logits
+    loss = blocks + at_head + 3 * logits
+    output_head = blocks + at_head - logits + n.width * (n.logits + n.head) + stream
+    in_block = 2 * n.width * n.hidden + stream + n.width * n.feed_forward
+    if "gradients" not in entry.shards:
+        whole = FLOAT32_BYTES * parameter_count(n.config)
+        moments = {"loss": loss, "output head": output_head, "last block": blocks + in_block}
+        return {name: (whole, rest) for name, rest in moments.items()}
+    unit = n.width * (n.feed_forward if entry.unit == "weight" else n.block_weights)
+    head, stays = n.width * n.head, n.width * _count(n.config, entry.stays)
+    some = FLOAT32_BYTES * n.head / world_size
+    nearly_all = FLOAT32_BYTES * (n.head + (n.layers - 1) * n.block_weights) / world_size
+    computing = in_block + (1 + entry.ahead) * unit
+    copying = stream + (2 + entry.ahead) * unit if entry.copies else 0
+    whole = max(computing, copying) + (stays if entry.copies else 0)
+    return {
+        "loss": (0.0, loss + stays),
+        "output head": (0.0, output_head + stays + entry.ahead * unit),
+        "last block": (0.0 if entry.copies else some, blocks + head + whole),
+        "first block": (nearly_all, block + unit + whole),
+    }
+
+
+def _count(config: ModelConfig, parts: tuple[str, ...]) -> int:
+    """How many numbers some parts of the parameters are."""
+    return sum(parameter_breakdown(config)[part] for part in parts)
+
+
+def _entry(way: str) -> names.Sharding:
+    names.check_choice("implementation", way, names.SHARDINGS)
+    return names.SHARDINGS[way]

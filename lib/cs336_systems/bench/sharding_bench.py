@@ -1,0 +1,322 @@
+"""Training steps under each way to shard, PyTorch's own among them, in one run: time, memory and messages."""
+
+import gc
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import AdamW
+
+from cs336_systems import names
+from cs336_systems.accounting import sharding_costs
+from cs336_systems.bench.ddp_bench import DataParallelSteps, check_shares
+from cs336_systems.bench.model_bench import model_key
+from cs336_systems.configs import model_size as find_size
+from cs336_systems.measure.allocations import MemoryHistory, stage_peaks, timeline, timeline_rows
+from cs336_systems.measure.collective_calls import Message, watch_collectives
+from cs336_systems.measure.distributed_timing import one_step_ms, slowest
+from cs336_systems.measure.memory_recording import record_memory
+from cs336_systems.measure.model_steps import ModelSteps
+from cs336_systems.measure.saved_tensors import storage_bytes
+from cs336_systems.measure.timing import (
+    MIB,
+    Timing,
+    matmul_precision,
+    release_memory,
+    run_or_out_of_memory,
+)
+from cs336_systems.model import build_model
+from cs336_systems.parallel import WorkerContext, choose_backend, stream
+
+Row = dict[str, Any]
+
+SHARDING_SLUG = (
+    "optimizer_state_sharding_accounting"  # under which all tables of `benchmark_sharding` are kept
+)
+TIMELINE_POINTS = 110
+STEPS_WITHOUT = 3  # steps timed without communication
+PEAKS = ("peak_memory_mib", "requested_memory_mib")
+
+
+def benchmark_sharding(
+    world_size: int,
+    *,
+    backend: str = "auto",
+    model_size: str = "tiny",
+    edition: int = 2025,
+    context_length: int = 128,
+    batch_size: int = 4,
+    dtypes: Iterable[str] = ("float32",),
+    implementations: Iterable[str] = tuple(names.SHARDINGS),
+    attention_implementation: str = "sdpa",
+    warmup_steps: int = 2,
+    steps: int = 10,
+    rounds: int = 2,
+    measured: Collection[tuple[str, str]] = (),
+    timeout_s: float = 3600.0,
+) -> Iterator[tuple[str, list[Row]]]:
+    """Train with each of names.SHARDINGS in turn, in one launch; PyTorch's fused AdamW updates in all.
+
+        for table, rows in benchmark_sharding(2):
+            page.save(rows, table, slug=SHARDING_SLUG)
+
+    Yields pairs of a table's name and its rows, as they come; all of one model, dtype and way:
+
+    - "sharding_memory", of the rank whose peak is highest: what it holds once all is built, before and after
+      the optimizer in the first step, and at the peak of the second; measured and by the closed form.
+    - "sharding_memory_timeline", of the second step on rank 0.
+    - "sharding_messages": what is sent in the second step, measured and by the closed form.
+    - "sharding_times", when its last round is over: of every step the slowest rank counts. `no_comm_ms` is
+      the median of three steps whose collectives are left out (`watch_collectives`); the peak is that of
+      the timed steps.
+
+    bfloat16 and float16: DDP and optimizers that shard run the forward under autocast, and keep and send
+    float32; an FSDP casts weights before it gathers them and gradients before it reduces them, and keeps
+    float32 weights, gradients and optimizer state. There the residual stream is of 16 bits too.
+
+    Memory that ran out is a status, and what was to follow is skipped, as the ranks need not agree on what
+    they have sent.
+
+    Args:
+        batch_size: sequences in the global batch, shared equally by the ranks.
+        implementations: names in names.SHARDINGS.
+        warmup_steps: of each round, before the timed ones.
+        steps: timed steps of all rounds together.
+        rounds: each way is built and timed so often; every other round runs in the reverse order, so that
+            a clock that slows down favours nobody.
+        measured: pairs (dtype, implementation) to leave out, as of `measured_ways`.
+        backend, timeout_s: as in `launch`.
+
+    Raises:
+        ValueError: a name is unknown, or a batch cannot be shared equally; rounds is not between 1 and steps.
+    """
+    config = find_size(model_size, edition)
+    dtypes, implementations = tuple(dtypes), tuple(implementations)
+    for dtype in dtypes:
+        names.check_choice("dtype", dtype, names.DTYPES)
+    for name in implementations:
+        names.check_choice("implementation", name, names.SHARDINGS)
+    check_shares(batch_size, world_size)
+    if not 1 <= rounds <= steps:
+        raise ValueError(f"rounds is {rounds}; allowed: 1 to {steps}, the number of steps")
+    group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
+    shape = (context_length, batch_size, "train_step")
+    keys = [
+        model_key(config, *shape, dtype, name, warmup_steps, attention_implementation) | group
+        for dtype in dtypes
+        for name in implementations
+        if (dtype, name) not in measured
+    ]
+    if keys:
+        options = {"backend": group["backend"], "timeout_s": timeout_s}
+        yield from stream(_measure_all, world_size, keys, steps, rounds, **options)
+
+
+class ShardedSteps(DataParallelSteps):
+    """The steps of a fresh model, its parameters or its optimizer sharded as a row's key says."""
+
+    def __init__(self, key: Row, context: WorkerContext):
+        way = names.SHARDINGS[key["implementation"]]
+        share = key["batch_size"] // context.world_size
+        config, length = find_size(key["model_size"], key["edition"]), key["context_length"]
+        model = build_model(config, length, attention_implementation=key["attention"], device=context.device)
+        ModelSteps.__init__(self, model, share, length, "float32" if way.casts else key["dtype"])
+        self.optimizer = None  # the one that it made would keep whole parameters alive
+        options = dict(way.options)
+        if way.casts and names.DTYPES[key["dtype"]].bytes < 4:
+            options["compute_dtype"] = names.torch_dtype(key["dtype"])
+        self.model = names.load(way.wrapper)(model, **options)
+        wrap = names.load(way.optimizer) if way.optimizer else _unsharded
+        self.optimizer = wrap(self.model.parameters(), AdamW, fused=True)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Of every tensor what this rank has."""
+        return {
+            category: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+            for category, tensors in super().tensors().items()
+        }
+
+
+def _unsharded(parameters: Iterable[Tensor], optimizer: type, **settings: Any) -> torch.optim.Optimizer:
+    return optimizer(parameters, **settings)
+
+
+@dataclass
+class _Cell:
+    """What has been measured of one row's key so far."""
+
+    times_ms: list[float] = field(default_factory=list)
+    without_ms: list[float] = field(default_factory=list)
+    peaks: Row = field(default_factory=dict)
+
+
+def _measure_all(context: WorkerContext, keys: list[Row], steps: int, rounds: int) -> None:
+    """The worker: the rows come out the same on every rank."""
+    reason = ""
+    for _, group in groupby(keys, key=lambda key: key["dtype"]):
+        ways = list(group)
+        cells: dict[str, _Cell] = defaultdict(_Cell)
+        for number in range(rounds):
+            share = len(range(number, steps, rounds))
+            for key in ways[:: -1 if number % 2 else 1]:
+                first, last = number == 0, number == rounds - 1
+                cell, failed = cells[key["implementation"]], "skipped"
+                if not reason:
+                    visit = partial(_visit, context, key, cell, share, first=first, last=last)
+                    reason, failed = _together(context, key["dtype"], visit), "oom"
+                if last or reason:
+                    context.send(("sharding_times", [key | _times(cell, reason, failed)]))
+                if reason:
+                    ways = [other for other in ways if other is not key]
+                    reason = f"memory ran out in the same process group: {reason}"
+
+
+def _together(context: WorkerContext, dtype: str, visit: partial) -> str:
+    """Run it on all ranks; why memory ran out on one of them, or ""."""
+    with matmul_precision(dtype):
+        _, reason = run_or_out_of_memory(visit, context.device)
+    release_memory(context.device)  # a wrapper and its hooks refer to each other
+    reasons: list[str] = [""] * context.world_size
+    dist.all_gather_object(reasons, reason)
+    return next(filter(None, reasons), "")
+
+
+def _visit(context: WorkerContext, key: Row, cell: _Cell, steps: int, *, first: bool, last: bool) -> None:
+    """One round of one way: build it, time it; in the first look at its memory and its messages too."""
+    run = ShardedSteps(key, context)
+    warmup_steps = key["warmup_steps"]
+    if first:
+        held = _first_step(run)
+        with watch_collectives() as messages:
+            run.train_step()
+        context.send(("sharding_messages", _message_rows(context, key, messages)))
+        for table, rows in _memory_rows(context, key, run, held).items():
+            context.send((table, rows))
+    for _ in range(warmup_steps):
+        one_step_ms(run.train_step, context, 1)
+    on_gpu = context.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(context.device)
+    cell.times_ms += slowest([one_step_ms(run.train_step, context, 1) for _ in range(steps)], context)
+    if on_gpu:
+        stats = torch.cuda.memory_stats(context.device)
+        peaks = [stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("allocated", "requested")]
+        cell.peaks = dict(zip(PEAKS, slowest(peaks, context), strict=True))
+    if last:
+        with watch_collectives(send=False):
+            times = [one_step_ms(run.train_step, context, 1) for _ in range(STEPS_WITHOUT)]
+        cell.without_ms = slowest(times, context)
+
+
+def _times(cell: _Cell, reason: str, failed: str) -> Row:
+    """The value columns of sharding_times."""
+    if reason:
+        return {"status": failed, "reason": reason}
+    timing = Timing(step_ms=tuple(cell.times_ms))
+    without_ms = Timing(step_ms=tuple(cell.without_ms)).p50_ms
+    exposed = {"no_comm_ms": without_ms, "exposed_communication_ms": timing.p50_ms - without_ms}
+    return timing.as_row() | cell.peaks | exposed
+
+
+def _first_step(run: ShardedSteps) -> dict[str, dict[str, int]]:
+    """The first training step, and the bytes that this rank holds at its moments."""
+    held = {"initialised": _held(run)}
+    run.forward_backward()
+    run.communicate()
+    held["before step"] = _held(run)
+    run.update()
+    held["after step"] = _held(run)
+    return held
+
+
+def _held(run: ShardedSteps) -> dict[str, int]:
+    """Bytes of each category; the rest is what else the GPU's allocator has given out, or Python can find."""
+    owned = {category: storage_bytes(tensors) for category, tensors in run.tensors().items()}
+    if run.device.type == "cuda":
+        torch.cuda.synchronize(run.device)
+        total = torch.cuda.memory_stats(run.device)["requested_bytes.all.current"]
+    else:
+        total = storage_bytes(_tensors_of_python())
+    return owned | {"rest": total - sum(owned.values())}
+
+
+def _tensors_of_python() -> list[Tensor]:
+    """All tensors that Python knows and that have memory of their own."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    return [tensor for tensor in found if not hasattr(tensor, "_local_tensor") and not tensor.is_meta]
+
+
+def _memory_rows(
+    context: WorkerContext, key: Row, run: ShardedSteps, held: dict[str, dict[str, int]]
+) -> dict[str, list[Row]]:
+    """Record a step; the memory of the rank that needs most at its peak, and this rank's timeline."""
+    run.model.zero_grad(set_to_none=True)  # what the step begins without is no other's
+    others = {
+        tensor.untyped_storage().data_ptr(): ("other", tensor.untyped_storage().nbytes())
+        for tensor in (_tensors_of_python() if context.device.type == "cpu" else ())
+    }
+    with TemporaryDirectory(prefix="cs336-memory-") as folder:
+        history = record_memory(run, "train_step", Path(folder) / "step", others)
+    held["peak"] = _at_peak(history)
+    everyone: list[dict[str, dict[str, int]]] = [{}] * context.world_size
+    dist.all_gather_object(everyone, held)
+    fullest = max(everyone, key=lambda held: sum(held["peak"].values()))
+    config, share = find_size(key["model_size"], key["edition"]), key["batch_size"] // context.world_size
+    predicted = sharding_costs.held_bytes(
+        config, key["implementation"], context.world_size, share, key["context_length"], key["dtype"]
+    )
+    without_warmup = {name: value for name, value in key.items() if name not in ("pass", "warmup_steps")}
+    rows = [
+        {
+            **without_warmup,
+            "moment": moment,
+            "category": category,
+            "size_mib": size / MIB,
+            "predicted_mib": predicted[moment][category] / MIB,
+        }
+        for moment, sizes in fullest.items()
+        for category, size in sizes.items()
+    ]
+    points = timeline_rows(timeline(history, points=TIMELINE_POINTS))
+    return {
+        "sharding_memory": rows,
+        "sharding_memory_timeline": [without_warmup | point for point in points],
+    }
+
+
+def _at_peak(history: MemoryHistory) -> dict[str, int]:
+    peaks = stage_peaks(history)
+    peak = peaks.loc[peaks["total"].idxmax()]
+    owned = {category: int(peak[category] * MIB) for category in names.SHARDED}
+    return owned | {"rest": int(peak["total"] * MIB) - sum(owned.values())}
+
+
+def _message_rows(context: WorkerContext, key: Row, messages: list[Message]) -> list[Row]:
+    """A row for each collective; what a rank sends of a message is a mean over the ranks, around a ring."""
+    around = (context.world_size - 1) / context.world_size
+    config = find_size(key["model_size"], key["edition"])
+    predicted = sharding_costs.sent_bytes(config, key["implementation"], context.world_size, key["dtype"])
+    calls = Counter(message.collective for message in messages)
+    sent = dict.fromkeys([*calls, *predicted], 0.0)
+    for message in messages:
+        passes = 2 if message.collective == "all_reduce" else 1
+        sent[message.collective] += passes * around * message.bytes
+    return [
+        {
+            **{name: value for name, value in key.items() if name not in ("pass", "warmup_steps")},
+            "collective": collective,
+            "calls": calls[collective],
+            "sent_mb": size / MIB,
+            "predicted_sent_mb": predicted.get(collective, 0.0) / MIB,
+        }
+        for collective, size in sent.items()
+    ]
