@@ -29,6 +29,8 @@ def test_rows_are_saved_as_this_machines_and_a_line_is_printed_for_each(page, ca
     lines = capsys.readouterr().out.splitlines()[-2:]
     assert lines[0].startswith("float32 += float16: ")
     assert lines[1] == "other: skipped (no such number)"
+    page.save([failed], "accumulation")
+    assert capsys.readouterr().out == "", "it says nothing new"
     mine = page.here("accumulation")
     assert set(mine["machine"]) == {page.card.slug}
     assert sorted(mine["accumulation"]) == ["float32 += float16", "other"]

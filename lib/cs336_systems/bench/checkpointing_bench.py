@@ -16,7 +16,7 @@ from cs336_systems.measure.allocations import MIB, stage_peaks
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps, autocast
 from cs336_systems.measure.saved_tensors import saved_for_backward
-from cs336_systems.measure.timing import Timing, matmul_precision, release_memory, resolve_device, time_steps
+from cs336_systems.measure.timing import matmul_precision, release_memory, resolve_device, time_steps
 from cs336_systems.model import build_model
 from cs336_systems.training.checkpointing import forward_with, strategy
 
@@ -69,10 +69,10 @@ def sweep_checkpointing(
         checkpointed = ModelSteps(model, batch_size, context_length, dtype, call=forward)
         with matmul_precision(dtype):
             timing = time_steps(checkpointed.forward_backward, **how)
-        modelled = _modelled(plan(range(config.num_layers)), config.num_layers, *sizes)
-        row = key | {"strategy": name} | timing.as_row() | modelled
+        row = key | {"strategy": name} | timing.as_row()
+        row |= _modelled(plan(range(config.num_layers)), config.num_layers, *sizes)
         if timing.status == "ok":
-            row |= _peaks(checkpointed, timing)
+            row |= _peaks(checkpointed)
         yield [row]
         model.zero_grad(set_to_none=True)
         release_memory(device)
@@ -86,14 +86,14 @@ def _modelled(plan: Plan, num_layers: int, inside: int, boundary: int) -> dict[s
     return modelled
 
 
-def _peaks(steps: ModelSteps, timing: Timing) -> dict[str, float]:
-    """What the steps just timed held at most, in the allocator's blocks and in what was asked of it (MiB).
+def _peaks(steps: ModelSteps) -> dict[str, float]:
+    """What was asked of the allocator at most in the steps just timed (MiB); `Timing` has its blocks.
 
     A CPU keeps no count and rounds nothing: there one more step is recorded, and its memory events added up.
     """
     if steps.device.type == "cuda":
-        requested = torch.cuda.memory_stats(steps.device)["requested_bytes.all.peak"] / MIB
-        return {"peak_memory_mib": timing.peak_memory_mib, "requested_memory_mib": requested}
+        requested = torch.cuda.memory_stats(steps.device)["requested_bytes.all.peak"]
+        return {"requested_memory_mib": requested / MIB}
     with TemporaryDirectory() as folder:
         history = record_memory(steps, "forward_backward", Path(folder) / "step")
     return dict.fromkeys(("peak_memory_mib", "requested_memory_mib"), stage_peaks(history).total.max())

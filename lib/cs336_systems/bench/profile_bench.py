@@ -41,8 +41,6 @@ class Target:
     pass_: str = "train_step"
     dtype: str = "float32"
     device: str = "auto"
-    implementation: str = "eager"
-    attention: str = "plain"
     warmup_steps: int = 5
     steps: int = 3
 
@@ -50,7 +48,7 @@ class Target:
         """The key columns of its rows, but for the profiler."""
         config = model_size(self.model_size, self.edition)
         shape = self.context_length, self.batch_size, self.pass_, self.dtype
-        return model_key(config, *shape, self.implementation, self.warmup_steps, self.attention)
+        return model_key(config, *shape, warmup_steps=self.warmup_steps)
 
 
 def option(name: str) -> str:
@@ -137,11 +135,7 @@ def _profiled(target: Target, device: torch.device, source: str, keep: Path | No
 def prepare(target: Target) -> Callable[[], None]:
     """Build and warm up; what is returned runs the measured steps, each in a range `measure`, ranges on."""
     device, config = resolve_device(target.device), model_size(target.model_size, target.edition)
-    attention = {"attention_implementation": target.attention}
-    model = build_model(config, target.context_length, **attention, device=device)
-    compiled = target.implementation == "compiled"
-    if compiled:
-        model.compile(dynamic=False)
+    model = build_model(config, target.context_length, device=device)
     steps = ModelSteps(model, target.batch_size, target.context_length, target.dtype)
     step, before = steps.of(target.pass_)
 
@@ -154,7 +148,7 @@ def prepare(target: Target) -> Callable[[], None]:
                 _synchronize(device)
 
     def measured() -> None:
-        with recording(*([] if compiled else [model])):  # new hooks would have it compiled again
+        with recording(model):
             run(target.steps)
 
     run(target.warmup_steps)

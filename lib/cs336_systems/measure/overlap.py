@@ -13,12 +13,12 @@ LANES = ("compute", "communication")
 _TIMES = ["start_ms", "end_ms"]
 
 
-def step_lanes(profile: Profile, number: int = -1, root: str = "measure") -> pd.DataFrame:
-    """The spans of one step: lane (one of LANES), range (the stage that launched it), start_ms, end_ms.
+def step_lanes(profile: Profile) -> pd.DataFrame:
+    """The spans of the last step: lane (one of LANES), range (the stage that launched it), start_ms, end_ms.
 
-    Milliseconds since the step began, one row a kernel. Raises ProfileError where there is no such step.
+    Milliseconds since the step began, one row a kernel. Raises ProfileError where there is no step.
     """
-    _, kernels = one_step(profile, number, root)
+    _, kernels = one_step(profile)
     lanes = np.where(kernels["class"] == "communication", "communication", "compute")
     spans = kernels[_TIMES].assign(lane=lanes, range=stages(kernels))
     return spans[["lane", "range", *_TIMES]].sort_values(_TIMES, ignore_index=True)

@@ -157,14 +157,15 @@ def stages(table: pd.DataFrame) -> pd.Series:
     return parts.str[1].fillna(parts.str[0])
 
 
-def one_step(profile: Profile, number: int = -1, root: str = "measure") -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The ranges and the kernels of one step, for a timeline; milliseconds since the step began.
+def one_step(profile: Profile) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """The ranges and the kernels of the last step, for a timeline; milliseconds since the step began.
 
     Returns:
         ranges: name, depth (0 for the step itself), start_ms, end_ms;
-        kernels: range (path at launch, from `root` on), kernel, class, stream, start_ms, end_ms.
+        kernels: range (path at launch, from the step on), kernel, class, stream, start_ms, end_ms.
     """
-    step = _occurrences(profile, root).iloc[number]
+    root = "measure"
+    step = _occurrences(profile, root).iloc[-1]
     _, paths = range_paths(profile.ranges, profile.kernels)
     ranges = profile.ranges.assign(depth=_from_root(paths, root).str.count("/"))
     ranges = ranges[ranges.depth.notna() & _inside(ranges.start_ns, step)].copy()

@@ -71,11 +71,9 @@ def check_batch(rows: list[Row], table: Table, where: str) -> None:
     """
     seen = set()
     for number, row in enumerate(rows):
-        key = tuple(row.get(name) for name in table.keys)
+        key = _described(row, table.keys)
         if key in seen:
-            raise RowError(
-                f"{where}, rows[{number}]: duplicate key {_described(row, table.keys)}; allowed: once"
-            )
+            raise RowError(f"{where}, rows[{number}]: duplicate key {key}; allowed: once")
         seen.add(key)
     for error in pass_order_errors(rows):
         raise RowError(f"{where}: {error}")

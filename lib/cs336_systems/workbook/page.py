@@ -35,6 +35,7 @@ class Page:
     def __init__(self, slug: str, parameters: Mapping[str, Any]) -> None:
         check_parameters(slug, parameters)
         self.slug = slug
+        self._printed: set[str] = set()
         self.reference: str = parameters.get("reference", "h200")
         self.reference_card: MachineCard = load_card(self.reference)
         self.card: MachineCard = machine_card(parameters.get("device", "auto"))
@@ -54,11 +55,13 @@ class Page:
         return report.beside_reference(slug, machine=self.card.slug, reference=self.reference, table=table)
 
     def save(self, rows: Iterable[Mapping[str, Any]], table: str, slug: str | None = None) -> None:
-        """Save rows as this machine's, and print what came out, a line for each."""
+        """Save rows as this machine's, and print what came out, a line for each that says something new."""
         rows = list(rows)
         measure.save_rows(rows, slug or self.slug, table, machine=self.card.slug)
-        for line in row_lines(rows, table):
-            print(line)
+        for line in row_lines(rows, table):  # a row saved again, with columns of a profile, says the same
+            if line not in self._printed:
+                print(line)
+            self._printed.add(line)
 
     def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
