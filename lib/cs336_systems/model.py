@@ -1,6 +1,6 @@
 """The Transformer language model of the assignment: pre-norm, RMSNorm, rotary positions, SwiGLU.
 
-Shapes in the comments: batch b, sequence s, model width d, heads h, head width d_head. Every module that owns
+Shapes in the comments: batch b, sequence s, heads h, head width d_head. Every module that owns
 numbers has `reset_parameters()`, so that a model built on the meta device can be filled later. `factory` is
 the device and dtype of parameters.
 """
@@ -221,11 +221,9 @@ class TransformerLM(nn.Module):
         factory = {"device": device, "dtype": dtype}
         rope = RotaryEmbedding(context_length, d_model // num_heads, rope_theta, device=device)
         self.token_embeddings = Embedding(vocab_size, d_model, **factory)
+        options = factory | {"attention_implementation": attention_implementation}
         self.layers = nn.ModuleList(
-            TransformerBlock(
-                d_model, num_heads, d_ff, rope, attention_implementation=attention_implementation, **factory
-            )
-            for _ in range(num_layers)
+            TransformerBlock(d_model, num_heads, d_ff, rope, **options) for _ in range(num_layers)
         )
         self.ln_final = RMSNorm(d_model, **factory)
         self.lm_head = Linear(d_model, vocab_size, **factory)

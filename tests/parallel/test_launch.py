@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from cs336_systems.parallel import WorkerError, backends_here, choose_backend, launch, stream
-from cs336_systems.parallel.worker import find_worker
+from cs336_systems.parallel.__main__ import main
 
 _PATHS = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, _PATHS))}
@@ -36,34 +36,28 @@ def nothing_left():
     assert [p.cmdline() for p in left if "resource_tracker" not in " ".join(p.cmdline())] == []
 
 
-def test_results_come_back_by_rank(monkeypatch, nothing_left):
+def test_results_come_back_by_rank_and_prints_whole(monkeypatch, nothing_left, capsys):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
-    results = launch(launch_workers.report, 2, "word", number=3, size=80_000_000, backend="gloo")
+    results = launch(
+        launch_workers.report, 2, "word", number=3, size=80_000_000, lines=20_000, backend="gloo"
+    )
     for rank, (seen, args, kwargs, total, environment, pid, large) in enumerate(results):
         assert seen == (rank, 2, "gloo", "cpu")
         assert (args, kwargs, total.item(), len(large)) == (("word",), {"number": 3}, 2.0, 80_000_000)
         assert environment == {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
         assert not _alive(pid)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[rank 1] ")]
+    assert "UserWarning: careful" in lines[0]
+    assert lines[-20_001:-1] == [f"[rank 1] {number}" for number in range(20_000)]
+    assert lines[-1] == "[rank 1] native words, no newline"
 
 
-def test_prints_appear_whole_with_their_rank(capsys):
-    launch(launch_workers.talk, 1, 20_000, backend="gloo")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "[rank 0] hello"
-    assert "UserWarning: careful" in lines[1]
-    assert lines[-20_001:-1] == [f"[rank 0] {number}" for number in range(20_000)]
-    assert lines[-1] == "[rank 0] native words, no newline"
-
-
-def test_what_rank_0_sends_comes_at_once(nothing_left):
-    for expected, (rank, number, sent_at) in enumerate(stream(launch_workers.count, 2, 3, backend="gloo")):
+def test_what_rank_0_sends_comes_at_once_and_a_loop_that_is_left_ends_the_workers(nothing_left):
+    for expected, (rank, number, sent_at) in enumerate(stream(launch_workers.count, 2, 1000, backend="gloo")):
         assert (rank, number) == (0, expected)
         assert time.time() - sent_at < 0.25
-
-
-def test_a_loop_that_is_left_ends_the_workers(nothing_left):
-    for _ in stream(launch_workers.count, 2, 1000, backend="gloo"):
-        break
+        if number == 2:
+            break
 
 
 @pytest.mark.parametrize(
@@ -164,12 +158,6 @@ def test_backend_is_chosen_by_what_is_there(monkeypatch, capsys):
     assert choose_backend("auto", 1) == "gloo"
 
 
-@pytest.mark.parametrize("address", ["no_colon", "no_such_module:f", "launch_workers:no_such_function"])
-def test_find_worker_says_what_is_wrong(address):
-    with pytest.raises(ValueError, match=f"worker '{address}'"):
-        find_worker(address)
-
-
 def test_torchrun_runs_the_same_worker_on_two_nodes(tmp_path):
     """Two torchrun agents on loopback stand for two machines with two workers each."""
     with socket.socket() as probe:
@@ -186,25 +174,31 @@ def test_torchrun_runs_the_same_worker_on_two_nodes(tmp_path):
     assert json.loads((tmp_path / "out.json").read_text()) == [[10, 0], [11, 1], [12, 0], [13, 1]]
 
 
-def _command_line(*arguments):
-    command = [sys.executable, "-m", "cs336_systems.parallel", *arguments]
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+def _command_line(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["python -m cs336_systems.parallel", *arguments])
+    main()
 
 
-def test_the_command_line_launches_on_this_machine():
-    run = _command_line("launch_workers:report_ranks", "--backend=gloo", "--arguments", '{"offset": 1}')
-    assert json.loads(run.stdout) == [[1, 0], [2, 1]]
-    run = _command_line("launch_workers:count", "--backend=gloo", "--arguments", '{"numbers": 2}')
-    assert [number for _, number, _ in json.loads(run.stdout)] == [0, 1]
-    assert run.stderr == ""
+def test_the_command_line_launches_on_this_machine(monkeypatch, capsys):
+    work = ["launch_workers:report_ranks", "--backend=gloo", "--arguments", '{"offset": 1}']
+    _command_line(monkeypatch, *work)
+    assert json.loads(capsys.readouterr().out) == [[1, 0], [2, 1]]
+    work = ["launch_workers:count", "--backend=gloo", "--arguments", '{"numbers": 2}', "--workers=1"]
+    _command_line(monkeypatch, *work)
+    assert [number for _, number, _ in json.loads(capsys.readouterr().out)] == [0, 1]
 
 
-def test_the_command_line_refuses_in_a_sentence():
-    for arguments, words in (
-        (["launch_workers:nothing"], "nothing"),
-        (["launch_workers:talk", "--arguments", "[1]"], "not a JSON object"),
-        (["launch_workers:talk", "--arguments", "{"], "--arguments {"),
-    ):
-        run = _command_line(*arguments)
-        assert run.returncode == 2
-        assert words in run.stderr
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no_colon"], "worker 'no_colon' is no address"),
+        (["no_such_module:f"], "worker 'no_such_module:f'"),
+        (["launch_workers:nothing"], "worker 'launch_workers:nothing'"),
+        (["launch_workers:count", "--arguments", "[1]"], "not a JSON object"),
+        (["launch_workers:count", "--arguments", "{"], "--arguments {"),
+    ],
+)
+def test_the_command_line_refuses_in_a_sentence(arguments, words, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        _command_line(monkeypatch, *arguments)
+    assert words in capsys.readouterr().err

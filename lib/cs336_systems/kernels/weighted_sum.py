@@ -146,7 +146,11 @@ def partial_sums(n_rows: int, d: int) -> int:
 
 
 class WeightedSum(torch.autograd.Function):
-    """(x * weight).sum(-1) without x * weight in memory: `apply(x, weight)`."""
+    """Sum of each row of x, its elements weighted, without x * weight in memory: `apply(x, weight)`.
+
+    x is (..., d) with any leading dimensions, none included, and weight (d,); the result is (...), in x's
+    dtype, summed in float32. Raises as `check_inputs`.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
@@ -162,29 +166,15 @@ class WeightedSum(torch.autograd.Function):
         return dx.reshape(x.shape), dw
 
 
-def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """Sum of each row of x, its elements weighted.
-
-    Args:
-        x: (..., d); any leading dimensions, none included.
-        weight: (d,).
-
-    Returns:
-        (...), in x's dtype; the sum itself is made in float32.
-
-    Raises:
-        TypeError, ValueError: see `check_inputs`.
-    """
-    return WeightedSum.apply(x, weight)
+weighted_sum = WeightedSum.apply
 
 
 def check_inputs(x: Tensor, weight: Tensor) -> None:
-    """Raise one clear sentence for tensors that are no rows and a weight for each of their columns.
+    """Refuse tensors that are no rows and a weight for each of their columns.
 
     Raises:
         TypeError: dtypes that differ or are not supported.
-        ValueError: different devices, shapes that do not fit together, nothing in a tensor, or a device that
-            kernels do not run on.
+        ValueError: devices or shapes that do not fit, an empty tensor, a device that kernels do not run on.
     """
     if x.dtype != weight.dtype or x.dtype not in DTYPES:
         raise TypeError(

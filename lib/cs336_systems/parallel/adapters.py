@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cs336_systems.model import TransformerLM
 from cs336_systems.parallel.ddp import broadcast_from_rank_0
 
 # PyTorch 2.13 renamed this one and warns about the old name.
@@ -57,7 +56,7 @@ class TorchFSDP(nn.Module):
             and kept in the dtype of the weights.
     """
 
-    def __init__(self, module: TransformerLM, compute_dtype: torch.dtype | None = None):
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None):
         # Not above: it takes seconds to import.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

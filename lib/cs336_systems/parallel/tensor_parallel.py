@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cs336_systems.model import SwiGLU
-
 
 class _SumGradient(torch.autograd.Function):
     """Forward: as it is. Backward: each rank has the gradient through its slice; they are added up."""
@@ -48,7 +46,7 @@ class TensorParallelSwiGLU(nn.Module):
     """This rank's slice of a SwiGLU layer; its output and the gradient of its input are those of the whole.
 
     Args:
-        full: the layer, with the same weights on every rank of the group.
+        full: a model.SwiGLU, with the same weights on every rank of the group.
         group: the ranks that share it; by default all. Every rank gives the layer the same input.
 
     Attributes:
@@ -59,7 +57,7 @@ class TensorParallelSwiGLU(nn.Module):
         ValueError: the group cannot share d_ff evenly.
     """
 
-    def __init__(self, full: SwiGLU, group: dist.ProcessGroup | None = None):
+    def __init__(self, full: nn.Module, group: dist.ProcessGroup | None = None):
         super().__init__()
         self.group = group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)

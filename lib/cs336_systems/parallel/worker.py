@@ -123,7 +123,7 @@ def find_worker(address: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Job:
-    """What `launch` asks of its workers: `call` pickled (args, kwargs), `deadline` by time.monotonic()."""
+    """What `launch` asks of its workers: `call` is pickled (args, kwargs), `deadline` by time.monotonic()."""
 
     address: str
     call: bytes
