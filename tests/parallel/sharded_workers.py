@@ -1,0 +1,404 @@
+"""Workers for test_sharded_optimizer.py. Each asserts on every rank what it says in its docstring."""
+
+import copy
+import re
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD, Adafactor, Adagrad, AdamW
+
+from cs336_systems.measure.collective_calls import watch_collectives
+from cs336_systems.parallel import BucketedDDP, ReduceScatterDDP, ShardedOptimizer
+from cs336_systems.parallel.ddp import ALL_GATHER
+
+SMALL_MB = 1e-3  # buckets of about two matrices
+MATRICES, WIDTH = 6, 8
+
+
+class Odd(nn.Module):
+    """Matrices, a vector for each, and layouts that a flat buffer may get wrong."""
+
+    def __init__(self, seed=0, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH + n) for n in range(MATRICES))
+        self.vectors = nn.ParameterList(torch.randn(WIDTH) for _ in range(MATRICES))
+        self.transposed = nn.Parameter(torch.randn(3, 5).T)
+        self.short = nn.Parameter(torch.randn(WIDTH, WIDTH).bfloat16())
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(WIDTH))
+
+    def groups(self):
+        matrices = [*self.matrices, self.transposed, self.short, self.frozen, self.unused]
+        return [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": [*self.vectors, self.scalar, self.empty], "lr": 0.03},
+        ]
+
+
+def set_gradients(module, step):
+    """The same on every rank, as data parallelism leaves them."""
+    generator = torch.Generator("cpu").manual_seed(step)
+    for name, parameter in module.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator, device="cpu")
+        if name not in ("frozen", "unused", "empty"):  # Adafactor divides by the size
+            parameter.grad = torch.empty_like(parameter).copy_(values)
+
+
+def assert_same(module, expected, what=None):
+    for (name, parameter), wanted in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, wanted), (what, name)
+        assert parameter.stride() == wanted.stride(), (what, name)
+
+
+class Counts(SGD):
+    """Keeps count of its steps in the settings of a group, and lets the count decide the step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["count"])
+
+
+OPTIMIZERS = {
+    "AdamW": partial(ShardedOptimizer, optimizer_cls=AdamW, amsgrad=True),
+    "AdamW, no foreach": partial(ShardedOptimizer, optimizer_cls=AdamW, foreach=False),
+    "SGD": partial(ShardedOptimizer, optimizer_cls=SGD, lr=0.1, momentum=0.9),
+    "Adagrad": partial(ShardedOptimizer, optimizer_cls=Adagrad, initial_accumulator_value=0.5),
+    "Adafactor": partial(ShardedOptimizer, optimizer_cls=Adafactor),
+    "counts in a group": partial(ShardedOptimizer, optimizer_cls=Counts, lr=0.1),
+}
+
+
+def bitwise(context):
+    """Every weight is that of the unsharded optimizer, whatever the class, the groups and the schedule."""
+    for name, sharded in OPTIMIZERS.items():
+        for bucket_size_mb in (SMALL_MB, 100):
+            alone, module = Odd(), Odd()
+            settings = {key: value for key, value in sharded.keywords.items() if key != "optimizer_cls"}
+            optimizers = [
+                sharded.keywords["optimizer_cls"](alone.groups(), **settings),
+                sharded(module.groups(), bucket_size_mb=bucket_size_mb),
+            ]
+            assert (len(optimizers[1].bucket_bytes) > 3) == (bucket_size_mb == SMALL_MB)
+            schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+            for step in range(4):
+                for optimizer, scheduler, model in zip(optimizers, schedulers, (alone, module), strict=True):
+                    optimizer.zero_grad()
+                    set_gradients(model, step)
+                    optimizer.step()
+                    scheduler.step()
+                assert_same(module, alone, (name, step))
+            assert all(optimizers[1].owner(parameter) == context.rank for parameter in optimizers[1].state)
+            assert module.unused.grad is None
+            settings = [
+                [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers
+            ]
+            assert settings[0] == settings[1]
+
+
+def states(context):
+    """The states of the ranks are disjoint and together those of the unsharded optimizer, bit for bit."""
+    alone, module = Odd(), Odd()
+    optimizers = AdamW(alone.groups()), ShardedOptimizer(module.groups(), AdamW, bucket_size_mb=SMALL_MB)
+    for optimizer, model in zip(optimizers, (alone, module), strict=True):
+        set_gradients(model, 0)
+        optimizer.step()
+    assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in optimizers[1].state.values())
+    sizes = [None] * context.world_size
+    dist.all_gather_object(sizes, len(optimizers[1].state))
+    assert sum(sizes) == len(optimizers[0].state)
+    last = context.world_size - 1
+    whole, expected = optimizers[1].consolidated_state_dict(to=last), optimizers[0].state_dict()
+    if context.rank < last:
+        assert whole is None
+        return
+    assert whole["param_groups"] == expected["param_groups"]
+    assert list(whole["state"]) == list(expected["state"])
+    for index, state in expected["state"].items():
+        for key, value in state.items():
+            assert torch.equal(whole["state"][index][key], value.cpu()), (index, key)
+
+
+def balance(context):
+    """A shard has at most a vector more than another, and little more is sent than there is."""
+    parameters = [nn.Parameter(torch.empty(64, 64)) for _ in range(4 * context.world_size)]
+    parameters += [nn.Parameter(torch.empty(64)) for _ in range(5)]
+    for bucket_size_mb in (0.05, 100):
+        optimizer = ShardedOptimizer(parameters, SGD, bucket_size_mb=bucket_size_mb)
+        assert sum(optimizer.shard_bytes) == sum(parameter.nbytes for parameter in parameters)
+        assert max(optimizer.shard_bytes) - min(optimizer.shard_bytes) <= 64 * 4
+        excess = sum(optimizer.bucket_bytes) - sum(optimizer.shard_bytes)
+        assert 0 <= excess <= context.world_size * 64 * 4
+        buckets = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        assert len(buckets) == len(optimizer.bucket_bytes)
+
+
+class Waited:
+    """A handle that tells when it is waited for."""
+
+    def __init__(self, work, events):
+        self.work, self.events = work, events
+
+    def wait(self):
+        self.events.append("wait")
+        return self.work.wait()
+
+
+def overlap(context):
+    """A bucket leaves before the next one is updated; all are waited for; no bucket is larger than asked."""
+    module, events = Odd(), []
+
+    class Logged(SGD):
+        def step(self, closure=None):
+            events.append("update")
+            return super().step(closure)
+
+    optimizer = ShardedOptimizer(module.matrices, Logged, lr=0.1, bucket_size_mb=5e-4 * context.world_size)
+    set_gradients(module, 0)
+    send = getattr(dist, ALL_GATHER)
+
+    def all_gather(*args, **kwargs):
+        work = send(*args, **kwargs)
+        events.append("send")
+        return Waited(work, events)
+
+    with mock.patch.object(dist, ALL_GATHER, all_gather):
+        optimizer.step()
+    number = len(optimizer.bucket_bytes)
+    assert number >= 2
+    assert [event for event in events if event != "update"] == ["send"] * number + ["wait"] * number
+    updates = [number for number, event in enumerate(events) if event == "update"]
+    assert len(updates) > 1
+    assert all(events[number + 1] == "send" for number in updates)
+    assert max(optimizer.bucket_bytes) <= 5e-4 * context.world_size * 2**20
+
+
+def closures(context):
+    """A closure runs once, before the update, with gradients enabled, and its loss is what step returns."""
+    module = nn.Linear(3, 2)
+    expected = copy.deepcopy(module)
+    optimizers = [SGD(expected.parameters(), lr=0.1), ShardedOptimizer(module.parameters(), SGD, lr=0.1)]
+    losses, calls = [], []
+    for model, optimizer in zip((expected, module), optimizers, strict=True):
+
+        def closure(model=model, optimizer=optimizer):
+            calls.append(torch.is_grad_enabled())
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 3)).square().sum()
+            loss.backward()
+            return loss
+
+        losses.append(optimizer.step(closure))
+    assert calls == [True, True]
+    assert losses[0] == losses[1]
+    assert_same(module, expected)
+
+
+def later_groups(context):
+    """A group that is added after steps is sharded too, with its settings, and the shards before it stay."""
+    alone, module = Odd(), Odd()
+    first, second = zip(alone.groups(), module.groups(), strict=True)
+    optimizers = [
+        AdamW([first[0]], betas=(0.8, 0.9)),
+        ShardedOptimizer([first[1]], AdamW, betas=(0.8, 0.9), bucket_size_mb=SMALL_MB),
+    ]
+    for step in range(4):
+        if step == 2:
+            owners = {p: optimizers[1].owner(p) for p in module.matrices}
+            for optimizer, group in zip(optimizers, second, strict=True):
+                optimizer.add_param_group(group)
+            assert owners == {p: optimizers[1].owner(p) for p in module.matrices}
+        for optimizer, model in zip(optimizers, (alone, module), strict=True):
+            set_gradients(model, step)
+            optimizer.step()
+        assert_same(module, alone, step)
+    assert [group["lr"] for group in optimizers[1].param_groups] == [1e-3, 0.03]
+    assert sum(optimizers[1].shard_bytes) == sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizers[1].add_param_group({"params": [module.scalar]})
+    assert len(optimizers[1].param_groups) == 2
+    module.frozen.requires_grad_().grad = torch.zeros(WIDTH)
+    with pytest.raises(RuntimeError, match="frozen when given"):
+        optimizers[1].step()
+
+
+def with_data_parallelism(context):
+    """Trained with every way to average gradients, weights are those of one process on the whole batch."""
+
+    def model():
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 2)]
+        module = nn.Sequential(*layers, nn.Linear(2, 2))  # the last one is not used
+        module[0].bias.requires_grad_(False)
+        module[4].weight = nn.Parameter(torch.randn(2, 16))
+        return module
+
+    def loss(module, rank, step):
+        generator = torch.Generator("cpu").manual_seed(10 * step + rank)
+        inputs = torch.randn(3, 4, generator=generator, device="cpu").to(context.device)
+        return module[:5](inputs).square().mean()
+
+    def ours(wrap):
+        module = model()
+        optimizer = ShardedOptimizer(module.parameters(), AdamW, lr=0.01, bucket_size_mb=SMALL_MB)
+        return module, wrap(module, optimizer), optimizer
+
+    wraps = {
+        "bucketed": lambda module, _: BucketedDDP(module, bucket_size_mb=SMALL_MB),
+        "reduce-scatter": partial(ReduceScatterDDP, bucket_size_mb=SMALL_MB),
+        "reduce-scatter, one bucket": ReduceScatterDDP,
+    }
+    for name, wrap in wraps.items():
+        module, wrapped, optimizer = ours(wrap)
+        alone = model()
+        reference = AdamW(alone.parameters(), lr=0.01)
+        for step in range(4):
+            for each in (optimizer, reference):
+                each.zero_grad(set_to_none=step % 2 == 0)
+            for part in range(2):
+                for rank in range(context.world_size):
+                    (loss(alone, rank, step + 100 * part) / context.world_size).backward()
+            with wrapped.no_sync():
+                loss(module, context.rank, step).backward()
+            loss(module, context.rank, step + 100).backward()
+            wrapped.finish_gradient_synchronization()
+            if name != "bucketed":
+                for parameter, of_all in zip(module.parameters(), alone.parameters(), strict=True):
+                    has = of_all.grad is not None and optimizer.owner(parameter) == context.rank
+                    assert (parameter.grad is not None) == has
+            optimizer.step()
+            reference.step()
+            for (which, parameter), wanted in zip(module.named_parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(parameter, wanted, msg=f"{name}, step {step}: {which}")
+        if name != "bucketed":
+            loss(module, context.rank, 0).backward()
+            with pytest.raises(RuntimeError, match=r"second backward pass .* no_sync"):
+                loss(module, context.rank, 0).backward()
+
+
+def bytes_sent(context):
+    """A reduce-scatter takes the place of the all-reduce, during backward, and the all-gather stays."""
+    wraps = {
+        "all_reduce": lambda module, _: BucketedDDP(module, 100),
+        "reduce_scatter": ReduceScatterDDP,
+    }
+    for collective, wrap in wraps.items():
+        module = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2 * context.world_size)))
+        total = sum(parameter.nbytes for parameter in module.parameters())
+        optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.1)
+        wrapped = wrap(module, optimizer)
+        loss = wrapped(torch.ones(1, 32)).sum()
+        with watch_collectives() as messages:
+            loss.backward()
+            assert [message.collective for message in messages] == [collective]
+            wrapped.finish_gradient_synchronization()
+            optimizer.step()
+        large = [(message.collective, message.bytes) for message in messages if message.bytes > 1000]
+        assert large == [(collective, total), ("all_gather", total)]
+
+
+def refusals(context):
+    """Bad arguments, and ranks that disagree, are one sentence on every rank; the group still works."""
+    first = context.rank == 0
+    weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    view = nn.Parameter(weights[0].data)
+    elsewhere = nn.Parameter(torch.empty(2, device="meta"))
+
+    def make(params, optimizer_cls=SGD, **settings):
+        return lambda: ShardedOptimizer(params, optimizer_cls, **{"lr": 0.1} | settings)
+
+    for construct, words in (
+        (make(weights, nn.Linear), "allowed: a subclass of torch.optim.Optimizer"),
+        (make(weights, lambda params: None), "torch.optim.Optimizer"),
+        (make(weights, torch.optim.LBFGS), "LBFGS, whose step needs a closure"),
+        (make([]), "empty parameter list"),
+        (
+            make([*weights, elsewhere]),
+            "meta; allowed: one device",
+        ),
+        (make([weights[0], view]), "two parameters share their memory"),
+        (make([{"params": weights}, {"params": weights[:1]}]), "more than one parameter group"),
+        (make(weights, bucket_size_mb=0), "bucket_size_mb is 0; allowed"),
+        (make(weights, lr=-1), "Invalid learning rate"),
+        (make(weights, speed=1), "speed"),
+        (make(weights if first else []), "rank 1 has 'ValueError: optimizer got an empty"),
+        (make(weights[: 2 + context.rank]), "rank 0 has 'nothing' where rank 1 has '(4, 4)"),
+        (make(weights, lr=0.1 * (1 + context.rank)), "0.2"),
+        (make(weights, SGD if first else AdamW), "AdamW"),
+        (make(weights, bucket_size_mb=1 + context.rank), "buckets of 1 MB"),
+        (make([{"params": weights, "lr": context.rank}]), "group {'lr': 0"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+            construct()
+    dist.barrier()
+    optimizer = ShardedOptimizer(weights, AdamW)
+    with pytest.raises(ValueError, match="rank 1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2 + context.rank))]})
+    assert len(optimizer.param_groups) == 1
+    other = (context.rank + 1) % context.world_size
+    with pytest.raises(
+        ValueError, match=f"rank {other} of {context.world_size}; allowed: of rank {context.rank}"
+    ):
+        optimizer.load_state_dict(optimizer.state_dict() | {"shard": [other, context.world_size]})
+    with pytest.raises(ValueError, match="parameter group"):
+        optimizer.load_state_dict(AdamW(weights[:2]).state_dict())
+    with pytest.raises(ValueError, match="has no owner"):
+        ReduceScatterDDP(nn.Linear(2, 2), optimizer)
+
+
+def shard_of_its_own(context):
+    """A rank's own state_dict brings back its shard, and what is trained on is the same."""
+    module, again = Odd(), Odd()
+    optimizer, other = (ShardedOptimizer(model.groups(), AdamW) for model in (module, again))
+    set_gradients(module, 0)
+    optimizer.step()
+    again.load_state_dict(module.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for model, each in ((module, optimizer), (again, other)):
+        set_gradients(model, 1)
+        each.step()
+    assert_same(again, module)
+
+
+def train_on(context, start, end):
+    """Two steps from a file of another number of ranks, or from the beginning, into another file."""
+    torch.set_default_device(context.device)
+    module = Odd()
+    optimizer = ShardedOptimizer(module.groups(), AdamW, bucket_size_mb=SMALL_MB)
+    done = 0
+    if start:
+        saved = torch.load(start, map_location=context.device)
+        module.load_state_dict(saved["module"])
+        optimizer.load_state_dict(saved["optimizer"])
+        done = saved["done"]
+    for step in range(done, done + 2):
+        set_gradients(module, step)
+        optimizer.step()
+    states = optimizer.consolidated_state_dict()
+    if context.rank == 0:
+        torch.save({"module": module.state_dict(), "optimizer": states, "done": done + 2}, end)
+    dist.barrier()
+
+
+ANY = [bitwise, states, balance, overlap, closures, later_groups, with_data_parallelism, bytes_sent]
+ANY += [refusals, shard_of_its_own]
+
+
+def run_all(context, start=None, end=None):
+    """One launch for all of them: starting processes takes longer than the checks."""
+    torch.set_default_device(context.device)
+    torch.use_deterministic_algorithms(True)
+    for worker in ANY:
+        print(worker.__name__)
+        worker(context)
+    train_on(context, start, end)
