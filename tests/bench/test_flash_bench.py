@@ -8,8 +8,7 @@ import torch
 from cs336_systems import names
 from cs336_systems.attention.baselines import sdpa as right
 from cs336_systems.attention.plain import plain_attention
-from cs336_systems.bench.eligibility import why_wrong
-from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, Cell, time_cell
+from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, Cell, time_cell, why_wrong
 
 CPU = torch.device("cpu")
 TINY = Cell("mine", 32, 16, "float32")

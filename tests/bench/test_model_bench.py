@@ -1,4 +1,6 @@
-"""Benchmarks of a model: each pass does what it says, and what cannot run becomes a status."""
+"""Benchmarks of a model: rows of each cell, and what cannot run becomes a status."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -24,64 +26,24 @@ def sweep(**changes) -> list[dict]:
     return [row for rows in sweep_model(CONFIG, **options | changes) for row in rows]
 
 
-class Watch:
-    """Stands in for `time_steps`: runs one step and looks at the model around it."""
-
-    def __init__(self, monkeypatch, bench):
-        self.bench, self.logits_dtype, self.saves_for_backward = bench, None, None
-        monkeypatch.setattr(timing, "time_steps", self)
-
-    def __call__(self, step, *, prepare, **options) -> Timing:
-        model = self.bench.model
-
-        def look(module, inputs, logits):
-            self.logits_dtype, self.saves_for_backward = logits.dtype, logits.requires_grad
-
-        hook = model.register_forward_hook(look)
-        self.precision = torch.get_float32_matmul_precision()
-        before = {name: weight.clone() for name, weight in model.named_parameters()}
-        arguments = () if prepare is None else (prepare(),)
-        self.gradients_after_prepare = self.gradients(model)
-        step(*arguments)
-        hook.remove()
-        self.gradients_after_step = self.gradients(model)
-        self.weights_changed = any(not torch.equal(before[name], w) for name, w in model.named_parameters())
-        return Timing(step_ms=(1.0,))
-
-    @staticmethod
-    def gradients(model) -> bool:
-        return all(weight.grad is not None for weight in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("pass_", "saves", "gradients", "weights_changed"),
-    [
-        ("forward", False, False, False),
-        ("backward", True, True, False),
-        ("forward_backward", True, True, False),
-        ("train_step", True, True, True),
-    ],
-)
-def test_a_pass_does_what_it_says(pass_, saves, gradients, weights_changed, monkeypatch, bench):
-    watch = Watch(monkeypatch, bench)
-    bench.time(pass_, **RUN)
-    assert not watch.gradients_after_prepare
-    assert watch.saves_for_backward is saves
-    assert watch.gradients_after_step is gradients
-    assert watch.weights_changed is weights_changed
-    assert all(weight.grad is None for weight in bench.model.parameters())
-
-
 @pytest.mark.parametrize(
     ("dtype", "logits", "precision"),
     [("float32", "float32", "highest"), ("tf32", "float32", "high"), ("bfloat16", "bfloat16", "highest")],
 )
 def test_a_dtype_is_what_it_says(dtype, logits, precision, monkeypatch, bench):
+    seen = []
+
+    def watch(step, *, prepare, **options) -> Timing:
+        bench.model.register_forward_hook(lambda module, inputs, logits: seen.append(logits.dtype))
+        step()
+        seen.append(torch.get_float32_matmul_precision())
+        return Timing(step_ms=(1.0,))
+
+    monkeypatch.setattr(timing, "time_steps", watch)
     monkeypatch.setattr(ModelBenchmark, "_why_not", lambda *_: "")
-    watch = Watch(monkeypatch, bench)
-    bench.time("forward", **RUN, dtype=dtype)
-    assert (watch.logits_dtype, watch.precision) == (getattr(torch, logits), precision)
-    assert next(bench.model.parameters()).dtype == torch.float32
+    bench.time("forward_backward", **RUN, dtype=dtype)
+    assert seen == [getattr(torch, logits), precision]
+    assert all((weight.dtype, weight.grad) == (torch.float32, None) for weight in bench.model.parameters())
 
 
 def test_out_of_memory_is_a_status_and_the_same_model_goes_on(monkeypatch, bench):
@@ -166,14 +128,15 @@ def test_a_disturbed_cell_is_measured_again(monkeypatch):
 def test_cold_steps_are_those_of_a_fresh_process_each(monkeypatch):
     processes = []
 
-    def in_fresh_process(function, *arguments, **options):
-        processes.append(function)
-        return function(*arguments, **options)
+    class FreshProcess(ThreadPoolExecutor):
+        def __init__(self, count, mp_context):
+            processes.append(mp_context.get_start_method())
+            super().__init__(count)
 
-    monkeypatch.setattr(model_bench, "in_fresh_process", in_fresh_process)
+    monkeypatch.setattr(model_bench, "ProcessPoolExecutor", FreshProcess)
     run = {"context_length": 8, "batch_size": 1, "passes": ["forward"], "device": "cpu", "steps": 3}
     wrong, right = cold_start_steps(CONFIG, **run)
-    assert len(processes) == 2
+    assert processes == ["spawn"] * 2
     assert [row["synchronized"] for row in (*wrong, *right)] == [False] * 3 + [True] * 3
     assert [row["step_index"] for row in right] == [0, 1, 2]
     assert "warmup_steps" not in right[0]

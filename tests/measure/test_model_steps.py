@@ -8,20 +8,24 @@ from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.model import build_model
 
 
-def test_passes_agree_with_each_other():
+def test_a_pass_does_what_it_says_and_agrees_with_the_others():
     steps = ModelSteps(build_model(model_size("tiny"), 16), 2, 16)
-    parameters = list(steps.model.parameters())
-    steps.forward()
-    assert all(parameter.grad is None for parameter in parameters)
-    steps.forward_backward()
-    gradients = [parameter.grad.clone() for parameter in parameters]
-    step, before = steps.of("backward")
-    step(before())
-    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(parameters, gradients, strict=True))
-    before = steps.model.lm_head.weight.clone()
-    steps.train_step()
-    assert not torch.equal(before, steps.model.lm_head.weight)
-    with pytest.raises(ValueError, match="'eval'"):
+    before = [weight.detach().clone() for weight in steps.model.parameters()]
+    gradients = {}
+    for pass_ in ("forward", "forward_backward", "backward", "train_step"):
+        steps.model.zero_grad(set_to_none=True)
+        step, prepare = steps.of(pass_)
+        argument = () if prepare is None else (prepare(),)
+        weights = list(steps.model.parameters())
+        assert all(weight.grad is None for weight in weights), "what comes before a step leaves no gradient"
+        step(*argument)
+        gradients[pass_] = [weight.grad for weight in weights]
+        unchanged = all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
+        assert unchanged == (pass_ != "train_step")
+    assert gradients["forward"] == [None] * len(before)
+    for pass_ in ("backward", "train_step"):
+        assert all(map(torch.equal, gradients[pass_], gradients["forward_backward"]))
+    with pytest.raises(ValueError, match="eval"):
         steps.of("eval")
 
 

@@ -1,8 +1,10 @@
 """A whole model, one pass at a time, eager or compiled: rows of model_times, and of cold_steps."""
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -12,7 +14,6 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.measure import timing
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.requirements import why_no_attention, why_no_compile, why_no_memory
-from cs336_systems.measure.subprocesses import in_fresh_process
 from cs336_systems.measure.timing import Timing
 from cs336_systems.measure.validation import measured_in_order
 from cs336_systems.model import build_model
@@ -112,7 +113,8 @@ def cold_start_steps(
     bench = ModelBenchmark(config, context_length, device, attention_implementation=attention_implementation)
     for pass_, synchronized in product(passes, (False, True)):
         how = {"warmup_steps": 0, "steps": steps, "synchronize": synchronized}
-        timed = in_fresh_process(ModelBenchmark.time, bench, pass_, **run, **how)
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
+            timed = fresh.submit(bench.time, pass_, **run, **how).result()
         key = model_key(config, pass_=pass_, **run, attention_implementation=attention_implementation)
         key |= {"synchronized": synchronized, "status": timed.status, "reason": timed.reason}
         trace = timed.step_ms or (None,)  # what cannot run has one row, which says why
