@@ -48,6 +48,34 @@ def sent_bytes(config: ModelConfig, way: str, world_size: int, dtype: str = "flo
     return {name: around * size for name, size in sent.items()}
 
 
+def gathered_units(config: ModelConfig, way: str, dtype: str = "float32") -> dict[str, dict[str, int]]:
+    """What is gathered in each pass, in its order: by the name of the module, the bytes of its weights.
+
+    Raises:
+        ValueError: there is no such way.
+    """
+    entry, d = _entry(way), config.d_model
+    forward: dict[str, int] = {}
+    if entry.unit:
+        forward["token_embeddings"] = config.vocab_size * d
+    for number in range(config.num_layers if entry.unit else 0):
+        block = dict.fromkeys((f"attn.{part}_proj" for part in ("q", "k", "v", "output")), d * d)
+        block |= dict.fromkeys(("ffn.w1", "ffn.w3", "ffn.w2"), d * config.d_ff)
+        norms = 0 if "norms" in entry.replicates else 2 * d
+        units = block if entry.unit == "weight" else {"": sum(block.values()) + norms}
+        forward |= {f"layers.{number}.{part}".rstrip("."): size for part, size in units.items()}
+    if "token_embeddings" in entry.stays:  # one unit with all that is around the blocks
+        forward["token_embeddings"] += d + config.vocab_size * d
+    elif entry.unit:
+        forward["lm_head"] = config.vocab_size * d
+    backward = [name for name in reversed(forward) if name not in entry.stays]
+    width = dtype_bytes(dtype)
+    return {
+        name: {unit: width * forward[unit] for unit in units}
+        for name, units in (("forward", forward), ("backward", backward))
+    }
+
+
 def held_bytes(
     config: ModelConfig,
     way: str,

@@ -11,7 +11,9 @@ _MODULES = {
     "model_bench": ("cold_start_steps", "model_key", "sweep_model"),
     "collectives_bench": ("benchmark_collectives", "time_collectives"),
     "ddp_bench": ("DDP_SLUGS", "DataParallelSteps", "benchmark_ddp"),
-    "sharding_bench": ("SHARDING_SLUG", "ShardedSteps", "benchmark_sharding"),
+    "sharding_bench": (
+        *("SHARDING_SLUG", "ShardedSteps", "benchmark_sharding", "measured_ways", "profile_sharding"),
+    ),
     "overlap_bench": ("profile_lanes", "profile_overlap"),
     "drift_bench": ("training_drift",),
     "layer_bytes": ("count_sent_bytes",),

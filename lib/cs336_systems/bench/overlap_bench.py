@@ -10,13 +10,19 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.measure.overlap import merged, overlap_values, step_lanes
+from cs336_systems.measure.profile import Profile
 from cs336_systems.measure.torch_trace import record
 from cs336_systems.nvtx import annotate, recording
 from cs336_systems.parallel import WorkerContext
 
 
 def profile_lanes(step: Callable[[], None], context: WorkerContext) -> pd.DataFrame:
-    """The lanes of this rank (see `measure.overlap.step_lanes`) in one of two steps under torch.profiler.
+    """The lanes of this rank (see `measure.overlap.step_lanes`) in one of two steps under torch.profiler."""
+    return step_lanes(profile_steps(step, context))
+
+
+def profile_steps(step: Callable[[], None], context: WorkerContext) -> Profile:
+    """Two steps of this rank under torch.profiler, each in a range "measure".
 
     All ranks call it together, and start each step together. The first step warms the profiler up.
     """
@@ -35,8 +41,7 @@ def profile_lanes(step: Callable[[], None], context: WorkerContext) -> pd.DataFr
                     synchronize()
 
     with tempfile.TemporaryDirectory(prefix="cs336-lanes-") as folder:
-        profile = record(two_steps, Path(folder) / "trace.json", device=context.device)
-    return step_lanes(profile)
+        return record(two_steps, Path(folder) / "trace.json", device=context.device)
 
 
 def profile_overlap(

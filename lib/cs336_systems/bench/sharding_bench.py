@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,12 +20,17 @@ from cs336_systems import names
 from cs336_systems.accounting import sharding_costs
 from cs336_systems.bench.ddp_bench import DataParallelSteps, check_shares
 from cs336_systems.bench.model_bench import model_key
+from cs336_systems.bench.overlap_bench import profile_steps
+from cs336_systems.bench.overlap_bench import timeline_rows as timeline_rows_of_lanes
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.measure.allocations import MemoryHistory, stage_peaks, timeline, timeline_rows
 from cs336_systems.measure.collective_calls import Message, watch_collectives
 from cs336_systems.measure.distributed_timing import one_step_ms, slowest
+from cs336_systems.measure.gathers import gather_times, needs_recorded
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps
+from cs336_systems.measure.overlap import step_lanes
+from cs336_systems.measure.profile import Profile, ProfileError
 from cs336_systems.measure.saved_tensors import storage_bytes
 from cs336_systems.measure.timing import (
     MIB,
@@ -98,26 +104,80 @@ def benchmark_sharding(
     Raises:
         ValueError: a name is unknown, or a batch cannot be shared equally; rounds is not between 1 and steps.
     """
-    config = find_size(model_size, edition)
+    shape = (model_size, edition, context_length, batch_size)
+    keys, options = _keys(
+        world_size, backend, shape, dtypes, implementations, attention_implementation, warmup_steps
+    )
+    if not 1 <= rounds <= steps:
+        raise ValueError(f"rounds is {rounds}; allowed: 1 to {steps}, the number of steps")
+    keys = [key for key in keys if (key["dtype"], key["implementation"]) not in measured]
+    if keys:
+        yield from stream(_measure_all, world_size, keys, steps, rounds, timeout_s=timeout_s, **options)
+
+
+def profile_sharding(
+    world_size: int,
+    *,
+    backend: str = "auto",
+    model_size: str = "tiny",
+    edition: int = 2025,
+    context_length: int = 128,
+    batch_size: int = 4,
+    dtypes: Iterable[str] = ("float32",),
+    implementations: Iterable[str] = tuple(names.SHARDINGS),
+    attention_implementation: str = "sdpa",
+    timeout_s: float = 3600.0,
+) -> Iterator[tuple[str, list[Row]]]:
+    """Profile the fourth step of each way, all in one launch; its processes time nothing afterwards.
+
+    Yields pairs of a table's name and rows of rank 0: "ddp_timeline", and of an FSDP "gathers", its status
+    "error" where the messages are not those that the units explain.
+
+    Args and errors as of `benchmark_sharding`.
+    """
+    shape = (model_size, edition, context_length, batch_size)
+    keys, options = _keys(world_size, backend, shape, dtypes, implementations, attention_implementation, 2)
+    yield from stream(_profile_all, world_size, keys, timeout_s=timeout_s, **options)
+
+
+def measured_ways(rows: pd.DataFrame, **run: Any) -> set[tuple[str, str]]:
+    """The pairs (dtype, implementation) that rows of sharding_times have, of one run of `benchmark_sharding`.
+
+    Args:
+        run: columns of the rows, and the value that they have in the run.
+    """
+    for name, value in run.items():
+        rows = rows[rows[name] == value]
+    rows = rows[rows["status"].isin(("ok", "oom"))]
+    return set(zip(rows["dtype"], rows["implementation"], strict=True))
+
+
+def _keys(
+    world_size: int,
+    backend: str,
+    shape: tuple[str, int, int, int],
+    dtypes: Iterable[str],
+    implementations: Iterable[str],
+    attention_implementation: str,
+    warmup_steps: int,
+) -> tuple[list[Row], Row]:
+    """The keys of all rows, dtype by dtype, and the options of the launch; everything checked."""
+    size, edition, context_length, batch_size = shape
+    config = find_size(size, edition)
     dtypes, implementations = tuple(dtypes), tuple(implementations)
     for dtype in dtypes:
         names.check_choice("dtype", dtype, names.DTYPES)
     for name in implementations:
         names.check_choice("implementation", name, names.SHARDINGS)
     check_shares(batch_size, world_size)
-    if not 1 <= rounds <= steps:
-        raise ValueError(f"rounds is {rounds}; allowed: 1 to {steps}, the number of steps")
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
-    shape = (context_length, batch_size, "train_step")
+    step = (context_length, batch_size, "train_step")
     keys = [
-        model_key(config, *shape, dtype, name, warmup_steps, attention_implementation) | group
+        model_key(config, *step, dtype, name, warmup_steps, attention_implementation) | group
         for dtype in dtypes
         for name in implementations
-        if (dtype, name) not in measured
     ]
-    if keys:
-        options = {"backend": group["backend"], "timeout_s": timeout_s}
-        yield from stream(_measure_all, world_size, keys, steps, rounds, **options)
+    return keys, {"backend": group["backend"]}
 
 
 class ShardedSteps(DataParallelSteps):
@@ -319,4 +379,40 @@ def _message_rows(context: WorkerContext, key: Row, messages: list[Message]) -> 
             "predicted_sent_mb": predicted.get(collective, 0.0) / MIB,
         }
         for collective, size in sent.items()
+    ]
+
+
+def _profile_all(context: WorkerContext, keys: list[Row]) -> None:
+    for key in keys:
+        if _together(context, key["dtype"], partial(_profile, context, key)):
+            return
+
+
+def _profile(context: WorkerContext, key: Row) -> None:
+    run = ShardedSteps(key, context)
+    for _ in range(2):
+        run.train_step()
+    config = find_size(key["model_size"], key["edition"])
+    units = sharding_costs.gathered_units(config, key["implementation"], key["dtype"])
+    modules = dict(run.model.module.named_modules())
+    with needs_recorded({name: modules[name] for name in units["forward"]}):
+        profile = profile_steps(run.train_step, context)
+    lanes = timeline_rows_of_lanes(step_lanes(profile), key | {"rank": context.rank, "bucket_size_mb": None})
+    context.send(("ddp_timeline", lanes))
+    if units["forward"]:
+        context.send(("gathers", _gather_rows(context, key, units, profile)))
+
+
+def _gather_rows(
+    context: WorkerContext, key: Row, units: dict[str, dict[str, int]], profile: Profile
+) -> list[Row]:
+    key = {name: value for name, value in key.items() if name not in ("pass", "warmup_steps")}
+    try:
+        times = gather_times(profile, [*units["forward"]], [*units["backward"]])
+    except ProfileError as error:
+        return [key | {"status": "error", "reason": str(error)}]
+    around = (context.world_size - 1) / context.world_size
+    return [
+        {**key, **row, "sent_mb": around * units[row["pass"]][row["unit"]] / MIB}
+        for row in times.to_dict("records")
     ]

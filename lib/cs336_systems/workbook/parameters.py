@@ -164,6 +164,8 @@ def _implementations(slug: str) -> Iterable[str]:
     """What is compared in the notebook of a problem."""
     if "ddp" in slug:
         return names.WRAPPERS
+    if "accounting" in slug:
+        return names.SHARDINGS
     own = {"torch_compile": names.MODEL_IMPLEMENTATIONS, "weighted_sum": names.WEIGHTED_SUMS}
     return own.get(slug, names.ATTENTION)
 
