@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.checks.ddp_checks import run_cases
+from cs336_systems.checks.ddp_checks import ENDING, cases
+from cs336_systems.checks.on_ranks import run_cases
 from cs336_systems.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, TorchDDP
 
 WRAPPERS = {
@@ -29,7 +30,7 @@ def every_case_of_the_checker(context):
     """Every wrapper passes check_ddp at its most thorough; of one rank and of four, the two unlike most."""
     names = WRAPPERS if context.world_size == 2 else ("flat", "some buckets")
     for name, wrap in ((name, WRAPPERS[name]) for name in names):
-        assert run_cases(context, cloudpickle.dumps(wrap), thorough=True) == [], name
+        assert run_cases(context, cloudpickle.dumps(wrap), cases(thorough=True), ENDING) == [], name
 
 
 def same_on_all_ranks(tensors):

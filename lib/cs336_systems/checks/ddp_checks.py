@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import cloudpickle  # takes classes of a notebook by value
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cs336_systems.parallel import WorkerContext, WorkerError, launch
+from cs336_systems.checks.on_ranks import Case, check_on_ranks
+from cs336_systems.parallel import WorkerContext
 
 Wrap = Callable[[nn.Module], nn.Module]
+ENDING = "finish_gradient_synchronization()"
 _STEPS = 4
 _SHARE = 3  # samples of one rank in one backward pass
 
@@ -39,44 +39,12 @@ def check_ddp(
         AssertionError: what is wrong, where, and how to mend it.
     """
     name = getattr(ddp_class, "__name__", repr(ddp_class))
-    candidate = cloudpickle.dumps(partial(ddp_class, **wrapper_arguments))
-    try:
-        failures = launch(
-            run_cases, world_size, candidate, thorough=thorough, backend="gloo", timeout_s=timeout_s
-        )[0]
-    except WorkerError as error:
-        raise AssertionError(f"{name} did not get through: {error}") from error
-    if failures:
-        raise AssertionError("\n".join(f"{name}, {failure}" for failure in failures))
-    print(f"{name}: {len(_cases(thorough))} cases right on {world_size} ranks")
+    candidate = partial(ddp_class, **wrapper_arguments)
+    check_on_ranks(name, candidate, cases(thorough), ENDING, world_size, timeout_s)
 
 
-def run_cases(context: WorkerContext, candidate: bytes, *, thorough: bool) -> list[str]:
-    """The worker of `check_ddp`: what is wrong in the first case that fails on any rank, or nothing."""
-    with _watched_all_reduces() as works:  # before the class is loaded, whichever way it imports all_reduce
-        wrap = cloudpickle.loads(candidate)
-        for case in _cases(thorough):
-            works.clear()
-            sentence = case(context, wrap)
-            sentences: list[str | None] = [None] * context.world_size
-            # What is still under way may or may not have arrived, so it is the better explanation.
-            dist.all_gather_object(sentences, _unfinished(works) or sentence)
-            if any(sentences):
-                return [f"rank {rank}: {sentence}" for rank, sentence in enumerate(sentences) if sentence]
-    return []
-
-
-def _unfinished(works: "list[_WatchedWork]") -> str | None:
-    unfinished = sum(not work.waited_for for work in works)
-    if not unfinished:
-        return None
-    return (
-        f"finish_gradient_synchronization() left {unfinished} of {len(works)} all-reduces possibly under "
-        "way. Keep every handle that all_reduce(..., async_op=True) returns, and wait() for it."
-    )
-
-
-def _cases(thorough: bool) -> list[Callable[[WorkerContext, Wrap], str | None]]:
+def cases(thorough: bool) -> list[Case]:
+    """What `check_ddp` tries, in this order."""
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     adamw = partial(torch.optim.AdamW, lr=0.01)
     plans = (_one_pass, _several_passes, _accumulation, _unused) if thorough else (_one_pass,)
@@ -243,36 +211,3 @@ def _difference(alone: nn.Module, module: nn.Module, step: int, name: str) -> st
 
 def _close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-class _WatchedWork:
-    """A handle that remembers whether anybody asked it to finish."""
-
-    def __init__(self, work: dist.Work):
-        self._work, self.waited_for = work, False
-
-    def __getattr__(self, name: str) -> Any:
-        self.waited_for = True
-        return getattr(self._work, name)
-
-
-@contextlib.contextmanager
-def _watched_all_reduces() -> Iterator[list[_WatchedWork]]:
-    """Record the asynchronous all-reduces started inside."""
-    original, works = dist.all_reduce, []
-
-    def all_reduce(*args: Any, **kwargs: Any) -> _WatchedWork | None:
-        work = original(*args, **kwargs)
-        if work is None:
-            return None
-        works.append(_WatchedWork(work))
-        return works[-1]
-
-    homes = (dist, dist.distributed_c10d)  # the name everybody uses, and the one under which it is pickled
-    for home in homes:
-        home.all_reduce = all_reduce
-    try:
-        yield works
-    finally:
-        for home in homes:
-            home.all_reduce = original
