@@ -34,7 +34,7 @@ def lines(jobs):
     return [f"{job.notebook.stem} {job.line()}".strip() for job in jobs]
 
 
-def test_a_grid_becomes_every_combination(folder):
+def test_a_grid_becomes_every_combination_and_a_profile_includes_another(folder):
     assert lines(plan("cpu", folder=folder)) == [
         "11_one",
         "12_two steps=5 model_size=tiny context_lengths=[32]",
@@ -42,18 +42,12 @@ def test_a_grid_becomes_every_combination(folder):
         "12_two steps=5 model_size=small context_lengths=[32]",
         "12_two steps=5 model_size=small context_lengths=[64, 128]",
     ]
-
-
-def test_a_profile_includes_another(folder):
     assert lines(plan("multi-gpu", folder=folder)) == ["11_one model_size=large", "12_two"]
 
 
-@pytest.mark.parametrize("word", ["11", "one", "11_one", "notebooks/11_one.ipynb"])
-def test_only_takes_number_slug_name_or_path(folder, word):
-    assert lines(plan("gpu", only=[word], folder=folder)) == ["11_one model_size=large"]
-
-
-def test_only_runs_a_notebook_outside_the_profile_with_its_defaults(folder):
+def test_only_takes_number_slug_name_or_path_and_adds_what_the_profile_lacks(folder):
+    for word in ("11", "one", "11_one", "notebooks/11_one.ipynb"):
+        assert lines(plan("gpu", only=[word], folder=folder)) == ["11_one model_size=large"]
     assert lines(plan("cpu", only=["13", "11"], folder=folder)) == ["11_one", "13_three"]
 
 
@@ -133,6 +127,5 @@ def test_names_of_jobs_are_short_file_names_that_never_clash(folder):
     assert all(re.fullmatch(r"[\w.-]+", name) for name in names)
 
 
-@pytest.mark.parametrize("profile", batch.PROFILES)
-def test_the_workbooks_own_plan_holds(profile):
-    assert plan(profile)
+def test_the_workbooks_own_plan_holds():
+    assert all(map(plan, batch.PROFILES))

@@ -90,13 +90,6 @@ def test_the_figure_is_the_tagged_one_or_the_first_of_the_reference(entry_of):
     assert entry_of(here).figure == ""
 
 
-def test_what_is_no_notebook_is_named(entry_of, tmp_path):
-    entry_of()
-    (tmp_path / "notebooks" / f"{NAME}.ipynb").write_text("{")
-    with pytest.raises(ValueError, match=NAME):
-        overview.read_map(tmp_path / "notebooks")
-
-
 def test_a_question_in_short():
     assert overview.in_short("Add numbers. Which of the sums is off? Why?") == "Which of the sums is off?"
     assert overview.in_short("Add 0.01 twice. Why?") == "Add 0.01 twice."
@@ -125,9 +118,6 @@ def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, figures, 
     assert "13 · mixed" in question.data
     assert Image.open(io.BytesIO(picture["image/png"])).width < 1000
     assert headline.data == "Yes."
-    displayed.clear()
-    overview.show_headline(entry_of(code(FIRST)), "m")
-    assert displayed == []
 
 
 def test_a_small_picture_keeps_the_colours_of_thin_lines(tmp_path):

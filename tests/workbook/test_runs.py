@@ -1,5 +1,6 @@
 """Batches: what is done is not done again, what fails does not stop the rest, and a killed run continues."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -55,43 +56,33 @@ def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_
     assert executed[4:] == ["11_nb"]
 
 
-def test_what_cannot_run_here_is_skipped_with_its_reason(jobs, executed, tmp_path, monkeypatch):
+def test_what_cannot_run_is_skipped_with_its_reason_and_the_start_is_never_done(
+    jobs, executed, tmp_path, monkeypatch, write_notebook
+):
+    jobs[2] = Job(write_notebook(tmp_path / "00_start_here.ipynb"))
     monkeypatch.setattr(runs, "why_not_here", lambda name: "needs a moon" if name == "12_nb" else "")
     records = runs.run_batch(jobs, tmp_path / "runs", CARD)
     assert [record.status for record in records] == ["ok", "skipped", "ok"]
-    assert executed == ["11_nb", "13_nb"]
     assert "needs a moon" in runs.summary(records)
+    runs.run_batch(jobs, tmp_path / "runs", CARD)
+    assert executed == ["11_nb", "00_start_here", "00_start_here"]
 
 
-def test_the_start_is_never_done(executed, tmp_path, write_notebook):
-    start = Job(write_notebook(tmp_path / "00_start_here.ipynb"))
-    for _ in range(2):
-        runs.run_batch([start], tmp_path / "runs", CARD)
-    assert executed == ["00_start_here", "00_start_here"]
+CHANGES = {
+    "another notebook": lambda job, output: job.notebook.write_text(
+        job.notebook.read_text().replace("print(", "print(2 * ")
+    ),
+    "no output": lambda job, output: output.unlink(),
+    "a damaged record": lambda job, output: output.with_suffix(".json").write_text('{"notebook":'),
+    "a foreign record": lambda job, output: output.with_suffix(".json").write_text('{"of": "another"}'),
+}
 
 
-def change_notebook(job, folder, write_notebook):
-    write_notebook(job.notebook, "print(steps, 'changed')")
-
-
-def drop_output(job, folder, write_notebook):
-    (folder / f"{job.name}.ipynb").unlink()
-
-
-def damage_record(job, folder, write_notebook):
-    (folder / f"{job.name}.json").write_text('{"notebook":')
-
-
-def foreign_record(job, folder, write_notebook):
-    (folder / f"{job.name}.json").write_text('{"of": "another version"}')
-
-
-@pytest.mark.parametrize("change", [change_notebook, drop_output, damage_record, foreign_record])
-def test_what_changed_is_done_again(jobs, executed, tmp_path, write_notebook, change):
-    folder = tmp_path / "runs"
-    runs.run_batch(jobs[:1], folder, CARD)
-    change(jobs[0], folder, write_notebook)
-    runs.run_batch(jobs[:1], folder, CARD)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_is_done_again(jobs, executed, tmp_path, change):
+    runs.run_batch(jobs[:1], tmp_path / "runs", CARD)
+    CHANGES[change](jobs[0], tmp_path / "runs" / f"{jobs[0].name}.ipynb")
+    runs.run_batch(jobs[:1], tmp_path / "runs", CARD)
     assert executed == ["11_nb", "11_nb"]
 
 
@@ -107,16 +98,10 @@ def test_files_index_and_summary(jobs, executed, tmp_path):
 
 def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(tmp_path, monkeypatch):
     monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
-    gpu = MachineCard(**{**vars(CARD), "gpu": "GPU", "slug": "gpu-test"})
-    row = {
-        "machine": "gpu-test",
-        "gpu": "GPU",
-        "implementation": "eager",
-        "d_model": 8,
-        "dtype": "float32",
-        "pass": "forward",
-    }
-    row |= dict.fromkeys(("mean_ms", "p20_ms", "p50_ms", "p80_ms"), 1.0) | {"std_ms": 0.0, "steps": 1}
+    gpu = dataclasses.replace(CARD, gpu="GPU", slug="gpu-test")
+    row = {"machine": "gpu-test", "gpu": "GPU", "implementation": "eager", "d_model": 8, "dtype": "float32"}
+    row |= dict.fromkeys(("mean_ms", "p20_ms", "p50_ms", "p80_ms"), 1.0)
+    row |= {"pass": "forward", "std_ms": 0.0, "steps": 1}
 
     def save(**values):
         save_rows([row | values], "weighted_sum", "weighted_sum_times", machine="gpu-test")

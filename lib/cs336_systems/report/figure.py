@@ -204,5 +204,10 @@ def log_y(axes: Axes, values: pd.Series) -> None:
 
 
 def plain_numbers(axis: Axis) -> None:
-    """1,250 and 0.05 instead of powers of ten."""
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    """1,250 and 0.05 instead of powers of ten; below a thousandth 1e-04."""
+
+    def text(value: float, _: int) -> str:
+        small = 0 < abs(value) < 9e-4
+        return f"{value:.1e}".replace(".0e", "e") if small else f"{value:,.6g}"
+
+    axis.set_major_formatter(FuncFormatter(text))
