@@ -190,9 +190,11 @@ class FSDP(DataParallel):
             position = self._positions.get(module, 0)
             for tensor in outputs:
                 tensor.register_hook(lambda _: self._before_backward(unit, position))
-        # Backward begins with the last unit, so that one stays.
-        is_last = bool(outputs) and self._order[-1] is unit and torch._C._current_autograd_node() is None
-        if unit.is_gathered and not unit.is_in_backward and not is_last:
+        if unit.is_in_backward or not unit.is_gathered:
+            return
+        # Backward begins with the last unit, so that one stays. In the first pass nobody knows which it is.
+        is_last = self._has_agreed and unit is self._order[-1] and torch._C._current_autograd_node() is None
+        if not (is_last and outputs):
             self._free(unit)
 
     def _before_backward(self, unit: Unit, position: int) -> None:
@@ -306,6 +308,10 @@ class FSDP(DataParallel):
             name.replace("_orig_mod.", ""): whole.get(parameter, parameter.detach())
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
         }
+
+    def full_shapes(self) -> dict[nn.Parameter, torch.Size]:
+        """Of every parameter that is sharded, the shape of the whole."""
+        return {weight.parameter: weight.shape for unit in self._units for weight in unit.weights}
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

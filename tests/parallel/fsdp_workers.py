@@ -1,0 +1,514 @@
+"""Workers for test_fsdp.py. Each asserts on every rank what it says in its docstring."""
+
+import contextlib
+import copy
+import gc
+import os
+import re
+import signal
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.nn import functional as F
+
+from cs336_systems.configs import model_size
+from cs336_systems.measure.collective_calls import watch_collectives
+from cs336_systems.model import Linear, build_model
+from cs336_systems.parallel import FSDP
+from cs336_systems.parallel.fsdp_checkpoint import load_checkpoint, save_checkpoint
+from cs336_systems.training.checkpointing import forward_with, strategy
+
+BLOCKS = {"unit_types": ("TransformerBlock",)}
+UNITS = {
+    "weights": {},
+    "weights, nothing ahead": {"prefetch": 0},
+    "blocks": BLOCKS,
+    "blocks, one ahead": BLOCKS | {"prefetch": 1},
+    "halves of blocks": {"unit_types": ("CausalSelfAttention", "SwiGLU"), "prefetch": 1},
+}
+VOCABULARY, LENGTH = 512, 8
+
+
+def tiny(seed=0):
+    torch.manual_seed(seed)
+    return build_model(model_size("tiny"), LENGTH)
+
+
+def batch(step, share, world_size):
+    generator = torch.Generator("cpu").manual_seed(step)
+    shape = (2, share * world_size, LENGTH)
+    return torch.randint(VOCABULARY, shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
+def train_both(context, alone, wrapped, *, steps=3, call=nn.Module.__call__, passes=1, max_norm=None):
+    """SGD on the whole batch, and on this rank's share of it: the weights have to be the same."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (alone, wrapped)]
+    share = 2
+    mine = slice(share * context.rank, share * (context.rank + 1))
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for number in range(passes):
+            tokens, targets = batch(10 * step + number, share, context.world_size)
+            F.cross_entropy(alone(tokens).flatten(0, 1), targets.flatten()).backward()
+            loss = F.cross_entropy(call(wrapped, tokens[mine]).flatten(0, 1), targets[mine].flatten())
+            loss.backward()
+        wrapped.finish_gradient_synchronization()
+        if max_norm:
+            norm = nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
+            torch.testing.assert_close(wrapped.clip_grad_norm_(max_norm), norm, rtol=1e-5, atol=0)
+        for optimizer in optimizers:
+            optimizer.step()
+    whole = wrapped.gather_full_parameters()
+    for name, expected in alone.named_parameters():
+        torch.testing.assert_close(whole[name], expected.detach(), rtol=1e-4, atol=1e-6, msg=name)
+
+
+def transformers(context):
+    """The weights follow one process for every kind of unit, and so they do with clipping."""
+    for options in UNITS.values():
+        module = tiny(context.rank)
+        train_both(context, tiny(), FSDP(module, **options), max_norm=0.5)
+        for parameter in module.parameters():
+            assert parameter.grad.shape == parameter.shape
+
+
+def recomputation(context):
+    """Checkpointed blocks and segments gather again what they compute again."""
+
+    def call(plan):
+        return lambda model, tokens: forward_with(model.module, strategy(plan), tokens)
+
+    for options in (UNITS["weights"], UNITS["blocks, one ahead"]):
+        for plan in ("every 1", "every 2", "recursive"):
+            train_both(context, tiny(), FSDP(tiny(), **options), call=call(plan), steps=2)
+    train_both(context, tiny(), FSDP(tiny(), **UNITS["halves of blocks"]), call=call("half blocks"), steps=2)
+
+
+class Pair(nn.Module):
+    """Two layers in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Linear(LENGTH, 6), Linear(6, LENGTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+def compiled(context):
+    """Modules compiled before or after they are wrapped, by their method or as new modules."""
+    how = {"backend": "aot_eager", "fullgraph": True}
+    torch.manual_seed(0)
+    alone = nn.Sequential(Pair(), Pair(), Pair(), Linear(LENGTH, LENGTH))
+    module = copy.deepcopy(alone)
+    module[0].compile(**how)
+    module[1] = torch.compile(module[1], **how)
+    wrapped = FSDP(module, unit_types=(Pair,))
+    module[2].compile(**how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's compiler looks at .grad of what has none
+        for step in range(2):
+            inputs = torch.randn(
+                2, LENGTH, generator=torch.Generator().manual_seed(step)
+            )  # same on all ranks
+            for model in (alone, wrapped):
+                model.zero_grad()
+                model(inputs).square().sum().backward()
+            wrapped.finish_gradient_synchronization()
+            for parameter in (*alone.parameters(), *wrapped.parameters()):
+                parameter.data -= 0.01 * parameter.grad
+    whole = wrapped.gather_full_parameters()
+    for name, expected in alone.named_parameters():
+        torch.testing.assert_close(whole[name], expected.detach(), msg=name)
+
+
+class Odd(nn.Module):
+    """Tied, frozen, oddly shaped and rarely used weights, biases, a norm, a reused layer, two results."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 5)
+        self.first = nn.Linear(5, 3)
+        self.frozen = nn.Linear(3, 6)
+        self.frozen.requires_grad_(False)
+        self.half_frozen = nn.Linear(6, 5)
+        self.half_frozen.weight.requires_grad_(False)
+        self.norm = nn.LayerNorm(5)
+        self.rarely = nn.Linear(5, 5)
+        self.never = nn.Linear(5, 5)
+        self.square = nn.Linear(5, 5)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, rarely=False):
+        x = self.embedding(tokens)
+        x = x + self.norm(self.half_frozen(self.frozen(self.first(x).tanh()).tanh()))
+        x = self.square(self.square(x).tanh())
+        if rarely:
+            x = x + self.rarely(x)
+        return {"logits": [self.head(x)]}
+
+
+def odd_modules(context):
+    """Whatever the shapes, ties, frozen and unused weights and the number of passes, as in one process."""
+    for options in ({}, {"prefetch": 0}, {"unit_types": (Odd,)}, {"unit_types": ("Linear", Odd)}):
+        torch.manual_seed(context.rank)
+        module = Odd()
+        wrapped = FSDP(module, **options)
+        torch.manual_seed(0)
+        alone = Odd()
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, eps=1e-3) for m in (alone, wrapped)]
+        for step in range(4):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=step != 2)
+            for number in range(1 + step % 3):
+                generator = torch.Generator().manual_seed(10 * step + number)
+                tokens = torch.randint(7, (context.world_size, 4), generator=generator)
+                rarely = number == 1
+                loss(alone(tokens, rarely=rarely), tokens).backward()
+                mine = tokens[context.rank : context.rank + 1]
+                with wrapped.no_sync() if step == 3 and number < 2 else contextlib.nullcontext():
+                    loss(wrapped(mine, rarely=rarely), mine).backward()
+            wrapped.finish_gradient_synchronization()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert module.never.weight.grad is None
+            assert module.frozen.weight.grad is None
+            assert (module.rarely.weight.grad is None) == (alone.rarely.weight.grad is None)
+        whole = wrapped.gather_full_parameters()
+        assert whole.keys() == {name for name, _ in alone.named_parameters(remove_duplicate=False)}
+        for name, expected in alone.named_parameters():
+            torch.testing.assert_close(whole[name], expected.detach(), rtol=1e-4, atol=1e-6, msg=name)
+        assert all(unit._memory.nbytes() == 0 for unit in wrapped._units)
+
+
+def loss(outputs, tokens):
+    return F.cross_entropy(outputs["logits"][0].flatten(0, 1), tokens.flatten())
+
+
+def bitwise(context):
+    """On numbers that float32 adds exactly in any order, nothing may differ from one process."""
+
+    def whole_numbers(seed, *shape):
+        generator = torch.Generator("cpu").manual_seed(seed)
+        numbers = torch.randint(-4, 5, shape, generator=generator, device="cpu")
+        return numbers.float().to(context.device)
+
+    def model():
+        layers = nn.Sequential(Linear(8, 15), Linear(15, 4))
+        for number, layer in enumerate(layers):
+            layer.weight.data = whole_numbers(number, *layer.weight.shape) / 8
+        return layers
+
+    share = 4
+    total = share * context.world_size
+    mine = slice(context.rank * share, (context.rank + 1) * share)
+    for options in ({}, {"prefetch": 0}, {"unit_types": (nn.Sequential,)}):
+        alone, wrapped = model(), FSDP(model(), **options)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=2**-7) for m in (alone, wrapped)]
+        for step in range(2):
+            inputs, targets = (whole_numbers(step + width, total, width) for width in (8, 4))
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            ((alone(inputs) * targets).sum() / total).backward()
+            ((wrapped(inputs[mine]) * targets[mine]).sum() / share).backward()
+            wrapped.finish_gradient_synchronization()
+            for optimizer in optimizers:
+                optimizer.step()
+            whole = wrapped.gather_full_parameters()
+            for name, expected in alone.named_parameters():
+                assert torch.equal(whole[name], expected), (options, step)
+
+
+def compute_dtype(context):
+    """Weights travel and compute in bfloat16; what the optimizer sees stays float32, and learns."""
+    for options in UNITS.values():
+        module = tiny()
+        wrapped = FSDP(module, torch.bfloat16, **options)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=3e-3)
+        tokens, targets = batch(context.rank, 2, 1)
+        losses = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            with watch_collectives() as messages:
+                logits = wrapped(tokens)
+                losses.append(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
+                losses[-1].backward()
+            wrapped.finish_gradient_synchronization()
+            optimizer.step()
+        assert logits.dtype == torch.bfloat16
+        assert {message.dtype for message in messages} == {"bfloat16"}
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in wrapped.parameters())
+        assert losses[-1] < 0.5 * losses[0]
+
+
+def watch(units):
+    """What is gathered and used from here on, in order, and how many units are held after each gather."""
+    log, held = [], []
+
+    def watched(number, unit):
+        start, wait = unit.start_gather, unit.wait_for_gather
+
+        def start_gather():
+            log.append(("gather", number))
+            start()
+            held.append(sum(other._memory.nbytes() > 0 for other in units))
+
+        def wait_for_gather():
+            log.append(("use", number))
+            wait()
+
+        unit.start_gather, unit.wait_for_gather = start_gather, wait_for_gather
+
+    for number, unit in enumerate(units):
+        watched(number, unit)
+    return log, held
+
+
+def schedule(context):
+    """Each unit is gathered while the ones before it compute, twice a step; few are held at any time."""
+    tokens, _ = batch(0, 2, 1)
+    for ahead, name in ((2, "weights"), (0, "weights, nothing ahead"), (1, "blocks, one ahead")):
+        wrapped = FSDP(tiny(), **UNITS[name])
+        units, log = wrapped._order, []
+        for step in range(2):
+            if step == 1:  # the order is known from the first
+                log, held = watch(units)
+            wrapped(tokens).sum().backward()
+            wrapped.finish_gradient_synchronization()
+        n = len(units)
+        # Forward in order; backward in the reverse, the last one still being there.
+        assert [number for what, number in log if what == "gather"] == [*range(n), *range(n - 1)[::-1]]
+        for number in range(n - ahead):  # asked for before the one `ahead` earlier is waited for
+            assert log.index(("gather", number + ahead)) < log.index(("use", number))
+        assert max(held) == ahead + 1
+        assert not any(unit._memory.nbytes() for unit in units)
+        with torch.no_grad():
+            wrapped(tokens)
+        assert not any(unit._memory.nbytes() for unit in units)
+        with watch_collectives() as messages, wrapped.no_sync():
+            wrapped(tokens).sum().backward()
+        assert {message.collective for message in messages} == {"all_gather"}
+
+
+def stale_weights(context):
+    """A forward without a backward, or an optimizer that gives parameters new memory: nothing is stale."""
+    wrapped = FSDP(nn.Sequential(Linear(4, 4), Linear(4, 4)))
+    inputs = torch.ones(1, 4)
+    for _ in range(2):
+        wrapped(inputs)
+        for parameter in wrapped.parameters():
+            parameter.data = parameter.data * 2
+        expected = inputs
+        for weight in wrapped.gather_full_parameters().values():
+            expected = expected @ weight.T
+        torch.testing.assert_close(wrapped(inputs), expected)
+
+
+def failures(context):
+    """After a forward that raises, the next works and finds the shards in place."""
+    wrapped = FSDP(tiny(), **BLOCKS)
+    wrapped(batch(0, 1, 1)[0])
+    with pytest.raises(ValueError, match="at most"):
+        wrapped(torch.zeros(1, LENGTH + 1, dtype=torch.long))
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Linear(4, 4)
+
+        def forward(self, x):
+            raise KeyError("oh")
+
+    module = Breaks()
+    wrapped = FSDP(module, unit_types=(Breaks,))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="oh"):
+            wrapped(torch.ones(1, 4))
+        assert module.inner.weight is next(wrapped.parameters())
+        assert wrapped._units[0]._memory.nbytes() == 0
+
+
+def disagreement(context):
+    """Ranks that wrap or run different things all get an error, and the group still works."""
+    first = context.rank == 0
+    for make, words in (
+        (lambda: FSDP(nn.Linear(4, 4 + context.rank)), "weight (4, 4)"),
+        (lambda: FSDP(nn.Linear(4, 4), torch.bfloat16 if first else None), "compute_dtype torch.bfloat16"),
+        (lambda: FSDP(tiny(), **UNITS["blocks" if first else "weights"]), "TransformerBlock"),
+        (lambda: FSDP(nn.LayerNorm(4)), "LayerNorm has nothing to shard; allowed: a module with"),
+        (lambda: FSDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
+        (lambda: FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())), "torch.float16 and torch.fl"),
+        (lambda: FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))), "allowed: one device"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            make()
+    layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
+    FSDP(layers)
+    with pytest.raises(ValueError, match="rank 0 is to gather unit 0 and rank 1 to gather unit 1"):
+        layers[context.rank](torch.ones(1, 4))
+    layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
+    wrapped = FSDP(layers)
+    outputs = [layer(torch.ones(1, 4)) for layer in layers]
+    with pytest.raises(ValueError, match="the ranks part"):
+        sum(outputs[: 2 - context.rank]).sum().backward(), wrapped.finish_gradient_synchronization()
+    dist.barrier()
+
+
+def refusals(context):
+    """Sparse gradients and weights frozen after wrapping are errors, not silence."""
+    wrapped = FSDP(nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(TypeError, match="sparse"):
+        wrapped(torch.tensor([1])).sum().backward()
+    wrapped = FSDP(nn.Linear(2, 2))
+    next(wrapped.parameters()).requires_grad_(False)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="frozen or unfrozen"):
+        wrapped.finish_gradient_synchronization()
+
+
+def garbage(context):
+    """Deleting a wrapper and its module frees both, hooks and all."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = FSDP(module)
+    model(torch.ones(1, 2)).sum().backward()
+    model.finish_gradient_synchronization()
+    watched = [weakref.ref(thing) for thing in (model, module, module[0].weight, model._units[0])]
+    del module, model
+    gc.collect()
+    assert not any(reference() for reference in watched)
+
+
+def started(seed):
+    torch.manual_seed(seed)
+    module = Odd()
+    module.register_buffer("count", torch.tensor(float(seed)))
+    model = FSDP(module)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        optimizer.zero_grad()
+        tokens = torch.randint(
+            7, (2, 4), generator=torch.Generator().manual_seed(seed)
+        )  # the same everywhere
+        loss(model(tokens), tokens).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+
+
+def save(context, folder):
+    """Train, save, train on; return the weights at the end."""
+    model, optimizer = started(seed=0)
+    train(model, optimizer, range(3))
+    save_checkpoint(folder, model, optimizer)
+    with pytest.raises(FileExistsError, match="exists; allowed: a new name"):
+        save_checkpoint(folder, model, optimizer)
+    train(model, optimizer, range(3, 5))
+    return {name: tensor.clone() for name, tensor in model.gather_full_parameters().items()}
+
+
+def load(context, folder, save_to=None):
+    """Load into other values, save them again, train on; return the weights at the end."""
+    model, optimizer = started(seed=1)
+    train(model, optimizer, [7])
+    optimizer.param_groups[0]["lr"] = 0.5
+    load_checkpoint(folder, model, optimizer)
+    assert (model.module.count.item(), optimizer.param_groups[0]["lr"]) == (0, 0.01)
+    if save_to:
+        save_checkpoint(save_to, model, optimizer)
+    train(model, optimizer, range(3, 5))
+    for other in (nn.Linear(5, 3), tiny()):
+        with pytest.raises(ValueError, match="is of another model: only"):
+            load_checkpoint(folder, FSDP(other))
+    single_groups = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
+    with pytest.raises(ValueError, match="other groups"):
+        load_checkpoint(folder, started(seed=1)[0], single_groups)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_checkpoint(f"{folder}.unfinished", model)
+    return {name: tensor.clone() for name, tensor in model.gather_full_parameters().items()}
+
+
+def die_while_saving(context, folder):
+    """Rank 0 is killed when its files are written and before the checkpoint is complete."""
+    model, optimizer = started(seed=2)
+    train(model, optimizer, [0])
+    original = FileSystemWriter.finish
+
+    def finish(self, metadata, results):
+        os.kill(os.getpid(), signal.SIGKILL)
+        original(self, metadata, results)
+
+    FileSystemWriter.finish = finish
+    save_checkpoint(folder, model, optimizer)
+
+
+def on_gpus(context):
+    """A step holds a few units and its shards, no more, and messages run beside kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.set_device(context.device)
+    width, depth = 2048, 12
+    layer = width * width * 4  # bytes
+    with context.device:
+        module = nn.Sequential(*(Linear(width, width) for _ in range(depth)))
+        inputs = torch.randn(4096, width)
+    wrapped = FSDP(module, prefetch=1)
+    gc.collect()
+    before = torch.cuda.memory_allocated(context.device)
+    assert before < layer * depth / context.world_size + inputs.nbytes + layer
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
+
+    def step():
+        optimizer.zero_grad()
+        with torch.no_grad():
+            wrapped(inputs)
+        wrapped(inputs).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(context.device)
+    with torch.no_grad():
+        wrapped(inputs)
+    activations = 4 * inputs.nbytes
+    gradients = layer * depth / context.world_size
+    assert torch.cuda.max_memory_allocated() < before + gradients + activations + 3 * layer
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    spans = {"nccl": [], "other": []}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = "nccl" if "nccl" in event.name.lower() else "other"
+            spans[kind].append((event.time_range.start, event.time_range.end))
+    hidden = [
+        any(start < other_end and other_start < end for other_start, other_end in spans["other"])
+        for start, end in spans["nccl"]
+    ]
+    assert len(hidden) >= 3 * depth - 1
+    assert sum(hidden) > 0.6 * len(hidden)
+
+
+ANY_WORLD_SIZE = [transformers, odd_modules, bitwise]
+TWO_RANKS = [compute_dtype, schedule, recomputation, compiled, stale_weights, failures]
+TWO_RANKS += [disagreement, refusals, garbage]
+
+
+def run_all(context):
+    """One launch for all of them: starting processes takes longer than the checks."""
+    warnings.simplefilter("error")
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_device(context.device)
+    for worker in ANY_WORLD_SIZE + TWO_RANKS * (context.world_size == 2):
+        print(worker.__name__)
+        worker(context)
