@@ -5,12 +5,22 @@ import torch
 
 from cs336_systems import accounting, names
 from cs336_systems.attention import plain
-from cs336_systems.bench.attention_bench import benchmark_attention, sweep_attention
+from cs336_systems.bench.attention_bench import sweep_attention
 from cs336_systems.measure import timing
 from cs336_systems.measure.requirements import why_no_compile
 from cs336_systems.measure.timing import MIB, release_memory
 
 RUN = {"batch_size": 2, "context_length": 64, "d_head": 16, "device": "cpu", "warmup_steps": 1, "steps": 2}
+PLURALS = {"context_length": "context_lengths", "d_head": "d_heads", "pass_": "passes", "dtype": "dtypes"}
+PLURALS |= {"implementation": "implementations"}
+
+
+def benchmark_attention(**options) -> dict:
+    """The row of one pass at one size."""
+    sizes = {PLURALS[name]: [value] for name, value in options.items() if name in PLURALS}
+    others = {name: value for name, value in options.items() if name not in PLURALS}
+    ((row,),) = sweep_attention(**{"passes": ["forward"]} | sizes | others)
+    return row
 
 
 @pytest.mark.parametrize(

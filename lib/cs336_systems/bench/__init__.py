@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 _MODULES = {
-    "attention_bench": ("benchmark_attention", "sweep_attention"),
+    "attention_bench": ("sweep_attention",),
     "model_bench": ("cold_start_steps", "model_key", "sweep_model"),
     "collectives_bench": ("benchmark_collectives", "time_collectives"),
     "ddp_bench": ("DDP_SLUGS", "DataParallelSteps", "benchmark_ddp"),

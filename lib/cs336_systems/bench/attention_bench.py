@@ -26,81 +26,69 @@ def sweep_attention(
     passes: Iterable[str] = ("forward", "backward"),
     dtypes: Iterable[str] = ("float32",),
     implementations: Iterable[str] = ("plain",),
-    **options: Any,
-) -> Iterator[list[Row]]:
-    """Time every combination; yields the rows (attention_times) of all passes at one of them at a time.
-
-    Args:
-        options: is_causal, device, warmup_steps, steps, as in `benchmark_attention`.
-    """
-    passes = tuple(passes)
-    for name, dtype, d_head, n in itertools.product(implementations, dtypes, d_heads, context_lengths):
-        run = {"batch_size": batch_size, "context_length": n, "d_head": d_head}
-        run |= {"dtype": dtype, "implementation": name} | options
-        yield measured_in_order(lambda run=run: [benchmark_attention(pass_=pass_, **run) for pass_ in passes])
-
-
-def benchmark_attention(
-    *,
-    batch_size: int,
-    context_length: int,
-    d_head: int,
-    pass_: str = "forward",
-    dtype: str = "float32",
-    implementation: str = "plain",
     is_causal: bool = False,
     device: str | torch.device = "auto",
     warmup_steps: int = 5,
     steps: int = 10,
-) -> Row:
-    """Time one pass of attention over random q, k, v of (batch_size, context_length, d_head).
+) -> Iterator[list[Row]]:
+    """Time attention over random q, k, v of (batch_size, context_length, d_head) at every combination.
 
     Args:
-        pass_: "forward", which saves for backward as in training; "backward", alone; or "forward_backward".
-        dtype: of the tensors; "tf32" is float32 with TF32 matmuls.
-        implementation: one of names.ATTENTION.
-        device, warmup_steps, steps: as in `time_steps`; or "auto".
+        passes: "forward", which saves for backward as in training; "backward", alone; or "forward_backward".
+        dtypes: of the tensors; "tf32" is float32 with TF32 matmuls.
+        implementations: of names.ATTENTION.
+        warmup_steps, steps: as in `time_steps`.
 
-    Returns:
-        A row of attention_times. Beside the times, in MiB: saved_for_backward_mib, distinct storages that
-        autograd keeps, q, k and v among them; memory_before_backward_mib: q, k, v, the output and all that is
-        saved. Out of memory, and what the machine or the implementation cannot do, are a status.
+    Yields:
+        The rows (attention_times) of all passes at one combination at a time. Beside the times, in MiB:
+        saved_for_backward_mib, distinct storages that autograd keeps, q, k and v among them;
+        memory_before_backward_mib: q, k, v, the output and all that is saved. Out of memory, and what the
+        machine or the implementation cannot do, are a status.
 
     Raises:
         ValueError: a name is unknown or a number out of range. RuntimeError: the device is not there.
     """
-    names.check_choice("implementation", implementation, names.ATTENTION)
+    passes = tuple(passes)
+    how = {"device": timing.resolve_device(device), "warmup_steps": warmup_steps, "steps": steps}
+    for name, dtype, d_head, n in itertools.product(implementations, dtypes, d_heads, context_lengths):
+        names.check_choice("implementation", name, names.ATTENTION)
+        names.check_choice("dtype", dtype, names.DTYPES)
+        what = (name, dtype, (batch_size, n, d_head), is_causal)
+        yield measured_in_order(lambda what=what: [_benchmark(pass_, *what, **how) for pass_ in passes])
+
+
+def _benchmark(
+    pass_: str, name: str, dtype: str, shape: tuple[int, int, int], is_causal: bool, **how: Any
+) -> Row:
+    """The row of one pass."""
     names.check_choice("pass", pass_, names.ATTENTION_PASSES)
-    names.check_choice("dtype", dtype, names.DTYPES)
-    device, shape = timing.resolve_device(device), (batch_size, context_length, d_head)
-    key = {"implementation": implementation, "batch_size": batch_size, "context_length": context_length}
-    key |= {"d_head": d_head, "is_causal": is_causal, "dtype": dtype, "pass": pass_}
-    key["warmup_steps"] = warmup_steps
-    reason = why_no_attention(implementation, dtype, device)
-    if names.ATTENTION[implementation].holds_scores:
+    key = {"implementation": name, "is_causal": is_causal, "dtype": dtype, "pass": pass_}
+    key |= dict(zip(("batch_size", "context_length", "d_head"), shape, strict=True))
+    key["warmup_steps"] = how["warmup_steps"]
+    reason = why_no_attention(name, dtype, how["device"])
+    if names.ATTENTION[name].holds_scores:
         needed = accounting.attention_peak_bytes(*shape, pass_, dtype, is_causal)
-        reason = reason or why_no_memory(needed, device)
+        reason = reason or why_no_memory(needed, how["device"])
     if reason:
         return key | Timing(status="skipped", reason=reason).as_row()
-    how = {"device": device, "warmup_steps": warmup_steps, "steps": steps}
     try:
-        with timing.matmul_precision(dtype), sdpa_backend(implementation):
+        with timing.matmul_precision(dtype), sdpa_backend(name):
             values, reason = timing.run_or_out_of_memory(
-                lambda: _measure(implementation, shape, pass_, dtype, is_causal, **how), device
+                lambda: _measure(pass_, name, dtype, shape, is_causal, **how), how["device"]
             )
     except RuntimeError as error:  # as PyTorch says that none of its kernels takes these tensors
         return key | Timing(status="error", reason=timing.one_line(error)).as_row()
-    timing.release_memory(device)
+    timing.release_memory(how["device"])
     return key | (values or Timing(status="oom", reason=reason).as_row())
 
 
 def _measure(
-    implementation: str, shape: tuple[int, ...], pass_: str, dtype: str, is_causal: bool, **how: Any
+    pass_: str, name: str, dtype: str, shape: tuple[int, int, int], is_causal: bool, **how: Any
 ) -> Row:
     factory = {"device": how["device"], "dtype": names.torch_dtype(dtype)}
     inputs = [torch.randn(shape, **factory, requires_grad=True) for _ in range(3)]
     gradient = torch.randn(shape, **factory)
-    entry = names.ATTENTION[implementation]
+    entry = names.ATTENTION[name]
     function = names.load(entry.function)
 
     def forward() -> Tensor:

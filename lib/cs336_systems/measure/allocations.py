@@ -44,7 +44,6 @@ def read_history(
     """Pair allocations with their frees, and find an owner for each.
 
     Args:
-        changes: every allocation and every free.
         ranges: as in a `Profile`, but in microseconds.
         before, after: owners when the recording began and ended.
         alive: bytes by address of what lived when the recording ended, or had lived before it.

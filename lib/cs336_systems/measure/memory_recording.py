@@ -6,6 +6,7 @@ Both are read into one kind of `MemoryHistory`. The GPU's snapshot is what pytor
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,35 +69,21 @@ def record_snapshot(run: Callable[[], Any], steps: ModelSteps) -> dict[str, Any]
 
 
 def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) -> MemoryHistory:
-    """Read the CUDA allocator's snapshot (torch.cuda.memory._snapshot) with the history of one step.
-
-    Args:
-        before, after: who owned what when the recording began and ended; what they do not name is told apart
-            by its lifetime.
+    """Read the CUDA allocator's snapshot of one step; owners when the recording began and ended.
 
     Raises:
         ProfileError: the snapshot has no history, or none of our ranges.
     """
-    sign = {"alloc": 1, "free_requested": -1}
-    changes = [
-        (
-            event["time_us"],
-            event["addr"],
-            sign[event["action"]] * event["size"],
-            code_of(event.get("frames", ())),
-        )
-        for trace in snapshot["device_traces"]
-        for event in trace
-        if event["action"] in sign
-    ]
+    signs = {"alloc": 1, "free_requested": -1}
+    changes = []
+    for event in chain(*snapshot["device_traces"]):
+        if sign := signs.get(event["action"]):
+            code = code_of(event.get("frames", ()))
+            changes.append((event["time_us"], event["addr"], sign * event["size"], code))
     if not changes:
         raise ProfileError("the snapshot has no history; record one with record_memory")
-    alive = {
-        block["address"]: block["requested_size"]
-        for segment in snapshot["segments"]
-        for block in segment["blocks"]
-        if block["state"] == "active_allocated"
-    }
+    blocks = chain(*(segment["blocks"] for segment in snapshot["segments"]))
+    alive = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
     return read_history(changes, _annotated_ranges(snapshot["external_annotations"]), before, after, alive)
 
 

@@ -64,12 +64,7 @@ def why_no_nsys() -> str:
 def record(command: list[str], stem: Path) -> Path:
     """Run `command` under nsys and export what happened between its cudaProfilerStart and cudaProfilerStop.
 
-    Args:
-        command: the program and its arguments.
-        stem: where to write <stem>.nsys-rep, for the Nsight Systems viewer, and <stem>.sqlite.
-
-    Returns:
-        The path of the SQLite export, for `read_export`.
+    Writes <stem>.nsys-rep, for the Nsight Systems viewer, and <stem>.sqlite, for `read_export`: its path.
 
     Raises:
         ProfileError: there is no nsys that can, the command failed, or nsys could not make a report of it.

@@ -158,7 +158,7 @@ def stages(table: pd.DataFrame) -> pd.Series:
 
 
 def one_step(profile: Profile) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The ranges and the kernels of the last step, for a timeline; milliseconds since the step began.
+    """The ranges and the kernels of the last step, for a timeline; milliseconds since it began.
 
     Returns:
         ranges: name, depth (0 for the step itself), start_ms, end_ms;
@@ -186,12 +186,10 @@ def _inside(times: pd.Series, opened: Any) -> pd.Series:
 
 
 def kernel_rows(table: pd.DataFrame, smallest_share: float = 2e-3) -> list[dict[str, Any]]:
-    """A kernel table as rows: layers summed (layers.*), and kernels that hardly count as "rest".
+    """A `kernel_table` as rows: layers summed (layers.*), and kernels that hardly count as "rest".
 
-    Args:
-        table: of `kernel_table`.
-        smallest_share: of the step's time, below which a kernel does not get its name; each class in each
-            range keeps a rest of its own, so all sums stay. What has its name, has all its calls.
+    Below `smallest_share` of the step's time a kernel does not get its name; each class in each range keeps a
+    rest of its own, so all sums stay. What has its name, has all its calls.
     """
     table = table.assign(range=table.range.str.replace(r"\.\d+", ".*", regex=True))
     of_kernel = table.groupby(["kernel", "class"]).total_ms.transform("sum")

@@ -40,16 +40,13 @@ def save_rows(
 
     Args:
         rows: key and value columns; a missing one is empty, a missing status is "ok". Provenance is added.
-        slug: slug of the problem, as in its notebook's name.
-        table: name of a table in `schema.TABLES`.
-        machine: slug of the machine the rows were measured on; by default the one that "auto" means here.
-
-    Returns:
-        The path of the file.
+        slug: of the problem, as in its notebook's name.
+        table: a name in `schema.TABLES`.
+        machine: slug of where the rows were measured; by default the machine that "auto" means here.
 
     Raises:
-        RowError: a row does not fit; the file is left as it was.
-        ValueError: there is no such table. PermissionError: the folder cannot be written to.
+        RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
+        PermissionError: the folder cannot be written to.
     """
     machine = machine or here.machine_card().slug
     path = _path(figures_dir(), machine, slug, table)
@@ -87,11 +84,7 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
 def compact(machine: str) -> list[Path]:
     """Rewrite the tables of a machine sorted by key, without rows that were replaced: small diffs for git.
 
-    Returns:
-        The files that changed.
-
-    Raises:
-        RowError: as in `load_rows`; files before the one at fault are rewritten already.
+    Returns the files that changed. Raises RowError as `load_rows` does, files before it rewritten already.
     """
     folder = figures_dir() / machine
     with files.locked(folder):

@@ -36,12 +36,10 @@ _BOOKKEEPING = re.compile(
 def record(
     run: Callable[[], Any], path: Path, *, device: torch.device | str, with_memory: bool = False
 ) -> Profile:
-    """Call `run()` under torch.profiler and save a Chrome trace (ui.perfetto.dev opens it).
+    """Call `run()` under torch.profiler and save a Chrome trace, .json or .json.gz (for ui.perfetto.dev).
 
     Args:
         run: what to profile; warm it up before, and open ranges in it (`nvtx.recording`).
-        path: file to write, .json or .json.gz.
-        device: where `run` computes.
         with_memory: also record every allocation, for `memory_recording.read_memory_trace`.
 
     Raises:
@@ -87,12 +85,7 @@ def keep_one_step(path: Path, kept: Path) -> None:
 
 
 def load_trace(path: Path) -> dict[str, Any]:
-    """The JSON of a trace file.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ProfileError: it is cut off, or no trace.
-    """
+    """The JSON of a trace file. Raises FileNotFoundError; ProfileError: it is cut off, or no trace."""
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             trace = json.load(file)
@@ -111,8 +104,7 @@ def read_trace(path: Path) -> Profile:
     Gloo communicates on threads of its own, and what it does there counts like NCCL's kernels.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        ProfileError: the file is damaged, or has no kernels or no ranges.
+        FileNotFoundError, ProfileError: see `load_trace`; or there are no kernels or no ranges.
     """
     trace = load_trace(path)
     events = defaultdict(list)
@@ -173,11 +165,9 @@ def _cpu_operators(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, An
         enclosing.append(event)
     threads = {thread: number for number, thread in enumerate(sorted(open_on))}
     return [
-        _launch(
-            event, "operator", event["pid"], event, max(0.0, own_time[id(event)]), "", threads[event["tid"]]
-        )
-        for event in operators
-        if not _BOOKKEEPING.search(event["name"])
+        _launch(e, "operator", e["pid"], e, max(0.0, own_time[id(e)]), "", threads[e["tid"]])
+        for e in operators
+        if not _BOOKKEEPING.search(e["name"])
     ]
 
 
