@@ -9,6 +9,7 @@ The command `bench` is these four, its rows saved as they come so that an interr
     print(summary(load_rows(...)))
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, fields, replace
 from typing import Any
@@ -23,11 +24,7 @@ from cs336_systems.measure.timing import resolve_device
 from cs336_systems.names import OURS
 
 # Each protocol, and the notebook whose rows it fills.
-PROTOCOLS = {
-    "leaderboard": "flash_leaderboard",
-    "models": "flash_leaderboard",
-    "grid": "flash_benchmarking",
-}
+PROTOCOLS = {"leaderboard": "flash_leaderboard", "models": "flash_leaderboard", "grid": "flash_benchmarking"}
 GRID_LENGTHS = tuple(2**power for power in range(7, 17))
 GRID_HEADS = (64, 128, 32, 16)  # what is looked at most comes first
 GRAPH_LENGTHS = GRID_LENGTHS[:5]  # up to 2,048 tokens the work of launching shows
@@ -48,10 +45,6 @@ def protocol_cells(
 ) -> list[Cell]:
     """All that a protocol compares; without a GPU only what the interpreter can do in reasonable time.
 
-    Args:
-        protocol: a name in PROTOCOLS.
-        implementations: by default those of the protocol.
-
     Raises:
         ValueError: the name of the protocol or of an implementation is unknown; the message lists the names.
     """
@@ -71,14 +64,11 @@ def protocol_cells(
 
 def model_cells(implementations: Sequence[str] = ()) -> list[Cell]:
     """Sizes as models have them, 16 heads at once."""
-    return sorted(
-        (
-            Cell(name, length, d_head, batch_size=batch, num_heads=heads)
-            for batch, heads, length, d_head in MODEL_SHAPES
-            for name in implementations or WITH_MANY_HEADS
-        ),
-        key=_compiled_last,
-    )
+    return [
+        Cell(name, length, d_head, batch_size=batch, num_heads=heads)
+        for batch, heads, length, d_head in MODEL_SHAPES
+        for name in implementations or WITH_MANY_HEADS
+    ]
 
 
 def grid_cells(
@@ -91,22 +81,11 @@ def grid_cells(
     """flash_benchmarking: batch 1, one head, causal; short sequences from a CUDA graph as well."""
     cells = [
         Cell(name, length, d_head, dtype)
-        for d_head in d_heads
-        for dtype in dtypes
-        for length in context_lengths
+        for d_head, dtype, length in itertools.product(d_heads, dtypes, context_lengths)
         for name in implementations or IN_THE_GRID[dtype]
     ]
-    graphs = [
-        replace(cell, protocol=CUDA_GRAPH)
-        for cell in cells
-        if cell.context_length in GRAPH_LENGTHS and not _compiled_last(cell)
-    ]
-    return sorted(cells + graphs, key=_compiled_last)
-
-
-def _compiled_last(cell: Cell) -> bool:
-    """It is compiled anew for every size, which takes longer than all the rest."""
-    return cell.implementation == "compiled"
+    short = (cell for cell in cells if cell.context_length in GRAPH_LENGTHS)
+    return cells + [replace(cell, protocol=CUDA_GRAPH) for cell in short if cell.implementation != "compiled"]
 
 
 def missing(cells: Iterable[Cell], rows: pd.DataFrame, device: str | torch.device = "auto") -> list[Cell]:
@@ -127,9 +106,13 @@ def missing(cells: Iterable[Cell], rows: pd.DataFrame, device: str | torch.devic
 
 
 def time_cells(cells: Iterable[Cell], device: str | torch.device = "auto") -> Iterator[list[dict[str, Any]]]:
-    """Time cells one after the other; yields the rows of flash_times of each as they come."""
+    """Time cells one after the other; yields the rows of flash_times of each as they come.
+
+    What torch.compile compiles anew for every size comes last: it takes longer than all the rest.
+    """
     device = resolve_device(device)
-    for cell in dict.fromkeys(cell.on(device) for cell in cells):
+    cells = dict.fromkeys(cell.on(device) for cell in cells)
+    for cell in sorted(cells, key=lambda cell: cell.implementation == "compiled"):
         brief = cell.protocol == LEADERBOARD and cell.implementation not in FULL_LENGTH
         yield time_cell(cell, device=device, durations_ms=(100, 1000) if brief else None)
 
