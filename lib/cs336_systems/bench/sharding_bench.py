@@ -48,7 +48,7 @@ SHARDING_SLUG = (
     "optimizer_state_sharding_accounting"  # under which all tables of `benchmark_sharding` are kept
 )
 TIMELINE_POINTS = 110
-STEPS_WITHOUT = 3  # steps timed without communication
+STEPS_WITHOUT = 2  # steps timed without communication
 PEAKS = ("peak_memory_mib", "requested_memory_mib")
 
 
@@ -81,7 +81,7 @@ def benchmark_sharding(
     - "sharding_memory_timeline", of the second step on rank 0.
     - "sharding_messages": what is sent in the second step, measured and by the closed form.
     - "sharding_times", when its last round is over: of every step the slowest rank counts. `no_comm_ms` is
-      the median of three steps whose collectives are left out (`watch_collectives`); the peak is that of
+      the median of two steps whose collectives are left out (`watch_collectives`); the peak is that of
       the timed steps.
 
     bfloat16 and float16: DDP and optimizers that shard run the forward under autocast, and keep and send

@@ -307,7 +307,9 @@ TABLES: dict[str, Table] = {
         (*MODEL, *_GROUP, "pass", "warmup_steps"),
         (*TIMES, "peak_memory_mib", "requested_memory_mib", "no_comm_ms", "exposed_communication_ms"),
     ),
-    "sharding_memory": Table((*MODEL, *_GROUP, "moment", "category"), ("size_mib", "predicted_mib")),
+    "sharding_memory": Table(
+        (*MODEL, *_GROUP, "moment", "category"), ("size_mib", "predicted_mib"), group=(*MODEL, *_GROUP)
+    ),
     "sharding_memory_timeline": Table(
         (*MODEL, *_GROUP, "point", "category"), ("stage", "at_ms", "size_mib"), group=(*MODEL, *_GROUP)
     ),
