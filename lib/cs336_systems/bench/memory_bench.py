@@ -50,8 +50,15 @@ def memory_rows(
         return {"memory_peaks": [key | {"status": "skipped", "reason": reason}]}
 
     def record() -> tuple[MemoryHistory, float | None]:
+        """The history of the second step, and its peak by the CUDA allocator's own count (MiB)."""
         model = build_model(config, context_length, device=device)
-        return _second_step(ModelSteps(model, batch_size, context_length, dtype), pass_, stem)
+        steps = ModelSteps(model, batch_size, context_length, dtype)
+        step, prepare = steps.of(pass_)  # the first makes the optimizer's state and libraries' workspaces
+        step() if prepare is None else step(prepare())
+        if device.type != "cuda":
+            return record_memory(steps, pass_, stem), None
+        torch.cuda.reset_peak_memory_stats(device)
+        return record_memory(steps, pass_, stem), torch.cuda.max_memory_allocated(device) / MIB
 
     with timing.matmul_precision(dtype):
         recorded, reason = timing.run_or_out_of_memory(record, device)
@@ -105,20 +112,6 @@ def block_rows(
 def one_block(config: ModelConfig, context_length: int, device: torch.device) -> TransformerBlock:
     """A block as the model has it, without the rest of the model."""
     return build_model(replace(config, num_layers=1), context_length, device=device).layers[0]
-
-
-def _second_step(steps: ModelSteps, pass_: str, stem: Path) -> tuple[MemoryHistory, float | None]:
-    """The history of the second step, and its peak by the CUDA allocator's own count (MiB).
-
-    The first step makes the optimizer's state and the libraries' workspaces; the second is like others.
-    """
-    step, prepare = steps.of(pass_)
-    step() if prepare is None else step(prepare())
-    if steps.device.type != "cuda":
-        return record_memory(steps, pass_, stem), None
-    torch.cuda.reset_peak_memory_stats(steps.device)
-    history = record_memory(steps, pass_, stem)
-    return history, torch.cuda.max_memory_allocated(steps.device) / MIB
 
 
 def _peak_rows(history: MemoryHistory, peak_mib: float | None) -> Rows:

@@ -14,7 +14,7 @@ _LOCK_TIMEOUT_S = 60
 
 
 def figures_dir() -> Path:
-    """Folder that measurements are written to: `$CS336_FIGURES`, or the repository's `figures`."""
+    """Where measurements are written: `$CS336_FIGURES`, or the repository's `figures`."""
     return Path(os.environ.get("CS336_FIGURES") or REPOSITORY_FIGURES)
 
 

@@ -89,8 +89,7 @@ def load_card(slug: str) -> MachineCard:
     """The stored card of a machine.
 
     Raises:
-        FileNotFoundError: there is none; the message lists the machines that have one.
-        ValueError: the file is damaged.
+        FileNotFoundError: there is none; allowed are those listed. ValueError: the file is damaged.
     """
     path = card_path(slug)
     if not path.exists():
@@ -175,10 +174,8 @@ def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> flo
 
 def _copy_gbps(device: torch.device) -> float:
     """GB/s of a copy too large for any cache, the bytes read and the bytes written counted."""
-    if device.type == "cuda":
-        size = min(4 * GIB, torch.cuda.mem_get_info(device)[0] // 4)
-    else:
-        size = min(GIB // 2, memory_bytes() // 16)
+    on_cuda = device.type == "cuda"
+    size = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4) if on_cuda else min(GIB // 2, memory_bytes() // 16)
     source = torch.ones(size // 4, device=device)
     target = torch.empty_like(source)
     timing = time_steps(lambda: target.copy_(source), device=device, warmup_steps=1, steps=3)
