@@ -16,14 +16,14 @@ from cs336_systems.parallel import launch
 SENTENCES = {
     "ForgetsToBroadcast": "rank 1: .* parameter 'frozen' .* Broadcast",
     "ForgetsBuffers": "rank 1: .* buffer 'shift' ",
-    "ReducesTheParameter": "rank 0: .* changed the parameter itself",
-    "ForgetsToAverage": "rank 0: .* 'first.weight' is the sum over the ranks. Divide",
-    "ForgetsToWait": "rank 0: .* 8 of 8 all-reduces",
-    "ForgetsTheLastHandle": "rank 0: .* 1 of 8 all-reduces",
-    "ReducesACopy": "rank 0: .* 'first.weight' is still this rank's own. All-reduce",
-    "ForgetsTheLastParameter": "rank 0: .* 'rarely.bias' is still this rank's own",
-    "UnfreezesEverything": "rank 0: .* frozen parameter 'frozen' ",
-    "HidesTheModule": "rank 0: `.module` ",
+    "ReducesTheParameter": "rank 0[, 1]*: .* changed the parameter itself",
+    "ForgetsToAverage": "rank 0[, 1]*: .* 'first.weight' is the sum over the ranks. Divide",
+    "ForgetsToWait": "rank 0[, 1]*: .* 8 of 8 all-reduces",
+    "ForgetsTheLastHandle": "rank 0[, 1]*: .* 1 of 8 all-reduces",
+    "ReducesACopy": "rank 0[, 1]*: .* 'first.weight' is still this rank's own. All-reduce",
+    "ForgetsTheLastParameter": "rank 0[, 1]*: .* 'rarely.bias' is still this rank's own",
+    "UnfreezesEverything": "rank 0[, 1]*: .* frozen parameter 'frozen' ",
+    "HidesTheModule": "rank 0[, 1]*: `.module` ",
 }
 
 

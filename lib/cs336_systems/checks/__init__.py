@@ -18,6 +18,7 @@ _MODULES = {
         "check_visit",
     ),
     "ring_checks": ("check_ring", "run_ring"),
+    "sharded_optimizer_checks": ("check_sharded_optimizer",),
     "steps": ("step",),
     "tensor_parallel_checks": ("check_tensor_parallel",),
     "weighted_sum_checks": ("check_weighted_sum",),

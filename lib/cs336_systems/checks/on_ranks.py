@@ -1,13 +1,14 @@
 """A class of the reader's tried by several processes: what the checkers of parallel training share."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import cloudpickle  # takes classes of a notebook by value
 import torch.distributed as dist
 
-from cs336_systems.parallel import WorkerContext, WorkerError, launch
+from cs336_systems.parallel import WorkerContext, WorkerError, stream
 
 # What is wrong on this rank, or None. All ranks run all of a case: who leaves early lets the others wait.
 Case = Callable[[WorkerContext, Any], str | None]
@@ -20,6 +21,8 @@ def check_on_ranks(
 ) -> None:
     """Run the cases in `world_size` CPU processes, up to the first that fails on any rank.
 
+    A case that is a function with a docstring prints it when it has passed.
+
     Args:
         name: of the candidate, for messages.
         candidate: what the cases try; it may be defined in a notebook.
@@ -31,8 +34,12 @@ def check_on_ranks(
     """
     pickled = cloudpickle.dumps(candidate)
     how = {"backend": "gloo", "timeout_s": timeout_s}
+    passed = stream(run_cases, world_size, pickled, cases, ending, **how)
     try:
-        failures = launch(run_cases, world_size, pickled, cases, ending, **how)[0]
+        while True:
+            print(f"✓ {next(passed)}")
+    except StopIteration as end:
+        failures = end.value[0]
     except WorkerError as error:
         raise AssertionError(f"{name} did not get through: {error}") from error
     if failures:
@@ -51,7 +58,13 @@ def run_cases(context: WorkerContext, candidate: bytes, cases: Sequence[Case], e
             # What is still under way may or may not have arrived, so it is the better explanation.
             dist.all_gather_object(sentences, _unfinished(works, ending) or sentence)
             if any(sentences):
-                return [f"rank {rank}: {sentence}" for rank, sentence in enumerate(sentences) if sentence]
+                seen_by = {
+                    sentence: [str(rank) for rank, other in enumerate(sentences) if other == sentence]
+                    for sentence in filter(None, sentences)
+                }
+                return [f"rank {', '.join(ranks)}: {sentence}" for sentence, ranks in seen_by.items()]
+            if inspect.isfunction(case) and case.__doc__:
+                context.send(case.__doc__)
     return []
 
 

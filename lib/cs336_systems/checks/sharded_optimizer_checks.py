@@ -1,0 +1,362 @@
+"""What a correct sharded optimizer does, said in sentences to whoever wrote one."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from cs336_systems.checks.on_ranks import Case, check_on_ranks
+from cs336_systems.parallel import WorkerContext
+
+ENDING = "step()"
+_WIDTH = 16
+_SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
+# Of one parameter on one rank after a step.
+_RIGHT, _AS_BEFORE, _WRONG = "right", "as before", "wrong"
+
+Make = Callable[..., Optimizer]
+
+
+def check_sharded_optimizer(
+    optimizer_class: type[Optimizer],
+    *,
+    world_size: int = 2,
+    thorough: bool = False,
+    timeout_s: float = 60.0,
+    **wrapper_arguments: Any,
+) -> None:
+    """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
+
+    The class may be defined in a notebook. It is called as `optimizer_class(params, optimizer_cls,
+    **kwargs)`. What holds is printed, property by property.
+
+    Args:
+        thorough: also ask for what the assignment does not: two dtypes, and fewer parameters than ranks.
+
+    Raises:
+        AssertionError: what is wrong, where, and how to mend it.
+    """
+    name = getattr(optimizer_class, "__name__", repr(optimizer_class))
+    candidate = _Candidate(optimizer_class, wrapper_arguments)
+    check_on_ranks(name, candidate, cases(thorough), ENDING, world_size, timeout_s)
+
+
+def cases(thorough: bool) -> list[Case]:
+    """What `check_sharded_optimizer` tries, in this order."""
+    asked = [_is_an_optimizer, _weights_after_a_step, _states_are_shared, _more_steps, _closure, _zero_grad]
+    asked += [_no_gradient, _groups, _later_group]
+    return [*asked, _two_dtypes, _few_parameters] if thorough else asked
+
+
+class _Candidate:
+    """The class with what it is given beside the optimizer's settings."""
+
+    def __init__(self, optimizer_class: Make, arguments: dict[str, Any]):
+        self.optimizer_class, self.arguments = optimizer_class, arguments
+
+    def __call__(self, params: Any, optimizer_cls: type[Optimizer], **settings: Any) -> Optimizer:
+        return self.optimizer_class(params, optimizer_cls, **self.arguments, **settings)
+
+
+class _Pair:
+    """The same parameters twice: `alone` for the optimizer itself, `sharded` for the candidate's.
+
+    Matrices and vectors alternate: dealt by turns, all large ones would fall to one rank.
+    """
+
+    def __init__(
+        self, context: WorkerContext, count: int = 8, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+    ):
+        self.context, self.step_number = context, 0
+        torch.manual_seed(0)
+        shapes = [(_WIDTH, _WIDTH), (_WIDTH,)]
+        values = [torch.randn(shapes[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
+        self.alone, self.sharded = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+        self.before: list[Tensor] = values
+
+    def set_gradients(self, *, without: int | None = None) -> None:
+        """The same on every rank, as data parallelism leaves them."""
+        generator = torch.Generator().manual_seed(self.step_number)
+        self.step_number += 1
+        for number, (one, other) in enumerate(zip(self.alone, self.sharded, strict=True)):
+            self.before[number] = other.detach().clone()
+            gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
+            one.grad, other.grad = (None, None) if number == without else (gradient, gradient.clone())
+
+    def step(self, *optimizers: Optimizer, **options: Any) -> None:
+        self.set_gradients(**options)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def statuses(self) -> list[list[str]]:
+        """For each parameter, what it is on each rank."""
+        own = []
+        for one, other, before in zip(self.alone, self.sharded, self.before, strict=True):
+            same = torch.equal(one, other)
+            own.append(_RIGHT if same else _AS_BEFORE if torch.equal(other, before) else _WRONG)
+        return [list(statuses) for statuses in zip(*_from_all(self.context, own), strict=True)]
+
+    def mistake(self) -> str | None:
+        """The first parameter that is not right everywhere, and the usual reason."""
+        for number, statuses in enumerate(self.statuses()):
+            name = self.name(number)
+            if all(status == _AS_BEFORE for status in statuses):
+                return (
+                    f"{name} is as before the step, on every rank. Its owner has to update it and then "
+                    "to send it: broadcast with src=owner, for any other rank sends the old value."
+                )
+            if _RIGHT in statuses and _AS_BEFORE in statuses:
+                where = ", ".join(str(rank) for rank, status in enumerate(statuses) if status == _RIGHT)
+                return (
+                    f"{name} is updated on rank {where} alone. After its own step, each rank has to send "
+                    "what it updated to the others: broadcast every parameter from its owner."
+                )
+            if _WRONG in statuses:
+                return f"{name} is not what one optimizer alone makes of it."
+        return None
+
+    def name(self, number: int) -> str:
+        return f"parameter {number} of {len(self.sharded)}, of shape {tuple(self.sharded[number].shape)},"
+
+
+def _from_all(context: WorkerContext, own: Any) -> list[Any]:
+    gathered: list[Any] = [None] * context.world_size
+    dist.all_gather_object(gathered, own)
+    return gathered
+
+
+def _recording() -> type[AdamW]:
+    """An AdamW whose instances can be found, to see what states each rank keeps."""
+
+    class Recording(AdamW):
+        instances: ClassVar[list[Optimizer]] = []
+
+        def __init__(self, *args: Any, **settings: Any):
+            super().__init__(*args, **settings)
+            self.instances.append(self)
+
+    return Recording
+
+
+def _with_states(kind: type, parameters: list[Tensor]) -> list[int]:
+    """Numbers of the parameters that have states on this rank."""
+    return [
+        number
+        for number, parameter in enumerate(parameters)
+        if any(instance.state.get(parameter) for instance in kind.instances)
+    ]
+
+
+def _is_an_optimizer(context: WorkerContext, make: Make) -> str | None:
+    """It is a torch.optim.Optimizer, and its groups hold all parameters"""
+    pair = _Pair(context)
+    optimizer = make(pair.sharded, AdamW, **_SETTINGS)
+    if not isinstance(optimizer, Optimizer):
+        return (
+            "it is no torch.optim.Optimizer, so learning rate schedulers refuse it. Derive the class from it "
+            "and call super().__init__(params, kwargs)."
+        )
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if {id(parameter) for parameter in held} != {id(parameter) for parameter in pair.sharded}:
+        return (
+            f"its param_groups hold {len(held)} parameters and were given {len(pair.sharded)}. zero_grad and "
+            "clipping look there: only the optimizer inside holds this rank's shard alone."
+        )
+    if "lr" not in optimizer.param_groups[0]:
+        return "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
+    return None
+
+
+def _weights_after_a_step(context: WorkerContext, make: Make) -> str | None:
+    """After a step every rank has the weights that one optimizer gives"""
+    pair = _Pair(context)
+    pair.step(AdamW(pair.alone, **_SETTINGS), make(pair.sharded, AdamW, **_SETTINGS))
+    mistake = pair.mistake()
+    if mistake and "not what" in mistake:
+        for reason, settings, steps in (
+            ("the settings were AdamW's defaults. Hand **kwargs to optimizer_cls", {}, 1),
+            ("it had been updated twice. Let one rank update it, once", _SETTINGS, 2),
+        ):
+            if any(_from_all(context, _is_as_if(pair, settings, steps))):
+                return f"{mistake} It is as if {reason}."
+    return mistake
+
+
+def _is_as_if(pair: _Pair, settings: dict[str, Any], steps: int) -> bool:
+    """Whether a parameter is not right, but is what these settings give, or the step repeated."""
+    other = _Pair(pair.context)
+    optimizer = AdamW(other.alone, **settings)
+    other.set_gradients()
+    for _ in range(steps):
+        optimizer.step()
+    both = zip(pair.sharded, pair.alone, other.alone, strict=True)
+    return any(torch.equal(found, as_if) and not torch.equal(found, right) for found, right, as_if in both)
+
+
+def _states_are_shared(context: WorkerContext, make: Make) -> str | None:
+    """The states of each parameter are kept by one rank, and by bytes all keep about as much"""
+    pair, kind = _Pair(context), _recording()
+    pair.step(make(pair.sharded, kind, **_SETTINGS))
+    return _sharing_mistake(pair, kind)
+
+
+def _sharing_mistake(pair: _Pair, kind: type) -> str | None:
+    kept = _from_all(pair.context, _with_states(kind, pair.sharded))
+    for number in range(len(pair.sharded)):
+        keepers = [rank for rank, numbers in enumerate(kept) if number in numbers]
+        if len(keepers) != 1:
+            who = "no rank" if not keepers else f"ranks {', '.join(map(str, keepers))}"
+            return (
+                f"{who} keep states of {pair.name(number)} where one rank should. Give the optimizer inside "
+                "only the parameters that this rank owns."
+            )
+    sizes = [parameter.nbytes for parameter in pair.sharded]
+    shares = [sum(sizes[number] for number in numbers) for numbers in kept]
+    if max(shares) > sum(sizes) / len(shares) + max(sizes):
+        rank = shares.index(max(shares))
+        return (
+            f"rank {rank} keeps {max(shares) / sum(sizes):.0%} of the states. Deal by bytes, not by number: "
+            "each parameter to the rank that has least so far."
+        )
+    return None
+
+
+def _more_steps(context: WorkerContext, make: Make) -> str | None:
+    """So it goes on, with AdamW and with SGD, bit for bit"""
+    for kind, settings in ((AdamW, _SETTINGS), (SGD, {"lr": 0.1, "momentum": 0.9})):
+        pair = _Pair(context)
+        optimizers = kind(pair.alone, **settings), make(pair.sharded, kind, **settings)
+        for number in range(4):
+            pair.step(*optimizers)
+            if mistake := pair.mistake():
+                return f"with {kind.__name__}, after {number + 1} steps: {mistake}"
+    return None
+
+
+def _closure(context: WorkerContext, make: Make) -> str | None:
+    """step(closure) runs the closure, once, before the update, and returns its loss"""
+    pair = _Pair(context)
+    alone, optimizer = AdamW(pair.alone, **_SETTINGS), make(pair.sharded, AdamW, **_SETTINGS)
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        pair.set_gradients()
+        return torch.tensor(3.0)
+
+    loss = optimizer.step(closure)
+    if not calls:
+        pair.set_gradients()
+    alone.step()
+    returned = None if loss is None else float(loss)
+    for times, with_gradients, what in _from_all(context, (len(calls), all(calls), returned)):
+        if times != 1:
+            return f"step(closure) called the closure {times} times. Call it once, on every rank."
+        if not with_gradients:
+            return (
+                "step(closure) called the closure under no_grad, where loss.backward() does not work. Call "
+                "it under torch.enable_grad()."
+            )
+        if what != 3:
+            return f"step(closure) returned {what}, and the closure 3.0. Return the closure's loss."
+    return pair.mistake()
+
+
+def _zero_grad(context: WorkerContext, make: Make) -> str | None:
+    """zero_grad() clears every gradient, not only those of the shard"""
+    pair = _Pair(context)
+    optimizer = make(pair.sharded, AdamW, **_SETTINGS)
+    pair.step(optimizer)
+    optimizer.zero_grad()
+    left = [parameter.grad for parameter in pair.sharded if parameter.grad is not None]
+    if any(gradient.any() for gradient in left):
+        count = f"{len(left)} of {len(pair.sharded)}"
+        return f"after zero_grad() {count} gradients are there. Clear those of all parameters."
+    return None
+
+
+def _no_gradient(context: WorkerContext, make: Make) -> str | None:
+    """A parameter without a gradient is left alone: no decay, no states, and still no gradient"""
+    pair, kind = _Pair(context), _recording()
+    optimizer = make(pair.sharded, kind, **_SETTINGS)
+    alone = AdamW(pair.alone, **_SETTINGS)
+    for _ in range(2):
+        pair.step(alone, optimizer, without=2)
+    parameter = pair.sharded[2]
+    if any(_from_all(context, parameter.grad is not None)):
+        return "a parameter without a gradient was given one. Leave its .grad None."
+    if any(_from_all(context, not torch.equal(parameter, pair.alone[2]))):
+        return "a parameter without a gradient was changed. Leave its .grad None: with zeros it decays."
+    if any(_from_all(context, 2 in _with_states(kind, pair.sharded))):
+        return "a parameter without a gradient has states. Leave its .grad None."
+    return pair.mistake()
+
+
+def _groups(context: WorkerContext, make: Make) -> str | None:
+    """Groups keep their settings, and what a scheduler changes in them arrives"""
+    pair = _Pair(context)
+    alone, optimizer = (
+        kind(
+            [{"params": parameters[::2], "weight_decay": 0.5}, {"params": parameters[1::2], "lr": 0.01}],
+            *more,
+            **_SETTINGS,
+        )
+        for kind, parameters, more in ((AdamW, pair.alone, ()), (make, pair.sharded, (AdamW,)))
+    )
+    pair.step(alone, optimizer)
+    if mistake := pair.mistake():
+        return (
+            f"with two groups, {mistake} Hand the optimizer inside groups too, each with its settings and "
+            "this rank's part of its parameters."
+        )
+    for each in (alone, optimizer):
+        each.param_groups[0]["lr"] = 1e-3
+    pair.step(alone, optimizer)
+    if mistake := pair.mistake():
+        return (
+            f"after a change of param_groups[0]['lr'], as a scheduler makes it, {mistake} Copy the groups' "
+            "settings into those of the optimizer inside before its step."
+        )
+    return None
+
+
+def _later_group(context: WorkerContext, make: Make) -> str | None:
+    """A group that is added after some steps is trained with its settings, and sharded like the first"""
+    pair, kind = _Pair(context), _recording()
+    alone, optimizer = AdamW(pair.alone[:4], **_SETTINGS), make(pair.sharded[:4], kind, **_SETTINGS)
+    pair.step(alone, optimizer)
+    for each, parameters in ((alone, pair.alone), (optimizer, pair.sharded)):
+        each.add_param_group({"params": parameters[4:], "lr": 0.01})
+    groups = len(optimizer.param_groups)
+    for _ in range(2):
+        pair.step(alone, optimizer)
+    if any(count != 2 for count in _from_all(context, groups)):
+        return f"after add_param_group there are {groups} groups. Call super().add_param_group."
+    statuses = pair.statuses()
+    if all(status == _AS_BEFORE for of_one in statuses[4:] for status in of_one):
+        return (
+            "the parameters of a group that was added after a step are not trained. In add_param_group deal "
+            "them out too, and add this rank's part to the optimizer inside."
+        )
+    if mistake := pair.mistake():
+        return (
+            f"after add_param_group, {mistake} Give the new group its settings, keep the first one's states."
+        )
+    return _sharing_mistake(pair, kind)
+
+
+def _two_dtypes(context: WorkerContext, make: Make) -> str | None:
+    """Parameters of two dtypes are updated, each in its own"""
+    pair = _Pair(context, dtypes=(torch.float32, torch.bfloat16))
+    pair.step(AdamW(pair.alone, **_SETTINGS), make(pair.sharded, AdamW, **_SETTINGS))
+    return pair.mistake()
+
+
+def _few_parameters(context: WorkerContext, make: Make) -> str | None:
+    """A rank that owns nothing takes part"""
+    pair = _Pair(context, count=1)
+    pair.step(AdamW(pair.alone, **_SETTINGS), make(pair.sharded, AdamW, **_SETTINGS))
+    return pair.mistake()
