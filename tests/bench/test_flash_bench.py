@@ -120,21 +120,6 @@ def test_a_baseline_in_float32_may_round_at_every_step_but_not_to_tf32(off, refu
     assert ("is off by" in why_wrong("plain", rough, "float32", 16, CPU)) == refused
 
 
-def test_a_verdict_is_remembered():
-    calls = []
-
-    def counted(q, k, v, is_causal):
-        calls.append(q.shape)
-        return right(q, k, v, is_causal)
-
-    assert why_wrong("mine", counted, "float32", 16, CPU) == ""
-    once = len(calls)
-    why_wrong("mine", counted, "float32", 16, CPU)
-    assert len(calls) == once
-    why_wrong("mine", counted, "float32", 32, CPU)
-    assert len(calls) == 2 * once
-
-
 @pytest.mark.gpu
 def test_the_leaderboard_tells_backends_apart():
     cells = [

@@ -34,13 +34,3 @@ def test_it_stops_watching_when_the_measurement_fails(tool):
     with pytest.raises(RuntimeError), clocks.watched_clocks(torch.device("cuda")):
         raise RuntimeError
     assert tool.stopped
-
-
-@pytest.mark.gpu
-def test_a_gpu_has_a_clock():
-    x = torch.randn(8192, 8192, device="cuda")
-    with clocks.watched_clocks(torch.device("cuda")) as watched:
-        for _ in range(300):
-            x @ x
-        torch.cuda.synchronize()
-    assert all(100 < value < 4000 for name, value in watched.items() if name == "sm_clock_mhz")
