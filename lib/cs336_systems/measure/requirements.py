@@ -1,11 +1,11 @@
 """What the host has, and what a run needs that a machine may lack: a reason, or "" if nothing is missing."""
 
 import os
-import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import torch
 
 from cs336_systems import names
@@ -20,17 +20,15 @@ def core_count() -> int:
 
 def memory_bytes() -> int:
     """The machine's memory, or a container's share of it."""
-    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    whole = psutil.virtual_memory().total
     limit = Path("/sys/fs/cgroup/memory.max")  # of a control group, version 2; "max" where there is none
     text = limit.read_text().strip() if limit.exists() else ""
     return min(whole, int(text)) if text.isdigit() else whole
 
 
 def available_memory_bytes() -> int:
-    """Memory that this process could still take; where the system does not tell (macOS), all there is."""
-    told = Path("/proc/meminfo")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", told.read_text()) if told.exists() else None
-    return min(int(found[1]) * 1024, memory_bytes()) if found else memory_bytes()
+    """Memory that this process could still take."""
+    return min(psutil.virtual_memory().available, memory_bytes())
 
 
 def why_no_tf32(device: torch.device) -> str:
