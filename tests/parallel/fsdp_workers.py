@@ -430,7 +430,9 @@ def load(context, folder, save_to=None):
             load_checkpoint(folder, FSDP(other))
     single_groups = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
     with pytest.raises(ValueError, match="other groups"):
-        load_checkpoint(folder, started(seed=1)[0], single_groups)
+        load_checkpoint(folder, model, single_groups)
+    with pytest.raises(ValueError, match="a parameter that the model has not"):
+        load_checkpoint(folder, started(seed=1)[0], optimizer)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_checkpoint(f"{folder}.unfinished", model)
     return {name: tensor.clone() for name, tensor in model.gather_full_parameters().items()}

@@ -29,7 +29,7 @@ def save_checkpoint(folder: str | Path, model: FSDP, optimizer: torch.optim.Opti
 
     Raises:
         FileExistsError: there is one of this name. On every rank.
-        ValueError: the optimizer's state is not of that kind.
+        ValueError: the optimizer's state is not of that kind, or of another model's parameters.
     """
     import torch.distributed.checkpoint as dcp  # not above: it takes seconds to import
 
@@ -56,9 +56,28 @@ def load_checkpoint(folder: str | Path, model: FSDP, optimizer: torch.optim.Opti
         raise FileNotFoundError(f"checkpoint {folder} does not exist; allowed: one that was saved to its end")
     reader = dcp.FileSystemReader(folder)
     saved = reader.read_metadata().state_dict_metadata
-    shapes = {key: tuple(entry.size) for key, entry in saved.items() if hasattr(entry, "size")}
     state = _state(model)
-    for key in sorted(state.keys() ^ {key for key in shapes if key.startswith("model.")}):
+    _check_model(folder, state, saved)
+    if optimizer is None:
+        dcp.load(state, storage_reader=reader)
+        return
+    if _GROUPS not in saved:
+        raise ValueError(f"checkpoint {folder} has no optimizer; allowed: optimizer=None")
+    names = _names(model)
+    groups: dict[str, Any] = {_GROUPS: None}
+    dcp.load(groups, storage_reader=reader)
+    groups = pickle.loads(groups[_GROUPS])
+    if [group["params"] for group in groups] != _group_names(optimizer, names):
+        raise ValueError(f"checkpoint {folder} has other groups of parameters than this optimizer")
+    places = _places_for_optimizer(model, saved)
+    dcp.load(state | places, storage_reader=reader)
+    _hand_over(places, groups, optimizer)
+
+
+def _check_model(folder: str | Path, state: dict[str, Any], saved: dict[str, Any]) -> None:
+    """Refuse a checkpoint that has other parameters or buffers."""
+    shapes = {key: tuple(entry.size) for key, entry in saved.items() if key.startswith("model.")}
+    for key in sorted(state.keys() ^ shapes.keys()):
         owner = "this model" if key in state else "the checkpoint"
         raise ValueError(f"checkpoint {folder} is of another model: only {owner} has {key[6:]!r}")
     for key, tensor in state.items():
@@ -67,25 +86,28 @@ def load_checkpoint(folder: str | Path, model: FSDP, optimizer: torch.optim.Opti
                 f"checkpoint {folder} is of another model: its {key[6:]!r} is {shapes[key]} and this model's "
                 f"is {tuple(tensor.shape)}"
             )
-    if optimizer is None:
-        dcp.load(state, storage_reader=reader)
-        return
-    if _GROUPS not in saved:
-        raise ValueError(f"checkpoint {folder} has no optimizer; allowed: optimizer=None")
-    names, wrap = _names(model), _wrapper(model)
-    named = {name: parameter for parameter, name in names.items()}
-    state[_GROUPS] = None
+
+
+def _places_for_optimizer(model: FSDP, saved: dict[str, Any]) -> dict[str, Any]:
+    """For each entry of the optimizer's state, what it is to be read into: this rank's rows, or all of it."""
+    wrap, places = _wrapper(model), {}
+    named = {name: parameter for parameter, name in _names(model).items()}
     for key, entry in saved.items():
         if key.startswith("optimizer."):
-            parameter = named[key.split(".", 1)[1].rpartition(".")[0]]
-            if key not in shapes:
-                state[key] = None  # a number, which will take its place
-            elif shapes[key] == tuple(wrap(parameter).shape):
-                state[key] = wrap(parameter, torch.empty_like(parameter, dtype=entry.properties.dtype))
+            parameter = named[_owner(key)[0]]
+            if not hasattr(entry, "size"):
+                places[key] = None  # a number, which will take its place
+            elif tuple(entry.size) == tuple(wrap(parameter).shape):
+                places[key] = wrap(parameter, torch.empty_like(parameter, dtype=entry.properties.dtype))
             else:
-                state[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(state, storage_reader=reader)
-    _hand_over(state, names, optimizer, folder)
+                places[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return places
+
+
+def _owner(key: str) -> tuple[str, str]:
+    """ "optimizer.layers.0.weight.exp_avg" -> ("layers.0.weight", "exp_avg")"""
+    name, _, what = key.removeprefix("optimizer.").rpartition(".")
+    return name, what
 
 
 def _state(model: FSDP, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -96,8 +118,8 @@ def _state(model: FSDP, optimizer: torch.optim.Optimizer | None = None) -> dict[
     if optimizer is None:
         return state
     groups = [
-        group | {"params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
+        group | {"params": of_names}
+        for group, of_names in zip(optimizer.param_groups, _group_names(optimizer, names), strict=True)
     ]
     state[_GROUPS] = pickle.dumps(groups)  # else every number in them would be an entry of its own
     for parameter, values in optimizer.state.items():
@@ -117,6 +139,13 @@ def _state(model: FSDP, optimizer: torch.optim.Optimizer | None = None) -> dict[
 
 def _names(model: FSDP) -> dict[nn.Parameter, str]:
     return {parameter: name.replace("_orig_mod.", "") for name, parameter in model.module.named_parameters()}
+
+
+def _group_names(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> list[list[str]]:
+    """The names of its parameters, group by group."""
+    if any(parameter not in names for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("the optimizer holds a parameter that the model has not; allowed: the model's")
+    return [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
@@ -146,33 +175,20 @@ def _wrapper(model: FSDP) -> Callable[..., Tensor]:
     return wrap
 
 
-def _hand_over(
-    state: dict[str, Any],
-    names: dict[nn.Parameter, str],
-    optimizer: torch.optim.Optimizer,
-    folder: str | Path,
-) -> None:
-    """Load an optimizer with what was read."""
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    saved_groups = pickle.loads(state[_GROUPS])
-    if [group["params"] for group in saved_groups] != groups:
-        raise ValueError(f"checkpoint {folder} has other groups of parameters than this optimizer")
-    own = optimizer.state_dict()
+def _hand_over(read: dict[str, Any], groups: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer its state and settings as a state dict, which numbers the parameters."""
+    numbered = [group["params"] for group in optimizer.state_dict()["param_groups"]]
     numbers = {
         name: number
-        for of_names, group in zip(groups, own["param_groups"], strict=True)
-        for name, number in zip(of_names, group["params"], strict=True)
+        for group, of_group in zip(groups, numbered, strict=True)
+        for name, number in zip(group["params"], of_group, strict=True)
     }
-    loaded: dict[int, dict[str, Any]] = {}
-    for key, value in state.items():
-        if key.startswith("optimizer."):
-            name, _, what = key.split(".", 1)[1].rpartition(".")
-            loaded.setdefault(numbers[name], {})[what] = getattr(value, "_local_tensor", value)
-    param_groups = [
-        saved | {"params": group["params"]}
-        for saved, group in zip(saved_groups, own["param_groups"], strict=True)
-    ]
-    optimizer.load_state_dict({"state": loaded, "param_groups": param_groups})
+    state: dict[int, dict[str, Any]] = {}
+    for key, value in read.items():
+        name, what = _owner(key)
+        state.setdefault(numbers[name], {})[what] = getattr(value, "_local_tensor", value)
+    settings = [group | {"params": of_group} for group, of_group in zip(groups, numbered, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": settings})
 
 
 def _make_room(folder: Path, unfinished: Path) -> None:
