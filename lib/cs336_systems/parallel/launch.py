@@ -229,6 +229,6 @@ def _failure(failed: list[_Worker], world_size: int) -> WorkerError:
 
 def _timeout(hanging: list[_Worker], world_size: int, timeout_s: float) -> WorkerError:
     ranks = ", ".join(str(worker.rank) for worker in hanging)
-    stacks = "\n".join(f"rank {worker.rank} was at\n{worker.stack()}" for worker in hanging)
+    stacks = "\n".join(f"rank {each.rank} was at\n{each.stack() or 'its imports'}" for each in hanging)
     sentence = f"rank {ranks} of {world_size}: not done within {timeout_s:g} s"
     return WorkerError(hanging[0].rank, f"{sentence}\n\n{stacks}".rstrip())
