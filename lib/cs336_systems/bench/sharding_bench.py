@@ -6,8 +6,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -324,8 +322,7 @@ def _memory_rows(
         tensor.untyped_storage().data_ptr(): ("other", tensor.untyped_storage().nbytes())
         for tensor in (_tensors_of_python() if context.device.type == "cpu" else ())
     }
-    with TemporaryDirectory(prefix="cs336-memory-") as folder:
-        history = record_memory(run, "train_step", Path(folder) / "step", others)
+    history = record_memory(run, "train_step", others=others)
     held["peak"] = _at_peak(history)
     everyone: list[dict[str, dict[str, int]]] = [{}] * context.world_size
     dist.all_gather_object(everyone, held)

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pandas as pd
@@ -21,27 +22,32 @@ from cs336_systems.measure.profile import ProfileError
 from cs336_systems.nvtx import recording
 
 
-def record_memory(steps: ModelSteps, pass_: str, stem: Path, others: Owners | None = None) -> MemoryHistory:
+def record_memory(
+    steps: ModelSteps, pass_: str, stem: Path | None = None, others: Owners | None = None
+) -> MemoryHistory:
     """Record the memory of one step that begins without gradients; warm it up before.
 
-    Leaves <stem>.pickle on a GPU, for pytorch.org/memory_viz, or <stem>.json.gz on a CPU.
-
     Args:
+        stem: leaves <stem>.pickle on a GPU, for pytorch.org/memory_viz, or <stem>.json.gz on a CPU.
         others: owners of what else is there when the step begins, as far as it is known.
     """
     step, prepare = steps.of(pass_)
     steps.model.zero_grad(set_to_none=True)
     argument = () if prepare is None else (prepare(),)
     before = {**(others or {}), **owners(steps)}
-    make_folder(stem.parent)
+    if stem is not None:
+        make_folder(stem.parent)
     if steps.device.type == "cuda":
         snapshot = record_snapshot(lambda: step(*argument), steps)
-        stem.with_name(stem.name + ".pickle").write_bytes(pickle.dumps(snapshot))
+        if stem is not None:
+            stem.with_name(stem.name + ".pickle").write_bytes(pickle.dumps(snapshot))
         return read_snapshot(snapshot, before, owners(steps))
-    path = stem.with_name(stem.name + ".json.gz")
-    with recording(steps.model):
-        torch_trace.record(lambda: step(*argument), path, device="cpu", with_memory=True)
-    return read_memory_trace(path, before, owners(steps))
+    with TemporaryDirectory(prefix="cs336-memory-") as scratch:
+        stem = stem or Path(scratch) / "step"
+        path = stem.with_name(stem.name + ".json.gz")
+        with recording(steps.model):
+            torch_trace.record(lambda: step(*argument), path, device="cpu", with_memory=True)
+        return read_memory_trace(path, before, owners(steps))
 
 
 def owners(steps: ModelSteps) -> Owners:
