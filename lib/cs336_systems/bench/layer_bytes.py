@@ -14,7 +14,7 @@ from cs336_systems.measure.sent_bytes import ring_collectives
 from cs336_systems.model import SwiGLU
 from cs336_systems.parallel import WorkerContext, launch
 
-MakeLayer = Callable[[SwiGLU, DeviceMesh], nn.Module]
+MakeLayer = Callable[[SwiGLU, DeviceMesh], nn.Module | None]
 
 
 def count_sent_bytes(
@@ -32,8 +32,9 @@ def count_sent_bytes(
 
     Args:
         layers: by name, what makes one on each rank: called with the whole layer, equal on all, and the mesh,
-            whose axes are "x", along which the tokens are split, and "y". It may be defined in a notebook. If
-            the layer has finish_gradient_synchronization(), that belongs to backward.
+            whose axes are "x", along which the tokens are split, and "y". It may be defined in a notebook,
+            and makes None on a mesh that is not for it. A layer's finish_gradient_synchronization() belongs
+            to backward.
         meshes: (X, Y), one after the other.
         tokens: of all ranks together.
 
@@ -70,8 +71,9 @@ def _count(
             mine = context.rank // y  # of the shares of the tokens
             shares = torch.randn(2, x, tokens // x, d_model, dtype=torch.bfloat16)[:, mine]
             for name, make_layer in layers.items():
+                layer = make_layer(deepcopy(full), mesh)
                 key = {"layer": name, "X": x, "Y": y, "rank": context.rank}
-                rows += [key | row for row in _passes(make_layer(deepcopy(full), mesh), full, *shares)]
+                rows += [key | row for row in _passes(layer, full, *shares)] if layer is not None else []
     return rows
 
 
