@@ -26,14 +26,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 both = pytest.mark.parametrize("flash", [FlashAttentionPyTorch, FlashAttentionTriton])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def random_inputs(*leading, n=64, n_keys=None, d=32, dtype=torch.float32):
     shapes = [(*leading, n, d), (*leading, n_keys or n, d), (*leading, n_keys or n, d)]
     return [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
@@ -190,21 +182,15 @@ def _switches_restored():
 
 
 @pytest.mark.usefixtures("_switches_restored")
-@pytest.mark.parametrize(("precision", "tf32"), [("highest", False), ("high", True), ("medium", True)])
-def test_float32_follows_pytorchs_switch(precision, tf32):
-    torch.set_float32_matmul_precision(precision)
-    assert flash_triton.allows_tf32(torch.float32) == tf32
-    assert not flash_triton.allows_tf32(torch.bfloat16)
-
-
-@pytest.mark.usefixtures("_switches_restored")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pytorchs_newer_switch_will_do(dtype):
-    """After it, the older one refuses to answer."""
+def test_float32_follows_pytorchs_switches():
+    """The newer one comes last: after it, the older one refuses to answer."""
+    for precision, tf32 in (("highest", False), ("high", True), ("medium", True)):
+        torch.set_float32_matmul_precision(precision)
+        assert flash_triton.allows_tf32(torch.float32) == tf32
+        assert not flash_triton.allows_tf32(torch.bfloat16)
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    assert flash_triton.allows_tf32(dtype) == (dtype == torch.float32)
-    q, k, v = (x.to(dtype) for x in random_inputs(1))
-    assert attention(q, k, v, implementation="flash_triton").isfinite().all()
+    assert flash_triton.allows_tf32(torch.float32)
+    assert attention(*random_inputs(1), implementation="flash_triton").isfinite().all()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU there is nothing to choose")

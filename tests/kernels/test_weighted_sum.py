@@ -9,12 +9,7 @@ from cs336_systems.checks import check_weighted_sum
 
 pytest.importorskip("triton")
 from cs336_systems.kernels import weighted_sum as kernels
-from cs336_systems.kernels.weighted_sum import (
-    forward_from_descriptor,
-    partial_sums,
-    tile_sizes,
-    weighted_sum,
-)
+from cs336_systems.kernels.weighted_sum import forward_from_descriptor, partial_sums, tile_sizes, weighted_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

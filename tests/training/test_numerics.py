@@ -5,15 +5,8 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.training.numerics import (
-    ACCUMULATIONS,
-    Accumulation,
-    autocast_dtypes,
-    binades,
-    layer_norm_stages,
-    running_sum,
-    spacing,
-)
+from cs336_systems.training import ACCUMULATIONS, Accumulation, autocast_dtypes, binades, layer_norm_stages
+from cs336_systems.training.numerics import running_sum, spacing
 
 
 def test_the_four_sums_are_those_of_the_plain_loop():

@@ -37,7 +37,7 @@ def parameter_count(config: ModelConfig) -> int:
 def flops_breakdown(config: ModelConfig, batch_size: int, context_length: int) -> dict[str, int]:
     """Operations in the matmuls of one forward pass, part by part over the whole model.
 
-    projections 8 L B T D^2; scores and their product with the values 2 L B T^2 D each, the masked half
+    projections 8 L B T D^2; scores and their matmul with the values 2 L B T^2 D each, the masked half
     included, because eager attention computes it; feed-forward 6 L B T D F; output head 2 B T D V.
     """
     n = Elements(config, batch_size, context_length)

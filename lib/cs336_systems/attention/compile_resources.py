@@ -11,10 +11,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
+from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
-from cs336_systems.attention.config import HOPPER_KERNELS, KERNELS, KernelConfig, Tile, select_config
+import torch
+
+from cs336_systems.attention.config import HOPPER_KERNELS, KernelConfig, Tile, select_config
 from cs336_systems.names import torch_dtype
 
 # Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
@@ -59,33 +62,11 @@ def _compile_elsewhere(work: list[tuple[str, str, int, int]]) -> list[list[dict[
 def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Tile) -> dict[str, Any]:
     """One row of `compile_tiles`, in this process, where TRITON_INTERPRET must not be 1."""
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource
 
-    from cs336_systems.attention.launcher import Problem
-
-    function, config = _function(kernel), config_for_capability(dtype, d_head, capability)
-    rows = tile.block_m * tile.block_n  # whole tiles
-    layouts = [((rows, d_head), (d_head, 1))] * 3
-    arguments = Problem(layouts, config, is_causal=True).arguments(tile)
-    constants = {name: arguments[name] for name in function.arg_names if name.isupper()}
-    signature, attributes = {}, {}
-    for index, name in enumerate(function.arg_names):
-        if re.fullmatch(r"stride_\w+d", name):
-            constants[name] = 1
-        signature[name] = "constexpr" if name in constants else _type(name, kernel, config, tile)
-        if signature[name].startswith(("*", "i32")):
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    kind = GluonASTSource if kernel in HOPPER_KERNELS else ASTSource
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    if tile.max_registers:
-        options["maxnreg"] = tile.max_registers
-    compiled = triton.compile(
-        kind(function, signature, constexprs=constants, attrs=attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options=options,
-    )
+    triton.runtime.driver.set_active(_Chip(capability))
+    config = config_for_capability(dtype, d_head, capability)
+    config = config.with_tiles(**dict.fromkeys(HOPPER_KERNELS) | {kernel: tile})
+    compiled = _compile(kernel, (16, tile.block_m * tile.block_n, d_head), config)  # whole tiles
     key = {"kernel": kernel, "dtype": dtype, "d_head": d_head, "capability": capability}
     return (
         key
@@ -95,38 +76,38 @@ def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Til
     )
 
 
-def _function(kernel: str) -> Any:
-    from cs336_systems.attention.hopper_backward import hopper_backward_kernel
-    from cs336_systems.attention.hopper_forward import hopper_forward_kernel
-    from cs336_systems.attention.triton_backward import dkdv_kernel, dq_kernel
-    from cs336_systems.attention.triton_forward import forward_kernel
+@dataclass
+class _Chip:
+    """What Triton asks a driver before it compiles, answered for a GPU that need not be there."""
 
-    functions = forward_kernel, dq_kernel, dkdv_kernel, hopper_forward_kernel, hopper_backward_kernel
-    return dict(zip((*KERNELS, *HOPPER_KERNELS), functions, strict=True))[kernel]
+    capability: int
 
+    def get_current_device(self) -> int:
+        return self.capability  # Triton keeps what it compiled by device
 
-def _type(name: str, kernel: str, config: KernelConfig, tile: Tile) -> str:
-    """The type of a kernel's argument, told by its name."""
-    from cs336_systems.attention.launcher import row_layout, tile_layout
+    def get_current_stream(self, device: int) -> int:
+        return 0
 
-    element = "bf16" if config.precision == "16bit" else "fp32"
-    if name.endswith("_src") and config.use_tma:
-        if name in ("lse2_src", "delta_src"):
-            return _descriptor_type("fp32", (1, tile.block_m), row_layout())
-        rows = tile.block_n if name in ("k_src", "v_src") else tile.block_m
-        shape = (1, 1, rows, config.block_d)
-        gluon = kernel in HOPPER_KERNELS
-        return _descriptor_type(element, shape, tile_layout(shape, config.dtype) if gluon else None)
-    if name in ("lse_ptr", "lse2_ptr", "delta_ptr", "dq_accum_ptr"):
-        return "*fp32"
-    if name.endswith(("_ptr", "_src")):
-        return f"*{element}"
-    return "fp32" if name.startswith("scale") else "i32"
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
 
 
-def _descriptor_type(element: str, shape: tuple[int, ...], layout: Any) -> str:
-    """Gluon's says how a tile lies in shared memory."""
-    return f"tensordesc<{element}[{', '.join(map(str, shape))}]{f',{layout!r}' if layout else ''}>"
+def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig) -> Any:
+    from cs336_systems.attention.launcher import Backward, Forward, HopperBackward, layout
+
+    x = torch.empty(shape, dtype=config.dtype, device="meta")
+    row = torch.empty(shape[:-1], device="meta")  # of L, delta; of dq_accum the pointer alone counts
+    if kernel in ("forward", "hopper_forward"):
+        return Forward((layout(x),) * 4, config, True).launch.compile(x, x, x, x, row)
+    if kernel == "hopper_backward":
+        launch = HopperBackward((layout(x),) * 8, config, True).backward
+        return launch.compile(x, x, x, x, row, row, row, x, x)
+    launch = Backward((layout(x),) * 8, config, True)
+    if kernel == "dq":
+        return launch.dq.compile(x, x, x, x, x, row, row, row, x)
+    return launch.dkdv.compile(x, x, x, x, row, row, x, x)
 
 
 def _ask_ptxas(ptx: str, capability: int) -> dict[str, int]:

@@ -119,15 +119,21 @@ class KernelLaunch:
         self.run_compiled = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        if self.descriptors:
-            described = [_with_tensor(*pair) for pair in zip(self.descriptors, tensors, strict=False)]
-            tensors = *described, *tensors[len(described) :]
         if self.run_compiled is not None:
-            self.run_compiled(*tensors, *self.arguments)
+            self.run_compiled(*self.described(tensors), *self.arguments)
             return
-        compiled = self.kernel[self.grid](*tensors, *self.arguments, **self.options)
+        compiled = self.kernel[self.grid](*self.described(tensors), *self.arguments, **self.options)
         if compiled is not None:  # the interpreter compiles nothing
             self.run_compiled = compiled[self.grid]
+
+    def compile(self, *tensors: Tensor) -> Any:
+        """What Triton compiles for such tensors, on the meta device too, without a launch."""
+        return self.kernel.warmup(*self.described(tensors), *self.arguments, grid=self.grid, **self.options)
+
+    def described(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        """The tensors, the first of them as the descriptors that the kernel loads by."""
+        described = [_with_tensor(each, x) for each, x in zip(self.descriptors, tensors, strict=False)]
+        return *described, *tensors[len(described) :]
 
 
 def _with_tensor(descriptor: Any, x: Tensor) -> Any:
