@@ -60,6 +60,11 @@ def test_ours_passes_where_most_is_asked(capsys):
     assert shown[-1] == "ShardedOptimizer: 11 cases right on 3 ranks"
 
 
+def test_states_can_be_asked_for_alone(capsys):
+    check_sharded_optimizer(broken_sharded_optimizer.ForgetsToSend, only_states=True)
+    assert "ForgetsToSend: 3 cases right" in capsys.readouterr().out
+
+
 def test_a_mistake_follows_what_holds(capsys):
     with pytest.raises(AssertionError, match=r"^DealsByTurns, rank 0, 1: rank 0 keeps 94%"):
         check_sharded_optimizer(broken_sharded_optimizer.DealsByTurns)

@@ -18,6 +18,7 @@ _MODULES = {
     "drift_bench": ("training_drift",),
     "layer_bytes": ("count_sent_bytes",),
     "message_log": ("log_messages",),
+    "optimizer_bytes": ("count_optimizer_bytes",),
     "ring_bytes": ("RINGS", "count_ring_bytes"),
     "checkpointing_bench": ("block_bytes", "sweep_checkpointing"),
     "flash_bench": ("Cell", "leaderboard_step", "time_cell"),

@@ -24,6 +24,7 @@ def check_sharded_optimizer(
     optimizer_class: type[Optimizer],
     *,
     world_size: int = 2,
+    only_states: bool = False,
     thorough: bool = False,
     timeout_s: float = 60.0,
     **wrapper_arguments: Any,
@@ -34,6 +35,7 @@ def check_sharded_optimizer(
     **kwargs)`. What holds is printed, property by property.
 
     Args:
+        only_states: ask only whether it is an optimizer whose states are shared, not yet for the weights.
         thorough: also ask for what the assignment does not: two dtypes, and fewer parameters than ranks.
 
     Raises:
@@ -41,7 +43,8 @@ def check_sharded_optimizer(
     """
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
     candidate = _Candidate(optimizer_class, wrapper_arguments)
-    check_on_ranks(name, candidate, cases(thorough), ENDING, world_size, timeout_s)
+    asked = [_is_an_optimizer, _states_are_shared, _zero_grad] if only_states else cases(thorough)
+    check_on_ranks(name, candidate, asked, ENDING, world_size, timeout_s)
 
 
 def cases(thorough: bool) -> list[Case]:

@@ -38,7 +38,7 @@ class _Done:
 def ring_collectives() -> Iterator[list[Sent]]:
     """A list that fills with the collectives called inside as dist.all_reduce(...) and the like.
 
-    All-reduce, all-gather and reduce-scatter of CPU tensors, sums and means.
+    All-reduce, all-gather, reduce-scatter and broadcast of CPU tensors, sums and means.
     """
     sent: list[Sent] = []
 
@@ -66,11 +66,21 @@ def ring_collectives() -> Iterator[list[Sent]]:
         output.detach().copy_(pieces[dist.get_rank(group)].view_as(output))
         return note("reduce_scatter", count, group, async_op)
 
+    def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> _Done | None:
+        rank, n = dist.get_rank(group), dist.get_world_size(group)
+        whole, last = tensor.detach().contiguous(), (rank + 1) % n == src
+        if rank != src:
+            dist.recv(whole, group=group, group_src=(rank - 1) % n)
+            tensor.detach().copy_(whole)
+        if not last:
+            dist.send(whole, group=group, group_dst=(rank + 1) % n)
+        return note("broadcast", 0 if last else whole.nbytes, group, async_op)
+
     def note(collective: str, count: int, group: Any, async_op: bool) -> _Done | None:
         sent.append(Sent(collective, dist.get_world_size(group), count))
         return _Done() if async_op else None
 
-    rings: dict[str, Callable] = {"all_reduce": all_reduce}
+    rings: dict[str, Callable] = {"all_reduce": all_reduce, "broadcast": broadcast}
     # PyTorch 2.13 renamed these two and kept the old names.
     rings |= {"all_gather_into_tensor": all_gather, "all_gather_single": all_gather}
     rings |= {"reduce_scatter_tensor": reduce_scatter, "reduce_scatter_single": reduce_scatter}
