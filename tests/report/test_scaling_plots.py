@@ -6,7 +6,7 @@ import pytest
 from matplotlib.colors import to_hex, to_rgb
 
 from cs336_systems.names import GREEN, VERMILLION
-from cs336_systems.report import region, ring_timeline
+from cs336_systems.report import limit_lines, region, ring_timeline
 
 
 def ratios(devices, batches):
@@ -33,10 +33,19 @@ def test_a_message_is_a_box_from_its_start_to_its_end_in_the_lane_of_its_sender(
         [("whole", 0, 0.0, 1.0, 0), ("whole", 1, 0.0, 1.0, 1), ("parts", 1, 0.5, 1.0, 0)],
         columns=["algorithm", "device", "start", "end", "part"],
     ).assign(text=["a", "b", "c"])
-    chart = ring_timeline(sends, "algorithm", title="Ring")
+    chart = ring_timeline(sends, "algorithm", "part", title="Ring")
     assert [len(axes.patches) for axes in chart.axes] == [2, 1]
     boxes = [box for axes in chart.axes for box in axes.patches]
     for box, row in zip(boxes, sends.itertuples(), strict=True):
         assert (box.get_x(), box.get_x() + box.get_width()) == (row.start, row.end)
     first, second, third = (to_rgb(box.get_facecolor()[:3]) for box in boxes)
     assert first == third != second  # of one part
+
+
+def test_a_limit_is_a_level_across_the_panel_and_marks_are_named():
+    frame = pd.DataFrame({"n": [1, 2, 4], "memory_gb": [80.0, 40.0, 20.0]})
+    marks = {"two are enough": (2, 40.0)}
+    chart = limit_lines(frame, "n", "memory_gb", limit=("one GPU", 50.0), marks=marks, title="Limit")
+    (axes,) = chart.axes
+    assert [50.0, 50.0] in [list(line.get_ydata()) for line in axes.get_lines()]
+    assert {"one GPU", "two are enough"} <= {text.get_text() for text in axes.texts}

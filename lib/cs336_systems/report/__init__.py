@@ -15,7 +15,7 @@ _MODULES = {
     "plots": "bars heatmap lines ratio stacked_bars tradeoff",
     "profile_tables": "attention_parts beside_wall_clock by_scope explained_peaks leaders of_main_profiler "
     "shares softmax_over_matmuls two_profilers",
-    "scaling_plots": "region ring_timeline",
+    "scaling_plots": "limit_lines region ring_timeline",
     "source": "show_source",
     "tables": "pivot show",
     "timelines": "kernel_timeline memory_timeline overlap_timeline",

@@ -1,4 +1,4 @@
-"""Pictures of scaling on paper: where a step is bound by compute, and who sends what when around a ring.
+"""Pictures of scaling on paper: where a step is bound by compute, what fits, who sends what when in a ring.
 
 Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`.
 """
@@ -7,13 +7,16 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from cs336_systems.names import BLACK, GREEN, VERMILLION
-from cs336_systems.report.figure import Drawing, log_y, panels_of, plain_numbers, plot, sheet
+from cs336_systems.report.figure import Drawing, panels_of, plain_numbers, plot, sheet
 from cs336_systems.report.labels import column_label, ordered, value_label
+from cs336_systems.report.plots import lines
 from cs336_systems.report.style import INK, PAPER, palette
 
 COMPUTE, COMMUNICATION = "bound by compute", "bound by communication"
@@ -41,9 +44,11 @@ def region(
         axes.contourf(*place, levels=[0, 1, np.inf], colors=[*_TINTS.values()], zorder=0)
         axes.contour(*place, levels=[1], colors=[BLACK], linewidths=1.6, zorder=2)
         axes.set(xscale="log", xlim=(place[0].min(), place[0].max()))
-        log_y(axes, rows[y])
-        axes.set_ylim(place[1].min(), place[1].max())
+        axes.set(yscale="log", ylim=(place[1].min(), place[1].max()))
         for axis in (axes.xaxis, axes.yaxis):
+            decades = np.log10(np.divide(*axis.get_view_interval()[::-1]))
+            axis.set_major_locator(LogLocator(subs=(1,) if decades > 4 else (1, 2, 5), numticks=20))
+            axis.set_minor_locator(NullLocator())
             axis.set_major_formatter(FuncFormatter(_count))
         axes.grid(False)
         if points is not None:
@@ -52,9 +57,7 @@ def region(
             axes.scatter(
                 dots[x], dots[y], c=colors, s=30, edgecolors=PAPER, linewidths=0.8, zorder=3, clip_on=False
             )
-        for name, at in (marks or {}).items():
-            axes.plot(*at, "D", color=INK, markersize=7, markeredgecolor=PAPER, zorder=4)
-            axes.annotate(name, at, (9, 0), textcoords="offset points", va="center", weight="bold", size=9)
+        _mark(axes, marks or {})
     legend = [Patch(color=tint, label=name) for name, tint in _TINTS.items()]
     legend.append(Line2D([], [], color=BLACK, linewidth=1.6, label="closed form: equally long"))
     if points is not None:
@@ -70,7 +73,34 @@ def _count(value: float, _: object) -> str:
 
 
 @plot
-def ring_timeline(sends: pd.DataFrame, by: str, *, color: str = "part") -> Drawing:
+def limit_lines(
+    frame: pd.DataFrame, x: str, y: str, hue: str | None = None, *, limit: tuple[str, float],
+    marks: Mapping[str, tuple[float, float]] | None = None,
+) -> Drawing:  # fmt: skip
+    """`lines` under a limit, which is a named level; places to name are marked."""
+    drawing = lines.__wrapped__(frame, x, y, hue, band=None)
+    (axes,) = drawing.chart.axes
+    name, level = limit
+    axes.axhline(level, color=VERMILLION, linewidth=1.6, zorder=1.5)
+    axes.annotate(
+        name, (0, level), (4, -4), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
+        va="top", color=VERMILLION, weight="bold", size=9,
+    )  # fmt: skip
+    _mark(axes, marks or {})
+    return drawing
+
+
+def _mark(axes: Axes, marks: Mapping[str, tuple[float, float]]) -> None:
+    for name, at in marks.items():
+        axes.plot(*at, "D", color=INK, markersize=7, markeredgecolor=PAPER, zorder=4)
+        axes.annotate(
+            name, at, (8, -7), textcoords="offset points", va="top", weight="bold", size=9,
+            path_effects=[withStroke(linewidth=3, foreground=PAPER)], zorder=5,
+        )  # fmt: skip
+
+
+@plot
+def ring_timeline(sends: pd.DataFrame, by: str, color: str) -> Drawing:
     """Who sends what when: a panel for each algorithm, a lane for each device, a box for each message.
 
     Args:
@@ -79,7 +109,7 @@ def ring_timeline(sends: pd.DataFrame, by: str, *, color: str = "part") -> Drawi
         by: column of the algorithms.
     """
     by_value = panels_of(sends, by)
-    colors = palette(sends[color].astype(str), color)
+    colors = palette(sorted(sends[color].astype(str)), color)
     chart, panels = sheet(by_value, by, height=3.1)
     for axes, rows in zip(panels, by_value.values(), strict=True):
         devices = ordered(rows["device"])
