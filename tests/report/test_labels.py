@@ -4,7 +4,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems import names
 from cs336_systems.measure.schema import COLUMNS
 from cs336_systems.report.labels import (
     column_label,
@@ -39,14 +38,6 @@ def test_significant_digits_stay_close_and_plain(value):
 def test_significant_digits_of_what_is_large_or_nothing():
     assert [significant(n) for n in (999.6, 16504.01, 0, -2.345)] == ["1,000", "16,500", "0", "-2.35"]
     assert value_label(None) == significant(float("nan")) == "–"
-
-
-@pytest.mark.parametrize(
-    "family", [names.ATTENTION, names.MODEL_IMPLEMENTATIONS, names.WEIGHTED_SUMS, names.WRAPPERS]
-)
-def test_names_of_the_registry_have_its_labels_and_order(family):
-    assert ordered(reversed(family), "implementation") == list(family)
-    assert [value_label(name) for name in family] == [entry.label for entry in family.values()]
 
 
 def test_values_are_in_the_order_a_reader_expects():

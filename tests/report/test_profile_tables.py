@@ -5,8 +5,7 @@ import pytest
 
 from cs336_systems import accounting, configs
 from cs336_systems.measure.allocations import CATEGORIES, MIB
-from cs336_systems.report.profile_tables import (
-    PARTS,
+from cs336_systems.report import (
     attention_parts,
     beside_wall_clock,
     by_scope,
@@ -17,6 +16,7 @@ from cs336_systems.report.profile_tables import (
     softmax_over_matmuls,
     two_profilers,
 )
+from cs336_systems.report.profile_tables import PARTS
 
 KEY = {
     "profiler": "torch cuda", "implementation": "eager", "attention": "plain", "edition": 2025,
@@ -81,23 +81,19 @@ def test_the_leader_and_all_its_calls():
     assert table.share["training step"] == pytest.approx(12 / 25)
     assert table.share["inference"] == pytest.approx(6 / 8), "of all the time, the rest included"
     most_in_rest = INFERENCE.replace({"total_ms": {0.5: 50.0}})
-    assert leaders(by_scope(most_in_rest)).kernel.tolist() == ["mul"], (
-        "the rest is many kernels, and no leader"
-    )
+    assert leaders(by_scope(most_in_rest)).kernel.tolist() == ["mul"], "the rest is many kernels"
 
 
 def test_no_rows_are_no_lines():
     nothing = by_scope(INFERENCE.iloc[:0])
-    for table in (shares(nothing), leaders(nothing), attention_parts(nothing), two_profilers(nothing)):
+    for table in (shares(nothing), leaders(nothing), two_profilers(nothing), of_main_profiler(nothing)):
         assert table.empty
     assert softmax_over_matmuls(attention_parts(nothing)).empty
-    assert of_main_profiler(INFERENCE.iloc[:0]).empty
 
 
-@pytest.fixture
-def attention() -> pd.DataFrame:
+def test_parts_of_attention():
     inside = "forward/layers.*/attn/attention"
-    return run(
+    attention = run(
         "forward",
         (f"{inside}/scores", "gemm", "matmul", 12, 2.0),
         (f"{inside}/scores", "div", "elementwise", 12, 0.7),
@@ -107,9 +103,6 @@ def attention() -> pd.DataFrame:
         (f"{inside}/values", "gemm", "matmul", 12, 2.0),
         ("forward/layers.*/attn/q_proj", "gemm", "matmul", 12, 9.0),
     )
-
-
-def test_parts_of_attention(attention):
     parts = attention_parts(attention).set_index("part")
     times = {"scores": 2.0, "scale and mask": 1.0, "softmax": 4.0, "values": 2.0}
     assert parts.total_ms.to_dict() == pytest.approx(times)
@@ -156,14 +149,13 @@ def test_a_peak_is_explained():
     """Of two stages the higher; what is held beyond the closed form is told apart."""
     tiny = configs.model_size("tiny")
     closed_form = accounting.peak_bytes(tiny, 2, 32, "train_step") / MIB
-    key = {
-        "edition": tiny.edition,
-        "model_size": "tiny",
-        "batch_size": 2,
-        "context_length": 32,
+    key = {"edition": tiny.edition, "model_size": "tiny", "batch_size": 2, "context_length": 32}
+    key |= {
         "dtype": "float32",
+        "pass": "train_step",
+        "status": "ok",
+        "requested_memory_mib": closed_form + 65,
     }
-    key |= {"pass": "train_step", "status": "ok", "requested_memory_mib": closed_form + 65}
     key |= {"peak_memory_mib": closed_form + 65.5}
     held = dict.fromkeys(CATEGORIES, 0.0) | {"parameters": closed_form + 1, "other": 64.0}
     rows = [key | {"stage": "backward", "category": name, "size_mib": mib} for name, mib in held.items()]

@@ -298,19 +298,14 @@ def heatmap(
         sns.heatmap(
             grid, annot=grid.map(fmt.format if fmt else significant), fmt="", cmap=cmap, vmin=0, vmax=1,
             norm=LogNorm(least, most, clip=True), linewidths=1.5, linecolor=PAPER, cbar=False,
-            annot_kws={"size": size}, ax=axes,
+            annot_kws={"size": size}, xticklabels=[value_label(value, columns) for value in across],
+            yticklabels=[value_label(value, index) for value in down], ax=axes,
         )  # fmt: skip
         axes.set(facecolor=ZONE, xlabel="", ylabel="")
         for i, j in zip(*grid.isna().to_numpy().nonzero(), strict=True):
             why = STATUS_LABELS.get(status.iloc[i, j], labels.MISSING)
             axes.text(j + 0.5, i + 0.5, why, ha="center", va="center", color=MUTED, size=size, weight="bold")
-        axes.set_xticks(
-            [j + 0.5 for j in range(len(across))], [value_label(v, columns) for v in across], rotation=0
-        )
-        axes.set_yticks(
-            [i + 0.5 for i in range(len(down))], [value_label(v, index) for v in down], rotation=0
-        )
-        axes.tick_params(length=0)
+        axes.tick_params(length=0, rotation=0)
         axes.grid(False)
     return Drawing(chart, (), column_label(columns), column_label(index))
 
