@@ -101,16 +101,13 @@ def stream(
 
 def _address(worker: Callable[..., Any]) -> str:
     module, name = getattr(worker, "__module__", None), getattr(worker, "__qualname__", None)
-    found = None
-    if name and module != "__main__":
-        with contextlib.suppress(ValueError):
-            found = find_worker(f"{module}:{name}")
-    if found is not worker:
-        raise ValueError(
-            f"worker {worker!r} cannot be started: a fresh process has to import it by name; allowed: a "
-            "function at the top level of a module (no lambda, nothing defined in a notebook or a script)"
-        )
-    return f"{module}:{name}"
+    with contextlib.suppress(ValueError):
+        if module != "__main__" and find_worker(f"{module}:{name}") is worker:
+            return f"{module}:{name}"
+    raise ValueError(
+        f"worker {worker!r} cannot be started: a fresh process has to import it by name; allowed: a "
+        "function at the top level of a module (no lambda, nothing defined in a notebook or a script)"
+    )
 
 
 @contextlib.contextmanager
