@@ -1,0 +1,121 @@
+"""What each way to shard holds and sends, against the formulas of the paper and against real training."""
+
+import pandas as pd
+import pytest
+
+from cs336_systems.accounting import sharding_costs
+from cs336_systems.accounting.flops import parameter_count
+from cs336_systems.bench import benchmark_sharding
+from cs336_systems.configs import ModelConfig, model_size
+from cs336_systems.model import build_model
+from cs336_systems.names import SHARDINGS
+
+XL = model_size("xl", 2025)
+FSDP = [name for name, way in SHARDINGS.items() if "parameters" in way.shards]
+
+
+@pytest.fixture(scope="module")
+def measured():
+    """Memory and messages of every way on two ranks, by table."""
+    tables = {"sharding_memory": [], "sharding_messages": []}
+    options = {"context_length": 128, "dtypes": ["float32", "bfloat16"], "warmup_steps": 0, "steps": 1}
+    for table, rows in benchmark_sharding(2, backend="gloo", rounds=1, **options):
+        tables.get(table, []).extend(rows)
+    return {table: pd.DataFrame(rows) for table, rows in tables.items()}
+
+
+def test_the_states_that_a_step_ends_with_add_up_as_in_the_paper():
+    """Rajbhandari et al., section 3: parameters, gradients and two moments, here all of them float32."""
+    whole = 4 * parameter_count(XL)
+    for ranks in (2, 8):
+        ended = {
+            name: sum(
+                size
+                for category, size in sharding_costs.held_bytes(XL, name, ranks, 4, 512)["after step"].items()
+                if category != "rest"
+            )
+            for name in SHARDINGS
+        }
+        assert ended["ddp"] == pytest.approx(4 * whole, rel=1e-3)
+        assert ended["zero"] == ended["sharded"] == pytest.approx(2 * whole + 2 * whole / ranks, rel=1e-3)
+        for name in FSDP:
+            assert ended[name] == pytest.approx(4 * whole / ranks, rel=1e-3)
+
+
+def test_the_step_sends_what_the_paper_says():
+    """Section 7: stage 3 sends 1.5 times what data parallelism does. So does stage 1 after an all-reduce."""
+    whole = 4 * parameter_count(XL)
+    for ranks in (2, 8):
+        around = (ranks - 1) / ranks
+        sent = {name: sharding_costs.sent_bytes(XL, name, ranks) for name in SHARDINGS}
+        assert sent["ddp"] == {"all_reduce": 2 * around * whole}
+        assert sent["zero"] == {"all_reduce": 2 * around * whole, "broadcast": around * whole}
+        for name in FSDP:
+            assert sum(sent[name].values()) == pytest.approx(3 * around * whole, rel=0.02)
+            half = sharding_costs.sent_bytes(XL, name, ranks, "bfloat16")
+            assert sum(half.values()) == pytest.approx(1.5 * around * whole, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", SHARDINGS)
+def test_memory_is_what_two_ranks_hold(measured, way, dtype):
+    rows = measured["sharding_memory"].query("implementation == @way and dtype == @dtype")
+    assert list(rows["moment"].unique()) == list(sharding_costs.MOMENTS)
+    owned = rows[(rows["category"] != "rest") & (rows["moment"] != "peak")]
+    assert owned["predicted_mib"].to_numpy() == pytest.approx(owned["size_mib"].to_numpy(), rel=2e-3)
+    peak = rows.query("moment == 'peak'")
+    # Gloo keeps a message's tensors longer than NCCL does.
+    within = 0.06 if way.startswith("fsdp_") and dtype == "bfloat16" else 2e-3
+    assert peak["predicted_mib"].sum() == pytest.approx(peak["size_mib"].sum(), rel=within)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("way", SHARDINGS)
+def test_messages_are_what_two_ranks_send(measured, way, dtype):
+    rows = measured["sharding_messages"].query("implementation == @way and dtype == @dtype")
+    assert set(rows["collective"]) >= set(SHARDINGS[way].sends)
+    assert rows["predicted_sent_mb"].to_numpy() == pytest.approx(
+        rows["sent_mb"].to_numpy(), rel=5e-3, abs=1e-4
+    )
+
+
+def test_the_peak_of_a_small_batch_is_where_gradients_are_complete():
+    """Few tokens and many layers: then activations hardly count, and backward ends at the peak."""
+    deep = ModelConfig("deep", 2025, 64, 192, 24, 4, vocab_size=64)
+    held = sharding_costs.held_bytes(deep, "fsdp_block", 2, 1, 8)
+    assert held["peak"]["gradients"] > 0.9 * held["after step"]["gradients"]
+    assert sharding_costs.held_bytes(XL, "fsdp_block", 2, 4, 512)["peak"]["gradients"] < 2**27
+
+
+@pytest.mark.parametrize("way", FSDP)
+def test_units_are_gathered_in_the_order_of_the_model(way):
+    """Every weight once in forward, and what does not stay once more in backward."""
+    config = model_size("tiny")
+    units = sharding_costs.gathered_units(config, way)
+    modules = dict(build_model(config, 8, device="meta").named_modules())
+    assert set(units["forward"]) <= set(modules)
+    order = [[*modules].index(name) for name in units["forward"] if not name.startswith("layers.0.ffn")]
+    assert [name for name in units["forward"] if name.startswith("layers")]
+    assert units["backward"] == {
+        name: size for name, size in reversed(units["forward"].items()) if name in units["backward"]
+    }
+    if SHARDINGS[way].unit == "block":
+        assert order == sorted(order)
+    sent = sharding_costs.sent_bytes(config, way, 2)
+    gathered = sum(sum(of_pass.values()) for of_pass in units.values())
+    assert sent["all_gather"] == pytest.approx(gathered / 2, rel=1e-3)
+    assert sharding_costs.gathered_units(config, "ddp") == {"forward": {}, "backward": {}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ddp2", 2, 1, 8), "implementation 'ddp2' is unknown; allowed: ddp, zero"),
+        (("ddp", 0, 1, 8), "world_size must be a positive integer"),
+        (("ddp", 2, 0, 8), "batch_size must be a positive integer"),
+        (("ddp", 2, 1, 8, "float8"), "float32"),
+    ],
+)
+def test_it_refuses_what_is_none(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        sharding_costs.held_bytes(XL, *arguments)
