@@ -79,7 +79,7 @@ def test_a_failure_ends_all_and_names_its_cause(how, expected, nothing_left):
 
 
 @pytest.mark.parametrize(
-    ("backend", "timeout_s"), [("gloo", 12), pytest.param("nccl", 25, marks=pytest.mark.gpu(2))]
+    ("backend", "timeout_s"), [("gloo", 20), pytest.param("nccl", 25, marks=pytest.mark.gpu(2))]
 )
 def test_a_hang_ends_with_the_stack_of_every_worker(backend, timeout_s, nothing_left, capsys):
     with pytest.raises(WorkerError, match=f"not done within {timeout_s} s") as caught:
