@@ -17,6 +17,7 @@ _MODULES = {
         "check_mask",
         "check_visit",
     ),
+    "fsdp_checks": ("check_fsdp",),
     "ring_checks": ("check_ring", "run_ring"),
     "sharded_optimizer_checks": ("check_sharded_optimizer",),
     "steps": ("step",),

@@ -89,19 +89,56 @@ class _WatchedWork:
         self.waited_for = True
         return getattr(self._work, name)
 
+    def wait(self, *args: Any) -> Any:
+        self.waited_for = True
+        work, self._work = self._work, _Done()  # which does not keep the tensors alive
+        return work.wait(*args)
+
+
+class _Done:
+    """The handle of a message that has been waited for."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+# Of one message: the function's name, its arguments, and the handle that it returned, if it did.
+Observer = Callable[[str, tuple, dict, "_WatchedWork | None"], None]
+_observers: list[Observer] = []
+
+
+@contextlib.contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """In a case: the observer is told each message that the candidate has started."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
 
 @contextlib.contextmanager
 def _watched_messages() -> Iterator[list[_WatchedWork]]:
     """Record the asynchronous messages started inside."""
     works: list[_WatchedWork] = []
+    calls: list[str] = []  # under way: an old name of a function calls the new one
 
     def watched(name: str, original: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> _WatchedWork | None:
-            work = original(*args, **kwargs)
-            if work is None or isinstance(work, _WatchedWork):  # an old name of a function calls the new one
-                return work
-            works.append(_WatchedWork(name, work))
-            return works[-1]
+            calls.append(name)
+            try:
+                work = original(*args, **kwargs)
+            finally:
+                calls.pop()
+            if work is not None and not isinstance(work, _WatchedWork):
+                work = _WatchedWork(name, work)
+                works.append(work)
+            for observer in [] if calls else _observers:
+                observer(name, args, kwargs, work)
+            return work
 
         return call
 

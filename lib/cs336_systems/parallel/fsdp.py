@@ -50,7 +50,7 @@ class FSDP(DataParallel):
         shard_types: modules whose parameters are sharded: classes, or names of classes, which are ours,
             PyTorch's and the course's alike.
         unit_types: modules that are gathered as one, likewise; () gathers each weight on its own.
-        prefetch: how many units are gathered ahead of use, 0, 1 or 2.
+        prefetch: how many units are gathered ahead of use, 0, 1 or 2; of larger units, in backward at most 1.
 
     Raises:
         RuntimeError: there is no process group.
@@ -81,6 +81,8 @@ class FSDP(DataParallel):
         self._indices = {parameter: index for index, parameter in enumerate(self._trainable)}
         sharded = {weight.parameter for unit in self._units for weight in unit.weights}
         self._replicated = [n for n, parameter in enumerate(self._trainable) if parameter not in sharded]
+        # In backward, gradients take the memory of the second block ahead, and it computes for longer.
+        self._ahead_in_backward = min(prefetch, 1) if self._unit_types else prefetch
         self._gathered: dict[Unit, None] = {}
         self._reductions: deque[Reduction] = deque()
         self._order: list[Unit] = []  # in which forward uses them
@@ -201,7 +203,7 @@ class FSDP(DataParallel):
         if unit.is_in_backward and unit.is_gathered:
             return
         self._announce_end()
-        self._collect(unit, self._order[max(position - self._ahead, 0) : position][::-1])
+        self._collect(unit, self._order[max(position - self._ahead_in_backward, 0) : position][::-1])
         unit.is_in_backward = True
 
     def _collect(self, unit: Unit, following: Sequence[Unit]) -> None:
@@ -235,11 +237,11 @@ class FSDP(DataParallel):
                 self._unused.discard(self._indices[weight.parameter])
             elif weight.parameter.grad is None:
                 self._unused.add(self._indices[weight.parameter])
-        self._wait_for_reductions()  # or whole gradients would pile up
+        self._wait_for_reductions(max(self._ahead_in_backward, 1) - 1)  # or whole gradients would pile up
         self._reductions.append(unit.start_reduction())
 
-    def _wait_for_reductions(self) -> None:
-        while self._reductions:
+    def _wait_for_reductions(self, leave: int = 0) -> None:
+        while len(self._reductions) > leave:
             self._reductions.popleft().wait()
 
     def _announce_end(self) -> None:

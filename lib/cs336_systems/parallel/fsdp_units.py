@@ -10,10 +10,10 @@ another, and each is gathered right into its place there; no message is packed o
     gathered         a: row 0 ... row 3 | b: row 0 ... row 2, padding | c ...
 """
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -35,15 +35,18 @@ class Lane:
     """
 
     def __init__(self, device: torch.device, backend: str):
-        self.stream = torch.cuda.Stream(device, priority=-1) if backend == "nccl" else None
+        self.stream = None
+        if backend == "nccl":
+            self.stream, self._reached = torch.cuda.Stream(device, priority=-1), torch.cuda.Event()
+            self._inside = torch.cuda.stream(self.stream)
 
     def __enter__(self) -> None:
         if self.stream is not None:
-            self.stream.wait_stream(torch.cuda.current_stream())
-            self._inside = torch.cuda.stream(self.stream)
+            self._reached.record()
+            self.stream.wait_event(self._reached)
             self._inside.__enter__()
 
-    def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self.stream is not None:
             self._inside.__exit__(*error)
 
@@ -54,7 +57,8 @@ class Lane:
             return [call(*pair, async_op=True) for pair in zip(outputs, inputs, strict=True)]
         if collective == REDUCE_SCATTER:
             call = partial(call, op=dist.ReduceOp.AVG)  # NCCL divides on the fly
-        with _coalescing_manager():  # all in one kernel
+        # Several in one kernel.
+        with _coalescing_manager() if len(outputs) > 1 else contextlib.nullcontext():
             for pair in zip(outputs, inputs, strict=True):
                 call(*pair)
         return []
@@ -81,7 +85,7 @@ class Unit:
     Attributes:
         weights: in the order of the module's parameters.
         is_gathered: the whole weights have memory, and are there or on their way.
-        is_in_backward: backward has reached the unit and needs it until `complete`.
+        is_in_backward: backward has reached the unit, and is not done with it.
         users: how many forward passes of its modules are under way.
         ready: which weights have a gradient of this backward pass.
     """
@@ -106,37 +110,49 @@ class Unit:
 
     @torch.no_grad()
     def _allocate(self, dtype: torch.dtype | None) -> None:
-        world_size, rank = dist.get_world_size(), dist.get_rank()
         parameters = [weight.parameter for weight in self.weights]
-        first = parameters[0]
+        first, world_size = parameters[0], dist.get_world_size()
         self._dtype = dtype or first.dtype
-        # Each rank's rows padded to the same length, and that to the next multiple of the alignment.
-        rows = [-(-len(parameter) // world_size) for parameter in parameters]
-        self._lengths = [n * parameter[0].numel() for n, parameter in zip(rows, parameters, strict=True)]
-        step = _ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
-        self._cuts = list(chain.from_iterable((n, -n % step) for n in self._lengths))
+        alignment = _ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
+        own = self._cut([parameter.detach() for parameter in parameters], alignment)
         self._shards = torch.zeros(sum(self._cuts), dtype=first.dtype, device=first.device)
         whole = torch.empty(sum(self._cuts) * world_size, dtype=self._dtype, device=first.device)
         self._memory, self._bytes = whole.untyped_storage(), whole.nbytes
         self._places = whole.split([n * world_size for n in self._cuts])[::2]
-        self._own = []  # this rank's rows of each, without padding
-        for weight, place, stretch, n in zip(
-            self.weights, self._places, self._stretches(self._shards), rows, strict=True
-        ):
+        self._own = self._own_rows(self._shards)
+        for weight, place, mine, values in zip(self.weights, self._places, self._own, own, strict=True):
             parameter = weight.parameter
             # .data: what autograd keeps must not notice that the memory is filled again.
             view = place[: parameter.numel()].view(parameter.shape).data
             weight.whole = nn.Parameter(view, requires_grad=parameter.requires_grad)
-            mine = parameter.detach()[rank * n : (rank + 1) * n]
-            self._own.append(stretch[: mine.numel()].view(mine.shape))
-            self._own[-1].copy_(mine)
-            parameter.data = self._own[-1]
+            mine.copy_(values)
+            parameter.data = mine
         self._memory.resize_(0)
         self._addresses = [parameter.data_ptr() for parameter in parameters]
+
+    def _cut(self, wholes: list[Tensor], alignment: int) -> list[Tensor]:
+        """Decide where each weight's shard lies in the buffer; returns this rank's rows of each."""
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        rows = [-(-len(whole) // world_size) for whole in wholes]
+        own = [whole[rank * n : (rank + 1) * n] for n, whole in zip(rows, wholes, strict=True)]
+        self._own_shapes = [mine.shape for mine in own]
+        self._cuts: list[int] = []  # of every shard: its length, and the gap to the next
+        self._own_cuts: list[int] = []  # likewise, but where this rank's rows end
+        for n, whole, mine in zip(rows, wholes, own, strict=True):
+            length = n * math.prod(whole.shape[1:])
+            end = -(-length // alignment) * alignment
+            self._cuts += [length, end - length]
+            self._own_cuts += [mine.numel(), end - mine.numel()]
+        return own
 
     def _stretches(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Of a buffer laid out as that of the shards, the part of each weight with its padding rows."""
         return buffer.split(self._cuts)[::2]
+
+    def _own_rows(self, buffer: Tensor) -> list[Tensor]:
+        """Likewise the part of each weight that this rank holds, in its shape."""
+        parts = buffer.split(self._own_cuts)[::2]
+        return [part.view(shape) for part, shape in zip(parts, self._own_shapes, strict=True)]
 
     def start_gather(self) -> None:
         """Fill the whole weights from the shards of all ranks, beside the computation."""
@@ -254,17 +270,15 @@ class Reduction:
     @torch.no_grad()
     def _hand_over(self) -> None:
         """Let the shards' `.grad` be what was received, or add it to what they have."""
-        unit = self._unit
         if self._received is not self._target:
             self._target.copy_(self._received)
-        stretches = unit._stretches(self._target)
-        for number in unit.trainable:
-            parameter = unit.weights[number].parameter
-            mean = stretches[number][: parameter.numel()].view(parameter.shape)
+        means = self._unit._own_rows(self._target)
+        for number in self._unit.trainable:
+            parameter = self._unit.weights[number].parameter
             if parameter.grad is None:
-                parameter.grad = mean
+                parameter.grad = means[number]
             else:
-                parameter.grad.add_(mean)
+                parameter.grad.add_(means[number])
         self._received = None
 
 

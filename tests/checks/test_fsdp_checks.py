@@ -1,0 +1,72 @@
+"""check_fsdp passes what is right, and names each classic mistake."""
+
+import re
+
+import broken_fsdp
+import cloudpickle
+import pytest
+
+from cs336_systems.checks.fsdp_checks import check_fsdp
+from cs336_systems.parallel import FSDP, launch
+
+# What the sentence about each mistake must name.
+SENTENCES = {
+    "Right": "nothing",
+    "HidesTheModule": "`.module` ",
+    "ForgetsToBroadcast": "'embedding.weight' is not that of rank 0. Broadcast",
+    "GathersInTheWrongOrder": "in the order of the ranks",
+    "NamesNothing": r"gather_full_parameters\(\) has no 'scale': it has module.scale",
+    "KeepsTheWhole": "'embedding.weight' still has 288 of 288 elements; a rank's share is 144",
+    "ShardsTheNormsToo": "'scale' was sharded. Leave",
+    "ForgetsToPutShardsBack": r"after forward, parameters\(\) are not the shards",
+    "DoesNotWaitForGathers": r"'embedding' computes while its weight .* wait\(\)",
+    "LeavesFullGradients": r"gradient of 'embedding.weight' has shape \(24, 12\) and its shard \(12, 12\)",
+    "ForgetsToAverage": "gradient of 'embedding.weight' is the sum over the ranks. Divide",
+    "AveragesTwice": "gradient of 'embedding.weight' is averaged twice",
+    "ForgetsTheNorms": "gradient of 'scale' is still this rank's own",
+    "KeepsItsOwnRows": "gradient of 'embedding.weight' is not the mean",
+    "ForgetsToWaitForReductions": r"left \d+ of \d+ reduce-scatter.* possibly under way",
+    "AllReduces": "whole gradient of 'head.weight' went through all_reduce",
+    "NeverGathersAgain": "from before the optimizer's step. Gather from the shards as they are now",
+    "KeepsUntilBackward": r"after forward these whole weights .*resize_\(0\)",
+    "ForgetsToFreeInBackward": "after backward these whole weights still have memory: wide.weight",
+    "NoPrefetch": "all-gather of 'up' starts only when its layer begins",
+    "WaitsAtOnce": "all-gather of 'embedding' is waited for where it starts",
+    "GathersEverythingFirst": "'down' is gathered before .* two layers ahead",
+    "PrefetchesOnlyForward": "in backward the all-gather of 'embedding' starts only",
+    "SendsFloat32": "'embedding' is gathered in torch.float32. Cast",
+    "LeavesLowGradients": "gradient of 'embedding.weight' is torch.bfloat16 and its shard torch.float32",
+    "CastsOnce": "Cast the shard anew for every gather",
+    "RoundsItsShards": "'embedding' is kept in torch.bfloat16, where small updates are lost",
+    "LowShards": "the shard of 'embedding.weight' is torch.bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def failures():
+    """All wrong classes in one launch."""
+    cloudpickle.register_pickle_by_value(broken_fsdp)  # as if defined in a notebook
+    classes = {name: cloudpickle.dumps(getattr(broken_fsdp, name)) for name in SENTENCES}
+    cloudpickle.unregister_pickle_by_value(broken_fsdp)
+    return launch(broken_fsdp.check_each, 2, classes, backend="gloo", timeout_s=200)[0]
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_each_mistake_is_named(failures, name):
+    assert re.search(SENTENCES[name], " ".join(failures[name]) or "nothing")
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}])
+def test_ours_passes_where_most_is_asked(options, capsys):
+    check_fsdp(FSDP, world_size=3, thorough=True, **options)
+    shown = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("✓ ") for line in shown[:-1])
+    assert shown[-1] == "FSDP: 12 cases right on 3 ranks"
+
+
+def test_parts_can_be_asked_for():
+    check_fsdp(broken_fsdp.NoPrefetch, only=("shards", "forward"))
+    with pytest.raises(AssertionError, match="NoPrefetch, rank 0, 1: the all-gather of 'up'"):
+        check_fsdp(broken_fsdp.NoPrefetch, only=("prefetch",))
+    with pytest.raises(ValueError, match="'speed' is unknown; allowed: shards, forward"):
+        check_fsdp(broken_fsdp.Right, only=("speed",))
