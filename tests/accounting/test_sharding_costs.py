@@ -87,6 +87,21 @@ def test_the_peak_of_a_small_batch_is_where_gradients_are_complete():
     assert sharding_costs.held_bytes(XL, "fsdp_block", 2, 4, 512)["peak"]["gradients"] < 2**27
 
 
+def test_the_peaks_are_those_of_two_h200s():
+    """GiB that PyTorch's allocator reported, its rounding included: xl with four sequences of 512 a rank."""
+    seen = {
+        ("float32", "ddp", 2025): 47.99,
+        ("float32", "fsdp2", 2025): 29.54,
+        ("float32", "fsdp_block", 2026): 39.45,
+        ("bfloat16", "ddp", 2026): 69.49,
+        ("bfloat16", "fsdp2", 2026): 30.83,
+        ("bfloat16", "fsdp_weight", 2025): 22.21,
+    }
+    for (dtype, way, edition), peak_gib in seen.items():
+        held = sharding_costs.held_bytes(model_size("xl", edition), way, 2, 4, 512, dtype)
+        assert sum(held["peak"].values()) / 2**30 == pytest.approx(peak_gib, rel=0.02)
+
+
 @pytest.mark.parametrize("way", FSDP)
 def test_units_are_gathered_in_the_order_of_the_model(way):
     """Every weight once in forward, and what does not stay once more in backward."""

@@ -20,6 +20,7 @@ class Elements:
         dtype: of 16 bits, autocast to it; with `casts`, weights that are cast before they are used: then the
             residual stream is of 16 bits too, and nothing is copied to be multiplied.
         fused_attention: attention keeps its output and one number a row instead of scores.
+        heads_last: and lays its output out as the next projection reads it, so that needs no copy.
 
     Raises:
         ValueError: B or T is no positive integer, or the dtype is unknown.
@@ -34,6 +35,7 @@ class Elements:
         *,
         casts: bool = False,
         fused_attention: bool = False,
+        heads_last: bool = False,
     ):
         check_positive_integers(batch_size=batch_size, context_length=context_length)
         self.config, self.layers = config, config.num_layers
@@ -41,7 +43,7 @@ class Elements:
         # Bytes of an element in a copy that autocast makes: none in float32, where it makes no copies.
         self.copy_width = self.width if self.width < FLOAT32_BYTES and not casts else 0
         self.stream_width = self.width if casts else FLOAT32_BYTES  # of the residual stream
-        self.fused_attention = fused_attention
+        self.fused_attention, self.heads_last = fused_attention, heads_last
         self.tokens = batch_size * context_length
         self.stream = self.tokens * config.d_model  # residual stream, and all as wide as the model: B T D
         self.hidden = self.tokens * config.d_ff  # every activation inside the feed-forward layer: B T F

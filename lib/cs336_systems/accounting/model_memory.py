@@ -60,7 +60,7 @@ def saved_by_block(n: Elements) -> dict[str, int]:
         "q, k, v projection input": n.width * n.stream * (3 if autocast else 1),
         "q, k, v": n.width * 3 * n.stream,
         **(fused if n.fused_attention else plain),
-        "output projection input": n.width * n.stream,
+        "output projection input": n.width * n.stream * (not n.heads_last),
         "ln2 input": FLOAT32_BYTES * n.stream,
         "ln2 1/rms": FLOAT32_BYTES * n.tokens,
         "ln2 normalised": FLOAT32_BYTES * n.stream,

@@ -83,6 +83,7 @@ def held_bytes(
     batch_size: int,
     context_length: int,
     dtype: str = "float32",
+    device: str = "cuda",
 ) -> dict[str, dict[str, float]]:
     """Bytes that a rank holds at each of MOMENTS, in each of CATEGORIES; attention and AdamW are fused.
 
@@ -91,6 +92,7 @@ def held_bytes(
 
     Args:
         batch_size: sequences of this rank.
+        device: "cuda", whose float32 attention lays its output out as the next projection reads it, or "cpu".
 
     Raises:
         ValueError: a name is unknown, or a number is not above 0.
@@ -107,7 +109,9 @@ def held_bytes(
         "optimizer state": 2 * share["optimizer state"],
         "rest": tokens,
     }
-    n = Elements(config, batch_size, context_length, dtype, casts=entry.casts, fused_attention=True)
+    heads_last = device == "cuda" and dtype_bytes(dtype) == FLOAT32_BYTES
+    kernels = {"casts": entry.casts, "fused_attention": True, "heads_last": heads_last}
+    n = Elements(config, batch_size, context_length, dtype, **kernels)
     moments = peak_moments(n, entry, world_size).values()
     gradients, rest = max(moments, key=sum)
     nothing = {"gradients": 0.0, "optimizer state": 0.0}

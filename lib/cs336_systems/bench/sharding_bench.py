@@ -328,9 +328,8 @@ def _memory_rows(
     dist.all_gather_object(everyone, held)
     fullest = max(everyone, key=lambda held: sum(held["peak"].values()))
     config, share = find_size(key["model_size"], key["edition"]), key["batch_size"] // context.world_size
-    predicted = sharding_costs.held_bytes(
-        config, key["implementation"], context.world_size, share, key["context_length"], key["dtype"]
-    )
+    batch = (share, key["context_length"], key["dtype"], context.device.type)
+    predicted = sharding_costs.held_bytes(config, key["implementation"], context.world_size, *batch)
     without_warmup = {name: value for name, value in key.items() if name not in ("pass", "warmup_steps")}
     rows = [
         {
