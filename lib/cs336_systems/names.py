@@ -121,11 +121,12 @@ class Sharding(Named):
 
     wrapper: "package.module:name", called as wrapper(module, **options), where it `casts` with compute_dtype.
     optimizer: called as optimizer(parameters, optimizer class, **settings); "" is the class itself.
+    is_for_optimizer: the wrapper is called as wrapper(module, optimizer, **options).
     sends: collectives in which all parameters or all gradients travel in a step.
     shards: what a rank holds only its share of, of SHARDED.
     casts: the wrapper itself computes in 16 bits; without, the forward runs under autocast.
     unit: what is gathered at once, of UNITS; "" where nothing is.
-    ahead: how many units are gathered ahead of use.
+    ahead: how many units are gathered ahead of use in backward.
     copies: a message is gathered into a buffer, and copied from there to the weights.
     replicates, stays: parts of the parameters, in the words of accounting.parameter_breakdown, that are not
         sharded after all; and that stay gathered from forward to backward.
@@ -133,6 +134,7 @@ class Sharding(Named):
 
     wrapper: str
     optimizer: str = ""
+    is_for_optimizer: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     sends: tuple[str, ...] = ()
     shards: tuple[str, ...] = ()
@@ -151,10 +153,10 @@ _ZERO = _BUCKETED | {"shards": ("optimizer state",)}
 _FSDP = {"shards": SHARDED, "casts": True, "sends": ("all_gather", "reduce_scatter")}
 _OURS = _FSDP | {
     "wrapper": "cs336_systems.parallel.fsdp:FSDP",
-    "ahead": 2,
     "replicates": ("norms",),
     "stays": ("lm_head",),
 }
+_SHARDED = "cs336_systems.parallel.sharded_optimizer:ShardedOptimizer"
 _ADAPTERS = "cs336_systems.parallel.adapters"
 SHARDINGS: dict[str, Sharding] = {
     "ddp": Sharding("DDP", BLUE, **_BUCKETED, sends=("all_reduce",)),
@@ -166,11 +168,16 @@ SHARDINGS: dict[str, Sharding] = {
         sends=("all_reduce", "broadcast"),
     ),
     "sharded": Sharding(
-        "ShardedOptimizer",
-        ORANGE,
-        **_ZERO,
-        optimizer="cs336_systems.parallel.sharded_optimizer:ShardedOptimizer",
-        sends=("all_reduce", "all_gather"),
+        "ShardedOptimizer", ORANGE, **_ZERO, optimizer=_SHARDED, sends=("all_reduce", "all_gather")
+    ),
+    "sharded_scatter": Sharding(
+        "ShardedOptimizer, reduce-scatter",
+        VERMILLION,
+        "cs336_systems.parallel.reduce_scatter_ddp:ReduceScatterDDP",
+        _SHARDED,
+        is_for_optimizer=True,
+        shards=("optimizer state",),
+        sends=("reduce_scatter", "all_gather"),
     ),
     "fsdp2": Sharding(
         "FSDP2",
@@ -182,9 +189,14 @@ SHARDINGS: dict[str, Sharding] = {
         copies=True,
         stays=("token_embeddings", "norms", "lm_head"),
     ),
-    "fsdp_weight": Sharding("FSDP by weight", SKY, **_OURS, unit="weight"),
+    "fsdp_weight": Sharding("FSDP by weight", SKY, **_OURS, unit="weight", ahead=2),
     "fsdp_block": Sharding(
-        "FSDP by block", GREEN, **_OURS, options=(("unit_types", ("TransformerBlock",)),), unit="block"
+        "FSDP by block",
+        GREEN,
+        **_OURS,
+        options=(("unit_types", ("TransformerBlock",)),),
+        unit="block",
+        ahead=1,
     ),
 }
 

@@ -191,9 +191,13 @@ class ShardedSteps(DataParallelSteps):
         options = dict(way.options)
         if way.casts and names.DTYPES[key["dtype"]].bytes < 4:
             options["compute_dtype"] = names.torch_dtype(key["dtype"])
-        self.model = names.load(way.wrapper)(model, **options)
-        wrap = names.load(way.optimizer) if way.optimizer else _unsharded
-        self.optimizer = wrap(self.model.parameters(), AdamW, fused=True)
+        wrap, make = names.load(way.wrapper), names.load(way.optimizer) if way.optimizer else _unsharded
+        if way.is_for_optimizer:
+            self.optimizer = make(model.parameters(), AdamW, fused=True)
+            self.model = wrap(model, self.optimizer, **options)
+        else:
+            self.model = wrap(model, **options)
+            self.optimizer = make(self.model.parameters(), AdamW, fused=True)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Of every tensor what this rank has."""
