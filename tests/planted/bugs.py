@@ -222,7 +222,7 @@ BUGS = [
         '            with annotate("measure"):\n                step(*argument)\n                _synchronize(device)',
         '            with annotate("measure"):\n                argument = () if before is None else (before(),)\n                step(*argument)\n                _synchronize(device)'),
     Bug("the first step is recorded, while the optimizer's state is being made", "bench/memory_bench.py", "bench/test_memory_bench.py",
-        "    step() if prepare is None else step(prepare())\n",
+        "        step() if prepare is None else step(prepare())\n",
         ""),
     Bug("half blocks count as blocks that run again", "bench/checkpointing_bench.py", "bench/test_memory_bench.py",
         "recomputed(plan) * num_layers // parts",
