@@ -8,7 +8,7 @@ autograd really saves, and against the storages alive during a step.
 from importlib import import_module
 from typing import Any
 
-from cs336_systems.accounting import checkpoint_costs
+from cs336_systems.accounting import checkpoint_costs, sharding_costs
 from cs336_systems.accounting.attention_costs import (
     attention_flops,
     attention_part_bytes,
@@ -69,7 +69,7 @@ __all__ = [
     "fit_alpha_beta", "flash_bytes", "flash_flops", "flash_scores", "flops_breakdown", "forward_flops",
     "gradient_bytes", "hardware", "hardware_names", "head_activation_breakdown", "optimizer_bytes",
     "optimizer_flops", "parameter_breakdown", "parameter_bytes", "parameter_count", "peak_bytes",
-    "peak_moments", "ring_seconds", "roofline_seconds", "run_tasks", "scaling", "spans", "step_flops",
+    "peak_moments", "ring_seconds", "roofline_seconds", "run_tasks", "scaling", "sharding_costs", "spans", "step_flops",
     "torch_bucket_bytes", "utilisation",
 ]
 
