@@ -316,12 +316,16 @@ class SendsFloat32(Right):
         whole = torch.empty_like(weight.buffer, dtype=torch.float32)
         work = all_gather(whole, weight.shard.detach(), async_op=True)
 
-        class Cast:
-            def wait(self):
-                work.wait()
-                weight.buffer.copy_(whole)
+        return CastOnArrival(work, whole, weight.buffer)
 
-        return Cast()
+
+class CastOnArrival:
+    def __init__(self, work, whole, buffer):
+        self.work, self.whole, self.buffer = work, whole, buffer
+
+    def wait(self):
+        self.work.wait()
+        self.buffer.copy_(self.whole)
 
 
 class LeavesLowGradients(Right):

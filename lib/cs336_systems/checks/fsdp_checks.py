@@ -22,6 +22,7 @@ ENDING = "finish_gradient_synchronization()"
 _STEPS = 4
 _SHARE = 3  # samples of one rank in one backward pass
 _VOCABULARY = 24
+_ALLOWED = 4  # whole weights at once: the one in use, two ahead of it, and the one before, about to be freed
 
 
 def check_fsdp(
@@ -331,6 +332,8 @@ class _Held:
         if name.removesuffix(".weight") in LAYERS:
             storage = tensor.untyped_storage()
             self.seen[storage._cdata] = name, StorageWeakRef(storage)
+        if len(self.names()) > max(self.most, _ALLOWED):
+            gc.collect()  # what only a cycle of Python's keeps is no fault
         self.most = max(self.most, len(self.names()))
         return tensor
 
@@ -381,7 +384,7 @@ def _frees(context: WorkerContext, wrap: Wrap) -> str | None:
                     f"after backward these whole weights still have memory: {', '.join(kept)}. Free each "
                     "once its gradient is there."
                 )
-    if held.most > 4 and not problem:
+    if held.most > _ALLOWED and not problem:
         return f"{held.most} whole weights have memory at once; allowed: the one in use and two ahead of it."
     return problem
 
