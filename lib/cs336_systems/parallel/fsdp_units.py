@@ -84,6 +84,7 @@ class Unit:
 
     Attributes:
         weights: in the order of the module's parameters.
+        nbytes: of the whole weights, with padding, while they are gathered.
         is_gathered: the whole weights have memory, and are there or on their way.
         is_in_backward: backward has reached the unit, and is not done with it.
         users: how many forward passes of its modules are under way.
@@ -117,7 +118,7 @@ class Unit:
         own = self._cut([parameter.detach() for parameter in parameters], alignment)
         self._shards = torch.zeros(sum(self._cuts), dtype=first.dtype, device=first.device)
         whole = torch.empty(sum(self._cuts) * world_size, dtype=self._dtype, device=first.device)
-        self._memory, self._bytes = whole.untyped_storage(), whole.nbytes
+        self._memory, self.nbytes = whole.untyped_storage(), whole.nbytes
         self._places = whole.split([n * world_size for n in self._cuts])[::2]
         self._own = self._own_rows(self._shards)
         for weight, place, mine, values in zip(self.weights, self._places, self._own, own, strict=True):
@@ -159,7 +160,7 @@ class Unit:
         self._take_back_replaced_data()
         self.is_gathered = True
         # Memory of the computation's own stream: it returns there when it is freed.
-        self._memory.resize_(self._bytes)
+        self._memory.resize_(self.nbytes)
         with self._gather_lane:
             shards = self._shards.to(self._dtype)
             self._gathering = self._gather_lane.send(ALL_GATHER, self._places, self._stretches(shards))
