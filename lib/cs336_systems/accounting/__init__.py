@@ -69,8 +69,8 @@ __all__ = [
     "fit_alpha_beta", "flash_bytes", "flash_flops", "flash_scores", "flops_breakdown", "forward_flops",
     "gradient_bytes", "hardware", "hardware_names", "head_activation_breakdown", "optimizer_bytes",
     "optimizer_flops", "parameter_breakdown", "parameter_bytes", "parameter_count", "peak_bytes",
-    "peak_moments", "ring_seconds", "roofline_seconds", "run_tasks", "scaling", "sharding_costs", "spans", "step_flops",
-    "torch_bucket_bytes", "utilisation",
+    "peak_moments", "ring_seconds", "roofline_seconds", "run_tasks", "scaling", "sharding_costs", "spans",
+    "step_flops", "torch_bucket_bytes", "utilisation",
 ]
 
 
