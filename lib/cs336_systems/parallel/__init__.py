@@ -5,7 +5,7 @@ from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, Nai
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.launch import WorkerError, launch, stream
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes, fill_buckets
-from cs336_systems.parallel.reduce_scatter_ddp import ReduceScatterDDP
+from cs336_systems.parallel.reduce_scatter_ddp import ReduceScatterDDP, ReduceScatterMean
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import deal_tensors, segment_bytes, shard_bytes
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU
@@ -20,6 +20,7 @@ __all__ = [
     "NaiveDDP",
     "OverlappedDDP",
     "ReduceScatterDDP",
+    "ReduceScatterMean",
     "ShardedOptimizer",
     "TensorParallelSwiGLU",
     "TorchDDP",
