@@ -1,6 +1,7 @@
 """Workers for test_sharded_optimizer.py. Each asserts on every rank what it says in its docstring."""
 
 import copy
+import os
 import re
 from functools import partial
 from unittest import mock
@@ -352,6 +353,9 @@ def refusals(context):
         optimizer.load_state_dict(optimizer.state_dict() | {"shard": [other, context.world_size]})
     with pytest.raises(ValueError, match="parameter group"):
         optimizer.load_state_dict(AdamW(weights[:2]).state_dict())
+    weights[0].data = weights[0].data.clone()
+    with pytest.raises(RuntimeError, match="no longer where the optimizer has put it"):
+        optimizer.step()
     with pytest.raises(ValueError, match="has no owner"):
         ReduceScatterDDP(nn.Linear(2, 2), optimizer)
 
@@ -397,6 +401,7 @@ ANY += [refusals, shard_of_its_own]
 def run_all(context, start=None, end=None):
     """One launch for all of them: starting processes takes longer than the checks."""
     torch.set_default_device(context.device)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS needs to be deterministic
     torch.use_deterministic_algorithms(True)
     for worker in ANY:
         print(worker.__name__)

@@ -85,6 +85,7 @@ class ShardedOptimizer(Optimizer):
         self._owner: dict[Tensor, int] = {}
         self._buckets: list[_Bucket] = []
         self._frozen: list[Tensor] = []
+        self._places: dict[Tensor, int] = {}  # the address of each parameter in its bucket
         self.param_groups = []
 
         def make() -> list[Segments]:
@@ -123,10 +124,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if any(parameter.grad is not None for parameter in self._frozen):
-            raise RuntimeError(
-                "a parameter that was frozen when given has a gradient; unfreeze, then give it"
-            )
+        self._check_places()
         updated: dict[int, dict[str, Any]] = {}
         messages, all_gather = [], getattr(dist, ALL_GATHER)
         for memory, shard in self._buckets:
@@ -268,6 +266,18 @@ class ShardedOptimizer(Optimizer):
         trainable = [p for group in groups for p in group["params"] if p.requires_grad]
         return deal_tensors(trainable, self._world_size, self._bucket_size_mb)
 
+    def _check_places(self) -> None:
+        """Refuse what has been changed behind the optimizer's back, as it would go wrong in silence."""
+        if any(parameter.grad is not None for parameter in self._frozen):
+            raise RuntimeError(
+                "a parameter that was frozen when given has a gradient; allowed: unfrozen before it is given"
+            )
+        if any(parameter.data_ptr() != place for parameter, place in self._places.items()):
+            raise RuntimeError(
+                "a parameter is no longer where the optimizer has put it; allowed: module.to(...) and "
+                "load_state_dict(assign=True) before the optimizer is made"
+            )
+
     def _own_part(self, group: dict[str, Any], dealt: list[Segments]) -> dict[str, Any]:
         own = {parameter for segments in dealt for parameter in segments[self._rank]}
         return _settings(group) | {"params": [p for p in group["params"] if p in own]}
@@ -280,6 +290,7 @@ class ShardedOptimizer(Optimizer):
             memory = ShardedBucket(segments)
             for parameter, view in memory.views.items():
                 parameter.data = view.copy_(parameter)
+                self._places[parameter] = parameter.data_ptr()
             shard: dict[int, list[Tensor]] = {}
             for parameter in segments[self._rank]:
                 shard.setdefault(number_of[parameter], []).append(parameter)
