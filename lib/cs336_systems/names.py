@@ -171,7 +171,7 @@ SHARDINGS: dict[str, Sharding] = {
         "ShardedOptimizer", ORANGE, **_ZERO, optimizer=_SHARDED, sends=("all_reduce", "all_gather")
     ),
     "sharded_scatter": Sharding(
-        "ShardedOptimizer, reduce-scatter",
+        "ZeRO 1 (paper)",
         VERMILLION,
         "cs336_systems.parallel.reduce_scatter_ddp:ReduceScatterDDP",
         _SHARDED,
