@@ -9,6 +9,7 @@ from typing import Any
 _MODULES = {
     "allocations": ("MemoryHistory", "largest_allocations", "stage_peaks", "timeline", "timeline_of_rows"),
     "distributed_timing": ("one_step_ms", "slowest", "time_together"),
+    "gathers": ("gather_times",),
     "files": ("REPOSITORY_FIGURES", "figures_dir", "find"),
     "machine": ("MachineCard", "load_card", "machine_card"),
     "memory_recording": ("record_memory", "record_snapshot"),
