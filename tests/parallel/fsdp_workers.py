@@ -301,13 +301,15 @@ def stale_weights(context):
     """A forward without a backward, or an optimizer that gives parameters new memory: nothing is stale."""
     wrapped = FSDP(nn.Sequential(Linear(4, 4), Linear(4, 4)))
     inputs = torch.ones(1, 4)
+    wrapped(inputs).sum().backward()
+    wrapped.finish_gradient_synchronization()
     for _ in range(2):
         wrapped(inputs)
-        for parameter in wrapped.parameters():
-            parameter.data = parameter.data * 2
         expected = inputs
         for weight in wrapped.gather_full_parameters().values():
-            expected = expected @ weight.T
+            expected = expected @ (2 * weight).T
+        for parameter in wrapped.parameters():
+            parameter.data = parameter.data * 2
         torch.testing.assert_close(wrapped(inputs), expected)
 
 
