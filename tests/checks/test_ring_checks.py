@@ -83,3 +83,5 @@ def test_what_is_not_written_is_not_wrong():
 def test_messages_are_logged_as_they_were_when_they_left():
     _, sent = run_ring(whole_ring, [torch.full((2,), float(rank)) for rank in range(3)])
     assert [[int(message[0]) for message in log] for log in sent] == [[0, 2], [1, 0], [2, 1]]
+    _, sent = run_ring(usual_ring, [torch.ones(3)] * 3)  # it overwrites what it has sent
+    assert [[int(message) for message in log] for log in sent] == [[1, 2, 3, 3]] * 3
