@@ -12,13 +12,14 @@ from nbformat import NotebookNode
 from cs336_systems.workbook.map import first_cell
 from cs336_systems.workbook.parameters import read_parameters
 from cs336_systems.workbook.problems import PROBLEMS, START
-from cs336_systems.workbook.tidy import HIDE_INPUT, tidy
+from cs336_systems.workbook.tidy import CHECKER, HIDE_INPUT, has_solution, tidy
 
 SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summary", "Exercises")
 NAMES = (START, *(problem.name for problem in PROBLEMS))
 # The heart of a problem, a kernel or a wrapper, is one cell of up to 45 lines; most cells are far shorter.
 MOST_LINES, MEDIAN_LINES, MOST_IMPORTS, MOST_BYTES = 45, 6, 6, 2**20
 _ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w./]+|\bC:\\")
+_MARKER = re.compile(r"\s*### (BEGIN|END) SOLUTION$")
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
 
 
@@ -30,7 +31,7 @@ def problems(notebook: NotebookNode, name: str) -> list[str]:
         name: of its file, without `.ipynb`.
     """
     rules = [_name(name), _execution(notebook), _parameters(notebook), _cells(notebook), _imports(notebook)]
-    rules += [_outputs(notebook), _metadata(notebook)]
+    rules += [_exercises(notebook), _outputs(notebook), _metadata(notebook)]
     if name != START:
         rules += [_title(notebook, name), _sections(notebook), _answers(notebook)]
     return [problem for rule in rules for problem in rule]
@@ -96,7 +97,7 @@ def _cells(notebook: NotebookNode) -> Iterator[str]:
         if not cell.source.strip():
             yield f"code cell {number} is empty"
         if HIDE_INPUT not in cell.metadata.get("tags", []):
-            lengths.append(len(cell.source.splitlines()))
+            lengths.append(len([line for line in cell.source.splitlines() if not _MARKER.match(line)]))
             if lengths[-1] > MOST_LINES:
                 yield f"code cell {number} has {lengths[-1]} lines; allowed: {MOST_LINES}"
     if lengths and statistics.median(lengths) > MEDIAN_LINES:
@@ -138,6 +139,24 @@ def _answers(notebook: NotebookNode) -> Iterator[str]:
                 answering = heading == "Answer"
         elif answering and HIDE_INPUT not in cell.metadata.get("tags", []):
             yield f"cell [{cell.execution_count}] of the answers is not tagged `{HIDE_INPUT}`"
+
+
+def _exercises(notebook: NotebookNode) -> Iterator[str]:
+    """A solution is checked before the next one comes, and committed solutions are right."""
+    unchecked = None
+    for cell in _code(notebook):
+        where, checks = f"cell [{cell.execution_count}]", CHECKER in cell.metadata.get("tags", ())
+        if has_solution(cell):
+            if unchecked:
+                yield f"{unchecked} is a solution without a checker"
+            unchecked = where
+        elif checks:
+            unchecked = None
+            said = "".join(output.get("text", "") for output in cell.outputs)
+            if not said.endswith(": right\n") or "✗" in said:
+                yield f"{where} checks a step and says {said[-60:]!r}; allowed: that it is right"
+    if unchecked:
+        yield f"{unchecked} is a solution without a checker"
 
 
 def _outputs(notebook: NotebookNode) -> Iterator[str]:

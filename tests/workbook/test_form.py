@@ -7,7 +7,7 @@ import pytest
 from nbformat import v4
 from notebook_form import MEDIAN_LINES, MOST_IMPORTS, MOST_LINES, SECTIONS, problems
 
-from cs336_systems.workbook.tidy import HIDE_INPUT, METADATA, tidy
+from cs336_systems.workbook.tidy import CHECKER, HIDE_INPUT, METADATA, tidy
 
 NAME = "12_nsys_profile"
 FIRST = """\
@@ -98,6 +98,14 @@ BROKEN = {
     "an import of a private name": (source("from cs336_systems.report import _x"), "_x"),
     "a private attribute": (source("from cs336_systems import report\nreport._dpi"), "report._dpi"),
     "an answer's code": (set_cell(11, metadata={}), HIDE_INPUT),
+    "a solution without a checker": (
+        source("### BEGIN SOLUTION\nx = 1\n### END SOLUTION"),
+        "without a checker",
+    ),
+    "a checker that is not content": (
+        set_cell(3, metadata={"tags": [CHECKER]}, outputs=[stream("a step: not right\n")]),
+        "not right",
+    ),
     "something left to do": (set_cell(2, source="## Predict\n\nTODO"), "TODO is left"),
     "a path in a cell": (source("open('/home/ada/x')"), "/home/ada/x"),
     "a path in an output": (add_output(stream("/tmp/x.csv")), "/tmp/x.csv"),
