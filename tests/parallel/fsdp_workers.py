@@ -39,6 +39,12 @@ def tiny(seed=0):
     return build_model(model_size("tiny"), LENGTH)
 
 
+def below_7(seed, *shape):
+    """Integers that are the same on all ranks and devices."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randint(7, shape, generator=generator, device="cpu").to(torch.get_default_device())
+
+
 def batch(step, share, world_size):
     generator = torch.Generator("cpu").manual_seed(step)
     shape = (2, share * world_size, LENGTH)
@@ -114,9 +120,7 @@ def compiled(context):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch's compiler looks at .grad of what has none
         for step in range(2):
-            inputs = torch.randn(
-                2, LENGTH, generator=torch.Generator().manual_seed(step)
-            )  # same on all ranks
+            inputs = below_7(step, 2, LENGTH).float()
             for model in (alone, wrapped):
                 model.zero_grad()
                 model(inputs).square().sum().backward()
@@ -168,8 +172,7 @@ def odd_modules(context):
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=step != 2)
             for number in range(1 + step % 3):
-                generator = torch.Generator().manual_seed(10 * step + number)
-                tokens = torch.randint(7, (context.world_size, 4), generator=generator)
+                tokens = below_7(10 * step + number, context.world_size, 4)
                 rarely = number == 1
                 loss(alone(tokens, rarely=rarely), tokens).backward()
                 mine = tokens[context.rank : context.rank + 1]
@@ -398,9 +401,7 @@ def started(seed):
 def train(model, optimizer, seeds):
     for seed in seeds:
         optimizer.zero_grad()
-        tokens = torch.randint(
-            7, (2, 4), generator=torch.Generator().manual_seed(seed)
-        )  # the same everywhere
+        tokens = below_7(seed, 2, 4)
         loss(model(tokens), tokens).backward()
         model.finish_gradient_synchronization()
         optimizer.step()
@@ -511,6 +512,7 @@ TWO_RANKS += [disagreement, refusals, garbage]
 def run_all(context):
     """One launch for all of them: starting processes takes longer than the checks."""
     warnings.simplefilter("error")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # or cuBLAS is not deterministic
     torch.use_deterministic_algorithms(True)
     torch.set_default_device(context.device)
     for worker in ANY_WORLD_SIZE + TWO_RANKS * (context.world_size == 2):
