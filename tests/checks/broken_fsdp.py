@@ -326,6 +326,7 @@ class CastOnArrival:
     def wait(self):
         self.work.wait()
         self.buffer.copy_(self.whole)
+        self.work = self.whole = None  # it holds nothing longer than a right one does
 
 
 class LeavesLowGradients(Right):

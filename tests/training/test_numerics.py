@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from cs336_systems.training import ACCUMULATIONS, Accumulation, autocast_dtypes, binades, layer_norm_stages
@@ -35,7 +35,7 @@ def test_spacing_is_two_to_the_exponent_minus_the_mantissa(dtype, mantissa_bits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@settings(max_examples=40)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.filter_too_much])  # few bits, many ties
 @given(value=st.floats(1e-3, 1), count=st.integers(2, 60))
 def test_binades_predict_the_sum_without_adding(dtype, value, count):
     held = torch.tensor(value, dtype=dtype).double().item()
