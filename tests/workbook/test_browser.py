@@ -1,4 +1,4 @@
-"""A learner in JupyterLab, in a headless browser. Needs `pip install playwright`, and Chromium on the PATH."""
+"""A learner in JupyterLab, in a headless browser. Needs `pip install playwright` and Chromium on the PATH."""
 
 import os
 import re
