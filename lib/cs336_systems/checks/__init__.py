@@ -18,6 +18,7 @@ _MODULES = {
         "check_visit",
     ),
     "fsdp_checks": ("check_fsdp",),
+    "fused_checks": ("FUSED", "check_fused"),
     "ring_checks": ("check_ring", "run_ring"),
     "sharded_optimizer_checks": ("check_sharded_optimizer",),
     "steps": ("step",),

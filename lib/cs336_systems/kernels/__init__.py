@@ -1,12 +1,13 @@
 """Triton kernels other than attention's, and what all kernels need from the machine (runtime).
 
-`kernels.weighted_sum` is imported on first use: it needs triton.
+weighted_sum is the handout's worked example; rms_norm, rotary, swiglu and cross_entropy are the fused kernels
+of a training step. Each is imported on first use: it needs triton.
 """
 
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["weighted_sum"]
+__all__ = ["cross_entropy", "rms_norm", "rotary", "swiglu", "weighted_sum"]
 
 
 def __getattr__(name: str) -> ModuleType:

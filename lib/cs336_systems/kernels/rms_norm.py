@@ -1,0 +1,143 @@
+"""RMSNorm (Zhang and Sennrich 2019) in Triton, forward and backward.
+
+    r[i] = 1 / sqrt(mean_j x[i, j]^2 + eps)     n[i, j] = x[i, j] r[i]     y[i, j] = n[i, j] w[j]
+
+    g[i, j] = dy[i, j] w[j]     dx[i, j] = r[i] (g[i, j] - n[i, j] mean_j(g[i, j] n[i, j]))
+    dw[j] = sum_i dy[i, j] n[i, j]
+
+A row stays in registers from its first use to its last: forward reads x and writes y, backward reads dy and x
+and writes dx, each once. As in `weighted_sum`, each program adds up dw over its own rows, and PyTorch adds up
+those partial sums: no atomic additions, so the same bits every time.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.kernels.runtime import device_context, sm_count
+from cs336_systems.kernels.tensors import as_rows, check_kernel_inputs, stored_dtype
+
+TILE = 4096  # elements of a tile, where a row has no more
+WIDEST = 32_768  # the longest row whose elements fit into the registers of one program
+PROGRAMS_PER_SM = 2  # of the backward, whose programs walk down many rows: 128 registers a thread
+PREFETCHED = 2**16  # bytes of shared memory that the next two tiles of dy and x may take on their way
+
+
+@triton.jit
+def forward_kernel(
+    x_ptr, w_ptr, y_ptr, r_ptr, stride_x, n_rows, d, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """y (n_rows, d) and r (n_rows,). Grid: (row tiles,); a program owns ROWS whole rows."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.arange(0, COLUMNS)[None, :]
+    inside = (rows < n_rows) & (columns < d)
+    x = tl.load(x_ptr + rows * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(w_ptr + columns, mask=columns < d, other=0.0).to(tl.float32)
+    r = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)
+    tl.store(y_ptr + rows * d + columns, (x * r * w).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(r_ptr + rows, r, mask=rows < n_rows)
+
+
+@triton.jit
+def backward_kernel(
+    dy_ptr, x_ptr, w_ptr, r_ptr, dx_ptr, partial_ptr, stride_dy, stride_x, n_rows, d, rows_each,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx (n_rows, d) and a row of partial sums of dw. Grid: (partials,); a program owns rows_each rows.
+
+    With three stages it loads tiles two ahead of use.
+    """
+    part = tl.program_id(0)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    w = tl.load(w_ptr + columns, mask=columns < d, other=0.0).to(tl.float32)
+    partial = tl.zeros([ROWS, COLUMNS], tl.float32)
+    last_row = tl.minimum((part + 1) * rows_each, n_rows)
+    for first in tl.range(part * rows_each, last_row, ROWS, num_stages=STAGES):
+        rows = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        inside = (rows < last_row) & (columns < d)
+        dy = tl.load(dy_ptr + rows * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + rows * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
+        r = tl.load(r_ptr + rows, mask=rows < last_row, other=0.0)
+        n = x * r
+        g = dy * w
+        dx = r * (g - n * (tl.sum(g * n, 1, keep_dims=True) / d))
+        tl.store(dx_ptr + rows * d + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        partial += dy * n
+    total = tl.sum(partial, 0, keep_dims=True)
+    tl.store(partial_ptr + part.to(tl.int64) * d + columns, total, mask=columns < d)
+
+
+def tile(n_rows: int, d: int) -> dict[str, int]:
+    """ROWS, COLUMNS and num_warps: whole rows, no more of them than there are, 16 elements a thread."""
+    columns = triton.next_power_of_2(d)
+    rows = max(1, min(TILE // columns, triton.next_power_of_2(n_rows)))
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 4), 32)}
+
+
+def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y (n, d) and r (n,) in float32, of the rows x (n, d), which may lie apart, and weight (d,)."""
+    n_rows, d = x.shape
+    options = tile(n_rows, d)
+    y = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
+    r = torch.empty(n_rows, dtype=torch.float32, device=x.device)
+    with device_context(x.device):
+        grid = (max(1, triton.cdiv(n_rows, options["ROWS"])),)
+        forward_kernel[grid](x, weight.contiguous(), y, r, x.stride(0), n_rows, d, eps, **options)
+    return y.to(x.dtype), r
+
+
+def backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+    """dx (n, d) and dw (d,) of the rows dy and x (n, d), which may lie apart, weight (d,) and r (n,)."""
+    n_rows, d = x.shape
+    options = tile(n_rows, d)
+    tiles = triton.cdiv(n_rows, options["ROWS"])
+    rows_each = options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * sm_count(x.device))
+    partials = max(1, triton.cdiv(n_rows, max(1, rows_each)))
+    dx = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
+    partial = torch.empty((partials, d), dtype=torch.float32, device=x.device)
+    tile_bytes = options["ROWS"] * options["COLUMNS"] * (dy.element_size() + x.element_size())
+    stages = 3 if 2 * tile_bytes <= PREFETCHED else 1
+    with device_context(x.device):
+        backward_kernel[(partials,)](
+            dy, x, weight.contiguous(), r, dx, partial,
+            dy.stride(0), x.stride(0), n_rows, d, rows_each, STAGES=stages, **options,
+        )  # fmt: skip
+    return dx.to(x.dtype), partial.sum(0).to(weight.dtype)
+
+
+class RMSNormTriton(torch.autograd.Function):
+    """`apply(x, weight, eps)`: see `rms_norm`. Saves x, weight and one float32 number a row."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, r = forward(as_rows(x), weight, eps)
+        ctx.save_for_backward(x, weight, r)
+        return y.reshape(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, weight, r = ctx.saved_tensors
+        dx, dw = backward(as_rows(dy), as_rows(x), weight, r)
+        return dx.reshape(x.shape), dw, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in x's dtype, computed in float32.
+
+    Args:
+        x: (..., d) of float32, bfloat16 or float16, any strides, no rows too.
+        weight: (d,), of one of these dtypes; not always x's.
+
+    Raises:
+        TypeError: another dtype. ValueError: shapes that do not fit, a d that is 0 or over WIDEST, devices.
+    """
+    check_kernel_inputs("x, weight", x, weight)
+    if x.dim() < 1 or weight.shape != x.shape[-1:] or not 1 <= x.shape[-1] <= WIDEST:
+        raise ValueError(
+            f"x, weight have shapes {tuple(x.shape)}, {tuple(weight.shape)}; "
+            f"allowed: (..., d) and (d,), d from 1 to {WIDEST}"
+        )
+    return RMSNormTriton.apply(x, weight, eps)

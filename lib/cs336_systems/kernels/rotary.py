@@ -1,0 +1,101 @@
+"""Rotary embedding (Su et al. 2021) in Triton: backward is the forward of the opposite angle.
+
+    y[2k] = x[2k] cos - x[2k+1] sin     y[2k+1] = x[2k] sin + x[2k+1] cos
+
+Turning a pair keeps its length, so the transposed rotation is the inverse one, and backward needs the two
+tables and nothing of x. A program owns some positions and goes through their heads: it reads a position's
+cosines and sines once, not once a head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.kernels.runtime import device_context
+from cs336_systems.kernels.tensors import check_kernel_inputs, stored_dtype
+
+TILE = 2048  # elements of a tile, where a head has no more
+
+
+@triton.jit
+def rotary_kernel(
+    x_ptr, cos_ptr, sin_ptr, y_ptr,
+    stride_xb, stride_xh, stride_xs, stride_yb, stride_yh, stride_ys, n_heads, sequence, d,
+    INVERSE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """y, shaped as x (batch, n_heads, sequence, d). Grid: (batch * tiles of ROWS positions,)."""
+    tiles = tl.cdiv(sequence, ROWS)
+    batch = (tl.program_id(0) // tiles).to(tl.int64)
+    rows = ((tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    pairs = tl.arange(0, PAIRS)[None, :]
+    known = (rows < sequence) & (pairs < d // 2)
+    cos = tl.load(cos_ptr + rows * (d // 2) + pairs, mask=known, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + rows * (d // 2) + pairs, mask=known, other=0.0).to(tl.float32)
+    if INVERSE:
+        sin = -sin
+    columns = tl.arange(0, 2 * PAIRS)[None, :]
+    inside = (rows < sequence) & (columns < d)
+    x_tile = x_ptr + batch * stride_xb + rows * stride_xs + columns
+    y_tile = y_ptr + batch * stride_yb + rows * stride_ys + columns
+    for _ in tl.range(n_heads):
+        x = tl.load(x_tile, mask=inside, other=0.0).to(tl.float32)
+        even, odd = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
+        turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
+        y = tl.reshape(turned, (ROWS, 2 * PAIRS))
+        tl.store(y_tile, y.to(y_ptr.dtype.element_ty), mask=inside)
+        x_tile += stride_xh
+        y_tile += stride_yh
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """x (..., s, d) turned by the angles of the tables (s or more, d / 2), or back; in x's layout, mostly."""
+    x4 = x[(None,) * (4 - x.dim())] if x.dim() <= 4 else x.flatten(0, -4)
+    if x4.stride(-1) != 1:
+        x4 = x4.contiguous()
+    batch, heads, sequence, d = x4.shape
+    pairs = triton.next_power_of_2(d // 2)
+    rows = max(1, min(TILE // (2 * pairs), triton.next_power_of_2(sequence)))
+    y4 = torch.empty_like(x4, dtype=stored_dtype(x.dtype))
+    if x.numel():
+        with device_context(x.device):
+            rotary_kernel[(batch * triton.cdiv(sequence, rows),)](
+                x4, cos.contiguous(), sin.contiguous(), y4, *x4.stride()[:3], *y4.stride()[:3],
+                heads, sequence, d, INVERSE=inverse, ROWS=rows, PAIRS=pairs, num_warps=4,
+            )  # fmt: skip
+    return y4.to(x.dtype).reshape(x.shape)
+
+
+class RotaryTriton(torch.autograd.Function):
+    """`apply(x, cos, sin)`: see `rotary`. Saves the tables, which are there anyway."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return rotate(x, cos, sin, inverse=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        return rotate(dy, *ctx.saved_tensors, inverse=True), None, None
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pair (x[2k], x[2k+1]) at position p by the angle whose cosine is cos[p, k].
+
+    Args:
+        x: (..., s, d) of float32, bfloat16 or float16; heads that are a view of (b, s, h * d) stay one.
+        cos, sin: (s or more, d / 2), of one of these dtypes; they get no gradient.
+
+    Raises:
+        TypeError: another dtype. ValueError: shapes that do not fit, an odd d, devices.
+    """
+    check_kernel_inputs("x, cos, sin", x, cos, sin)
+    fits = x.dim() >= 2 and x.shape[-1] % 2 == 0 and x.shape[-1] > 0 and cos.shape == sin.shape
+    if not fits or cos.dim() != 2 or cos.shape[1] != x.shape[-1] // 2 or cos.shape[0] < x.shape[-2]:
+        raise ValueError(
+            f"x, cos, sin have shapes {tuple(x.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}; "
+            "allowed: (..., s, d) with an even d, and twice (s or more, d / 2)"
+        )
+    return RotaryTriton.apply(x, cos, sin)

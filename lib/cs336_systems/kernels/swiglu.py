@@ -1,0 +1,90 @@
+"""The gate of SwiGLU (Shazeer 2020) in Triton, forward and backward.
+
+    c = silu(a) b, silu(a) = a s, s = sigmoid(a)     da = dc b s (1 + a (1 - s))     db = dc silu(a)
+
+Forward reads two tensors and writes one, backward reads three and writes two. It computes s again from a, so
+nothing is kept but a and b.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.kernels.runtime import device_context
+from cs336_systems.kernels.tensors import check_kernel_inputs, stored_dtype
+
+BLOCK = 2048  # elements of a program: 16 a thread
+
+
+@triton.jit
+def forward_kernel(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr):
+    """c (n,). Grid: (blocks of BLOCK elements,)."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(c_ptr + i, (a * tl.sigmoid(a) * b).to(c_ptr.dtype.element_ty), mask=i < n)
+
+
+@triton.jit
+def backward_kernel(dc_ptr, a_ptr, b_ptr, da_ptr, db_ptr, n, BLOCK: tl.constexpr):
+    """da and db (n,). Grid: (blocks of BLOCK elements,)."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dc = tl.load(dc_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    a = tl.load(a_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    b = tl.load(b_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    s = tl.sigmoid(a)
+    da = dc * b * s * (1 + a * (1 - s))
+    tl.store(da_ptr + i, da.to(da_ptr.dtype.element_ty), mask=i < n)
+    tl.store(db_ptr + i, (dc * a * s).to(db_ptr.dtype.element_ty), mask=i < n)
+
+
+def forward(a: Tensor, b: Tensor) -> Tensor:
+    """c of a and b, all of one shape; contiguous."""
+    a, b = a.contiguous(), b.contiguous()
+    c = torch.empty_like(a, dtype=stored_dtype(a.dtype))
+    with device_context(a.device):
+        forward_kernel[_grid(a)](a, b, c, a.numel(), BLOCK=BLOCK)
+    return c.to(a.dtype)
+
+
+def backward(dc: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """da and db of dc, a and b, all of one shape; contiguous."""
+    dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
+    da, db = (torch.empty_like(a, dtype=stored_dtype(a.dtype)) for _ in range(2))
+    with device_context(a.device):
+        backward_kernel[_grid(a)](dc, a, b, da, db, a.numel(), BLOCK=BLOCK)
+    return da.to(a.dtype), db.to(a.dtype)
+
+
+def _grid(a: Tensor) -> tuple[int]:
+    return (max(1, triton.cdiv(a.numel(), BLOCK)),)
+
+
+class SwiGLUTriton(torch.autograd.Function):
+    """`apply(a, b)`: see `swiglu`. Saves a and b."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return forward(a, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dc: Tensor):
+        return backward(dc, *ctx.saved_tensors)
+
+
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) * b, of one shape and dtype, computed in float32: float32, bfloat16 or float16, any strides.
+
+    Raises:
+        TypeError: dtypes that differ or are not supported. ValueError: shapes or devices that differ.
+    """
+    check_kernel_inputs("a, b", a, b)
+    if a.dtype != b.dtype:
+        raise TypeError(f"a, b have dtypes {a.dtype}, {b.dtype}; allowed: the same one")
+    if a.shape != b.shape:
+        raise ValueError(f"a, b have shapes {tuple(a.shape)}, {tuple(b.shape)}; allowed: the same one")
+    return SwiGLUTriton.apply(a, b)

@@ -1,0 +1,183 @@
+"""Fused RMSNorm, rotary embedding, SwiGLU: right for every shape, layout and dtype; GPU or interpreter."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cs336_systems.checks import FUSED, check_fused
+
+pytest.importorskip("triton")
+from cs336_systems.kernels import rms_norm as rms_norm_kernels
+from cs336_systems.kernels import rotary as rotary_kernels
+from cs336_systems.kernels.rms_norm import WIDEST, rms_norm
+from cs336_systems.kernels.rotary import rotary
+from cs336_systems.kernels.swiglu import swiglu
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+KERNELS = ["rms_norm", "rotary", "swiglu"]
+FUNCTIONS = dict(zip(KERNELS, (rms_norm, rotary, swiglu), strict=True))
+
+
+@pytest.fixture
+def _poisoned(monkeypatch):
+    """Whatever memory the outputs start from, nothing of it is left: here every new tensor starts as NaN."""
+    empty, empty_like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
+
+
+@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", KERNELS)
+def test_error_at_most_twice_pytorchs(name, dtype):
+    check_fused(name, dtype=dtype)
+
+
+@settings(max_examples=10)
+@given(st.sampled_from(KERNELS), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(2, 40))
+def test_any_shape(name, leading, d):
+    check_fused(name, shapes=[(*leading, 2 * d if name == "rotary" else d)])
+
+
+LAYOUTS = {
+    "columns first": lambda x: x.mT.contiguous().mT,
+    "every second row": lambda x: x.repeat_interleave(2, 0)[::2],
+    "a part of each row": lambda x: torch.cat((x, x + 1), -1)[..., : x.shape[-1]],
+    "every second column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "one element off alignment": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "the same rows everywhere": lambda x: x[:1].expand(x.shape),
+    "no rows": lambda x: x[:0],
+    "one row": lambda x: x[:1, :1, :1],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", KERNELS)
+def test_any_layout(name, layout):
+    """Of the first input and of the gradient that comes in."""
+    x, *others = FUSED[name].make((2, 3, 9, 12), torch.Generator().manual_seed(torch.seed()))
+    x = layout(x.to(DEVICE))
+    others = [y.to(DEVICE) for y in others]
+    if name == "swiglu":
+        others = [others[0].expand(2, 3, 9, 12)[: x.shape[0], : x.shape[1], : x.shape[2]]]
+    given_x = x.detach().requires_grad_()
+    dy = layout(torch.randn(2, 3, 9, 12, device=DEVICE))
+    y, wanted = FUNCTIONS[name](given_x, *others), FUSED[name].plain(given_x, *others)
+    torch.testing.assert_close(y, wanted)
+    (dx,), (wanted_dx,) = (torch.autograd.grad(result, given_x, dy) for result in (y, wanted))
+    torch.testing.assert_close(dx, wanted_dx)
+
+
+def test_heads_in_the_models_layout_are_not_copied(monkeypatch):
+    """q as the model has it, a view of (b, s, h * d); what comes out, of dq too, lies in memory like it."""
+    x, *tables = FUSED["rotary"].make((2, 3, 40, 64), torch.Generator())
+    x = x.transpose(1, 2).contiguous().transpose(1, 2).to(DEVICE).requires_grad_()
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x if x.is_contiguous() else pytest.fail("copy"))
+    y = rotary(x, *(table.to(DEVICE) for table in tables))
+    assert y.stride() == x.stride()
+    (dx,) = torch.autograd.grad(y, x, y.detach())
+    assert dx.stride() == x.stride()
+    torch.testing.assert_close(dx, x.detach())  # turned there and back
+
+
+@pytest.mark.parametrize("d", [20, 5000])
+def test_many_rows_a_program(d, monkeypatch):
+    """RMSNorm's backward walks down several tiles of rows, the last one short; 5000 columns are a tile."""
+    monkeypatch.setattr(rms_norm_kernels, "TILE", 256)
+    n_rows = 8 * 5 + 3 if d == 20 else 5
+    assert rms_norm_kernels.tile(n_rows, d)["ROWS"] == (8 if d == 20 else 1)
+    check_fused("rms_norm", shapes=[(n_rows, d)])
+    monkeypatch.setattr(rms_norm_kernels, "sm_count", lambda device: 100)  # more programs than tiles
+    check_fused("rms_norm", shapes=[(n_rows, d)])
+
+
+def test_several_tiles_of_positions(monkeypatch):
+    monkeypatch.setattr(rotary_kernels, "TILE", 64)
+    check_fused("rotary", shapes=[(2, 3, 9, 20)])
+
+
+def test_same_bits_every_time():
+    x, weight, dy = (
+        torch.randn(size, device=DEVICE, requires_grad=True) for size in ((90, 64), 64, (90, 64))
+    )
+    first, second = (torch.autograd.grad(rms_norm(x, weight), (x, weight), dy) for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+def test_16_bit_rows_under_a_float32_weight():
+    """As under FSDP, which keeps norms in float32."""
+    x, weight = torch.randn(9, 64, device=DEVICE).bfloat16(), torch.randn(64, device=DEVICE)
+    x.requires_grad_(), weight.requires_grad_()
+    y = rms_norm(x, weight)
+    dx, dw = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
+    assert (y.dtype, dx.dtype, dw.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+    normalised = torch.nn.functional.rms_norm(x.detach().float(), (64,), eps=1e-5)
+    torch.testing.assert_close(dw, normalised.sum(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(y.detach(), (normalised * weight).bfloat16().detach())
+
+
+def test_large_and_small_numbers():
+    """Squares that overflow float16; a gate far out, where exp overflows; rows of zeros."""
+    x = torch.tensor([[3e4, -3e4, 1.0], [0, 0, 0]], device=DEVICE, dtype=torch.float16)
+    assert rms_norm(x, torch.ones(3, device=DEVICE).half()).isfinite().all()
+    a = torch.tensor([-1e4, -100, 0, 100, 1e4], device=DEVICE, requires_grad=True)
+    c = swiglu(a, torch.ones_like(a))
+    torch.testing.assert_close(c.detach(), torch.nn.functional.silu(a.detach()))
+    (da,) = torch.autograd.grad(c.sum(), a)
+    torch.testing.assert_close(da, torch.tensor([0, 0, 0.5, 1, 1], device=DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda z: rms_norm(z(2, 3), z(4)), ValueError, r"\(2, 3\), \(4,\); allowed: \(..., d\) and \(d,\)"),
+        (lambda z: rms_norm(z(()), z(1)), ValueError, "allowed"),
+        (lambda z: rms_norm(z(2, 0), z(0)), ValueError, "d from 1 to"),
+        (lambda z: rms_norm(z(1, WIDEST + 1), z(WIDEST + 1)), ValueError, f"d from 1 to {WIDEST}"),
+        (lambda z: rms_norm(z(2, 3).double(), z(3)), TypeError, "float64, torch.float32; allowed"),
+        (lambda z: rms_norm(z(2, 3), z(3).to("meta")), ValueError, "meta; allowed: the same one"),
+        (lambda z: rotary(z(4, 5), z(4, 2), z(4, 2)), ValueError, "allowed.* an even d"),
+        (lambda z: rotary(z(4, 6), z(3, 3), z(3, 3)), ValueError, r"\(s or more, d / 2\)"),
+        (lambda z: rotary(z(4, 6), z(4, 2), z(4, 2)), ValueError, r"\(s or more, d / 2\)"),
+        (lambda z: rotary(z(6), z(4, 3), z(4, 3)), ValueError, "allowed"),
+        (lambda z: rotary(z(4, 6).long(), z(4, 3), z(4, 3)), TypeError, "int64"),
+        (lambda z: swiglu(z(2, 3), z(3)), ValueError, r"\(2, 3\), \(3,\); allowed: the same one"),
+        (lambda z: swiglu(z(3), z(3).half()), TypeError, "float32, torch.float16; allowed: the same one"),
+    ],
+)
+def test_bad_input_is_named(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call(lambda *shape: torch.zeros(*shape, device=DEVICE))
+
+
+def test_beside_a_gpu_tensors_of_the_cpu_are_refused(monkeypatch):
+    monkeypatch.setattr("cs336_systems.kernels.runtime.INTERPRETED", False)
+    with pytest.raises(ValueError, match="on cpu; allowed: a CUDA GPU"):
+        swiglu(torch.zeros(2, 3), torch.zeros(2, 3))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("rms_norm", (4096, 4096)),
+        ("rms_norm", (70, WIDEST)),
+        ("rotary", (1, 32, 4096, 128)),
+        ("swiglu", (4096, 11008)),
+    ],
+)
+def test_the_8b_models_sizes(name, shape, dtype):
+    check_fused(name, shapes=[shape], dtype=dtype)
+
+
+@pytest.mark.gpu
+def test_offsets_past_the_largest_int32():
+    x = torch.ones(2**19 + 1, 4096, device="cuda", dtype=torch.float16)
+    assert (rms_norm(x, x[0])[-1] == 1).all()
+    assert (swiglu(x, x)[-1] == swiglu(x[:1], x[:1])[0]).all()
+    tables = torch.ones(2**19 + 1, 64, device="cuda"), torch.zeros(2**19 + 1, 64, device="cuda")
+    heads = x.view(-1, 32, 128).transpose(0, 1)
+    assert (rotary(heads, *tables)[-1, -1] == 1).all()
