@@ -1,7 +1,11 @@
-"""How a model is trained: activation checkpointing, and what low precision does to numbers."""
+"""How a model is trained: checkpointing, low precision, the fused kernels and the loss without logits.
+
+`training.fused`, which puts a model on the fused kernels, needs triton and so is imported by its own name.
+"""
 
 from cs336_systems.training import checkpointing, numerics
 from cs336_systems.training.checkpointing import forward_with, strategy
+from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 from cs336_systems.training.numerics import (
     ACCUMULATIONS,
     Accumulation,
@@ -10,15 +14,19 @@ from cs336_systems.training.numerics import (
     layer_norm_stages,
     running_sum,
 )
+from cs336_systems.training.selective import Item, choose
 
 __all__ = [
     "ACCUMULATIONS",
     "Accumulation",
+    "Item",
     "autocast_dtypes",
     "binades",
     "checkpointing",
+    "choose",
     "forward_with",
     "layer_norm_stages",
+    "linear_cross_entropy",
     "numerics",
     "running_sum",
     "strategy",

@@ -1,0 +1,94 @@
+"""Cross-entropy of a matrix of logits in Triton, their gradient written over them.
+
+    l[i] = log sum_j exp(z[i, j])     loss[i] = l[i] - z[i, target[i]]
+    dz[i, j] = exp(z[i, j] - l[i]) - (1 where j is target[i])
+
+One pass over a row finds its maximum and its sum, which is rescaled whenever the maximum grows (the online
+softmax of Milakov and Gimelshein 2018); a second pass turns the row into its gradient. So logits are read
+twice and written once, and there is never a second matrix of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cs336_systems.kernels.runtime import device_context
+from cs336_systems.kernels.tensors import check_kernel_inputs, stored_dtype
+
+TILE = 8192  # logits that a program has in registers at a time
+# The maximum to begin with: of -inf and logits of -inf the difference is no number.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_ptr, target_ptr, loss_ptr, stride, n_rows, vocabulary, ignore_index,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """loss (n_rows,) and the gradient in place of logits (n_rows, vocabulary). Grid: (row tiles,)."""
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    target = tl.load(target_ptr + rows, mask=rows < n_rows, other=ignore_index)
+    counts = target != ignore_index
+    known = (target >= 0) & (target < vocabulary) & (rows < n_rows)
+    target_logit = tl.load(logits_ptr + rows * stride + target, mask=known, other=float("nan")).to(tl.float32)
+    maximum = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for first in tl.range(0, vocabulary, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = (rows[:, None] < n_rows) & (columns[None, :] < vocabulary)
+        z = tl.load(logits_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=float("-inf"))
+        z = z.to(tl.float32)
+        larger = tl.maximum(maximum, tl.max(z, 1))
+        total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(z - larger[:, None]), 1)
+        maximum = larger
+    logsumexp = maximum + tl.log(tl.where(rows < n_rows, total, 1.0))
+    tl.store(loss_ptr + rows, tl.where(counts, logsumexp - target_logit, 0.0), mask=rows < n_rows)
+    tl.debug_barrier()  # every warp has read the logits of the targets
+    for first in tl.range(0, vocabulary, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = (rows[:, None] < n_rows) & (columns[None, :] < vocabulary)
+        place = logits_ptr + rows[:, None] * stride + columns[None, :]
+        z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
+        dz = tl.exp(z - logsumexp[:, None]) - tl.where(columns[None, :] == target[:, None], 1.0, 0.0)
+        tl.store(place, tl.where(counts[:, None], dz, 0.0).to(logits_ptr.dtype.element_ty), mask=inside)
+
+
+def tile(n_rows: int, vocabulary: int) -> dict[str, int]:
+    """ROWS, COLUMNS and num_warps: of a large vocabulary a part of one row, 16 logits a thread."""
+    columns = min(TILE, triton.next_power_of_2(vocabulary))
+    rows = min(TILE // columns, triton.next_power_of_2(n_rows))
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 4), 16)}
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Losses (n,) in float32, and in place of the logits the gradient of the sum of the losses.
+
+    Args:
+        logits: (n, vocabulary) of float32, bfloat16 or float16, contiguous rows; overwritten.
+        targets: (n,) int64. Of ignore_index the loss and the gradient are 0; of another number that is not in
+            [0, vocabulary) the loss is NaN, because a look at them would make the host wait for the GPU.
+
+    Raises:
+        TypeError: another dtype. ValueError: shapes or strides that do not fit, an empty vocabulary, devices.
+    """
+    check_kernel_inputs("logits", logits)
+    if targets.dtype != torch.int64 or targets.device != logits.device:
+        raise TypeError(f"targets are {targets.dtype} on {targets.device}; allowed: int64 on {logits.device}")
+    if logits.dim() != 2 or targets.shape != logits.shape[:1] or logits.shape[1] < 1:
+        shapes = f"{tuple(logits.shape)}, {tuple(targets.shape)}"
+        raise ValueError(f"logits, targets have shapes {shapes}; allowed: (n, vocabulary) and (n,)")
+    if logits.stride(1) != 1:
+        raise ValueError(f"logits have strides {logits.stride()}; allowed: 1 along the vocabulary")
+    n, vocabulary = logits.shape
+    losses = torch.empty(n, dtype=torch.float32, device=logits.device)
+    stored = logits.to(stored_dtype(logits.dtype))
+    if n:
+        options = tile(n, vocabulary)
+        with device_context(logits.device):
+            cross_entropy_kernel[(triton.cdiv(n, options["ROWS"]),)](
+                stored, targets.contiguous(), losses, stored.stride(0), n, vocabulary, ignore_index, **options
+            )
+    if stored is not logits:
+        logits.copy_(stored)
+    return losses

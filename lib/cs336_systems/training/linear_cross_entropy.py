@@ -1,0 +1,136 @@
+"""The last linear layer and the loss together, without ever holding the logits of all tokens.
+
+Logits of 65,536 tokens over a vocabulary of 151,936 are 18.5 GiB in bfloat16, and autograd would hold their
+gradient beside them. Here a chunk of tokens goes through the layer, its logits become their gradient in
+place, and that is multiplied back at once into the gradients of the hidden states and of the weight: all of
+backward but a factor happens in forward (Hsu et al. 2024, Liger Kernel). Memory: one chunk of logits, and the
+gradient of the weight in float32. FLOPs: those of the plain model.
+
+The factor, d(loss) / count, comes last and in float32: float16 has no room for softmax / 65,536.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.attention.inputs import DTYPES
+from cs336_systems.functional import at_least_float32
+
+
+def plain_cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """As `kernels.cross_entropy.cross_entropy_`, in PyTorch: where Triton's kernels do not run."""
+    counts = targets != ignore_index
+    index = targets.where(counts, 0)[:, None]
+    log_probability = at_least_float32(logits).log_softmax(-1)
+    losses = -log_probability.gather(-1, index).squeeze(-1)
+    gradient = log_probability.exp_().scatter_add_(-1, index, -torch.ones_like(index, dtype=torch.float32))
+    logits.copy_(gradient.where(counts[:, None], 0))
+    return losses.where(counts, 0)
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+    """Losses (n,) in float32; the logits (n, vocabulary) become the gradient of their sum."""
+    if find_spec("triton") is not None:
+        from cs336_systems.kernels import cross_entropy, runtime
+
+        if logits.is_cuda or runtime.INTERPRETED:
+            return cross_entropy.cross_entropy_(logits, targets, ignore_index)
+    return plain_cross_entropy_(logits, targets, ignore_index)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """`apply(hidden, weight, targets, chunk_tokens, ignore_index)`: see `linear_cross_entropy`."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, chunk_tokens: int, ignore_index: int) -> Tensor:
+        rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        total = torch.zeros((), device=hidden.device)
+        d_rows = torch.empty_like(rows) if wants_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        for first in range(0, len(rows), chunk_tokens):
+            chunk = slice(first, first + chunk_tokens)
+            logits = rows[chunk] @ weight.T
+            total += cross_entropy_(logits, targets[chunk], ignore_index).sum()
+            # From here on the logits are their gradient.
+            if wants_hidden:
+                torch.mm(logits, weight, out=d_rows[chunk])
+            if wants_weight:
+                add_product_(d_weight, logits.T, rows[chunk])
+            del logits  # before the next chunk's are made
+        count = (targets != ignore_index).sum()
+        ctx.save_for_backward(d_rows, d_weight, count)
+        ctx.dtype, ctx.shape = hidden.dtype, hidden.shape
+        return total / count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_loss: Tensor):
+        d_rows, d_weight, count = ctx.saved_tensors
+        factor = d_loss.float() / count.clamp(min=1)
+        d_hidden = None if d_rows is None else scaled(d_rows, factor, ctx.dtype).reshape(ctx.shape)
+        return d_hidden, None if d_weight is None else scaled(d_weight, factor, ctx.dtype), None, None, None
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, total in float32, also where a and b have 16 bits."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a.float(), b.float())
+
+
+def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """x times a float32 number, multiplied in float32 and rounded once, without a float32 copy of x."""
+    product = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.mul(x, factor.reshape((1,) * x.dim()), out=product)
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int = 4096, ignore_index: int = -100
+) -> Tensor:
+    """Mean of -log softmax(hidden weight^T)[target] over the targets that count, in nats: a float32 number.
+
+    Args:
+        hidden: (..., d) of float32, bfloat16 or float16; inside torch.autocast in the region's dtype.
+        weight: (vocabulary, d), of hidden's dtype.
+        targets: (...) int64; ignore_index does not count. As PyTorch's, the loss is NaN and its gradients are
+            0 where none counts. On a GPU it is NaN, too, where a target is not in the vocabulary.
+        chunk_tokens: tokens whose logits are held at a time; changes memory, not the result.
+
+    Raises:
+        TypeError: dtypes that differ or are not supported.
+        ValueError: shapes or devices that do not fit, chunk_tokens under 1, on a CPU a target too large.
+    """
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
+    _check(hidden, weight, targets, chunk_tokens, ignore_index)
+    if not torch.is_grad_enabled():  # then no gradient is made either
+        hidden, weight = hidden.detach(), weight.detach()
+    with torch.autocast(device, enabled=False):
+        return LinearCrossEntropy.apply(hidden, weight, targets, chunk_tokens, ignore_index)
+
+
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ignore_index: int) -> None:
+    given = ", ".join(str(x.dtype) for x in (hidden, weight, targets))
+    if hidden.dtype != weight.dtype or hidden.dtype not in DTYPES or targets.dtype != torch.int64:
+        allowed = f"the same twice, one of {', '.join(map(str, DTYPES))}, and torch.int64"
+        raise TypeError(f"hidden, weight, targets have dtypes {given}; allowed: {allowed}")
+    shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, targets))
+    fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:]
+    if not fits or 0 in weight.shape or targets.shape != hidden.shape[:-1]:
+        allowed = "(..., d), (vocabulary, d) and (...), d and vocabulary at least 1"
+        raise ValueError(f"hidden, weight, targets have shapes {shapes}; allowed: {allowed}")
+    if not hidden.device == weight.device == targets.device:
+        devices = ", ".join(str(x.device) for x in (hidden, weight, targets))
+        raise ValueError(f"hidden, weight, targets are on devices {devices}; allowed: the same one")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
+    if not targets.is_cuda:
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= len(weight)))]
+        if len(wrong):
+            allowed = f"{ignore_index}, or 0 to {len(weight) - 1}"
+            raise ValueError(f"a target is {wrong[0]}; allowed: {allowed}")

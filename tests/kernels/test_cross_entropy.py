@@ -1,0 +1,104 @@
+"""The cross-entropy kernel: losses, and the gradient in place of the logits."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+from cs336_systems.kernels import cross_entropy as kernels
+from cs336_systems.kernels.cross_entropy import cross_entropy_
+from cs336_systems.training.linear_cross_entropy import plain_cross_entropy_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def inputs(n, vocabulary, dtype=torch.float32):
+    logits = (5 * torch.randn(n, vocabulary, device=DEVICE)).to(dtype)
+    targets = torch.randint(vocabulary, (n,), device=DEVICE)
+    targets[::4] = -100
+    return logits, targets
+
+
+@pytest.mark.parametrize("function", [cross_entropy_, plain_cross_entropy_], ids=["kernel", "plain"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "vocabulary"), [(9, 1000), (1, 1), (40, 37), (3, 64)])
+def test_losses_and_gradients_of_float64(n, vocabulary, dtype, function, monkeypatch):
+    """Several tiles of the vocabulary, the last one short; several rows a tile."""
+    monkeypatch.setattr(kernels, "TILE", 256)
+    logits, targets = inputs(n, vocabulary, dtype)
+    exact = logits.double().requires_grad_()
+    wanted = F.cross_entropy(exact, targets, reduction="none")
+    (gradient,) = torch.autograd.grad(wanted.sum(), exact)
+    losses = function(logits, targets)
+    torch.testing.assert_close(losses.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    assert logits.dtype == dtype
+    rounding = torch.finfo(dtype).eps / 2 + 1e-6
+    assert ((logits.double() - gradient).abs() <= rounding * gradient.abs() + 1e-7).all()
+    assert (logits[targets == -100] == 0).all()
+
+
+def test_logits_of_minus_infinity_and_of_hundreds():
+    """A tile without any finite logit, and sums that would overflow without the maximum."""
+    logits = torch.randn(3, 20_000, device=DEVICE) * 100
+    logits[:, :9000] = -torch.inf
+    targets = torch.tensor([9000, 19_999, 12_345], device=DEVICE)
+    wanted = F.cross_entropy(logits.double(), targets, reduction="none")
+    losses = cross_entropy_(logits, targets)
+    torch.testing.assert_close(losses.double(), wanted, rtol=1e-5, atol=1e-5)
+    assert (logits[:, :9000] == 0).all()
+
+
+def test_rows_apart_and_no_rows():
+    logits, targets = inputs(10, 50)
+    wanted = cross_entropy_(logits.clone(), targets)
+    wide = torch.cat((logits, logits), 1)
+    torch.testing.assert_close(cross_entropy_(wide[:, :50], targets), wanted)
+    torch.testing.assert_close(wide[:, 50:], logits)  # the neighbours stay
+    assert cross_entropy_(logits[:0], targets[:0]).shape == (0,)
+
+
+def test_a_target_outside_the_vocabulary_has_no_loss():
+    logits, _ = inputs(3, 50)
+    losses = cross_entropy_(logits, torch.tensor([0, 50, -1], device=DEVICE))
+    assert losses.isnan().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "error", "sentence"),
+    [
+        (
+            torch.zeros(2, 3),
+            torch.zeros(3).long(),
+            ValueError,
+            r"\(2, 3\), \(3,\); allowed: \(n, vocabulary\)",
+        ),
+        (torch.zeros(2, 0), torch.zeros(2).long(), ValueError, "allowed"),
+        (torch.zeros(3, 2).T, torch.zeros(2).long(), ValueError, "strides.*allowed: 1 along"),
+        (torch.zeros(2, 3), torch.zeros(2), TypeError, "float32 on cpu; allowed: int64 on cpu"),
+        (torch.zeros(2, 3).double(), torch.zeros(2).long(), TypeError, "float64"),
+    ],
+)
+def test_bad_input_is_named(logits, targets, error, sentence):
+    if DEVICE == "cuda" and "on cpu" not in sentence:
+        logits, targets = logits.cuda(), targets.cuda()
+    elif DEVICE == "cuda":
+        pytest.skip("the sentence names the CPU")
+    with pytest.raises(error, match=sentence):
+        cross_entropy_(logits, targets)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_8b_models_vocabulary(dtype):
+    logits, targets = inputs(1024, 151_936, dtype)
+    before = logits.clone()
+    losses = cross_entropy_(logits, targets)
+    for rows in (slice(0, 64), slice(-64, None)):
+        exact = before[rows].double().requires_grad_()
+        wanted = F.cross_entropy(exact, targets[rows], reduction="none")
+        (gradient,) = torch.autograd.grad(wanted.sum(), exact)
+        torch.testing.assert_close(losses[rows].double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+        rounding = torch.finfo(dtype).eps / 2 + 2e-6
+        floor = torch.finfo(torch.float16).smallest_normal * 2**-10  # float16 rounds the smallest to this
+        assert ((logits[rows].double() - gradient).abs() <= rounding * gradient.abs() + floor).all()

@@ -1,0 +1,62 @@
+"""The knapsack of selective checkpointing: as good as trying every subset, and never over the budget."""
+
+from itertools import chain, combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cs336_systems.training.selective import MIB, Item, choose
+
+ITEMS = st.lists(
+    st.builds(
+        Item, st.text(max_size=3), st.integers(0, 12 * MIB), st.floats(-1, 5).map(lambda x: round(x, 2))
+    ),
+    max_size=7,
+)
+
+
+def mib(items):
+    return sum(-(-item.kept_bytes // MIB) for item in items)
+
+
+@given(ITEMS, st.integers(0, 40 * MIB))
+def test_as_good_as_trying_every_subset(items, budget):
+    chosen = choose(items, budget)
+    assert mib(chosen) <= budget // MIB
+    subsets = chain.from_iterable(combinations(items, count) for count in range(len(items) + 1))
+    best = max(sum(x.saved_ms for x in subset) for subset in subsets if mib(subset) <= budget // MIB)
+    assert sum(x.saved_ms for x in chosen) == pytest.approx(best)
+
+
+def test_the_best_ratio_first_would_be_wrong():
+    small, large, other = (
+        Item("small", 3 * MIB, 4.0),
+        Item("large", 5 * MIB, 5.0),
+        Item("other", 5 * MIB, 5.0),
+    )
+    assert choose([small, large, other], 10 * MIB) == [large, other]
+    assert choose([small, large, other], 9 * MIB) == [small, large]
+
+
+def test_the_size_of_the_real_problem():
+    """34 layers of ten tensors, a hundred GiB: well under a second, every layer's best kept."""
+    layers = [
+        Item(f"layer {i} tensor {j}", (100 + 50 * j) * MIB, 0.5 + j % 3) for i in range(34) for j in range(10)
+    ]
+    chosen = choose(layers, 100 * 1024 * MIB)
+    assert mib(chosen) <= 100 * 1024
+    assert {"layer 0 tensor 2", "layer 33 tensor 2"} <= {item.name for item in chosen}
+
+
+@pytest.mark.parametrize(
+    ("items", "budget", "sentence"),
+    [
+        ([Item("a", -1, 1.0)], MIB, "kept_bytes=-1.*allowed: 0 bytes or more"),
+        ([Item("a", 1, float("nan"))], MIB, "saved_ms=nan.*a finite time"),
+        ([], -1, "a budget of -1 bytes; allowed: 0 or more"),
+    ],
+)
+def test_bad_input_is_named(items, budget, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        choose(items, budget)
