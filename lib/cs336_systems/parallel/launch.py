@@ -6,11 +6,13 @@
 A worker is a function of an importable module: its process imports it by name. The same function runs on
 several machines under torchrun, through `python -m cs336_systems.parallel`.
 
-torch.multiprocessing starts the processes. Watching them is left to us: its own `join` blames the first that
-it finds dead, often one that only lost its peer; it knows no time limit and leaves the output mixed up.
+torch.multiprocessing starts the processes: without a GPU as forks of a server that has imported torch once
+for all of them, and that ends with the caller. Watching them is left to us: its own `join` blames the first
+that it finds dead, often one that only lost its peer; it knows no time limit and mixes up the output.
 """
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -23,12 +25,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import torch
 import torch.multiprocessing as mp
 
 from cs336_systems.parallel.worker import Job, choose_backend, find_worker, main, message_path
 
 T = TypeVar("T")
 
+_PRELOADED = ["cs336_systems.parallel", "cs336_systems.model", "torch.distributed.fsdp"]
 _POLL_S = 0.02
 _GRACE_S = 0.5  # after a failure, for its echoes in the other workers: the cause is told from them by time
 _ECHOES = ("by peer", "remote process exited")  # what Gloo and NCCL raise when another worker is gone
@@ -58,7 +62,7 @@ def launch(
     Args:
         worker: function at the top level of an importable module; its first argument is a `WorkerContext`.
         backend: "gloo" (CPU), "nccl" (one GPU each), or "auto": NCCL where there are enough GPUs, else Gloo.
-        timeout_s: seconds after which the run counts as hanging; also the time limit of each collective.
+        timeout_s: seconds after which the run counts as hanging.
 
     Returns:
         The workers' results, by rank.
@@ -120,17 +124,25 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = script
 
 
+def _start_method() -> str:
+    """A fork could not use a GPU that its parent has looked for, so where there is one there is none."""
+    if sys.platform != "linux" or torch.cuda.is_available():
+        return "spawn"
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    return "forkserver"
+
+
 def _run(
     address: str, call: bytes, world_size: int, backend: str, timeout_s: float
 ) -> Generator[Any, None, list[Any]]:
     with tempfile.TemporaryDirectory(prefix="cs336-launch-") as name:
         folder, deadline = Path(name), time.monotonic() + timeout_s
-        job = Job(address, call, world_size, backend, timeout_s, deadline, folder)
+        job = Job(address, call, world_size, backend, timeout_s, deadline, folder, dict(os.environ))
         for rank in range(world_size):
             (folder / f"log-{rank}").touch()
         with _without_main():
-            processes = mp.start_processes(main, (job,), world_size, join=False).processes
-        workers = [_Worker(rank, process, folder) for rank, process in enumerate(processes)]
+            started = mp.start_processes(main, (job,), world_size, join=False, start_method=_start_method())
+        workers = [_Worker(rank, process, folder) for rank, process in enumerate(started.processes)]
         give_up = False
         try:
             while not all(worker.succeeded for worker in workers):

@@ -132,6 +132,7 @@ class Job:
     timeout_s: float
     deadline: float
     folder: Path
+    environment: dict[str, str]  # the caller's; a fork has that of its server
 
 
 def message_path(folder: Path, rank: int, number: int) -> Path:
@@ -141,6 +142,8 @@ def message_path(folder: Path, rank: int, number: int) -> Path:
 
 def main(rank: int, job: Job) -> None:
     """Run a job as this rank, tell the caller what comes of it, and end the process."""
+    os.environ.clear()
+    os.environ.update(job.environment)
     os.setsid()  # a process group of its own: what the worker starts ends with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch's way to end with the caller; the thread's is surer
     threading.Thread(target=_end_with_caller, daemon=True).start()
@@ -186,8 +189,10 @@ def _run(rank: int, job: Job, send: Callable[[Any], None]) -> Any:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     worker = find_worker(job.address)
     args, kwargs = pickle.loads(job.call)
-    # They meet in a file of their own: there is no port to clash over.
-    context = join(job.backend, init_method=f"file://{job.folder / 'rendezvous'}", timeout_s=job.timeout_s)
+    # They meet in a file of their own: there is no port to clash over. Whoever waits in vain in a collective
+    # hears of it after the caller, who can say more.
+    patience_s = job.timeout_s + 10
+    context = join(job.backend, init_method=f"file://{job.folder / 'rendezvous'}", timeout_s=patience_s)
     result = worker(replace(context, send=send if rank == 0 else _drop), *args, **kwargs)
     dist.destroy_process_group()
     return result
