@@ -1,0 +1,163 @@
+"""A Transformer block as one autograd function: its backward written out, so that what it keeps is chosen.
+
+    n1 = rms_norm(x)    q, k, v = n1 Wq^T, n1 Wk^T, n1 Wv^T; q and k turned    o = attention(q, k, v)
+    h = x + o Wo^T      n2 = rms_norm(h)    a, b = n2 W1^T, n2 W3^T    c = silu(a) b    y = h + c W2^T
+
+Backward needs all of them. It always finds x, and o with its logsumexps, which would cost the most to make
+again; n1, n2 and c it always makes again, from what is there and without a matmul. Of the rest, KEEPABLE, the
+caller says what is kept: what is not costs its matmuls once more. Compared with autograd's block nothing is
+held twice, residuals are added inside the matmuls before them, and what is done with is freed at once.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.configs import ModelConfig
+from cs336_systems.kernels import rms_norm, rotary, swiglu
+from cs336_systems.model import TransformerBlock, TransformerLM
+from cs336_systems.training.fused import use_fused_kernels
+
+KEEPABLE = ("qkv", "h", "ab")
+
+
+class Weights(NamedTuple):
+    """Those of a block, in the order in which its function takes them; each matrix is (d_out, d_in)."""
+
+    ln1: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    ln2: Tensor
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor
+
+
+def weights(block: TransformerBlock) -> Weights:
+    """The block's own, in this order."""
+    attn, ffn = block.attn, block.ffn
+    projections = attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight, attn.output_proj.weight
+    return Weights(
+        block.ln1.weight, *projections, block.ln2.weight, ffn.w1.weight, ffn.w2.weight, ffn.w3.weight
+    )
+
+
+class BlockFunction(torch.autograd.Function):
+    """`apply(x, cos, sin, num_heads, eps, keep, *Weights)`; x and the result are (b, s, d_model)."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos, sin, num_heads: int, eps: float, keep, *given) -> Tensor:
+        w, rows = Weights(*given), x.reshape(-1, x.shape[-1])
+        ctx.num_heads, ctx.eps, ctx.shape = num_heads, eps, x.shape
+        q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps)[0], w, cos, sin, ctx)
+        o, logsumexp = flash_forward(q, k, v, True)
+        h = torch.addmm(rows, _rows(o), w.o.T)
+        n2, _ = rms_norm.forward(h, w.ln2, eps)
+        a, b = n2 @ w.w1.T, n2 @ w.w3.T
+        c = swiglu.forward(a, b)
+        qkv = (q, k, v) if "qkv" in keep else (None, None, None)
+        ab = (a, b) if "ab" in keep else (None, None)
+        ctx.save_for_backward(rows, o, logsumexp, *qkv, h if "h" in keep else None, *ab, cos, sin, *w)
+        return torch.addmm(h, c, w.w2.T).view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, o, logsumexp, q, k, v, h, a, b, cos, sin, *given = ctx.saved_tensors
+        w, dy = Weights(*given), dy.reshape(x.shape)
+
+        if h is None:
+            h = torch.addmm(x, _rows(o), w.o.T)
+        n2, r2 = rms_norm.forward(h, w.ln2, ctx.eps)
+        if a is None:
+            a, b = n2 @ w.w1.T, n2 @ w.w3.T
+        d_w2 = dy.T @ swiglu.forward(a, b)
+        da, db = swiglu.backward(dy @ w.w2, a, b)
+        del a, b
+        d_w1, d_w3 = da.T @ n2, db.T @ n2
+        dn2 = torch.addmm(da @ w.w1, db, w.w3)
+        del n2, da, db
+        dh, d_ln2 = rms_norm.backward(dn2, h, w.ln2, r2)
+        dh += dy
+        del h, dn2
+
+        d_o = dh.T @ _rows(o)
+        n1, r1 = rms_norm.forward(x, w.ln1, ctx.eps)
+        if q is None:
+            q, k, v = _qkv(n1, w, cos, sin, ctx)
+        dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx), q, k, v, o, logsumexp, True)
+        del q, k, v
+        dq, dk = (rotary.rotate(turned, cos, sin, inverse=True) for turned in (dq, dk))
+        dq, dk, dv = _rows(dq), _rows(dk), _rows(dv)
+        d_q, d_k, d_v = dq.T @ n1, dk.T @ n1, dv.T @ n1
+        dn1 = torch.addmm(torch.addmm(dq @ w.q, dk, w.k), dv, w.v)
+        dx, d_ln1 = rms_norm.backward(dn1, x, w.ln1, r1)
+        dx += dh
+        gradients = Weights(d_ln1, d_q, d_k, d_v, d_o, d_ln2, d_w1, d_w2, d_w3)
+        return dx.view(ctx.shape), None, None, None, None, None, *gradients
+
+
+def _qkv(n1: Tensor, w: Weights, cos: Tensor, sin: Tensor, ctx) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (_heads(n1 @ weight.T, ctx) for weight in (w.q, w.k, w.v))
+    return *(rotary.rotate(each, cos, sin, inverse=False) for each in (q, k)), v
+
+
+def _heads(rows: Tensor, ctx) -> Tensor:
+    """(b s, h d_head) -> (b, h, s, d_head), a view."""
+    batch, sequence, _ = ctx.shape
+    return rows.view(batch, sequence, ctx.num_heads, -1).transpose(1, 2)
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """(b, h, s, d_head) -> (b s, h d_head); a view, as all of them lie in memory by position."""
+    return heads.transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+class FusedTransformerBlock(TransformerBlock):
+    """A block that computes with `BlockFunction`. keep: some of KEEPABLE."""
+
+    keep: Collection[str] = KEEPABLE
+
+    def forward(self, x: Tensor) -> Tensor:
+        cos, sin = (table[: x.shape[-2]] for table in (self.attn.rope.cos, self.attn.rope.sin))
+        options = self.attn.num_heads, self.ln1.eps, self.keep
+        return BlockFunction.apply(x.contiguous(), cos, sin, *options, *weights(self))
+
+
+def use_fused_blocks(model: TransformerLM, keep: Sequence[Collection[str]] | None = None) -> TransformerLM:
+    """`use_fused_kernels(model)`, and BlockFunction in its blocks; FSDP and optimizers find all as before.
+
+    Args:
+        keep: what each block keeps, some of KEEPABLE; None is everything everywhere.
+
+    Raises:
+        ValueError: keep is not as long as the model has blocks, or has something that is not in KEEPABLE.
+    """
+    keep = [KEEPABLE] * len(model.layers) if keep is None else keep
+    if len(keep) != len(model.layers):
+        raise ValueError(f"keep is for {len(keep)} blocks; allowed: {len(model.layers)}")
+    if unknown := {name for names in keep for name in names} - set(KEEPABLE):
+        raise ValueError(f"keep has {unknown.pop()!r}; allowed: {', '.join(KEEPABLE)}")
+    use_fused_kernels(model)
+    for layer, names in zip(model.layers, keep, strict=True):
+        layer.__class__, layer.keep = FusedTransformerBlock, frozenset(names)
+    return model
+
+
+def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str, int]:
+    """Of one block: "always" (its input, o, the logsumexps), and each of KEEPABLE."""
+    wide, widest = tokens * config.d_model * element_bytes, tokens * config.d_ff * element_bytes
+    logsumexps = 4 * tokens * config.num_heads
+    return {"always": 2 * wide + logsumexps, "qkv": 3 * wide, "h": wide, "ab": 2 * widest}
+
+
+def recomputed_flops(config: ModelConfig, tokens: int) -> dict[str, int]:
+    """Of one block: the FLOPs of the matmuls that backward repeats for each of KEEPABLE that is not kept."""
+    square, rectangle = (2 * tokens * config.d_model * width for width in (config.d_model, config.d_ff))
+    return {"qkv": 3 * square, "h": square, "ab": 2 * rectangle}
