@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests at the same time: up to four, of one thread each. On a GPU one after the other: they would share its memory.
 WORKERS = $(shell $(PY) -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, os.cpu_count()))')
 
-.PHONY: help setup run list test planted lab learn notebooks figures bench clean
+.PHONY: help setup run list test planted claims lab learn notebooks figures bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -23,6 +23,9 @@ test: setup ## lint, tests, and every notebook against its own outputs
 
 planted: setup ## plant known bugs one at a time in a copy: does a test catch each? (for owners; takes long)
 	@$(PY) -m tests.planted $(ARGS)
+
+claims: setup ## perturb the rows: which answers stand all the same? (for owners; takes long)
+	@$(PY) -m tests.claims $(ARGS)
 
 lab: setup ## JupyterLab on the notebooks
 	$(PY) -m jupyter lab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root) $(ARGS)

@@ -1,0 +1,216 @@
+"""Which answers would still stand if the rows were wrong? Perturbs the rows and lists them.
+
+    python -m tests.claims                all notebooks, some minutes
+    python -m tests.claims 27 33          those with these numbers
+    python -m tests.claims 27 --all       each claim that nothing turns false, not only each answer
+
+Of each notebook runs what its answers need, first with the committed rows, then with perturbed ones: every
+row times exp(0.7 N(0, 1)); a group of rows (an implementation, a dtype, a pass, ...) 1.3 times as large, or
+gone; the labels of two groups exchanged; a column a thousand times as large. An answer turns red when a claim
+turns false; that an answer breaks for want of a row does not count. What an answer checks in the notebook
+itself (a proof, a run of its own code) is no claim about rows: answers that read none are listed apart.
+
+Exit code 1: an answer from rows that nothing turns red.
+"""
+
+import argparse
+import ast
+import contextlib
+import io
+import os
+import symtable
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import numpy as np
+import pandas as pd
+from IPython.core.interactiveshell import InteractiveShell
+
+from cs336_systems import measure, report
+from cs336_systems.measure.files import COMMITTED
+from cs336_systems.measure.schema import TABLES
+from cs336_systems.report.frames import key_columns
+
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+LOAD_ROWS, PUBLISHED = measure.load_rows, measure.published
+MOST_GROUPS = 12  # of a column; one with more different values names things
+
+Perturbation = tuple[str, str, Any]  # its kind, a column's name, and what becomes of it
+
+
+class Cell:
+    """A code cell, the names it reads and makes, and what it has made."""
+
+    def __init__(self, source: str, tags: list[str]) -> None:
+        self.source, self.measures = source, "nbval-ignore-output" in tags
+        table = symtable.symtable(source, "cell", "exec")
+        self.makes = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
+        stored = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Subscript)]
+        stored = [node.value for node in stored if isinstance(node.ctx, ast.Store)]  # frame["share"] = ...
+        self.makes |= {value.id for value in stored if isinstance(value, ast.Name)}
+        self.reads = set(_globals(table))
+        self.made, self.from_rows = {}, False
+
+
+def _globals(table: symtable.SymbolTable) -> Iterator[str]:
+    top = table.get_type() == "module"
+    yield from (s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global()))
+    for inner in table.get_children():
+        yield from _globals(inner)
+
+
+class Notebook:
+    """The cells that the answers of a notebook need. What does not come from rows runs once."""
+
+    def __init__(self, path: Path) -> None:
+        code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        cells = [Cell(cell.source, cell.metadata.get("tags", [])) for cell in code]
+        self.cells = list(_needed(cells))[::-1]
+        self.shell, self.frames, self.claims = InteractiveShell.instance(), {}, {}
+        self.shell.reset(new_session=False)
+        self.shell.user_ns["__spec__"] = None  # which processes that are spawned ask for
+        measure.load_rows, measure.published = self._load_rows, self._load_published
+        report.answer = self._answer
+
+    def run(self, perturb: Perturbation | None = None) -> dict[tuple, tuple[str, bool]]:
+        """What its answers claim of rows that `perturb` has changed, and whether it holds."""
+        self.claims = {}
+        self.perturb = perturb
+        for cell in self.cells:
+            if perturb and not cell.from_rows:
+                self.shell.user_ns.update(cell.made)
+                continue
+            self.now = cell
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                error = self.shell.run_cell(cell.source).error_in_exec
+            if error and not perturb:
+                raise error
+            made = {} if error else self.shell.user_ns  # for want of a name what follows breaks as well
+            cell.made = {name: made[name] for name in cell.makes if name in made}
+            for name in cell.makes - cell.made.keys():
+                self.shell.user_ns.pop(name, None)
+        if not perturb:
+            _spread(self.cells)
+        return self.claims
+
+    def _answer(self, deliverable: str, text: str, *claims: report.Claim) -> None:
+        for place, claim in enumerate(claims or [report.claim("makes no claim", True)]):
+            key = self.cells.index(self.now), deliverable, place
+            self.claims[key] = claim.description, claim.holds
+
+    def _load_rows(self, slug: str, machine: str, table: str) -> pd.DataFrame:
+        if machine not in COMMITTED:
+            return LOAD_ROWS(slug, machine, table)
+        return self._changed((slug, machine, table), LOAD_ROWS, TABLES[table].keys)
+
+    def _load_published(self, name: str) -> pd.DataFrame:
+        return self._changed((name,), PUBLISHED, key_columns(PUBLISHED(name)))
+
+    def _changed(self, place: tuple, load: Callable, keys: Collection[str]) -> pd.DataFrame:
+        self.now.from_rows = True
+        if place not in self.frames:
+            frame = load(*place)
+            values = [name for name in frame if frame[name].dtype.kind in "fi" and name not in keys]
+            labels = [name for name in keys if 1 < frame[name].nunique() <= MOST_GROUPS]
+            self.frames[place] = frame, values, labels
+        frame, values, _ = self.frames[place]
+        return perturbed(frame, values, *self.perturb) if self.perturb else frame.copy()
+
+
+def _needed(cells: list[Cell]) -> Iterator[Cell]:
+    """The answers, and before each cell those that make what it reads; the last first."""
+    names, saved = set(), False
+    for cell in reversed(cells):
+        if "answer" in cell.reads or cell.makes & names or (saved and "page.save(" in cell.source):
+            saved |= "page.here(" in cell.source or "page.beside(" in cell.source
+            names = (names - cell.makes) | cell.reads
+            yield cell
+
+
+def _spread(cells: list[Cell]) -> None:
+    """What reads a name that comes from rows comes from rows, save what measures here."""
+    names = set()
+    for cell in cells:
+        cell.from_rows |= not cell.measures and bool(cell.reads & names)
+        names = names | cell.makes if cell.from_rows else names - cell.makes
+
+
+def perturbations(frames: list[tuple[pd.DataFrame, list[str], list[str]]]) -> Iterator[Perturbation]:
+    """Of rows like these, given with their columns of values and of labels."""
+    yield from (("noise", "", seed) for seed in range(3))
+    groups = {(name, group) for rows, _, labels in frames for name in labels for group in rows[name].dropna()}
+    groups = sorted(groups, key=str)
+    for name, group in groups:
+        yield from (("times", name, (group, factor)) for factor in (1.3, 1 / 1.3))
+        yield "without", name, group
+    for (name, group), (same, other) in pairwise(groups):
+        if name == same:
+            yield "labels", name, {group: other, other: group}
+    yield from (("unit", name, 1000) for name in sorted({name for _, values, _ in frames for name in values}))
+
+
+def perturbed(frame: pd.DataFrame, values: list[str], kind: str, name: str, what: Any) -> pd.DataFrame:
+    if kind == "noise":
+        factors = np.exp(0.7 * np.random.default_rng(what).standard_normal((len(frame), 1)))
+        return frame.assign(**frame[values] * factors)
+    if name not in frame:
+        return frame
+    if kind == "without":
+        return frame[frame[name] != what]
+    if kind == "labels":
+        return frame.assign(**{name: frame[name].replace(what)})
+    if kind == "unit":
+        return frame.assign(**{name: frame[name] * what}) if name in values else frame
+    return frame.assign(**frame[values] * np.where(frame[[name]] == what[0], what[1], 1))
+
+
+def audit(path: Path, *, every_claim: bool) -> bool:
+    """Print what nothing turns red; returns whether an answer from rows is among it."""
+    started, notebook = time.monotonic(), Notebook(path)
+    try:
+        claims = notebook.run()
+    except Exception as error:
+        print(f"{path.stem}: does not run, {type(error).__name__}: {error}", flush=True)
+        return True
+    answers = {key[:2] for key in claims}
+    from_rows = {key for key in answers if notebook.cells[key[0]].from_rows}
+    fell, tried = {key for key, (_, holds) in claims.items() if not holds}, 0
+    for perturb in perturbations(list(notebook.frames.values())):
+        if not (claims.keys() - fell if every_claim else from_rows - {key[:2] for key in fell}):
+            break
+        fell |= {key for key, (_, holds) in notebook.run(perturb).items() if not holds}
+        tried += 1
+    empty = sorted(from_rows - {key[:2] for key in fell})
+    took = f"{tried} perturbations, {time.monotonic() - started:.0f} s"
+    print(f"{path.stem}: {len(answers)} answers, {len(from_rows)} of them from rows; "
+          f"{len(fell)} of {len(claims)} claims turned false ({took})")  # fmt: skip
+    told = [f"nothing turns red: ({deliverable})" for _, deliverable in empty]
+    told += [f"reads no rows: ({deliverable})" for _, deliverable in sorted(answers - from_rows)]
+    told += [f"({key[1]}) {claims[key][0]}" for key in sorted(claims.keys() - fell) if every_claim]
+    print("".join(f"    {line}\n" for line in told), end="", flush=True)
+    return bool(empty)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.claims", description=__doc__.splitlines()[0])
+    parser.add_argument("numbers", nargs="*", metavar="NN", help="of notebooks (all)")
+    parser.add_argument("--all", action="store_true", help="each claim that nothing turns false")
+    options = parser.parse_args()
+    paths = sorted(NOTEBOOKS.glob("*.ipynb"))
+    paths = [path for path in paths if path.stem[:2] in (options.numbers or [p.stem[:2] for p in paths[1:]])]
+    warnings.simplefilter("ignore")
+    os.chdir(NOTEBOOKS)
+    with tempfile.TemporaryDirectory(prefix="claims-") as folder:
+        os.environ |= {"CS336_FIGURES": folder, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
+        return int(any([audit(path, every_claim=options.all) for path in paths]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
