@@ -44,6 +44,9 @@ MODEL_SIZES: dict[int, dict[str, ModelConfig]] = {
     for edition, sizes in _EDITIONS.items()
 }
 
+# The model of the 2026 leaderboard, which is trained on 32,768 tokens of context.
+LEADERBOARD = ModelConfig("8B", 2026, 4096, 11_008, 34, 32, vocab_size=151_936)
+
 
 def model_size(name: str, edition: int = 2025) -> ModelConfig:
     """Look up a size of one edition.

@@ -96,6 +96,14 @@ WEIGHTED_SUMS: dict[str, Named] = {
     "triton_descriptor": Named("Triton, descriptor", SKY),
 }
 
+# The fused kernels of a training step, and what they are compared with.
+STEP_KERNELS: dict[str, Named] = {
+    "eager": Named("eager", BLUE),
+    "compiled": Named("compiled", VERMILLION),
+    "liger": Named("Liger-Kernel", PURPLE),
+    "triton": Named("Triton", GREEN),
+}
+
 
 @dataclass(frozen=True)
 class Wrapper(Named):

@@ -27,6 +27,7 @@ _MODULES = {
     "memory_bench": ("block_rows", "memory_rows"),
     "profile_bench": ("Target", "choose_source", "profile_rows"),
     "kernel_resources": ("shipped_tiles", "sweep_resources"),
+    "step_kernels": ("sweep_step_kernels",),
     "tile_bench": ("sweep_tiles",),
     "weighted_sum_bench": ("sweep_weighted_sum",),
 }

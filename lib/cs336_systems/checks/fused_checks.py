@@ -38,6 +38,12 @@ class Fused:
     make: Callable[[tuple[int, ...], torch.Generator], list[Tensor]]
     shapes: tuple[tuple[int, ...], ...]
 
+    def inputs(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+        """Random inputs on the generator's device, those with a gradient in the dtype."""
+        with generator.device:
+            made = zip(self.tensors, self.make(shape, generator), strict=True)
+            return [x.to(dtype) if own.islower() else x for own, x in made]
+
 
 def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps=1e-5)
@@ -136,18 +142,14 @@ def check_fused(
     check_choice("kernel", name, FUSED)
     kernel = FUSED[name]
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
+    generator = torch.Generator(device).manual_seed(torch.seed() if seed is None else seed)
     lines = []
     for shape in shapes or kernel.shapes:
-        # Tables and targets stay as they are.
-        inputs = [
-            x.to(device, dtype if own.islower() else None)
-            for own, x in zip(kernel.tensors, kernel.make(shape, generator), strict=True)
-        ]
+        inputs = kernel.inputs(shape, dtype, generator)
         wide = [x.double() if x.dtype == dtype else x for x in inputs]
         nudged = [_nudged(x, generator) for x in wide]
         output = kernel.plain(*inputs)
-        d_output = torch.randn(output.shape, generator=generator).to(device, output.dtype)
+        d_output = torch.randn(output.shape, generator=generator, device=device).to(output.dtype)
         ours = _results(kernel, function or load(kernel.function), inputs, d_output)
         torchs = _results(kernel, kernel.plain, inputs, d_output)
         exact = _results(kernel, kernel.plain, wide, d_output.double())
@@ -176,7 +178,7 @@ def _nudged(x: Tensor, generator: torch.Generator) -> Tensor:
     """A float64 tensor as far from x as float32 would have rounded it; other tensors as they are."""
     if x.dtype != torch.float64:
         return x
-    return x * (1 + EPS * torch.randn(x.shape, generator=generator).to(x.device))
+    return x * (1 + EPS * torch.randn(x.shape, generator=generator, device=x.device))
 
 
 def _judge(where: str, ours: Tensor | None, torchs: Tensor, exact: Tensor, moved: Tensor) -> dict[str, Any]:

@@ -216,6 +216,10 @@ COLUMNS: dict[str, Column] = {
     "shared_limit_bytes": Column(int, "shared memory that the chip can give one program", "bytes"),
     "sm_clock_mhz": Column(float, "median clock of the SMs during the steps", "MHz"),
     "power_w": Column(float, "median power that the GPU drew during the steps", "W"),
+    "moved_mb": Column(float, "what a step must read and write at the least", "MB"),
+    "gflop": Column(float, "floating-point operations of a step's matmuls, in billions"),
+    "limit_ms": Column(float, "least time for that on this chip: memory or tensor cores at their peak", "ms"),
+    "limit_share": Column(float, "limit_ms over the median time"),
     "status": Column(str, "how the measurement ended", allowed=STATUSES),
     "reason": Column(str, "why the status is not ok"),
     # Where it comes from.
@@ -268,6 +272,10 @@ TABLES: dict[str, Table] = {
     ),
     "weighted_sum_times": Table(
         ("implementation", "num_rows", "d_model", "dtype", "pass"), (*TIMES, "peak_memory_mib")
+    ),
+    "step_kernel_times": Table(
+        ("kernel", "implementation", "edition", "model_size", "num_rows", "dtype", "pass"),
+        (*TIMES, "peak_memory_mib", "moved_mb", "gflop", "limit_ms", "limit_share"),
     ),
     "kernel_resources": Table(
         ("kernel", "dtype", "d_head", "capability", *_TILE),

@@ -1,0 +1,116 @@
+"""The fused kernels of a training step beside PyTorch's operations, its compiler and Liger-Kernel's kernels.
+
+for rows in sweep_step_kernels(LEADERBOARD, num_tokens=[32_768]):
+    save_rows(rows, "leaderboard", "step_kernel_times")
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from cs336_systems.accounting.step_kernel_costs import chip_of, kernel_shape, least_work
+from cs336_systems.checks.fused_checks import FUSED, check_fused
+from cs336_systems.configs import ModelConfig
+from cs336_systems.measure import timing
+from cs336_systems.measure.requirements import why_no_compile, why_no_triton
+from cs336_systems.measure.timing import Timing, one_line, time_cold_cache
+from cs336_systems.names import DTYPES, STEP_KERNELS, check_choice, load, torch_dtype
+
+PASSES = ("forward", "forward_backward")
+CHECKED_TOKENS = 256  # float64 logits of many more would not fit
+
+
+def sweep_step_kernels(
+    config: ModelConfig,
+    *,
+    num_tokens: Sequence[int],
+    kernels: Sequence[str] = tuple(FUSED),
+    implementations: Sequence[str] = tuple(STEP_KERNELS),
+    dtypes: Sequence[str] = ("bfloat16",),
+    device: str | torch.device = "auto",
+) -> Iterator[list[dict[str, Any]]]:
+    """Check, then time every combination with a cold cache; yields rows of step_kernel_times.
+
+    Raises:
+        ValueError: a name is unknown. RuntimeError: the device is not there.
+    """
+    device = timing.resolve_device(device)
+    for what, given, allowed in (
+        ("kernel", kernels, FUSED),
+        ("implementation", implementations, STEP_KERNELS),
+    ):
+        for name in given:
+            check_choice(what, name, allowed)
+    for kernel, dtype, name, tokens in itertools.product(kernels, dtypes, implementations, num_tokens):
+        key = {"kernel": kernel, "implementation": name, "edition": config.edition, "model_size": config.name}
+        key |= {"num_rows": tokens, "dtype": dtype}
+        shape = kernel_shape(kernel, config, tokens)
+        yield [key | {"pass": pass_} | _row(kernel, name, shape, dtype, pass_, device) for pass_ in PASSES]
+        timing.release_memory(device)
+
+
+def _row(
+    kernel: str, name: str, shape: tuple[int, ...], dtype: str, pass_: str, device: torch.device
+) -> dict:
+    timed = Timing(status="skipped", reason=_why_not(name, device))
+    if not timed.reason:
+        measure = partial(_time, kernel, name, shape, dtype, pass_, device)
+        timed, reason = timing.run_or_out_of_memory(measure, device)
+        timed = timed or Timing(status="oom", reason=reason)
+    work = least_work(kernel, shape, DTYPES[dtype].bytes, backward=pass_ != "forward")
+    row = {"moved_mb": work.moved_bytes / 1e6, "gflop": work.flops / 1e9} | timed.as_row()
+    chip = chip_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if chip and timed.status == "ok" and DTYPES[dtype].bytes == 2:
+        limit_ms = 1e3 * work.seconds(chip)
+        row |= {"limit_ms": limit_ms, "limit_share": limit_ms / timed.p50_ms}
+    return row
+
+
+def _why_not(name: str, device: torch.device) -> str:
+    if name == "liger":
+        found = find_spec("liger_kernel") is not None and device.type == "cuda"
+        return "" if found else "needs a GPU, and liger-kernel installed"
+    return {"compiled": why_no_compile, "triton": why_no_triton}.get(name, lambda device: "")(device)
+
+
+def _function(kernel: str, name: str) -> Callable[..., torch.Tensor]:
+    if name == "compiled":
+        torch._dynamo.reset()
+        return torch.compile(FUSED[kernel].plain, dynamic=False)
+    if name != "liger":
+        return load(FUSED[kernel].function) if name == "triton" else FUSED[kernel].plain
+    liger = load("liger_kernel.transformers:functional")
+    return {
+        "rms_norm": partial(liger.liger_rms_norm, eps=1e-5),
+        # It turns q and k, here a single head, at once, and the pairs (j, j + d / 2).
+        "rotary": lambda x, cos, sin: liger.liger_rope(x, x[:, :1].detach(), cos[None], sin[None])[0],
+        "swiglu": liger.liger_swiglu,
+        "linear_cross_entropy": partial(liger.liger_fused_linear_cross_entropy, accum_dtype=torch.float32),
+    }[kernel]
+
+
+def _time(
+    kernel: str, name: str, shape: tuple[int, ...], dtype: str, pass_: str, device: torch.device
+) -> Timing:
+    function, own = _function(kernel, name), FUSED[kernel]
+    inputs = own.inputs(shape, torch_dtype(dtype), torch.Generator(device))
+    if kernel == "rotary":
+        inputs[0] = inputs[0].transpose(1, 2).contiguous().transpose(1, 2)  # as the model's projections lie
+    if (kernel, name) == ("rotary", "liger"):  # other pairs, so other results; as many bytes
+        inputs[1:] = [torch.cat((table, table), -1)[: shape[-2]] for table in inputs[1:]]
+    else:
+        tokens = 2 if kernel == "rotary" else 0
+        few = (*shape[:tokens], min(shape[tokens], CHECKED_TOKENS), *shape[tokens + 1 :])
+        try:
+            check_fused(kernel, function, shapes=[few], dtype=torch_dtype(dtype), device=device)
+        except AssertionError as error:
+            return Timing(status="error", reason=one_line(error))
+    if pass_ == "forward":
+        return time_cold_cache(lambda: function(*inputs), device=device)
+    graded = [x.requires_grad_() for tensor, x in zip(own.tensors, inputs, strict=True) if tensor.islower()]
+    d_output = torch.randn_like(function(*inputs))
+    return time_cold_cache(lambda: function(*inputs).backward(d_output), device=device, to_clear=graded)
