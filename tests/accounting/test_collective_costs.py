@@ -40,6 +40,11 @@ def test_bus_factor_refuses(arguments, words):
         bus_factor(*arguments)
 
 
+def test_a_link_has_a_bandwidth_above_zero():
+    with pytest.raises(ValueError, match="link_bytes_per_s is -1; allowed: above 0"):
+        ring_seconds("all_reduce", 1.0, 2, hop_s=0, link_bytes_per_s=-1)
+
+
 @given(RANKS, BYTES, st.floats(0, 1), st.floats(1e3, 1e12))
 def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather(n, size, hop, rate):
     reduce, scatter, gather = (

@@ -51,6 +51,7 @@ def test_the_layers_compute_what_the_whole_layer_computes(rows):
 @pytest.mark.parametrize(
     ("meshes", "words"),
     [
+        ([], "meshes is empty; allowed: one or more"),
         ([(0, 2)], "mesh is 0 x 2; allowed: whole numbers"),
         ([(5, 1)], "tokens is 12; allowed: a multiple of 5"),
     ],

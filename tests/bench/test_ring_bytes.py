@@ -33,3 +33,5 @@ def test_every_byte_of_every_rank_is_counted():
 def test_a_world_size_that_there_is_not():
     with pytest.raises(ValueError, match="world size is 0; allowed: a whole number, 1 or more"):
         count_ring_bytes([0], elements=4)
+    with pytest.raises(ValueError, match="world_sizes is empty; allowed: one or more"):
+        count_ring_bytes([], elements=4)

@@ -53,7 +53,12 @@ def ring_seconds(
 
     An all-reduce is a reduce-scatter and an all-gather, n - 1 hops each, with a message of 1/n in each hop. A
     broadcast streams through the n - 1 hops in small pieces.
+
+    Raises:
+        ValueError: an unknown collective, a world size below 1, a bandwidth not above 0.
     """
+    if not link_bytes_per_s > 0:
+        raise ValueError(f"link_bytes_per_s is {link_bytes_per_s:g}; allowed: above 0")
     hops = (world_size - 1) * (2 if collective == "all_reduce" else 1)
     return hops * hop_s + bus_factor(collective, world_size) * message_bytes / link_bytes_per_s
 

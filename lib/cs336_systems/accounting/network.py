@@ -79,7 +79,7 @@ def collective_finish(
     check_choice("collective", collective, SIMULATED)
     check_choice("algorithm", algorithm, ALGORITHMS)
     mesh, links = _checked_mesh(mesh, links)
-    if message_bytes < 0:
+    if not message_bytes >= 0:
         raise ValueError(f"message_bytes is {message_bytes:g}; allowed: 0 or more")
     if algorithm in _WHOLE and collective != "all_reduce":
         raise ValueError(f"collective {collective!r} is not for {algorithm!r}; allowed: all_reduce")
@@ -105,8 +105,8 @@ def _checked_mesh(mesh: Sequence[int], links: Links | Sequence[Links]) -> tuple[
         if not isinstance(devices, int | np.integer) or isinstance(devices, bool) or devices < 1:
             raise ValueError(f"devices along an axis is {devices!r}; allowed: a whole number, 1 or more")
     links = (links,) if isinstance(links, Links) else tuple(links)
-    if len(links) != len(mesh):
-        raise ValueError(f"links of {len(links)} axes for a mesh of {len(mesh)}; allowed: one each")
+    if not mesh or len(links) != len(mesh):
+        raise ValueError(f"links of {len(links)} axes for a mesh of {len(mesh)}; allowed: as many, 1 or more")
     return tuple(map(int, mesh)), links
 
 

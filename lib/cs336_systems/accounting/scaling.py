@@ -160,18 +160,6 @@ def largest_mesh(pass_: str, *, overlapped: bool = False) -> tuple[sp.Expr, sp.E
 
 
 @cache
-def best_split(pass_: str, *, overlapped: bool = False) -> sp.Expr:
-    """X of the mesh of N devices, Y = N / X, that spends least time on communication.
-
-    One after the other: where the derivative of the sum is zero. Overlapped: where the axes take equally
-    long. It need not be a whole number; one below 1 or above N means a single axis.
-    """
-    cost = costs("fsdp_tp", pass_)
-    x_s, y_s = cost.x_s.subs(Y, N / X), cost.y_s.subs(Y, N / X)
-    return _solve(x_s - y_s if overlapped else sp.diff(x_s + y_s, X), X)
-
-
-@cache
 def smallest_batch(scheme: str, pass_: str, *, overlapped: bool = False) -> sp.Expr:
     """The fewest tokens B with which a pass is bound by compute; zero where nothing is sent.
 
@@ -203,14 +191,14 @@ def memory_bytes(scheme: str) -> dict[str, sp.Expr]:
 
     Training with AdamW on float32 copies of the weights; activations as autograd saves them around torch's
     silu: x, w1 x, silu(w1 x), w3 x and silu(w1 x) * w3 x. FSDP holds besides, while the layer is at work, its
-    gathered weights and its whole gradients: "gathered".
+    gathered weights and its whole gradients: "gathered". The others are named as in names.CATEGORIES.
     """
     check_choice("scheme", scheme, SCHEMES)
     sharded = X * Y if "fsdp" in scheme else Y
     parts = {
-        "weights": BYTES * WEIGHTS / sharded,
+        "parameters": BYTES * WEIGHTS / sharded,
         "gradients": BYTES * WEIGHTS / sharded,
-        "optimizer": OPTIMIZER_BYTES * WEIGHTS / sharded,
+        "optimizer state": OPTIMIZER_BYTES * WEIGHTS / sharded,
         "activations": BYTES * (D + 4 * F / Y) * B / X,
         "gathered": 2 * BYTES * WEIGHTS / Y if "fsdp" in scheme else sp.S.Zero,
     }

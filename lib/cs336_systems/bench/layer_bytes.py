@@ -45,6 +45,8 @@ def count_sent_bytes(
     Raises:
         ValueError: X or Y is no whole number from 1 on, or X does not divide the tokens.
     """
+    if not meshes:
+        raise ValueError("meshes is empty; allowed: one or more")
     for x, y in meshes:
         if not all(isinstance(size, int) and size >= 1 for size in (x, y)):
             raise ValueError(f"the mesh is {x} x {y}; allowed: whole numbers, 1 or more")

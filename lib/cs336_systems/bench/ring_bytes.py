@@ -50,6 +50,8 @@ def count_ring_bytes(
     Raises:
         ValueError: a world size is no whole number from 1 on.
     """
+    if not world_sizes:
+        raise ValueError("world_sizes is empty; allowed: one or more")
     for n in world_sizes:
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise ValueError(f"world size is {n!r}; allowed: a whole number, 1 or more")
