@@ -9,6 +9,7 @@ import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
+from exact_steps import exact_steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -42,36 +43,12 @@ def same_on_all_ranks(tensors):
 
 def bitwise(context):
     """On numbers that float32 adds exactly in any order, nothing may differ from one process."""
-
-    def whole_numbers(seed, *shape):
-        generator = torch.Generator("cpu").manual_seed(seed)
-        numbers = torch.randint(-4, 5, shape, generator=generator, device="cpu")
-        return numbers.float().to(context.device)
-
-    def model():
-        layers = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
-        for number, layer in enumerate(layers):
-            layer.weight.data = whole_numbers(number, *layer.weight.shape) / 8
-        return layers
-
-    share = 4
-    total = share * context.world_size
-    mine = slice(context.rank * share, (context.rank + 1) * share)
     for name, wrap in WRAPPERS.items():
-        alone, wrapped = model(), wrap(model())
-        optimizers = [torch.optim.SGD(m.parameters(), lr=2**-7) for m in (alone, wrapped)]
-        for step in range(2):
-            inputs, targets = (whole_numbers(step + width, total, width) for width in (8, 4))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            ((alone(inputs) * targets).sum() / total).backward()
-            ((wrapped(inputs[mine]) * targets[mine]).sum() / share).backward()
-            wrapped.finish_gradient_synchronization()
-            for optimizer in optimizers:
-                optimizer.step()
+        layers = (nn.Linear(8, 15, bias=False), nn.Linear(15, 4, bias=False))
+        for alone, wrapped in exact_steps(context, layers, wrap):
             for expected, parameter in zip(alone.parameters(), wrapped.parameters(), strict=True):
-                assert torch.equal(parameter.grad, expected.grad), (name, step)
-                assert torch.equal(parameter, expected), (name, step)
+                assert torch.equal(parameter.grad, expected.grad), name
+                assert torch.equal(parameter, expected), name
 
 
 def odd_layouts(context):

@@ -8,10 +8,12 @@ import re
 import signal
 import warnings
 import weakref
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from exact_steps import exact_steps
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.nn import functional as F
@@ -197,36 +199,11 @@ def loss(outputs, tokens):
 
 def bitwise(context):
     """On numbers that float32 adds exactly in any order, nothing may differ from one process."""
-
-    def whole_numbers(seed, *shape):
-        generator = torch.Generator("cpu").manual_seed(seed)
-        numbers = torch.randint(-4, 5, shape, generator=generator, device="cpu")
-        return numbers.float().to(context.device)
-
-    def model():
-        layers = nn.Sequential(Linear(8, 15), Linear(15, 4))
-        for number, layer in enumerate(layers):
-            layer.weight.data = whole_numbers(number, *layer.weight.shape) / 8
-        return layers
-
-    share = 4
-    total = share * context.world_size
-    mine = slice(context.rank * share, (context.rank + 1) * share)
     for options in ({}, {"prefetch": 0}, {"unit_types": (nn.Sequential,)}):
-        alone, wrapped = model(), FSDP(model(), **options)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=2**-7) for m in (alone, wrapped)]
-        for step in range(2):
-            inputs, targets = (whole_numbers(step + width, total, width) for width in (8, 4))
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            ((alone(inputs) * targets).sum() / total).backward()
-            ((wrapped(inputs[mine]) * targets[mine]).sum() / share).backward()
-            wrapped.finish_gradient_synchronization()
-            for optimizer in optimizers:
-                optimizer.step()
+        for alone, wrapped in exact_steps(context, (Linear(8, 15), Linear(15, 4)), partial(FSDP, **options)):
             whole = wrapped.gather_full_parameters()
             for name, expected in alone.named_parameters():
-                assert torch.equal(whole[name], expected), (options, step)
+                assert torch.equal(whole[name], expected), options
 
 
 def compute_dtype(context):

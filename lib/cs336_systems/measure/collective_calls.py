@@ -30,8 +30,8 @@ class Message:
     dtype: str
 
 
-class _Nothing:
-    """The handle of a collective that was not carried out."""
+class Done:
+    """The handle of a collective that needs no waiting: it is over, or was not carried out."""
 
     def wait(self, *_: Any) -> bool:
         return True
@@ -64,6 +64,6 @@ def _watched(name: str, function: Callable, messages: list[Message], send: bool)
         messages.append(Message(collective, largest.nbytes, str(largest.dtype).removeprefix("torch.")))
         if send:
             return function(*args, **kwargs)
-        return _Nothing() if kwargs.get("async_op") else None
+        return Done() if kwargs.get("async_op") else None
 
     return call

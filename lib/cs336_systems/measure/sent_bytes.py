@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.measure.collective_calls import Done
+
 
 @dataclass(frozen=True)
 class Sent:
@@ -22,16 +24,6 @@ class Sent:
     collective: str
     ranks: int
     bytes: int
-
-
-class _Done:
-    """The handle of a collective that is over."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
 
 
 @contextmanager
@@ -44,7 +36,7 @@ def ring_collectives() -> Iterator[list[Sent]]:
 
     def all_reduce(
         tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> _Done | None:
+    ) -> Done | None:
         whole = tensor.detach().clone(memory_format=torch.contiguous_format)
         pieces = whole.view(-1).tensor_split(dist.get_world_size(group))
         count = _reduce(pieces, group, op) + _spread(pieces, group)
@@ -53,20 +45,20 @@ def ring_collectives() -> Iterator[list[Sent]]:
 
     def all_gather(
         output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
-    ) -> _Done | None:
+    ) -> Done | None:
         pieces = output_tensor.detach().view(-1).chunk(dist.get_world_size(group))
         pieces[dist.get_rank(group)].copy_(input_tensor.detach().flatten())
         return note("all_gather", _spread(pieces, group), group, async_op)
 
     def reduce_scatter(
         output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> _Done | None:
+    ) -> Done | None:
         pieces = input.detach().flatten().clone().chunk(dist.get_world_size(group))
         count = _reduce(pieces, group, op)
         output.detach().copy_(pieces[dist.get_rank(group)].view_as(output))
         return note("reduce_scatter", count, group, async_op)
 
-    def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> _Done | None:
+    def broadcast(tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Done | None:
         rank, n = dist.get_rank(group), dist.get_world_size(group)
         whole, last = tensor.detach().contiguous(), (rank + 1) % n == src
         if rank != src:
@@ -76,9 +68,9 @@ def ring_collectives() -> Iterator[list[Sent]]:
             dist.send(whole, group=group, group_dst=(rank + 1) % n)
         return note("broadcast", 0 if last else whole.nbytes, group, async_op)
 
-    def note(collective: str, count: int, group: Any, async_op: bool) -> _Done | None:
+    def note(collective: str, count: int, group: Any, async_op: bool) -> Done | None:
         sent.append(Sent(collective, dist.get_world_size(group), count))
-        return _Done() if async_op else None
+        return Done() if async_op else None
 
     rings: dict[str, Callable] = {"all_reduce": all_reduce, "broadcast": broadcast}
     # PyTorch 2.13 renamed these two and kept the old names.
