@@ -84,8 +84,8 @@ def registered():
             needs_triton = names.TRITON in getattr(entry, "needs", ())
             skip = pytest.mark.skipif(needs_triton and find_spec("triton") is None, reason="needs triton")
             yield pytest.param(entry.function, id=f"{kind}-{name}", marks=skip)
-    for name, way in names.SHARDINGS.items():
-        for function in filter(None, (way.wrapper, way.optimizer)):
+    for name, strategy in names.SHARDINGS.items():
+        for function in filter(None, (strategy.wrapper, strategy.optimizer)):
             yield pytest.param(function, id=f"SHARDINGS-{name}-{function.rpartition(':')[2]}")
 
 

@@ -125,7 +125,7 @@ WRAPPERS: dict[str, Wrapper] = {
 
 @dataclass(frozen=True)
 class Sharding(Named):
-    """A way to train on several GPUs: who wraps the module, and who wraps its optimizer.
+    """A strategy of training on several GPUs: who wraps the module, and who wraps its optimizer.
 
     wrapper: "package.module:name", called as wrapper(module, **options), where it `casts` with compute_dtype.
     optimizer: called as optimizer(parameters, optimizer class, **settings); "" is the class itself.
@@ -154,7 +154,16 @@ class Sharding(Named):
     stays: tuple[str, ...] = ()
 
 
-SHARDED = ("parameters", "gradients", "optimizer state")
+# What memory is used for in training; sharding shares the first three.
+CATEGORIES: dict[str, Named] = {
+    "parameters": Named("parameters", BLUE),
+    "gradients": Named("gradients", ORANGE),
+    "optimizer state": Named("optimizer state", SKY),
+    "activations": Named("activations", GREEN),
+    "temporary": Named("temporary", VERMILLION),
+    "other": Named("other", GREY),
+}
+SHARDED = tuple(CATEGORIES)[:3]
 UNITS = ("weight", "block")
 _BUCKETED = {"wrapper": WRAPPERS["bucketed"].function, "options": (("bucket_size_mb", 25),)}
 _ZERO = _BUCKETED | {"shards": ("optimizer state",)}

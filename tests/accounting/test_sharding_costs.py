@@ -1,4 +1,4 @@
-"""What each way to shard holds and sends, against the formulas of the paper and against real training."""
+"""What a sharding strategy holds and sends, against the formulas of the paper and against real training."""
 
 import pandas as pd
 import pytest
@@ -11,12 +11,12 @@ from cs336_systems.model import build_model
 from cs336_systems.names import SHARDINGS
 
 XL = model_size("xl", 2025)
-FSDP = [name for name, way in SHARDINGS.items() if "parameters" in way.shards]
+FSDP = [name for name, strategy in SHARDINGS.items() if "parameters" in strategy.shards]
 
 
 @pytest.fixture(scope="module")
 def measured():
-    """Memory and messages of every way on two ranks, by table."""
+    """Memory and messages of every strategy on two ranks, by table."""
     tables = {"sharding_memory": [], "sharding_messages": []}
     options = {"context_length": 128, "dtypes": ["float32", "bfloat16"], "warmup_steps": 0, "steps": 1}
     for table, rows in benchmark_sharding(2, backend="gloo", rounds=1, **options):
@@ -57,23 +57,23 @@ def test_the_step_sends_what_the_paper_says():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", SHARDINGS)
-def test_memory_is_what_two_ranks_hold(measured, way, dtype):
-    rows = measured["sharding_memory"].query("implementation == @way and dtype == @dtype")
+@pytest.mark.parametrize("strategy", SHARDINGS)
+def test_memory_is_what_two_ranks_hold(measured, strategy, dtype):
+    rows = measured["sharding_memory"].query("implementation == @strategy and dtype == @dtype")
     assert list(rows["moment"].unique()) == list(sharding_costs.MOMENTS)
     owned = rows[(rows["category"] != "rest") & (rows["moment"] != "peak")]
     assert owned["predicted_mib"].to_numpy() == pytest.approx(owned["size_mib"].to_numpy(), rel=2e-3)
     peak = rows.query("moment == 'peak'")
     # Gloo keeps a message's tensors longer than NCCL does.
-    within = 0.06 if way.startswith("fsdp_") and dtype == "bfloat16" else 2e-3
+    within = 0.06 if strategy.startswith("fsdp_") and dtype == "bfloat16" else 2e-3
     assert peak["predicted_mib"].sum() == pytest.approx(peak["size_mib"].sum(), rel=within)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("way", SHARDINGS)
-def test_messages_are_what_two_ranks_send(measured, way, dtype):
-    rows = measured["sharding_messages"].query("implementation == @way and dtype == @dtype")
-    assert set(rows["collective"]) >= set(SHARDINGS[way].sends)
+@pytest.mark.parametrize("strategy", SHARDINGS)
+def test_messages_are_what_two_ranks_send(measured, strategy, dtype):
+    rows = measured["sharding_messages"].query("implementation == @strategy and dtype == @dtype")
+    assert set(rows["collective"]) >= set(SHARDINGS[strategy].sends)
     assert rows["predicted_sent_mb"].to_numpy() == pytest.approx(
         rows["sent_mb"].to_numpy(), rel=5e-3, abs=1e-4
     )
@@ -97,16 +97,16 @@ def test_the_peaks_are_those_of_two_h200s():
         ("bfloat16", "fsdp2", 2026): 30.83,
         ("bfloat16", "fsdp_weight", 2025): 22.21,
     }
-    for (dtype, way, edition), peak_gib in seen.items():
-        held = sharding_costs.held_bytes(model_size("xl", edition), way, 2, 4, 512, dtype)
+    for (dtype, strategy, edition), peak_gib in seen.items():
+        held = sharding_costs.held_bytes(model_size("xl", edition), strategy, 2, 4, 512, dtype)
         assert sum(held["peak"].values()) / 2**30 == pytest.approx(peak_gib, rel=0.02)
 
 
-@pytest.mark.parametrize("way", FSDP)
-def test_units_are_gathered_in_the_order_of_the_model(way):
+@pytest.mark.parametrize("strategy", FSDP)
+def test_units_are_gathered_in_the_order_of_the_model(strategy):
     """Every weight once in forward, and what does not stay once more in backward."""
     config = model_size("tiny")
-    units = sharding_costs.gathered_units(config, way)
+    units = sharding_costs.gathered_units(config, strategy)
     modules = dict(build_model(config, 8, device="meta").named_modules())
     assert set(units["forward"]) <= set(modules)
     order = [[*modules].index(name) for name in units["forward"] if not name.startswith("layers.0.ffn")]
@@ -114,9 +114,9 @@ def test_units_are_gathered_in_the_order_of_the_model(way):
     assert units["backward"] == {
         name: size for name, size in reversed(units["forward"].items()) if name in units["backward"]
     }
-    if SHARDINGS[way].unit == "block":
+    if SHARDINGS[strategy].unit == "block":
         assert order == sorted(order)
-    sent = sharding_costs.sent_bytes(config, way, 2)
+    sent = sharding_costs.sent_bytes(config, strategy, 2)
     gathered = sum(sum(of_pass.values()) for of_pass in units.values())
     assert sent["all_gather"] == pytest.approx(gathered / 2, rel=1e-3)
     assert sharding_costs.gathered_units(config, "ddp") == {"forward": {}, "backward": {}}

@@ -11,7 +11,7 @@ from cs336_systems.parallel.ddp import ALL_GATHER
 
 
 def measure_with_too_little_memory(context, keys, poor):
-    """Rows that are sent when memory runs out in one of the ways."""
+    """Rows that are sent when memory runs out with one of the strategies."""
     rows = []
     made = sharding_bench.ShardedSteps
 

@@ -26,18 +26,18 @@ def of_the_paper(module):
 
 
 def test_a_step_sends_and_keeps_what_the_closed_forms_say():
-    ways = {"whole": whole, "zero": zero, "sharded": sharded, "paper": of_the_paper}
-    rows = count_optimizer_bytes(ways, 2)
+    implementations = {"whole": whole, "zero": zero, "sharded": sharded, "paper": of_the_paper}
+    rows = count_optimizer_bytes(implementations, 2)
     total_mb = 689_408 / 2**20  # the parameters of "tiny"
     sent = {}
     for row in rows:
-        sent.setdefault(row["way"], {}).setdefault(row["collective"], []).append(row["sent_mb"])
+        sent.setdefault(row["implementation"], {}).setdefault(row["collective"], []).append(row["sent_mb"])
         assert row["max_difference"] == 0
-        shard = 2 * total_mb / (1 if row["way"] == "whole" else 2)
+        shard = 2 * total_mb / (1 if row["implementation"] == "whole" else 2)
         assert row["state_mb"] == pytest.approx(shard, rel=0.01)
     half = {
-        way: {collective: sum(sizes) / 2 / (total_mb / 2) for collective, sizes in collectives.items()}
-        for way, collectives in sent.items()
+        name: {collective: sum(sizes) / 2 / (total_mb / 2) for collective, sizes in collectives.items()}
+        for name, collectives in sent.items()
     }
     near = {name: pytest.approx(n, rel=0.02) for name, n in (("one", 1), ("two", 2))}
     assert half == {

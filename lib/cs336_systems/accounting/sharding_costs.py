@@ -1,8 +1,8 @@
-"""What each way to shard costs a rank: bytes held at four moments of training, and bytes sent in a step.
+"""What a sharding strategy costs a rank: bytes held at four moments of training, and bytes sent in a step.
 
 With P the bytes of float32 parameters and W ranks, AdamW's state is 2P; a category is whole or shared:
 
-    way                           parameters  gradients  state  sent by a rank in a step, times (W - 1) / W
+    strategy                      parameters  gradients  state  sent by a rank in a step, times (W - 1) / W
     DDP                           P           P          2P     2P  all-reduce
     ZeRO 1 of the handout         P           P          2P/W   2P  all-reduce + P  broadcast
     ZeRO 1 of the paper           P           P          2P/W   P  reduce-scatter + P  all-gather
@@ -26,15 +26,17 @@ CATEGORIES = (*names.SHARDED, "rest")
 TOKEN_BYTES = 2 * 8  # an id and a target, 64-bit integers
 
 
-def sent_bytes(config: ModelConfig, way: str, world_size: int, dtype: str = "float32") -> dict[str, float]:
+def sent_bytes(
+    config: ModelConfig, strategy: str, world_size: int, dtype: str = "float32"
+) -> dict[str, float]:
     """Bytes that a rank sends in a step, by collective; the mean over the ranks, around rings.
 
     In each collective every part passes W - 1 links, to be summed or to be spread; in an all-reduce both.
 
     Raises:
-        ValueError: there is no such way, or fewer than one rank.
+        ValueError: there is no such strategy, or fewer than one rank.
     """
-    entry = _entry(way)
+    entry = _entry(strategy)
     check_positive_integers(world_size=world_size)
     numbers, around = parameter_count(config), (world_size - 1) / world_size
     if "parameters" not in entry.shards:
@@ -48,13 +50,13 @@ def sent_bytes(config: ModelConfig, way: str, world_size: int, dtype: str = "flo
     return {name: around * size for name, size in sent.items()}
 
 
-def gathered_units(config: ModelConfig, way: str, dtype: str = "float32") -> dict[str, dict[str, int]]:
+def gathered_units(config: ModelConfig, strategy: str, dtype: str = "float32") -> dict[str, dict[str, int]]:
     """What is gathered in each pass, in its order: by the name of the module, the bytes of its weights.
 
     Raises:
-        ValueError: there is no such way.
+        ValueError: there is no such strategy.
     """
-    entry, d = _entry(way), config.d_model
+    entry, d = _entry(strategy), config.d_model
     forward: dict[str, int] = {}
     if entry.unit:
         forward["token_embeddings"] = config.vocab_size * d
@@ -78,7 +80,7 @@ def gathered_units(config: ModelConfig, way: str, dtype: str = "float32") -> dic
 
 def held_bytes(
     config: ModelConfig,
-    way: str,
+    strategy: str,
     world_size: int,
     batch_size: int,
     context_length: int,
@@ -97,7 +99,7 @@ def held_bytes(
     Raises:
         ValueError: a name is unknown, or a number is not above 0.
     """
-    entry = _entry(way)
+    entry = _entry(strategy)
     check_positive_integers(world_size=world_size)
     whole, apart = parameter_count(config), _count(config, entry.replicates)
     shared = FLOAT32_BYTES * (apart + (whole - apart) / world_size)
@@ -164,6 +166,6 @@ def _count(config: ModelConfig, parts: tuple[str, ...]) -> int:
     return sum(parameter_breakdown(config)[part] for part in parts)
 
 
-def _entry(way: str) -> names.Sharding:
-    names.check_choice("implementation", way, names.SHARDINGS)
-    return names.SHARDINGS[way]
+def _entry(strategy: str) -> names.Sharding:
+    names.check_choice("implementation", strategy, names.SHARDINGS)
+    return names.SHARDINGS[strategy]

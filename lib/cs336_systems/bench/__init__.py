@@ -12,7 +12,7 @@ _MODULES = {
     "collectives_bench": ("benchmark_collectives", "time_collectives"),
     "ddp_bench": ("DDP_SLUGS", "DataParallelSteps", "benchmark_ddp"),
     "sharding_bench": (
-        *("SHARDING_SLUG", "ShardedSteps", "benchmark_sharding", "measured_ways", "profile_sharding"),
+        *("SHARDING_SLUG", "ShardedSteps", "already_measured", "benchmark_sharding", "profile_sharding"),
     ),
     "overlap_bench": ("profile_lanes", "profile_overlap"),
     "drift_bench": ("training_drift",),

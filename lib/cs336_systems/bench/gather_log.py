@@ -16,26 +16,26 @@ MB = 2**20
 
 def log_gathers(
     world_size: int,
-    ways: Mapping[str, Mapping[str, Any]],
+    options: Mapping[str, Mapping[str, Any]],
     *,
     num_layers: int = 6,
     backend: str = "gloo",
     timeout_s: float = 600.0,
 ) -> list[dict[str, Any]]:
-    """The second step of a tiny Transformer of `num_layers` under each way, as a rank sees it.
+    """The second step of a tiny Transformer of `num_layers` with each set of options, as a rank sees it.
 
     Args:
-        ways: by name, options of `FSDP`.
+        options: by name, arguments of `FSDP`.
         backend, timeout_s: as in `launch`.
 
     Returns:
-        One dictionary for each thing that happens to a unit: way, pass ("forward" or "backward"), event
-        ("gather", "use", "free" or "reduce"), unit (the name of its module), messages (weights that are
-        gathered or reduced), mb (2**20 bytes of its whole weights), held_mb (of all units that are gathered
-        from then on), and total_mb (of all units there are).
+        One dictionary for each thing that happens to a unit: implementation (the name of the options), pass
+        ("forward" or "backward"), event ("gather", "use", "free" or "reduce"), unit (the name of its module),
+        messages (weights that are gathered or reduced), mb (2**20 bytes of its whole weights), held_mb (of
+        all units that are gathered from then on), and total_mb (of all units there are).
     """
-    options = {name: dict(way) for name, way in ways.items()}
-    return launch(_log_ways, world_size, options, num_layers, backend=backend, timeout_s=timeout_s)[0]
+    by_name = {name: dict(arguments) for name, arguments in options.items()}
+    return launch(_log, world_size, by_name, num_layers, backend=backend, timeout_s=timeout_s)[0]
 
 
 class _Logged(FSDP):
@@ -68,13 +68,13 @@ class _Logged(FSDP):
         self._note("reduce", unit)
 
 
-def _log_ways(
-    context: WorkerContext, ways: dict[str, dict[str, Any]], num_layers: int
+def _log(
+    context: WorkerContext, options: dict[str, dict[str, Any]], num_layers: int
 ) -> Iterable[dict[str, Any]]:
     config, rows = replace(model_size("tiny"), num_layers=num_layers), []
     tokens = torch.zeros(1, 16, dtype=torch.long, device=context.device)
-    for name, options in ways.items():
-        wrapped = _Logged(build_model(config, 16, device=context.device), **options)
+    for name, arguments in options.items():
+        wrapped = _Logged(build_model(config, 16, device=context.device), **arguments)
         for log in (None, []):  # in the first step the order is not known
             wrapped.log, wrapped.of_pass = log, "forward"
             loss = wrapped(tokens).sum()
@@ -82,5 +82,5 @@ def _log_ways(
             loss.backward()
             wrapped.finish_gradient_synchronization()
         total = sum(unit.nbytes for unit in wrapped._units) / MB
-        rows += [{"way": name} | row | {"total_mb": total} for row in wrapped.log]
+        rows += [{"implementation": name} | row | {"total_mb": total} for row in wrapped.log]
     return rows

@@ -1,4 +1,4 @@
-"""What a rank keeps and sends when the optimizer is sharded: one way beside another, on a small model."""
+"""What a rank keeps and sends when its optimizer is sharded, with each of several: on a small model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,12 +16,12 @@ from cs336_systems.model import build_model
 from cs336_systems.parallel import WorkerContext, launch
 
 # Makes a wrapper of the module, with finish_gradient_synchronization(), and the optimizer of its parameters.
-Way = Callable[[nn.Module], tuple[nn.Module, Optimizer]]
+Wrap = Callable[[nn.Module], tuple[nn.Module, Optimizer]]
 MB = 2**20
 
 
 def count_optimizer_bytes(
-    ways: Mapping[str, Way],
+    implementations: Mapping[str, Wrap],
     world_size: int,
     *,
     model_size: str = "tiny",
@@ -30,26 +30,26 @@ def count_optimizer_bytes(
     steps: int = 3,
     timeout_s: float = 120.0,
 ) -> list[dict[str, Any]]:
-    """Train the same model in each way over Gloo, on two sequences a rank; count what the last step sends.
+    """Train the same model with each over Gloo, on two sequences a rank; count what the last step sends.
 
     In the last step collectives are carried out as rings, whose every send is counted.
 
     Args:
-        ways: by name, one after the other; they may be defined in a notebook.
+        implementations: by name, one after the other; they may be defined in a notebook.
         steps: 2 or more.
 
     Returns:
-        One dictionary for each way, rank and collective: way, rank, collective, calls, sent_mb (2**20 bytes;
-        calls of less than a kilobyte, such as flags, are left out), and equal for all collectives of a rank:
+        One dictionary for each implementation, rank and collective, with these three, calls, sent_mb (2**20
+        bytes; calls of less than a kilobyte, such as flags, are left out), and equal for all of a rank:
         state_mb (of the optimizer, as far as it has `.state` or `.inside.state`) and max_difference of a
-        weight to that of the first way, after the steps before the last.
+        weight to that of the first implementation, after the steps before the last.
 
     Raises:
         ValueError: steps is below 2.
     """
     if steps < 2:
         raise ValueError(f"steps is {steps}; allowed: 2 or more")
-    arguments = (cloudpickle.dumps(dict(ways)), model_size, edition, context_length, steps)
+    arguments = (cloudpickle.dumps(dict(implementations)), model_size, edition, context_length, steps)
     by_rank = launch(_count, world_size, *arguments, backend="gloo", timeout_s=timeout_s)
     return [row for rows in by_rank for row in rows]
 
@@ -57,9 +57,9 @@ def count_optimizer_bytes(
 def _count(
     context: WorkerContext, made: bytes, model_size: str, edition: int, context_length: int, steps: int
 ) -> list[dict[str, Any]]:
-    ways: dict[str, Way] = cloudpickle.loads(made)
+    wraps: dict[str, Wrap] = cloudpickle.loads(made)
     config, rows, first = find_size(model_size, edition), [], None
-    for way, make in ways.items():
+    for name, make in wraps.items():
         torch.manual_seed(0)
         module = build_model(config, context_length)
         wrapped, optimizer = make(module)
@@ -80,7 +80,7 @@ def _count(
         with ring_collectives() as sent:
             step(steps - 1)
         large = [each for each in sent if each.bytes >= 1000]
-        values = {"way": way, "rank": context.rank, "state_mb": _state_bytes(optimizer) / MB}
+        values = {"implementation": name, "rank": context.rank, "state_mb": _state_bytes(optimizer) / MB}
         values["max_difference"] = max(
             (one - other).abs().max().item() for one, other in zip(weights, first, strict=True)
         )

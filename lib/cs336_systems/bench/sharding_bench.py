@@ -1,4 +1,4 @@
-"""Training steps under each way to shard, PyTorch's own among them, in one run: time, memory and messages."""
+"""Training steps of each sharding strategy, PyTorch's own among them, in one run: time, memory, messages."""
 
 import gc
 from collections import Counter, defaultdict
@@ -53,30 +53,22 @@ PEAKS = ("peak_memory_mib", "requested_memory_mib")
 def benchmark_sharding(
     world_size: int,
     *,
-    backend: str = "auto",
-    model_size: str = "tiny",
-    edition: int = 2025,
-    context_length: int = 128,
-    batch_size: int = 4,
-    dtypes: Iterable[str] = ("float32",),
-    implementations: Iterable[str] = tuple(names.SHARDINGS),
-    attention_implementation: str = "sdpa",
-    warmup_steps: int = 2,
     steps: int = 10,
     rounds: int = 2,
     measured: Collection[tuple[str, str]] = (),
     timeout_s: float = 3600.0,
+    **what: Any,
 ) -> Iterator[tuple[str, list[Row]]]:
     """Train with each of names.SHARDINGS in turn, in one launch; PyTorch's fused AdamW updates in all.
 
         for table, rows in benchmark_sharding(2):
             page.save(rows, table, slug=SHARDING_SLUG)
 
-    Yields pairs of a table's name and its rows, as they come; all of one model, dtype and way:
+    Yields pairs of a table's name and its rows, as they come; all of one model, dtype and strategy:
 
     - "sharding_memory", of the rank whose peak is highest: what it holds once all is built, before and after
       the optimizer in the first step, and at the peak of the second; measured and by the closed form.
-    - "sharding_memory_timeline", of the second step on rank 0.
+    - "sharding_memory_timeline", of the second step on that rank.
     - "sharding_messages": what is sent in the second step, measured and by the closed form.
     - "sharding_times", when its last round is over: of every step the slowest rank counts. `no_comm_ms` is
       the median of two steps whose collectives are left out (`watch_collectives`); the peak is that of
@@ -90,55 +82,44 @@ def benchmark_sharding(
     they have sent.
 
     Args:
-        batch_size: sequences in the global batch, shared equally by the ranks.
-        implementations: names in names.SHARDINGS.
-        warmup_steps: of each round, before the timed ones.
         steps: timed steps of all rounds together.
-        rounds: each way is built and timed so often; every other round runs in the reverse order, so that
-            a clock that slows down favours nobody.
-        measured: pairs (dtype, implementation) to leave out, as of `measured_ways`.
-        backend, timeout_s: as in `launch`.
+        rounds: each strategy is built and timed so often; every other round runs in the reverse order, so
+            that a clock that slows down favours nobody.
+        measured: pairs (dtype, implementation) to leave out, as of `already_measured`.
+        timeout_s: as in `launch`.
+        what: as in `sharding_keys`.
 
     Raises:
-        ValueError: a name is unknown, or a batch cannot be shared equally; rounds is not between 1 and steps.
+        ValueError: as in `sharding_keys`; or rounds is not between 1 and steps.
     """
-    shape = (model_size, edition, context_length, batch_size)
-    keys, options = _keys(
-        world_size, backend, shape, dtypes, implementations, attention_implementation, warmup_steps
-    )
+    keys = sharding_keys(world_size, **what)
     if not 1 <= rounds <= steps:
         raise ValueError(f"rounds is {rounds}; allowed: 1 to {steps}, the number of steps")
     keys = [key for key in keys if (key["dtype"], key["implementation"]) not in measured]
     if keys:
-        yield from stream(_measure_all, world_size, keys, steps, rounds, timeout_s=timeout_s, **options)
+        backend = keys[0]["backend"]
+        yield from stream(_measure_all, world_size, keys, steps, rounds, backend=backend, timeout_s=timeout_s)
 
 
 def profile_sharding(
-    world_size: int,
-    *,
-    backend: str = "auto",
-    model_size: str = "tiny",
-    edition: int = 2025,
-    context_length: int = 128,
-    batch_size: int = 4,
-    dtypes: Iterable[str] = ("float32",),
-    implementations: Iterable[str] = tuple(names.SHARDINGS),
-    attention_implementation: str = "sdpa",
-    timeout_s: float = 3600.0,
+    world_size: int, *, timeout_s: float = 3600.0, **what: Any
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Profile the fourth step of each way, all in one launch; its processes time nothing afterwards.
+    """Profile a step of each strategy, all in one launch; its processes time nothing afterwards.
 
     Yields pairs of a table's name and rows of rank 0: "ddp_timeline", and of an FSDP "gathers", its status
     "error" where the messages are not those that the units explain.
 
-    Args and errors as of `benchmark_sharding`.
+    Args:
+        timeout_s: as in `launch`.
+        what: as in `sharding_keys`.
     """
-    shape = (model_size, edition, context_length, batch_size)
-    keys, options = _keys(world_size, backend, shape, dtypes, implementations, attention_implementation, 2)
-    yield from stream(_profile_all, world_size, keys, timeout_s=timeout_s, **options)
+    keys = sharding_keys(world_size, **what)
+    if keys:
+        backend = keys[0]["backend"]
+        yield from stream(_profile_all, world_size, keys, backend=backend, timeout_s=timeout_s)
 
 
-def measured_ways(rows: pd.DataFrame, **run: Any) -> set[tuple[str, str]]:
+def already_measured(rows: pd.DataFrame, **run: Any) -> set[tuple[str, str]]:
     """The pairs (dtype, implementation) that rows of sharding_times have, of one run of `benchmark_sharding`.
 
     Args:
@@ -150,18 +131,31 @@ def measured_ways(rows: pd.DataFrame, **run: Any) -> set[tuple[str, str]]:
     return set(zip(rows["dtype"], rows["implementation"], strict=True))
 
 
-def _keys(
+def sharding_keys(
     world_size: int,
-    backend: str,
-    shape: tuple[str, int, int, int],
-    dtypes: Iterable[str],
-    implementations: Iterable[str],
-    attention_implementation: str,
-    warmup_steps: int,
-) -> tuple[list[Row], Row]:
-    """The keys of all rows, dtype by dtype, and the options of the launch; everything checked."""
-    size, edition, context_length, batch_size = shape
-    config = find_size(size, edition)
+    *,
+    backend: str = "auto",
+    model_size: str = "tiny",
+    edition: int = 2025,
+    context_length: int = 128,
+    batch_size: int = 4,
+    dtypes: Iterable[str] = ("float32",),
+    implementations: Iterable[str] = tuple(names.SHARDINGS),
+    attention_implementation: str = "sdpa",
+    warmup_steps: int = 2,
+) -> list[Row]:
+    """What is run: the keys of all rows, dtype by dtype.
+
+    Args:
+        batch_size: sequences in the global batch, shared equally by the ranks.
+        implementations: names in names.SHARDINGS.
+        warmup_steps: of each round, before those that are timed or profiled.
+        backend: as in `launch`.
+
+    Raises:
+        ValueError: a name is unknown, or a batch cannot be shared equally.
+    """
+    config = find_size(model_size, edition)
     dtypes, implementations = tuple(dtypes), tuple(implementations)
     for dtype in dtypes:
         names.check_choice("dtype", dtype, names.DTYPES)
@@ -170,29 +164,29 @@ def _keys(
     check_shares(batch_size, world_size)
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
     step = (context_length, batch_size, "train_step")
-    keys = [
+    return [
         model_key(config, *step, dtype, name, warmup_steps, attention_implementation) | group
         for dtype in dtypes
         for name in implementations
     ]
-    return keys, {"backend": group["backend"]}
 
 
 class ShardedSteps(DataParallelSteps):
     """The steps of a fresh model, its parameters or its optimizer sharded as a row's key says."""
 
     def __init__(self, key: Row, context: WorkerContext):
-        way = names.SHARDINGS[key["implementation"]]
+        strategy = names.SHARDINGS[key["implementation"]]
         share = key["batch_size"] // context.world_size
         config, length = find_size(key["model_size"], key["edition"]), key["context_length"]
         model = build_model(config, length, attention_implementation=key["attention"], device=context.device)
-        ModelSteps.__init__(self, model, share, length, "float32" if way.casts else key["dtype"])
+        ModelSteps.__init__(self, model, share, length, "float32" if strategy.casts else key["dtype"])
         self.optimizer = None  # the one that it made would keep whole parameters alive
-        options = dict(way.options)
-        if way.casts and names.DTYPES[key["dtype"]].bytes < 4:
+        options = dict(strategy.options)
+        if strategy.casts and names.DTYPES[key["dtype"]].bytes < 4:
             options["compute_dtype"] = names.torch_dtype(key["dtype"])
-        wrap, make = names.load(way.wrapper), names.load(way.optimizer) if way.optimizer else _unsharded
-        if way.is_for_optimizer:
+        wrap = names.load(strategy.wrapper)
+        make = names.load(strategy.optimizer) if strategy.optimizer else _unsharded
+        if strategy.is_for_optimizer:
             self.optimizer = make(model.parameters(), AdamW, fused=True)
             self.model = wrap(model, self.optimizer, **options)
         else:
@@ -224,11 +218,11 @@ def _measure_all(context: WorkerContext, keys: list[Row], steps: int, rounds: in
     """The worker: the rows come out the same on every rank."""
     reason = ""
     for _, group in groupby(keys, key=lambda key: key["dtype"]):
-        ways = list(group)
+        left = list(group)
         cells: dict[str, _Cell] = defaultdict(_Cell)
         for number in range(rounds):
             share = len(range(number, steps, rounds))
-            for key in ways[:: -1 if number % 2 else 1]:
+            for key in left[:: -1 if number % 2 else 1]:
                 first, last = number == 0, number == rounds - 1
                 cell, failed = cells[key["implementation"]], "skipped"
                 if not reason:
@@ -237,7 +231,7 @@ def _measure_all(context: WorkerContext, keys: list[Row], steps: int, rounds: in
                 if last or reason:
                     context.send(("sharding_times", [key | _times(cell, reason, failed)]))
                 if reason:
-                    ways = [other for other in ways if other is not key]
+                    left = [other for other in left if other is not key]
                     reason = f"memory ran out in the same process group: {reason}"
 
 
@@ -252,7 +246,7 @@ def _together(context: WorkerContext, dtype: str, visit: partial) -> str:
 
 
 def _visit(context: WorkerContext, key: Row, cell: _Cell, steps: int, *, first: bool, last: bool) -> None:
-    """One round of one way: build it, time it; in the first look at its memory and its messages too."""
+    """One round of one strategy: build it, time it; in the first look at its memory and its messages too."""
     run = ShardedSteps(key, context)
     warmup_steps = key["warmup_steps"]
     if first:
@@ -320,7 +314,7 @@ def _tensors_of_python() -> list[Tensor]:
 def _memory_rows(
     context: WorkerContext, key: Row, run: ShardedSteps, held: dict[str, dict[str, int]]
 ) -> dict[str, list[Row]]:
-    """Record a step; the memory of the rank that needs most at its peak, and this rank's timeline."""
+    """Record a step; of the rank that needs most at its peak, its memory at the moments and its timeline."""
     run.model.zero_grad(set_to_none=True)  # what the step begins without is no other's
     others = {
         tensor.untyped_storage().data_ptr(): ("other", tensor.untyped_storage().nbytes())
@@ -328,9 +322,10 @@ def _memory_rows(
     }
     history = record_memory(run, "train_step", others=others)
     held["peak"] = _at_peak(history)
-    everyone: list[dict[str, dict[str, int]]] = [{}] * context.world_size
-    dist.all_gather_object(everyone, held)
-    fullest = max(everyone, key=lambda held: sum(held["peak"].values()))
+    points = timeline_rows(timeline(history, points=TIMELINE_POINTS))
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, (held, points))
+    fullest, points = max(everyone, key=lambda rank: sum(rank[0]["peak"].values()))
     config, share = find_size(key["model_size"], key["edition"]), key["batch_size"] // context.world_size
     batch = (share, key["context_length"], key["dtype"], context.device.type)
     predicted = sharding_costs.held_bytes(config, key["implementation"], context.world_size, *batch)
@@ -346,7 +341,6 @@ def _memory_rows(
         for moment, sizes in fullest.items()
         for category, size in sizes.items()
     ]
-    points = timeline_rows(timeline(history, points=TIMELINE_POINTS))
     return {
         "sharding_memory": rows,
         "sharding_memory_timeline": [without_warmup | point for point in points],
@@ -390,7 +384,7 @@ def _profile_all(context: WorkerContext, keys: list[Row]) -> None:
 
 def _profile(context: WorkerContext, key: Row) -> None:
     run = ShardedSteps(key, context)
-    for _ in range(2):
+    for _ in range(key["warmup_steps"]):
         run.train_step()
     config = find_size(key["model_size"], key["edition"])
     units = sharding_costs.gathered_units(config, key["implementation"], key["dtype"])

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: each rank keeps its rows of every weight, and borrows the others'.
+"""Fully sharded data parallelism: each rank keeps its rows of every weight, and gathers the others' to use.
 
 The order of forward is noted in the first pass. From then on, whoever begins to compute finds its weights
 there, as they were asked for while the one or two before it computed; in backward likewise, in the reverse

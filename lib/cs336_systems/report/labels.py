@@ -7,7 +7,6 @@ import pandas as pd
 
 from cs336_systems import names
 from cs336_systems.configs import MODEL_SIZES
-from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.measure.kernel_names import CLASSES
 from cs336_systems.measure.schema import COLUMNS
 
@@ -42,7 +41,7 @@ FAMILIES: dict[str, tuple[Mapping[str, names.Named], ...]] = {
     "dtype": (names.DTYPES,),
     "pass": (names.PASSES,),
     "class": (_family(CLASSES, "BLUE GREEN VERMILLION PURPLE SKY ORANGE YELLOW BROWN BLACK WINE GREY"),),
-    "category": (_family(CATEGORIES, "BLUE ORANGE SKY GREEN VERMILLION GREY"),),
+    "category": (names.CATEGORIES,),
     "scope": (_family(SCOPES, "BLUE VERMILLION GREEN"),),
     "part": (_family(ATTENTION_PARTS, "BLUE VERMILLION GREEN ORANGE"),),
     # One code, compiled or not, with TF32 or without; who wrote an entry of a leaderboard.
