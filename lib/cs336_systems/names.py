@@ -217,6 +217,50 @@ SHARDINGS: dict[str, Sharding] = {
     ),
 }
 
+
+@dataclass(frozen=True)
+class FullStep(Named):
+    """How a training step of the leaderboard is put together.
+
+    prepare: "package.module:name", called with the model before it is sharded.
+    wrapper: "package.module:name", called as wrapper(model, compute_dtype, **options).
+    checkpoints: a block keeps its input only, through PyTorch's checkpointing.
+    compiles: blocks go through torch.compile.
+    keeps_chosen: what blocks keep is solved for the memory that is left.
+    """
+
+    prepare: str
+    wrapper: str
+    options: tuple[tuple[str, Any], ...] = ()
+    checkpoints: bool = False
+    compiles: bool = False
+    keeps_chosen: bool = False
+
+
+_PREPARE = "cs336_systems.training"
+_BY_BLOCK = {
+    "wrapper": SHARDINGS["fsdp_block"].wrapper,
+    "options": SHARDINGS["fsdp_block"].options,
+}
+FULL_STEPS: dict[str, FullStep] = {
+    "torch": FullStep(
+        "PyTorch's parts", BLACK, f"{_PREPARE}.fused:use_fused_loss", SHARDINGS["fsdp2"].wrapper,
+        checkpoints=True, compiles=True,
+    ),
+    "fsdp": FullStep(
+        "our FSDP", PURPLE, f"{_PREPARE}.fused:use_fused_loss", **_BY_BLOCK, checkpoints=True, compiles=True
+    ),
+    "kernels": FullStep(
+        "fused kernels", SKY, f"{_PREPARE}.fused:use_fused_kernels", **_BY_BLOCK, checkpoints=True
+    ),
+    "block": FullStep(
+        "backward written out", ORANGE, f"{_PREPARE}.fused_block:keeping_nothing", **_BY_BLOCK
+    ),
+    "chosen": FullStep(
+        "memory chosen", GREEN, f"{_PREPARE}.fused_block:keeping_nothing", **_BY_BLOCK, keeps_chosen=True
+    ),
+}  # fmt: skip
+
 COLLECTIVES: dict[str, Named] = {
     "all_reduce": Named("all-reduce", BLUE),
     "all_gather": Named("all-gather", GREEN),

@@ -14,7 +14,7 @@ SEQUENCE = 16
 
 
 def trains_as_one_process(context):
-    """FSDP by blocks, of a model on fused blocks that keep little: the weights of the plain one, on the whole batch."""
+    """FSDP of a model on fused blocks that keep little: the weights of the plain one, on the whole batch."""
     from cs336_systems.training.fused_block import use_fused_blocks
 
     torch.manual_seed(0)

@@ -17,6 +17,7 @@ _MODULES = {
     "overlap_bench": ("profile_lanes", "profile_overlap"),
     "drift_bench": ("training_drift",),
     "layer_bytes": ("count_sent_bytes",),
+    "full_step_bench": ("benchmark_full_step",),
     "gather_log": ("log_gathers",),
     "message_log": ("log_messages",),
     "optimizer_bytes": ("count_optimizer_bytes",),

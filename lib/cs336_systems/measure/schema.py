@@ -116,6 +116,7 @@ COLUMNS: dict[str, Column] = {
     "model_size": Column(str, "name of the model's size in its edition"),
     "d_model": Column(int, "width of the residual stream; of a weighted sum, the columns of its matrix"),
     "num_heads": Column(int, "attention heads"),
+    "num_layers": Column(int, "blocks of a model that may have fewer than its size says"),
     "num_rows": Column(int, "rows of a matrix"),
     "batch_size": Column(int, "sequences in a batch"),
     "context_length": Column(int, "tokens in a sequence"),
@@ -176,6 +177,7 @@ COLUMNS: dict[str, Column] = {
     "memory_before_backward_mib": Column(float, "memory in use between forward and backward", "MiB"),
     "saved_for_backward_mib": Column(float, "distinct storage that autograd keeps for backward", "MiB"),
     "compile_s": Column(float, "first call less a steady step", "s"),
+    "recompute_ms": Column(float, "time to make it again in backward, for one block", "ms"),
     "recomputed_blocks": Column(int, "blocks whose forward runs again in backward"),
     "predicted_gain_low": Column(float, "time before over time after, predicted: at least"),
     "predicted_gain_high": Column(float, "... at most"),
@@ -184,6 +186,8 @@ COLUMNS: dict[str, Column] = {
     "runs": Column(int, "runs whose results were compared bit by bit"),
     "distinct_results": Column(int, "different results among them"),
     "total": Column(float, "a sum", minimum=None, digits=9),
+    "loss": Column(float, "cross-entropy, the mean over the batch, in nats", digits=9),
+    "gradient_norm": Column(float, "2-norm of the whole gradient", digits=9),
     "max_difference": Column(float, "largest absolute difference of any weight", digits=9),
     "observed_dtype": Column(str, "dtype that a tensor was found to have"),
     "algorithm_bandwidth_gbps": Column(float, "message over time in a collective", "GB/s"),
@@ -243,6 +247,7 @@ MODEL = (
 _ATTENTION = ("batch_size", "context_length", "d_head", "is_causal", "dtype")
 _TILE = ("block_m", "block_n", "num_warps", "num_stages", "max_registers", "chunk")
 _GROUP = ("world_size", "backend")
+_FULL_STEP = (*MODEL, "num_layers", *_GROUP)
 _RANK = (*MODEL, *_GROUP, "bucket_size_mb", "rank", "pass", "warmup_steps")
 _STEP = (*MODEL, "pass")
 _PROFILE = (*MODEL, "pass", "warmup_steps", "profiler")
@@ -328,6 +333,11 @@ TABLES: dict[str, Table] = {
         (*MODEL, *_GROUP, "pass", "unit"), ("calls", "sent_mb", "start_ms", "end_ms", "needed_ms"),
         group=(*MODEL, *_GROUP),
     ),
+    "full_step_times": Table(
+        (*_FULL_STEP, "pass", "warmup_steps"), (*TIMES, "peak_memory_mib", "requested_memory_mib")
+    ),
+    "full_step_kept": Table((*_FULL_STEP, "tensor"), ("count", "size_mib", "recompute_ms"), group=_FULL_STEP),
+    "full_step_losses": Table((*_FULL_STEP, "step_index"), ("loss", "gradient_norm"), group=_FULL_STEP),
     "training_drift": Table(
         (*MODEL, *_GROUP, "bucket_size_mb", "optimizer", "compared", "step_index"), ("max_difference",)
     ),

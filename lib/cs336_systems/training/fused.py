@@ -54,14 +54,17 @@ _FUSED: dict[type, type] = {
     RMSNorm: FusedRMSNorm,
     RotaryEmbedding: FusedRotaryEmbedding,
     SwiGLU: FusedSwiGLU,
-    TransformerLM: FusedTransformerLM,
 }
+
+
+def use_fused_loss(model: TransformerLM) -> TransformerLM:
+    """Change, in place, the class of the model and of its last layer: with targets, no logits are held."""
+    model.__class__, model.lm_head.__class__ = FusedTransformerLM, LossHead
+    return model
 
 
 def use_fused_kernels(model: nn.Module) -> nn.Module:
     """Change, in place, the class of every module of the model that has a fused one; return the model."""
     for module in model.modules():
         module.__class__ = _FUSED.get(type(module), type(module))
-    if isinstance(model, TransformerLM):
-        model.lm_head.__class__ = LossHead
-    return model
+    return use_fused_loss(model) if isinstance(model, TransformerLM) else model

@@ -9,8 +9,9 @@ caller says what is kept: what is not costs its matmuls once more. Compared with
 held twice, residuals are added inside the matmuls before them, and what is done with is freed at once.
 """
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,8 +55,8 @@ class BlockFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, cos, sin, num_heads: int, eps: float, keep, *given) -> Tensor:
         w, rows = Weights(*given), x.reshape(-1, x.shape[-1])
-        ctx.num_heads, ctx.eps, ctx.shape = num_heads, eps, x.shape
-        q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps)[0], w, cos, sin, ctx)
+        ctx.shape, ctx.eps = (*x.shape[:-1], num_heads, -1), eps
+        q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps)[0], w, cos, sin, ctx.shape)
         o, logsumexp = flash_forward(q, k, v, True)
         h = torch.addmm(rows, _rows(o), w.o.T)
         n2, _ = rms_norm.forward(h, w.ln2, eps)
@@ -90,8 +91,8 @@ class BlockFunction(torch.autograd.Function):
         d_o = dh.T @ _rows(o)
         n1, r1 = rms_norm.forward(x, w.ln1, ctx.eps)
         if q is None:
-            q, k, v = _qkv(n1, w, cos, sin, ctx)
-        dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx), q, k, v, o, logsumexp, True)
+            q, k, v = _qkv(n1, w, cos, sin, ctx.shape)
+        dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx.shape), q, k, v, o, logsumexp, True)
         del q, k, v
         dq, dk = (rotary.rotate(turned, cos, sin, inverse=True) for turned in (dq, dk))
         dq, dk, dv = _rows(dq), _rows(dk), _rows(dv)
@@ -100,18 +101,17 @@ class BlockFunction(torch.autograd.Function):
         dx, d_ln1 = rms_norm.backward(dn1, x, w.ln1, r1)
         dx += dh
         gradients = Weights(d_ln1, d_q, d_k, d_v, d_o, d_ln2, d_w1, d_w2, d_w3)
-        return dx.view(ctx.shape), None, None, None, None, None, *gradients
+        return dx.view(*ctx.shape[:2], -1), None, None, None, None, None, *gradients
 
 
-def _qkv(n1: Tensor, w: Weights, cos: Tensor, sin: Tensor, ctx) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (_heads(n1 @ weight.T, ctx) for weight in (w.q, w.k, w.v))
+def _qkv(n1: Tensor, w: Weights, cos: Tensor, sin: Tensor, shape: tuple) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (_heads(n1 @ weight.T, shape) for weight in (w.q, w.k, w.v))
     return *(rotary.rotate(each, cos, sin, inverse=False) for each in (q, k)), v
 
 
-def _heads(rows: Tensor, ctx) -> Tensor:
-    """(b s, h d_head) -> (b, h, s, d_head), a view."""
-    batch, sequence, _ = ctx.shape
-    return rows.view(batch, sequence, ctx.num_heads, -1).transpose(1, 2)
+def _heads(rows: Tensor, shape: tuple) -> Tensor:
+    """(b s, h d_head) -> (b, h, s, d_head), a view; shape is (b, s, h, -1)."""
+    return rows.view(shape).transpose(1, 2)
 
 
 def _rows(heads: Tensor) -> Tensor:
@@ -150,6 +150,11 @@ def use_fused_blocks(model: TransformerLM, keep: Sequence[Collection[str]] | Non
     return model
 
 
+def keeping_nothing(model: TransformerLM) -> TransformerLM:
+    """`use_fused_blocks`, everything that can be made again made again."""
+    return use_fused_blocks(model, [()] * len(model.layers))
+
+
 def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str, int]:
     """Of one block: "always" (its input, o, the logsumexps), and each of KEEPABLE."""
     wide, widest = tokens * config.d_model * element_bytes, tokens * config.d_ff * element_bytes
@@ -157,7 +162,12 @@ def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str
     return {"always": 2 * wide + logsumexps, "qkv": 3 * wide, "h": wide, "ab": 2 * widest}
 
 
-def recomputed_flops(config: ModelConfig, tokens: int) -> dict[str, int]:
-    """Of one block: the FLOPs of the matmuls that backward repeats for each of KEEPABLE that is not kept."""
-    square, rectangle = (2 * tokens * config.d_model * width for width in (config.d_model, config.d_ff))
-    return {"qkv": 3 * square, "h": square, "ab": 2 * rectangle}
+def recomputation(block: TransformerBlock, x: Tensor) -> dict[str, Callable[[], Any]]:
+    """For each of KEEPABLE what backward does if it is not kept; with x (b, s, d_model) for every input."""
+    w, rows, shape = weights(block), x.reshape(-1, x.shape[-1]), (*x.shape[:-1], block.attn.num_heads, -1)
+    tables = (table[: x.shape[-2]] for table in (block.attn.rope.cos, block.attn.rope.sin))
+    return {
+        "qkv": partial(_qkv, rows, w, *tables, shape),
+        "h": lambda: torch.addmm(rows, rows, w.o.T),
+        "ab": lambda: (rows @ w.w1.T, rows @ w.w3.T),
+    }

@@ -1,0 +1,223 @@
+"""A full training step of one model, sharded over all ranks, put together in several ways: rows of each.
+
+The leaderboard's step: forward, loss, backward and AdamW, parameters and its state in float32, and matmuls in
+the dtype that is asked for.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import get_total_norm
+
+from cs336_systems import names
+from cs336_systems.bench.ddp_bench import check_shares
+from cs336_systems.bench.model_bench import model_key
+from cs336_systems.configs import ModelConfig
+from cs336_systems.measure.distributed_timing import slowest, time_together
+from cs336_systems.measure.timing import MIB, release_memory, run_or_out_of_memory, time_steps
+from cs336_systems.model import build_model
+from cs336_systems.nvtx import annotate
+from cs336_systems.parallel import WorkerContext, choose_backend, stream
+from cs336_systems.training.selective import Item, choose
+
+Row = dict[str, Any]
+
+MEMORY_MARGIN = 0.06  # of the GPU's memory that no tensor is planned to fill: the allocator's gaps, NCCL
+LOSS_STEPS = 3
+
+
+def benchmark_full_step(
+    world_size: int,
+    config: ModelConfig,
+    *,
+    backend: str = "auto",
+    context_length: int = 128,
+    batch_size: int = 2,
+    dtype: str = "bfloat16",
+    implementations: Iterable[str] = tuple(names.FULL_STEPS),
+    attention_implementation: str = "flash_triton",
+    warmup_steps: int = 1,
+    steps: int = 5,
+    timeout_s: float = 3600.0,
+) -> Iterator[tuple[str, list[Row]]]:
+    """Train with each of names.FULL_STEPS in turn, all in one launch and from the same weights.
+
+    Yields pairs of a table's name and its rows, as they come; all of one implementation:
+
+    - "full_step_losses": loss and norm of the gradients, means over the ranks, of the first steps.
+    - "full_step_kept", where memory is chosen: what blocks keep, and what its recomputation takes.
+    - "full_step_times": of every step the slowest rank counts; the peak is that of the fullest.
+
+    Memory that ran out is a status, and what was to follow is skipped, as the ranks need not agree on what
+    they have sent.
+
+    Args:
+        config: of the model. Its blocks may be fewer: `dataclasses.replace(config, num_layers=4)`.
+        batch_size: sequences in the global batch, shared equally by the ranks.
+        dtype: what weights are cast to before they are gathered, and gradients before they are reduced.
+
+    Raises:
+        ValueError: a name is unknown, or a batch cannot be shared equally.
+    """
+    implementations = tuple(implementations)
+    for name in implementations:
+        names.check_choice("implementation", name, names.FULL_STEPS)
+    names.check_choice("dtype", dtype, names.DTYPES)
+    check_shares(batch_size, world_size)
+    group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
+    step = (context_length, batch_size, "train_step", dtype)
+    keys = [
+        model_key(config, *step, name, warmup_steps, attention_implementation)
+        | {"num_layers": config.num_layers}
+        | group
+        for name in implementations
+    ]
+    how = {"backend": group["backend"], "timeout_s": timeout_s}
+    yield from stream(_measure_all, world_size, config, keys, steps, **how)
+
+
+class ShardedModel:
+    """A model on one rank's share of a batch of random tokens, built and sharded as a row's key says."""
+
+    def __init__(self, config: ModelConfig, key: Row, context: WorkerContext):
+        self.parts = parts = names.FULL_STEPS[key["implementation"]]
+        self.config, self.length = config, key["context_length"]
+        self.share = key["batch_size"] // context.world_size
+        torch.manual_seed(0)  # the same weights, and the same tokens, whatever is compared
+        options = {"attention_implementation": key["attention"], "device": context.device}
+        model = build_model(config, self.length, **options)
+        names.load(parts.prepare)(model)
+        if parts.checkpoints:
+            model.layers = nn.ModuleList(_checkpointed(block, parts) for block in model.layers)
+        casts = (
+            {"compute_dtype": names.torch_dtype(key["dtype"])} if names.DTYPES[key["dtype"]].bytes < 4 else {}
+        )
+        self.model = names.load(parts.wrapper)(model, **casts, **dict(parts.options))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        shape = (2, key["batch_size"], self.length)
+        batch = torch.randint(config.vocab_size, shape, device=context.device)
+        self.tokens, self.targets = batch[:, context.rank * self.share :][:, : self.share]
+
+    def forward_backward(self) -> torch.Tensor:
+        """Gradients of this step alone, on their ranks; returns this rank's loss."""
+        self.model.zero_grad(set_to_none=True)
+        with annotate("forward"):
+            loss = self.model(self.tokens, self.targets)
+        with annotate("backward"):
+            loss.backward()
+        with annotate("communication"):
+            self.model.finish_gradient_synchronization()
+        return loss.detach()
+
+    def train_step(self) -> None:
+        """Forward, backward and AdamW."""
+        self.forward_backward()
+        with annotate("optimizer"):
+            self.optimizer.step()
+
+    def gradient_norm(self) -> torch.Tensor:
+        """Of the whole gradient."""
+        if hasattr(self.model, "clip_grad_norm_"):
+            return self.model.clip_grad_norm_(float("inf"))
+        norm = get_total_norm([p.grad for p in self.model.parameters()])
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _checkpointed(block: nn.Module, parts: names.FullStep) -> nn.Module:
+    if not parts.compiles:
+        return checkpoint_wrapper(block)
+    if parts.options:  # our FSDP's hooks are the block's, inside of the checkpoint
+        return checkpoint_wrapper(torch.compile(block, dynamic=False))
+    return torch.compile(checkpoint_wrapper(block), dynamic=False)
+
+
+def _measure_all(context: WorkerContext, config: ModelConfig, keys: list[Row], steps: int) -> None:
+    """The worker: the rows come out the same on every rank."""
+    reason = ""
+    for key in keys:
+        values: Row = {"status": "skipped", "reason": reason}
+        if not reason:
+            measure = partial(_measure, context, config, key, steps)
+            values, reason = run_or_out_of_memory(measure, context.device)
+            release_memory(context.device)
+            reasons = [""] * context.world_size
+            dist.all_gather_object(reasons, reason)
+            if reason := next(filter(None, reasons), ""):
+                values = {"status": "oom", "reason": reason}
+                reason = f"memory ran out in the same process group: {reason}"
+        context.send(("full_step_times", [key | values]))
+
+
+def _measure(context: WorkerContext, config: ModelConfig, key: Row, steps: int) -> Row:
+    run = ShardedModel(config, key, context)
+    without_warmup = {name: value for name, value in key.items() if name not in ("pass", "warmup_steps")}
+    context.send(("full_step_losses", _losses(run, without_warmup)))
+    if run.parts.keeps_chosen:
+        context.send(("full_step_kept", _choose_memory(context, run, without_warmup)))
+    on_gpu = context.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(context.device)
+    timing = time_together(run.train_step, context, warmup_steps=key["warmup_steps"], steps=steps)
+    peaks = _peaks_mib(context) if on_gpu else [None, None]
+    return timing.as_row() | dict(zip(("peak_memory_mib", "requested_memory_mib"), peaks, strict=True))
+
+
+def _losses(run: ShardedModel, key: Row) -> list[Row]:
+    rows = []
+    for step_index in range(1, LOSS_STEPS + 1):
+        loss = run.forward_backward()
+        dist.all_reduce(loss)
+        values = {"loss": loss.item() / dist.get_world_size(), "gradient_norm": run.gradient_norm().item()}
+        rows.append(key | {"step_index": step_index} | values)
+        run.optimizer.step()
+    return rows
+
+
+def _peaks_mib(context: WorkerContext) -> list[float]:
+    stats = torch.cuda.memory_stats(context.device)
+    return slowest([stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("allocated", "requested")], context)
+
+
+def _choose_memory(context: WorkerContext, run: ShardedModel, key: Row) -> list[Row]:
+    """Let blocks keep what saves the most recomputation in the memory that the peak without it leaves."""
+    from cs336_systems.training.fused_block import KEEPABLE, kept_bytes
+
+    tokens, layers = run.share * run.length, run.model.module.layers
+    sizes = kept_bytes(run.config, tokens, names.DTYPES[key["dtype"]].bytes)
+    times = dict(zip(KEEPABLE, slowest(_recompute_ms(run, key["dtype"], KEEPABLE), context), strict=True))
+    everything = len(layers) * sum(math.ceil(sizes[name] / MIB) for name in KEEPABLE)
+    budget = everything // 2 * MIB  # on a CPU
+    if context.device.type == "cuda":
+        release_memory(context.device)
+        total = torch.cuda.get_device_properties(context.device).total_memory
+        budget = max(0, int(total * (1 - MEMORY_MARGIN) - _peaks_mib(context)[0] * MIB))
+    items = [Item(f"{n} {name}", sizes[name], times[name]) for n in range(len(layers)) for name in KEEPABLE]
+    chosen = {item.name for item in choose(items, budget)}
+    for n, layer in enumerate(layers):
+        layer.keep = frozenset(name for name in KEEPABLE if f"{n} {name}" in chosen)
+    counts = {name: sum(name in layer.keep for layer in layers) for name in KEEPABLE}
+    return [
+        key
+        | {"tensor": name, "count": counts[name], "size_mib": sizes[name] / MIB, "recompute_ms": times[name]}
+        for name in KEEPABLE
+    ]
+
+
+def _recompute_ms(run: ShardedModel, dtype: str, keepable: Iterable[str]) -> list[float]:
+    """Median time of what backward repeats for each, on random numbers of the shape."""
+    from cs336_systems.training.fused_block import recomputation
+
+    device, type_ = run.tokens.device, names.torch_dtype(dtype)
+    small = replace(run.config, num_layers=1, vocab_size=1)
+    block = build_model(small, run.length, device=device, dtype=type_).layers[0]
+    x = torch.randn(run.share, run.length, run.config.d_model, device=device, dtype=type_)
+    with torch.no_grad():
+        again = recomputation(block, x)
+        return [time_steps(again[name], device=device, warmup_steps=1, steps=3).p50_ms for name in keepable]
