@@ -1,6 +1,7 @@
 """Full training steps: however they are put together, they compute what the plain model does."""
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from cs336_systems.functional import cross_entropy
 from cs336_systems.measure.rows import save_rows
 from cs336_systems.model import build_model
 
-TINY = model_size("tiny", 2026)
+TINY = replace(model_size("tiny", 2026), num_layers=1)
 SHAPE = {"context_length": 8, "batch_size": 2}
 RUN = SHAPE | {"dtype": "float32", "attention_implementation": "plain", "steps": 1, "warmup_steps": 0}
 
