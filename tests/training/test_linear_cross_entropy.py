@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from cs336_systems.checks import FUSED, check_fused
-from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
+from cs336_systems.training.linear_cross_entropy import linear_cross_entropy, scaled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -89,10 +89,18 @@ def test_a_loss_scaled_up_for_float16():
     halves = hidden.detach().half().requires_grad_()
     half_weight = weight.detach().half()
     loss = linear_cross_entropy(halves, half_weight, targets) * 2.0**16
-    (scaled,) = torch.autograd.grad(loss, halves)
+    (gradient,) = torch.autograd.grad(loss, halves)
     wanted = F.cross_entropy(halves.double() @ half_weight.double().T, targets) * 2.0**16
     (exact,) = torch.autograd.grad(wanted, halves)
-    assert (scaled.double() - exact.double()).norm() < 2e-3 * exact.double().norm()
+    assert (gradient.double() - exact.double()).norm() < 2e-3 * exact.double().norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_factor_is_not_rounded(dtype):
+    """A third in 16 bits would make every gradient too large, or too small, by up to one part in 512."""
+    x = torch.randn(300, 100, device=DEVICE).to(dtype)
+    third = scaled(x, torch.tensor(1 / 3, device=DEVICE), dtype).double()
+    assert (third * x).sum() / (x.double() ** 2).sum() == pytest.approx(1 / 3, rel=1e-4)
 
 
 @pytest.mark.usefixtures("_without_triton")
