@@ -1,0 +1,55 @@
+"""Compiles the fused kernels for a GPU that need not be there, at the 8B model's sizes: a program of its own.
+
+TRITON_INTERPRET=0 python tests/kernels/compile_fused.py 90
+"""
+
+import json
+import sys
+
+import torch
+import triton
+
+from cs336_systems.attention.compile_resources import _ask_ptxas, _Chip
+from cs336_systems.kernels import cross_entropy, rms_norm, rotary, swiglu
+
+TOKENS, WIDTH, GATE, VOCABULARY = 32_768, 4096, 11_008, 151_936
+
+
+def launches(dtype):
+    """Kernel, arguments and options of each, as their launchers choose them."""
+
+    def make(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, w, r = make(TOKENS, WIDTH), make(WIDTH), make(TOKENS, dtype=torch.float32)
+    partial, tile = make(264, WIDTH, dtype=torch.float32), rms_norm.tile(TOKENS, WIDTH)
+    sizes = (WIDTH, TOKENS, WIDTH, 1e-5)
+    yield "rms_norm forward", rms_norm.forward_kernel, (x, w, x, r, *sizes), tile
+    sizes = (WIDTH, WIDTH, TOKENS, WIDTH, 125)
+    yield (
+        "rms_norm backward",
+        rms_norm.backward_kernel,
+        (x, x, w, r, x, partial, *sizes),
+        tile | {"STAGES": 3},
+    )
+    table, strides = make(TOKENS, 64, dtype=torch.float32), (TOKENS * WIDTH, 128, WIDTH) * 2
+    options = {"INVERSE": True, "ROWS": 16, "PAIRS": 64, "num_warps": 4}
+    yield "rotary", rotary.rotary_kernel, (x, table, table, x, *strides, 32, TOKENS, 128), options
+    a, block = make(TOKENS * GATE), {"BLOCK": swiglu.BLOCK}
+    yield "swiglu forward", swiglu.forward_kernel, (a, a, a, TOKENS * GATE), block
+    yield "swiglu backward", swiglu.backward_kernel, (a, a, a, a, a, TOKENS * GATE), block
+    logits, targets = make(4096, VOCABULARY), make(4096, dtype=torch.int64)
+    sizes, tile = (VOCABULARY, 4096, VOCABULARY, -100), cross_entropy.tile(4096, VOCABULARY)
+    yield "cross_entropy", cross_entropy.cross_entropy_kernel, (logits, targets, r, *sizes), tile
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+    triton.runtime.driver.set_active(_Chip(capability))
+    rows = []
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, kernel, arguments, options in launches(dtype):
+            compiled = kernel.warmup(*arguments, grid=(1,), **options)
+            asked = _ask_ptxas(compiled.asm["ptx"], capability) | {"shared_bytes": compiled.metadata.shared}
+            rows.append({"kernel": name, "dtype": str(dtype)} | asked)
+    print(json.dumps(rows))
