@@ -196,6 +196,8 @@ def _choose_memory(context: WorkerContext, run: ShardedModel, key: Row) -> list[
     budget = everything // 2 * MIB  # on a CPU
     if context.device.type == "cuda":
         release_memory(context.device)
+        torch.cuda.reset_peak_memory_stats(context.device)
+        run.train_step()  # as it is timed, which takes more than the first steps do
         total = torch.cuda.get_device_properties(context.device).total_memory
         budget = max(0, int(total * (1 - MEMORY_MARGIN) - _peaks_mib(context)[0] * MIB))
     items = [Item(f"{n} {name}", sizes[name], times[name]) for n in range(len(layers)) for name in KEEPABLE]
