@@ -61,6 +61,15 @@ def test_chunks_change_nothing(chunk_tokens):
         torch.testing.assert_close(ours, other)
 
 
+def test_one_token():
+    hidden, weight, targets = inputs(1, 9, 70)
+    wanted = F.cross_entropy(hidden @ weight.T, targets)
+    loss = linear_cross_entropy(hidden[0], weight, targets[0])  # no leading dimension at all
+    torch.testing.assert_close(loss, wanted)
+    for ours, other in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, wanted)), strict=True):
+        torch.testing.assert_close(ours, other)
+
+
 @pytest.mark.usefixtures("_without_triton")
 def test_no_logits_are_kept():
     hidden, weight, targets = inputs(64, 8, 1000)
