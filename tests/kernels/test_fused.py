@@ -36,9 +36,9 @@ def test_error_at_most_twice_pytorchs(name, dtype):
 
 
 @settings(max_examples=10)
-@given(st.sampled_from(KERNELS), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(6, 40))
+@given(st.sampled_from(KERNELS), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(6, 40))
 def test_any_shape(name, leading, d):
-    """From six columns on: of two, RMSNorm's dx is a difference of nearly equal numbers, and chance decides."""
+    """From six columns on: of fewer, and of sums that cancel, chance decides who is how far off."""
     check_fused(name, shapes=[(*leading, 2 * d if name == "rotary" else d)])
 
 

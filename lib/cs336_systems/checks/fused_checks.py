@@ -87,7 +87,7 @@ FUSED: dict[str, Fused] = {
         plain_rms_norm,
         ("x", "weight"),
         lambda shape, generator: [torch.randn(size, generator=generator) for size in (shape, shape[-1:])],
-        ((64, 128), (37, 100), (2, 3, 5, 33), (1, 1500), (300, 2), (7,)),
+        ((64, 128), (37, 100), (2, 3, 5, 33), (1, 1500), (300, 40), (7,)),
     ),
     "rotary": Fused(
         "cs336_systems.kernels.rotary:rotary",
