@@ -1,4 +1,4 @@
-"""What "correct" means, for ours and for the reader's own: attention, weighted sums, fused kernels, parallelism.
+"""What "correct" means, for ours and for yours: attention, weighted sums, fused kernels, parallelism.
 
 Names are imported on first use.
 """
