@@ -243,20 +243,20 @@ _BY_BLOCK = {
     "options": SHARDINGS["fsdp_block"].options,
 }
 FULL_STEPS: dict[str, FullStep] = {
-    "torch": FullStep(
+    "torch_parts": FullStep(
         "PyTorch's parts", BLACK, f"{_PREPARE}.fused:use_fused_loss", SHARDINGS["fsdp2"].wrapper,
         checkpoints=True, compiles=True,
     ),
-    "fsdp": FullStep(
+    "own_fsdp": FullStep(
         "our FSDP", PURPLE, f"{_PREPARE}.fused:use_fused_loss", **_BY_BLOCK, checkpoints=True, compiles=True
     ),
-    "kernels": FullStep(
+    "fused_kernels": FullStep(
         "fused kernels", SKY, f"{_PREPARE}.fused:use_fused_kernels", **_BY_BLOCK, checkpoints=True
     ),
-    "block": FullStep(
+    "written_out": FullStep(
         "backward written out", ORANGE, f"{_PREPARE}.fused_block:keeping_nothing", **_BY_BLOCK
     ),
-    "chosen": FullStep(
+    "chosen_memory": FullStep(
         "memory chosen", GREEN, f"{_PREPARE}.fused_block:keeping_nothing", **_BY_BLOCK, keeps_chosen=True
     ),
 }  # fmt: skip

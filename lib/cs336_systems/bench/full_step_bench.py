@@ -38,6 +38,7 @@ def benchmark_full_step(
     config: ModelConfig,
     *,
     backend: str = "auto",
+    num_layers: int | None = None,
     context_length: int = 128,
     batch_size: int = 2,
     dtype: str = "bfloat16",
@@ -59,7 +60,8 @@ def benchmark_full_step(
     they have sent.
 
     Args:
-        config: of the model. Its blocks may be fewer: `dataclasses.replace(config, num_layers=4)`.
+        config: of the model.
+        num_layers: blocks, if not as many as the model has.
         batch_size: sequences in the global batch, shared equally by the ranks.
         dtype: what weights are cast to before they are gathered, and gradients before they are reduced.
 
@@ -67,6 +69,7 @@ def benchmark_full_step(
         ValueError: a name is unknown, or a batch cannot be shared equally.
     """
     implementations = tuple(implementations)
+    config = replace(config, num_layers=num_layers or config.num_layers)
     for name in implementations:
         names.check_choice("implementation", name, names.FULL_STEPS)
     names.check_choice("dtype", dtype, names.DTYPES)

@@ -33,7 +33,7 @@ def _family(values: Iterable[str], colors: str) -> dict[str, names.Named]:
 FAMILIES: dict[str, tuple[Mapping[str, names.Named], ...]] = {
     "implementation": (
         *(names.ATTENTION, names.MODEL_IMPLEMENTATIONS, names.WEIGHTED_SUMS),
-        *(names.WRAPPERS, names.SHARDINGS),
+        *(names.WRAPPERS, names.SHARDINGS, names.STEP_KERNELS, names.FULL_STEPS),
     ),
     "attention": (names.ATTENTION,),
     "wrapper": (names.WRAPPERS, names.SHARDINGS),

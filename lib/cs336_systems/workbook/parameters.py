@@ -34,7 +34,7 @@ _WORDS: dict[str, Iterable[Any] | str] = {
 }
 # Whole numbers from 1 on; all others from 0 on.
 _POSITIVE = ("batch_size", "context_length", "model_batch_size", "model_context_length")
-_POSITIVE += ("d_head", "d_model", "d_ff", "steps", "token", "num_device", "world_size")
+_POSITIVE += ("num_layer", "d_head", "d_model", "d_ff", "steps", "token", "num_device", "world_size")
 _SINGULARS = {"pass_": "pass", "pass": "pass", "passes": "pass", "strategies": "strategy", "steps": "steps"}
 _TYPE_NAMES = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text",
@@ -167,6 +167,7 @@ def _implementations(slug: str) -> Iterable[str]:
     if "accounting" in slug:
         return names.SHARDINGS
     own = {"torch_compile": names.MODEL_IMPLEMENTATIONS, "weighted_sum": names.WEIGHTED_SUMS}
+    own |= {"leaderboard": names.FULL_STEPS}
     return own.get(slug, names.ATTENTION)
 
 

@@ -55,7 +55,7 @@ def _problems() -> Iterator[Problem]:
 
 PROBLEMS = tuple(_problems())
 
-_NEED_TRITON = range(23, 28)  # from the first Triton kernel to the leaderboard of kernels
+_NEED_TRITON = (*range(23, 28), 61)  # attention's kernels and leaderboard, and that of a full step
 
 
 def why_not_here(notebook: str) -> str:
