@@ -38,7 +38,7 @@ def benchmark_full_step(
     config: ModelConfig,
     *,
     backend: str = "auto",
-    num_layers: int | None = None,
+    num_layers: int = 0,
     context_length: int = 128,
     batch_size: int = 2,
     dtype: str = "bfloat16",
@@ -61,7 +61,7 @@ def benchmark_full_step(
 
     Args:
         config: of the model.
-        num_layers: blocks, if not as many as the model has.
+        num_layers: blocks; 0 are all that the model has.
         batch_size: sequences in the global batch, shared equally by the ranks.
         dtype: what weights are cast to before they are gathered, and gradients before they are reduced.
 

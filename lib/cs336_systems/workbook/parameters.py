@@ -34,7 +34,7 @@ _WORDS: dict[str, Iterable[Any] | str] = {
 }
 # Whole numbers from 1 on; all others from 0 on.
 _POSITIVE = ("batch_size", "context_length", "model_batch_size", "model_context_length")
-_POSITIVE += ("num_layer", "d_head", "d_model", "d_ff", "steps", "token", "num_device", "world_size")
+_POSITIVE += ("d_head", "d_model", "d_ff", "steps", "token", "num_device", "world_size")
 _SINGULARS = {"pass_": "pass", "pass": "pass", "passes": "pass", "strategies": "strategy", "steps": "steps"}
 _TYPE_NAMES = {
     bool: "true or false", int: "a whole number", float: "a number", str: "text",
