@@ -5,8 +5,8 @@
 
 Backward needs all of them. It always finds x, and o with its logsumexps, which would cost the most to make
 again; n1, n2 and c it always makes again, from what is there and without a matmul. Of the rest, KEEPABLE, the
-caller says what is kept: what is not costs its matmuls once more. Residuals are added inside the matmuls before
-them, and what was made again is freed as soon as it is done with.
+caller says what is kept: what is not costs its matmuls once more. Residuals are added inside the matmuls
+before them, and what was made again is freed as soon as it is done with.
 """
 
 from collections.abc import Callable, Collection, Sequence
