@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
-from cs336_systems.names import BLUE
+from cs336_systems.names import VERMILLION
 from cs336_systems.report.labels import FAMILIES
 from cs336_systems.report.style import machine_looks, palette
 
@@ -40,7 +40,7 @@ def test_colours_of_a_family_are_told_apart_by_every_eye(column, vision):
 
 
 def test_values_without_a_fixed_colour_get_one_that_is_free_and_sizes_darken():
-    assert palette(["mine", "eager"], "implementation")["eager"] == BLUE
+    assert palette(["mine", "compiled"], "implementation")["compiled"] == VERMILLION
     assert len(set(palette(["eager", "compiled", "mine", "yours"], "implementation").values())) == 4
     assert len(palette([f"case {i}" for i in range(30)], "strategy")) == 30
     lightness = [seen(color, "tritanopia")[0] for color in palette(range(7), "d_head").values()]
