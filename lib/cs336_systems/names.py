@@ -222,44 +222,29 @@ SHARDINGS: dict[str, Sharding] = {
 class FullStep(Named):
     """How a training step of the leaderboard is put together.
 
+    sharding: one of SHARDINGS.
     prepare: "package.module:name", called with the model before it is sharded.
-    wrapper: "package.module:name", called as wrapper(model, compute_dtype, **options).
     checkpoints: a block keeps its input only, through PyTorch's checkpointing.
     compiles: blocks go through torch.compile.
-    keeps_chosen: what blocks keep is solved for the memory that is left.
+    selects: what blocks keep is solved for the memory that is left.
     """
 
+    sharding: str
     prepare: str
-    wrapper: str
-    options: tuple[tuple[str, Any], ...] = ()
     checkpoints: bool = False
     compiles: bool = False
-    keeps_chosen: bool = False
+    selects: bool = False
 
 
-_PREPARE = "cs336_systems.training"
-_BY_BLOCK = {
-    "wrapper": SHARDINGS["fsdp_block"].wrapper,
-    "options": SHARDINGS["fsdp_block"].options,
-}
+_LOSS, _KERNELS = (f"cs336_systems.training.fused:use_fused_{part}" for part in ("loss", "kernels"))
+_BACKWARD = "cs336_systems.training.fused_block:use_fused_blocks_keeping_nothing"
 FULL_STEPS: dict[str, FullStep] = {
-    "torch_parts": FullStep(
-        "PyTorch's parts", BLACK, f"{_PREPARE}.fused:use_fused_loss", SHARDINGS["fsdp2"].wrapper,
-        checkpoints=True, compiles=True,
-    ),
-    "own_fsdp": FullStep(
-        "our FSDP", PURPLE, f"{_PREPARE}.fused:use_fused_loss", **_BY_BLOCK, checkpoints=True, compiles=True
-    ),
-    "fused_kernels": FullStep(
-        "fused kernels", SKY, f"{_PREPARE}.fused:use_fused_kernels", **_BY_BLOCK, checkpoints=True
-    ),
-    "written_out": FullStep(
-        "backward written out", ORANGE, f"{_PREPARE}.fused_block:keeping_nothing", **_BY_BLOCK
-    ),
-    "chosen_memory": FullStep(
-        "memory chosen", GREEN, f"{_PREPARE}.fused_block:keeping_nothing", **_BY_BLOCK, keeps_chosen=True
-    ),
-}  # fmt: skip
+    "fsdp2_compiled": FullStep("FSDP2, compiled", BLACK, "fsdp2", _LOSS, checkpoints=True, compiles=True),
+    "fsdp_compiled": FullStep("FSDP, compiled", PURPLE, "fsdp_block", _LOSS, checkpoints=True, compiles=True),
+    "fused_kernels": FullStep("fused kernels", SKY, "fsdp_block", _KERNELS, checkpoints=True),
+    "manual_backward": FullStep("manual backward", ORANGE, "fsdp_block", _BACKWARD),
+    "selective": FullStep("selective recomputation", GREEN, "fsdp_block", _BACKWARD, selects=True),
+}
 
 COLLECTIVES: dict[str, Named] = {
     "all_reduce": Named("all-reduce", BLUE),

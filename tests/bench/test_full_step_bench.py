@@ -41,7 +41,7 @@ def measured(world_size, **options):
 
 def test_losses_are_the_plain_models_and_memory_is_chosen():
     pytest.importorskip("triton")
-    tables, wanted = measured(2, implementations=["chosen_memory"]), list(plain_losses())
+    tables, wanted = measured(2, implementations=["selective"]), list(plain_losses())
     rows = tables["full_step_losses"]
     assert [row["loss"] for row in rows] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
     assert [row["gradient_norm"] for row in rows] == pytest.approx([norm for _, norm in wanted], rel=1e-4)
@@ -65,7 +65,7 @@ def test_all_of_them_over_nccl():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"implementations": ["magic"]}, "implementation 'magic' is unknown; allowed: torch_parts"),
+        ({"implementations": ["magic"]}, "implementation 'magic' is unknown; allowed: fsdp2_compiled"),
         ({"dtype": "int8"}, "dtype 'int8' is unknown"),
         ({"batch_size": 3}, "batch_size 3 cannot be shared by 2 ranks"),
     ],

@@ -1,4 +1,4 @@
-"""A block whose backward is written out: as right as autograd's, and it keeps what it says and no more."""
+"""A block whose backward is written by hand: as right as autograd's, and it keeps what it says, no more."""
 
 import copy
 

@@ -6,16 +6,15 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from cs336_systems import names
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.bench.overlap_bench import profile_overlap
 from cs336_systems.configs import model_size as find_size
-from cs336_systems.measure.distributed_timing import time_together
+from cs336_systems.measure.distributed_timing import run_on_all_or_out_of_memory, time_together
 from cs336_systems.measure.model_steps import ModelSteps
-from cs336_systems.measure.timing import MIB, matmul_precision, release_memory, run_or_out_of_memory
+from cs336_systems.measure.timing import MIB
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
@@ -176,14 +175,8 @@ def _measure_all(context: WorkerContext, keys: list[Row], steps: int, profile: b
 
 def _measure(context: WorkerContext, key: Row, measure: Callable[[], Row]) -> Row:
     """What `measure` returns; out of memory on any rank is the status on all."""
-    with matmul_precision(key["dtype"]):
-        found, reason = run_or_out_of_memory(measure, context.device)
-    release_memory(context.device)  # a wrapper and its hooks refer to each other
-    reasons: list[str] = [""] * context.world_size
-    dist.all_gather_object(reasons, reason)
-    if any(reasons):
-        return {"status": "oom", "reason": next(filter(None, reasons))}
-    return found
+    found, reason = run_on_all_or_out_of_memory(measure, context, key["dtype"])
+    return {"status": "oom", "reason": reason} if reason else found
 
 
 def _build(context: WorkerContext, key: Row) -> DataParallelSteps:

@@ -1,4 +1,4 @@
-"""A full training step of one model, sharded over all ranks, put together in several ways: rows of each.
+"""A full training step of one model, sharded over all ranks, with each implementation in turn: rows of each.
 
 The leaderboard's step: forward, loss, backward and AdamW, parameters and its state in float32, and matmuls in
 the dtype that is asked for.
@@ -20,8 +20,8 @@ from cs336_systems import names
 from cs336_systems.bench.ddp_bench import check_shares
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure.distributed_timing import slowest, time_together
-from cs336_systems.measure.timing import MIB, release_memory, run_or_out_of_memory, time_steps
+from cs336_systems.measure.distributed_timing import run_on_all_or_out_of_memory, slowest, time_together
+from cs336_systems.measure.timing import MIB, release_memory, time_steps
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
@@ -91,6 +91,7 @@ class ShardedModel:
 
     def __init__(self, config: ModelConfig, key: Row, context: WorkerContext):
         self.parts = parts = names.FULL_STEPS[key["implementation"]]
+        sharding = names.SHARDINGS[parts.sharding]
         self.config, self.length = config, key["context_length"]
         self.share = key["batch_size"] // context.world_size
         torch.manual_seed(0)  # the same weights, and the same tokens, whatever is compared
@@ -99,10 +100,8 @@ class ShardedModel:
         names.load(parts.prepare)(model)
         if parts.checkpoints:
             model.layers = nn.ModuleList(_checkpointed(block, parts) for block in model.layers)
-        casts = (
-            {"compute_dtype": names.torch_dtype(key["dtype"])} if names.DTYPES[key["dtype"]].bytes < 4 else {}
-        )
-        self.model = names.load(parts.wrapper)(model, **casts, **dict(parts.options))
+        compute_dtype = names.torch_dtype(key["dtype"]) if names.DTYPES[key["dtype"]].bytes < 4 else None
+        self.model = names.load(sharding.wrapper)(model, compute_dtype, **dict(sharding.options))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         shape = (2, key["batch_size"], self.length)
         batch = torch.randint(config.vocab_size, shape, device=context.device)
@@ -136,7 +135,7 @@ class ShardedModel:
 def _checkpointed(block: nn.Module, parts: names.FullStep) -> nn.Module:
     if not parts.compiles:
         return checkpoint_wrapper(block)
-    if parts.options:  # our FSDP's hooks are the block's, inside of the checkpoint
+    if parts.sharding != "fsdp2":  # our FSDP's hooks are the block's, inside of the checkpoint
         return checkpoint_wrapper(torch.compile(block, dynamic=False))
     return torch.compile(checkpoint_wrapper(block), dynamic=False)
 
@@ -148,11 +147,8 @@ def _measure_all(context: WorkerContext, config: ModelConfig, keys: list[Row], s
         values: Row = {"status": "skipped", "reason": reason}
         if not reason:
             measure = partial(_measure, context, config, key, steps)
-            values, reason = run_or_out_of_memory(measure, context.device)
-            release_memory(context.device)
-            reasons = [""] * context.world_size
-            dist.all_gather_object(reasons, reason)
-            if reason := next(filter(None, reasons), ""):
+            values, reason = run_on_all_or_out_of_memory(measure, context, key["dtype"])
+            if reason:
                 values = {"status": "oom", "reason": reason}
                 reason = f"memory ran out in the same process group: {reason}"
         context.send(("full_step_times", [key | values]))
@@ -162,7 +158,7 @@ def _measure(context: WorkerContext, config: ModelConfig, key: Row, steps: int) 
     run = ShardedModel(config, key, context)
     without_warmup = {name: value for name, value in key.items() if name not in ("pass", "warmup_steps")}
     context.send(("full_step_losses", _losses(run, without_warmup)))
-    if run.parts.keeps_chosen:
+    if run.parts.selects:
         context.send(("full_step_kept", _choose_memory(context, run, without_warmup)))
     on_gpu = context.device.type == "cuda"
     if on_gpu:

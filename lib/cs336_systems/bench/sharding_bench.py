@@ -23,7 +23,7 @@ from cs336_systems.bench.overlap_bench import timeline_rows as timeline_rows_of_
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.measure.allocations import MemoryHistory, stage_peaks, timeline, timeline_rows
 from cs336_systems.measure.collective_calls import Message, watch_collectives
-from cs336_systems.measure.distributed_timing import one_step_ms, slowest
+from cs336_systems.measure.distributed_timing import one_step_ms, run_on_all_or_out_of_memory, slowest
 from cs336_systems.measure.gathers import gather_times, needs_recorded
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps
@@ -33,9 +33,6 @@ from cs336_systems.measure.saved_tensors import storage_bytes
 from cs336_systems.measure.timing import (
     MIB,
     Timing,
-    matmul_precision,
-    release_memory,
-    run_or_out_of_memory,
 )
 from cs336_systems.model import build_model
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
@@ -227,22 +224,12 @@ def _measure_all(context: WorkerContext, keys: list[Row], steps: int, rounds: in
                 cell, failed = cells[key["implementation"]], "skipped"
                 if not reason:
                     visit = partial(_visit, context, key, cell, share, first=first, last=last)
-                    reason, failed = _together(context, key["dtype"], visit), "oom"
+                    reason, failed = run_on_all_or_out_of_memory(visit, context, key["dtype"])[1], "oom"
                 if last or reason:
                     context.send(("sharding_times", [key | _times(cell, reason, failed)]))
                 if reason:
                     left = [other for other in left if other is not key]
                     reason = f"memory ran out in the same process group: {reason}"
-
-
-def _together(context: WorkerContext, dtype: str, visit: partial) -> str:
-    """Run it on all ranks; why memory ran out on one of them, or ""."""
-    with matmul_precision(dtype):
-        _, reason = run_or_out_of_memory(visit, context.device)
-    release_memory(context.device)  # a wrapper and its hooks refer to each other
-    reasons: list[str] = [""] * context.world_size
-    dist.all_gather_object(reasons, reason)
-    return next(filter(None, reasons), "")
 
 
 def _visit(context: WorkerContext, key: Row, cell: _Cell, steps: int, *, first: bool, last: bool) -> None:
@@ -378,7 +365,7 @@ def _message_rows(context: WorkerContext, key: Row, messages: list[Message]) -> 
 
 def _profile_all(context: WorkerContext, keys: list[Row]) -> None:
     for key in keys:
-        if _together(context, key["dtype"], partial(_profile, context, key)):
+        if run_on_all_or_out_of_memory(partial(_profile, context, key), context, key["dtype"])[1]:
             return
 
 

@@ -3,11 +3,12 @@
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from cs336_systems.measure.timing import Timing
+from cs336_systems.measure.timing import Timing, matmul_precision, release_memory, run_or_out_of_memory
 from cs336_systems.parallel import WorkerContext
 
 
@@ -51,6 +52,19 @@ def one_step_ms(operation: Callable[[], None], context: WorkerContext, calls: in
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / calls
+
+
+def run_on_all_or_out_of_memory(
+    function: Callable[[], Any], context: WorkerContext, dtype: str
+) -> tuple[Any, str]:
+    """As `run_or_out_of_memory`, on all ranks: the reason of any of them is that of all."""
+    with matmul_precision(dtype):
+        found, reason = run_or_out_of_memory(function, context.device)
+    release_memory(context.device)  # a wrapper and its hooks refer to each other
+    reasons: list[str] = [""] * context.world_size
+    dist.all_gather_object(reasons, reason)
+    reason = next(filter(None, reasons), "")
+    return None if reason else found, reason
 
 
 def slowest(times_ms: list[float], context: WorkerContext) -> list[float]:

@@ -1,4 +1,4 @@
-"""A Transformer block as one autograd function: its backward written out, so that what it keeps is chosen.
+"""A Transformer block as one autograd function: its backward by hand, so that what it keeps is chosen.
 
     n1 = rms_norm(x)    q, k, v = n1 Wq^T, n1 Wk^T, n1 Wv^T; q and k turned    o = attention(q, k, v)
     h = x + o Wo^T      n2 = rms_norm(h)    a, b = n2 W1^T, n2 W3^T    c = silu(a) b    y = h + c W2^T
@@ -150,7 +150,7 @@ def use_fused_blocks(model: TransformerLM, keep: Sequence[Collection[str]] | Non
     return model
 
 
-def keeping_nothing(model: TransformerLM) -> TransformerLM:
+def use_fused_blocks_keeping_nothing(model: TransformerLM) -> TransformerLM:
     """`use_fused_blocks`, everything that can be made again made again."""
     return use_fused_blocks(model, [()] * len(model.layers))
 
