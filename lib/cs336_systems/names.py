@@ -224,14 +224,16 @@ class FullStep(Named):
 
     sharding: one of SHARDINGS.
     prepare: "package.module:name", called with the model before it is sharded.
-    checkpoints: a block keeps its input only, through PyTorch's checkpointing.
+    attention: one of ATTENTION.
+    checkpoints: the share of blocks that keep their input only, through PyTorch's checkpointing.
     compiles: blocks go through torch.compile.
     selects: what blocks keep is solved for the memory that is left.
     """
 
     sharding: str
     prepare: str
-    checkpoints: bool = False
+    attention: str = OURS
+    checkpoints: float = 0.0
     compiles: bool = False
     selects: bool = False
 
@@ -239,9 +241,16 @@ class FullStep(Named):
 _LOSS, _KERNELS = (f"cs336_systems.training.fused:use_fused_{part}" for part in ("loss", "kernels"))
 _BACKWARD = "cs336_systems.training.fused_block:use_fused_blocks_keeping_nothing"
 FULL_STEPS: dict[str, FullStep] = {
-    "fsdp2_compiled": FullStep("FSDP2, compiled", BLACK, "fsdp2", _LOSS, checkpoints=True, compiles=True),
-    "fsdp_compiled": FullStep("FSDP, compiled", PURPLE, "fsdp_block", _LOSS, checkpoints=True, compiles=True),
-    "fused_kernels": FullStep("fused kernels", SKY, "fsdp_block", _KERNELS, checkpoints=True),
+    "fsdp2_compiled": FullStep(
+        "FSDP2, compiled", BLACK, "fsdp2", _LOSS, "sdpa_cudnn", checkpoints=1, compiles=True
+    ),
+    "fsdp2_keeping": FullStep(
+        "FSDP2, 60 % kept", GREY, "fsdp2", _LOSS, "sdpa_cudnn", checkpoints=0.4, compiles=True
+    ),
+    "fsdp_compiled": FullStep(
+        "FSDP, compiled", PURPLE, "fsdp_block", _LOSS, "sdpa_cudnn", checkpoints=1, compiles=True
+    ),
+    "fused_kernels": FullStep("fused kernels", SKY, "fsdp_block", _KERNELS, checkpoints=1),
     "manual_backward": FullStep("manual backward", ORANGE, "fsdp_block", _BACKWARD),
     "selective": FullStep("selective recomputation", GREEN, "fsdp_block", _BACKWARD, selects=True),
 }

@@ -14,7 +14,7 @@ from cs336_systems.model import build_model
 
 TINY = replace(model_size("tiny", 2026), num_layers=1)
 SHAPE = {"context_length": 8, "batch_size": 2}
-RUN = SHAPE | {"dtype": "float32", "attention_implementation": "plain", "steps": 1, "warmup_steps": 0}
+RUN = SHAPE | {"dtype": "float32", "steps": 1, "warmup_steps": 0}
 
 
 def plain_losses():
@@ -41,7 +41,7 @@ def measured(world_size, **options):
 
 def test_losses_are_the_plain_models_and_memory_is_chosen():
     pytest.importorskip("triton")
-    tables, wanted = measured(2, implementations=["selective"]), list(plain_losses())
+    tables, wanted = measured(2, implementations=["selective"], profile=True), list(plain_losses())
     rows = tables["full_step_losses"]
     assert [row["loss"] for row in rows] == pytest.approx([loss for loss, _ in wanted], rel=1e-5)
     assert [row["gradient_norm"] for row in rows] == pytest.approx([norm for _, norm in wanted], rel=1e-4)
@@ -49,11 +49,18 @@ def test_losses_are_the_plain_models_and_memory_is_chosen():
     kept = {row["tensor"]: row["count"] for row in tables["full_step_kept"]}
     assert kept.keys() == {"qkv", "h", "ab"}
     assert 0 < sum(kept.values()) < 3 * TINY.num_layers  # half of it fits
+    assert {row["range"] for row in tables["full_step_kernels"]} >= {"forward", "backward", "optimizer"}
+    assert {row["lane"] for row in tables["full_step_timeline"]} == {"compute", "communication"}
+
+
+def test_what_cannot_run_here_is_skipped_with_its_reason():
+    rows = measured(2, implementations=["fsdp2_compiled"])["full_step_times"]
+    assert [(row["status"], "needs a GPU" in row["reason"]) for row in rows] == [("skipped", True)]
 
 
 @pytest.mark.gpu(2)
 def test_all_of_them_over_nccl():
-    options = RUN | {"dtype": "bfloat16", "attention_implementation": "flash_triton"}
+    options = RUN | {"dtype": "bfloat16", "profile": True}
     tables = defaultdict(list)
     for table, rows in benchmark_full_step(2, TINY, **options):
         tables[table] += rows

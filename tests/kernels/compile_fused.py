@@ -24,11 +24,11 @@ def launches(dtype):
     x, w, r = make(TOKENS, WIDTH), make(WIDTH), make(TOKENS, dtype=torch.float32)
     partial, tile = make(264, WIDTH, dtype=torch.float32), rms_norm.tile(TOKENS, WIDTH)
     sizes = (WIDTH, TOKENS, WIDTH, 1e-5)
-    yield "rms_norm forward", rms_norm.forward_kernel, (x, w, x, r, *sizes), tile
+    yield "rms_norm forward", rms_norm.rms_norm_forward_kernel, (x, w, x, r, *sizes), tile
     sizes = (WIDTH, WIDTH, TOKENS, WIDTH, 125)
     yield (
         "rms_norm backward",
-        rms_norm.backward_kernel,
+        rms_norm.rms_norm_backward_kernel,
         (x, x, w, r, x, partial, *sizes),
         tile | {"STAGES": 3},
     )
@@ -36,8 +36,8 @@ def launches(dtype):
     options = {"INVERSE": True, "ROWS": 16, "PAIRS": 64, "num_warps": 4}
     yield "rotary", rotary.rotary_kernel, (x, table, table, x, *strides, 32, TOKENS, 128), options
     a, block = make(TOKENS * GATE), {"BLOCK": swiglu.BLOCK}
-    yield "swiglu forward", swiglu.forward_kernel, (a, a, a, TOKENS * GATE), block
-    yield "swiglu backward", swiglu.backward_kernel, (a, a, a, a, a, TOKENS * GATE), block
+    yield "swiglu forward", swiglu.swiglu_forward_kernel, (a, a, a, TOKENS * GATE), block
+    yield "swiglu backward", swiglu.swiglu_backward_kernel, (a, a, a, a, a, TOKENS * GATE), block
     logits, targets = make(4096, VOCABULARY), make(4096, dtype=torch.int64)
     sizes, tile = (VOCABULARY, 4096, VOCABULARY, -100), cross_entropy.tile(4096, VOCABULARY)
     yield "cross_entropy", cross_entropy.cross_entropy_kernel, (logits, targets, r, *sizes), tile

@@ -17,10 +17,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import get_total_norm
 
 from cs336_systems import names
+from cs336_systems.attention.baselines import sdpa_backend
 from cs336_systems.bench.ddp_bench import check_shares
 from cs336_systems.bench.model_bench import model_key
+from cs336_systems.bench.overlap_bench import profile_steps, timeline_rows
 from cs336_systems.configs import ModelConfig
 from cs336_systems.measure.distributed_timing import run_on_all_or_out_of_memory, slowest, time_together
+from cs336_systems.measure.overlap import step_lanes
+from cs336_systems.measure.profile import one_step, stages
+from cs336_systems.measure.requirements import why_no_attention, why_no_compile
 from cs336_systems.measure.timing import MIB, release_memory, time_steps
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
@@ -31,6 +36,7 @@ Row = dict[str, Any]
 
 MEMORY_MARGIN = 0.06  # of the GPU's memory that no tensor is planned to fill: the allocator's gaps, NCCL
 LOSS_STEPS = 3
+SMALLEST_MS = 0.05  # of a profiled step: kernels that take less in all of it have no row
 
 
 def benchmark_full_step(
@@ -43,9 +49,9 @@ def benchmark_full_step(
     batch_size: int = 2,
     dtype: str = "bfloat16",
     implementations: Iterable[str] = tuple(names.FULL_STEPS),
-    attention_implementation: str = "flash_triton",
     warmup_steps: int = 1,
     steps: int = 5,
+    profile: bool = False,
     timeout_s: float = 3600.0,
 ) -> Iterator[tuple[str, list[Row]]]:
     """Train with each of names.FULL_STEPS in turn, all in one launch and from the same weights.
@@ -55,6 +61,8 @@ def benchmark_full_step(
     - "full_step_losses": loss and norm of the gradients, means over the ranks, of the first steps.
     - "full_step_kept", where memory is chosen: what blocks keep, and what its recomputation takes.
     - "full_step_times": of every step the slowest rank counts; the peak is that of the fullest.
+    - "full_step_kernels" and "full_step_timeline", of one more step, where profile is set: the kernels of
+      rank 0, and when it computed and communicated.
 
     Memory that ran out is a status, and what was to follow is skipped, as the ranks need not agree on what
     they have sent.
@@ -77,13 +85,13 @@ def benchmark_full_step(
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
     step = (context_length, batch_size, "train_step", dtype)
     keys = [
-        model_key(config, *step, name, warmup_steps, attention_implementation)
+        model_key(config, *step, name, warmup_steps, names.FULL_STEPS[name].attention)
         | {"num_layers": config.num_layers}
         | group
         for name in implementations
     ]
     how = {"backend": group["backend"], "timeout_s": timeout_s}
-    yield from stream(_measure_all, world_size, config, keys, steps, **how)
+    yield from stream(_measure_all, world_size, config, keys, steps, profile, **how)
 
 
 class ShardedModel:
@@ -95,11 +103,14 @@ class ShardedModel:
         self.config, self.length = config, key["context_length"]
         self.share = key["batch_size"] // context.world_size
         torch.manual_seed(0)  # the same weights, and the same tokens, whatever is compared
-        options = {"attention_implementation": key["attention"], "device": context.device}
-        model = build_model(config, self.length, **options)
+        backend = names.ATTENTION[parts.attention].sdpa_backend
+        options = {"attention_implementation": "sdpa" if backend else parts.attention}
+        model = build_model(config, self.length, device=context.device, **options)
         names.load(parts.prepare)(model)
-        if parts.checkpoints:
-            model.layers = nn.ModuleList(_checkpointed(block, parts) for block in model.layers)
+        checkpointed = math.ceil(parts.checkpoints * config.num_layers)
+        model.layers = nn.ModuleList(
+            _wrapped(block, parts, n < checkpointed) for n, block in enumerate(model.layers)
+        )
         compute_dtype = names.torch_dtype(key["dtype"]) if names.DTYPES[key["dtype"]].bytes < 4 else None
         self.model = names.load(sharding.wrapper)(model, compute_dtype, **dict(sharding.options))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
@@ -132,29 +143,42 @@ class ShardedModel:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def _checkpointed(block: nn.Module, parts: names.FullStep) -> nn.Module:
-    if not parts.compiles:
-        return checkpoint_wrapper(block)
-    if parts.sharding != "fsdp2":  # our FSDP's hooks are the block's, inside of the checkpoint
-        return checkpoint_wrapper(torch.compile(block, dynamic=False))
-    return torch.compile(checkpoint_wrapper(block), dynamic=False)
+def _wrapped(block: nn.Module, parts: names.FullStep, checkpoints: bool) -> nn.Module:
+    compiled = partial(torch.compile, dynamic=False) if parts.compiles else lambda module: module
+    if not checkpoints:
+        return compiled(block)
+    if parts.sharding == "fsdp2":
+        return compiled(checkpoint_wrapper(block))
+    return checkpoint_wrapper(compiled(block))  # our FSDP's hooks are the block's, inside of the checkpoint
 
 
-def _measure_all(context: WorkerContext, config: ModelConfig, keys: list[Row], steps: int) -> None:
-    """The worker: the rows come out the same on every rank."""
+def _measure_all(
+    context: WorkerContext, config: ModelConfig, keys: list[Row], steps: int, profile: bool
+) -> None:
+    """The worker: the rows of times come out the same on every rank."""
     reason = ""
     for key in keys:
-        values: Row = {"status": "skipped", "reason": reason}
-        if not reason:
-            measure = partial(_measure, context, config, key, steps)
-            values, reason = run_on_all_or_out_of_memory(measure, context, key["dtype"])
+        missing = _why_not(names.FULL_STEPS[key["implementation"]], key["dtype"], context.device)
+        values: Row = {"status": "skipped", "reason": missing or reason}
+        if not values["reason"]:
+            measure = partial(_measure, context, config, key, steps, profile)
+            with sdpa_backend(key["attention"]):
+                values, reason = run_on_all_or_out_of_memory(measure, context, key["dtype"])
             if reason:
                 values = {"status": "oom", "reason": reason}
                 reason = f"memory ran out in the same process group: {reason}"
         context.send(("full_step_times", [key | values]))
 
 
-def _measure(context: WorkerContext, config: ModelConfig, key: Row, steps: int) -> Row:
+def _why_not(parts: names.FullStep, dtype: str, device: torch.device) -> str:
+    if parts.attention == "sdpa_cudnn" and device.type != "cuda":
+        return "cuDNN's attention needs a GPU"
+    return why_no_attention(parts.attention, dtype, device) or (
+        why_no_compile(device) if parts.compiles else ""
+    )
+
+
+def _measure(context: WorkerContext, config: ModelConfig, key: Row, steps: int, profile: bool) -> Row:
     run = ShardedModel(config, key, context)
     without_warmup = {name: value for name, value in key.items() if name not in ("pass", "warmup_steps")}
     context.send(("full_step_losses", _losses(run, without_warmup)))
@@ -165,7 +189,21 @@ def _measure(context: WorkerContext, config: ModelConfig, key: Row, steps: int) 
         torch.cuda.reset_peak_memory_stats(context.device)
     timing = time_together(run.train_step, context, warmup_steps=key["warmup_steps"], steps=steps)
     peaks = _peaks_mib(context) if on_gpu else [None, None]
+    if profile:
+        _profile(context, run, without_warmup)
     return timing.as_row() | dict(zip(("peak_memory_mib", "requested_memory_mib"), peaks, strict=True))
+
+
+def _profile(context: WorkerContext, run: ShardedModel, key: Row) -> None:
+    """Send the kernels of one more step, and when this rank computed and communicated in it."""
+    profiled = profile_steps(run.train_step, context)
+    _, kernels = one_step(profiled)
+    kernels["range"] = stages(kernels)
+    kernels["total_ms"] = kernels["end_ms"] - kernels["start_ms"]
+    summed = kernels.groupby(["range", "kernel", "class"])["total_ms"].agg(calls="size", total_ms="sum")
+    rows = summed[summed["total_ms"] > SMALLEST_MS].round(3).reset_index().to_dict("records")
+    context.send(("full_step_kernels", [key | row for row in rows]))
+    context.send(("full_step_timeline", timeline_rows(step_lanes(profiled), key)))
 
 
 def _losses(run: ShardedModel, key: Row) -> list[Row]:

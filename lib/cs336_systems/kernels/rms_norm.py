@@ -26,7 +26,7 @@ PREFETCHED = 2**16  # bytes of shared memory that the next two tiles of dy and x
 
 
 @triton.jit
-def forward_kernel(
+def rms_norm_forward_kernel(
     x_ptr, w_ptr, y_ptr, r_ptr, stride_x, n_rows, d, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """y (n_rows, d) and r (n_rows,). Grid: (row tiles,); a program owns ROWS whole rows."""
@@ -41,7 +41,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def rms_norm_backward_kernel(
     dy_ptr, x_ptr, w_ptr, r_ptr, dx_ptr, partial_ptr, stride_dy, stride_x, n_rows, d, rows_each,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     r = torch.empty(n_rows, dtype=torch.float32, device=x.device)
     with device_context(x.device):
         grid = (max(1, triton.cdiv(n_rows, options["ROWS"])),)
-        forward_kernel[grid](x, weight.contiguous(), y, r, x.stride(0), n_rows, d, eps, **options)
+        rms_norm_forward_kernel[grid](x, weight.contiguous(), y, r, x.stride(0), n_rows, d, eps, **options)
     return y.to(x.dtype), r
 
 
@@ -100,7 +100,7 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, 
     tile_bytes = options["ROWS"] * options["COLUMNS"] * (dy.element_size() + x.element_size())
     stages = 3 if 2 * tile_bytes <= PREFETCHED else 1
     with device_context(x.device):
-        backward_kernel[(partials,)](
+        rms_norm_backward_kernel[(partials,)](
             dy, x, weight.contiguous(), r, dx, partial,
             dy.stride(0), x.stride(0), n_rows, d, rows_each, STAGES=stages, **options,
         )  # fmt: skip

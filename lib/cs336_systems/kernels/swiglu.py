@@ -19,7 +19,7 @@ BLOCK = 2048  # elements of a program: 16 a thread
 
 
 @triton.jit
-def forward_kernel(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr):
+def swiglu_forward_kernel(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr):
     """c (n,). Grid: (blocks of BLOCK elements,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(a_ptr + i, mask=i < n, other=0.0).to(tl.float32)
@@ -28,7 +28,7 @@ def forward_kernel(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(dc_ptr, a_ptr, b_ptr, da_ptr, db_ptr, n, BLOCK: tl.constexpr):
+def swiglu_backward_kernel(dc_ptr, a_ptr, b_ptr, da_ptr, db_ptr, n, BLOCK: tl.constexpr):
     """da and db (n,). Grid: (blocks of BLOCK elements,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dc = tl.load(dc_ptr + i, mask=i < n, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def forward(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
     c = torch.empty_like(a, dtype=stored_dtype(a.dtype))
     with device_context(a.device):
-        forward_kernel[_grid(a)](a, b, c, a.numel(), BLOCK=BLOCK)
+        swiglu_forward_kernel[_grid(a)](a, b, c, a.numel(), BLOCK=BLOCK)
     return c.to(a.dtype)
 
 
@@ -54,7 +54,7 @@ def backward(dc: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
     da, db = (torch.empty_like(a, dtype=stored_dtype(a.dtype)) for _ in range(2))
     with device_context(a.device):
-        backward_kernel[_grid(a)](dc, a, b, da, db, a.numel(), BLOCK=BLOCK)
+        swiglu_backward_kernel[_grid(a)](dc, a, b, da, db, a.numel(), BLOCK=BLOCK)
     return da.to(a.dtype), db.to(a.dtype)
 
 

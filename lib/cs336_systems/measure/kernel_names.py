@@ -33,6 +33,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("copy/cast", r"^triton_poi_fused_(_to_copy|clone|cat|copy)(_\d+)?$"),
     ("reduction", r"reduce_kernel|nll_loss|triton_(red|per)_|device(reduce|scan)|logsumexp|cross_entropy"),
     ("reduction", r"^aten::(sum|mean|(a|arg)?(max|min)|norm|linalg_vector_norm|prod|cumsum|any|all)$"),
+    ("elementwise", r"^(swiglu_(for|back)ward|rotary)_kernel$"),  # ours
     ("elementwise", r"elementwise|triton_poi_|triu_tril|distribution_|_local_scalar_dense"),
     ("elementwise", r"^aten::(add|r?sub|mul|div|pow|exp|log|r?sqrt|neg|sigmoid|silu|relu|gelu|tanh)_?$"),
     ("elementwise", r"^aten::(sin|cos|where|masked_fill|abs|tril|triu|maximum|minimum|clamp\w*)_?$"),

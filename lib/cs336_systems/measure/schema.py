@@ -337,6 +337,12 @@ TABLES: dict[str, Table] = {
         (*_FULL_STEP, "pass", "warmup_steps"), (*TIMES, "peak_memory_mib", "requested_memory_mib")
     ),
     "full_step_kept": Table((*_FULL_STEP, "tensor"), ("count", "size_mib", "recompute_ms"), group=_FULL_STEP),
+    "full_step_kernels": Table(
+        (*_FULL_STEP, "range", "kernel", "class"), ("calls", "total_ms"), group=_FULL_STEP
+    ),
+    "full_step_timeline": Table(
+        (*_FULL_STEP, "lane", "span"), ("range", "start_ms", "end_ms"), group=_FULL_STEP
+    ),
     "full_step_losses": Table((*_FULL_STEP, "step_index"), ("loss", "gradient_norm"), group=_FULL_STEP),
     "training_drift": Table(
         (*MODEL, *_GROUP, "bucket_size_mb", "optimizer", "compared", "step_index"), ("max_difference",)
