@@ -1,5 +1,7 @@
 """Data-parallel wrappers with one classic mistake each, and the worker that hands all to the checker."""
 
+import time
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -109,3 +111,14 @@ class HidesTheModule(Right):
 class Crashes(Right):
     def finish_gradient_synchronization(self):
         raise KeyError("oh")
+
+
+class ReturnsNothing(Right):
+    def forward(self, *args, **kwargs):
+        self.module(*args, **kwargs)
+
+
+class NeverEnds(Right):
+    def finish_gradient_synchronization(self):
+        while True:
+            time.sleep(0.01)

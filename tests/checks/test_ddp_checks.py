@@ -8,6 +8,7 @@ import broken_ddp
 import pytest
 
 from cs336_systems.checks.ddp_checks import check_ddp
+from cs336_systems.checks.steps import step
 
 BROKEN = broken_ddp
 # What the sentence about each mistake must name.
@@ -44,6 +45,7 @@ def test_a_wrong_class_of_a_script_is_named(tmp_path):
     script.write_text("""
 from torch import nn
 from cs336_systems.checks.ddp_checks import check_ddp
+from cs336_systems.checks.steps import step
 class Nothing(nn.Module):
     def __init__(self, module):
         super().__init__()
@@ -59,3 +61,14 @@ def test_a_crash_is_told_and_the_thorough_cases_ask_for_more():
         check_ddp(broken_ddp.Crashes, world_size=1)
     with pytest.raises(AssertionError, match=r"Right, rank 0: .* no_sync"):
         check_ddp(broken_ddp.Right, world_size=1, thorough=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "timeout_s", "named"),
+    [("ReturnsNothing", 60, "return"), ("NeverEnds", 4, "not done within 4 s")],
+)
+def test_what_does_not_get_through_is_one_sentence(wrong, timeout_s, named, capsys):
+    with step("step"):
+        check_ddp(getattr(broken_ddp, wrong), timeout_s=timeout_s)
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("✗")]
+    assert named in told

@@ -21,6 +21,7 @@ from cs336_systems import names
 from cs336_systems.attention.baselines import sdpa
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.attention.plain import causal_mask
+from cs336_systems.checks.steps import assert_tensor
 
 ALLOWED_RATIO = 2.0
 
@@ -91,8 +92,9 @@ def check_attention(
         One line a case and tensor: its relative error, PyTorch's, and their ratio.
 
     Raises:
-        AssertionError: a result has the wrong shape or dtype, is not finite, or is more than twice as far
-            from float64 as PyTorch's own; the message names the case, the tensor and the usual suspect.
+        AssertionError: a result is missing, of the wrong shape or dtype, not finite, or more than twice
+            as far from float64 as PyTorch's own, or an input was overwritten; the message names the case, the
+            tensor and the usual suspect.
     """
     if isinstance(attention, str):
         names.check_choice("attention", attention, names.ATTENTION)
@@ -122,6 +124,7 @@ def check_logsumexp(
     case = AttentionCase("logsumexp", leading=(2,), n_queries=96, n_keys=128, is_causal=is_causal)
     q, k, v, _ = (tensor.to(device) for tensor in _random_inputs(case, torch.Generator()))
     output = attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), is_causal)
+    assert_tensor("O", output, q)
     rows = output.shape[:-1]
     saved = [x for x in getattr(output.grad_fn, "saved_tensors", ()) if x.shape == rows]
     assert len(saved) == 1, f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
@@ -158,6 +161,9 @@ def _results(
 ) -> dict[str, Tensor]:
     q, k, v = (tensor.detach().clone().requires_grad_(backward) for tensor in inputs[:3])
     output = attention(q, k, v, case.is_causal)
+    assert_tensor(f"O of case {case.name!r}", output, inputs[0])
+    for name, tensor, given in zip("qkv", (q, k, v), inputs, strict=False):
+        assert torch.equal(tensor, given), f"case {case.name!r}: {name} was overwritten; clone it first"
     results = {"O": output.detach()}
     if backward and output.shape == inputs[3].shape:
         output.backward(inputs[3])

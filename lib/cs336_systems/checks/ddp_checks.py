@@ -23,6 +23,7 @@ def check_ddp(
     *,
     world_size: int = 2,
     thorough: bool = False,
+    some_unused: bool = False,
     timeout_s: float = 60.0,
     **wrapper_arguments: Any,
 ) -> None:
@@ -34,20 +35,25 @@ def check_ddp(
     Args:
         thorough: also ask for what the assignment does not: parameters unused on some ranks or on all,
             several backward passes before a step, and gradient accumulation under a `no_sync()` context.
+        some_unused: of these only parameters that rank 0 alone uses.
 
     Raises:
         AssertionError: what is wrong, where, and how to mend it.
     """
     name = getattr(ddp_class, "__name__", repr(ddp_class))
     candidate = partial(ddp_class, **wrapper_arguments)
-    check_on_ranks(name, candidate, cases(thorough), ENDING, world_size, timeout_s)
+    check_on_ranks(name, candidate, cases(thorough, some_unused), ENDING, world_size, timeout_s)
 
 
-def cases(thorough: bool) -> list[Case]:
+def cases(thorough: bool, some_unused: bool = False) -> list[Case]:
     """What `check_ddp` tries, in this order."""
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     adamw = partial(torch.optim.AdamW, lr=0.01)
-    plans = (_one_pass, _several_passes, _accumulation, _unused) if thorough else (_one_pass,)
+    plans: list[Plan] = [_one_pass]
+    if thorough:
+        plans += [_several_passes, _accumulation, _unused]
+    elif some_unused:
+        plans += [_unused_elsewhere]
     trainings = [
         partial(_weights_follow_one_process, plan=plan, make_optimizer=optimizer)
         for plan in plans
@@ -112,6 +118,11 @@ def _accumulation(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tens
 def _unused(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
     """parameters that in a step only rank 0 uses, or no rank does"""
     yield _loss(model, rank, step, rarely=step % 2 == 1 and rank == 0), True
+
+
+def _unused_elsewhere(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+    """parameters that only rank 0 uses"""
+    yield _loss(model, rank, step, rarely=rank == 0), True
 
 
 def _starts_from_rank_0(context: WorkerContext, wrap: Wrap) -> str | None:

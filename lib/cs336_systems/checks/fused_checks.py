@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cs336_systems.checks.steps import assert_tensor
 from cs336_systems.names import check_choice, load
 
 ALLOWED_RATIO = 2.0
@@ -136,8 +137,8 @@ def check_fused(
         One line a shape and tensor: its relative error, PyTorch's, and their ratio.
 
     Raises:
-        AssertionError: a result has the wrong shape or dtype, is not finite, or is more than twice as far
-            from float64 as PyTorch's own.
+        AssertionError: a result is missing, of the wrong shape or dtype, not finite, or more than twice
+            as far from float64 as PyTorch's own, or an input was overwritten.
         ValueError: the name is unknown.
     """
     check_choice("kernel", name, FUSED)
@@ -165,11 +166,14 @@ def check_fused(
 def _results(
     kernel: Fused, function: Callable[..., Tensor], inputs: list[Tensor], d_output: Tensor
 ) -> dict[str, Tensor | None]:
-    inputs = [x.detach().clone() for x in inputs]
+    given, inputs = inputs, [x.detach().clone() for x in inputs]
     differentiable = {f"d_{own}": x for own, x in zip(kernel.tensors, inputs, strict=True) if own.islower()}
     for x in differentiable.values():
         x.requires_grad_()
     output = function(*inputs)
+    assert_tensor("the output", output, d_output)
+    for name, tensor, before in zip(kernel.tensors, inputs, given, strict=True):
+        assert torch.equal(tensor, before), f"{name.lower()} was overwritten; clone it first"
     if output.shape == d_output.shape:
         output.backward(d_output.to(output.dtype))
     return {"output": output.detach()} | {name: x.grad for name, x in differentiable.items()}

@@ -13,6 +13,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from cs336_systems.checks.steps import assert_tensor
+
 ALLOWED_RATIO = 2.0
 # Odd sizes, a row, a column, and as many leading dimensions as one likes.
 SHAPES = ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,))
@@ -40,8 +42,8 @@ def check_weighted_sum(
         (x * weight).sum(-1), and their ratio.
 
     Raises:
-        AssertionError: a result has the wrong shape or dtype, is not finite, or is more than twice as far
-            from float64 as PyTorch's own.
+        AssertionError: a result is missing, of the wrong shape or dtype, not finite, or more than twice
+            as far from float64 as PyTorch's own, or an input was overwritten.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
@@ -49,7 +51,7 @@ def check_weighted_sum(
     for shape in shapes:
         inputs = [torch.randn(size, generator=generator) for size in (shape, shape[-1:], shape[:-1])]
         inputs = [tensor.to(device, dtype) for tensor in inputs]
-        ours = _results(weighted_sum, inputs)
+        ours = _results(weighted_sum, inputs, f"y of x {shape}")
         torchs = _results(_formula, inputs)
         exact = _results(_formula, [tensor.double() for tensor in inputs])
         # Of sums whose terms cancel nobody can know more than a rounding of the terms.
@@ -79,9 +81,12 @@ def _formula(x: Tensor, weight: Tensor) -> Tensor:
     return (x * weight).sum(-1)
 
 
-def _results(weighted_sum: WeightedSum, inputs: list[Tensor]) -> dict[str, Tensor | None]:
+def _results(weighted_sum: WeightedSum, inputs: list[Tensor], where: str = "") -> dict[str, Tensor | None]:
     x, weight = (tensor.clone().requires_grad_() for tensor in inputs[:2])
     y = weighted_sum(x, weight)
+    assert_tensor(where, y, x)
+    for name, tensor, given in zip(("x", "weight"), (x, weight), inputs, strict=False):
+        assert torch.equal(tensor, given), f"{where}: {name} was overwritten; clone it first"
     if y.shape == inputs[2].shape:
         y.backward(inputs[2])
     return {"y": y.detach(), "dx": x.grad, "dw": weight.grad}
