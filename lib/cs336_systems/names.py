@@ -244,8 +244,8 @@ FULL_STEPS: dict[str, FullStep] = {
     "fsdp2_compiled": FullStep(
         "FSDP2, compiled", BLACK, "fsdp2", _LOSS, "sdpa_cudnn", checkpoints=1, compiles=True
     ),
-    "fsdp2_keeping": FullStep(
-        "FSDP2, 60 % kept", GREY, "fsdp2", _LOSS, "sdpa_cudnn", checkpoints=0.4, compiles=True
+    "fsdp2_partly": FullStep(
+        "FSDP2, 60 % checkpointed", GREY, "fsdp2", _LOSS, "sdpa_cudnn", checkpoints=0.6, compiles=True
     ),
     "fsdp_compiled": FullStep(
         "FSDP, compiled", PURPLE, "fsdp_block", _LOSS, "sdpa_cudnn", checkpoints=1, compiles=True

@@ -29,15 +29,16 @@ def launches(dtype):
     yield (
         "rms_norm backward",
         rms_norm.rms_norm_backward_kernel,
-        (x, x, w, r, x, partial, *sizes),
-        tile | {"STAGES": 3},
+        (x, x, w, r, x, x, partial, *sizes),
+        tile | {"STAGES": 3, "HAS_RESIDUAL": True},
     )
     table, strides = make(TOKENS, 64, dtype=torch.float32), (TOKENS * WIDTH, 128, WIDTH) * 2
     options = {"INVERSE": True, "ROWS": 16, "PAIRS": 64, "num_warps": 4}
     yield "rotary", rotary.rotary_kernel, (x, table, table, x, *strides, 32, TOKENS, 128), options
     a, block = make(TOKENS * GATE), {"BLOCK": swiglu.BLOCK}
     yield "swiglu forward", swiglu.swiglu_forward_kernel, (a, a, a, TOKENS * GATE), block
-    yield "swiglu backward", swiglu.swiglu_backward_kernel, (a, a, a, a, a, TOKENS * GATE), block
+    arguments = (*[a] * 6, TOKENS * GATE)
+    yield "swiglu backward", swiglu.swiglu_backward_kernel, arguments, block | {"WITH_C": True}
     logits, targets = make(4096, VOCABULARY), make(4096, dtype=torch.int64)
     sizes, tile = (VOCABULARY, 4096, VOCABULARY, -100), cross_entropy.tile(4096, VOCABULARY)
     yield "cross_entropy", cross_entropy.cross_entropy_kernel, (logits, targets, r, *sizes), tile

@@ -10,6 +10,7 @@ from cs336_systems.checks import FUSED, check_fused
 pytest.importorskip("triton")
 from cs336_systems.kernels import rms_norm as rms_norm_kernels
 from cs336_systems.kernels import rotary as rotary_kernels
+from cs336_systems.kernels import swiglu as swiglu_kernels
 from cs336_systems.kernels.rms_norm import WIDEST, rms_norm
 from cs336_systems.kernels.rotary import rotary
 from cs336_systems.kernels.swiglu import swiglu
@@ -92,6 +93,21 @@ def test_many_rows_a_program(d, monkeypatch):
     check_fused("rms_norm", shapes=[(n_rows, d)])
     monkeypatch.setattr(rms_norm_kernels, "sm_count", lambda device: 100)  # more programs than tiles
     check_fused("rms_norm", shapes=[(n_rows, d)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backward_makes_what_the_block_needs_beside_it(dtype):
+    a, b, dc = torch.randn(3, 7, 50, device=DEVICE).to(dtype)
+    found = swiglu_kernels.backward(dc, a, b, with_c=True)
+    wanted = (*swiglu_kernels.backward(dc, a, b), swiglu_kernels.forward(a, b))
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+    dy, x, residual = torch.randn(3, 7, 50, device=DEVICE).to(dtype)
+    weight = torch.randn(50, device=DEVICE).to(dtype)
+    _, r = rms_norm_kernels.forward(x, weight, 1e-5)
+    dx, _ = rms_norm_kernels.backward(dy.float(), x.float(), weight.float(), r)
+    found, _ = rms_norm_kernels.backward(dy, x, weight, r, residual.T.contiguous().T)
+    torch.testing.assert_close(found, (dx + residual.float()).to(dtype))
 
 
 def test_several_tiles_of_positions(monkeypatch):

@@ -85,7 +85,7 @@ def _function(kernel: str, name: str) -> Callable[..., torch.Tensor]:
         return load(FUSED[kernel].function) if name == "triton" else FUSED[kernel].plain
     liger = load("liger_kernel.transformers:functional")
     return {
-        "rms_norm": partial(liger.liger_rms_norm, eps=1e-5),
+        "rms_norm": partial(liger.liger_rms_norm, eps=1e-5, in_place=False),
         # It turns q and k, here a single head, at once, and the pairs (j, j + d / 2).
         "rotary": lambda x, cos, sin: liger.liger_rope(x, x[:, :1].detach(), cos[None], sin[None])[0],
         "swiglu": liger.liger_swiglu,

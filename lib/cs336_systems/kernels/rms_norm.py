@@ -42,12 +42,12 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, r_ptr, dx_ptr, partial_ptr, stride_dy, stride_x, n_rows, d, rows_each,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, r_ptr, residual_ptr, dx_ptr, partial_ptr, stride_dy, stride_x, n_rows, d, rows_each,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """dx (n_rows, d) and a row of partial sums of dw. Grid: (partials,); a program owns rows_each rows.
 
-    With three stages it loads tiles two ahead of use.
+    With three stages it loads tiles two ahead of use. A residual (n_rows, d) is added to dx.
     """
     part = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -63,6 +63,8 @@ def rms_norm_backward_kernel(
         n = x * r
         g = dy * w
         dx = r * (g - n * (tl.sum(g * n, 1, keep_dims=True) / d))
+        if HAS_RESIDUAL:
+            dx += tl.load(residual_ptr + rows * d + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + rows * d + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         partial += dy * n
     total = tl.sum(partial, 0, keep_dims=True)
@@ -88,8 +90,13 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y.to(x.dtype), r
 
 
-def backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-    """dx (n, d) and dw (d,) of the rows dy and x (n, d), which may lie apart, weight (d,) and r (n,)."""
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, r: Tensor, residual: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """dx (n, d) and dw (d,) of the rows dy and x (n, d), which may lie apart, weight (d,) and r (n,).
+
+    residual: (n, d), added to dx: the gradient that reaches x past the norm.
+    """
     n_rows, d = x.shape
     options = tile(n_rows, d)
     tiles = triton.cdiv(n_rows, options["ROWS"])
@@ -101,8 +108,9 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, r: Tensor) -> tuple[Tensor, 
     stages = 3 if 2 * tile_bytes <= PREFETCHED else 1
     with device_context(x.device):
         rms_norm_backward_kernel[(partials,)](
-            dy, x, weight.contiguous(), r, dx, partial,
-            dy.stride(0), x.stride(0), n_rows, d, rows_each, STAGES=stages, **options,
+            dy, x, weight.contiguous(), r, None if residual is None else residual.contiguous(), dx, partial,
+            dy.stride(0), x.stride(0), n_rows, d, rows_each,
+            STAGES=stages, HAS_RESIDUAL=residual is not None, **options,
         )  # fmt: skip
     return dx.to(x.dtype), partial.sum(0).to(weight.dtype)
 

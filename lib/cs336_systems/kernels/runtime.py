@@ -60,10 +60,10 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager:
     The first time in a thread, make its context current too: descriptors need one, and autograd's own threads
     start without. Any kernel of PyTorch's brings it.
     """
-    if device.type != "cuda":
-        return _NOTHING
     devices = _thread.__dict__.setdefault("devices", set())  # whose contexts are this thread's, too
     if device not in devices:
+        if device.type != "cuda":
+            return _NOTHING
         torch.zeros(1, device=device)
         devices.add(device)
     return _NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)

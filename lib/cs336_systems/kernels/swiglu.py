@@ -3,7 +3,7 @@
     c = silu(a) b, silu(a) = a s, s = sigmoid(a)     da = dc b s (1 + a (1 - s))     db = dc silu(a)
 
 Forward reads two tensors and writes one, backward reads three and writes two. It computes s again from a, so
-nothing is kept but a and b.
+nothing is kept but a and b; c, which the layer after it needs in its own backward, can be made on the way.
 """
 
 import torch
@@ -28,8 +28,10 @@ def swiglu_forward_kernel(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def swiglu_backward_kernel(dc_ptr, a_ptr, b_ptr, da_ptr, db_ptr, n, BLOCK: tl.constexpr):
-    """da and db (n,). Grid: (blocks of BLOCK elements,)."""
+def swiglu_backward_kernel(
+    dc_ptr, a_ptr, b_ptr, da_ptr, db_ptr, c_ptr, n, BLOCK: tl.constexpr, WITH_C: tl.constexpr
+):  # fmt: skip
+    """da, db and perhaps c (n,). Grid: (blocks of BLOCK elements,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dc = tl.load(dc_ptr + i, mask=i < n, other=0.0).to(tl.float32)
     a = tl.load(a_ptr + i, mask=i < n, other=0.0).to(tl.float32)
@@ -38,6 +40,8 @@ def swiglu_backward_kernel(dc_ptr, a_ptr, b_ptr, da_ptr, db_ptr, n, BLOCK: tl.co
     da = dc * b * s * (1 + a * (1 - s))
     tl.store(da_ptr + i, da.to(da_ptr.dtype.element_ty), mask=i < n)
     tl.store(db_ptr + i, (dc * a * s).to(db_ptr.dtype.element_ty), mask=i < n)
+    if WITH_C:
+        tl.store(c_ptr + i, (a * s * b).to(c_ptr.dtype.element_ty), mask=i < n)
 
 
 def forward(a: Tensor, b: Tensor) -> Tensor:
@@ -49,13 +53,14 @@ def forward(a: Tensor, b: Tensor) -> Tensor:
     return c.to(a.dtype)
 
 
-def backward(dc: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """da and db of dc, a and b, all of one shape; contiguous."""
+def backward(dc: Tensor, a: Tensor, b: Tensor, *, with_c: bool = False) -> tuple[Tensor, ...]:
+    """da, db and, if it is asked for, c of dc, a and b, all of one shape; contiguous."""
     dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
-    da, db = (torch.empty_like(a, dtype=stored_dtype(a.dtype)) for _ in range(2))
+    made = [torch.empty_like(a, dtype=stored_dtype(a.dtype)) for _ in range(3 if with_c else 2)]
     with device_context(a.device):
-        swiglu_backward_kernel[_grid(a)](dc, a, b, da, db, a.numel(), BLOCK=BLOCK)
-    return da.to(a.dtype), db.to(a.dtype)
+        outputs = made if with_c else [*made, None]
+        swiglu_backward_kernel[_grid(a)](dc, a, b, *outputs, a.numel(), BLOCK=BLOCK, WITH_C=with_c)
+    return tuple(x.to(a.dtype) for x in made)
 
 
 def _grid(a: Tensor) -> tuple[int]:

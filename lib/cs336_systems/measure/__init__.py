@@ -16,7 +16,7 @@ _MODULES = {
     "model_steps": ("ModelSteps",),
     "nsys": ("read_export", "why_no_nsys"),
     "op_bytes": ("operations", "sum_of_rooflines_ms"),
-    "overlap": ("exposed", "overlap_values"),
+    "overlap": ("covered", "exposed", "overlap_values"),
     "profile": ("Profile", "ProfileError", "kernel_table", "one_step", "range_table"),
     "requirements": ("why_no_compile", "why_no_triton"),
     "rows": ("load_rows", "published", "save_rows"),

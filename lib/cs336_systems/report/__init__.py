@@ -12,7 +12,7 @@ _MODULES = {
     "compare": "beside_reference longest_warmup published_rows side_by_side times_in with_model with_wrapper",
     "ddp_tables": "fastest fit_collective of_run on_gpus stages strong_and_weak",
     "labels": "MISSING SCOPES column_label context_label named_value ordered significant value_label",
-    "plots": "bars heatmap lines ratio stacked_bars tradeoff",
+    "plots": "bars heatmap lines ratio stacked_bars tradeoff waterfall",
     "profile_tables": "attention_parts beside_wall_clock by_scope explained_peaks leaders of_main_profiler "
     "shares softmax_over_matmuls two_profilers",
     "scaling_plots": "limit_lines region ring_timeline",

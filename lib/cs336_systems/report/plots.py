@@ -3,7 +3,9 @@
 Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`.
 """
 
+import textwrap
 from collections.abc import Hashable, Sequence
+from itertools import pairwise
 
 import pandas as pd
 import seaborn as sns
@@ -15,7 +17,7 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
-from cs336_systems.names import BLUE, VERMILLION
+from cs336_systems.names import BLUE, GREEN, VERMILLION
 from cs336_systems.report import figure, labels
 from cs336_systems.report.figure import Drawing, panels_of, plain_numbers, plot, sheet
 from cs336_systems.report.frames import compared, key_columns, require_one_row_each
@@ -260,6 +262,34 @@ def stacked_bars(
     seen = set(sums.loc[sums["_share"] > _VISIBLE, part])
     legend = [Patch(color=colors[name], label=value_label(name, part)) for name in colors if name in seen]
     return Drawing(chart, legend, column_label(x), "share of time" if share else column_label(y))
+
+
+@plot
+def waterfall(frame: pd.DataFrame, x: str, y: str) -> Drawing:
+    """How a value becomes another, row by row: the first and the last in full, between them each change.
+
+    Green is less than before, red is more.
+
+    Args:
+        frame: rows in their order.
+    """
+    chart, (axes,) = sheet()
+    values = frame[y].tolist()
+    spans = [(0, values[0], BLUE), *((a, b, GREEN if b <= a else VERMILLION) for a, b in pairwise(values))]
+    spans.append((0, values[-1], BLUE))
+    texts = [_total(values[0], y), *(f"{b - a:+,.0f}" for a, b in pairwise(values)), _total(values[-1], y)]
+    for place, ((start, end, color), text) in enumerate(zip(spans, texts, strict=True)):
+        axes.bar(place, end - start, 0.74, start, color=color, lw=0)
+        high = max(start, end)
+        axes.annotate(text, (place, high), (0, 4), textcoords="offset points", ha="center", size=8.5)
+        if place < len(spans) - 1:
+            axes.plot([place - 0.37, place + 1.37], [end, end], color=MUTED, lw=0.8)
+    names = [value_label(value, x) for value in frame[x]]
+    axes.set_xticks(range(len(spans)), [textwrap.fill(name, 16) for name in [*names, "in the end"]])
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylim(0, 1.1 * max(values))
+    plain_numbers(axes.yaxis)
+    return Drawing(chart, [], column_label(x), column_label(y))
 
 
 def _total(value: float, column: str) -> str:

@@ -78,14 +78,14 @@ class BlockFunction(torch.autograd.Function):
         n2, r2 = rms_norm.forward(h, w.ln2, ctx.eps)
         if a is None:
             a, b = n2 @ w.w1.T, n2 @ w.w3.T
-        d_w2 = dy.T @ swiglu.forward(a, b)
-        da, db = swiglu.backward(dy @ w.w2, a, b)
+        da, db, c = swiglu.backward(dy @ w.w2, a, b, with_c=True)
         del a, b
+        d_w2 = dy.T @ c
+        del c
         d_w1, d_w3 = da.T @ n2, db.T @ n2
-        dn2 = torch.addmm(da @ w.w1, db, w.w3)
+        dn2 = (da @ w.w1).addmm_(db, w.w3)
         del n2, da, db
-        dh, d_ln2 = rms_norm.backward(dn2, h, w.ln2, r2)
-        dh += dy
+        dh, d_ln2 = rms_norm.backward(dn2, h, w.ln2, r2, residual=dy)
         del h, dn2
 
         d_o = dh.T @ _rows(o)
@@ -97,9 +97,8 @@ class BlockFunction(torch.autograd.Function):
         dq, dk = (rotary.rotate(turned, cos, sin, inverse=True) for turned in (dq, dk))
         dq, dk, dv = _rows(dq), _rows(dk), _rows(dv)
         d_q, d_k, d_v = dq.T @ n1, dk.T @ n1, dv.T @ n1
-        dn1 = torch.addmm(torch.addmm(dq @ w.q, dk, w.k), dv, w.v)
-        dx, d_ln1 = rms_norm.backward(dn1, x, w.ln1, r1)
-        dx += dh
+        dn1 = (dq @ w.q).addmm_(dk, w.k).addmm_(dv, w.v)
+        dx, d_ln1 = rms_norm.backward(dn1, x, w.ln1, r1, residual=dh)
         gradients = Weights(d_ln1, d_q, d_k, d_v, d_o, d_ln2, d_w1, d_w2, d_w3)
         return dx.view(*ctx.shape[:2], -1), None, None, None, None, None, *gradients
 
