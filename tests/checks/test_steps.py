@@ -3,6 +3,7 @@
 import time
 
 import pytest
+import torch
 
 from cs336_systems.checks import step
 
@@ -56,3 +57,57 @@ def test_nbgrader_gives_no_point_for_it(error, monkeypatch):
     monkeypatch.setenv("NBGRADER_EXECUTION", "autograde")
     with pytest.raises(AssertionError, match="sum"), step("sum"):
         raise error
+
+
+def test_what_pytorch_does_not_implement_is_a_mistake(capsys):
+    with step("sum") as check:
+        raise NotImplementedError("aten::equal on meta tensors")
+    assert check.passed is False
+    assert "aten::equal" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        (None, "nothing is returned"),
+        ([1.0, 2.0], "list is returned"),
+        (torch.ones(3), "(3,), torch.float32; wanted: (2,), torch.float32"),
+        (torch.ones(2).half(), "torch.float16"),
+        (torch.ones(2, device="meta"), "on meta"),
+        (torch.tensor([1.0, torch.nan]), "NaN or infinities; masked?"),
+        (torch.tensor([1.0, 3.0]), "the sum: masked?"),
+    ],
+)
+def test_a_tensor_that_is_not_the_wanted_one_has_its_sentence(found, named, capsys):
+    with step("sum") as check:
+        check.close("the sum", found, torch.tensor([1.0, 2.0]), "masked?")
+    assert check.passed is False
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("✗")]
+    assert named in told
+
+
+def test_numbers_and_infinities_that_are_wanted_are_close():
+    with step("sum") as check:
+        check.close("a number", 2.0, torch.tensor(2.0))
+        check.close("-inf", torch.tensor(-torch.inf), torch.tensor(-torch.inf))
+        check.equal("a list", [1, 2], [1, 2])
+    assert check.passed
+
+
+def test_what_is_not_equal_is_shown(capsys):
+    with step("sum") as check:
+        check.equal("buckets", [[1], [0]], [[1, 0]], "what fits goes together")
+        check.equal("buckets", None, [[1, 0]])
+    assert check.passed is False
+    first, second, _ = capsys.readouterr().out.splitlines()
+    assert first == "✗ buckets: [[1], [0]]; what fits goes together"
+    assert "nothing is returned" in second
+
+
+def test_inputs_that_have_to_stay_are_watched(capsys):
+    x = torch.ones(2)
+    with step("sum") as check:
+        check.keeps(x=x)
+        x += 1
+    assert check.passed is False
+    assert "✗ x stays as it was" in capsys.readouterr().out

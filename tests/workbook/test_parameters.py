@@ -57,6 +57,8 @@ def test_anything_but_literals_is_refused(source):
         ({"dtypes": ["float32", "fp8"]}, "fp8", "float32, tf32, bfloat16, float16"),
         ({"device": "tpu"}, "tpu", "auto, cpu, cuda"),
         ({"rate": "fast"}, "fast", "a number"),
+        ({"rate": -0.5}, "-0.5", "0 or more"),
+        ({"rate": float("nan")}, "nan", "0 or more"),
         ({"rate": None}, "None", "a number"),
     ],
 )
@@ -73,6 +75,31 @@ def test_words_of_a_notebook_alone_are_those_of_its_default_and_of_its_comment()
     (error,) = parameter_errors(known, {"parts": ["every 0"]})
     assert "'every 0'" in error
     assert "grid, every N, tiles, models" in error
+
+
+def test_a_comment_tells_the_least():
+    known = read_parameters(cell_with("mesh_x = 16  # devices, 2 or more\nhop_us = 1.0  # of a hop, above 0"))
+    assert parameter_errors(known, {"mesh_x": 2, "hop_us": 0.1}) == []
+    assert parameter_errors(known, {"mesh_x": 1}) == ["mesh_x has 1; allowed: 2 or more"]
+    assert parameter_errors(known, {"hop_us": 0.0}) == ["hop_us has 0.0; allowed: above 0"]
+
+
+@pytest.mark.parametrize(
+    ("notebook", "given"),
+    [
+        ("51_communication_accounting", {"mesh_x": 0}),
+        ("51_communication_accounting", {"gpu_memory_gb": 0.0}),
+        ("52_alternate_ring_all_reduce", {"simulated_devices": [1, 4]}),
+        ("53_data_parallel_calcs", {"hop_us": 0.0}),
+        ("53_data_parallel_calcs", {"layers": 0}),
+        ("55_tp_calcs", {"world_sizes": [2, 3]}),
+        ("56_fsdp_tp_calcs", {"layers": 3}),
+        ("56_fsdp_tp_calcs", {"num_devices": 1000}),
+    ],
+)
+def test_what_a_calculation_cannot_do_is_refused(notebook, given):
+    (error,) = parameter_errors(NOTEBOOKS[notebook], given)
+    assert "allowed: " in error
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)

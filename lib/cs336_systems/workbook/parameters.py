@@ -32,7 +32,7 @@ _WORDS: dict[str, Iterable[Any] | str] = {
     "hardware": "cs336_systems.accounting.hardware:hardware_names",
     "tile_kernel": "cs336_systems.attention.config:KERNELS",
 }
-# Whole numbers from 1 on; all others from 0 on.
+# Numbers from 1 on. All others are from 0 on, or as a comment says: "a power of two, 2 or more", "above 0".
 _POSITIVE = ("batch_size", "context_length", "model_batch_size", "model_context_length")
 _POSITIVE += ("d_head", "d_model", "d_ff", "steps", "token", "num_device", "world_size")
 _SINGULARS = {"pass_": "pass", "pass": "pass", "passes": "pass", "strategies": "strategy", "steps": "steps"}
@@ -135,9 +135,18 @@ def _value_error(parameter: Parameter, value: Any, edition: int, slug: str) -> s
     allowed = _allowed(stem, parameter, edition, slug)
     if bad := [item for item in items if allowed and _pattern(item) not in allowed]:
         return f"{parameter.name} has {bad[0]!r}; allowed: {', '.join(map(str, allowed))}"
-    least = 1 if stem in _POSITIVE else 0
-    bad = [item for item in items if type(item) is int and item < least]
-    return f"{parameter.name} has {bad[0]}; allowed: {least} or more" if bad else ""
+    told = re.search(r"\b(\d+) or more\b", parameter.comment)
+    least = int(told[1]) if told else 1 if stem in _POSITIVE else 0
+    above_0 = "above 0" in parameter.comment
+    numbers = [item for item in items if isinstance(item, int | float) and not isinstance(item, bool)]
+    bad = [item for item in numbers if not item >= least or (above_0 and not item)]
+    if re.search(r"\bpowers? of two\b", parameter.comment) and (odd := [n for n in numbers if n & (n - 1)]):
+        return f"{parameter.name} has {odd[0]}; allowed: powers of two"
+    return (
+        f"{parameter.name} has {bad[0]}; allowed: {'above 0' if above_0 else f'{least} or more'}"
+        if bad
+        else ""
+    )
 
 
 def _allowed(stem: str, parameter: Parameter, edition: int, slug: str) -> list[Any]:
