@@ -35,6 +35,8 @@ def sweep_step_kernels(
 ) -> Iterator[list[dict[str, Any]]]:
     """Check, then time every combination with a cold cache; yields rows of step_kernel_times.
 
+    What is short runs from a CUDA graph.
+
     Raises:
         ValueError: a name is unknown. RuntimeError: the device is not there.
     """
@@ -109,8 +111,29 @@ def _time(
             check_fused(kernel, function, shapes=[few], dtype=torch_dtype(dtype), device=device)
         except AssertionError as error:
             return Timing(status="error", reason=one_line(error))
-    if pass_ == "forward":
-        return time_cold_cache(lambda: function(*inputs), device=device)
-    graded = [x.requires_grad_() for tensor, x in zip(own.tensors, inputs, strict=True) if tensor.islower()]
-    d_output = torch.randn_like(function(*inputs))
-    return time_cold_cache(lambda: function(*inputs).backward(d_output), device=device, to_clear=graded)
+    step = partial(function, *inputs)
+    if pass_ != "forward":
+        graded = [
+            x.requires_grad_() for tensor, x in zip(own.tensors, inputs, strict=True) if tensor.islower()
+        ]
+        d_output = torch.randn_like(step())
+        step = partial(_forward_backward, step, graded, d_output)
+    if device.type == "cuda" and kernel != "linear_cross_entropy":
+        step = _captured(step)
+    return time_cold_cache(step, device=device)
+
+
+def _forward_backward(
+    step: Callable[[], torch.Tensor], graded: list[torch.Tensor], d_output: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(step(), graded, d_output)
+
+
+def _captured(step: Callable[[], Any]) -> Callable[[], None]:
+    """The step as a CUDA graph: in training the host is far ahead, and here it would be what is timed."""
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
