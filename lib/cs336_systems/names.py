@@ -50,6 +50,9 @@ _PACKAGE = "cs336_systems.attention"
 _FLASH = f"{_PACKAGE}.flash_triton"
 ATTENTION: dict[str, Attention] = {
     "plain": Attention("plain", BLUE, f"{_PACKAGE}.plain:plain_attention", in_model=True, holds_scores=True),
+    "torch_softmax": Attention(
+        "plain, torch.softmax", YELLOW, f"{_PACKAGE}.baselines:torch_softmax", holds_scores=True
+    ),
     "compiled": Attention(
         "compiled", VERMILLION, f"{_PACKAGE}.baselines:compiled", frozenset({COMPILER}), holds_scores=True
     ),

@@ -1,4 +1,4 @@
-"""PyTorch's own attentions, measured beside ours: SDPA and its backends, FlexAttention, torch.compile."""
+"""PyTorch's own attentions, measured beside ours: with its softmax, by SDPA's backends, FlexAttention, compiled."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cs336_systems import names
-from cs336_systems.attention.plain import plain_attention
+from cs336_systems.attention.plain import causal_mask, plain_attention
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
@@ -29,6 +29,15 @@ def sdpa_backend(name: str) -> AbstractContextManager:
 
     backend = names.ATTENTION[name].sdpa_backend
     return sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext()
+
+
+def torch_softmax(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
+    """The formula with PyTorch's softmax: one kernel, in the dtype of the inputs, where `plain_attention` has
+    several, in float32. So most code that is called naive computes it."""
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
+    if is_causal:
+        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:], device=scores.device), -math.inf)
+    return torch.softmax(scores, -1) @ v
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:

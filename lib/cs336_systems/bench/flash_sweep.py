@@ -27,14 +27,14 @@ from cs336_systems.names import OURS
 PROTOCOLS = {"leaderboard": "flash_leaderboard", "models": "flash_leaderboard", "grid": "flash_benchmarking"}
 GRID_LENGTHS = tuple(2**power for power in range(7, 17))
 GRID_HEADS = (64, 128, 32, 16)  # what is looked at most comes first
-GRAPH_LENGTHS = GRID_LENGTHS[:5]  # up to 2,048 tokens the work of launching shows
+GRAPH_LENGTHS = GRID_LENGTHS[:7]  # up to 8,192 tokens the work of launching shows
 INTERPRETED_LENGTH = 128  # of a sequence, where Triton's interpreter stands in for a GPU
 MODEL_SHAPES = ((1, 16, 16_384, 64), (1, 16, 16_384, 128), (4, 16, 4096, 128))  # batch, heads, tokens, d_head
 # What is compared by default.
 WITH_MANY_HEADS = (OURS, "sdpa_cudnn", "sdpa_flash", "flex", "compiled")
 IN_THE_GRID = {
-    "bfloat16": (OURS, "sdpa_cudnn", "sdpa_flash", "plain", "compiled"),
-    "float32": (OURS, "sdpa_efficient", "plain", "compiled"),
+    "bfloat16": (OURS, "sdpa_cudnn", "sdpa_flash", "plain", "torch_softmax", "compiled"),
+    "float32": (OURS, "sdpa_efficient", "plain", "torch_softmax", "compiled"),
 }
 FULL_LENGTH = (OURS, "sdpa_cudnn")  # timed as long as the leaderboard does, the others a tenth of it
 _SIZE = ["protocol", "dtype", "batch_size", "num_heads", "context_length", "d_head", "pass"]
