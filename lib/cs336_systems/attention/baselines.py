@@ -1,4 +1,4 @@
-"""PyTorch's own attentions, measured beside ours: with its softmax, by SDPA's backends, FlexAttention, compiled."""
+"""PyTorch's own attentions, measured beside ours: torch.softmax, SDPA's backends, FlexAttention, torch.compile."""
 
 import math
 from collections.abc import Callable
