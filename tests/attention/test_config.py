@@ -16,15 +16,15 @@ from cs336_systems.attention.config import (
 from cs336_systems.checks import AttentionCase, check_attention
 
 pytest.importorskip("triton")
-from cs336_systems.attention import FlashAttentionTriton, launcher
+from cs336_systems.attention import FlashAttentionTriton, flash_triton, launcher
 from cs336_systems.attention.launcher import (
     Backward,
+    Forward,
     HopperBackward,
     KernelLaunch,
     Problem,
     backward_launcher,
     config_for,
-    forward_launcher,
     layout,
     loadable,
     tma_compatible,
@@ -59,7 +59,7 @@ def test_the_largest_tile_that_gives_every_sm_a_program(sm_count, by_queries, by
 def test_tiles_go_from_large_to_small(kernel, precision):
     side = "block_n" if kernel == "dkdv" else "block_m"
     for tiles in HOPPER_TILES[kernel, precision].values():
-        rows = [getattr(tile, side) for tile in tiles]
+        rows = [(getattr(tile, side), tile.max_registers or 0) for tile in tiles]
         assert rows == sorted(set(rows), reverse=True), "else a later one never runs"
 
 
@@ -73,24 +73,24 @@ def test_the_kernels_of_one_head_size_round_scores_alike(d, capability):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "d", "capability", "tf32", "precision", "use_tma", "hopper"),
+    ("dtype", "d", "capability", "tf32", "precision", "use_tma", "of_hopper"),
     [
-        (torch.bfloat16, 64, HOPPER, False, "16bit", True, True),
-        (torch.float16, 33, HOPPER, True, "16bit", True, True),
-        (torch.bfloat16, 32, HOPPER, False, "16bit", True, False),
-        (torch.bfloat16, 256, HOPPER, False, "16bit", True, False),
-        (torch.bfloat16, 64, AMPERE, False, "16bit", False, False),
-        (torch.bfloat16, 64, BLACKWELL, False, "16bit", True, False),
-        (torch.float32, 64, HOPPER, False, "ieee", False, False),
-        (torch.float32, 64, HOPPER, True, "tf32", True, False),
-        (torch.float32, 64, AMPERE, True, "tf32", False, False),
-        (torch.float32, 64, INTERPRETER, False, "ieee", True, False),
+        (torch.bfloat16, 64, HOPPER, False, "16bit", True, HOPPER_KERNELS),
+        (torch.float16, 33, HOPPER, True, "16bit", True, HOPPER_KERNELS),
+        (torch.bfloat16, 32, HOPPER, False, "16bit", True, HOPPER_KERNELS),
+        (torch.bfloat16, 256, HOPPER, False, "16bit", True, ()),
+        (torch.bfloat16, 64, AMPERE, False, "16bit", False, ()),
+        (torch.bfloat16, 64, BLACKWELL, False, "16bit", True, ()),
+        (torch.float32, 64, HOPPER, False, "ieee", False, ()),
+        (torch.float32, 64, HOPPER, True, "tf32", True, ()),
+        (torch.float32, 64, AMPERE, True, "tf32", False, ()),
+        (torch.float32, 64, INTERPRETER, False, "ieee", True, ()),
     ],
 )
-def test_what_a_gpu_does(dtype, d, capability, tf32, precision, use_tma, hopper):
+def test_what_a_gpu_does(dtype, d, capability, tf32, precision, use_tma, of_hopper):
     config = select_config(dtype, d, capability, 132, tf32)
     assert (config.precision, config.use_tma) == (precision, use_tma)
-    assert [kernel in config.tiles for kernel in HOPPER_KERNELS] == [hopper, hopper]
+    assert config.tiles.keys() == {*KERNELS, *of_hopper}
 
 
 def on_hopper(sm_count, **tiles):
@@ -98,8 +98,40 @@ def on_hopper(sm_count, **tiles):
 
 
 def test_hoppers_forward_runs_where_there_is_one():
-    assert forward_launcher((HEADS_OF_40,) * 4, on_hopper(1000), True).name == "hopper_forward"
-    assert forward_launcher((HEADS_OF_40,) * 4, on_hopper(1, hopper_forward=None), True).name == "forward"
+    assert Forward((HEADS_OF_40,) * 4, on_hopper(1000), True).name == "hopper_forward"
+    assert Forward((HEADS_OF_40,) * 4, on_hopper(1, hopper_forward=None), True).name == "forward"
+
+
+@pytest.mark.parametrize(("sm_count", "queries"), [(9, 192), (10, 64), (1000, 64)])
+def test_hoppers_forward_has_nearly_two_programs_for_every_sm(sm_count, queries):
+    """8 heads of 300 queries: 16 programs of 192, 40 of 64."""
+    launch = Forward((HEADS_OF_40,) * 4, on_hopper(sm_count), True)
+    assert launch.tile("hopper_forward").block_m == queries
+    assert [descriptor.block_shape[2] for descriptor in launch.launch.descriptors] == [64, 128, 128]
+
+
+@pytest.mark.parametrize(
+    ("sm_count", "is_causal", "tile"),
+    [(13, True, (128, 128)), (14, False, (64, 64)), (14, True, (64, 128)), (1000, False, (64, 128))],
+)
+def test_programs_share_an_sm_only_where_they_end_together(sm_count, is_causal, tile):
+    """8 heads of 300 queries, of 128 numbers each: 24 programs of 128, 40 of 64."""
+    heads = (1, 8, 300, 128), (8 * 300 * 128, 300 * 128, 128, 1)
+    config = select_config(torch.bfloat16, 128, HOPPER, sm_count)
+    chosen = Forward((heads,) * 4, config, is_causal).tile("hopper_forward")
+    assert (chosen.block_m, chosen.block_n) == tile
+
+
+def test_an_old_triton_has_no_kernels_of_hoppers_own(monkeypatch):
+    monkeypatch.setattr(launcher, "capability", lambda device: HOPPER)
+    monkeypatch.setattr(launcher, "sm_count", lambda device: 132)
+    monkeypatch.setattr(launcher.triton, "__version__", "3.5.1")
+    with pytest.warns(UserWarning, match=r"3\.5\.1 is older than 3\.6"):
+        config = config_for.__wrapped__(torch.bfloat16, 64, torch.device("cuda", 0))
+    assert config.tiles.keys() == set(KERNELS)
+    monkeypatch.setattr(launcher.triton, "__version__", "3.10.0")
+    config = config_for.__wrapped__(torch.bfloat16, 64, torch.device("cuda", 0))
+    assert config.tiles.keys() == {*KERNELS, *HOPPER_KERNELS}
 
 
 @pytest.mark.parametrize(
@@ -155,7 +187,9 @@ def by_pointers(monkeypatch):
             config = dataclasses.replace(original(*arguments), use_tma=False)
             return config.with_tiles(**dict.fromkeys(KERNELS, tile)) if tile else config
 
-        monkeypatch.setattr("cs336_systems.attention.flash_triton.config_for", config_for)
+        monkeypatch.setattr(flash_triton, "config_for", config_for)
+        monkeypatch.setattr(flash_triton, "_forwards", {})
+        monkeypatch.setattr(flash_triton, "_backwards", {})
 
     original = config_for
     return use

@@ -4,6 +4,7 @@ Triton compiles for any NVIDIA GPU on a machine with none. It does so in process
 one the kernels may be set up for the interpreter.
 """
 
+import itertools
 import json
 import os
 import re
@@ -30,17 +31,22 @@ def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelCon
 
 
 def compile_tiles(work: Iterable[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
-    """Compile the shipped tiles, causal, in as many processes as there are cores.
+    """Compile the shipped tiles in as many processes as there are cores.
+
+    Hopper's are compiled in all their forms: causal or not, with whole tiles of keys or not. The others are
+    compiled causal, with whole tiles.
 
     Args:
         work: (kernel, dtype, d_head, capability) of each.
 
     Returns:
         A row of table kernel_resources for each tile, in the order of the work: registers and spilled_bytes
-        of a thread, shared_bytes of a block and what the chip has. None where the kernel does not run.
+        of a thread, shared_bytes of a block, the most of all forms, and what the chip has. None where the
+        kernel does not run.
 
     Raises:
-        RuntimeError: a tile does not compile; the message ends with the compiler's.
+        RuntimeError: a tile does not compile, or matmuls that are meant to run meanwhile are waited for; the
+            message ends with the compiler's.
     """
     work = list(work)
     count = max(1, min(len(work), os.cpu_count() or 1))
@@ -66,14 +72,15 @@ def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Til
     triton.runtime.driver.set_active(_Chip(capability))
     config = config_for_capability(dtype, d_head, capability)
     config = config.with_tiles(**dict.fromkeys(HOPPER_KERNELS) | {kernel: tile})
-    compiled = _compile(kernel, (16, tile.block_m * tile.block_n, d_head), config)  # whole tiles
+    forms = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
+    found = []
+    for is_causal, odd in forms:
+        shape = 16, tile.block_m * tile.block_n + odd, d_head  # whole tiles, or one row more
+        compiled = _compile(kernel, shape, config, is_causal)
+        found.append(_ask_ptxas(compiled.asm["ptx"], capability) | {"shared_bytes": compiled.metadata.shared})
     key = {"kernel": kernel, "dtype": dtype, "d_head": d_head, "capability": capability}
-    return (
-        key
-        | tile.row()
-        | _ask_ptxas(compiled.asm["ptx"], capability)
-        | {"shared_bytes": compiled.metadata.shared, "shared_limit_bytes": SHARED_LIMIT[capability]}
-    )
+    most = {what: max(each[what] for each in found) for what in found[0]}
+    return key | tile.row() | most | {"shared_limit_bytes": SHARED_LIMIT[capability]}
 
 
 @dataclass
@@ -94,17 +101,17 @@ class _Chip:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig) -> Any:
+def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig, is_causal: bool) -> Any:
     from cs336_systems.attention.launcher import Backward, Forward, HopperBackward, layout
 
     x = torch.empty(shape, dtype=config.dtype, device="meta")
     row = torch.empty(shape[:-1], device="meta")  # of L, delta; of dq_accum the pointer alone counts
     if kernel in ("forward", "hopper_forward"):
-        return Forward((layout(x),) * 4, config, True).launch.compile(x, x, x, x, row)
+        return Forward((layout(x),) * 4, config, is_causal).launch.compile(x, x, x, x, row)
     if kernel == "hopper_backward":
-        launch = HopperBackward((layout(x),) * 8, config, True).backward
+        launch = HopperBackward((layout(x),) * 8, config, is_causal).backward
         return launch.compile(x, x, x, x, row, row, row, x, x)
-    launch = Backward((layout(x),) * 8, config, True)
+    launch = Backward((layout(x),) * 8, config, is_causal)
     if kernel == "dq":
         return launch.dq.compile(x, x, x, x, x, row, row, row, x)
     return launch.dkdv.compile(x, x, x, x, row, row, x, x)
@@ -120,6 +127,8 @@ def _ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
         file.flush()
         command = [tool.path, "-v", f"-arch={architecture}", file.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    if waiting := re.search(r".*Potential Performance Loss.*", said):
+        raise RuntimeError(waiting.group())
     return {
         "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", said))),

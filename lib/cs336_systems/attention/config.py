@@ -15,6 +15,9 @@ import torch
 
 KERNELS = ("forward", "dq", "dkdv")  # in Triton, for every GPU
 HOPPER_KERNELS = ("hopper_forward", "hopper_backward")  # in Gluon, for Hopper alone
+# How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
+PROGRAMS_PER_SM = {"hopper_forward": 1.75}
+WARP_GROUP_ROWS = 64  # of the queries, to a matmul of four warps
 # What is done with the numbers: bfloat16 and float16; float32 multiplied in TF32; float32 with all its bits.
 PRECISIONS = ("16bit", "tf32", "ieee")
 Capability = tuple[int, int]
@@ -41,14 +44,27 @@ class Tile:
 
 
 # (kernel, precision): {largest head size: its tiles}. Of several, the first that makes a program for every SM
-# runs, else the last: in "ieee" matmuls are so slow that an SM at work counts for more than a large tile.
-# Measured on an H200, one head of 1,024 and 4,096 tokens: the last takes 0.43 to 0.88 of the first one's
-# time. (Heads of 16 have one: small tiles took longer there.) Chunks that are smaller than the head are the
-# same in all three kernels: rounded in another order, scores of 100 and more would no longer fit the sums
-# that the forward left. "hopper_forward" runs in place of "forward" where it has a tile for the head size.
+# (or PROGRAMS_PER_SM) runs, else the last: in "ieee" matmuls are so slow that an SM at work counts for more
+# than a large tile. Measured on an H200, one head of 1,024 and 4,096 tokens: the last takes 0.43 to 0.88 of
+# the first one's time. (Heads of 16 have one: small tiles took longer there.) Chunks smaller than the
+# head are the same in all three kernels: rounded in another order, scores of 100 and more would no longer fit
+# the sums that the forward left. HOPPER_KERNELS have tiles for just these head sizes; where it has one,
+# "hopper_forward" runs in place of "forward". Its largest takes all registers of an SM; with 128 registers
+# two programs share one, which gains nothing where they end at different times, as causal ones do.
+_UP_TO_64 = [Tile(192, 128, 4, 2), Tile(64, 128, 4, 2, 128)]
 HOPPER_TILES = {
-    ("hopper_forward", "16bit"): {64: [Tile(64, 128, 4, 3)], 128: [Tile(64, 64, 4, 3)]},
-    ("hopper_backward", "16bit"): {64: [Tile(64, 128, 8, 3)], 128: [Tile(64, 128, 8, 3)]},
+    ("hopper_forward", "16bit"): {
+        16: _UP_TO_64,
+        32: _UP_TO_64,
+        64: _UP_TO_64,
+        128: [Tile(128, 128, 4, 2), Tile(64, 64, 4, 2, 128), Tile(64, 128, 4, 2)],
+    },
+    ("hopper_backward", "16bit"): {
+        16: [Tile(64, 128, 4, 3)],
+        32: [Tile(64, 128, 4, 3)],
+        64: [Tile(64, 128, 4, 3)],
+        128: [Tile(64, 128, 8, 3)],
+    },
     ("forward", "16bit"): {
         64: [Tile(64, 128, 4, 3, 168)],
         128: [Tile(64, 64, 4, 3)],

@@ -5,7 +5,10 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-SOURCES = ("triton_forward", "triton_backward", "hopper_forward", "hopper_backward", "dq_accum", "config")
+SOURCES = (
+    "triton_forward", "triton_backward", "hopper_forward", "hopper_backward", "hopper_backward_narrow",
+    "dq_accum", "config",
+)  # fmt: skip
 # Rewritten sources that compile to the same PTX, compared for every shipped tile with Triton 3.6 and 3.7: the
 # digest of the sources that they replace, for its rows are of the same kernels.
 SAME_CODE = {"0aa16b33d50fb75c": "246ad4a61b77f1be"}

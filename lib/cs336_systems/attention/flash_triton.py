@@ -14,9 +14,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cs336_systems.attention import flash_pytorch
-from cs336_systems.attention.inputs import accepted
-from cs336_systems.attention.launcher import backward_launcher, config_for, forward_launcher, layout
+from cs336_systems.attention.inputs import check_that_they_fit, in_autocast
+from cs336_systems.attention.launcher import (
+    Backward,
+    Forward,
+    HopperBackward,
+    backward_launcher,
+    config_for,
+    layout,
+)
 from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, aligned, check_device, device_context
+
+# Launchers by all that they depend on. One look-up is what a call pays; what is found there was checked.
+_forwards: dict[tuple, Forward] = {}
+_backwards: dict[tuple, Backward | HopperBackward] = {}
+MAX_LAUNCHERS = 256  # of each
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
@@ -29,11 +41,22 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
         return o.to(q.dtype), logsumexp
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         q, k, v = aligned(q), aligned(k), aligned(v)
+    shape, dtype, device = q.shape, q.dtype, q.device
     o = torch.empty_like(q)
-    logsumexp = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    config = config_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
-    launch = forward_launcher((layout(q), layout(k), layout(v), layout(o)), config, is_causal)
-    with device_context(q.device):
+    logsumexp = torch.empty(shape[:-1], dtype=torch.float32, device=device)
+    tf32 = allows_tf32(dtype)
+    key = (
+        shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dtype, k.dtype, v.dtype,
+        device, k.device, v.device, is_causal, tf32,
+    )  # fmt: skip
+    launch = _forwards.get(key)
+    if launch is None:
+        check_that_they_fit(q, k, v)
+        check_device("q, k, v", q)
+        config = config_for(dtype, shape[-1], device, tf32)
+        launch = Forward((layout(q), layout(k), layout(v), layout(o)), config, is_causal)
+        _keep(_forwards, key, launch)
+    with device_context(device):
         launch(q, k, v, o, logsumexp)
     return o, logsumexp
 
@@ -52,14 +75,27 @@ def flash_backward(
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr() | o.data_ptr()
     if (addresses | logsumexp.data_ptr()) % ALIGNMENT:
         q, k, v, do, o, logsumexp = (aligned(x) for x in (q, k, v, do, o, logsumexp))
-    inputs = layout(q), layout(k), layout(v), layout(do)
-    others = layout(o), layout(dq), layout(dk), layout(dv)
-    config = config_for(q.dtype, q.shape[-1], q.device, allows_tf32(q.dtype))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    launch = backward_launcher(inputs + others, config, is_causal, deterministic)
-    with device_context(q.device):
+    shape, dtype, device = q.shape, q.dtype, q.device
+    tf32, deterministic = allows_tf32(dtype), torch.are_deterministic_algorithms_enabled()
+    key = (  # dq, dk and dv have layouts that follow from those of q, k and v
+        shape, k.shape, q.stride(), k.stride(), v.stride(), do.stride(), o.stride(), dtype, device,
+        is_causal, tf32, deterministic,
+    )  # fmt: skip
+    launch = _backwards.get(key)
+    if launch is None:
+        config = config_for(dtype, shape[-1], device, tf32)
+        layouts = tuple(layout(x) for x in (q, k, v, do, o, dq, dk, dv))
+        launch = backward_launcher(layouts, config, is_causal, deterministic)
+        _keep(_backwards, key, launch)
+    with device_context(device):
         launch(q, k, v, do, o, logsumexp, dq, dk, dv)
     return dq, dk, dv
+
+
+def _keep(launchers: dict, key: tuple, launch: Forward | Backward | HopperBackward) -> None:
+    if len(launchers) >= MAX_LAUNCHERS:
+        launchers.clear()
+    launchers[key] = launch
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:
@@ -98,19 +134,25 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        q, k, v = accepted(q, k, v)
-        check_device("q, k, v", q)
-        run = _forward_op if torch.compiler.is_compiling() else flash_forward
-        o, logsumexp = run(q, k, v, is_causal)
+        q, k, v = in_autocast(q, k, v)
+        if torch.compiler.is_compiling():
+            check_that_they_fit(q, k, v)
+            o, logsumexp = _forward_op(q, k, v, is_causal)
+        else:
+            o, logsumexp = flash_forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, logsumexp)
         ctx.is_causal = is_causal
         return o
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do: Tensor):
-        run = _backward_op if torch.compiler.is_compiling() else flash_backward
-        return *run(do, *ctx.saved_tensors, ctx.is_causal), None
+        gradients = once_differentiable(_gradients) if torch.is_grad_enabled() else _gradients
+        return gradients(ctx, do)
+
+
+def _gradients(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
+    run = _backward_op if torch.compiler.is_compiling() else flash_backward
+    return *run(do, *ctx.saved_tensors, ctx.is_causal), None
 
 
 class FlashAttentionCompiled(FlashAttentionTriton):

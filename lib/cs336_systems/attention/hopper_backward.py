@@ -1,5 +1,7 @@
 """FlashAttention-2's backward for Hopper in one kernel, in Gluon, Triton's lower-level language.
 
+It is the one for heads of 65 to 128 dimensions; hopper_backward_narrow is the one for smaller heads.
+
 The algorithm and the notation are those of triton_backward; as in FlashAttention-3 (Shah et al. 2024) a
 program owns keys, walks over the queries that see them, and computes dQ too: five matmuls instead of seven,
 and each exponential once. All programs add their part of dQ to dq_accum in float32 (see dq_accum.py), in the
@@ -66,21 +68,23 @@ def _start_loading(loads, tile, stage, BLOCK_M: gl.constexpr, pred):
 
 
 @gluon.jit
-def _probabilities(
-    st, lse, keys, queries, n_keys, scale_log2, MASKED: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-):  # fmt: skip
-    """P^T of one tile. L is infinite for rows past the last query: their P is 0."""
-    lse = lse.reshape([BLOCK_M]).load(gl.SliceLayout(0, st.type.layout))
+def _probabilities(st, lse, queries, seen_from, scale_log2, MASKED: gl.constexpr):
+    """P^T of one tile. L is infinite for rows past the last query: their P is 0.
+
+    seen_from: the first query that sees a key. One comparison tells all: another for the last key, and one
+    by keys alone, took registers that are not there.
+    """
     pt = gl.exp2(st * scale_log2 - lse[None, :])
     if MASKED:
-        visible = keys[:, None] < n_keys
-        if CAUSAL:
-            visible = visible & (queries[None, :] >= keys[:, None])
-        else:  # always true; but of a mask by rows alone the compiler makes code that no longer pairs P
-            visible = visible & (queries[None, :] >= 0)
-        pt = gl.where(visible, pt, 0.0)
+        pt = gl.where(queries[None, :] >= seen_from[:, None], pt, 0.0)
     return pt
+
+
+@gluon.jit
+def first_queries(keys, n_keys, CAUSAL: gl.constexpr):
+    """Of each key the first query that sees it; none sees keys past the last."""
+    seen_from = keys if CAUSAL else keys * 0
+    return gl.where(keys < n_keys, seen_from, 0x7FFFFFFF)
 
 
 @gluon.jit
@@ -98,20 +102,20 @@ def atomic_add_dq(dq_accum, dq):
 @gluon.jit
 def add_tile(
     state, kv, loads, dss, zeros, index, tiles, tile, scale_log2,
-    LAST: gl.constexpr, MASKED: gl.constexpr, CAUSAL: gl.constexpr, constants: gl.constexpr,
+    LAST: gl.constexpr, MASKED: gl.constexpr, constants: gl.constexpr,
 ):  # fmt: skip
     """From P and dP of this tile, and dV still running, to those of the next; this one's dQ, dK are added.
 
     state: (dk, dv, pt, dpt, dq_accum, stage, phase), also what it returns. The place in dq_accum, the stage
     and its phase go from tile to tile too: what is computed from the number of the tile, the compiler keeps
-    in registers, one for each use. kv: (k, v, K's buffer). zeros: of st and of dq. index: (keys, queries,
-    n_keys).
+    in registers, one for each use. kv: (k, v, K's buffer). zeros: of st and of dq. index: (queries of a
+    tile, seen_from).
     """
     dk, dv, pt, dpt, dq_accum, stage, phase = state
     k, v, ks = kv
     _, buffers, ready, position = loads
     zeros, zeros_dq = zeros
-    keys, queries, n_keys = index
+    queries, seen_from = index
     BLOCK_M, STAGES, operand = constants
     BLOCK_D: gl.constexpr = zeros_dq.shape[1]
     first_query = position[3]
@@ -134,10 +138,7 @@ def add_tile(
     # 0, which the compiler cannot know: it would keep the places of K's 8 parts in 16 registers.
     k_rows = ks.index(tile >> 30)
     dq = warpgroup_mma(ds.permute([1, 0]), k_rows, zeros_dq, use_acc=False, is_async=True)
-    if BLOCK_D <= 64:  # of wide heads, dS would take registers that are not there
-        dk = warpgroup_mma(gl.convert_layout(dst, operand), q, dk, is_async=True)
-    else:
-        dk = warpgroup_mma(ds, q, dk, is_async=True)
+    dk = warpgroup_mma(ds, q, dk, is_async=True)  # dS in registers would take more than there are
     if LAST:
         dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
         atomic_add_dq(dq_accum, dq)
@@ -147,20 +148,18 @@ def add_tile(
         before = gl.where(stage == 0, STAGES - 1, stage - 1)
         _start_loading(loads, ahead, before, BLOCK_M, ahead < tiles)
         st, dv = warpgroup_mma_wait(2, deps=[st, dv])
+        lse = lses.index(following).reshape([BLOCK_M]).load(gl.SliceLayout(0, st.type.layout))
         pt = _probabilities(
-            st, lses.index(following), keys, first_query + (tile + 1) * BLOCK_M + queries, n_keys, scale_log2,
-            MASKED, CAUSAL, BLOCK_M,
-        )  # fmt: skip
-        p = pt.to(q.dtype)
-        if BLOCK_D > 64:
-            pt = p  # half the registers; dS becomes as exact as P itself is in the matmul with dO
+            st, lse, first_query + (tile + 1) * BLOCK_M + queries, seen_from, scale_log2, MASKED
+        )
+        pt = pt.to(q.dtype)  # half the registers; dS becomes as exact as P itself is in the matmul with dO
         mbarrier.wait(q_ready, phase)  # it is over; but the compiler moves nothing across a wait
         dq = warpgroup_mma_wait(1, deps=[dq])
         atomic_add_dq(dq_accum, dq)
         mbarrier.wait(do_ready, phase)
         do = dos.index(following)
         dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        dv = warpgroup_mma(gl.convert_layout(p, operand), do, dv, is_async=True)
+        dv = warpgroup_mma(gl.convert_layout(pt, operand), do, dv, is_async=True)
         dpt, dk = warpgroup_mma_wait(1, deps=[dpt, dk])
     return dk, dv, pt, dpt, dq_accum + BLOCK_M * BLOCK_D, following, phase
 
@@ -231,7 +230,7 @@ def hopper_backward_kernel(
         first_query = gl.minimum(first_key // BLOCK_M, query_tiles - 1) * BLOCK_M
         masked = gl.cdiv(first_key + BLOCK_N - 1 - first_query, BLOCK_M)
     if not EVEN_KEYS:
-        masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked)
+        masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked) if CAUSAL else query_tiles
     tiles = query_tiles - first_query // BLOCK_M
     descriptors = (q_src, do_src, lse2_src, delta_src)
     loads = (descriptors, buffers, ready, (batch, head, batch_head, first_query))
@@ -241,7 +240,7 @@ def hopper_backward_kernel(
     for stage in gl.static_range(STAGES - 1):
         _start_loading(loads, stage, stage, BLOCK_M, stage < tiles)
 
-    keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores))
+    seen_from = first_queries(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores)), n_keys, CAUSAL)
     queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
     zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
     zeros_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, _accumulator_layout(warps, BLOCK_M, BLOCK_D))
@@ -254,45 +253,38 @@ def hopper_backward_kernel(
 
     mbarrier.wait(kv_ready, 0)
     k = ks.index(0)
-    v = vs
-    if BLOCK_D <= 64:  # narrow enough to stay in registers, where the matrix units can read them
-        k = k.load(gl.DotOperandLayout(0, scores, 2))
-        v = vs.load(gl.DotOperandLayout(0, scores, 2))
     mbarrier.wait(ready[0].index(0), 0)
     mbarrier.wait(ready[1].index(0), 0)
     st = warpgroup_mma(k, buffers[0].index(0).permute([1, 0]), zeros, use_acc=False, is_async=True)
     st = warpgroup_mma_wait(0, deps=[st])
-    pt = _probabilities(
-        st, buffers[2].index(0), keys, first_query + queries, n_keys, scale_log2, CAUSAL or not EVEN_KEYS,
-        CAUSAL, BLOCK_M,
-    )  # fmt: skip
-    p = pt.to(dtype)
-    if BLOCK_D > 64:
-        pt = p
+    lse = buffers[2].index(0).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
+    pt = _probabilities(st, lse, first_query + queries, seen_from, scale_log2, CAUSAL or not EVEN_KEYS)
+    pt = pt.to(dtype)
     do = buffers[1].index(0)
-    dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    dv = warpgroup_mma(gl.convert_layout(p, operand), do, dv, is_async=True)
+    dpt = warpgroup_mma(vs, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    dv = warpgroup_mma(gl.convert_layout(pt, operand), do, dv, is_async=True)
     dpt = warpgroup_mma_wait(1, deps=[dpt])
     stage = 0
     phase = 0
     last_masked = gl.maximum(gl.minimum(masked, tiles) - 1, 0)
-    kv = (k, v, ks)
+    kv = (k, vs, ks)
     all_zeros = (zeros, zeros_dq)
-    index = (keys, queries, n_keys)
+    index = (queries, seen_from)
     if CAUSAL or not EVEN_KEYS:
         for tile in range(0, last_masked):
             dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
                 (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tile,
-                scale_log2, False, True, CAUSAL, constants,
+                scale_log2, False, True, constants,
             )  # fmt: skip
-    for tile in range(last_masked, tiles - 1):
-        dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
-            (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tile,
-            scale_log2, False, False, CAUSAL, constants,
-        )  # fmt: skip
+    if CAUSAL or EVEN_KEYS:  # else all tiles have been masked: a second loop would spill registers
+        for tile in range(last_masked, tiles - 1):
+            dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
+                (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tile,
+                scale_log2, False, False, constants,
+            )  # fmt: skip
     dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
         (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tiles - 1,
-        scale_log2, True, False, CAUSAL, constants,
+        scale_log2, True, False, constants,
     )  # fmt: skip
 
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])

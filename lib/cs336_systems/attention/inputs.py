@@ -19,13 +19,19 @@ def accepted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         TypeError: no tensors, or dtypes that differ or are not supported.
         ValueError: devices or shapes that do not fit, no numbers, no rows at all, or a head size over 256.
     """
+    q, k, v = in_autocast(q, k, v)
+    check_that_they_fit(q, k, v)
+    return q, k, v
+
+
+def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The half of `accepted` that depends on more than dtypes, devices and shapes: those come next."""
     check_tensors(q, k, v)
-    if q.device.type == "meta":  # which autocast does not know
+    if q.is_meta:  # which autocast does not know
         raise ValueError("q is on meta; allowed: a device whose tensors hold numbers")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    _check_that_they_fit(q, k, v)
     return q, k, v
 
 
@@ -36,7 +42,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise TypeError(f"q, k, v are {kinds}; allowed: three tensors")
 
 
-def _check_that_they_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_that_they_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise what `accepted` raises of tensors."""
     if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
         raise TypeError(
             f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; "

@@ -1,13 +1,18 @@
 """From tensors to launched kernels: what depends on their layouts alone is settled once and kept.
 
 A short sequence keeps the GPU busy for a few microseconds; choosing tiles, checking strides and finding the
-compiled kernel again at every call would take longer than the kernel itself. So `forward_launcher` and
-`backward_launcher` are cached by layouts, and what they return does only what has to be done for each call.
+compiled kernel again at every call would take longer than the kernel itself. So flash_triton keeps a
+`Forward`, and a `Backward` or `HopperBackward`, for the layouts that it meets, and each of these does only
+what has to be done for each call. They belong to one GPU: that of their first call.
 """
 
+import copy
+import inspect
 import math
+import warnings
 from collections.abc import Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,12 +20,24 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention.config import HOPPER_KERNELS, PRE_POST_TILE, KernelConfig, Tile, select_config
+from cs336_systems.attention.config import (
+    HOPPER_KERNELS,
+    PRE_POST_TILE,
+    PROGRAMS_PER_SM,
+    WARP_GROUP_ROWS,
+    KernelConfig,
+    Tile,
+    select_config,
+)
 from cs336_systems.attention.triton_backward import dkdv_kernel, dq_kernel
 from cs336_systems.attention.triton_forward import forward_kernel
 from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
 
 LOG2E = math.log2(math.e)
+STREAM = 3  # where among a compiled kernel's arguments it is: after the grid
+MAX_MAPS = 1024
+GLUON = 3, 6  # the Triton whose Gluon HOPPER_KERNELS are written in
+KNOWN_INSIDE = (3, 6), (3, 7)  # the Tritons beneath whose launcher KernelLaunch can reach
 Shape = tuple[int, ...]
 Layout = tuple[Shape, Shape]  # shape, strides
 
@@ -116,15 +133,54 @@ class KernelLaunch:
         self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if tile.max_registers:
             self.options["maxnreg"] = tile.max_registers
-        self.run_compiled = None
+        self.launch = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        if self.run_compiled is not None:
-            self.run_compiled(*self.described(tensors), *self.arguments)
+        if self.launch is None:
+            compiled = self.kernel[self.grid](*self.described(tensors), *self.arguments, **self.options)
+            # The interpreter compiles nothing; a Triton that is not known launches as it likes.
+            if compiled is not None and triton_version() in KNOWN_INSIDE:
+                self._prepare(compiled, tensors)
             return
-        compiled = self.kernel[self.grid](*self.described(tensors), *self.arguments, **self.options)
-        if compiled is not None:  # the interpreter compiles nothing
-            self.run_compiled = compiled[self.grid]
+        arguments = self.launch_arguments.copy()
+        arguments[STREAM] = self.current_stream(self.device)
+        for i, maps, x in zip(self.map_places, self.maps, tensors, strict=False):
+            arguments[i] = maps[x.data_ptr()]
+        for i, x in zip(self.pointer_places, tensors[len(self.maps) :], strict=True):
+            arguments[i] = x.data_ptr()
+        self.launch(*arguments)
+
+    def _prepare(self, compiled: Any, tensors: tuple[Tensor, ...]) -> None:
+        """Do once what Triton does at every launch, so that addresses and the stream are all that is left.
+
+        Triton would encode every descriptor again, and ask the driver about each tensor, but not about an
+        address. Its launch hooks, by which its own profiler listens, are not called; memory for scratch,
+        which it would allocate, our kernels do not use.
+        """
+        driver = triton.runtime.driver.active
+        self.device, self.current_stream = driver.get_current_device(), driver.get_current_stream
+        recorder, recorded = copy.copy(compiled.run), []
+        launch, recorder.launch = recorder.launch, lambda *arguments: recorded.extend(arguments)
+        if self.descriptors:
+            launch = inspect.getclosurevars(launch).nonlocals["launcher"]  # takes tensor maps
+        self.maps, map_places, arguments = [], [], []
+        for descriptor, meta in zip(self.descriptors, compiled.metadata.tensordesc_meta or (), strict=True):
+            self.maps.append(TensorMaps(descriptor, meta))
+            map_places.append(len(arguments))
+            arguments += [None, *descriptor.shape, *descriptor.strides]
+        pointers = range(len(arguments), len(arguments) + len(tensors) - len(self.maps))
+        arguments += [*(None for _ in pointers), *self.arguments]
+        hooks = None, None, None  # and what they are told
+        recorder(*self.grid, None, compiled.function, compiled.packed_metadata, *hooks, *arguments)
+        if isinstance(recorded[-1], tuple):  # Triton 3.7; 3.6 passes them one by one
+            c_launch, first = launch, len(recorded) - 1
+            recorded += recorded.pop()
+            self.launch = lambda *arguments: c_launch(*arguments[:first], arguments[first:])
+        else:
+            self.launch, first = launch, len(recorded) - len(arguments)
+        self.map_places = [first + i for i in map_places]
+        self.pointer_places = [first + i for i in pointers]
+        self.launch_arguments = recorded
 
     def compile(self, *tensors: Tensor) -> Any:
         """What Triton compiles for such tensors, on the meta device too, without a launch."""
@@ -136,11 +192,27 @@ class KernelLaunch:
         return *described, *tensors[len(described) :]
 
 
-def _with_tensor(descriptor: Any, x: Tensor) -> Any:
-    # The constructor, which checks everything again, takes 2.4 us where this takes 0.5: with six descriptors,
-    # 11 us of the 70 that the host needs for a backward.
-    described = object.__new__(type(descriptor))
-    described.__dict__.update(descriptor.__dict__, base=x)
+class TensorMaps(dict):
+    """What TMA reads of a descriptor, by the address of the tensor: addresses come again and again."""
+
+    def __init__(self, descriptor: Any, meta: dict[str, Any]) -> None:
+        super().__init__()
+        self.descriptor, self.meta = descriptor, meta
+
+    def __missing__(self, address: int) -> Any:
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        if len(self) == MAX_MAPS:
+            self.clear()
+        base = SimpleNamespace(data_ptr=lambda: address)
+        self[address], *_ = make_tensordesc_arg(_with_tensor(self.descriptor, base), self.meta)
+        return self[address]
+
+
+def _with_tensor(descriptor: Any, x: Any) -> Any:
+    """A copy of the descriptor for this tensor, without the constructor's checks."""
+    described = copy.copy(descriptor)
+    described.base = x
     return described
 
 
@@ -165,10 +237,14 @@ class Problem:
         return triton.cdiv(rows, block) * self.batch * self.heads
 
     def tile(self, kernel: str) -> Tile:
-        """The largest of the kernel's tiles that gives every SM a program; the smallest where none does."""
-        tiles = self.config.tiles[kernel]
-        enough = (tile for tile in tiles if self.programs(kernel, tile) >= self.config.sm_count)
-        return next(enough, tiles[-1])
+        """The first of the kernel's tiles that makes programs enough; the last where none does."""
+        wanted = PROGRAMS_PER_SM.get(kernel, 1) * self.config.sm_count
+        *larger, last = self.config.tiles[kernel]
+        for tile in larger:
+            unequal = self.is_causal and tile.max_registers  # programs that share an SM
+            if self.programs(kernel, tile) >= wanted and not unequal:
+                return tile
+        return last
 
     def arguments(self, tile: Tile, **layouts: Layout) -> dict[str, Any]:
         """All that any of the kernels takes and is no tensor; of the tensors in `layouts`, the strides."""
@@ -200,7 +276,8 @@ class Problem:
         """Of the inputs; none where threads load the tiles."""
         if not self.config.use_tma:
             return []
-        dtype, rows = self.config.dtype, (tile.block_m, tile.block_n, tile.block_n, tile.block_m)
+        queries = min(tile.block_m, WARP_GROUP_ROWS) if gluon else tile.block_m
+        dtype, rows = self.config.dtype, (queries, tile.block_n, tile.block_n, queries)
         shapes = [(1, 1, n, self.config.block_d) for n in rows]
         return [
             describe(as_bhnd(x), shape, dtype, tile_layout(shape, dtype) if gluon else None)
@@ -264,10 +341,12 @@ class HopperBackward(Problem):
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
         from cs336_systems.attention.hopper_backward import hopper_backward_kernel
+        from cs336_systems.attention.hopper_backward_narrow import hopper_backward_narrow_kernel
 
         *inputs, o, dq, dk, dv = layouts
         super().__init__(inputs, config, is_causal)
-        self.backward = self.kernel("hopper_backward", hopper_backward_kernel, dk=dk, dv=dv)
+        function = hopper_backward_narrow_kernel if config.block_d <= 64 else hopper_backward_kernel
+        self.backward = self.kernel("hopper_backward", function, dk=dk, dv=dv)
         tile = self.tile("hopper_backward")
         query_tiles = triton.cdiv(self.n_queries, tile.block_m)
         # lse2, delta and each of dq_accum's dimensions: (batch * heads, queries up to whole tiles)
@@ -293,13 +372,21 @@ def config_for(
     dtype: torch.dtype, d_head: int, device: torch.device, allow_tf32: bool = False
 ) -> KernelConfig:
     """`select_config` for the GPU that this device is, or for the interpreter."""
-    return select_config(dtype, d_head, capability(device), sm_count(device), allow_tf32)
+    config = select_config(dtype, d_head, capability(device), sm_count(device), allow_tf32)
+    if config.tiles.keys() & set(HOPPER_KERNELS) and triton_version() < GLUON:
+        warnings.warn(
+            f"Triton {triton.__version__} is older than 3.6, which Hopper's own kernels need: "
+            "the slower ones for all GPUs run",
+            stacklevel=2,
+        )
+        return config.with_tiles(**dict.fromkeys(HOPPER_KERNELS))
+    return config
 
 
-forward_launcher = lru_cache(maxsize=256)(Forward)
+def triton_version() -> tuple[int, ...]:
+    return tuple(map(int, triton.__version__.split(".")[:2]))
 
 
-@lru_cache(maxsize=256)
 def backward_launcher(
     layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool, deterministic: bool
 ) -> Backward | HopperBackward:

@@ -29,7 +29,10 @@ GRID_LENGTHS = tuple(2**power for power in range(7, 17))
 GRID_HEADS = (64, 128, 32, 16)  # what is looked at most comes first
 GRAPH_LENGTHS = GRID_LENGTHS[:7]  # up to 8,192 tokens the work of launching shows
 INTERPRETED_LENGTH = 128  # of a sequence, where Triton's interpreter stands in for a GPU
-MODEL_SHAPES = ((1, 16, 16_384, 64), (1, 16, 16_384, 128), (4, 16, 4096, 128))  # batch, heads, tokens, d_head
+MODEL_SHAPES = (  # batch, heads, tokens, d_head, causal
+    *((1, 16, 16_384, 64, True), (1, 16, 16_384, 128, True), (4, 16, 4096, 128, True)),
+    *((2, 16, 8192, 64, False), (2, 16, 8192, 128, False)),
+)
 # What is compared by default.
 WITH_MANY_HEADS = (OURS, "sdpa_cudnn", "sdpa_flash", "flex", "compiled")
 IN_THE_GRID = {
@@ -65,8 +68,8 @@ def protocol_cells(
 def model_cells(implementations: Sequence[str] = ()) -> list[Cell]:
     """Sizes as models have them, 16 heads at once."""
     return [
-        Cell(name, length, d_head, batch_size=batch, num_heads=heads)
-        for batch, heads, length, d_head in MODEL_SHAPES
+        Cell(name, length, d_head, batch_size=batch, num_heads=heads, is_causal=is_causal)
+        for batch, heads, length, d_head, is_causal in MODEL_SHAPES
         for name in implementations or WITH_MANY_HEADS
     ]
 

@@ -19,7 +19,7 @@ PLACE = {"slug": "flash_forward", "machine": "ahead_of_time", "table": "kernel_r
 CAPABILITIES = (80, 90, 100)
 DTYPES = ("bfloat16", "tf32", "float32")  # bfloat16 stands for float16 too
 HEAD_SIZES = (64, 128, 256)
-IEEE_HEAD_SIZES = (16, 32)  # which have tiles of their own there
+SMALL_HEAD_SIZES = (16, 32)  # which have tiles of their own in float32, and in HOPPER_KERNELS
 
 
 def sweep_resources(
@@ -29,7 +29,7 @@ def sweep_resources(
     dtypes: Sequence[str] = DTYPES,
     d_heads: Sequence[int] = HEAD_SIZES,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Compile every tile of every combination, causal, and ask ptxas; yields rows of table kernel_resources.
+    """Compile every tile of every combination, and ask ptxas; yields rows of table kernel_resources.
 
     Args:
         capabilities: of compile_resources.SHARED_LIMIT: 80 is Ampere, 90 Hopper, 100 Blackwell.
@@ -63,6 +63,7 @@ def shipped_tiles() -> pd.DataFrame:
 if __name__ == "__main__":
     for rows in itertools.chain(
         sweep_resources(CAPABILITIES),
-        sweep_resources([90], kernels=KERNELS, dtypes=["float32"], d_heads=IEEE_HEAD_SIZES),
+        sweep_resources([90], kernels=KERNELS, dtypes=["float32"], d_heads=SMALL_HEAD_SIZES),
+        sweep_resources([90], kernels=HOPPER_KERNELS, dtypes=["bfloat16"], d_heads=SMALL_HEAD_SIZES),
     ):
         print(save_rows(rows, **PLACE))
