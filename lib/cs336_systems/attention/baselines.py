@@ -1,4 +1,4 @@
-"""PyTorch's own attentions, measured beside ours: torch.softmax, SDPA's backends, FlexAttention, torch.compile."""
+"""PyTorch's own attentions, measured beside ours: torch.softmax, SDPA's backends, FlexAttention, compiled."""
 
 import math
 from collections.abc import Callable

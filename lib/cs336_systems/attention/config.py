@@ -1,10 +1,10 @@
 """How tensors of a dtype and head size are worked on by a GPU: the kernels, their tiles, TMA or pointers.
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
-No tile spills registers, as notebook 24 compiles them: causal (one of "ieee" 40 bytes with Triton 3.6, none
-with 3.7). In their other forms a few of "ieee" spill up to 24 bytes. Hopper's were chosen by measurements on
-an H200: within 1 % of the fastest forward at 16,384 tokens, and within 11 % of the fastest dq and dkdv, which
-run there on short sequences (notebook 26 has the study). The portable ones, for all other GPUs, were only
+No tile spills registers, as notebook 24 compiles them: Hopper's own kernels in every form, the others causal
+(one of "ieee" 40 bytes with Triton 3.6, none with 3.7). In their other forms a few of "ieee" spill up to 24
+bytes. Hopper's were chosen by measurements on an H200; dq and dkdv, which run there on short sequences, are
+within 11 % of the fastest (notebook 26 has the study). The portable ones, for all other GPUs, were only
 compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
 """
 
