@@ -18,6 +18,7 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.measure import timing
 from cs336_systems.measure.requirements import why_no_compile, why_no_triton
 from cs336_systems.measure.timing import Timing, one_line, time_cold_cache
+from cs336_systems.measure.validation import measured_in_order
 from cs336_systems.names import DTYPES, STEP_KERNELS, check_choice, load, torch_dtype
 
 PASSES = ("forward", "forward_backward")
@@ -51,7 +52,8 @@ def sweep_step_kernels(
         key = {"kernel": kernel, "implementation": name, "edition": config.edition, "model_size": config.name}
         key |= {"num_rows": tokens, "dtype": dtype}
         shape = kernel_shape(kernel, config, tokens)
-        yield [key | {"pass": pass_} | _row(kernel, name, shape, dtype, pass_, device) for pass_ in PASSES]
+        row = partial(_row, kernel, name, shape, dtype, device=device)
+        yield measured_in_order(lambda row=row, key=key: [key | {"pass": p} | row(pass_=p) for p in PASSES])
         timing.release_memory(device)
 
 
