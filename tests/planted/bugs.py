@@ -410,7 +410,7 @@ BUGS = [
     Bug("both directions of a ring have the bandwidth of both", "accounting/network.py", "accounting/test_network.py",
         "bytes_per_s=along.bytes_per_s / len(way_rounds)",
         "bytes_per_s=along.bytes_per_s"),
-    Bug("a machine's axis has the bandwidth of all its axes", "accounting/hardware.py", "accounting/test_hardware.py",
+    Bug("a machine's axis has the bandwidth of all its axes", "accounting/data_sheets.py", "accounting/test_data_sheets.py",
         "return self.inside_bytes_per_s / self.axes",
         "return self.inside_bytes_per_s"),
     Bug("a ring that changes what it was given passes", "checks/ring_checks.py", "checks/test_ring_checks.py",

@@ -4,7 +4,7 @@ import pytest
 
 from cs336_systems.attention import kernel_digest
 from cs336_systems.report import answers
-from cs336_systems.report.answers import answer, claim, note_kernels, one
+from cs336_systems.report.answers import answer, claim, note_kernels, one, without_docstrings
 
 
 @pytest.fixture
@@ -46,6 +46,32 @@ def test_rows_of_other_kernels_are_counted_by_their_sources(rows, shown):
     current = rows.assign(implementation="flash_triton", kernels=kernel_digest())
     note_kernels(rows.assign(kernels=None), current)
     assert shown == []
+
+
+SOURCE = '''
+def area(r):
+    """Docstring
+    of two lines."""
+    # A comment that stays.
+    return 3 * r * r
+
+
+class Shape:
+    """Gone."""
+
+    sides = "not a docstring"
+'''
+
+
+def test_of_the_source_that_is_shown_docstrings_leave_and_everything_else_stays():
+    code = without_docstrings(SOURCE)
+    assert "Docstring" not in code
+    assert "Gone" not in code
+    assert "# A comment that stays." in code
+    namespace = {}
+    exec(code, namespace)
+    assert namespace["area"](2) == 12
+    assert namespace["Shape"].sides == "not a docstring"
 
 
 def test_the_one_row_is_found_and_none_or_several_are_refused(rows):

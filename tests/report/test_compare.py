@@ -14,57 +14,41 @@ from cs336_systems.report.compare import (
 from cs336_systems.report.tables import pivot
 
 
-@pytest.fixture
-def loaded(monkeypatch):
-    """Rows of the machines named here, instead of files."""
-    frames = {}
-
-    def load_rows(slug, machine, table):
-        return frames.get(machine, pd.DataFrame(columns=["machine", "context_length", "p50_ms"]))
-
-    monkeypatch.setattr(measure, "load_rows", load_rows, raising=False)
-    return frames
+def of(machine, *rows):
+    same = {"machine": machine, "context_length": 128, "p50_ms": 1.0, "status": "ok"}
+    return pd.DataFrame([same | row for row in rows or ({},)])
 
 
-def of(machine, **more):
-    return pd.DataFrame([{"machine": machine, "context_length": 128, "p50_ms": 1.0, "status": "ok"} | more])
-
-
-def test_rows_say_where_they_come_from_and_the_reference_appears_once(loaded):
-    loaded.update(h200=of("h200"), cpu=of("cpu"))
-    frame = side_by_side("slug", "cpu", table="model_times")
-    assert frame["where"].tolist() == ["reference: H200", "this machine: cpu"]
-    assert side_by_side("slug", "h200", table="model_times")["where"].tolist() == ["reference: H200"]
-
-
-def test_of_the_reference_only_what_this_machine_has_too(loaded):
-    loaded.update(h200=pd.concat([of("h200"), of("h200", context_length=256)]), cpu=of("cpu"))
+def test_rows_say_where_they_come_from_and_the_reference_appears_once(monkeypatch):
+    theirs = of("h200", {}, {"context_length": 256})
+    load_rows = {"h200": theirs, "cpu": of("cpu")}.get
+    monkeypatch.setattr(measure, "load_rows", lambda slug, machine, table: load_rows(machine), raising=False)
     frame = side_by_side("slug", "cpu", table="model_times", sharing=["context_length"])
-    assert frame["machine"].tolist() == ["h200", "cpu"]
+    assert frame["where"].tolist() == ["reference: H200", "this machine: cpu"]
+    frame = side_by_side("slug", "h200", table="model_times", sharing=["context_length"])
+    assert frame["where"].tolist() == ["reference: H200"] * 2
 
 
-def test_the_reference_stands_beside_what_it_measured_too(loaded):
-    theirs = [of("h200", warmup_steps=steps, p50_ms=ms, d_head=None) for steps, ms in ((1, 9.0), (5, 2.0))]
-    mine = [of("cpu", warmup_steps=3, context_length=length) for length in (128, 256)]
-    loaded.update(h200=pd.concat(theirs, ignore_index=True), cpu=pd.concat(mine, ignore_index=True))
-    frame = beside_reference("slug", "cpu", table="model_times")
+def test_the_reference_stands_beside_what_it_measured_too():
+    warm_ups = [{"warmup_steps": n, "p50_ms": ms, "d_head": None} for n, ms in ((1, 9.0), (5, 2.0))]
+    theirs = of("h200", *warm_ups)
+    mine = of("cpu", *({"warmup_steps": 3, "context_length": length} for length in (128, 256)))
+    frame = beside_reference(mine, theirs)
     assert times_in(frame) == ["p50_ms", "reference_ms"]
     assert frame["reference_ms"].fillna(0).tolist() == [2.0, 0.0]
 
 
-def test_each_has_a_status_of_its_own(loaded):
-    theirs = [of("h200", d_head=1, p50_ms=None, status="oom"), of("h200", d_head=2, p50_ms=3.0)]
-    mine = [of("cpu", d_head=1, p50_ms=4.0), of("cpu", d_head=3, p50_ms=None, status="skipped")]
-    loaded.update(h200=pd.concat(theirs, ignore_index=True), cpu=pd.concat(mine, ignore_index=True))
-    frame = beside_reference("slug", "cpu", table="model_times")
+def test_each_has_a_status_of_its_own():
+    theirs = of("h200", {"d_head": 1, "p50_ms": None, "status": "oom"}, {"d_head": 2, "p50_ms": 3.0})
+    mine = of("cpu", {"d_head": 1, "p50_ms": 4.0}, {"d_head": 3, "p50_ms": None, "status": "skipped"})
+    frame = beside_reference(mine, theirs)
     table = pivot(frame, "d_head", "context_length", times_in(frame))
     assert table.to_numpy().tolist() == [["4.00", "OOM"], ["skipped", "–"]]
 
 
-def test_without_a_partner_nothing_stands_beside(loaded):
-    loaded.update(h200=of("h200", context_length=512), cpu=of("cpu"), gpu=of("gpu", d_head=64))
-    for machine in ("cpu", "gpu", "h200", "nobody"):
-        assert times_in(beside_reference("slug", machine, table="model_times")) == ["p50_ms"]
+@pytest.mark.parametrize("mine", [of("cpu"), of("gpu", {"d_head": 64}), of("nobody")[:0]])
+def test_without_a_partner_nothing_stands_beside(mine):
+    assert times_in(beside_reference(mine, of("h200", {"context_length": 512}))) == ["p50_ms"]
 
 
 def test_of_several_warmups_the_longest_is_shown():

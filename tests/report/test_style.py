@@ -6,7 +6,7 @@ from matplotlib.colors import to_rgb
 
 from cs336_systems.names import VERMILLION
 from cs336_systems.report.labels import FAMILIES
-from cs336_systems.report.style import machine_looks, palette
+from cs336_systems.report.style import palette
 
 # Complete deuteranopia, protanopia and tritanopia on linear RGB (Machado, Oliveira & Fernandes 2009).
 VISION = {
@@ -45,9 +45,3 @@ def test_values_without_a_fixed_colour_get_one_that_is_free_and_sizes_darken():
     assert len(palette([f"case {i}" for i in range(30)], "strategy")) == 30
     lightness = [seen(color, "tritanopia")[0] for color in palette(range(7), "d_head").values()]
     assert np.all(np.diff(lightness) < -5)
-
-
-def test_kinds_of_machine_look_different():
-    places = ("reference: H200", "this machine: cpu", "published: RTX 5090", "published: H100")
-    _, markers, hatches = zip(*machine_looks(places).values(), strict=True)
-    assert len(set(markers)) == len(set(hatches)) == 4  # a single point has no dashes

@@ -6,8 +6,8 @@ A kernel reads every input and writes every output once, whoever wrote it.
 import math
 from typing import NamedTuple
 
+from cs336_systems.accounting.data_sheets import Hardware, hardware, hardware_names
 from cs336_systems.accounting.flops import roofline_seconds
-from cs336_systems.accounting.hardware import Hardware, hardware, hardware_names
 from cs336_systems.configs import ModelConfig
 
 # Tensors as large as its output that a kernel reads or writes: in forward, and in forward and backward.

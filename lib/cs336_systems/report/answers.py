@@ -1,5 +1,12 @@
-"""Answers: sentences with figures taken from rows, shown only when every claim they make holds."""
+"""Answers: sentences with figures taken from rows, shown only when every claim they make holds.
 
+And what else a notebook shows as Markdown: the library's own code, and which kernels rows are of.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
@@ -32,7 +39,7 @@ def claim(description: str, holds: bool) -> Claim:
 
 
 def answer(deliverable: str, text: str, *claims: Claim) -> None:
-    """Show the answer to one deliverable as Markdown: **(b)**, the text, and, folded, what was checked.
+    """Show the answer to one deliverable: **(b)**, the text, and, folded, what was checked.
 
     Raises:
         AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
@@ -52,6 +59,23 @@ def _show(markdown: str) -> None:
     from IPython.display import Markdown, display
 
     display(Markdown(markdown))
+
+
+def show_source(*objects: Callable | type) -> None:
+    """Show the lines that run, of functions or classes, without docstrings: the notebook explains."""
+    code = "\n\n".join(without_docstrings(inspect.getsource(each)) for each in objects)
+    _show(f"```python\n{code}\n```")
+
+
+def without_docstrings(source: str) -> str:
+    """Python source with the docstrings of its functions and classes taken out, comments and layout kept."""
+    source = textwrap.dedent(source)
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            first, last = node.body[0].lineno, node.body[0].end_lineno
+            lines[first - 1 : last] = [None] * (last - first + 1)
+    return "\n".join(line for line in lines if line is not None).rstrip()
 
 
 def note_kernels(*frames: pd.DataFrame) -> None:

@@ -41,19 +41,18 @@ def side_by_side(
     return pd.concat(filled, ignore_index=True) if filled else frames[0]
 
 
-def beside_reference(slug: str, machine: str, reference: str = "h200", *, table: str) -> pd.DataFrame:
+def beside_reference(mine: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     """This machine's rows, and what the reference took for the same, after the longest of its warm-ups.
 
     Returns:
         The rows; if any has a partner, with columns `reference_ms`, the reference's median, and
         `reference_status`.
     """
-    mine, theirs = (measure.load_rows(slug, name, table) for name in (machine, reference))
     keys = [name for name in _SAME if name in mine and name in theirs]
     theirs = longest_warmup(theirs).reindex(columns=[*keys, "p50_ms", "status"])
     theirs = theirs.rename(columns={"p50_ms": "reference_ms", "status": "reference_status"})
     both = mine.merge(theirs, on=keys, how="left")
-    return both if machine != reference and both["reference_status"].notna().any() else mine
+    return both if both["reference_status"].notna().any() else mine
 
 
 def times_in(frame: pd.DataFrame) -> list[str]:

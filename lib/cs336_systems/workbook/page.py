@@ -46,13 +46,14 @@ class Page:
         return measure.load_rows(slug or self.slug, self.reference, table)
 
     def here(self, table: str, slug: str | None = None) -> pd.DataFrame:
-        """This machine's rows of a table."""
+        """The same of this machine."""
         return measure.load_rows(slug or self.slug, self.card.slug, table)
 
     def beside(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """This machine's rows; `reference_ms`, `reference_status` where the reference measured the same."""
-        slug = slug or self.slug
-        return report.beside_reference(slug, machine=self.card.slug, reference=self.reference, table=table)
+        mine = self.here(table, slug)
+        alone = self.card.slug == self.reference
+        return mine if alone else report.beside_reference(mine, self.rows(table, slug))
 
     def save(self, rows: Iterable[Mapping[str, Any]], table: str, slug: str | None = None) -> None:
         """Save rows as this machine's, and print what came out, a line for each that says something new."""

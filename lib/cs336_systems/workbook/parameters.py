@@ -29,7 +29,7 @@ _WORDS: dict[str, Iterable[Any] | str] = {
     "source": ("auto", "nsys", "torch"),
     "backend": "cs336_systems.parallel.worker:BACKENDS",
     "optimizer": "cs336_systems.bench.drift_bench:OPTIMIZERS",
-    "hardware": "cs336_systems.accounting.hardware:hardware_names",
+    "hardware": "cs336_systems.accounting.data_sheets:hardware_names",
     "tile_kernel": "cs336_systems.attention.config:KERNELS",
 }
 # Numbers from 1 on. All others are from 0 on, or as a comment says: "a power of two, 2 or more", "above 0".

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from cs336_systems.accounting.hardware import hardware, hardware_names
+from cs336_systems.accounting.data_sheets import hardware, hardware_names
 
 
 @pytest.mark.parametrize("name", hardware_names())
