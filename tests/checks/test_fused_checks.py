@@ -1,9 +1,9 @@
-"""The check of a fused kernel lets what is right pass and names what is wrong."""
+"""The checks of fused kernels and of a weighted sum let what is right pass and name what is wrong."""
 
 import pytest
 import torch
 
-from cs336_systems.checks import FUSED, check_fused
+from cs336_systems.checks import FUSED, check_fused, check_weighted_sum
 
 PLAIN = {name: kernel.plain for name, kernel in FUSED.items()}
 
@@ -27,14 +27,14 @@ class NoWeightGradient(torch.autograd.Function):
 def test_pytorchs_own_passes(name):
     lines = check_fused(name, PLAIN[name], dtype=torch.bfloat16)
     assert (lines["ratio"] <= 1).all()
-    assert set(lines["tensor"]) == {"output"} | {f"d_{x}" for x in FUSED[name].tensors if x.islower()}
+    assert set(lines["tensor"]) == {"output"} | {f"d{x}" for x in FUSED[name].tensors if x.islower()}
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "sentence"),
     [
-        ("rms_norm", NoWeightGradient.apply, r"d_x of rms_norm \(64, 128\) is off by"),
-        ("rms_norm", lambda x, w: PLAIN["rms_norm"](x, w.detach()), "d_weight of rms_norm .* is missing"),
+        ("rms_norm", NoWeightGradient.apply, r"dx of rms_norm \(64, 128\) is off by"),
+        ("rms_norm", lambda x, w: PLAIN["rms_norm"](x, w.detach()), "dweight of rms_norm .* is missing"),
         ("rms_norm", lambda x, w: PLAIN["rms_norm"](x, w) * torch.nan, "output .* is off by nan"),
         ("rotary", lambda x, cos, sin: PLAIN["rotary"](x, cos, -sin), "output of rotary"),
         ("swiglu", lambda a, b: PLAIN["swiglu"](b, a), "output of swiglu"),
@@ -52,6 +52,38 @@ def test_what_is_wrong_is_named(name, wrong, sentence):
         check_fused(name, wrong)
 
 
-def test_unknown_name():
-    with pytest.raises(ValueError, match=r"layer_norm.*allowed: rms_norm"):
-        check_fused("layer_norm")
+def formula(x, weight):
+    return (x * weight).sum(-1)
+
+
+class ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return formula(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        dw = (dy[..., None] * x).reshape(-1, x.shape[-1]).sum(0)
+        return dy[..., None] * weight, dw * 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_right_sum_passes(dtype):
+    table = check_weighted_sum(formula, dtype=dtype)
+    assert set(table.tensor) == {"output", "dx", "dw"}
+    assert (table.ratio <= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (ScaledGradient.apply, "^dw of x .* is off by"),
+        (lambda x, weight: formula(x, weight)[..., None], r"output of x \(64, 128\) is \(64, 1\)"),
+        (lambda x, weight: formula(x[..., :-1], weight[:-1]), "output of x .* is off by"),
+    ],
+)
+def test_a_wrong_sum_is_named(wrong, message):
+    with pytest.raises(AssertionError, match=message):
+        check_weighted_sum(wrong, seed=0)

@@ -18,12 +18,11 @@ _MODULES = {
         "check_visit",
     ),
     "fsdp_checks": ("check_fsdp",),
-    "fused_checks": ("FUSED", "check_fused"),
+    "fused_checks": ("FUSED", "check_fused", "check_weighted_sum"),
     "ring_checks": ("check_ring", "run_ring"),
     "sharded_optimizer_checks": ("check_sharded_optimizer",),
     "steps": ("step",),
     "tensor_parallel_checks": ("check_tensor_parallel",),
-    "weighted_sum_checks": ("check_weighted_sum",),
 }
 _OFFERED = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [*_OFFERED]

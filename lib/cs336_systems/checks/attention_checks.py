@@ -3,14 +3,12 @@
     from cs336_systems.checks import check_attention
     check_attention(MyFlashAttention.apply)
 
-The yardstick is PyTorch's own attention: in the same dtype on the same tensors, nobody may be more than
-twice as far from the float64 result. No tolerance to choose, and none to tune until a wrong kernel passes.
-PyTorch's own is its fused attention, save for 16-bit tensors on a CPU: there it computes in float32
-throughout, so the formula, written out and rounded at every step, takes its place.
+The yardstick is PyTorch's own attention, see `accuracy`: its fused one, save for 16-bit tensors on a CPU.
+There it computes in float32 throughout, so the formula, rounded at every step, takes its place.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pandas as pd
@@ -21,9 +19,8 @@ from cs336_systems import names
 from cs336_systems.attention.baselines import sdpa
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.attention.plain import causal_mask
+from cs336_systems.checks.accuracy import compare, random_on
 from cs336_systems.checks.steps import assert_tensor
-
-ALLOWED_RATIO = 2.0
 
 
 @dataclass(frozen=True)
@@ -99,16 +96,21 @@ def check_attention(
     if isinstance(attention, str):
         names.check_choice("attention", attention, names.ATTENTION)
         attention = names.load(names.ATTENTION[attention].function)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    generator = torch.Generator().manual_seed(torch.seed() if seed is None else seed)
-    lines = []
+    generator, lines = random_on(device, seed), []
     for case in cases:
-        inputs = [tensor.to(device, dtype) for tensor in _random_inputs(case, generator)]
-        ours = _results(attention, inputs, case, backward)
-        torchs = _results(_torchs_own, inputs, case, backward)
-        exact = _results(_formula, [tensor.double() for tensor in inputs], case, backward)
-        for tensor, wanted in exact.items():
-            lines.append(_judge(case, tensor, ours.get(tensor), torchs[tensor], wanted, dtype, allowed_error))
+        *inputs, do = _random_inputs(case, generator, dtype)
+        compared = compare(
+            _masked(attention, case),
+            _masked(_formula, case),
+            {name: x.requires_grad_(backward) for name, x in zip("QKV", inputs, strict=True)},
+            do,
+            where=f"case {case.name!r}",
+            output="O",
+            torchs_own=_masked(_torchs_own, case),
+            allowed_error=allowed_error,
+            suspect=_suspect,
+        )
+        lines += [{"case": case.name} | line for line in compared]
     return pd.DataFrame(lines)
 
 
@@ -120,9 +122,8 @@ def check_logsumexp(
     Raises:
         AssertionError: it keeps none or several, or its numbers are no natural logarithms of the row sums.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     case = AttentionCase("logsumexp", leading=(2,), n_queries=96, n_keys=128, is_causal=is_causal)
-    q, k, v, _ = (tensor.to(device) for tensor in _random_inputs(case, torch.Generator()))
+    q, k, v, _ = _random_inputs(case, random_on(device, None), torch.float32)
     output = attention(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), is_causal)
     assert_tensor("O", output, q)
     rows = output.shape[:-1]
@@ -133,10 +134,14 @@ def check_logsumexp(
     assert error < 1e-2, f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
 
 
-def _random_inputs(case: AttentionCase, generator: torch.Generator) -> list[Tensor]:
+def _random_inputs(case: AttentionCase, generator: torch.Generator, dtype: torch.dtype) -> list[Tensor]:
     shapes = [(*case.leading, n, case.d) for n in (case.n_queries, case.n_keys, case.n_keys, case.n_queries)]
-    q, k, v, do = (torch.randn(shape, generator=generator) for shape in shapes)
-    return [q * case.logit_scale, k, v, do]
+    q, k, v, do = (torch.randn(shape, generator=generator, device=generator.device) for shape in shapes)
+    return [x.to(dtype) for x in (q * case.logit_scale, k, v, do)]
+
+
+def _masked(attention: AttentionFunction, case: AttentionCase) -> Callable[..., Tensor]:
+    return lambda q, k, v: attention(q, k, v, case.is_causal)
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
@@ -154,51 +159,6 @@ def _torchs_own(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     if q.device.type == "cpu" and q.element_size() == 2:
         return _formula(q, k, v, is_causal)
     return sdpa(q, k, v, is_causal)
-
-
-def _results(
-    attention: AttentionFunction, inputs: list[Tensor], case: AttentionCase, backward: bool
-) -> dict[str, Tensor]:
-    q, k, v = (tensor.detach().clone().requires_grad_(backward) for tensor in inputs[:3])
-    output = attention(q, k, v, case.is_causal)
-    assert_tensor(f"O of case {case.name!r}", output, inputs[0])
-    for name, tensor, given in zip("qkv", (q, k, v), inputs, strict=False):
-        assert torch.equal(tensor, given), f"case {case.name!r}: {name} was overwritten; clone it first"
-    results = {"O": output.detach()}
-    if backward and output.shape == inputs[3].shape:
-        output.backward(inputs[3])
-        results |= {"dQ": q.grad, "dK": k.grad, "dV": v.grad}
-    return results
-
-
-def _judge(
-    case: AttentionCase,
-    name: str,
-    ours: Tensor,
-    torchs: Tensor,
-    exact: Tensor,
-    dtype: torch.dtype,
-    allowed: float | None,
-) -> dict[str, str | float]:
-    where = f"{name} of case {case.name!r}"
-    assert ours is not None, f"{where} is missing"
-    assert ours.shape == exact.shape, f"{where} has shape {tuple(ours.shape)}; wanted: {tuple(exact.shape)}"
-    assert ours.dtype == dtype, f"{where} has dtype {ours.dtype}; wanted: {dtype}"
-    size = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)
-    # float32 knows a sum to a rounding or two, and a large score, to be exponentiated, to its last bit: that
-    # much is fair even where PyTorch happens to be luckier.
-    rounding = max(2, case.logit_scale / 2) * torch.finfo(torch.float32).eps
-    torch_error = max(((torchs.double() - exact).norm() / size).item(), rounding)
-    error = ((ours.double() - exact).norm() / size).item()
-    yardstick = "as given" if allowed else f"{ALLOWED_RATIO:g} times what PyTorch's own attention is off"
-    allowed = allowed or ALLOWED_RATIO * torch_error
-    if not error <= allowed:
-        raise AssertionError(
-            f"{where} is off by {error:.2g} (relative); allowed: {allowed:.2g}, {yardstick}"
-            f"{_suspect(ours, exact, error)}"
-        )
-    numbers = {"error": error, "torch_error": torch_error, "ratio": error / torch_error}
-    return {"case": case.name, "tensor": name} | numbers
 
 
 def _suspect(ours: Tensor, exact: Tensor, error: float) -> str:

@@ -1,27 +1,24 @@
-"""What "correct" means for the fused kernels of a training step: ours, or the one you wrote.
+"""What "correct" means for a weighted sum and for the fused kernels of a training step: ours, or yours.
 
-    from cs336_systems.checks import check_fused
+    from cs336_systems.checks import check_fused, check_weighted_sum
     check_fused("rms_norm", my_rms_norm)
+    check_weighted_sum(my_weighted_sum)
 
-The yardstick is PyTorch's own: in the same dtype on the same tensors, nobody may be more than twice as far
-from the float64 result, neither in the output nor in a gradient.
+The yardstick is the same of PyTorch's own operations, see `accuracy`.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cs336_systems.checks.steps import assert_tensor
+from cs336_systems.checks.accuracy import compare, random_on
 from cs336_systems.names import check_choice, load
 
-ALLOWED_RATIO = 2.0
 IGNORED = -100
-EPS = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True)
@@ -31,6 +28,7 @@ class Fused:
     tensors: names of its inputs; those that begin with a capital have no gradient.
     make: shape and generator -> the inputs.
     shapes: to check; see `make` of each.
+    by_magnitude: what errors are relative to, see `accuracy.compare`.
     """
 
     function: str
@@ -38,6 +36,7 @@ class Fused:
     tensors: tuple[str, ...]
     make: Callable[[tuple[int, ...], torch.Generator], list[Tensor]]
     shapes: tuple[tuple[int, ...], ...]
+    by_magnitude: bool = False
 
     def inputs(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         """Random inputs on the generator's device, those with a gradient in the dtype."""
@@ -113,6 +112,15 @@ FUSED: dict[str, Fused] = {
         ((2, 33, 64, 300), (30, 20, 1000), (50, 17, 37)),
     ),
 }
+# Odd sizes, a row, a column, and as many leading dimensions as one likes.
+WEIGHTED_SUM = Fused(
+    "cs336_systems.kernels.weighted_sum:weighted_sum",
+    lambda x, w: (x * w).sum(-1),
+    ("x", "w"),
+    FUSED["rms_norm"].make,
+    ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,)),
+    by_magnitude=True,
+)
 
 
 def check_fused(
@@ -122,7 +130,6 @@ def check_fused(
     shapes: Iterable[tuple[int, ...]] | None = None,
     dtype: torch.dtype = torch.float32,
     device: str | torch.device | None = None,
-    seed: int | None = None,
 ) -> pd.DataFrame:
     """Compare a fused kernel and its gradients with float64, on fresh random inputs.
 
@@ -131,7 +138,6 @@ def check_fused(
         function: yours, called as ours is; None is ours.
         shapes: None are those of FUSED.
         device: None is the GPU when there is one.
-        seed: of the inputs; None draws new ones at every call.
 
     Returns:
         One line a shape and tensor: its relative error, PyTorch's, and their ratio.
@@ -142,63 +148,45 @@ def check_fused(
         ValueError: the name is unknown.
     """
     check_choice("kernel", name, FUSED)
-    kernel = FUSED[name]
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    generator = torch.Generator(device).manual_seed(torch.seed() if seed is None else seed)
+    function = function or load(FUSED[name].function)
+    return _check(name, FUSED[name], function, shapes, dtype, random_on(device, None))
+
+
+def check_weighted_sum(
+    weighted_sum: Callable[[Tensor, Tensor], Tensor],
+    *,
+    shapes: Iterable[tuple[int, ...]] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device | None = None,
+    seed: int | None = None,
+) -> pd.DataFrame:
+    """As `check_fused`, for a weighted sum of rows.
+
+    Args:
+        weighted_sum: called as weighted_sum(x, w) with x (..., d) and w (d,), returns (...).
+        shapes: of x.
+        seed: of the inputs; None draws new ones at every call.
+    """
+    return _check("x", WEIGHTED_SUM, weighted_sum, shapes, dtype, random_on(device, seed))
+
+
+def _check(
+    name: str,
+    kernel: Fused,
+    function: Callable[..., Tensor],
+    shapes: Iterable[tuple[int, ...]] | None,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> pd.DataFrame:
     lines = []
     for shape in shapes or kernel.shapes:
-        inputs = kernel.inputs(shape, dtype, generator)
-        wide = [x.double() if x.dtype == dtype else x for x in inputs]
-        nudged = [_nudged(x, generator) for x in wide]
-        output = kernel.plain(*inputs)
-        d_output = torch.randn(output.shape, generator=generator, device=device).to(output.dtype)
-        ours = _results(kernel, function or load(kernel.function), inputs, d_output)
-        torchs = _results(kernel, kernel.plain, inputs, d_output)
-        exact = _results(kernel, kernel.plain, wide, d_output.double())
-        moved = _results(kernel, kernel.plain, nudged, _nudged(d_output.double(), generator))
-        for tensor, wanted in exact.items():
-            where = f"{tensor} of {name} {shape}"
-            lines.append({"shape": str(shape), "tensor": tensor})
-            lines[-1] |= _judge(where, ours[tensor], torchs[tensor], wanted, moved[tensor])
+        inputs = dict(zip(kernel.tensors, kernel.inputs(shape, dtype, generator), strict=True))
+        for tensor, x in inputs.items():
+            x.requires_grad_(tensor.islower())
+        output = kernel.plain(*inputs.values()).detach()
+        d_output = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
+        how = {"where": f"{name} {shape}", "by_magnitude": kernel.by_magnitude}
+        lines += [
+            {"shape": str(shape)} | line for line in compare(function, kernel.plain, inputs, d_output, **how)
+        ]
     return pd.DataFrame(lines)
-
-
-def _results(
-    kernel: Fused, function: Callable[..., Tensor], inputs: list[Tensor], d_output: Tensor
-) -> dict[str, Tensor | None]:
-    given, inputs = inputs, [x.detach().clone() for x in inputs]
-    differentiable = {f"d_{own}": x for own, x in zip(kernel.tensors, inputs, strict=True) if own.islower()}
-    for x in differentiable.values():
-        x.requires_grad_()
-    output = function(*inputs)
-    assert_tensor("the output", output, d_output)
-    for name, tensor, before in zip(kernel.tensors, inputs, given, strict=True):
-        assert torch.equal(tensor, before), f"{name.lower()} was overwritten; clone it first"
-    if output.shape == d_output.shape:
-        output.backward(d_output.to(output.dtype))
-    return {"output": output.detach()} | {name: x.grad for name, x in differentiable.items()}
-
-
-def _nudged(x: Tensor, generator: torch.Generator) -> Tensor:
-    """A float64 tensor as far from x as float32 would have rounded it; other tensors as they are."""
-    if x.dtype != torch.float64:
-        return x
-    return x * (1 + EPS * torch.randn(x.shape, generator=generator, device=x.device))
-
-
-def _judge(where: str, ours: Tensor | None, torchs: Tensor, exact: Tensor, moved: Tensor) -> dict[str, Any]:
-    assert ours is not None, f"{where} is missing"
-    given, wanted = (f"{tuple(x.shape)}, {x.dtype}" for x in (ours, torchs))
-    assert given == wanted, f"{where} is {given}; wanted: {wanted}"
-    size = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)
-    error, torch_error, rounding = (
-        ((x.double() - exact).norm() / size).item() for x in (ours, torchs, moved)
-    )
-    # What rounding the inputs to float32 changes is fair, even where PyTorch happens to be luckier.
-    torch_error = max(torch_error, 2 * rounding, 2 * EPS)
-    allowed = ALLOWED_RATIO * torch_error
-    assert error <= allowed, (
-        f"{where} is off by {error:.2g} (relative); allowed: {allowed:.2g}, "
-        f"{ALLOWED_RATIO:g} times what PyTorch's own operations are off"
-    )
-    return {"error": error, "torch_error": torch_error, "ratio": error / torch_error}

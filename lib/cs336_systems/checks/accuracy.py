@@ -1,0 +1,103 @@
+"""As near to float64 as PyTorch: what the checkers of attention, of fused kernels and of sums share.
+
+In the same dtype on the same tensors, nobody may be more than twice as far from the float64 result as
+PyTorch's own operations. No tolerance to choose, and none to tune until a wrong kernel passes.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from cs336_systems.checks.steps import assert_tensor
+
+ALLOWED_RATIO = 2.0
+EPS = torch.finfo(torch.float32).eps
+
+
+def random_on(device: str | torch.device | None, seed: int | None) -> torch.Generator:
+    """A generator on a device, by default the GPU when there is one; by default of a new seed."""
+    generator = torch.Generator(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if seed is None:
+        generator.seed()
+    else:
+        generator.manual_seed(seed)
+    return generator
+
+
+def compare(
+    function: Callable[..., Tensor],
+    formula: Callable[..., Tensor],
+    inputs: dict[str, Tensor],
+    d_output: Tensor,
+    *,
+    where: str,
+    output: str = "output",
+    torchs_own: Callable[..., Tensor] | None = None,
+    by_magnitude: bool = False,
+    allowed_error: float | None = None,
+    suspect: Callable[[Tensor, Tensor, float], str] = lambda *_: "",
+) -> Iterator[dict[str, str | float]]:
+    """Compare function(*inputs), and the gradients of what requires one, with the formula in float64.
+
+    Args:
+        where, output: of messages, "{output} of {where} is off by ...".
+        torchs_own: PyTorch's own, where it is not the formula in the dtype of the inputs.
+        by_magnitude: errors are relative to the formula of the magnitudes: of sums whose terms cancel nobody
+            can know more than a rounding of the terms.
+        allowed_error: relative, instead of twice PyTorch's own.
+        suspect: of a result, the exact one and its error, the usual reason.
+
+    Yields:
+        Of the output, and of "dx" for each such input x, the relative error, PyTorch's, and their ratio.
+
+    Raises:
+        AssertionError: a result is missing, of the wrong shape or dtype, not finite, or too far off, or an
+            input was overwritten.
+    """
+
+    def results(of: Callable[..., Tensor], change: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        changed = {name: change(x) if x.is_floating_point() else x for name, x in inputs.items()}
+        return _output_and_gradients(of, changed, change(d_output), f"{output} of {where}")
+
+    ours, torchs = (results(of, Tensor.clone) for of in (function, torchs_own or formula))
+    exact, rounded = (results(formula, change) for change in (Tensor.double, _rounded))
+    sizes = results(formula, lambda x: x.double().abs()) if by_magnitude else exact
+    names = [output, *(f"d{name}" for name, x in inputs.items() if x.requires_grad)]
+    for name, *found, size in zip(names, ours, torchs, rounded, exact, sizes, strict=True):
+        told, wanted = f"{name} of {where}", found[-1]
+        assert found[0] is not None, f"{told} is missing"
+        kinds = [f"{tuple(x.shape)}, {x.dtype}" for x in found]
+        assert kinds[0] == kinds[1], f"{told} is {kinds[0]}; wanted: {kinds[1]}"
+        size = size.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        error, torch_error, rounding, _ = (((x.double() - wanted).norm() / size).item() for x in found)
+        # What rounding the inputs to float32 changes is fair, even where PyTorch happens to be luckier.
+        torch_error = max(torch_error, 3 * rounding, 2 * EPS)
+        yardstick = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
+        allowed = allowed_error or ALLOWED_RATIO * torch_error
+        assert error <= allowed, (
+            f"{told} is off by {error:.2g} (relative); allowed: {allowed:.2g}, {yardstick}"
+            f"{suspect(found[0], wanted, error)}"
+        )
+        yield {"tensor": name, "error": error, "torch_error": torch_error, "ratio": error / torch_error}
+
+
+def _output_and_gradients(
+    function: Callable[..., Tensor], inputs: dict[str, Tensor], d_output: Tensor, told: str
+) -> list[Tensor | None]:
+    own = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in inputs.items()}
+    output = function(*own.values())
+    assert_tensor(told, output, d_output)
+    for name, x in own.items():
+        assert torch.equal(x, inputs[name]), f"{told}: {name} was overwritten; clone it first"
+    differentiable = [x for x in own.values() if x.requires_grad]
+    if differentiable and output.shape == d_output.shape:
+        output.backward(d_output.to(output.dtype))
+    return [output.detach(), *(x.grad for x in differentiable)]
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """In float64, as far from x as float32 would have rounded it."""
+    generator = torch.Generator(x.device).manual_seed(0)
+    noise = torch.randn(x.shape, generator=generator, device=x.device, dtype=torch.float64)
+    return x.double() * (1 + EPS * noise)
