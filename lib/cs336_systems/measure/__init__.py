@@ -21,7 +21,6 @@ _MODULES = {
     "requirements": ("why_no_compile", "why_no_triton"),
     "rows": ("load_rows", "published", "save_rows"),
     "saved_tensors": ("saved_bytes", "saved_for_backward"),
-    "sent_bytes": ("ring_collectives",),
     "timing": (
         *("MIB", "Timing", "matmul_precision", "release_memory", "resolve_device"),
         *("run_or_out_of_memory", "time_cold_cache", "time_compiled", "time_steps"),

@@ -1,0 +1,110 @@
+"""The bytes that rings, sharded layers and optimizers really send, against the closed forms."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from cs336_systems.accounting import scaling
+from cs336_systems.bench import count_optimizer_bytes, count_ring_bytes, count_sent_bytes
+from cs336_systems.parallel import BucketedDDP, ReduceScatterDDP, ShardedOptimizer, TensorParallelSwiGLU
+from cs336_systems.parallel.adapters import torch_zero
+
+ELEMENTS = 13
+
+
+def test_every_byte_of_every_rank_of_a_ring_is_counted():
+    rows = count_ring_bytes([1, 2, 4], elements=ELEMENTS)
+    assert len(rows) == 2 * (1 + 2 + 4)
+    for row in rows:
+        assert row["right"]
+        n, whole = row["world_size"], row["ring"] == "whole tensors"
+        assert row["messages"] == (n - 1) * (1 if whole else 2)
+        if whole:  # 13 elements have no equal parts
+            assert row["sent_bytes"] == 4 * (n - 1) * ELEMENTS
+    for n in (1, 2, 4):
+        parts = [row["sent_bytes"] for row in rows if (row["ring"], row["world_size"]) == ("parts", n)]
+        assert sum(parts) == 4 * ELEMENTS * 2 * (n - 1)
+
+
+SIZES = {"d_model": 8, "d_ff": 24, "tokens": 12}
+# Of one launch: each mesh, its scheme, and the values of that scheme's symbols.
+MESHES = {
+    (1, 2): ("tp", {"N": 2}),
+    (1, 4): ("tp", {"N": 4}),
+    (4, 1): ("fsdp", {"N": 4}),
+    (2, 2): ("fsdp_tp", {"X": 2, "Y": 2}),
+}
+
+
+def sharded_layer(full, mesh):
+    layer = TensorParallelSwiGLU(full, mesh.get_group("y")) if mesh.size(1) > 1 else full
+    return fully_shard(layer, mesh=mesh["x"], reshard_after_forward=True) if mesh.size(0) > 1 else layer
+
+
+def test_every_rank_of_a_sharded_layer_sends_the_bytes_of_the_closed_form():
+    rows = count_sent_bytes({"sharded": sharded_layer}, list(MESHES), **SIZES)
+    assert max(row["error"] for row in rows) < 0.02  # bfloat16 has 8 bits
+    for mesh, (scheme, devices) in MESHES.items():
+        values = {"B": SIZES["tokens"], "D": SIZES["d_model"], "F": SIZES["d_ff"]} | devices
+        for pass_ in ("forward", "backward"):
+            expected = Counter(
+                (message.collective, scaling.evaluate(message.sent_bytes, values))
+                for message in scaling.costs(scheme, pass_).messages
+            )
+            for rank in range(mesh[0] * mesh[1]):
+                key = (*mesh, rank, pass_)
+                mine = [row for row in rows if (row["X"], row["Y"], row["rank"], row["pass"]) == key]
+                assert Counter((row["collective"], row["sent_bytes"]) for row in mine) == expected, key
+
+
+def whole(module):
+    return BucketedDDP(module, 25), torch.optim.AdamW(module.parameters())
+
+
+def zero(module):
+    return BucketedDDP(module, 25), torch_zero(module.parameters(), torch.optim.AdamW)
+
+
+def sharded(module):
+    return BucketedDDP(module, 25), ShardedOptimizer(module.parameters(), torch.optim.AdamW)
+
+
+def of_the_paper(module):
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW)
+    return ReduceScatterDDP(module, optimizer), optimizer
+
+
+def test_an_optimizers_step_sends_and_keeps_what_the_closed_forms_say():
+    implementations = {"whole": whole, "zero": zero, "sharded": sharded, "paper": of_the_paper}
+    total_mb = 689_408 / 2**20  # the parameters of "tiny"
+    sent = {name: Counter() for name in implementations}
+    for row in count_optimizer_bytes(implementations, 2):
+        sent[row["implementation"]][row["collective"]] += row["sent_mb"] / total_mb
+        assert row["max_difference"] == 0
+        shard = 2 * total_mb / (1 if row["implementation"] == "whole" else 2)
+        assert row["state_mb"] == pytest.approx(shard, rel=0.01)
+    one, two = pytest.approx(1, rel=0.02), pytest.approx(2, rel=0.02)
+    assert sent == {
+        "whole": {"all_reduce": two},
+        "zero": {"all_reduce": two, "broadcast": one},
+        "sharded": {"all_reduce": two, "all_gather": one},
+        "paper": {"reduce_scatter": one, "all_gather": one},
+    }
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (lambda: count_ring_bytes([0], elements=4), r"world_sizes is \[0\]; allowed: whole numbers"),
+        (lambda: count_ring_bytes([], elements=4), r"world_sizes is \[\]"),
+        (lambda: count_sent_bytes({}, [], **SIZES), r"meshes is \[\]"),
+        (lambda: count_sent_bytes({}, [(0, 2)], **SIZES), r"meshes is \[\(0, 2\)\]; allowed: pairs of whole"),
+        (lambda: count_sent_bytes({}, [(5, 1)], **SIZES), "tokens is 12; allowed: a multiple of 5"),
+        (lambda: count_optimizer_bytes({}, 2, steps=1), "steps is 1; allowed"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(count, words):
+    with pytest.raises(ValueError, match=words):
+        count()
