@@ -17,7 +17,7 @@ from cs336_systems.measure.rows import RowError, compact, load_rows, save_rows
 from cs336_systems.workbook import batch
 from cs336_systems.workbook.execute import execute
 from cs336_systems.workbook.problems import START, why_not_here
-from cs336_systems.workbook.tidy import tidy
+from cs336_systems.workbook.tidy import tidy, write_copies
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,7 +44,6 @@ def _parser() -> argparse.ArgumentParser:
         "-p", action="append", default=[], metavar="NAME=VALUE", dest="overrides",
         help="a parameter, for every notebook that has it; the same name again makes a grid",
     )  # fmt: skip
-    run.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at once, without a GPU only")
     run.add_argument("--force", action="store_true", help="execute also what is done and unchanged")
     run.add_argument("--dry-run", action="store_true", help="print what would be executed")
     run.add_argument("--output", type=Path, default=batch.RUNS, metavar="FOLDER", help="default: runs")
@@ -90,11 +89,6 @@ def _run(options: argparse.Namespace) -> int:
         raise batch.BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}")
     if not needed and (asking := [job for job in jobs if job.parameters.get("device") == "cuda"]):
         raise batch.BatchError(f"{asking[0].notebook.stem}: device 'cuda' without a GPU; allowed: auto, cpu")
-    if options.jobs < 1 or (options.jobs > 1 and needed):
-        allowed = "1, for notebooks that share a GPU spoil each other's timings" if needed else "1 or more"
-        raise batch.BatchError(f"--jobs {options.jobs}; allowed: {allowed}")
-    if options.jobs > 1:
-        print("note: notebooks that share the cores measure longer times than alone", file=sys.stderr)
     if not needed:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the notebooks inherit it
     return _run_jobs(jobs, options)
@@ -108,7 +102,7 @@ def _run_jobs(jobs: list[batch.Job], options: argparse.Namespace) -> int:
         card = pool.submit(machine_card).result()
     print(card.line())
     folder = options.output.resolve() / card.slug
-    records = runs.run_batch(jobs, folder, card, at_once=options.jobs, force=options.force)
+    records = runs.run_batch(jobs, folder, card, force=options.force)
     print(f"\n{runs.summary(records)}\n\n{folder / 'index.html'}")
     return int(any(record.status not in ("ok", "skipped") for record in records))
 
@@ -134,7 +128,7 @@ def _notebooks(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         os.environ["CS336_FIGURES"] = scratch
         code = _execute_defaults(options.names, in_place=True)
-    renew_map(batch.NOTEBOOKS)
+    renew_map()
     return code
 
 
@@ -143,8 +137,6 @@ def _figures(options: argparse.Namespace) -> int:
 
 
 def _learn(options: argparse.Namespace) -> int:
-    from cs336_systems.workbook.learn import write_copies
-
     known = batch.load_notebooks()
     names = batch.resolve(options.names, known) or list(known)
     paths = [batch.NOTEBOOKS / f"{name}.ipynb" for name in names]

@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from cs336_systems.workbook.batch import NOTEBOOKS
-from cs336_systems.workbook.learn import write_copies
+from cs336_systems.workbook.tidy import write_copies
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -12,10 +12,11 @@ from PIL import Image
 from cs336_systems.measure.rows import save_rows
 from cs336_systems.names import ATTENTION
 from cs336_systems.report import lines
+from cs336_systems.workbook import batch
 from cs336_systems.workbook import map as overview
 from cs336_systems.workbook.problems import PROBLEMS
 
-REPOSITORY = overview.NOTEBOOKS.parent
+REPOSITORY = batch.NOTEBOOKS.parent
 NAME = "13_mixed_precision_accumulation"
 TITLE = """\
 # 13 · mixed_precision_accumulation
@@ -42,14 +43,15 @@ def answered(text, tagged=True):
 
 
 @pytest.fixture
-def entry_of(tmp_path):
+def entry_of(tmp_path, monkeypatch):
     """What the map tells of a notebook with these code cells."""
 
     def entry_of(*cells) -> overview.Entry:
-        folder = tmp_path / "notebooks"
-        folder.mkdir(exist_ok=True)
-        nbformat.write(v4.new_notebook(cells=[v4.new_markdown_cell(TITLE), *cells]), folder / f"{NAME}.ipynb")
-        (entry,) = overview.read_map(folder).values()
+        monkeypatch.setattr(batch, "NOTEBOOKS", tmp_path / "notebooks")
+        batch.NOTEBOOKS.mkdir(exist_ok=True)
+        notebook = v4.new_notebook(cells=[v4.new_markdown_cell(TITLE), *cells])
+        nbformat.write(notebook, batch.NOTEBOOKS / f"{NAME}.ipynb")
+        (entry,) = overview.read_map().values()
         return entry
 
     return entry_of
@@ -144,13 +146,13 @@ def test_the_map_of_a_readme_is_replaced_and_nothing_else(entry_of, tmp_path):
     entry_of()
     readme = tmp_path / "README.md"
     readme.write_text("# Title\n\n<!-- map, here -->\nold\n<!-- end of map -->\n\nMore.\n")
-    overview.renew_map(tmp_path / "notebooks")
+    overview.renew_map()
     renewed = readme.read_text()
     assert f"notebooks/{NAME}.ipynb" in renewed
     assert "old" not in renewed
     assert renewed.startswith("# Title\n\n<!-- map, here -->\n")
     assert renewed.endswith("<!-- end of map -->\n\nMore.\n")
-    overview.renew_map(tmp_path / "notebooks")
+    overview.renew_map()
     assert readme.read_text() == renewed
 
 

@@ -38,13 +38,6 @@ def test_mathjax_is_copied_once_and_whole(page, write_notebook):
     assert marker.exists()
 
 
-def test_without_the_package_the_page_still_comes(tmp_path, write_notebook, monkeypatch):
-    monkeypatch.setattr(pages.importlib.util, "find_spec", lambda name: None)
-    page = pages.render(write_notebook(tmp_path / "01_a.ipynb", "print(1)"))
-    assert "print" in page.read_text()
-    assert not (tmp_path / "mathjax").exists()
-
-
 def test_an_answers_input_is_folded_and_a_link_to_a_notebook_leads_to_its_page(tmp_path):
     outputs = [v4.new_output("stream", name="stdout", text="the answer")]
     hidden = v4.new_code_cell("a = 'its code'", metadata={"tags": [HIDE_INPUT]}, outputs=outputs)

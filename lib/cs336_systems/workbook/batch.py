@@ -46,46 +46,37 @@ class Job:
         return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
-def load_notebooks(folder: Path | None = None) -> dict[str, dict[str, Parameter]]:
-    """Every notebook of a folder by its name without `.ipynb`, with its parameters.
+def load_notebooks() -> dict[str, dict[str, Parameter]]:
+    """Every notebook by its name without `.ipynb`, with its parameters.
 
     Raises:
-        BatchError: there is none, or one that cannot be read.
+        BatchError: one cannot be read.
     """
-    folder = folder or NOTEBOOKS
     found = {}
-    for path in sorted(folder.glob("*.ipynb")):
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         try:
             found[path.stem] = read_parameters(nbformat.read(path, as_version=4))
         except Exception as error:  # nbformat has an exception for every way of being no notebook
             raise BatchError(f"{path.name} cannot be run: {error}") from None
-    if not found:
-        raise BatchError(f"no notebooks in {folder}")
     return found
 
 
-def plan(
-    profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (), folder: Path | None = None
-) -> list[Job]:
+def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Job]:
     """The jobs of a profile, everything about them checked.
 
     Args:
         profile: "cpu", "gpu" or "multi-gpu".
         only: notebooks to keep, as number ("11"), slug or name; what the profile lacks runs with defaults.
         overrides: "name=value", for every notebook that has the parameter; a name given twice is a grid.
-        folder: where the notebooks and batch.yaml are; the repository's `notebooks` by default.
 
     Raises:
         BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
     """
-    folder = folder or NOTEBOOKS
-    notebooks = load_notebooks(folder)
-    entries = _entries(profile, _read_yaml(folder / "batch.yaml"))
-    unknown = dict.fromkeys(name for name, _ in entries if name not in notebooks)
-    if unknown:
-        raise BatchError(
-            "\n".join(f"batch.yaml: {_unknown('notebook', name, notebooks)}" for name in unknown)
-        )
+    notebooks = load_notebooks()
+    entries = _entries(profile, _read_yaml(NOTEBOOKS / "batch.yaml"))
+    if unknown := dict.fromkeys(name for name, _ in entries if name not in notebooks):
+        lines = [f"batch.yaml: {_unknown('notebook', name, notebooks)}" for name in unknown]
+        raise BatchError("\n".join(lines))
     if only:
         names = resolve(only, notebooks)
         planned = {name for name, _ in entries}
@@ -95,7 +86,7 @@ def plan(
     jobs, errors = [], {}
     for name, parameters in entries:
         for changed in _grid(given.get(name, {})):
-            job = Job(folder / f"{name}.ipynb", parameters | changed)
+            job = Job(NOTEBOOKS / f"{name}.ipynb", parameters | changed)
             if job not in jobs:
                 jobs.append(job)
                 found = parameter_errors(notebooks[name], job.parameters, name.partition("_")[2])

@@ -20,9 +20,9 @@ from cs336_systems.measure.files import REPOSITORY_FIGURES, figures_dir, find, w
 from cs336_systems.measure.rows import load_rows
 from cs336_systems.measure.schema import COLUMNS, MODEL, PROVENANCE, TABLES, TIMES
 from cs336_systems.report import MISSING, show
+from cs336_systems.workbook import batch
 from cs336_systems.workbook.problems import PROBLEMS, Problem
 
-NOTEBOOKS = REPOSITORY_FIGURES.parent / "notebooks"
 HEADLINE = "headline"  # the tag
 _WIDTH, _COLORS = 800, 64  # of a picture: enough to read it, and all of them stay below 1 MB together
 _SHOWN_WIDTH = 600  # pixels on the page
@@ -45,21 +45,14 @@ class Entry:
     figure: str
 
 
-def read_map(folder: Path | None = None) -> dict[str, Entry]:
-    """The notebooks there are, by name, in the order of the problems.
-
-    Raises:
-        ValueError: one is no notebook; the message names it.
-    """
-    paths = {problem: (folder or NOTEBOOKS) / f"{problem.name}.ipynb" for problem in PROBLEMS}
+def read_map() -> dict[str, Entry]:
+    """The notebooks there are, by name, in the order of the problems."""
+    paths = {problem: batch.NOTEBOOKS / f"{problem.name}.ipynb" for problem in PROBLEMS}
     return {problem.name: _read_entry(problem, path) for problem, path in paths.items() if path.exists()}
 
 
 def _read_entry(problem: Problem, path: Path) -> Entry:
-    try:
-        notebook = nbformat.read(path, as_version=4)
-    except Exception as error:  # nbformat has an exception for every way of being no notebook
-        raise ValueError(f"{path.name} cannot be read: {error}") from None
+    notebook = nbformat.read(path, as_version=4)
     about = first_cell(notebook)
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
@@ -205,11 +198,10 @@ def show_tables() -> None:
     show(frame, "; ".join(f"{name}: {group}" for group, name in groups.items()))
 
 
-def renew_map(folder: Path) -> None:
-    """Write the map into the README beside a folder of notebooks, between its two comments."""
-    readme = folder.parent / "README.md"
-    if readme.is_file():
-        write_atomically(readme, with_map(readme.read_text(encoding="utf-8"), read_map(folder)))
+def renew_map() -> None:
+    """Write the map into the README beside the folder of notebooks, between its two comments."""
+    readme = batch.NOTEBOOKS.parent / "README.md"
+    write_atomically(readme, with_map(readme.read_text(encoding="utf-8"), read_map()))
 
 
 def with_map(readme: str, entries: dict[str, Entry]) -> str:

@@ -1,8 +1,8 @@
 """Executed notebooks as HTML that reads offline, formulas included."""
 
-import importlib.util
 import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from cs336_systems.measure.files import write_atomically
@@ -39,15 +39,13 @@ details.code > summary { color: var(--jp-ui-font-color2); cursor: pointer; }
 def render(notebook: Path) -> Path:
     """Write the HTML of a notebook beside it; formulas come from a `mathjax` folder there.
 
-    The inputs of cells tagged `hide-input` are folded. Without the package jupyter_server_mathjax the page
-    takes MathJax from the network, as nbconvert does.
+    The inputs of cells tagged `hide-input` are folded.
     """
     from nbconvert import HTMLExporter
 
-    options = {"require_js_url": "data:text/javascript,"}  # no widgets here: nothing to load
-    if _copy_mathjax(notebook.parent / "mathjax"):
-        options["mathjax_url"] = _MATHJAX
-    exporter = HTMLExporter(**options)
+    _copy_mathjax(notebook.parent / "mathjax")
+    # No widgets here: no require.js to load.
+    exporter = HTMLExporter(mathjax_url=_MATHJAX, require_js_url="data:text/javascript,")
     exporter.raw_template = _TEMPLATE
     body, _ = exporter.from_filename(str(notebook))
     body = re.sub(r'(href="\d\d_\w+)\.ipynb"', r'\1.html"', body)  # from page to page, as between notebooks
@@ -56,15 +54,12 @@ def render(notebook: Path) -> Path:
     return page
 
 
-def _copy_mathjax(target: Path) -> bool:
-    """Put MathJax into a folder, once; false where there is no copy to take it from."""
-    spec = importlib.util.find_spec("jupyter_server_mathjax")
-    if spec is None:
-        return target.is_dir()
-    if not target.is_dir():
-        partial = target.with_name(f".{target.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(Path(spec.origin).parent / "static", partial)
-        (partial / "config" / "workbook.js").write_text(_MATHJAX_CONFIG)
-        partial.rename(target)
-    return True
+def _copy_mathjax(target: Path) -> None:
+    """Put MathJax into a folder, once."""
+    if target.is_dir():
+        return
+    partial = target.with_name(f".{target.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(Path(find_spec("jupyter_server_mathjax").origin).parent / "static", partial)
+    (partial / "config" / "workbook.js").write_text(_MATHJAX_CONFIG)
+    partial.rename(target)

@@ -136,17 +136,14 @@ def _value_error(parameter: Parameter, value: Any, edition: int, slug: str) -> s
     if bad := [item for item in items if allowed and _pattern(item) not in allowed]:
         return f"{parameter.name} has {bad[0]!r}; allowed: {', '.join(map(str, allowed))}"
     told = re.search(r"\b(\d+) or more\b", parameter.comment)
-    least = int(told[1]) if told else 1 if stem in _POSITIVE else 0
+    least = int(told[1]) if told else int(stem in _POSITIVE)
     above_0 = "above 0" in parameter.comment
-    numbers = [item for item in items if isinstance(item, int | float) and not isinstance(item, bool)]
-    bad = [item for item in numbers if not item >= least or (above_0 and not item)]
-    if re.search(r"\bpowers? of two\b", parameter.comment) and (odd := [n for n in numbers if n & (n - 1)]):
-        return f"{parameter.name} has {odd[0]}; allowed: powers of two"
-    return (
-        f"{parameter.name} has {bad[0]}; allowed: {'above 0' if above_0 else f'{least} or more'}"
-        if bad
-        else ""
-    )
+    for number in (each for each in items if isinstance(each, int | float) and not isinstance(each, bool)):
+        if not number >= least or (above_0 and not number):
+            return f"{parameter.name} has {number}; allowed: {'above 0' if above_0 else f'{least} or more'}"
+        if re.search(r"\bpowers? of two\b", parameter.comment) and number & (number - 1):
+            return f"{parameter.name} has {number}; allowed: powers of two"
+    return ""
 
 
 def _allowed(stem: str, parameter: Parameter, edition: int, slug: str) -> list[Any]:

@@ -1,8 +1,18 @@
-"""What a committed notebook keeps: cells, tags and outputs, nothing that changes by itself."""
+"""What a committed notebook keeps, nothing that changes by itself; and the learner's copy, solutions cleared.
 
+Both mark solutions and their checkers as nbgrader does.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from pathlib import Path
 
-from nbformat import NotebookNode, from_dict
+import nbformat
+from nbformat import NotebookNode
+
+from cs336_systems.measure.files import make_folder, write_atomically
 
 HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
 CHECKER = "checker"  # tag of a cell that checks a step of an exercise
@@ -11,14 +21,19 @@ METADATA = {
     "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
 }
 
+# Between these lines stands what the learner writes; nbgrader leaves the same stub in their place.
+_SOLUTION = re.compile(r"^([ \t]*)### BEGIN SOLUTION\n.*?^[ \t]*### END SOLUTION$", re.DOTALL | re.MULTILINE)
+_STUB = r"\1# YOUR CODE HERE\n\1raise NotImplementedError()"
+_MAY_RAISE = "raises-exception"  # tag of a cell whose error stops nothing
+
 
 def tidy(notebook: NotebookNode) -> NotebookNode:
     """The notebook as it is committed: fixed metadata, tags, and outputs in which streams are not split."""
     # Not above: the command line need not wait for nbconvert.
     from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
-    notebook = from_dict(deepcopy(notebook))
-    notebook.update(metadata=from_dict(METADATA), nbformat=4, nbformat_minor=5)
+    notebook = nbformat.from_dict(deepcopy(notebook))
+    notebook.update(metadata=nbformat.from_dict(METADATA), nbformat=4, nbformat_minor=5)
     for cell in notebook.cells:
         tags = cell.metadata.get("tags")
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
@@ -43,3 +58,51 @@ def _nbgrader(cell: NotebookNode) -> NotebookNode:
     kind = {"solution": solution, "grade": not solution, "locked": not solution, "task": False}
     points = {} if solution else {"points": 1}
     return NotebookNode(schema_version=3, grade_id=cell["id"], **kind, **points)
+
+
+def cleared(notebook: NotebookNode) -> NotebookNode:
+    """A copy without solutions, and without the outputs of what uses them.
+
+    A cell that uses what is yet to be written may raise: the copy runs to its end all the same.
+    """
+    notebook = deepcopy(notebook)
+    unwritten: set[str] = set()  # names that the solutions make, and what is made from those
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        solution, tags = has_solution(cell), cell.metadata.get("tags", [])
+        reads, makes = _names(cell.source)
+        if solution or unwritten & reads:
+            unwritten |= makes
+            cell.source = _SOLUTION.sub(_STUB, cell.source)
+            cell.outputs, cell.execution_count = [], None
+            if CHECKER not in tags and not solution:
+                cell.metadata["tags"] = [*tags, _MAY_RAISE]
+    return notebook
+
+
+def _names(source: str) -> tuple[set[str], set[str]]:
+    """The names that code reads, and those that it defines or assigns."""
+    reads, makes = set(), set()
+    for statement in ast.parse(source).body:
+        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        reads |= {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            makes.add(statement.name)  # what it assigns inside is its own
+        else:
+            makes |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+    return reads, makes
+
+
+def write_copies(notebooks: Sequence[Path], folder: Path) -> Iterator[str]:
+    """Write copies to `folder`, and yield a line for each. One that is there may hold work: it stays."""
+    make_folder(folder)
+    for path in notebooks:
+        target = folder / path.name
+        if target.exists():
+            yield f"kept     {target} (delete it for a new one)"
+            continue
+        notebook = nbformat.read(path, as_version=4)
+        steps = sum(map(has_solution, notebook.cells))
+        write_atomically(target, nbformat.writes(cleared(notebook)) + "\n")
+        yield f"written  {target}" + f" ({steps} steps)" * (steps > 0)

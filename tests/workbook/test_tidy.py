@@ -6,8 +6,7 @@ from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
 from cs336_systems.workbook.batch import NOTEBOOKS
-from cs336_systems.workbook.learn import cleared, write_copies
-from cs336_systems.workbook.tidy import CHECKER, has_solution, tidy
+from cs336_systems.workbook.tidy import CHECKER, cleared, has_solution, tidy, write_copies
 
 SOLUTION = """\
 class Sum:
