@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cs336_systems import accounting
-from cs336_systems.bench import memory_bench
+from cs336_systems.bench import checkpointing_bench, memory_bench
 from cs336_systems.bench.checkpointing_bench import block_bytes, sweep_checkpointing
 from cs336_systems.bench.memory_bench import block_rows, memory_rows
 from cs336_systems.configs import model_size
@@ -86,6 +86,29 @@ def test_checkpointing_trades_memory_for_reruns():
     assert checkpointed["saved_for_backward_mib"] < plain["saved_for_backward_mib"]
     assert "saved_for_backward_mib" not in halves
     assert checkpointed["p50_ms"] > 0
+
+
+def test_attention_without_scores_and_selective_checkpointing():
+    """What is kept decides the peak: all, all but scores, the results of linear layers, inputs alone."""
+    run = {"context_length": 128, "batch_size": 2, "device": "cpu", "steps": 1}
+    plain, selective, least = sweep_checkpointing(CONFIG, ["none", "selective", "every 1"], **run)
+    (flash,) = sweep_checkpointing(CONFIG, ["none"], **run, attention_implementation="flash_pytorch")
+    rows = [row for rows in (plain, flash, selective, least) for row in rows]
+    save_rows(rows, "gradient_checkpointing", "checkpointing_times")
+    peaks = [row["peak_memory_mib"] for row in rows]
+    assert peaks == sorted(peaks, reverse=True)
+    assert [row["attention"] for row in rows] == ["plain", "flash_pytorch", "plain", "plain"]
+    assert [row["recomputed_blocks"] for row in rows] == [0, 0, CONFIG.num_layers, CONFIG.num_layers]
+    saved = [row.get("saved_for_backward_mib") for row in rows]
+    assert saved[0] > saved[1] > saved[3]
+    assert saved[2] is None
+
+
+def test_an_attention_that_cannot_run_here_is_a_status(monkeypatch):
+    monkeypatch.setattr(checkpointing_bench, "why_no_attention", lambda *_: "there is no triton")
+    (rows,) = sweep_checkpointing(CONFIG, ["none", "every 1"], **RUN, attention_implementation="flash_triton")
+    save_rows(rows, "gradient_checkpointing", "checkpointing_times")
+    assert [row["status"] for row in rows] == ["skipped", "skipped"]
 
 
 @pytest.mark.gpu

@@ -1,12 +1,14 @@
 """Checkpointing strategies: the same gradients, and exactly the memory and the reruns that the model says."""
 
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cs336_systems.accounting.checkpoint_costs import best_k, peak, recomputed
 from cs336_systems.configs import ModelConfig
@@ -14,6 +16,7 @@ from cs336_systems.functional import cross_entropy
 from cs336_systems.measure import torch_trace
 from cs336_systems.measure.allocations import MIB, stage_peaks
 from cs336_systems.measure.memory_recording import read_memory_trace
+from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate, recording
@@ -91,7 +94,7 @@ def model():
     return build_model(ModelConfig("deep", 2025, 32, 64, num_layers=6, num_heads=2, vocab_size=64), 16)
 
 
-@pytest.mark.parametrize("name", [*PLANS, "half blocks"])
+@pytest.mark.parametrize("name", [*PLANS, "half blocks", "selective"])
 def test_gradients_are_equal_to_the_last_bit(model, name):
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -104,6 +107,35 @@ def test_gradients_are_equal_to_the_last_bit(model, name):
     plan = PLANS[name] if name in PLANS else strategy(name)
     checkpointed = gradients(forward_with(model, plan, tokens))
     assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
+
+
+class CountsMatmuls(TorchDispatchMode):
+    """How often `mm`, of linear layers, and `bmm`, of attention, really run."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.ran[function.overloadpacket.__name__] += 1
+        return function(*args, **kwargs or {})
+
+    def __enter__(self):
+        self.ran = Counter()
+        return super().__enter__()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_selective_runs_attention_again_and_no_linear_layer(model, dtype):
+    steps = {}
+    for name in ("none", "every 1", "selective"):
+
+        def forward(model, tokens, name=name):
+            return forward_with(model, strategy(name), tokens)
+
+        with CountsMatmuls() as steps[name]:
+            ModelSteps(model, 2, 16, dtype, call=forward).forward_backward()
+    plain, whole, selective = (steps[name].ran for name in steps)
+    layers = len(model.layers)
+    assert whole["mm"] == plain["mm"] + 6 * layers, "the last of seven is not needed"
+    assert selective["mm"] == plain["mm"]
+    assert selective["bmm"] == whole["bmm"] == plain["bmm"] + 2 * layers
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cs336_systems import names
 from cs336_systems.accounting.checkpoint_costs import Plan, block_count, peak, recomputed
 from cs336_systems.bench.memory_bench import one_block
 from cs336_systems.bench.model_bench import model_key
@@ -15,10 +16,11 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.measure.allocations import MIB, stage_peaks
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps, autocast
+from cs336_systems.measure.requirements import why_no_attention
 from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.measure.timing import matmul_precision, release_memory, resolve_device, time_steps
 from cs336_systems.model import build_model
-from cs336_systems.training.checkpointing import forward_with, strategy
+from cs336_systems.training.checkpointing import KeepsMatmuls, forward_with, strategy
 
 
 def block_bytes(
@@ -27,13 +29,14 @@ def block_bytes(
     context_length: int,
     batch_size: int,
     dtype: str = "float32",
+    attention_implementation: str = "plain",
     device: str | torch.device = "auto",
 ) -> tuple[int, int]:
     """What one block saves besides its input, and its input: `inside` and `boundary` of `peak`."""
     device = resolve_device(device)
     x = torch.randn(batch_size, context_length, config.d_model, device=device, requires_grad=True)
     with autocast(device, dtype):
-        saved = saved_for_backward(one_block(config, context_length, device), x)
+        saved = saved_for_backward(one_block(config, context_length, device, attention_implementation), x)
     boundary = int(saved[saved.is_input].size_bytes.sum())
     return int(saved.size_bytes.sum()) - boundary, boundary
 
@@ -45,20 +48,29 @@ def sweep_checkpointing(
     context_length: int,
     batch_size: int,
     dtype: str = "float32",
+    attention_implementation: str = "plain",
     device: str | torch.device = "auto",
     warmup_steps: int = 1,
     steps: int = 3,
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield a row of the table "checkpointing_times" for each strategy; out of memory is a status.
+    """Yield a row of the table "checkpointing_times" for each strategy; what cannot run is a status.
 
     Beside what is measured stands what `accounting.checkpoint_costs` says: `recomputed_blocks`, the block
     forwards that backward runs again, and, of plans in whole blocks, `saved_for_backward_mib` at the peak.
+
+    Args:
+        strategies: names that `training.strategy` knows.
+        attention_implementation: one of names.MODEL_ATTENTION.
     """
-    device = resolve_device(device)
+    names.check_choice("attention implementation", attention_implementation, names.MODEL_ATTENTION)
+    device, attention = resolve_device(device), {"attention_implementation": attention_implementation}
     shape = {"context_length": context_length, "batch_size": batch_size, "dtype": dtype}
-    key = model_key(config, pass_="forward_backward", warmup_steps=warmup_steps, **shape)
-    sizes = block_bytes(config, **shape, device=device)
-    model = build_model(config, context_length, device=device)
+    key = model_key(config, pass_="forward_backward", warmup_steps=warmup_steps, **shape, **attention)
+    if reason := why_no_attention(attention_implementation, dtype, device):
+        yield [key | {"strategy": name, "status": "skipped", "reason": reason} for name in strategies]
+        return
+    sizes = block_bytes(config, **shape, **attention, device=device)
+    model = build_model(config, context_length, **attention, device=device)
     how = {"device": device, "warmup_steps": warmup_steps, "steps": steps}
     for name in strategies:
         plan = strategy(name)
@@ -81,7 +93,7 @@ def sweep_checkpointing(
 def _modelled(plan: Plan, num_layers: int, inside: int, boundary: int) -> dict[str, float]:
     parts = block_count(plan)  # more than layers where a block is two
     modelled = {"recomputed_blocks": recomputed(plan) * num_layers // parts}
-    if parts == num_layers:
+    if parts == num_layers and not any(isinstance(part, KeepsMatmuls) for part in plan):
         modelled["saved_for_backward_mib"] = peak(plan, inside, boundary) / MIB
     return modelled
 

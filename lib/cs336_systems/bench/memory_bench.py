@@ -109,9 +109,12 @@ def block_rows(
     return [key | row for row in rows]
 
 
-def one_block(config: ModelConfig, context_length: int, device: torch.device) -> TransformerBlock:
+def one_block(
+    config: ModelConfig, context_length: int, device: torch.device, attention_implementation: str = "plain"
+) -> TransformerBlock:
     """A block as the model has it, without the rest of the model."""
-    return build_model(replace(config, num_layers=1), context_length, device=device).layers[0]
+    how = {"device": device, "attention_implementation": attention_implementation}
+    return build_model(replace(config, num_layers=1), context_length, **how).layers[0]
 
 
 def _peak_rows(history: MemoryHistory, peak_mib: float | None) -> Rows:

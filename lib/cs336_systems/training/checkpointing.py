@@ -6,27 +6,45 @@ A *plan* says which. It is a nested tuple of blocks; a tuple inside a plan is a 
     ((a, b), (c, d))                two segments: their two inputs are kept
     (((a,), (b,)), ((c,), (d,)))    segments inside segments
 
+A segment keeps its input alone, or, as `KeepsMatmuls`, what its linear layers computed too.
+
 `run` executes a plan; `accounting.checkpoint_costs` says what it costs, exactly, for equal blocks.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cs336_systems.accounting.checkpoint_costs import Plan
 
 Strategy = Callable[[Sequence[Any]], Plan]
 
 
+class KeepsMatmuls(tuple):
+    """A segment that keeps the results of its linear layers: backward makes the rest again, scores too."""
+
+
 def run(plan: Plan, x: Tensor) -> Tensor:
     """Send x through every block of the plan; same values and gradients as without checkpoints."""
     for part in plan:
-        x = checkpoint(run, part, x, use_reentrant=False) if isinstance(part, tuple) else part(x)
+        x = _checkpointed(part, x) if isinstance(part, tuple) else part(x)
     return x
+
+
+def _checkpointed(segment: Plan, x: Tensor) -> Tensor:
+    keeps = {"context_fn": _keep_matmuls} if isinstance(segment, KeepsMatmuls) else {}
+    return checkpoint(run, segment, x, use_reentrant=False, **keeps)
+
+
+def _keep_matmuls() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Products with weights are `mm`; those of attention, a batch of heads, are `bmm`."""
+    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
 
 def none(blocks: Sequence[Any]) -> Plan:
@@ -69,6 +87,11 @@ def from_start(blocks: Sequence[Any]) -> Plan:
     return plan
 
 
+def selective(blocks: Sequence[Any]) -> Plan:
+    """Every block a segment that keeps what is dear to make and small to keep (Korthikanti et al. 2022)."""
+    return tuple(KeepsMatmuls((block,)) for block in blocks)
+
+
 def half_blocks(blocks: Sequence[nn.Module]) -> Plan:
     """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
     halves = (_attention_half, _feed_forward_half)
@@ -89,6 +112,7 @@ STRATEGIES: dict[str, Strategy] = {
     "sqrt_n": sqrt_n,
     "recursive": recursive,
     "from start": from_start,
+    "selective": selective,
 }
 
 
