@@ -3,7 +3,6 @@
 import pytest
 import sharded_workers
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
@@ -32,18 +31,6 @@ def test_it_keeps_its_promises_and_its_checkpoints_move_between_worlds(backend, 
         resumed = sharded_workers.Odd()
         resumed.load_state_dict(torch.load(files[2])["module"])
         sharded_workers.assert_same(resumed, alone)
-
-
-@pytest.fixture
-def world_of_one(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_world_of_one_is_told_what_to_use(world_of_one):
-    with pytest.raises(ValueError, match=r"world size is 1; allowed: 2 or more .*AdamW itself"):
-        ShardedOptimizer(nn.Linear(2, 2).parameters(), AdamW)
 
 
 def test_without_a_process_group_is_an_error_that_says_what_to_do():

@@ -61,11 +61,7 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        if not dist.is_initialized():
-            raise RuntimeError(
-                f"{type(self).__name__} needs a process group; allowed: inside a worker of `launch`, under "
-                "torchrun, or after torch.distributed.init_process_group"
-            )
+        check_process_group(self)
         self.module = module
         # parameters() names a tied weight once.
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -169,6 +165,15 @@ def average_flat(gradients: list[Tensor], backend: str) -> None:
         means = flat.split([gradient.numel() for gradient in group])
         for gradient, mean in zip(group, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
+
+
+def check_process_group(what: Any) -> None:
+    """Refuse (RuntimeError) to make an object without a process group."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{type(what).__name__} needs a process group; allowed: inside a worker of `launch`, under "
+            "torchrun, or after torch.distributed.init_process_group"
+        )
 
 
 def check_ranks_agree(description: list[str]) -> None:

@@ -9,8 +9,9 @@ in which rank 0 saw the gradients of the first step become ready.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -19,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.parallel.ddp import AllReduceMean, DataParallel
-
-_ALIGNMENT_BYTES = 128  # of each gradient in its bucket: vectorised kernels are slow at odd addresses
+from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, dtype_and_device
 
 # Each bucket lists indices in the list of trainable parameters, in the order in which they become ready.
 Buckets = list[list[int]]
@@ -54,8 +54,8 @@ class OverlappedDDP(DataParallel):
         self._use_order(list(range(len(self._trainable)))[::-1])
         this = weakref.ref(self)  # Python cannot collect a cycle through a tensor's hooks
         for index, parameter in enumerate(self._trainable):
-            parameter.register_hook(_before_accumulation(this, index))
-            parameter.register_post_accumulate_grad_hook(_after_accumulation(this, index))
+            parameter.register_hook(partial(_before_accumulation, this, index))
+            parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, this, index))
 
     def _use_order(self, order: list[int]) -> None:
         self._buckets = self._fill(order)
@@ -129,23 +129,17 @@ class OverlappedDDP(DataParallel):
 
 
 # These two run for every parameter in every backward pass: each microsecond in them counts hundreds of times.
-def _before_accumulation(this: weakref.ref, index: int) -> Callable[[Tensor], None]:
-    def hook(_: Tensor) -> None:
-        # What is being averaged must not be added to. And ranks whose passes reach different parameters
-        # have to send the gradients of one pass before those of the next.
-        wrapper = this()
-        if wrapper and (wrapper._pass.is_over or index in wrapper._pass.ready):
-            wrapper._start_another_pass()
-
-    return hook
+def _before_accumulation(this: weakref.ref, index: int, _: Tensor) -> None:
+    # What is being averaged must not be added to. And ranks whose passes reach different parameters have to
+    # send the gradients of one pass before those of the next.
+    wrapper = this()
+    if wrapper and (wrapper._pass.is_over or index in wrapper._pass.ready):
+        wrapper._start_another_pass()
 
 
-def _after_accumulation(this: weakref.ref, index: int) -> Callable[[Tensor], None]:
-    def hook(_: Tensor) -> None:
-        if wrapper := this():
-            wrapper._gradient_is_ready(index)
-
-    return hook
+def _after_accumulation(this: weakref.ref, index: int, _: Tensor) -> None:
+    if wrapper := this():
+        wrapper._gradient_is_ready(index)
 
 
 class BucketedDDP(OverlappedDDP):
@@ -175,71 +169,35 @@ class BucketedDDP(OverlappedDDP):
 
     def _fill(self, order: list[int]) -> Buckets:
         # Allocated on first use. After the first step, gradients keep the old buckets alive until zeroed.
-        self._memory: BucketMemory | None = None
+        self._memory: list[BucketMemory] = []
         return fill_buckets(self._trainable, order, self._bucket_bytes)
 
     def _message(self, number: int) -> Tensor:
         """The bucket, with each gradient in its place; those that are not yet there move in one kernel."""
-        if self._memory is None:
-            self._memory = self._allocate()
+        if not self._memory:
+            self._memory = allocate([self._segments(bucket) for bucket in self._buckets])
+        memory = self._memory[number]
         places, fresh = [], []
         for index in self._buckets[number]:
-            gradient, parameter, view = (
-                self._gradient(index),
-                self._trainable[index],
-                self._memory.views[index],
-            )
+            gradient, parameter = self._gradient(index), self._trainable[index]
+            view = memory.views[parameter]
             if parameter.grad is not view:
                 parameter.grad = view
                 places.append(view)
                 fresh.append(gradient)
         if fresh:
             torch._foreach_copy_(places, fresh)
-        return self._memory.buckets[number]
+        return memory.whole
 
-    def _allocate(self) -> "BucketMemory":
-        return BucketMemory(self._trainable, self._buckets)
-
-
-class BucketMemory:
-    """All buckets as stretches of one buffer for each dtype and device, and in them a view for each gradient.
-
-    Attributes:
-        buckets: by the number of the bucket, all of it, padding included.
-        views: by the index of the parameter, its gradient.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], buckets: Buckets):
-        self.buckets: dict[int, Tensor] = {}
-        self.views: dict[int, Tensor] = {}
-        lengths = [[padded_length(parameters[index]) for index in bucket] for bucket in buckets]
-        kinds = [_kind(parameters[bucket[0]]) for bucket in buckets]
-        for dtype, device in set(kinds):
-            numbers = [number for number, kind in enumerate(kinds) if kind == (dtype, device)]
-            sizes = [sum(lengths[number]) for number in numbers]
-            buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            self.buckets |= dict(zip(numbers, buffer.split(sizes), strict=True))
-        for number, bucket in enumerate(buckets):
-            stretches = self.buckets[number].split(lengths[number])
-            for index, stretch in zip(bucket, stretches, strict=True):
-                parameter = parameters[index]
-                self.views[index] = stretch[: parameter.numel()].view(parameter.shape)
+    def _segments(self, bucket: list[int]) -> Segments:
+        """The gradients of a bucket as they lie in it: here all in one segment."""
+        return [[self._trainable[index] for index in bucket]]
 
 
 def check_bucket_size(bucket_size_mb: Any) -> None:
     """Refuse (ValueError) what is not a positive number."""
     if not (isinstance(bucket_size_mb, Real) and 0 < bucket_size_mb < math.inf):
         raise ValueError(f"bucket_size_mb is {bucket_size_mb!r}; allowed: a number above 0")
-
-
-def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
-    return tensor.dtype, tensor.device
-
-
-def padded_length(tensor: Tensor) -> int:
-    """Elements that a tensor takes in a flat buffer; an empty one takes some too, as no buffer may be."""
-    step = _ALIGNMENT_BYTES // tensor.element_size()
-    return max(1, -(-tensor.numel() // step)) * step
 
 
 def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: float) -> Buckets:
@@ -256,7 +214,7 @@ def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: 
     buckets: Buckets = []
     open_buckets: dict[tuple, tuple[list[int], float]] = {}
     for index in order:
-        kind, size = _kind(tensors[index]), tensors[index].nbytes
+        kind, size = dtype_and_device(tensors[index]), tensors[index].nbytes
         bucket, used = open_buckets.get(kind, ([], math.inf))
         if used + size > bucket_bytes:
             bucket, used = [], 0.0

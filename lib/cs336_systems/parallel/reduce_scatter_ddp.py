@@ -11,15 +11,13 @@ gradients, then, after the update, all-gather of the parameters.
     optimizer.step()
 """
 
-from collections.abc import Sequence
-
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs336_systems.parallel.ddp import REDUCE_SCATTER
 from cs336_systems.parallel.overlapped import BucketedDDP, Buckets, in_order_of_completion
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.parallel.shards import ShardedBucket
+from cs336_systems.parallel.shards import Segments
 
 _OPEN_BUCKETS = 3  # that a gradient may still join: more leave less padding, and leave later
 
@@ -65,7 +63,7 @@ class ReduceScatterDDP(BucketedDDP):
 
     def _fill(self, order: list[int]) -> Buckets:
         """Each gradient joins the first of the open buckets with room in its owner's segment."""
-        self._memory = None
+        self._memory = []
         limit = self._bucket_bytes / dist.get_world_size()
         buckets: Buckets = []
         used: list[list[int]] = []  # of each bucket, by rank, bytes in its segment
@@ -85,8 +83,12 @@ class ReduceScatterDDP(BucketedDDP):
             used[number][owner] += parameter.nbytes
         return in_order_of_completion(buckets, order)
 
-    def _allocate(self) -> "SegmentedMemory":
-        return SegmentedMemory(self._trainable, self._buckets, self._owners)
+    def _segments(self, bucket: list[int]) -> Segments:
+        """The gradients of each owner in its segment."""
+        segments: Segments = [[] for _ in range(dist.get_world_size())]
+        for index in bucket:
+            segments[self._owners[index]].append(self._trainable[index])
+        return segments
 
     def _start(self, message: Tensor) -> ReduceScatterMean:
         return ReduceScatterMean(message, self._backend)
@@ -102,18 +104,3 @@ class ReduceScatterDDP(BucketedDDP):
         for parameter, owner in zip(self._trainable, self._owners, strict=True):
             if owner != dist.get_rank():
                 parameter.grad = None
-
-
-class SegmentedMemory:
-    """As BucketMemory, with the gradients of each owner in its segment of the bucket."""
-
-    def __init__(self, parameters: Sequence[Tensor], buckets: Buckets, owners: Sequence[int]):
-        self.buckets: dict[int, Tensor] = {}
-        self.views: dict[int, Tensor] = {}
-        for number, bucket in enumerate(buckets):
-            segments: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
-            for index in bucket:
-                segments[owners[index]].append(parameters[index])
-            memory = ShardedBucket(segments)
-            self.buckets[number] = memory.whole
-            self.views |= {index: memory.views[parameters[index]] for index in bucket}

@@ -11,51 +11,37 @@ gets the others' updated parameters from their owners:
 import inspect
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
-from cs336_systems.parallel.ddp import ALL_GATHER, check_ranks_agree
+from cs336_systems.parallel.ddp import ALL_GATHER, check_process_group, check_ranks_agree
 from cs336_systems.parallel.overlapped import check_bucket_size
-from cs336_systems.parallel.shards import Segments, ShardedBucket, deal_tensors, shard_bytes
+from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, deal_tensors
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
-
-
-class _Bucket(NamedTuple):
-    """The parameters that travel in one message."""
-
-    memory: ShardedBucket
-    shard: dict[int, list[Tensor]]  # by the number of the group, what this rank updates
-
-
-class _Sent(NamedTuple):
-    """Stands for a tensor that its owner sends by itself."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class ShardedOptimizer(Optimizer):
     """Any optimizer that updates each parameter by itself, its states spread over the ranks.
 
     The weights are bitwise those that `optimizer_cls(params, **kwargs)` alone would give. Shards are whole
-    parameters, balanced by bytes (`shard_bytes`). Each parameter moves into a bucket (see `shards`), whose
-    views the parameters become: their values, identity and gradients stay. A bucket's shard is updated, then
-    the bucket is all-gathered while the next one is updated; `step` waits for all of them, on a GPU without
-    blocking the CPU.
+    parameters, balanced by bytes. Each parameter moves into a bucket (see `shards`), whose views the
+    parameters become: their values, identity and gradients stay. A bucket's shard is updated, then the bucket
+    is all-gathered while the next one is updated; `step` waits for all of them, on a GPU without blocking the
+    CPU.
 
-    Groups, their settings, learning rate schedulers, `zero_grad` and hooks work as in every optimizer. A
-    parameter without a gradient is left alone, one that was frozen when it was given has no owner. Call
-    `step` and `add_param_group` on all ranks, with the same gradients and groups. Saving one parameter of a
-    bucket with torch.save saves its bucket; the whole `state_dict()` of a module has no more than it needs.
+    Groups, learning rate schedulers, `zero_grad` and hooks work as in every optimizer. Call `step` and
+    `add_param_group` on all ranks, with the same gradients and groups. A parameter that was frozen when it
+    was given has no owner. Saving one parameter of a bucket with torch.save saves its bucket; the whole
+    `state_dict()` of a module has no more than it needs.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups of them as dictionaries with own settings.
-        optimizer_cls: class of the optimizer.
         bucket_size_mb: the most that travels in one message, in MB of 2**20 bytes, all ranks' parts together.
         kwargs: for `optimizer_cls`.
 
@@ -73,23 +59,19 @@ class ShardedOptimizer(Optimizer):
         bucket_size_mb: float = 256,
         **kwargs: Any,
     ):
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "ShardedOptimizer needs a process group; allowed: inside a worker of `launch`, under "
-                "torchrun, or after torch.distributed.init_process_group"
-            )
+        check_process_group(self)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._bucket_size_mb = bucket_size_mb
         self._optimizer: Optimizer | None = None  # of this rank's shard
-        self._dealt: list[Segments] = []
         self._owner: dict[Tensor, int] = {}
-        self._buckets: list[_Bucket] = []
+        # With each bucket what this rank updates in it, by the number of the group.
+        self._buckets: list[tuple[BucketMemory, dict[int, list[Tensor]]]] = []
         self._frozen: list[Tensor] = []
         self._places: dict[Tensor, int] = {}  # the address of each parameter in its bucket
         self.param_groups = []
 
         def make() -> list[Segments]:
-            _check_arguments(optimizer_cls, bucket_size_mb, self._world_size)
+            _check_arguments(optimizer_cls, bucket_size_mb)
             super(ShardedOptimizer, self).__init__(params, {})
             dealt = self._deal(self.param_groups)
             groups = [self._own_part(group, dealt) for group in self.param_groups]
@@ -155,16 +137,6 @@ class ShardedOptimizer(Optimizer):
             )
         return self._owner[parameter]
 
-    @property
-    def shard_bytes(self) -> list[int]:
-        """By rank, the bytes of the parameters that it updates: how well they are balanced."""
-        return shard_bytes(self._dealt) if self._dealt else [0] * self._world_size
-
-    @property
-    def bucket_bytes(self) -> list[int]:
-        """The sizes of the buckets, padding included; of each, a rank sends its segment."""
-        return [bucket.memory.whole.nbytes for bucket in self._buckets]
-
     def state_dict(self) -> dict[str, Any]:
         """All groups, and the states of this rank's shard; see `consolidated_state_dict` for the whole."""
         return super().state_dict() | {"shard": [self._rank, self._world_size]}
@@ -181,10 +153,10 @@ class ShardedOptimizer(Optimizer):
         """
         place = [self._rank, self._world_size]
         if state_dict.get("shard", place) != place:
+            rank, world_size = state_dict["shard"]
             raise ValueError(
-                "the state is that of rank {} of {}; allowed: of rank {} of {}, or a consolidated one".format(
-                    *state_dict["shard"], *place
-                )
+                f"the state is that of rank {rank} of {world_size}; allowed: of rank {self._rank} of "
+                f"{self._world_size}, or a consolidated one"
             )
         names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
@@ -195,49 +167,17 @@ class ShardedOptimizer(Optimizer):
         self._optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
     def consolidated_state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        """What the `state_dict()` of `optimizer_cls` alone would be, on the CPU of one rank; call it on all.
+        """What the `state_dict()` of `optimizer_cls` alone would be, on the CPU of rank `to`, else None.
 
-        It travels one tensor at a time: there need not be room for all states on a GPU.
-
-        Args:
-            to: the rank that gets it; the others get None.
+        Call it on all ranks. It travels a shard at a time: there need not be room for all states on a GPU.
         """
-        own = super().state_dict()
-        device = self.param_groups[0]["params"][0].device
-        described = {
-            index: {
-                name: _Sent(value.shape, value.dtype) if _is_on(value, device) else value
-                for name, value in state.items()
-            }
-            for index, state in own["state"].items()
-        }
-        everyone: list[dict[int, dict[str, Any]]] = [{} for _ in range(self._world_size)]
-        dist.all_gather_object(everyone, described)
-        for owner, states in enumerate(everyone):
-            for index, state in states.items():
-                for name, value in state.items():
-                    if isinstance(value, _Sent):
-                        source = own["state"][index][name] if owner == self._rank else None
-                        state[name] = self._bring(source, value, owner, to, device)
-        if self._rank != to:
-            return None
-        whole = sorted((index, state) for states in everyone for index, state in states.items())
-        return own | {"state": dict(whole)}
-
-    def _bring(
-        self, source: Tensor | None, sent: _Sent, owner: int, to: int, device: torch.device
-    ) -> Tensor | None:
-        """On rank `to`, a copy of the owner's tensor."""
-        if to == owner == self._rank:
-            return source.to("cpu", copy=True)
-        if self._rank == owner and source.numel():
-            dist.send(_as_bytes(source.contiguous()), to)
-        if self._rank != to:
-            return None
-        received = torch.empty(sent.shape, dtype=sent.dtype, device=device)
-        if received.numel():
-            dist.recv(_as_bytes(received), owner)
-        return received.cpu()
+        own, whole = super().state_dict(), {}
+        for owner in range(self._world_size):
+            shard = [tree_map_only(Tensor, Tensor.cpu, own["state"]) if owner == self._rank else None]
+            dist.broadcast_object_list(shard, src=owner)
+            if self._rank == to:
+                whole |= shard[0]
+        return own | {"state": dict(sorted(whole.items()))} if self._rank == to else None
 
     def _on_all_ranks(self, take: Callable[[], list[Segments]], told: list[str]) -> None:
         """Take new groups in if that succeeds on every rank and all take the same, else fail on all."""
@@ -258,7 +198,7 @@ class ShardedOptimizer(Optimizer):
         except Exception:
             del self.param_groups[count:]
             raise
-        self._lay_out(dealt, count)
+        self._lay_out(dealt)
 
     def _deal(self, groups: list[dict[str, Any]]) -> list[Segments]:
         """Deal the trainable parameters of new groups."""
@@ -283,25 +223,23 @@ class ShardedOptimizer(Optimizer):
         return _settings(group) | {"params": [p for p in group["params"] if p in own]}
 
     @torch.no_grad()
-    def _lay_out(self, dealt: list[Segments], first_group: int) -> None:
+    def _lay_out(self, dealt: list[Segments]) -> None:
         """Move the parameters of new groups into their buckets."""
         number_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
         for segments in dealt:
-            memory = ShardedBucket(segments)
+            (memory,) = allocate([segments])  # one at a time: the parameters leave their old memory
             for parameter, view in memory.views.items():
                 parameter.data = view.copy_(parameter)
                 self._places[parameter] = parameter.data_ptr()
             shard: dict[int, list[Tensor]] = {}
             for parameter in segments[self._rank]:
                 shard.setdefault(number_of[parameter], []).append(parameter)
-            self._buckets.append(_Bucket(memory, shard))
+            self._buckets.append((memory, shard))
             self._owner |= {p: rank for rank, segment in enumerate(segments) for p in segment}
-        self._dealt += dealt
-        new = (p for group in self.param_groups[first_group:] for p in group["params"])
-        self._frozen += [p for p in new if not p.requires_grad]
+        self._frozen = [p for p in number_of if p not in self._owner]
 
 
-def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -> None:
+def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any) -> None:
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise TypeError(f"optimizer_cls is {optimizer_cls!r}; allowed: a subclass of torch.optim.Optimizer")
     closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
@@ -311,22 +249,15 @@ def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -
             "that update each parameter by itself"
         )
     check_bucket_size(bucket_size_mb)
-    if world_size == 1:
-        raise ValueError(
-            f"the world size is 1; allowed: 2 or more (one process takes {optimizer_cls.__name__} itself, "
-            "whose state_dict is the consolidated one)"
-        )
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
-    if len(set(parameters)) < len(parameters):
-        raise ValueError("a parameter is given twice; allowed: once, in one group")
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1:
         raise ValueError(f"the parameters are on {', '.join(devices)}; allowed: one device")
     starts = [parameter.data_ptr() for parameter in parameters if parameter.numel()]
     if len(set(starts)) < len(starts):
-        raise ValueError("two parameters share their memory; allowed: tied weights that are one parameter")
+        raise ValueError("two parameters share their memory; allowed: each once, tied weights too")
 
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -336,12 +267,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     """For comparing with other ranks: of what is no plain value, the type."""
     return {name: value if isinstance(value, _PLAIN) else type(value) for name, value in settings.items()}
-
-
-def _is_on(value: Any, device: torch.device) -> bool:
-    return isinstance(value, Tensor) and value.device == device
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """Any dtype can travel so, booleans too."""
-    return tensor.view(-1).view(torch.uint8)

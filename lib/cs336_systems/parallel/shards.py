@@ -13,10 +13,21 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from cs336_systems.parallel.overlapped import padded_length
+ALIGNMENT_BYTES = 128  # of each tensor in its buffer: vectorised kernels are slow at odd addresses
 
 # What a bucket holds: for each rank the tensors in its segment, in their order.
 Segments = list[list[Tensor]]
+
+
+def dtype_and_device(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    """What the tensors of a bucket have in common."""
+    return tensor.dtype, tensor.device
+
+
+def padded_length(tensor: Tensor) -> int:
+    """Elements that a tensor takes in a flat buffer; an empty one takes some too, as no buffer may be."""
+    step = ALIGNMENT_BYTES // tensor.element_size()
+    return max(1, -(-tensor.numel() // step)) * step
 
 
 def deal_tensors(tensors: Iterable[Tensor], world_size: int, bucket_size_mb: float) -> list[Segments]:
@@ -59,12 +70,14 @@ def dtype_of(segments: Segments) -> torch.dtype:
     return next(tensor.dtype for segment in segments for tensor in segment)
 
 
+def segment_length(segments: Segments) -> int:
+    """Elements of each segment, padding included."""
+    return max(sum(map(padded_length, segment)) for segment in segments)
+
+
 def segment_bytes(segments: Segments) -> int:
-    """The length of each segment, padding included."""
-    return (
-        max(sum(padded_length(tensor) for tensor in segment) for segment in segments)
-        * dtype_of(segments).itemsize
-    )
+    """The size of each segment, padding included."""
+    return segment_length(segments) * dtype_of(segments).itemsize
 
 
 def shard_bytes(buckets: Sequence[Segments]) -> list[int]:
@@ -75,7 +88,7 @@ def shard_bytes(buckets: Sequence[Segments]) -> list[int]:
     ]
 
 
-class ShardedBucket:
+class BucketMemory:
     """The memory of one bucket.
 
     Attributes:
@@ -84,12 +97,8 @@ class ShardedBucket:
         views: of each tensor its place, with the tensor's shape and, if it is dense, its strides.
     """
 
-    def __init__(self, segments: Segments):
-        device = next(tensor.device for segment in segments for tensor in segment)
-        dtype = dtype_of(segments)
-        length = segment_bytes(segments) // dtype.itemsize
-        self.whole = torch.zeros(len(segments) * length, dtype=dtype, device=device)
-        self.segments = self.whole.split(length)
+    def __init__(self, segments: Segments, whole: Tensor):
+        self.whole, self.segments = whole, whole.chunk(len(segments))
         self.views: dict[Tensor, Tensor] = {}
         for tensors, place in zip(segments, self.segments, strict=True):
             start = 0
@@ -98,3 +107,15 @@ class ShardedBucket:
                 view = place[start : start + tensor.numel()]
                 self.views[tensor] = view.as_strided(tensor.shape, strides)
                 start += padded_length(tensor)
+
+
+def allocate(buckets: Sequence[Segments]) -> list[BucketMemory]:
+    """Memory for buckets, side by side in one buffer for each dtype and device."""
+    firsts = [next(tensor for segment in segments for tensor in segment) for segments in buckets]
+    wholes: dict[int, Tensor] = {}
+    for kind in dict.fromkeys(map(dtype_and_device, firsts)):
+        numbers = [number for number, first in enumerate(firsts) if dtype_and_device(first) == kind]
+        lengths = [len(buckets[number]) * segment_length(buckets[number]) for number in numbers]
+        buffer = torch.zeros(sum(lengths), dtype=kind[0], device=kind[1])
+        wholes |= zip(numbers, buffer.split(lengths), strict=True)
+    return [BucketMemory(segments, wholes[number]) for number, segments in enumerate(buckets)]

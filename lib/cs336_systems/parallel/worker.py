@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,15 +26,11 @@ from cs336_systems.names import check_choice
 BACKENDS = ("auto", "gloo", "nccl")
 
 
-def _drop(_: Any) -> None:
-    """What is sent where nobody listens."""
-
-
 @dataclass(frozen=True)
 class WorkerContext:
     """Which worker this is, of how many, and its device: the first argument of every worker function.
 
-    `send(obj)` hands any picklable object to the caller at once (see `stream`); only those of rank 0 arrive.
+    `send(obj)` hands any picklable object to the caller at once; only those of rank 0 arrive (see `stream`).
     """
 
     rank: int
@@ -42,7 +38,7 @@ class WorkerContext:
     local_rank: int
     device: torch.device
     backend: str
-    send: Callable[[Any], None] = field(default=_drop, repr=False)
+    send: Callable[[Any], None]
 
 
 def why_no_nccl(local_workers: int) -> str:
@@ -84,7 +80,9 @@ def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
     return chosen
 
 
-def join(backend: str = "auto", *, init_method: str = "env://", timeout_s: float = 600.0) -> WorkerContext:
+def join(
+    backend: str, *, send: Callable[[Any], None], timeout_s: float, init_method: str = "env://"
+) -> WorkerContext:
     """Enter the process group that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe.
 
     `torchrun` sets these variables, and so does `launch`; a worker cannot tell the two apart.
@@ -103,7 +101,7 @@ def join(backend: str = "auto", *, init_method: str = "env://", timeout_s: float
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
-    return WorkerContext(rank, world_size, local_rank, device, backend)
+    return WorkerContext(rank, world_size, local_rank, device, backend, send if rank == 0 else lambda _: None)
 
 
 def find_worker(address: str) -> Callable[..., Any]:
@@ -192,7 +190,9 @@ def _run(rank: int, job: Job, send: Callable[[Any], None]) -> Any:
     # They meet in a file of their own: there is no port to clash over. Whoever waits in vain in a collective
     # hears of it after the caller, who can say more.
     patience_s = job.timeout_s + 10
-    context = join(job.backend, init_method=f"file://{job.folder / 'rendezvous'}", timeout_s=patience_s)
-    result = worker(replace(context, send=send if rank == 0 else _drop), *args, **kwargs)
+    context = join(
+        job.backend, send=send, timeout_s=patience_s, init_method=f"file://{job.folder / 'rendezvous'}"
+    )
+    result = worker(context, *args, **kwargs)
     dist.destroy_process_group()
     return result
