@@ -8,7 +8,7 @@ than `prefetch` units are gathered ahead of use.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils._pytree import tree_leaves
 
 from cs336_systems.parallel.ddp import DataParallel, average_flat
-from cs336_systems.parallel.fsdp_units import Lane, Reduction, Unit, tensors_in
+from cs336_systems.parallel.fsdp_units import Lane, Reduction, Unit
 
 Types = Sequence[type[nn.Module] | str]
-# Of each parameter, where modules hold it, and which module's forward needs it.
-_Place = tuple[nn.Module, str]
+# Where a parameter is: the module whose forward needs it, the module that holds it, and its name there.
+_Place = tuple[nn.Module, nn.Module, str]
 
 
 class FSDP(DataParallel):
@@ -47,15 +48,15 @@ class FSDP(DataParallel):
         compute_dtype: to which weights are cast before they are gathered, and floating-point arguments of
             their modules. Gradients are reduced in it. Shards and their gradients keep the dtype that the
             module's parameters have.
-        shard_types: modules whose parameters are sharded: classes, or names of classes, which are ours,
-            PyTorch's and the course's alike.
+        shard_types: modules whose parameters are sharded: classes, or their names, which are ours, PyTorch's
+            and the course's alike.
         unit_types: modules that are gathered as one, likewise; () gathers each weight on its own.
         prefetch: how many units are gathered ahead of use, 0, 1 or 2; of larger units, in backward at most 1.
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: an argument is not allowed, there is one rank only, nothing can be sharded, parameters of
-            several devices or dtypes would be, nothing is trainable, or the ranks disagree. On every rank.
+        ValueError: an argument is not allowed, nothing can be sharded or trained, parameters of several
+            devices or dtypes would be sharded, or the ranks disagree. On every rank.
     """
 
     def __init__(
@@ -72,15 +73,14 @@ class FSDP(DataParallel):
         if prefetch not in (0, 1, 2):
             raise ValueError(f"prefetch is {prefetch!r}; allowed: 0, 1 or 2")
         self._compute_dtype, self._ahead = compute_dtype, prefetch
-        self._shard_types, self._unit_types = tuple(shard_types), tuple(unit_types)
+        self._shard_types, self._unit_types = _names(shard_types), _names(unit_types)
         super().__init__(module)
         device = self._trainable[0].device
         lanes = Lane(device, self._backend), Lane(device, self._backend)
-        groups = group_by_module(self._places_to_shard())
+        groups = group_by_module(self._sharded)
         self._units = [Unit(places, compute_dtype, lanes) for _, places in groups]
         self._indices = {parameter: index for index, parameter in enumerate(self._trainable)}
-        sharded = {weight.parameter for unit in self._units for weight in unit.weights}
-        self._replicated = [n for n, parameter in enumerate(self._trainable) if parameter not in sharded]
+        self._replicated = [n for n, weight in enumerate(self._trainable) if weight not in self._sharded]
         # In backward, gradients take the memory of the second block ahead, and it computes for longer.
         self._ahead_in_backward = min(prefetch, 1) if self._unit_types else prefetch
         self._gathered: dict[Unit, None] = {}
@@ -92,33 +92,26 @@ class FSDP(DataParallel):
             self._add_hooks(unit, modules)
 
     def _description(self) -> list[str]:
-        types = (getattr(kind, "__name__", kind) for kind in (*self._shard_types, "in", *self._unit_types))
-        settings = f"compute_dtype {self._compute_dtype}, prefetch {self._ahead}, {' '.join(types)}"
-        return [*super()._description(), settings]
+        settings = f"compute_dtype {self._compute_dtype}, prefetch {self._ahead}, "
+        return [*super()._description(), settings + f"{self._shard_types} in {self._unit_types}"]
 
     def _check_module(self) -> None:
         super()._check_module()
-        name, world_size = type(self.module).__name__, dist.get_world_size()
-        if world_size < 2:
-            raise ValueError(
-                f"the number of ranks is {world_size}; allowed: 2 or more, which share the weights"
-            )
-        devices = sorted({str(tensor.device) for tensor in self.module.parameters()})
+        name, self._sharded = type(self.module).__name__, self._places_to_shard()
+        if not self._sharded:
+            types = " or ".join(self._shard_types)
+            raise ValueError(f"{name} has nothing to shard; allowed: a module with a parameter in a {types}")
+        devices = sorted({str(parameter.device) for parameter in self.module.parameters()})
         if len(devices) > 1:
             raise ValueError(f"the parameters of {name} are on {' and '.join(devices)}; allowed: one device")
-        sharded = self._places_to_shard()
-        if not sharded:
-            types = ", ".join(getattr(kind, "__name__", kind) for kind in self._shard_types)
-            raise ValueError(f"{name} has nothing to shard; allowed: a module with a parameter in a {types}")
-        dtypes = sorted({str(parameter.dtype) for parameter in sharded})
-        if len(dtypes) > 1 or not next(iter(sharded)).is_floating_point():
-            raise ValueError(
-                f"the weights of {name} are {' and '.join(dtypes)}; allowed: one floating-point dtype"
-            )
+        dtypes = {parameter.dtype for parameter in self._sharded}
+        if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+            given = " and ".join(sorted(map(str, dtypes)))
+            raise ValueError(f"the weights of {name} are {given}; allowed: one floating-point dtype")
 
-    def _places_to_shard(self) -> "dict[nn.Parameter, list[tuple[_Place, nn.Module]]]":
-        """Every parameter to shard: all its places, each with the module whose forward needs it there."""
-        found: dict[nn.Parameter, dict[tuple, tuple[_Place, nn.Module]]] = {}
+    def _places_to_shard(self) -> dict[nn.Parameter, list[_Place]]:
+        """Every parameter to shard, with all its places."""
+        found: dict[nn.Parameter, dict[_Place, None]] = {}  # the places as an ordered set
         sharded = set()
 
         def walk(module: nn.Module, unit: nn.Module | None) -> None:
@@ -129,23 +122,18 @@ class FSDP(DataParallel):
             needs = module if unit is None else unit
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() > 0:
-                    found.setdefault(parameter, {})[module, name, needs] = (module, name), needs
+                    found.setdefault(parameter, {})[needs, module, name] = None
                     if _is_one_of(module, self._shard_types):
                         sharded.add(parameter)
             for child in module.children():
                 walk(child, unit)
 
         walk(self.module, None)
-        return {
-            parameter: list(places.values()) for parameter, places in found.items() if parameter in sharded
-        }
+        return {parameter: list(places) for parameter, places in found.items() if parameter in sharded}
 
     def _add_hooks(self, unit: Unit, modules: list[nn.Module]) -> None:
         # torch.compile leaves these calls as they are.
-        before, after = (
-            torch.compiler.disable(self._before_forward),
-            torch.compiler.disable(self._after_forward),
-        )
+        before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))
         for module in modules:
             module.register_forward_pre_hook(partial(before, unit), prepend=True, with_kwargs=True)
             module.register_forward_hook(partial(after, unit), always_call=True)
@@ -153,7 +141,7 @@ class FSDP(DataParallel):
         position = self._units.index(unit)
         for number in unit.trainable:
             weight = unit.weights[number].whole
-            weight.register_post_accumulate_grad_hook(_after_accumulation(this, position, number))
+            weight.register_post_accumulate_grad_hook(partial(_after_accumulation, this, position, number))
 
     # These run for every unit in every pass, and a training step in 16 bits may wait for Python.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +165,7 @@ class FSDP(DataParallel):
             args, kwargs = _cast(args, self._compute_dtype), _cast(kwargs, self._compute_dtype)
         if len(unit.trainable) < len(unit.weights) and torch.is_grad_enabled():
             # No gradient tells when a frozen weight is done: those of the arguments do.
-            inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+            inputs = _with_gradient((args, kwargs))
             if inputs:
                 register_multi_grad_hook(inputs, lambda _: self._backward_is_done_with(unit))
         return args, kwargs
@@ -187,7 +175,7 @@ class FSDP(DataParallel):
         if unit.users:
             return
         unit.show_shards()
-        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        outputs = _with_gradient(output)
         if torch.is_grad_enabled():
             position = self._positions.get(module, 0)
             for tensor in outputs:
@@ -311,63 +299,61 @@ class FSDP(DataParallel):
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
         }
 
-    def full_shapes(self) -> dict[nn.Parameter, torch.Size]:
-        """Of every parameter that is sharded, the shape of the whole."""
-        return {weight.parameter: weight.shape for unit in self._units for weight in unit.weights}
-
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm, over all ranks, is at most max_norm; returns what it was.
 
         Call it after `finish_gradient_synchronization()`, on all ranks.
         """
-        whole = [
-            parameter for index in self._replicated if (parameter := self._trainable[index]).grad is not None
-        ]
-        others = [parameter for parameter in self._trainable if parameter.grad is not None]
-        kept = set(whole)
-        shards = [p.grad for p in others if p not in kept and p.numel() > 0]
-        zero = torch.zeros((), device=self._trainable[0].device)
-        of_shards = get_total_norm(shards, norm_type) if shards else zero
-        of_whole = get_total_norm([p.grad for p in whole], norm_type) if whole else zero
-        if norm_type == float("inf"):
-            total = torch.maximum(of_shards, of_whole)
-            dist.all_reduce(total, op=dist.ReduceOp.MAX)
-        else:
-            total = of_shards**norm_type
-            dist.all_reduce(total)
-            total = (total + of_whole**norm_type) ** (1 / norm_type)
-        clip_grads_with_norm_(others, max_norm, total)
+        with_gradient = [parameter for parameter in self._trainable if parameter.grad is not None]
+        replicated = {self._trainable[index] for index in self._replicated}
+        whole = get_total_norm([p.grad for p in with_gradient if p in replicated])
+        shards = get_total_norm([p.grad for p in with_gradient if p not in replicated])
+        squared = shards.to(self._trainable[0].device) ** 2  # of no gradients it is a number on the CPU
+        dist.all_reduce(squared)
+        total = (squared + whole.to(squared.device) ** 2).sqrt()
+        clip_grads_with_norm_(with_gradient, max_norm, total)
         return total
 
 
-def _after_accumulation(this: weakref.ref, position: int, number: int) -> Callable[[Tensor], None]:
-    def hook(_: Tensor) -> None:
-        if wrapper := this():
-            wrapper._gradient_is_ready(wrapper._units[position], number)
-
-    return hook
+def _after_accumulation(this: weakref.ref, position: int, number: int, _: Tensor) -> None:
+    if wrapper := this():
+        wrapper._gradient_is_ready(wrapper._units[position], number)
 
 
 def group_by_module(
-    places: dict[nn.Parameter, list[tuple[_Place, nn.Module]]],
-) -> list[tuple[list[nn.Module], dict[nn.Parameter, list[_Place]]]]:
-    """Parameters that are needed together: those of one module, and of all modules that share one of them."""
-    groups: dict[nn.Module, tuple[list[nn.Module], dict[nn.Parameter, list[_Place]]]] = {}
+    places: dict[nn.Parameter, list[_Place]],
+) -> list[tuple[list[nn.Module], dict[nn.Parameter, list[tuple[nn.Module, str]]]]]:
+    """Parameters that are needed together: those of one module, and of all modules that share one of them.
+
+    Returns:
+        For each group the modules that need it, and of its parameters the modules that hold them, with names.
+    """
+    groups: dict[nn.Module, tuple[dict[nn.Module, None], dict]] = {}  # the modules as an ordered set
     for parameter, found in places.items():
-        merged: tuple[list[nn.Module], dict] = ([], {})
-        for group in {id(g): g for _, module in found if (g := groups.get(module))}.values():
-            merged[0].extend(group[0])
-            merged[1].update(group[1])
-        merged[0].extend(m for m in dict.fromkeys(m for _, m in found) if m not in merged[0])
-        merged[1][parameter] = list(dict.fromkeys(place for place, _ in found))
-        groups.update(dict.fromkeys(merged[0], merged))
-    return list({id(group): group for group in groups.values()}.values())
+        modules, held = {}, {}
+        for user, *_ in found:
+            before = groups.get(user, ({user: None}, {}))
+            modules |= before[0]
+            held |= before[1]
+        held[parameter] = list(dict.fromkeys((holder, name) for _, holder, name in found))
+        groups |= dict.fromkeys(modules, (modules, held))
+    return [
+        (list(modules), held) for modules, held in {id(group): group for group in groups.values()}.values()
+    ]
 
 
-def _is_one_of(module: nn.Module, types: Types) -> bool:
-    names = {kind.__name__ for kind in type(module).__mro__}
-    return any(kind in names if isinstance(kind, str) else isinstance(module, kind) for kind in types)
+def _names(types: Types) -> tuple[str, ...]:
+    return tuple(getattr(kind, "__name__", kind) for kind in types)
+
+
+def _is_one_of(module: nn.Module, names: tuple[str, ...]) -> bool:
+    return any(kind.__name__ in names for kind in type(module).__mro__)
+
+
+def _with_gradient(value: Any) -> list[Tensor]:
+    """The tensors in arguments or results of a module that backward comes through."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

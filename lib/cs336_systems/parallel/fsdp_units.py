@@ -14,7 +14,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn import functional as F
 
 from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER
-
-_ALIGNMENT_BYTES = 128  # of each weight in its buffer: vectorised kernels are slow at odd addresses
+from cs336_systems.parallel.shards import ALIGNMENT_BYTES
 
 
 class Lane:
@@ -64,19 +63,11 @@ class Lane:
         return []
 
 
-class ShardedWeight:
-    """One weight, twice: the parameter that the optimizer sees, a shard, and the one that computes, whole.
+class ShardedWeight(NamedTuple):
+    """One weight, twice."""
 
-    Attributes:
-        parameter: the module's own; since it was sharded, this rank's rows.
-        whole: the leaf of autograd's graph; it has memory only while its unit is gathered.
-        shape: of the whole.
-        places: where modules hold it, (module, attribute).
-    """
-
-    def __init__(self, parameter: nn.Parameter, places: list[tuple[nn.Module, str]]):
-        self.parameter, self.places, self.shape = parameter, places, parameter.shape
-        self.whole: nn.Parameter = parameter  # until its unit has made memory for both
+    parameter: nn.Parameter  # the module's own, which the optimizer sees: this rank's rows
+    whole: nn.Parameter  # the leaf of autograd's graph: it has memory only while its unit is gathered
 
 
 class Unit:
@@ -97,35 +88,34 @@ class Unit:
         dtype: torch.dtype | None,
         lanes: tuple[Lane, Lane],
     ):
-        self.weights = [ShardedWeight(*item) for item in places.items()]
-        self.trainable = [n for n, weight in enumerate(self.weights) if weight.parameter.requires_grad]
+        self.weights: list[ShardedWeight] = []
+        self.trainable = [n for n, parameter in enumerate(places) if parameter.requires_grad]
         self.is_gathered = self.is_in_backward = False
         self.users, self.ready = 0, set[int]()
         self._gather_lane, self._reduce_lane = lanes
-        self._allocate(dtype)
+        self._allocate(list(places), dtype)
         self._homes = [
             (module._parameters, name, weight.parameter, weight.whole)
             for weight in self.weights
-            for module, name in weight.places
+            for module, name in places[weight.parameter]
         ]
 
     @torch.no_grad()
-    def _allocate(self, dtype: torch.dtype | None) -> None:
-        parameters = [weight.parameter for weight in self.weights]
+    def _allocate(self, parameters: list[nn.Parameter], dtype: torch.dtype | None) -> None:
         first, world_size = parameters[0], dist.get_world_size()
         self._dtype = dtype or first.dtype
-        alignment = _ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
+        alignment = ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
         own = self._cut([parameter.detach() for parameter in parameters], alignment)
         self._shards = torch.zeros(sum(self._cuts), dtype=first.dtype, device=first.device)
         whole = torch.empty(sum(self._cuts) * world_size, dtype=self._dtype, device=first.device)
         self._memory, self.nbytes = whole.untyped_storage(), whole.nbytes
         self._places = whole.split([n * world_size for n in self._cuts])[::2]
         self._own = self._own_rows(self._shards)
-        for weight, place, mine, values in zip(self.weights, self._places, self._own, own, strict=True):
-            parameter = weight.parameter
+        for parameter, place, mine, values in zip(parameters, self._places, self._own, own, strict=True):
             # .data: what autograd keeps must not notice that the memory is filled again.
             view = place[: parameter.numel()].view(parameter.shape).data
-            weight.whole = nn.Parameter(view, requires_grad=parameter.requires_grad)
+            leaf = nn.Parameter(view, requires_grad=parameter.requires_grad)
+            self.weights.append(ShardedWeight(parameter, leaf))
             mine.copy_(values)
             parameter.data = mine
         self._memory.resize_(0)
@@ -223,7 +213,7 @@ class Unit:
     def _take_gradient(self, weight: ShardedWeight) -> Tensor:
         gradient, weight.whole.grad = weight.whole.grad, None
         if gradient is None:
-            return self._places[0].new_zeros(weight.shape)
+            return self._places[0].new_zeros(weight.whole.shape)
         if gradient.is_sparse:
             raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
         return gradient.detach().contiguous()
@@ -234,7 +224,7 @@ class Unit:
         for weight, stretch in zip(self.weights, self._stretches(self._shards), strict=True):
             whole = stretch.new_empty(dist.get_world_size() * len(stretch))
             getattr(dist, ALL_GATHER)(whole, stretch)
-            yield whole[: weight.shape.numel()].view(weight.shape)
+            yield whole[: weight.whole.numel()].view_as(weight.whole)
 
 
 class Reduction:
@@ -281,14 +271,3 @@ class Reduction:
             else:
                 parameter.grad.add_(means[number])
         self._received = None
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in arguments or results of a module."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
