@@ -171,54 +171,35 @@ UNITS = ("weight", "block")
 _BUCKETED = {"wrapper": WRAPPERS["bucketed"].function, "options": (("bucket_size_mb", 25),)}
 _ZERO = _BUCKETED | {"shards": ("optimizer state",)}
 _FSDP = {"shards": SHARDED, "casts": True, "sends": ("all_gather", "reduce_scatter")}
-_OURS = _FSDP | {
-    "wrapper": "cs336_systems.parallel.fsdp:FSDP",
-    "replicates": ("norms",),
-    "stays": ("lm_head",),
-}
+_OURS = _FSDP | {"replicates": ("norms",), "stays": ("lm_head",)}
+_OURS |= {"wrapper": "cs336_systems.parallel.fsdp:FSDP"}
 _SHARDED = "cs336_systems.parallel.sharded_optimizer:ShardedOptimizer"
 _ADAPTERS = "cs336_systems.parallel.adapters"
+# fmt: off
 SHARDINGS: dict[str, Sharding] = {
     "ddp": Sharding("DDP", BLUE, **_BUCKETED, sends=("all_reduce",)),
     "zero": Sharding(
-        "PyTorch's ZeRO",
-        GREY,
-        **_ZERO,
-        optimizer=f"{_ADAPTERS}:torch_zero",
+        "PyTorch's ZeRO", GREY, **_ZERO, optimizer=f"{_ADAPTERS}:torch_zero",
         sends=("all_reduce", "broadcast"),
     ),
     "sharded": Sharding(
         "ShardedOptimizer", ORANGE, **_ZERO, optimizer=_SHARDED, sends=("all_reduce", "all_gather")
     ),
     "sharded_scatter": Sharding(
-        "ZeRO 1 (paper)",
-        VERMILLION,
-        "cs336_systems.parallel.reduce_scatter_ddp:ReduceScatterDDP",
-        _SHARDED,
-        is_for_optimizer=True,
-        shards=("optimizer state",),
-        sends=("reduce_scatter", "all_gather"),
+        "ZeRO 1 (paper)", VERMILLION, "cs336_systems.parallel.reduce_scatter_ddp:ReduceScatterDDP", _SHARDED,
+        is_for_optimizer=True, shards=("optimizer state",), sends=("reduce_scatter", "all_gather"),
     ),
     "fsdp2": Sharding(
-        "FSDP2",
-        BLACK,
-        f"{_ADAPTERS}:TorchFSDP",
-        **_FSDP,
-        unit="block",
-        ahead=1,
-        copies=True,
+        "FSDP2", BLACK, f"{_ADAPTERS}:TorchFSDP", **_FSDP, unit="block", ahead=1, copies=True,
         stays=("token_embeddings", "norms", "lm_head"),
     ),
     "fsdp_weight": Sharding("FSDP by weight", SKY, **_OURS, unit="weight", ahead=2),
     "fsdp_block": Sharding(
-        "FSDP by block",
-        GREEN,
-        **_OURS,
+        "FSDP by block", GREEN, **_OURS, unit="block", ahead=1,
         options=(("unit_types", ("TransformerBlock",)),),
-        unit="block",
-        ahead=1,
     ),
 }
+# fmt: on
 
 
 @dataclass(frozen=True)

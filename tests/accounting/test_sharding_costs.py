@@ -127,8 +127,6 @@ def test_units_are_gathered_in_the_order_of_the_model(strategy):
     [
         (("ddp2", 2, 1, 8), "implementation 'ddp2' is unknown; allowed: ddp, zero"),
         (("ddp", 0, 1, 8), "world_size must be a positive integer"),
-        (("ddp", 2, 0, 8), "batch_size must be a positive integer"),
-        (("ddp", 2, 1, 8, "float8"), "float32"),
     ],
 )
 def test_it_refuses_what_is_none(arguments, words):

@@ -29,10 +29,9 @@ def test_a_claim_that_does_not_hold_is_named_and_nothing_is_shown(shown):
     assert shown == []
 
 
-@pytest.mark.parametrize("value", [1, "yes", None, pd.Series([True])])
-def test_only_a_truth_value_is_a_claim(value):
-    with pytest.raises(TypeError):
-        claim("text", value)
+def test_only_a_truth_value_is_a_claim():
+    with pytest.raises(TypeError, match=r"\.all\(\)"):
+        claim("text", pd.Series([True]))
 
 
 def test_rows_of_other_kernels_are_counted_by_their_sources(rows, shown):

@@ -1,8 +1,9 @@
 """Closed forms: what a model costs in parameters, FLOPs, bytes and seconds before anything is measured.
 
-Pure functions of a `ModelConfig` and integers. They describe this repository's own eager model (`model.py`
-with plain attention); the tests hold them against torch's FLOP counter, against the tensors that
-autograd really saves, and against the storages alive during a step.
+Pure functions of a `ModelConfig` and numbers; unknown names and impossible numbers are refused: a ValueError
+says what is allowed. They describe this repository's own eager model (`model.py` with plain attention); the
+tests hold them against torch's FLOP counter, against the tensors that autograd really saves, and against the
+storages alive during a step.
 """
 
 from cs336_systems.rooms import room

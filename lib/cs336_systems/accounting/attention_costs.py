@@ -14,11 +14,7 @@ _TENSORS = {"forward": 4, "backward": 8, "forward_backward": 12}
 
 
 def attention_flops(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
-    """Operations in the matmuls: 4 B T^2 d forward, twice that backward; the masked half is included.
-
-    Raises:
-        ValueError: the pass is "train_step": attention has nothing to train.
-    """
+    """Operations in the matmuls: 4 B T^2 d forward, twice that backward; the masked half is included."""
     _check(batch_size, context_length, d_head, pass_)
     times = {"forward": 1, "backward": 2, "forward_backward": 3}[pass_]
     return times * 4 * batch_size * context_length**2 * d_head
@@ -137,9 +133,6 @@ def flash_flops(
     """Operations in the matmuls: 2 d a score and matmul, two matmuls forward and five backward.
 
     Backward computes S = Q K^T again, then dP, dV, dK and dQ (Dao 2023, algorithm 2).
-
-    Raises:
-        ValueError: the pass is "train_step": attention has nothing to train.
     """
     _check(sequences, context_length, d_head, pass_)
     return _MATMULS[pass_] * 2 * d_head * flash_scores(sequences, context_length, is_causal)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from cs336_systems.configs import check_positive_integers
 from cs336_systems.names import COLLECTIVES, check_choice
 
 MB = 2**20
@@ -25,13 +26,9 @@ def bus_factor(collective: str, world_size: int) -> float:
     """Bytes that cross each link for each byte of the message, at best (nccl-tests, PERFORMANCE.md).
 
     In an all-reduce each of the n parts crosses n - 1 links to be summed, and again to be spread.
-
-    Raises:
-        ValueError: the collective is unknown, or world_size is below 1.
     """
     check_choice("collective", collective, COLLECTIVES)
-    if world_size < 1:
-        raise ValueError(f"world_size is {world_size}; allowed: 1 or more")
+    check_positive_integers(world_size=world_size)
     around = (world_size - 1) / world_size
     return {"all_reduce": 2 * around, "broadcast": 1.0}.get(collective, around)
 
@@ -53,9 +50,6 @@ def ring_seconds(
 
     An all-reduce is a reduce-scatter and an all-gather, n - 1 hops each, with a message of 1/n in each hop. A
     broadcast streams through the n - 1 hops in small pieces.
-
-    Raises:
-        ValueError: an unknown collective, a world size below 1, a bandwidth not above 0.
     """
     if not link_bytes_per_s > 0:
         raise ValueError(f"link_bytes_per_s is {link_bytes_per_s:g}; allowed: above 0")
@@ -92,9 +86,6 @@ def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> 
     """Fit latency and bandwidth by least squares of the *relative* errors, neither below zero.
 
     With absolute errors, the largest message would decide alone and the latency would be noise.
-
-    Raises:
-        ValueError: fewer than two different sizes, or a size or time that is not above zero.
     """
     sizes, times = np.asarray(message_bytes, float), np.asarray(seconds, float)
     values = np.concatenate([sizes, times])
@@ -169,7 +160,7 @@ def torch_bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> l
     would hold more, so the same number makes more and smaller messages. (PyTorch's small first bucket of
     1 MB comes with its default size only, not with one that is asked for.)
     """
-    limit = int(bucket_size_mb * 2**20)
+    limit = int(bucket_size_mb * MB)
     buckets: list[int] = []
     for parameter in reversed(list(parameters)):
         if not buckets or buckets[-1] >= limit:

@@ -62,10 +62,6 @@ def hardware_names() -> list[str]:
 
 
 def hardware(name: str) -> Hardware:
-    """A machine of the table.
-
-    Raises:
-        ValueError: it is not in the table; the message lists those that are.
-    """
+    """A machine of the table."""
     check_choice("hardware", name, _machines())
     return _machines()[name]

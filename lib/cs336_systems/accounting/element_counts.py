@@ -8,7 +8,7 @@ FLOAT32_BYTES = DTYPE_BYTES["float32"]
 
 
 def dtype_bytes(dtype: str) -> int:
-    """Bytes per element; ValueError for a dtype that is not in DTYPE_BYTES."""
+    """Bytes of an element."""
     names.check_choice("dtype", dtype, DTYPE_BYTES)
     return DTYPE_BYTES[dtype]
 
@@ -21,9 +21,6 @@ class Elements:
             residual stream is of 16 bits too, and nothing is copied to be multiplied.
         fused_attention: attention keeps its output and one number a row instead of scores.
         heads_last: and lays its output out as the next projection reads it, so that needs no copy.
-
-    Raises:
-        ValueError: B or T is no positive integer, or the dtype is unknown.
     """
 
     def __init__(

@@ -119,9 +119,6 @@ def peak_bytes(
         pass_: "forward" runs without autograd; "backward" and "forward_backward" have the same peak and start
             without gradients; "train_step" has AdamW's state from the start.
         plan: which blocks are checkpointed, see `checkpoint_costs`; by default none is.
-
-    Raises:
-        ValueError: the plan has not as many blocks as the model.
     """
     return max(peak_moments(config, batch_size, context_length, pass_, dtype, plan).values())
 

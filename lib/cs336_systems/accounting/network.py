@@ -34,9 +34,6 @@ class Links:
             an array that broadcasts to the mesh: one smaller entry is a slow link.
         hop_s: latency of a message, number or array.
         directions: 1, or 2: a ring then sends both ways, each part only half way around.
-
-    Raises:
-        ValueError: a bandwidth not above 0, a latency below 0, other directions.
     """
 
     bytes_per_s: float | np.ndarray
@@ -72,9 +69,6 @@ def collective_finish(
         algorithm: "ring", "whole_ring", "halving" (then doubling; on a switch), "tree", or "torus": rings on
             all axes at once, the message split so that a part starts on each.
         ready: seconds at which each device joins; 0 for all by default.
-
-    Raises:
-        ValueError: a collective, an algorithm or a mesh that there is not, links or clocks that do not fit.
     """
     check_choice("collective", collective, SIMULATED)
     check_choice("algorithm", algorithm, ALGORITHMS)
@@ -218,10 +212,6 @@ def run_tasks(
     Args:
         slowness: what a device's seconds of computing are multiplied by; an array with one larger entry has
             one slow device.
-
-    Raises:
-        ValueError: as in `collective_finish`, or a slowness that is not above 0.
-        KeyError: `after` names a task that is not before it.
     """
     mesh, links = _checked_mesh(mesh, links)
     if not np.all(np.asarray(slowness) > 0):

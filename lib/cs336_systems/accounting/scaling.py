@@ -98,9 +98,6 @@ def costs(scheme: str, pass_: str) -> Costs:
 
     FSDP gathers the weights for each pass and scatters the sums of their gradients. TP adds up the parts of
     the output in forward, and those of the input's gradient in backward.
-
-    Raises:
-        ValueError: the scheme or the pass is unknown.
     """
     check_choice("scheme", scheme, SCHEMES)
     check_choice("pass", pass_, FLOPS)
@@ -164,10 +161,7 @@ def smallest_batch(scheme: str, pass_: str, *, overlapped: bool = False) -> sp.E
     """The fewest tokens B with which a pass is bound by compute; zero where nothing is sent.
 
     FSDP + TP on a mesh of X by Y: for a Y that TP alone allows. Beyond it no batch is enough, and with axes
-    one after the other the expression is negative.
-
-    Raises:
-        ValueError: TP: its messages grow with the batch as its matmuls do.
+    one after the other the expression is negative. No batch helps TP: its messages grow as its matmuls do.
     """
     if scheme == "tp":
         raise ValueError(f"scheme is {scheme!r}; allowed: dp, fsdp, fsdp_tp (no batch helps tp)")
@@ -210,10 +204,6 @@ def evaluate(expression: sp.Expr | float, values: Mapping[str, Any] | None = Non
 
     Args:
         values, more: by the names of the symbols; those that it does not contain are only checked.
-
-    Raises:
-        ValueError: N, X or Y is no whole number from 1 on, X * Y is not N, another value is not above 0, or
-            the expression contains a symbol that has no value.
     """
     values = {**(values or {}), **more}
     for name, value in values.items():

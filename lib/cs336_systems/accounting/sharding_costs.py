@@ -32,9 +32,6 @@ def sent_bytes(
     """Bytes that a rank sends in a step, by collective; the mean over the ranks, around rings.
 
     In each collective every part passes W - 1 links, to be summed or to be spread; in an all-reduce both.
-
-    Raises:
-        ValueError: there is no such strategy, or fewer than one rank.
     """
     entry = _entry(strategy)
     check_positive_integers(world_size=world_size)
@@ -51,11 +48,7 @@ def sent_bytes(
 
 
 def gathered_units(config: ModelConfig, strategy: str, dtype: str = "float32") -> dict[str, dict[str, int]]:
-    """What is gathered in each pass, in its order: by the name of the module, the bytes of its weights.
-
-    Raises:
-        ValueError: there is no such strategy.
-    """
+    """What is gathered in each pass, in its order: by the name of the module, the bytes of its weights."""
     entry, d = _entry(strategy), config.d_model
     forward: dict[str, int] = {}
     if entry.unit:
@@ -95,9 +88,6 @@ def held_bytes(
     Args:
         batch_size: sequences of this rank.
         device: "cuda", whose float32 attention lays its output out as the next projection reads it, or "cpu".
-
-    Raises:
-        ValueError: a name is unknown, or a number is not above 0.
     """
     entry = _entry(strategy)
     check_positive_integers(world_size=world_size)

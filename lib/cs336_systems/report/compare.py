@@ -24,12 +24,7 @@ def side_by_side(
     Args:
         slug: the notebook's slug.
         machine: slug of this machine; where it is the reference, its rows appear once.
-        table: name of the table.
-        sharing: of the reference only rows that agree in these columns with one of this machine's, say in the
-            model.
-
-    Returns:
-        One frame; empty where nothing has been measured.
+        sharing: of the reference only rows that agree in these columns with one of this machine's.
     """
     places = {f"reference: {value_label(reference)}": reference}
     if machine != reference:
@@ -72,9 +67,6 @@ def published_rows(name: str) -> pd.DataFrame:
     """A published table in the words of the rows: milliseconds, a row for each pass, `where` it is from.
 
     A time called a median is `p50_ms`, any other `mean_ms`; a mode is float32 unless it says TF32.
-
-    Raises:
-        ValueError: there is no such table; the message lists those there are.
     """
     frame = measure.published(name)
     passes = [column for column in _PASS_COLUMNS if column in frame]

@@ -12,11 +12,7 @@ from cs336_systems.report.compare import with_model, with_wrapper
 def fit_collective(
     rows: pd.DataFrame, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
 ) -> AlphaBeta:
-    """Latency and bandwidth that fit the median times of one collective in rows of collective_times.
-
-    Raises:
-        ValueError: there are fewer than two sizes of it.
-    """
+    """Latency and bandwidth that fit the median times of one collective in rows of collective_times."""
     wanted = "collective == @collective and world_size == @world_size and backend == @backend"
     measured = rows.query(f"{wanted} and status == 'ok'").sort_values("message_mb")
     return fit_alpha_beta(

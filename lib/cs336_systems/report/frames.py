@@ -50,7 +50,7 @@ def compared(frame: pd.DataFrame, hue: str, baseline: object, y: str) -> pd.Data
         The rows with such a partner, with `baseline` (its y), `baseline_status` and `ratio`, baseline / y.
 
     Raises:
-        ValueError: no row of the baseline is equal to any other row.
+        ValueError: there are no such rows; the message names what they differ in.
     """
     same = next((names for names in _SYNONYMS if hue in names), {hue})
     keys = [column for column in key_columns(frame) if column not in same]

@@ -1,6 +1,7 @@
 """The ordinary plots, drawn from rows: lines, ratios, bars, stacks, heat maps. Equal rows, equal pictures.
 
-Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`.
+Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`; `facet` is a column whose values get a
+panel each. Two rows in one place (x, hue, facet, machine) are refused: the ValueError names their difference.
 """
 
 import textwrap
@@ -44,12 +45,7 @@ def lines(
     """One line for each value of `hue` and machine, with its spread, and a cross where memory ran out.
 
     Args:
-        frame: rows, at most one for each x, hue, facet and machine.
         band: columns with the lower and the upper edge of the spread, shaded where the rows have them.
-        facet: column whose values get a panel each.
-
-    Raises:
-        ValueError: two rows belong in one place; the message names their difference.
     """
     require_one_row_each(frame, x, hue, facet)
     colors, looks, frame = _encoded(frame, hue)
@@ -150,11 +146,7 @@ def ratio(
     frame: pd.DataFrame, x: str, hue: str, *, baseline: Hashable, y: str = "p50_ms",
     facet: str | None = None, logx: bool = True, logy: bool = False,
 ) -> Drawing | None:  # fmt: skip
-    """How many times faster than the baseline's row that is equal in everything but `hue`.
-
-    Raises:
-        ValueError: rows differ in something besides `hue`; the message names it.
-    """
+    """How many times faster than the baseline's row that is equal in everything but `hue`."""
     pairs = compared(frame, hue, baseline, y)
     if pairs.empty:
         return None
@@ -175,14 +167,7 @@ def bars(
     frame: pd.DataFrame, x: str, y: str = "p50_ms", hue: str | None = None, *, facet: str | None = None,
     logy: bool = False,
 ) -> Drawing:  # fmt: skip
-    """A group of bars for each x, a bar for each value of `hue` and machine, its value above it.
-
-    Args:
-        frame: rows, at most one for each x, hue, facet and machine.
-
-    Raises:
-        ValueError: two rows belong in one place; the message names their difference.
-    """
+    """A group of bars for each x, a bar for each value of `hue` and machine, its value above it."""
     require_one_row_each(frame, x, hue, facet)
     colors, looks, frame = _encoded(frame, hue)
     groups, slots = ordered(frame[x], x), [(value, where) for value in colors for where in looks]
@@ -222,11 +207,7 @@ def stacked_bars(
 ) -> Drawing:  # fmt: skip
     """A bar for each x, stacked of its parts; with `share` every bar is 100 % and its total stands above it.
 
-    Args:
-        frame: rows; those of one bar are added up over ranges, kernels and the like.
-
-    Raises:
-        ValueError: a bar would add up rows of two configurations.
+    Rows of one bar are added up over ranges, kernels and the like, not over configurations.
     """
     bar = [facet, x] if facet else [x]
     keys = [column for column in key_columns(frame) if column not in {*bar, part} | _ADDED]
@@ -269,9 +250,6 @@ def waterfall(frame: pd.DataFrame, x: str, y: str) -> Drawing:
     """How a value becomes another, row by row: the first and the last in full, between them each change.
 
     Green is less than before, red is more.
-
-    Args:
-        frame: rows in their order.
     """
     chart, (axes,) = sheet()
     values = frame[y].tolist()
@@ -307,12 +285,8 @@ def heatmap(
     """A grid of cells with their value written in; a grey cell was not measured, or ran out of memory (OOM).
 
     Args:
-        frame: rows, at most one for each index, column and facet.
         fmt: format of a value, "{:.1f}"; three significant digits without it.
         middle: the value that parts two colours, as 1 does for a ratio; without it one colour grows darker.
-
-    Raises:
-        ValueError: two rows belong in one cell; the message names their difference.
     """
     require_one_row_each(frame, index, columns, facet)
     down, across = ordered(frame[index], index), ordered(frame[columns], columns)

@@ -1,7 +1,4 @@
-"""Pictures of scaling on paper: where a step is bound by compute, what fits, who sends what when in a ring.
-
-Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`.
-"""
+"""Pictures of scaling on paper: what a step is bound by, what fits, who sends what when in a ring."""
 
 from collections.abc import Mapping
 
@@ -34,7 +31,6 @@ def region(
         grid: the closed form on a grid: x, y and ratio, the time of compute over that of communication.
         points: the same columns, simulated or measured, drawn over it as dots.
         marks: places to name, in every panel.
-        facet: column whose values get a panel each.
     """
     by_value = panels_of(grid, facet)
     chart, panels = sheet(by_value, facet, height=4.2)

@@ -11,7 +11,7 @@ from matplotlib.patheffects import withStroke
 
 from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.measure.overlap import LANES, covered, exposed
-from cs336_systems.names import GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from cs336_systems.names import BLACK, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from cs336_systems.report.figure import Drawing, plain_numbers, plot, sheet
 from cs336_systems.report.labels import ordered, significant, value_label
 from cs336_systems.report.style import INK, MUTED, PAPER, ZONE, palette
@@ -19,6 +19,7 @@ from cs336_systems.report.style import INK, MUTED, PAPER, ZONE, palette
 _LEVELS = ("step", "stage", "block", "module", "inside", "part")
 # Copies to and from one long tensor are launched while the model communicates.
 STAGES = {"forward": SKY, "backward": ORANGE, "communication": PURPLE, "optimizer": GREY}
+CALLS = {"launch": GREEN, "wait": VERMILLION, "other call": BLACK}  # of the CUDA API
 HIDDEN, EXPOSED = GREEN, VERMILLION
 _SINCE_STEP = "time since the step began (ms)"
 _THINNEST = 0.6  # points: a message of microseconds shows in a step of half a second
@@ -57,10 +58,8 @@ def kernel_timeline(
     colors = palette(kernels["class"], "class")
     chart, (axes,) = sheet(height=0.56 * (len(levels) + len(streams)) + 0.9)
     axes.set(xlim=(start, end), ylim=(len(levels) + len(streams) - 0.4, -0.6))
-    for level in levels:  # two alternating greys
-        rows = ranges[ranges["depth"] == level]
-        for first, shade in enumerate(("#D5DAE1", "#BFC6D0")):
-            _spans(axes, rows.iloc[first::2], level - 0.42, 0.84, shade)
+    for level in levels:
+        _draw_ranges(axes, level, ranges[ranges["depth"] == level])
     for lane, stream in enumerate(streams, start=len(levels)):
         axes.axhspan(lane - 0.42, lane + 0.42, color=ZONE, linewidth=0, zorder=0.5)
         for name, rows in kernels[kernels["stream"] == stream].groupby("class"):
@@ -73,6 +72,11 @@ def kernel_timeline(
     for level in levels:  # only now it is known how much room there is
         _name_ranges(axes, level, ranges[ranges["depth"] == level])
     return Drawing(chart, _legend(colors), _SINCE_STEP)
+
+
+def _draw_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
+    for first, shade in enumerate(("#D5DAE1", "#BFC6D0")):  # neighbours in two greys
+        _spans(axes, rows.iloc[first::2], level - 0.42, 0.84, shade)
 
 
 def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
@@ -90,6 +94,39 @@ def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
             if room.width < width and room.height < height:
                 break
             written.remove()
+
+
+@plot
+def nsys_timeline(frame: pd.DataFrame, *, between_ms: tuple[float, float] | None = None) -> Drawing:
+    """One step as Nsight Systems shows it: NVTX ranges, calls of the CUDA API, and kernels by their stage.
+
+    Args:
+        frame: rows of the table nsys_timeline, of one step.
+        between_ms: look at this part of the step only.
+    """
+    start, end = between_ms or (0.0, frame["end_ms"].max())
+    frame = frame[(frame["end_ms"] > start) & (frame["start_ms"] < end)]
+    ranges = frame[frame["lane"] == "NVTX"].rename(columns={"event": "name"})
+    levels = range(int(ranges["depth"].max()) + 1)
+    below = {"CUDA API": len(levels), "kernels": len(levels) + 1}
+    colors = CALLS | STAGES | {"optimizer step": STAGES["optimizer"]}
+    chart, (axes,) = sheet(height=0.56 * (len(levels) + 2) + 0.9)
+    axes.set(xlim=(start, end), ylim=(len(levels) + 1.6, -0.6))
+    for level in levels:
+        _draw_ranges(axes, level, ranges[ranges["depth"] == level])
+    drawn = set()
+    for lane, place in below.items():
+        axes.axhspan(place - 0.42, place + 0.42, color=ZONE, linewidth=0, zorder=0.5)
+        for event, rows in frame[frame["lane"] == lane].groupby("event"):
+            _spans(axes, rows, place - 0.42, 0.84, colors[event])
+            drawn.add(event)
+    axes.set_yticks([*levels, *below.values()], ["NVTX", *[""] * (len(levels) - 1), *below])
+    axes.grid(False)
+    plain_numbers(axes.xaxis)
+    chart.draw_without_rendering()
+    for level in levels:
+        _name_ranges(axes, level, ranges[ranges["depth"] == level])
+    return Drawing(chart, _legend({e: colors[e] for e in colors if e in drawn}), _SINCE_STEP)
 
 
 @plot

@@ -47,11 +47,7 @@ class Job:
 
 
 def load_notebooks() -> dict[str, dict[str, Parameter]]:
-    """Every notebook by its name without `.ipynb`, with its parameters.
-
-    Raises:
-        BatchError: one cannot be read.
-    """
+    """Every notebook by its name without `.ipynb`, with its parameters."""
     found = {}
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         try:
@@ -150,11 +146,7 @@ def _grid(values: dict[str, list]) -> Iterable[dict[str, Any]]:
 
 
 def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
-    """The notebooks meant by numbers ("11"), slugs, names or paths.
-
-    Raises:
-        BatchError: a word that means none.
-    """
+    """The notebooks meant by numbers ("11"), slugs, names or paths."""
     meant = {}
     for name in notebooks:
         number, _, slug = name.partition("_")

@@ -14,19 +14,13 @@ from cs336_systems.workbook.batch import check_parameters
 
 
 class Page:
-    """The rows and figures of one notebook, on this machine and on the reference machine.
+    """The rows and figures of one notebook, on this machine (`card`) and on the reference machine.
 
     Creating it prints this machine's card, which is measured first where there is none.
 
     Args:
         slug: of the notebook's problem.
         parameters: `globals()` of the notebook; of its parameters, `device` and `reference` are used here.
-
-    Attributes:
-        card: of this machine.
-        reference: slug of the reference machine.
-        reference_card: its card.
-        slug: as given.
 
     Raises:
         BatchError: a parameter has a value that the notebook cannot run with; a line for each.
@@ -68,8 +62,6 @@ class Page:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
 
         Args:
-            figure: from one of the report's plots.
-            stem: name of the file.
             here: drawn from this machine's rows, not the reference machine's.
         """
         folder = make_folder(figures_dir() / (self.card.slug if here else self.reference) / self.slug)

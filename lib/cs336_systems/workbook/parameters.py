@@ -56,7 +56,6 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
 
     Raises:
         ValueError: several such cells, or a line in one that is not `name = literal  # comment`.
-        SyntaxError: the cell is not Python.
     """
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) > 1:
@@ -77,11 +76,7 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
 
 
 def parse_value(parameter: Parameter, text: str) -> Any:
-    """The value meant by `-p name=text`: text stays text where the default is text ("10B"), else as in YAML.
-
-    Raises:
-        ValueError: the text is not YAML.
-    """
+    """The value meant by `-p name=text`: text where the default is text ("10B"), else as in YAML."""
     if isinstance(parameter.default, str):
         return text
     try:
@@ -91,11 +86,9 @@ def parse_value(parameter: Parameter, text: str) -> Any:
 
 
 def parameter_errors(known: dict[str, Parameter], given: dict[str, Any], slug: str = "") -> list[str]:
-    """A sentence for each given parameter that the notebook does not have or that cannot be right.
+    """A sentence for each given parameter that is not among the known or that cannot be right.
 
     Args:
-        known: of the notebook.
-        given: values by name.
         slug: of the notebook's problem, which has implementations of its own.
     """
     errors = []
