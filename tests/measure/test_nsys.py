@@ -4,11 +4,14 @@ import sqlite3
 import stat
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from cs336_systems.measure import nsys
+from cs336_systems.bench import Target
+from cs336_systems.measure import nsys, save_rows
 from cs336_systems.measure.nsys import find_nsys, read_export, record
-from cs336_systems.measure.profile import ProfileError, kernel_table
+from cs336_systems.measure.nsys_rows import nsys_timeline
+from cs336_systems.measure.profile import ProfileError, kernel_table, one_step, step_calls
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
 PROCESS, MAIN, AUTOGRAD = 5 << 24, (5 << 24) + 1, (5 << 24) + 2
@@ -17,11 +20,12 @@ SCHEMA = """
 CREATE TABLE StringIds (id INTEGER, value TEXT);
 CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT);
 CREATE TABLE TARGET_INFO_GPU (name TEXT);
-CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start, end, globalTid, correlationId);
+CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start, end, globalTid, correlationId, nameId);
 CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL
     (start, end, streamId, correlationId, globalPid, demangledName, gridX, gridY, gridZ);
 CREATE TABLE NVTX_EVENTS (start, end, text, textId, globalTid, domainId, eventType);
-INSERT INTO StringIds VALUES (1, 'ampere_sgemm_128x64_tn'), (2, 'backward');
+INSERT INTO StringIds VALUES (1, 'ampere_sgemm_128x64_tn'), (2, 'backward'),
+    (3, 'cudaLaunchKernel_v7000'), (4, 'cudaDeviceSynchronize_v3020');
 INSERT INTO TARGET_INFO_GPU VALUES ('NVIDIA H200');
 """
 
@@ -38,8 +42,8 @@ def make_export(tmp_path):
                 row = (*event, MAIN, 0, 59)
                 export.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             for correlation, launch, thread in [(1, 20, MAIN), (2, 60, AUTOGRAD)]:
-                row = (launch, launch + 1, thread, correlation)
-                export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?)", row)
+                row = (launch, launch + 1, thread, correlation, 3)
+                export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", row)
                 row = (launch + 100, launch + 110, 7, correlation, PROCESS, 1, 4, 2, 1)
                 export.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES {row}")
             for statement in more:
@@ -77,7 +81,7 @@ def test_kernels_join_launches_of_their_own_process(make_export):
     """Correlation ids are counted per process: two ranks of one job use the same ones."""
     other = 6 << 24
     path = make_export(
-        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (500, 501, {other + 1}, 1)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (500, 501, {other + 1}, 1, 3)",
         f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES (510, 520, 7, 1, {other}, 1, 1, 1, 1)",
     )
     assert sorted(read_export(path).kernels.launch_ns) == [20, 60, 500]
@@ -93,6 +97,36 @@ def test_grid_stream_and_foreign_ranges(make_export):
     assert set(table.range) == {"measure/forward", "measure/backward/open"}
     assert table.grid.tolist() == ["4,2,1"] * 2
     assert table.stream.tolist() == [7, 7]
+
+
+def test_a_step_on_one_axis(make_export):
+    """Ranges and calls of the host, and kernels, which run when the host has long gone on."""
+    wait = f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (92, 99, {MAIN}, 3, 4)"
+    before = f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (-9, -8, {MAIN}, 4, 4)"
+    tables = ("NVTX_EVENTS", *(f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("RUNTIME", "KERNEL")))
+    to_ms = [f"UPDATE {table} SET start = start * 1000000, end = end * 1000000" for table in tables]
+    rows = nsys_timeline(read_export(make_export(wait, before, *to_ms)))
+    save_rows([Target().key() | {"profiler": "nsys"} | row for row in rows], "nsys_profile", "nsys_timeline")
+    assert [(row["lane"], row["event"], row["start_ms"], row["end_ms"]) for row in rows] == [
+        *[("NVTX", "measure", 0, 100), ("NVTX", "forward", 10, 40), ("NVTX", "backward", 50, 90)],
+        *[("CUDA API", "launch", 20, 21), ("CUDA API", "launch", 60, 61), ("CUDA API", "wait", 92, 99)],
+        *[("kernels", "forward", 120, 130), ("kernels", "backward", 160, 170)],
+    ]
+    assert [row["depth"] for row in rows[:3]] == [0, 1, 1]
+    assert [row["span"] for row in rows] == [0, 1, 2, 0, 1, 2, 0, 1]
+
+
+def test_the_calls_of_the_real_export():
+    """The model is small: each kernel begins some microseconds after its launch, and the GPU waits."""
+    profile = read_export(SAMPLE)
+    calls = step_calls(profile)
+    kernels = one_step(profile)[1]
+    assert calls.name.str.contains("Launch").sum() >= (kernels["class"] != "copy/cast").sum() > 100
+    assert not calls.name.str.contains(r"_v\d").any()
+    rows = pd.DataFrame(nsys_timeline(profile))
+    assert set(rows[rows.lane == "CUDA API"].event) == {"launch", "wait", "other call"}
+    ran = dict.fromkeys(rows[rows.lane == "kernels"].event)
+    assert [*ran] == ["forward", "backward", "optimizer step"], "in the order of their start"
 
 
 def test_what_is_no_export(tmp_path):

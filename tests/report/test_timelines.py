@@ -10,7 +10,7 @@ from matplotlib.text import Text
 from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.report import kernel_timeline, memory_timeline, overlap_timeline
 from cs336_systems.report.labels import FAMILIES
-from cs336_systems.report.timelines import EXPOSED, HIDDEN, STAGES
+from cs336_systems.report.timelines import CALLS, EXPOSED, HIDDEN, STAGES, nsys_timeline
 
 
 @pytest.fixture
@@ -94,6 +94,36 @@ def test_a_range_has_its_name_wherever_it_fits(step):
     assert "no_room_at_all" not in names
     per_ms = np.ptp(chart.axes[0].transData.transform([(0, 0), (1, 0)])[:, 0])
     assert all(names[name].get_window_extent().width < narrow[name] * per_ms for name in list(narrow)[:3])
+
+
+@pytest.fixture
+def seen() -> pd.DataFrame:
+    """The host has launched everything after 6 ms, and waits until the GPU is done."""
+    rows = [
+        ("NVTX", "measure", 0, 0, 10),
+        ("NVTX", "forward", 1, 0, 2),
+        ("NVTX", "backward", 1, 2, 6),
+        ("CUDA API", "launch", None, 0, 2),
+        ("CUDA API", "launch", None, 2.5, 6),
+        ("CUDA API", "wait", None, 6, 10),
+        ("kernels", "forward", None, 0.1, 4),
+        ("kernels", "backward", None, 4, 10),
+    ]
+    return pd.DataFrame(rows, columns=["lane", "event", "depth", "start_ms", "end_ms"])
+
+
+def test_the_host_runs_ahead_on_one_axis(seen):
+    chart = nsys_timeline(seen, title="A step")
+    assert lanes(chart) == ["NVTX", "", "CUDA API", "kernels"]
+    assert {"A step", "measure", "forward", "backward"} <= set(texts(chart))
+    assert legend(chart) == ["launch", "wait", "forward", "backward"]
+    assert spans(chart, CALLS["launch"]) == [(0, 2), (2.5, 6)]
+    assert spans(chart, CALLS["wait"]) == [(6, 10)]
+    assert spans(chart, STAGES["forward"]) == [(0.1, 4)]
+    late = nsys_timeline(seen, between_ms=(5, 9))
+    assert legend(late) == ["launch", "wait", "backward"]
+    assert late.axes[0].get_xlim() == (5, 9)
+    assert "forward" not in texts(nsys_timeline(seen[:0])), "without rows it says what to run"
 
 
 def test_communication_is_red_where_nothing_is_computed(steps):

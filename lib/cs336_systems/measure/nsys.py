@@ -130,6 +130,7 @@ def read_export(path: Path) -> Profile:
                 machine=", ".join(name for (name,) in gpus),
                 ranges=_ranges(export) if "NVTX_EVENTS" in tables else pd.DataFrame(),
                 kernels=pd.concat(kernels, ignore_index=True) if kernels else pd.DataFrame(),
+                calls=_calls(export) if kernels else pd.DataFrame(),
             )
     except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
         raise ProfileError(
@@ -149,6 +150,17 @@ def _launches(export: sqlite3.Connection, kind: str) -> pd.DataFrame:
               ON r.correlationId = a.correlationId AND (r.globalTid >> 24) = (a.globalPid >> 24)""",
         export,
     )
+
+
+def _calls(export: sqlite3.Connection) -> pd.DataFrame:
+    """Calls of the CUDA API, on all threads; without the version that each name ends in."""
+    calls = pd.read_sql_query(
+        """SELECT (globalTid >> 24) << 24 AS process, globalTid AS thread,
+                  (SELECT value FROM StringIds WHERE id = nameId) AS name, start AS start_ns, end AS end_ns
+           FROM CUPTI_ACTIVITY_KIND_RUNTIME ORDER BY start""",
+        export,
+    )
+    return calls.assign(name=calls.name.str.replace(r"_v\d+$", "", regex=True))
 
 
 def _ranges(export: sqlite3.Connection) -> pd.DataFrame:

@@ -7,7 +7,7 @@ when the kernel runs: by then the host is often several ranges ahead.
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
 
@@ -32,12 +32,14 @@ class Profile:
         ranges: process, thread, name, start_ns, end_ns; one row each time that a range was open.
         kernels: name (full), kind ("kernel", "memcpy", "memset"; on a CPU "operator"), process, thread,
             launch_ns, start_ns, end_ns, grid, stream; one row a launch.
+        calls: of the CUDA API, as nsys alone tells: process, thread, name, start_ns, end_ns.
     """
 
     source: str
     machine: str
     ranges: pd.DataFrame
     kernels: pd.DataFrame
+    calls: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def __post_init__(self) -> None:
         if self.kernels.empty or self.kernels.kind.isin(("memcpy", "memset")).all():
@@ -179,6 +181,15 @@ def one_step(profile: Profile) -> tuple[pd.DataFrame, pd.DataFrame]:
         ranges[["name", "depth", "start_ms", "end_ms"]].astype({"depth": int}),
         kernels[["range", "kernel", "class", "stream", "start_ms", "end_ms"]],
     )
+
+
+def step_calls(profile: Profile) -> pd.DataFrame:
+    """The calls of the CUDA API in the last step: name, start_ms, end_ms, since it began as in `one_step`."""
+    step = _occurrences(profile, "measure").iloc[-1]
+    calls = profile.calls.reindex(columns=["name", "start_ns", "end_ns"])
+    calls = calls[_inside(calls.start_ns, step)].copy()
+    calls[["start_ms", "end_ms"]] = (calls[["start_ns", "end_ns"]] - step.start_ns) * MS
+    return calls[["name", "start_ms", "end_ms"]].reset_index(drop=True)
 
 
 def _inside(times: pd.Series, opened: Any) -> pd.Series:

@@ -19,6 +19,7 @@ STATUSES = ("ok", "oom", "skipped", "error")
 _PROTOCOLS = ("do_bench", "cuda_graph", "wall_clock", "leaderboard")
 _DTYPES = tuple(names.DTYPES)
 _MOMENTS = ("initialised", "before step", "after step", "peak")
+_LANES = ("compute", "communication", "NVTX", "CUDA API", "kernels")
 _COMPARED = ("weights", "replicas")
 
 
@@ -144,7 +145,7 @@ COLUMNS: dict[str, Column] = {
     "range": Column(str, "path of the named ranges around it; a star stands for every layer"),
     "kernel": Column(str, "short name of a kernel, or of an operator on a CPU"),
     "class": Column(str, "kind of kernel, see measure.kernel_names.CLASSES"),
-    "lane": Column(str, "what a span of time was spent on", allowed=("compute", "communication")),
+    "lane": Column(str, "what a span of time was spent on, or who recorded it", allowed=_LANES),
     "span": Column(int, "number of a span of time in its lane, from 0"),
     "stage": Column(str, "stage of a step: forward, backward, optimizer"),
     "point": Column(int, "number of a point of a timeline, from 0"),
@@ -207,6 +208,8 @@ COLUMNS: dict[str, Column] = {
     "device_span_ms": Column(float, "from the start of a range's first kernel to the end of its last", "ms"),
     "device_busy_ms": Column(float, "part of the span with a kernel running", "ms"),
     "device_idle_share": Column(float, "part of the span with none"),
+    "event": Column(str, "a named range; what a call of CUDA does; the stage that launched kernels"),
+    "depth": Column(int, "how many ranges are around a range, up to the step"),
     "at_ms": Column(float, "time since the recording began", "ms"),
     "size_mib": Column(float, "memory held", "MiB"),
     "predicted_mib": Column(float, "memory held, by the closed form", "MiB"),
@@ -305,6 +308,9 @@ TABLES: dict[str, Table] = {
     "ranges": Table(
         (*_PROFILE, "range"),
         ("host_ms", "device_span_ms", "device_busy_ms", "device_idle_share", "calls"), group=_PROFILE,
+    ),
+    "nsys_timeline": Table(
+        (*_PROFILE, "lane", "span"), ("event", "depth", "start_ms", "end_ms"), group=_PROFILE
     ),
     "collective_times": Table(
         ("collective", "message_mb", "dtype", *_GROUP, "warmup_steps"),
