@@ -57,6 +57,16 @@ def test_rows_can_be_saved_and_the_trace_of_a_step_kept(tmp_path):
     assert set(range_table(of_kept).range) == {"measure", "measure/forward"}
 
 
+def test_a_step_that_nsys_saw_is_kept_as_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(profile_bench, "choose_source", lambda device, source: source)
+    monkeypatch.setattr(profile_bench, "profile_model", lambda *_: nsys.read_export(SAMPLE))
+    tables = profile_rows(Target(), "nsys", keep=tmp_path / "step.json.gz")
+    assert [*tables] == ["kernels", "ranges", "nsys_timeline"]
+    save_rows(tables["nsys_timeline"], "nsys_profile", "nsys_timeline")
+    assert {row["profiler"] for row in tables["nsys_timeline"]} == {"nsys"}
+    assert [*profile_rows(Target(), "nsys")] == ["kernels", "ranges"]
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [

@@ -8,9 +8,9 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from cs336_systems.measure.allocations import CATEGORIES
-from cs336_systems.report import kernel_timeline, memory_timeline, overlap_timeline
+from cs336_systems.report import kernel_timeline, memory_timeline, nsys_timeline, overlap_timeline
 from cs336_systems.report.labels import FAMILIES
-from cs336_systems.report.timelines import CALLS, EXPOSED, HIDDEN, STAGES, nsys_timeline
+from cs336_systems.report.timelines import CALLS, EXPOSED, HIDDEN, STAGES
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import model_size
 from cs336_systems.measure import nsys, timing, torch_trace
 from cs336_systems.measure.model_steps import ModelSteps
+from cs336_systems.measure.nsys_rows import nsys_timeline
 from cs336_systems.measure.profile import Profile, ProfileError, kernel_rows, kernel_table, range_table
 from cs336_systems.measure.requirements import why_no_memory
 from cs336_systems.measure.timing import matmul_precision, resolve_device
@@ -97,7 +98,8 @@ def profile_rows(target: Target, source: str = "auto", *, keep: Path | None = No
     """Profile a target. Returns the rows of the tables "kernels" and "ranges"; what cannot run is a status.
 
     Args:
-        keep: a .json.gz for the trace of one step, where torch.profiler is the source.
+        keep: a .json.gz for the trace of one step, where torch.profiler is the source; where nsys is, the
+            step is kept as rows of a third table, "nsys_timeline".
 
     Raises:
         ValueError, RuntimeError: see `choose_source`; the device is not there.
@@ -129,7 +131,10 @@ def _profiled(target: Target, device: torch.device, source: str, keep: Path | No
             return failed("oom", reason)
         if keep and source == "torch":
             torch_trace.keep_one_step(stem.with_suffix(".json"), keep)
-    return {"kernels": kernel_rows(kernel_table(found)), "ranges": range_table(found).to_dict("records")}
+    tables = {"kernels": kernel_rows(kernel_table(found)), "ranges": range_table(found).to_dict("records")}
+    if keep and source == "nsys":
+        tables["nsys_timeline"] = nsys_timeline(found)
+    return tables
 
 
 def prepare(target: Target) -> Callable[[], None]:

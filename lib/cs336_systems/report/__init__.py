@@ -16,6 +16,6 @@ __getattr__, __all__ = room(
         "of_main_profiler shares softmax_over_matmuls two_profilers",
         "scaling_plots": "limit_lines region ring_timeline",
         "tables": "pivot show",
-        "timelines": "kernel_timeline memory_timeline overlap_timeline",
+        "timelines": "kernel_timeline memory_timeline nsys_timeline overlap_timeline",
     },
 )
