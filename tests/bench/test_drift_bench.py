@@ -24,10 +24,7 @@ def test_every_wrapper_follows_one_process(backend):
     assert furthest["AdamW"] < 3e-3
 
 
-@pytest.mark.parametrize(
-    "options", [{"batch_size": 3}, {"optimizers": ["Lion"]}, {"implementations": ["fast"]}]
-)
-def test_it_refuses_before_anything_starts(options):
-    ((_, value),) = options.items()
-    with pytest.raises(ValueError, match=str(value).strip("[]'")):
-        next(training_drift(2, backend="gloo", **options))
+@pytest.mark.parametrize(("name", "value"), [("optimizers", "Lion"), ("implementations", "fast")])
+def test_it_refuses_before_anything_starts(name, value):
+    with pytest.raises(ValueError, match=value):
+        next(training_drift(2, backend="gloo", **{name: [value]}))

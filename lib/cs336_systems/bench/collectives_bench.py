@@ -12,10 +12,7 @@ from cs336_systems.accounting.collective_costs import MB, algorithm_bandwidth_gb
 from cs336_systems.measure.distributed_timing import time_together
 from cs336_systems.names import COLLECTIVES, check_choice
 from cs336_systems.parallel import WorkerContext, stream
-
-# PyTorch 2.13 renamed these two and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER
 
 
 def benchmark_collectives(
@@ -23,13 +20,12 @@ def benchmark_collectives(
     *,
     backend: str = "auto",
     collectives: Iterable[str] = tuple(COLLECTIVES),
-    timeout_s: float = 3600.0,
     **options: Any,
 ) -> Iterator[list[dict[str, Any]]]:
     """Time collectives of float32 in `world_size` processes; yields a row for each size and collective.
 
     Args:
-        backend, timeout_s: as in `launch`.
+        backend: as in `launch`.
         options: message_mb, warmup_steps, steps and limit_s, as in `time_collectives`.
 
     Raises:
@@ -38,7 +34,7 @@ def benchmark_collectives(
     options["collectives"] = tuple(collectives)
     for name in options["collectives"]:
         check_choice("collective", name, COLLECTIVES)
-    yield from stream(time_collectives, world_size, backend=backend, timeout_s=timeout_s, **options)
+    yield from stream(time_collectives, world_size, backend=backend, timeout_s=3600.0, **options)
 
 
 def time_collectives(
@@ -79,8 +75,8 @@ def _operation(collective: str, elements: int, context: WorkerContext) -> Callab
     part = torch.zeros(elements // context.world_size, device=context.device)
     operations: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: _all_gather(whole, part),
-        "reduce_scatter": lambda: _reduce_scatter(part, whole),
+        "all_gather": lambda: getattr(dist, ALL_GATHER)(whole, part),
+        "reduce_scatter": lambda: getattr(dist, REDUCE_SCATTER)(part, whole),
         "broadcast": lambda: dist.broadcast(whole, src=0),
     }
     return operations[collective]

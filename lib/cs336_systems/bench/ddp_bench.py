@@ -1,20 +1,18 @@
 """Training steps of a Transformer under each data-parallel wrapper, PyTorch's own among them, in one run."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from cs336_systems import names
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.bench.overlap_bench import profile_overlap
 from cs336_systems.configs import model_size as find_size
-from cs336_systems.measure.distributed_timing import run_on_all_or_out_of_memory, time_together
+from cs336_systems.measure.distributed_timing import measure_on_all, peaks, reset_peaks, time_together
 from cs336_systems.measure.model_steps import ModelSteps
-from cs336_systems.measure.timing import MIB
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
@@ -57,7 +55,7 @@ def benchmark_ddp(
     `no_comm_ms`, a step without communication; `exposed_communication_ms`, by how much the step is longer
     than that; `communication_ms`, all communication with nothing to hide behind ("torch" cannot be asked for
     it). The first and the last are of half as many steps. "single" has none of the three. Memory that ran out
-    is a status, and what was to follow is skipped, as the ranks need not agree on what they have sent.
+    is a status, and what was to follow is skipped.
 
     Args:
         batch_sizes: sequences in the global batch, shared equally by the ranks.
@@ -71,12 +69,9 @@ def benchmark_ddp(
     """
     config = find_size(model_size, edition)
     dtypes, batch_sizes, implementations = tuple(dtypes), tuple(batch_sizes), tuple(implementations)
-    for dtype in dtypes:
-        names.check_choice("dtype", dtype, names.DTYPES)
+    check_run(world_size, batch_sizes, dtypes, implementations, names.WRAPPERS)
     if "single" in implementations and world_size > 1:
         raise ValueError(f"'single' is one process; this is one of {world_size}; allowed: the others")
-    for batch_size in batch_sizes:
-        check_shares(batch_size, world_size)
     variants = bucket_variants(implementations, tuple(bucket_sizes_mb))
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
     keys = []
@@ -90,26 +85,30 @@ def benchmark_ddp(
 def bucket_variants(
     implementations: Iterable[str], bucket_sizes_mb: Sequence[float]
 ) -> list[tuple[str, float | None]]:
-    """Each wrapper with each bucket size, and once with None if it has no buckets.
+    """Each wrapper with each bucket size, and once with None if it has no buckets."""
+    return [
+        (name, size)
+        for name in implementations
+        for size in (bucket_sizes_mb if names.WRAPPERS[name].has_buckets else [None])
+    ]
 
-    Raises:
-        ValueError: there is no such wrapper.
-    """
-    variants = []
+
+def check_run(
+    world_size: int,
+    batch_sizes: Iterable[int],
+    dtypes: Iterable[str],
+    implementations: Iterable[str],
+    known: Iterable[str],
+) -> None:
+    """Refuse (ValueError) unknown names, and a batch that the ranks cannot share equally."""
     for name in implementations:
-        names.check_choice("implementation", name, names.WRAPPERS)
-        variants += [
-            (name, size) for size in (bucket_sizes_mb if names.WRAPPERS[name].has_buckets else [None])
-        ]
-    return variants
-
-
-def check_shares(batch_size: int, world_size: int) -> None:
-    """Refuse (ValueError) a batch that the ranks cannot share equally."""
-    if batch_size % world_size:
-        raise ValueError(
-            f"batch_size {batch_size} cannot be shared by {world_size} ranks equally; allowed: its multiples"
-        )
+        names.check_choice("implementation", name, known)
+    for dtype in dtypes:
+        names.check_choice("dtype", dtype, names.DTYPES)
+    for size in batch_sizes:
+        if size % world_size:
+            sentence = f"batch_size {size} cannot be shared by {world_size} ranks equally"
+            raise ValueError(f"{sentence}; allowed: its multiples")
 
 
 def wrap(module: nn.Module, implementation: str, bucket_size_mb: float | None) -> nn.Module:
@@ -150,33 +149,25 @@ class DataParallelSteps(ModelSteps):
 
 def _measure_all(context: WorkerContext, keys: list[Row], steps: int, profile: bool) -> None:
     """The worker: the rows come out the same on every rank."""
-    rows: list[Row] = []
+    rows, reason = [], ""
     for key in keys:
-        if any(row["status"] == "oom" for row in rows):
-            values = {"status": "skipped", "reason": "memory ran out in the same process group"}
-        else:
-            values = _measure(context, key, partial(_time, context, key, steps))
+        values, reason = measure_on_all(partial(_time, context, key, steps), context, key["dtype"], reason)
         rows.append(key | values)
         context.send(("ddp_times", rows[-1:]))
     first_size = next((key["bucket_size_mb"] for key in keys if key["bucket_size_mb"] is not None), None)
     # After a profile every launch of its process takes longer for good, so all profiles come last.
-    for key, row in zip(keys, rows, strict=True) if profile and rows[-1]["status"] == "ok" else ():
-        first = key["bucket_size_mb"] in (None, first_size)
-        if key["implementation"] == "single" or (key["implementation"] == "torch" and not first):
+    for key, row in zip(keys, rows, strict=True) if profile and not reason else ():
+        is_first = key["bucket_size_mb"] in (None, first_size)
+        if key["implementation"] == "single" or (key["implementation"] == "torch" and not is_first):
             continue
-        seen = _measure(context, key, partial(_profile, context, key, with_timeline=first))
-        if seen.get("status") == "oom":
+        look = partial(_profile, context, key, with_timeline=is_first)
+        seen, reason = measure_on_all(look, context, key["dtype"])
+        if reason:
             break
         context.send(("ddp_times", [row | seen["values"]]))
         for table in ("ddp_overlap", "ddp_timeline"):
             if seen[table]:
                 context.send((table, seen[table]))
-
-
-def _measure(context: WorkerContext, key: Row, measure: Callable[[], Row]) -> Row:
-    """What `measure` returns; out of memory on any rank is the status on all."""
-    found, reason = run_on_all_or_out_of_memory(measure, context, key["dtype"])
-    return {"status": "oom", "reason": reason} if reason else found
 
 
 def _build(context: WorkerContext, key: Row) -> DataParallelSteps:
@@ -188,13 +179,10 @@ def _build(context: WorkerContext, key: Row) -> DataParallelSteps:
 
 
 def _time(context: WorkerContext, key: Row, steps: int) -> Row:
-    on_gpu = context.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(context.device)
+    reset_peaks(context)
     run = _build(context, key)
     whole = time_together(run.train_step, context, warmup_steps=key["warmup_steps"], steps=steps)
-    peak = torch.cuda.max_memory_allocated(context.device) / MIB if on_gpu else None
-    values = whole.as_row() | {"peak_memory_mib": peak}
+    values = whole.as_row() | {"peak_memory_mib": peaks(context).get("peak_memory_mib")}
     if key["implementation"] == "single":
         return values
     fewer = {"warmup_steps": 1, "steps": -(-steps // 2)}

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
-from cs336_systems.bench.ddp_bench import bucket_variants, check_shares, wrap
+from cs336_systems.bench.ddp_bench import bucket_variants, check_run, wrap
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import build_model
-from cs336_systems.names import check_choice
+from cs336_systems.names import WRAPPERS, check_choice
 from cs336_systems.optimizer import AdamW
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
 
@@ -48,8 +49,8 @@ def training_drift(
     Raises:
         ValueError: a name is unknown, or the batch cannot be shared equally.
     """
-    config = find_size(model_size, edition)
-    check_shares(batch_size, world_size)
+    config, implementations = find_size(model_size, edition), tuple(implementations)
+    check_run(world_size, [batch_size], [], implementations, WRAPPERS)
     variants, optimizers = bucket_variants(implementations, tuple(bucket_sizes_mb)), tuple(optimizers)
     for optimizer in optimizers:
         check_choice("optimizer", optimizer, OPTIMIZERS)
@@ -81,7 +82,8 @@ def _compare(context: WorkerContext, keys: list[Row], steps: int) -> None:
                 if model is wrapped:
                     wrapped.finish_gradient_synchronization()
                 optimizer.step()
-            differences = _differences(_flat(alone), _flat(wrapped.module))
+            weights = (parameters_to_vector(model.parameters()).detach() for model in (alone, wrapped.module))
+            differences = _differences(*weights)
             rows = [{"compared": name, "max_difference": value} for name, value in differences.items()]
             context.send([{**key, "step_index": step, **row} for row in rows])
 
@@ -89,10 +91,6 @@ def _compare(context: WorkerContext, keys: list[Row], steps: int) -> None:
 def _build(config: ModelConfig, key: Row, context: WorkerContext, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return build_model(config, key["context_length"], device=context.device)
-
-
-def _flat(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def _differences(alone: Tensor, together: Tensor) -> dict[str, float]:

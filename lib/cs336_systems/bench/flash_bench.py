@@ -202,11 +202,7 @@ def _timed(
 
     clocks = watched_clocks(device) if cell.protocol == LEADERBOARD else nullcontext({})
     with backend_of(cell.implementation), clocks as seen:
-        try:
-            timed, reason = timing.run_or_out_of_memory(measure, device)
-        except Exception as error:  # compilers and launchers raise what they like
-            timed, reason = Timing(status="error", reason=timing.one_line(error)), ""
-    timed = timed or Timing(status="oom", reason=reason)
+        timed = timing.timing_or_status(measure, device, errors=Exception)  # compilers raise what they like
     if timed.peak_memory_mib is not None:
         timed = replace(timed, peak_memory_mib=timed.peak_memory_mib - before)
     return timed.as_row() | seen

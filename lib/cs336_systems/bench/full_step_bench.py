@@ -18,11 +18,17 @@ from torch.nn.utils import get_total_norm
 
 from cs336_systems import names
 from cs336_systems.attention.baselines import sdpa_backend
-from cs336_systems.bench.ddp_bench import check_shares
-from cs336_systems.bench.model_bench import model_key
+from cs336_systems.bench.ddp_bench import check_run
+from cs336_systems.bench.model_bench import OF_ANY_TIMING, model_key
 from cs336_systems.bench.overlap_bench import profile_steps, timeline_rows
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure.distributed_timing import run_on_all_or_out_of_memory, slowest, time_together
+from cs336_systems.measure.distributed_timing import (
+    measure_on_all,
+    peaks,
+    reset_peaks,
+    slowest,
+    time_together,
+)
 from cs336_systems.measure.overlap import step_lanes
 from cs336_systems.measure.profile import one_step, stages
 from cs336_systems.measure.requirements import why_no_attention, why_no_compile
@@ -52,7 +58,6 @@ def benchmark_full_step(
     warmup_steps: int = 1,
     steps: int = 5,
     profile: bool = False,
-    timeout_s: float = 3600.0,
 ) -> Iterator[tuple[str, list[Row]]]:
     """Train with each of names.FULL_STEPS in turn, all in one launch and from the same weights.
 
@@ -64,11 +69,9 @@ def benchmark_full_step(
     - "full_step_kernels" and "full_step_timeline", of one more step, where profile is set: the kernels of
       rank 0, and when it computed and communicated.
 
-    Memory that ran out is a status, and what was to follow is skipped, as the ranks need not agree on what
-    they have sent.
+    Memory that ran out is a status, and what was to follow is skipped.
 
     Args:
-        config: of the model.
         num_layers: blocks; 0 are all that the model has.
         batch_size: sequences in the global batch, shared equally by the ranks.
         dtype: what weights are cast to before they are gathered, and gradients before they are reduced.
@@ -78,10 +81,7 @@ def benchmark_full_step(
     """
     implementations = tuple(implementations)
     config = replace(config, num_layers=num_layers or config.num_layers)
-    for name in implementations:
-        names.check_choice("implementation", name, names.FULL_STEPS)
-    names.check_choice("dtype", dtype, names.DTYPES)
-    check_shares(batch_size, world_size)
+    check_run(world_size, [batch_size], [dtype], implementations, names.FULL_STEPS)
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
     step = (context_length, batch_size, "train_step", dtype)
     keys = [
@@ -90,7 +90,7 @@ def benchmark_full_step(
         | group
         for name in implementations
     ]
-    how = {"backend": group["backend"], "timeout_s": timeout_s}
+    how = {"backend": group["backend"], "timeout_s": 3600.0}
     yield from stream(_measure_all, world_size, config, keys, steps, profile, **how)
 
 
@@ -159,14 +159,11 @@ def _measure_all(
     reason = ""
     for key in keys:
         missing = _why_not(names.FULL_STEPS[key["implementation"]], key["dtype"], context.device)
-        values: Row = {"status": "skipped", "reason": missing or reason}
-        if not values["reason"]:
+        values: Row = {"status": "skipped", "reason": missing}
+        if not missing:
             measure = partial(_measure, context, config, key, steps, profile)
             with sdpa_backend(key["attention"]):
-                values, reason = run_on_all_or_out_of_memory(measure, context, key["dtype"])
-            if reason:
-                values = {"status": "oom", "reason": reason}
-                reason = f"memory ran out in the same process group: {reason}"
+                values, reason = measure_on_all(measure, context, key["dtype"], reason)
         context.send(("full_step_times", [key | values]))
 
 
@@ -180,18 +177,16 @@ def _why_not(parts: names.FullStep, dtype: str, device: torch.device) -> str:
 
 def _measure(context: WorkerContext, config: ModelConfig, key: Row, steps: int, profile: bool) -> Row:
     run = ShardedModel(config, key, context)
-    without_warmup = {name: value for name, value in key.items() if name not in ("pass", "warmup_steps")}
-    context.send(("full_step_losses", _losses(run, without_warmup)))
+    of_step = key | OF_ANY_TIMING
+    context.send(("full_step_losses", _losses(run, of_step)))
     if run.parts.selects:
-        context.send(("full_step_kept", _choose_memory(context, run, without_warmup)))
-    on_gpu = context.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(context.device)
+        context.send(("full_step_kept", _choose_memory(context, run, of_step)))
+    reset_peaks(context)
     timing = time_together(run.train_step, context, warmup_steps=key["warmup_steps"], steps=steps)
-    peaks = _peaks_mib(context) if on_gpu else [None, None]
+    memory = peaks(context)
     if profile:
-        _profile(context, run, without_warmup)
-    return timing.as_row() | dict(zip(("peak_memory_mib", "requested_memory_mib"), peaks, strict=True))
+        _profile(context, run, of_step)
+    return timing.as_row() | memory
 
 
 def _profile(context: WorkerContext, run: ShardedModel, key: Row) -> None:
@@ -217,11 +212,6 @@ def _losses(run: ShardedModel, key: Row) -> list[Row]:
     return rows
 
 
-def _peaks_mib(context: WorkerContext) -> list[float]:
-    stats = torch.cuda.memory_stats(context.device)
-    return slowest([stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("allocated", "requested")], context)
-
-
 def _choose_memory(context: WorkerContext, run: ShardedModel, key: Row) -> list[Row]:
     """Let blocks keep what saves the most recomputation in the memory that the peak without it leaves."""
     from cs336_systems.training.fused_block import KEEPABLE, kept_bytes
@@ -233,10 +223,10 @@ def _choose_memory(context: WorkerContext, run: ShardedModel, key: Row) -> list[
     budget = everything // 2 * MIB  # on a CPU
     if context.device.type == "cuda":
         release_memory(context.device)
-        torch.cuda.reset_peak_memory_stats(context.device)
+        reset_peaks(context)
         run.train_step()  # as it is timed, which takes more than the first steps do
         total = torch.cuda.get_device_properties(context.device).total_memory
-        budget = max(0, int(total * (1 - MEMORY_MARGIN) - _peaks_mib(context)[0] * MIB))
+        budget = max(0, int(total * (1 - MEMORY_MARGIN) - peaks(context)["peak_memory_mib"] * MIB))
     items = [Item(f"{n} {name}", sizes[name], times[name]) for n in range(len(layers)) for name in KEEPABLE]
     chosen = {item.name for item in choose(items, budget)}
     for n, layer in enumerate(layers):

@@ -19,9 +19,6 @@ from cs336_systems.model import TransformerBlock, build_model
 
 Rows = list[dict[str, Any]]
 
-# A timeline for a plot, thin enough to be kept as rows.
-TIMELINE_POINTS = 110
-
 
 def memory_rows(
     config: ModelConfig,
@@ -67,10 +64,9 @@ def memory_rows(
         return {"memory_peaks": [key | {"status": "oom", "reason": reason}]}
     history, peak_mib = recorded
     largest = allocations.largest_allocations(history).rename_axis("rank_by_size").reset_index()
-    thin = allocations.timeline(history, points=TIMELINE_POINTS)
     tables = {
         "memory_peaks": _peak_rows(history, peak_mib),
-        "memory_timeline": allocations.timeline_rows(thin),
+        "memory_timeline": allocations.timeline_rows(allocations.timeline(history)),
         "largest_allocations": largest.to_dict("records"),
     }
     return {table: [key | row for row in rows] for table, rows in tables.items()}

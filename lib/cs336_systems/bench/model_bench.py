@@ -20,6 +20,9 @@ from cs336_systems.model import build_model
 
 Row = dict[str, Any]
 
+# Empty in the key of what was seen in a step beside its time.
+OF_ANY_TIMING = {"pass": None, "warmup_steps": None}
+
 
 def model_key(
     config: ModelConfig,

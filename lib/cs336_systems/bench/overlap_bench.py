@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 import torch.distributed as dist
 
 from cs336_systems.measure.overlap import merged, overlap_values, step_lanes
 from cs336_systems.measure.profile import Profile
+from cs336_systems.measure.timing import synchronize
 from cs336_systems.measure.torch_trace import record
 from cs336_systems.nvtx import annotate, recording
 from cs336_systems.parallel import WorkerContext
@@ -27,18 +27,14 @@ def profile_steps(step: Callable[[], None], context: WorkerContext) -> Profile:
     All ranks call it together, and start each step together. The first step warms the profiler up.
     """
 
-    def synchronize() -> None:
-        if context.device.type == "cuda":
-            torch.cuda.synchronize(context.device)
-
     def two_steps() -> None:
         with recording():
             for _ in range(2):
                 dist.barrier()
-                synchronize()
+                synchronize(context.device)
                 with annotate("measure"):
                     step()
-                    synchronize()
+                    synchronize(context.device)
 
     with tempfile.TemporaryDirectory(prefix="cs336-lanes-") as folder:
         return record(two_steps, Path(folder) / "trace.json", device=context.device)

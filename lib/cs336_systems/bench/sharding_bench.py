@@ -1,9 +1,9 @@
 """Training steps of each sharding strategy, PyTorch's own among them, in one run: time, memory, messages."""
 
 import gc
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -16,35 +16,35 @@ from torch.optim import AdamW
 
 from cs336_systems import names
 from cs336_systems.accounting import sharding_costs
-from cs336_systems.bench.ddp_bench import DataParallelSteps, check_shares
-from cs336_systems.bench.model_bench import model_key
-from cs336_systems.bench.overlap_bench import profile_steps
-from cs336_systems.bench.overlap_bench import timeline_rows as timeline_rows_of_lanes
+from cs336_systems.bench.ddp_bench import DataParallelSteps, check_run
+from cs336_systems.bench.model_bench import OF_ANY_TIMING, model_key
+from cs336_systems.bench.overlap_bench import profile_steps, timeline_rows
 from cs336_systems.configs import model_size as find_size
-from cs336_systems.measure.allocations import MemoryHistory, stage_peaks, timeline, timeline_rows
+from cs336_systems.measure import allocations
+from cs336_systems.measure.allocations import MemoryHistory
 from cs336_systems.measure.collective_calls import Message, watch_collectives
-from cs336_systems.measure.distributed_timing import one_step_ms, run_on_all_or_out_of_memory, slowest
+from cs336_systems.measure.distributed_timing import (
+    measure_on_all,
+    one_step_ms,
+    peaks,
+    reset_peaks,
+    slowest,
+)
 from cs336_systems.measure.gathers import gather_times, needs_recorded
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.overlap import step_lanes
 from cs336_systems.measure.profile import Profile, ProfileError
 from cs336_systems.measure.saved_tensors import storage_bytes
-from cs336_systems.measure.timing import (
-    MIB,
-    Timing,
-)
+from cs336_systems.measure.timing import MIB, Timing, synchronize
 from cs336_systems.model import build_model
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
 
 Row = dict[str, Any]
 
-SHARDING_SLUG = (
-    "optimizer_state_sharding_accounting"  # under which all tables of `benchmark_sharding` are kept
-)
-TIMELINE_POINTS = 110
+SHARDING_SLUG = "optimizer_state_sharding_accounting"  # under which all tables are kept
 STEPS_WITHOUT = 2  # steps timed without communication
-PEAKS = ("peak_memory_mib", "requested_memory_mib")
+TIMEOUT_S = 3600.0
 
 
 def benchmark_sharding(
@@ -53,7 +53,6 @@ def benchmark_sharding(
     steps: int = 10,
     rounds: int = 2,
     measured: Collection[tuple[str, str]] = (),
-    timeout_s: float = 3600.0,
     **what: Any,
 ) -> Iterator[tuple[str, list[Row]]]:
     """Train with each of names.SHARDINGS in turn, in one launch; PyTorch's fused AdamW updates in all.
@@ -75,15 +74,13 @@ def benchmark_sharding(
     float32; an FSDP casts weights before it gathers them and gradients before it reduces them, and keeps
     float32 weights, gradients and optimizer state. There the residual stream is of 16 bits too.
 
-    Memory that ran out is a status, and what was to follow is skipped, as the ranks need not agree on what
-    they have sent.
+    Memory that ran out is a status, and what was to follow is skipped.
 
     Args:
         steps: timed steps of all rounds together.
         rounds: each strategy is built and timed so often; every other round runs in the reverse order, so
             that a clock that slows down favours nobody.
         measured: pairs (dtype, implementation) to leave out, as of `already_measured`.
-        timeout_s: as in `launch`.
         what: as in `sharding_keys`.
 
     Raises:
@@ -94,26 +91,19 @@ def benchmark_sharding(
         raise ValueError(f"rounds is {rounds}; allowed: 1 to {steps}, the number of steps")
     keys = [key for key in keys if (key["dtype"], key["implementation"]) not in measured]
     if keys:
-        backend = keys[0]["backend"]
-        yield from stream(_measure_all, world_size, keys, steps, rounds, backend=backend, timeout_s=timeout_s)
+        how = {"backend": keys[0]["backend"], "timeout_s": TIMEOUT_S}
+        yield from stream(_measure_all, world_size, keys, steps, rounds, **how)
 
 
-def profile_sharding(
-    world_size: int, *, timeout_s: float = 3600.0, **what: Any
-) -> Iterator[tuple[str, list[Row]]]:
+def profile_sharding(world_size: int, **what: Any) -> Iterator[tuple[str, list[Row]]]:
     """Profile a step of each strategy, all in one launch; its processes time nothing afterwards.
 
     Yields pairs of a table's name and rows of rank 0: "ddp_timeline", and of an FSDP "gathers", its status
-    "error" where the messages are not those that the units explain.
-
-    Args:
-        timeout_s: as in `launch`.
-        what: as in `sharding_keys`.
+    "error" where the messages are not those that the units explain. Arguments as in `sharding_keys`.
     """
     keys = sharding_keys(world_size, **what)
     if keys:
-        backend = keys[0]["backend"]
-        yield from stream(_profile_all, world_size, keys, backend=backend, timeout_s=timeout_s)
+        yield from stream(_profile_all, world_size, keys, backend=keys[0]["backend"], timeout_s=TIMEOUT_S)
 
 
 def already_measured(rows: pd.DataFrame, **run: Any) -> set[tuple[str, str]]:
@@ -152,13 +142,8 @@ def sharding_keys(
     Raises:
         ValueError: a name is unknown, or a batch cannot be shared equally.
     """
-    config = find_size(model_size, edition)
-    dtypes, implementations = tuple(dtypes), tuple(implementations)
-    for dtype in dtypes:
-        names.check_choice("dtype", dtype, names.DTYPES)
-    for name in implementations:
-        names.check_choice("implementation", name, names.SHARDINGS)
-    check_shares(batch_size, world_size)
+    config, dtypes, implementations = find_size(model_size, edition), tuple(dtypes), tuple(implementations)
+    check_run(world_size, [batch_size], dtypes, implementations, names.SHARDINGS)
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
     step = (context_length, batch_size, "train_step")
     return [
@@ -202,71 +187,51 @@ def _unsharded(parameters: Iterable[Tensor], optimizer: type, **settings: Any) -
     return optimizer(parameters, **settings)
 
 
-@dataclass
-class _Cell:
-    """What has been measured of one row's key so far."""
-
-    times_ms: list[float] = field(default_factory=list)
-    without_ms: list[float] = field(default_factory=list)
-    peaks: Row = field(default_factory=dict)
-
-
 def _measure_all(context: WorkerContext, keys: list[Row], steps: int, rounds: int) -> None:
     """The worker: the rows come out the same on every rank."""
     reason = ""
     for _, group in groupby(keys, key=lambda key: key["dtype"]):
-        left = list(group)
-        cells: dict[str, _Cell] = defaultdict(_Cell)
+        left, times_ms = list(group), defaultdict(list)
         for number in range(rounds):
-            share = len(range(number, steps, rounds))
+            is_last, share = number == rounds - 1, len(range(number, steps, rounds))
             for key in left[:: -1 if number % 2 else 1]:
-                first, last = number == 0, number == rounds - 1
-                cell, failed = cells[key["implementation"]], "skipped"
-                if not reason:
-                    visit = partial(_visit, context, key, cell, share, first=first, last=last)
-                    reason, failed = run_on_all_or_out_of_memory(visit, context, key["dtype"])[1], "oom"
-                if last or reason:
-                    context.send(("sharding_times", [key | _times(cell, reason, failed)]))
+                times = times_ms[key["implementation"]]
+                visit = partial(_visit, context, key, times, share, is_first=number == 0, is_last=is_last)
+                values, reason = measure_on_all(visit, context, key["dtype"], reason)
+                if is_last or reason:
+                    context.send(("sharding_times", [key | values]))
                 if reason:
                     left = [other for other in left if other is not key]
-                    reason = f"memory ran out in the same process group: {reason}"
 
 
-def _visit(context: WorkerContext, key: Row, cell: _Cell, steps: int, *, first: bool, last: bool) -> None:
-    """One round of one strategy: build it, time it; in the first look at its memory and its messages too."""
+def _visit(
+    context: WorkerContext, key: Row, times_ms: list[float], steps: int, *, is_first: bool, is_last: bool
+) -> Row:
+    """One round of one strategy: look at its memory and messages in the first; after the last, its values."""
+
+    def timed(count: int) -> list[float]:
+        return slowest([one_step_ms(run.train_step, context, 1) for _ in range(count)], context)
+
     run = ShardedSteps(key, context)
-    warmup_steps = key["warmup_steps"]
-    if first:
+    if is_first:
         held = _first_step(run)
         with watch_collectives() as messages:
             run.train_step()
         context.send(("sharding_messages", _message_rows(context, key, messages)))
         for table, rows in _memory_rows(context, key, run, held).items():
             context.send((table, rows))
-    for _ in range(warmup_steps):
+    for _ in range(key["warmup_steps"]):
         one_step_ms(run.train_step, context, 1)
-    on_gpu = context.device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(context.device)
-    cell.times_ms += slowest([one_step_ms(run.train_step, context, 1) for _ in range(steps)], context)
-    if on_gpu:
-        stats = torch.cuda.memory_stats(context.device)
-        peaks = [stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("allocated", "requested")]
-        cell.peaks = dict(zip(PEAKS, slowest(peaks, context), strict=True))
-    if last:
-        with watch_collectives(send=False):
-            times = [one_step_ms(run.train_step, context, 1) for _ in range(STEPS_WITHOUT)]
-        cell.without_ms = slowest(times, context)
-
-
-def _times(cell: _Cell, reason: str, failed: str) -> Row:
-    """The value columns of sharding_times."""
-    if reason:
-        return {"status": failed, "reason": reason}
-    timing = Timing(step_ms=tuple(cell.times_ms))
-    without_ms = Timing(step_ms=tuple(cell.without_ms)).p50_ms
-    exposed = {"no_comm_ms": without_ms, "exposed_communication_ms": timing.p50_ms - without_ms}
-    return timing.as_row() | cell.peaks | exposed
+    reset_peaks(context)
+    times_ms += timed(steps)
+    memory = peaks(context)
+    if not is_last:
+        return {}
+    with watch_collectives(send=False):
+        no_comm_ms = statistics.median(timed(STEPS_WITHOUT))
+    timing = Timing(step_ms=tuple(times_ms))
+    exposed = {"no_comm_ms": no_comm_ms, "exposed_communication_ms": timing.p50_ms - no_comm_ms}
+    return timing.as_row() | memory | exposed
 
 
 def _first_step(run: ShardedSteps) -> dict[str, dict[str, int]]:
@@ -284,7 +249,7 @@ def _held(run: ShardedSteps) -> dict[str, int]:
     """Bytes of each category; the rest is what else the GPU's allocator has given out, or Python can find."""
     owned = {category: storage_bytes(tensors) for category, tensors in run.tensors().items()}
     if run.device.type == "cuda":
-        torch.cuda.synchronize(run.device)
+        synchronize(run.device)
         total = torch.cuda.memory_stats(run.device)["requested_bytes.all.current"]
     else:
         total = storage_bytes(_tensors_of_python())
@@ -309,34 +274,30 @@ def _memory_rows(
     }
     history = record_memory(run, "train_step", others=others)
     held["peak"] = _at_peak(history)
-    points = timeline_rows(timeline(history, points=TIMELINE_POINTS))
+    points = allocations.timeline_rows(allocations.timeline(history))
     everyone: list[Any] = [None] * context.world_size
     dist.all_gather_object(everyone, (held, points))
     fullest, points = max(everyone, key=lambda rank: sum(rank[0]["peak"].values()))
     config, share = find_size(key["model_size"], key["edition"]), key["batch_size"] // context.world_size
     batch = (share, key["context_length"], key["dtype"], context.device.type)
     predicted = sharding_costs.held_bytes(config, key["implementation"], context.world_size, *batch)
-    without_warmup = {name: value for name, value in key.items() if name not in ("pass", "warmup_steps")}
     rows = [
-        {
-            **without_warmup,
-            "moment": moment,
-            "category": category,
-            "size_mib": size / MIB,
-            "predicted_mib": predicted[moment][category] / MIB,
-        }
+        key
+        | OF_ANY_TIMING
+        | {"moment": moment, "category": category, "size_mib": size / MIB}
+        | {"predicted_mib": predicted[moment][category] / MIB}
         for moment, sizes in fullest.items()
         for category, size in sizes.items()
     ]
     return {
         "sharding_memory": rows,
-        "sharding_memory_timeline": [without_warmup | point for point in points],
+        "sharding_memory_timeline": [key | OF_ANY_TIMING | point for point in points],
     }
 
 
 def _at_peak(history: MemoryHistory) -> dict[str, int]:
-    peaks = stage_peaks(history)
-    peak = peaks.loc[peaks["total"].idxmax()]
+    stages = allocations.stage_peaks(history)
+    peak = stages.loc[stages["total"].idxmax()]
     owned = {category: int(peak[category] * MIB) for category in names.SHARDED}
     return owned | {"rest": int(peak["total"] * MIB) - sum(owned.values())}
 
@@ -352,20 +313,17 @@ def _message_rows(context: WorkerContext, key: Row, messages: list[Message]) -> 
         passes = 2 if message.collective == "all_reduce" else 1
         sent[message.collective] += passes * around * message.bytes
     return [
-        {
-            **{name: value for name, value in key.items() if name not in ("pass", "warmup_steps")},
-            "collective": collective,
-            "calls": calls[collective],
-            "sent_mb": size / MIB,
-            "predicted_sent_mb": predicted.get(collective, 0.0) / MIB,
-        }
+        key
+        | OF_ANY_TIMING
+        | {"collective": collective, "calls": calls[collective], "sent_mb": size / MIB}
+        | {"predicted_sent_mb": predicted.get(collective, 0.0) / MIB}
         for collective, size in sent.items()
     ]
 
 
 def _profile_all(context: WorkerContext, keys: list[Row]) -> None:
     for key in keys:
-        if run_on_all_or_out_of_memory(partial(_profile, context, key), context, key["dtype"])[1]:
+        if measure_on_all(partial(_profile, context, key), context, key["dtype"])[1]:
             return
 
 
@@ -378,8 +336,7 @@ def _profile(context: WorkerContext, key: Row) -> None:
     modules = dict(run.model.module.named_modules())
     with needs_recorded({name: modules[name] for name in units["forward"]}):
         profile = profile_steps(run.train_step, context)
-    lanes = timeline_rows_of_lanes(step_lanes(profile), key | {"rank": context.rank, "bucket_size_mb": None})
-    context.send(("ddp_timeline", lanes))
+    context.send(("ddp_timeline", timeline_rows(step_lanes(profile), key | {"rank": context.rank})))
     if units["forward"]:
         context.send(("gathers", _gather_rows(context, key, units, profile)))
 
@@ -387,7 +344,7 @@ def _profile(context: WorkerContext, key: Row) -> None:
 def _gather_rows(
     context: WorkerContext, key: Row, units: dict[str, dict[str, int]], profile: Profile
 ) -> list[Row]:
-    key = {name: value for name, value in key.items() if name not in ("pass", "warmup_steps")}
+    key = key | OF_ANY_TIMING
     try:
         times = gather_times(profile, [*units["forward"]], [*units["backward"]])
     except ProfileError as error:

@@ -32,22 +32,19 @@ def sweep_step_kernels(
     kernels: Sequence[str] = tuple(FUSED),
     implementations: Sequence[str] = tuple(STEP_KERNELS),
     dtypes: Sequence[str] = ("bfloat16",),
-    device: str | torch.device = "auto",
 ) -> Iterator[list[dict[str, Any]]]:
     """Check, then time every combination with a cold cache; yields rows of step_kernel_times.
 
     What is short runs from a CUDA graph.
 
     Raises:
-        ValueError: a name is unknown. RuntimeError: the device is not there.
+        ValueError: a name is unknown.
     """
-    device = timing.resolve_device(device)
-    for what, given, allowed in (
-        ("kernel", kernels, FUSED),
-        ("implementation", implementations, STEP_KERNELS),
-    ):
-        for name in given:
-            check_choice(what, name, allowed)
+    device = timing.resolve_device()
+    for kernel in kernels:
+        check_choice("kernel", kernel, FUSED)
+    for name in implementations:
+        check_choice("implementation", name, STEP_KERNELS)
     for kernel, dtype, name, tokens in itertools.product(kernels, dtypes, implementations, num_tokens):
         key = {"kernel": kernel, "implementation": name, "edition": config.edition, "model_size": config.name}
         key |= {"num_rows": tokens, "dtype": dtype}
@@ -60,11 +57,8 @@ def sweep_step_kernels(
 def _row(
     kernel: str, name: str, shape: tuple[int, ...], dtype: str, pass_: str, device: torch.device
 ) -> dict:
-    timed = Timing(status="skipped", reason=_why_not(name, device))
-    if not timed.reason:
-        measure = partial(_time, kernel, name, shape, dtype, pass_, device)
-        timed, reason = timing.run_or_out_of_memory(measure, device)
-        timed = timed or Timing(status="oom", reason=reason)
+    measure = partial(_time, kernel, name, shape, dtype, pass_, device)
+    timed = timing.timing_or_status(measure, device, _why_not(name, device))
     work = least_work(kernel, shape, DTYPES[dtype].bytes, backward=pass_ != "forward")
     row = {"moved_mb": work.moved_bytes / 1e6, "gflop": work.flops / 1e9} | timed.as_row()
     chip = chip_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

@@ -61,11 +61,9 @@ def _benchmark(name: str, shape: tuple[int, int], dtype: str, pass_: str, device
         reason = why_no_triton(device)
     if (name, pass_) == ("triton_descriptor", "backward"):
         reason = "written for the forward pass only"
-    if reason:
-        return Timing(status="skipped", reason=reason)
-    timed, reason = timing.run_or_out_of_memory(lambda: _time(name, shape, dtype, pass_, device), device)
+    timed = timing.timing_or_status(lambda: _time(name, shape, dtype, pass_, device), device, reason)
     timing.release_memory(device)
-    return timed or Timing(status="oom", reason=reason)
+    return timed
 
 
 def _time(name: str, shape: tuple[int, int], dtype: str, pass_: str, device: torch.device) -> Timing:

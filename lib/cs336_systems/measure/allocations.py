@@ -84,10 +84,11 @@ def read_history(
     return MemoryHistory(allocations.assign(category=category), stages)
 
 
-def timeline(history: MemoryHistory, points: int | None = 400) -> pd.DataFrame:
+def timeline(history: MemoryHistory, points: int | None = 110) -> pd.DataFrame:
     """MiB held by each category over time: at_ms since the recording began, stage, a column per category.
 
-    With `points`, time is cut into that many pieces, each shown at its largest total: no peak is lost.
+    Thin enough to be kept as rows: time is cut into so many pieces, each shown at its largest total, so that
+    no peak is lost; None shows all.
     """
     allocations, start_us = history.allocations, history.start_us
     born = allocations.assign(at_us=allocations.start_us.clip(lower=start_us), change=allocations.size_bytes)

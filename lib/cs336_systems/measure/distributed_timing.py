@@ -8,7 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336_systems.measure.timing import Timing, matmul_precision, release_memory, run_or_out_of_memory
+from cs336_systems.measure.timing import (
+    MIB,
+    Timing,
+    matmul_precision,
+    release_memory,
+    run_or_out_of_memory,
+)
 from cs336_systems.parallel import WorkerContext
 
 
@@ -54,17 +60,40 @@ def one_step_ms(operation: Callable[[], None], context: WorkerContext, calls: in
     return start.elapsed_time(end) / calls
 
 
-def run_on_all_or_out_of_memory(
-    function: Callable[[], Any], context: WorkerContext, dtype: str
+def measure_on_all(
+    measure: Callable[[], Any], context: WorkerContext, dtype: str, earlier: str = ""
 ) -> tuple[Any, str]:
-    """As `run_or_out_of_memory`, on all ranks: the reason of any of them is that of all."""
+    """What `measure` returns on each rank, and "".
+
+    Where memory runs out on any rank: a status for all, and why nothing can follow, to be given as `earlier`
+    with what was to follow, which is skipped: the ranks need not agree on what they have sent.
+    """
+    if earlier:
+        return {"status": "skipped", "reason": earlier}, earlier
     with matmul_precision(dtype):
-        found, reason = run_or_out_of_memory(function, context.device)
+        found, reason = run_or_out_of_memory(measure, context.device)
     release_memory(context.device)  # a wrapper and its hooks refer to each other
     reasons: list[str] = [""] * context.world_size
     dist.all_gather_object(reasons, reason)
     reason = next(filter(None, reasons), "")
-    return None if reason else found, reason
+    if not reason:
+        return found, ""
+    return {"status": "oom", "reason": reason}, f"memory ran out in the same process group: {reason}"
+
+
+def reset_peaks(context: WorkerContext) -> None:
+    """Let `peaks` count from here."""
+    if context.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(context.device)
+
+
+def peaks(context: WorkerContext) -> dict[str, float]:
+    """Value columns: the most memory that the fullest rank held, in MiB; on a CPU none."""
+    if context.device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(context.device)
+    mib = [stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("allocated", "requested")]
+    return dict(zip(("peak_memory_mib", "requested_memory_mib"), slowest(mib, context), strict=True))
 
 
 def slowest(times_ms: list[float], context: WorkerContext) -> list[float]:

@@ -161,6 +161,22 @@ def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> t
     return None, reason
 
 
+def timing_or_status(
+    measure: Callable[[], Timing],
+    device: torch.device,
+    reason: str = "",
+    errors: type[Exception] | tuple[()] = (),
+) -> Timing:
+    """What `measure` returns; or "skipped" for a reason, "oom" where memory ran out, "error" for `errors`."""
+    if reason:
+        return Timing(status="skipped", reason=reason)
+    try:
+        timed, reason = run_or_out_of_memory(measure, device)
+    except errors as error:
+        return Timing(status="error", reason=one_line(error))
+    return timed or Timing(status="oom", reason=reason)
+
+
 def one_line(error: BaseException) -> str:
     """An error as the reason in a row."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
@@ -185,13 +201,17 @@ def _clear_frames(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _one_step(step: Callable, prepare: Callable | None, device: torch.device, synchronize: bool) -> float:
-    arguments = () if prepare is None else (prepare(),)
-    on_cuda = device.type == "cuda"
-    if on_cuda:
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _one_step(step: Callable, prepare: Callable | None, device: torch.device, waits: bool) -> float:
+    arguments = () if prepare is None else (prepare(),)
+    synchronize(device)
     # What a step returns is freed after the clock has stopped: freeing is not its work.
-    if on_cuda and synchronize:
+    if device.type == "cuda" and waits:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         result = step(*arguments)
@@ -203,8 +223,7 @@ def _one_step(step: Callable, prepare: Callable | None, device: torch.device, sy
         result = step(*arguments)
         ms = (time.perf_counter() - start_s) * 1e3
     del result
-    if on_cuda:
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return ms
 
 
