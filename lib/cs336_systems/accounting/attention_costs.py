@@ -37,25 +37,17 @@ def attention_saved_bytes(
 
 
 def attention_peak_bytes(
-    batch_size: int,
-    context_length: int,
-    d_head: int,
-    pass_: str = "forward_backward",
-    dtype: str = "float32",
-    is_causal: bool = False,
-) -> int:
+    batch_size: int, context_length: int, d_head: int, pass_: str = "forward_backward",
+    dtype: str = "float32", is_causal: bool = False,
+) -> int:  # fmt: skip
     """Most bytes alive at once, q, k and v included: the sum of `attention_peak_breakdown`."""
     return sum(attention_peak_breakdown(batch_size, context_length, d_head, pass_, dtype, is_causal).values())
 
 
 def attention_peak_breakdown(
-    batch_size: int,
-    context_length: int,
-    d_head: int,
-    pass_: str = "forward_backward",
-    dtype: str = "float32",
-    is_causal: bool = False,
-) -> dict[str, int]:
+    batch_size: int, context_length: int, d_head: int, pass_: str = "forward_backward",
+    dtype: str = "float32", is_causal: bool = False,
+) -> dict[str, int]:  # fmt: skip
     """What is alive at the moment of most memory, for a context at least as long as a head is wide.
 
     Both peaks lie in the softmax, at its division, and are 12 bytes a score forward and 24 backward, whatever

@@ -124,13 +124,9 @@ def exposed_seconds(
 
 
 def equal_buckets_exposed_seconds(
-    total_bytes: float,
-    buckets: float,
-    *,
-    latency_s: float,
-    bytes_per_s: float,
+    total_bytes: float, buckets: float, *, latency_s: float, bytes_per_s: float,
     backward_s: float | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """The same for equal buckets, in closed form; `buckets` need not be a whole number.
 
     A bucket takes m = o + s / (n w) to send and c = B / n to compute. The last is ready at B. If sending is

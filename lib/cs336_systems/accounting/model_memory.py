@@ -106,13 +106,9 @@ def activation_bytes(
 
 
 def peak_bytes(
-    config: ModelConfig,
-    batch_size: int,
-    context_length: int,
-    pass_: str,
-    dtype: str = "float32",
+    config: ModelConfig, batch_size: int, context_length: int, pass_: str, dtype: str = "float32",
     plan: Plan | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """Most bytes alive at once in one step of the eager model with plain attention.
 
     Args:
@@ -124,13 +120,9 @@ def peak_bytes(
 
 
 def peak_moments(
-    config: ModelConfig,
-    batch_size: int,
-    context_length: int,
-    pass_: str,
-    dtype: str = "float32",
+    config: ModelConfig, batch_size: int, context_length: int, pass_: str, dtype: str = "float32",
     plan: Plan | None = None,
-) -> dict[str, int]:
+) -> dict[str, int]:  # fmt: skip
     """Bytes alive at each moment that can be the peak; which one it is depends on the shape."""
     names.check_choice("pass", pass_, names.PASSES)
     n = Elements(config, batch_size, context_length, dtype)

@@ -49,15 +49,9 @@ class Links:
 
 
 def collective_finish(
-    collective: str,
-    message_bytes: float,
-    mesh: Sequence[int],
-    links: Links | Sequence[Links],
-    *,
-    axis: int = 0,
-    algorithm: str = "ring",
-    ready: np.ndarray | None = None,
-) -> np.ndarray:
+    collective: str, message_bytes: float, mesh: Sequence[int], links: Links | Sequence[Links], *,
+    axis: int = 0, algorithm: str = "ring", ready: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
     """Seconds at which each device of a mesh is done with a collective, an array of the mesh's shape.
 
     Args:
@@ -201,12 +195,9 @@ Timeline = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def run_tasks(
-    tasks: Sequence[Task],
-    mesh: Sequence[int],
-    links: Links | Sequence[Links],
-    *,
+    tasks: Sequence[Task], mesh: Sequence[int], links: Links | Sequence[Links], *,
     slowness: float | np.ndarray = 1.0,
-) -> Timeline:
+) -> Timeline:  # fmt: skip
     """Start and end of every task on every device, in seconds: arrays of the mesh's shape, by task.
 
     Args:

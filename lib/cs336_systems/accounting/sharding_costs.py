@@ -72,14 +72,9 @@ def gathered_units(config: ModelConfig, strategy: str, dtype: str = "float32") -
 
 
 def held_bytes(
-    config: ModelConfig,
-    strategy: str,
-    world_size: int,
-    batch_size: int,
-    context_length: int,
-    dtype: str = "float32",
-    device: str = "cuda",
-) -> dict[str, dict[str, float]]:
+    config: ModelConfig, strategy: str, world_size: int, batch_size: int, context_length: int,
+    dtype: str = "float32", device: str = "cuda",
+) -> dict[str, dict[str, float]]:  # fmt: skip
     """Bytes that a rank holds at each of MOMENTS, in each of CATEGORIES; attention and AdamW are fused.
 
     Before and after the step are those of the first step, which begins without gradients and without state.

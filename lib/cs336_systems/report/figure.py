@@ -146,12 +146,9 @@ def panels_of(frame: pd.DataFrame, facet: str | None) -> dict[Hashable, pd.DataF
 
 
 def sheet(
-    panels: Iterable[Hashable] = (None,),
-    facet: str | None = None,
-    *,
-    height: float = 3.7,
+    panels: Iterable[Hashable] = (None,), facet: str | None = None, *, height: float = 3.7,
     sharey: bool = True,
-) -> tuple[Chart, list[Axes]]:
+) -> tuple[Chart, list[Axes]]:  # fmt: skip
     """A chart and its axes: one wide panel, or small multiples named after their value of `facet`."""
     panels = list(panels)
     columns = len(panels) if len(panels) <= 3 else 2 if len(panels) == 4 else 3

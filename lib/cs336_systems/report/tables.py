@@ -14,13 +14,9 @@ NO_LINES = "no rows yet"
 
 
 def pivot(
-    frame: pd.DataFrame,
-    index: str | Sequence[str],
-    columns: str,
-    values: str | Sequence[str] = "p50_ms",
-    *,
-    fmt: str | None = None,
-) -> pd.DataFrame:
+    frame: pd.DataFrame, index: str | Sequence[str], columns: str,
+    values: str | Sequence[str] = "p50_ms", *, fmt: str | None = None,
+) -> pd.DataFrame:  # fmt: skip
     """A table of text: `index` down, `columns` across, under the name and unit of each of `values`.
 
     Of the values after the first, columns with nothing in them are left out.
