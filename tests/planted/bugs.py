@@ -377,7 +377,7 @@ BUGS = [
     Bug("a mesh that the devices do not fill has a time", "accounting/scaling.py", "accounting/test_scaling.py",
         'np.any(np.asarray(values["X"]) * values["Y"] != values["N"])',
         'np.any(np.asarray(values["X"]) * values["Y"] > values["N"])'),
-    Bug("the input's gradient comes through one slice only", "parallel/tensor_parallel.py", "checks/test_tensor_parallel_checks.py bench/test_layer_bytes.py",
+    Bug("the input's gradient comes through one slice only", "parallel/tensor_parallel.py", "checks/test_tensor_parallel_checks.py bench/test_sent_bytes.py",
         "        dist.all_reduce(total, group=ctx.group)\n",
         ""),
     Bug("of the hops of a ring the first is not counted", "measure/collective_calls.py", "bench/test_sent_bytes.py",
