@@ -223,7 +223,7 @@ class FullStep(Named):
 
 
 _LOSS, _KERNELS = (f"cs336_systems.training.fused:use_fused_{part}" for part in ("loss", "kernels"))
-_BACKWARD = "cs336_systems.training.fused_block:use_fused_blocks_keeping_nothing"
+_BACKWARD = "cs336_systems.training.fused_block:use_fused_blocks"
 FULL_STEPS: dict[str, FullStep] = {
     "fsdp2_compiled": FullStep(
         "FSDP2, compiled", BLACK, "fsdp2", _LOSS, "sdpa_cudnn", checkpoints=1, compiles=True

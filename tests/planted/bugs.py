@@ -96,7 +96,7 @@ BUGS = [
         "        z = tl.load(logits_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=float(\"-inf\"))\n",
         "        z = tl.load(logits_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)\n"),
     Bug("the mean of losses is over ignored targets too", "training/linear_cross_entropy.py", "training/test_linear_cross_entropy.py",
-        "        count = (targets != ignore_index).sum()\n",
+        "        count = (targets != IGNORED).sum()\n",
         "        count = (targets == targets).sum()\n"),
     Bug("the weight has the gradient of the last chunk alone", "training/linear_cross_entropy.py", "training/test_linear_cross_entropy.py",
         "        total.addmm_(a.float(), b.float())\n",

@@ -19,7 +19,8 @@ def trains_as_one_process(context):
 
     torch.manual_seed(0)
     plain = build_model(CONFIG, SEQUENCE, device=context.device)
-    fused = use_fused_blocks(copy.deepcopy(plain), [("h",), ("qkv",)])
+    fused = use_fused_blocks(copy.deepcopy(plain))
+    fused.layers[0].keep, fused.layers[1].keep = ("h",), ("qkv",)
     wrapped = FSDP(fused, unit_types=("TransformerBlock",))
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, wrapped)]
     tokens, targets = torch.randint(CONFIG.vocab_size, (2, 2, SEQUENCE), device=context.device)

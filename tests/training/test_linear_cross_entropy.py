@@ -1,5 +1,6 @@
 """Linear and cross-entropy together: PyTorch's loss and gradients, and one chunk of logits in memory."""
 
+import math
 import sys
 from importlib.util import find_spec
 
@@ -51,23 +52,17 @@ def test_the_kernel_runs_where_it_can(monkeypatch):
 
 
 @pytest.mark.usefixtures("_without_triton")
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 7, 100])
-def test_chunks_change_nothing(chunk_tokens):
-    hidden, weight, targets = inputs(2, 7, 12, 50)
-    wanted = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
+@pytest.mark.parametrize("shape", [(2, 7), (1,), ()], ids=str)
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 100])
+def test_chunks_and_leading_dimensions_change_nothing(shape, chunk_tokens):
+    hidden, weight, _ = inputs(math.prod(shape), 12, 50)
+    hidden = hidden.detach().view(*shape, 12).requires_grad_()
+    targets = torch.randint(50, shape, device=DEVICE)
+    wanted = F.cross_entropy((hidden @ weight.T).view(-1, 50), targets.flatten())
     loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens)
     torch.testing.assert_close(loss, wanted)
-    for ours, other in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, wanted)), strict=True):
-        torch.testing.assert_close(ours, other)
-
-
-def test_one_token():
-    hidden, weight, targets = inputs(1, 9, 70)
-    wanted = F.cross_entropy(hidden @ weight.T, targets)
-    loss = linear_cross_entropy(hidden[0], weight, targets[0])  # no leading dimension at all
-    torch.testing.assert_close(loss, wanted)
-    for ours, other in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, wanted)), strict=True):
-        torch.testing.assert_close(ours, other)
+    ours, others = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, wanted))
+    torch.testing.assert_close(ours, others)
 
 
 @pytest.mark.usefixtures("_without_triton")
@@ -140,18 +135,12 @@ def test_inside_autocast_in_its_dtype():
     ("change", "error", "sentence"),
     [
         ({"hidden": torch.zeros(5, 9)}, ValueError, r"\(5, 9\), \(20, 8\), \(5,\); allowed: \(..., d\)"),
-        ({"targets": torch.zeros(4).long()}, ValueError, r"allowed: \(..., d\), \(vocabulary, d\)"),
         ({"weight": torch.zeros(0, 8)}, ValueError, "vocabulary at least 1"),
         ({"weight": torch.zeros(20, 8).half()}, TypeError, "float32, torch.float16, torch.int64; allowed"),
         ({"targets": torch.zeros(5)}, TypeError, "allowed.*torch.int64"),
         ({"weight": torch.zeros(20, 8, device="meta")}, ValueError, "meta, cpu; allowed: the same one"),
         ({"chunk_tokens": 0}, ValueError, "chunk_tokens=0; allowed: 1 or more"),
-        (
-            {"targets": torch.tensor([0, 1, 20, 2, 3])},
-            ValueError,
-            "a target is 20; allowed: -100, or 0 to 19",
-        ),
-        ({"targets": torch.tensor([0, 1, -1, 2, 3])}, ValueError, "a target is -1"),
+        ({"targets": torch.tensor([0, 1, 20, 2, 3])}, ValueError, "a target is 20; allowed: -100, or 0 to"),
     ],
 )
 def test_bad_input_is_named(change, error, sentence):

@@ -9,7 +9,7 @@ caller says what is kept: what is not costs its matmuls once more. Residuals are
 before them, and what was made again is freed as soon as it is done with.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -119,9 +119,9 @@ def _rows(heads: Tensor) -> Tensor:
 
 
 class FusedTransformerBlock(TransformerBlock):
-    """A block that computes with `BlockFunction`. keep: some of KEEPABLE."""
+    """A block that computes with `BlockFunction`. keep: some of KEEPABLE, not to be made again."""
 
-    keep: Collection[str] = KEEPABLE
+    keep: Collection[str] = ()
 
     def forward(self, x: Tensor) -> Tensor:
         cos, sin = (table[: x.shape[-2]] for table in (self.attn.rope.cos, self.attn.rope.sin))
@@ -129,29 +129,12 @@ class FusedTransformerBlock(TransformerBlock):
         return BlockFunction.apply(x.contiguous(), cos, sin, *options, *weights(self))
 
 
-def use_fused_blocks(model: TransformerLM, keep: Sequence[Collection[str]] | None = None) -> TransformerLM:
-    """`use_fused_kernels(model)`, and BlockFunction in its blocks; FSDP and optimizers find all as before.
-
-    Args:
-        keep: what each block keeps, some of KEEPABLE; None is everything everywhere.
-
-    Raises:
-        ValueError: keep is not as long as the model has blocks, or has something that is not in KEEPABLE.
-    """
-    keep = [KEEPABLE] * len(model.layers) if keep is None else keep
-    if len(keep) != len(model.layers):
-        raise ValueError(f"keep is for {len(keep)} blocks; allowed: {len(model.layers)}")
-    if unknown := {name for names in keep for name in names} - set(KEEPABLE):
-        raise ValueError(f"keep has {unknown.pop()!r}; allowed: {', '.join(KEEPABLE)}")
+def use_fused_blocks(model: TransformerLM) -> TransformerLM:
+    """`use_fused_kernels(model)`, and BlockFunction in its blocks; FSDP and optimizers find all as before."""
     use_fused_kernels(model)
-    for layer, names in zip(model.layers, keep, strict=True):
-        layer.__class__, layer.keep = FusedTransformerBlock, frozenset(names)
+    for layer in model.layers:
+        layer.__class__ = FusedTransformerBlock
     return model
-
-
-def use_fused_blocks_keeping_nothing(model: TransformerLM) -> TransformerLM:
-    """`use_fused_blocks`, everything that can be made again made again."""
-    return use_fused_blocks(model, [()] * len(model.layers))
 
 
 def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str, int]:

@@ -18,10 +18,12 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.attention.inputs import DTYPES
 from cs336_systems.functional import at_least_float32
 
+IGNORED = -100  # the target that does not count, as in PyTorch
 
-def plain_cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+
+def plain_cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     """As `kernels.cross_entropy.cross_entropy_`, in PyTorch: where Triton's kernels do not run."""
-    counts = targets != ignore_index
+    counts = targets != IGNORED
     index = targets.where(counts, 0)[:, None]
     log_probability = at_least_float32(logits).log_softmax(-1)
     losses = -log_probability.gather(-1, index).squeeze(-1)
@@ -30,21 +32,21 @@ def plain_cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -1
     return losses.where(counts, 0)
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
+def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     """Losses (n,) in float32; the logits (n, vocabulary) become the gradient of their sum."""
     if find_spec("triton") is not None:
         from cs336_systems.kernels import cross_entropy, runtime
 
         if logits.is_cuda or runtime.INTERPRETED:
-            return cross_entropy.cross_entropy_(logits, targets, ignore_index)
-    return plain_cross_entropy_(logits, targets, ignore_index)
+            return cross_entropy.cross_entropy_(logits, targets)
+    return plain_cross_entropy_(logits, targets)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """`apply(hidden, weight, targets, chunk_tokens, ignore_index)`: see `linear_cross_entropy`."""
+    """`apply(hidden, weight, targets, chunk_tokens)`: see `linear_cross_entropy`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, chunk_tokens: int, ignore_index: int) -> Tensor:
+    def forward(ctx, hidden, weight, targets, chunk_tokens: int) -> Tensor:
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), device=hidden.device)
@@ -53,14 +55,14 @@ class LinearCrossEntropy(torch.autograd.Function):
         for first in range(0, len(rows), chunk_tokens):
             chunk = slice(first, first + chunk_tokens)
             logits = rows[chunk] @ weight.T
-            total += cross_entropy_(logits, targets[chunk], ignore_index).sum()
+            total += cross_entropy_(logits, targets[chunk]).sum()
             # From here on the logits are their gradient.
             if wants_hidden:
                 torch.mm(logits, weight, out=d_rows[chunk])
             if wants_weight:
                 add_product_(d_weight, logits.T, rows[chunk])
             del logits  # before the next chunk's are made
-        count = (targets != ignore_index).sum()
+        count = (targets != IGNORED).sum()
         ctx.save_for_backward(d_rows, d_weight, count)
         ctx.dtype, ctx.shape = hidden.dtype, hidden.shape
         return total / count
@@ -71,7 +73,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         d_rows, d_weight, count = ctx.saved_tensors
         factor = d_loss.float() / count.clamp(min=1)
         d_hidden = None if d_rows is None else scaled(d_rows, factor, ctx.dtype).reshape(ctx.shape)
-        return d_hidden, None if d_weight is None else scaled(d_weight, factor, ctx.dtype), None, None, None
+        return d_hidden, None if d_weight is None else scaled(d_weight, factor, ctx.dtype), None, None
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -89,15 +91,15 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int = 4096, ignore_index: int = -100
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int = 4096
 ) -> Tensor:
     """Mean of -log softmax(hidden weight^T)[target] over the targets that count, in nats: a float32 number.
 
     Args:
         hidden: (..., d) of float32, bfloat16 or float16; inside torch.autocast in the region's dtype.
         weight: (vocabulary, d), of hidden's dtype.
-        targets: (...) int64; ignore_index does not count. As PyTorch's, the loss is NaN and its gradients are
-            0 where none counts. On a GPU it is NaN, too, where a target is not in the vocabulary.
+        targets: (...) int64; -100 does not count. As PyTorch's, the loss is NaN and its gradients are 0 where
+            none counts. On a GPU it is NaN, too, where a target is not in the vocabulary.
         chunk_tokens: tokens whose logits are held at a time; changes memory, not the result.
 
     Raises:
@@ -107,14 +109,14 @@ def linear_cross_entropy(
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
-    _check(hidden, weight, targets, chunk_tokens, ignore_index)
+    _check(hidden, weight, targets, chunk_tokens)
     if not torch.is_grad_enabled():  # then no gradient is made either
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):
-        return LinearCrossEntropy.apply(hidden, weight, targets, chunk_tokens, ignore_index)
+        return LinearCrossEntropy.apply(hidden, weight, targets, chunk_tokens)
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, ignore_index: int) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:
     given = ", ".join(str(x.dtype) for x in (hidden, weight, targets))
     if hidden.dtype != weight.dtype or hidden.dtype not in DTYPES or targets.dtype != torch.int64:
         allowed = f"the same twice, one of {', '.join(map(str, DTYPES))}, and torch.int64"
@@ -130,7 +132,6 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int, i
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
     if not targets.is_cuda:
-        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= len(weight)))]
+        wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= len(weight)))]
         if len(wrong):
-            allowed = f"{ignore_index}, or 0 to {len(weight) - 1}"
-            raise ValueError(f"a target is {wrong[0]}; allowed: {allowed}")
+            raise ValueError(f"a target is {wrong[0]}; allowed: {IGNORED}, or 0 to {len(weight) - 1}")

@@ -25,15 +25,7 @@ def choose(items: Sequence[Item], budget_bytes: int) -> list[Item]:
 
     Exact, by dynamic programming over the budget in MiB, an item's bytes rounded up: best[m] after each item
     is the most time that the items so far can save in m MiB. Work: items times MiB.
-
-    Raises:
-        ValueError: an item of negative bytes or of a time that is no number; a negative budget.
     """
-    for item in items:
-        if item.kept_bytes < 0 or not math.isfinite(item.saved_ms):
-            raise ValueError(f"{item}; allowed: 0 bytes or more, and a finite time")
-    if budget_bytes < 0:
-        raise ValueError(f"a budget of {budget_bytes} bytes; allowed: 0 or more")
     budget = budget_bytes // MIB
     sizes = [math.ceil(item.kept_bytes / MIB) for item in items]
     best = np.zeros(budget + 1)
