@@ -190,33 +190,6 @@ def overlap(context):
     assert max(bucket_bytes(optimizer)) <= 5e-4 * context.world_size * 2**20
 
 
-def later_groups(context):
-    """A group that is added after steps is sharded too, with its settings, and the shards before it stay."""
-    alone, module = Odd(), Odd()
-    first, second = zip(alone.groups(), module.groups(), strict=True)
-    optimizers = [
-        AdamW([first[0]], betas=(0.8, 0.9)),
-        ShardedOptimizer([first[1]], AdamW, betas=(0.8, 0.9), bucket_size_mb=SMALL_MB),
-    ]
-    for step in range(4):
-        if step == 2:
-            owners = {p: optimizers[1].owner(p) for p in module.matrices}
-            for optimizer, group in zip(optimizers, second, strict=True):
-                optimizer.add_param_group(group)
-            assert owners == {p: optimizers[1].owner(p) for p in module.matrices}
-        for optimizer, model in zip(optimizers, (alone, module), strict=True):
-            set_gradients(model, step)
-            optimizer.step()
-        assert_same(module, alone, step)
-    assert [group["lr"] for group in optimizers[1].param_groups] == [1e-3, 0.03]
-    with pytest.raises(ValueError, match="more than one parameter group"):
-        optimizers[1].add_param_group({"params": [module.scalar]})
-    assert len(optimizers[1].param_groups) == 2
-    module.frozen.requires_grad_().grad = torch.zeros(WIDTH)
-    with pytest.raises(RuntimeError, match="frozen when given"):
-        optimizers[1].step()
-
-
 def with_data_parallelism(context):
     """Trained with every way to average gradients, weights are those of one process on the whole batch."""
 
@@ -322,7 +295,15 @@ def refusals(context):
     optimizer = ShardedOptimizer(weights, AdamW)
     with pytest.raises(ValueError, match="rank 1"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2 + context.rank))]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": weights[:1]})
     assert len(optimizer.param_groups) == 1
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer.add_param_group({"params": [frozen]})
+    frozen.requires_grad_().grad = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="frozen when given"):
+        optimizer.step()
+    frozen.grad = None
     other = (context.rank + 1) % context.world_size
     with pytest.raises(
         ValueError, match=f"rank {other} of {context.world_size}; allowed: of rank {context.rank}"
@@ -371,8 +352,7 @@ def train_on(context, start, end):
     dist.barrier()
 
 
-ANY = [bitwise, states, balance, overlap, later_groups, with_data_parallelism, bytes_sent]
-ANY += [refusals, shard_of_its_own]
+ANY = [bitwise, states, balance, overlap, with_data_parallelism, bytes_sent, refusals, shard_of_its_own]
 
 
 def run_all(context, start=None, end=None):

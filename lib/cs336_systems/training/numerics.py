@@ -73,15 +73,8 @@ def binades(value: float, count: int, dtype: torch.dtype) -> list[dict[str, floa
         # The addition that leaves the binade is rounded to the spacing of the next one.
         before = total + max(additions - 1, 0) * increment
         end = before + rounded_increment(value, before, dtype)
-        rows.append(
-            {
-                "total": total,
-                "spacing": spacing(total, dtype),
-                "increment": increment,
-                "additions": additions,
-                "end": end,
-            }
-        )
+        row = {"total": total, "spacing": spacing(total, dtype), "increment": increment}
+        rows.append(row | {"additions": additions, "end": end})
         total = end
         left -= additions
     return rows
