@@ -1,21 +1,14 @@
-"""Sharding wrappers with one classic mistake each, and the worker that hands all of them to the checker."""
+"""Sharding wrappers with one classic mistake each."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from cs336_systems.checks.fsdp_checks import ENDING, cases
-from cs336_systems.checks.on_ranks import run_cases
 from cs336_systems.model import Embedding, Linear
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def check_each(context, classes):
-    """What the checker says about each class."""
-    return {name: run_cases(context, pickled, cases(), ENDING) for name, pickled in classes.items()}
 
 
 class Weight:
@@ -267,6 +260,12 @@ class NeverGathersAgain(Right):
 
     def free_in_backward(self, weight):
         pass
+
+
+class KeepsTheFirstWeight(Right):
+    def free_in_backward(self, weight):
+        if len(weight.whole) != 24:
+            weight.free()
 
 
 class KeepsUntilBackward(Right):

@@ -1,19 +1,9 @@
-"""Sharded optimizers with one classic mistake each, and the worker that hands all of them to the checker."""
+"""Sharded optimizers with one classic mistake each."""
 
 import torch
 import torch.distributed as dist
 from torch.distributed import broadcast
 from torch.optim import Optimizer
-
-from cs336_systems.checks.on_ranks import run_cases
-from cs336_systems.checks.sharded_optimizer_checks import ENDING, cases
-
-
-def check_each(context, classes):
-    """What the checker says about each class."""
-    return {
-        name: run_cases(context, pickled, cases(thorough=True), ENDING) for name, pickled in classes.items()
-    }
 
 
 class Right(Optimizer):

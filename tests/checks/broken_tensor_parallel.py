@@ -75,21 +75,3 @@ class KeepsTheSlicesElsewhere(Parts):
     def __init__(self, full, group):
         super().__init__(full, group)
         self.gate, self.w1 = self.w1, None
-
-
-def output_of_odd_width(context):
-    """What the layer says of a width that the ranks cannot share."""
-    from cs336_systems.model import SwiGLU
-
-    try:
-        TensorParallelSwiGLU(SwiGLU(4, 2 * context.world_size + 1))
-    except ValueError as error:
-        return str(error)
-
-
-def check_each(context, classes):
-    """What find_mistake says of each class on this rank, and of a width that cannot be shared."""
-    from cs336_systems.checks.tensor_parallel_checks import find_mistake
-
-    found = {name: find_mistake(context, candidate) for name, candidate in classes.items()}
-    return found | {"odd width": output_of_odd_width(context)}

@@ -2,13 +2,14 @@
 
 import cloudpickle
 import pytest
+from each_class import check_each
 
 from cs336_systems.parallel import launch
 
 
 @pytest.fixture(scope="module")
 def failures(request):
-    """What the checker says about each class of BROKEN that SENTENCES names, all of them in one launch.
+    """What the CASES say about each class of BROKEN that SENTENCES names, all of them in one launch.
 
     So nothing that one leaves behind may disturb the next.
     """
@@ -16,4 +17,4 @@ def failures(request):
     cloudpickle.register_pickle_by_value(broken)  # as if defined in a notebook
     classes = {name: cloudpickle.dumps(getattr(broken, name)) for name in request.module.SENTENCES}
     cloudpickle.unregister_pickle_by_value(broken)
-    return launch(broken.check_each, 2, classes, backend="gloo", timeout_s=200)[0]
+    return launch(check_each, 2, classes, request.module.CASES, backend="gloo", timeout_s=200)[0]

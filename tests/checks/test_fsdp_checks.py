@@ -5,10 +5,10 @@ import re
 import broken_fsdp
 import pytest
 
-from cs336_systems.checks.fsdp_checks import check_fsdp
+from cs336_systems.checks.fsdp_checks import cases, check_fsdp
 from cs336_systems.parallel import FSDP
 
-BROKEN = broken_fsdp
+BROKEN, CASES = broken_fsdp, cases()
 # What the sentence about each mistake must name.
 SENTENCES = {
     "Right": "nothing",
@@ -25,18 +25,19 @@ SENTENCES = {
     "AveragesTwice": "gradient of 'embedding.weight' is averaged twice",
     "ForgetsTheNorms": "gradient of 'scale' is still this rank's own",
     "KeepsItsOwnRows": "gradient of 'embedding.weight' is not the mean",
-    "ForgetsToWaitForReductions": r"left \d+ of \d+ reduce-scatter.* possibly under way",
-    "AllReduces": "whole gradient of 'head.weight' went through all_reduce",
-    "NeverGathersAgain": "from before the optimizer's step. Gather from the shards as they are now",
-    "KeepsUntilBackward": r"after forward these whole weights .*resize_\(0\)",
-    "ForgetsToFreeInBackward": "after backward these whole weights still have memory: wide.weight",
+    "ForgetsToWaitForReductions": r"\d+ of \d+ reduce-scatter.* may still be under way",
+    "AllReduces": "whole gradient of 'head' went through all_reduce",
+    "NeverGathersAgain": "with the weights from before the optimizer's step. Gather from the shards",
+    "KeepsTheFirstWeight": "with 'embedding.weight' from before the optimizer's step",
+    "KeepsUntilBackward": r"after forward the whole weights .*resize_\(0\)",
+    "ForgetsToFreeInBackward": "after backward the whole weights of these layers still have memory: wide",
     "NoPrefetch": "all-gather of 'up' starts only when its layer begins",
     "WaitsAtOnce": "all-gather of 'embedding' is waited for where it starts",
     "GathersEverythingFirst": "'down' is gathered before .* two layers ahead",
     "PrefetchesOnlyForward": "in backward the all-gather of 'embedding' starts only",
     "SendsFloat32": "'embedding' is gathered in torch.float32. Cast",
     "LeavesLowGradients": "gradient of 'embedding.weight' is torch.bfloat16 and its shard torch.float32",
-    "CastsOnce": "Cast the shard anew for every gather",
+    "CastsOnce": "bfloat16, forward computes with the weights from before .* cast anew",
     "RoundsItsShards": "'embedding' is kept in torch.bfloat16, where small updates are lost",
     "LowShards": "the shard of 'embedding.weight' is torch.bfloat16",
 }

@@ -1,6 +1,5 @@
 """What a correct data-parallel wrapper does, said in sentences to whoever wrote one."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -9,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cs336_systems.checks.on_ranks import Case, check_on_ranks
+from cs336_systems.checks.on_ranks import Case, check_on_ranks, close
+from cs336_systems.checks.one_process import Losses, follow_one_process, gradient_mistake
 from cs336_systems.parallel import WorkerContext
 
 Wrap = Callable[[nn.Module], nn.Module]
-ENDING = "finish_gradient_synchronization()"
-_STEPS = 4
 _SHARE = 3  # samples of one rank in one backward pass
 
 
@@ -40,23 +38,21 @@ def check_ddp(
     Raises:
         AssertionError: what is wrong, where, and how to mend it.
     """
-    name = getattr(ddp_class, "__name__", repr(ddp_class))
-    candidate = partial(ddp_class, **wrapper_arguments)
-    check_on_ranks(name, candidate, cases(thorough, some_unused), ENDING, world_size, timeout_s)
+    check_on_ranks(ddp_class, wrapper_arguments, cases(thorough, some_unused), world_size, timeout_s)
 
 
 def cases(thorough: bool, some_unused: bool = False) -> list[Case]:
     """What `check_ddp` tries, in this order."""
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     adamw = partial(torch.optim.AdamW, lr=0.01)
-    plans: list[Plan] = [_one_pass]
+    plans: list[tuple[Losses, int]] = [(_one_pass, 0)]
     if thorough:
-        plans += [_several_passes, _accumulation, _unused]
+        plans += [(_several_passes, 0), (_several_passes, 2), (_unused, 0)]
     elif some_unused:
-        plans += [_unused_elsewhere]
+        plans += [(_unused_elsewhere, 0)]
     trainings = [
-        partial(_weights_follow_one_process, plan=plan, make_optimizer=optimizer)
-        for plan in plans
+        partial(_weights_follow_one_process, losses=losses, silent=silent, make_optimizer=optimizer)
+        for losses, silent in plans
         for optimizer in (sgd, adamw)
     ]
     return [_starts_from_rank_0, _averages_gradients, *trainings]
@@ -94,35 +90,25 @@ def _loss(model: nn.Module, rank: int, step: int, **options: bool) -> Tensor:
     return F.mse_loss(model(inputs, **options), targets)
 
 
-# A plan says which losses a rank runs backward from in one step, and whether each pass may communicate.
-Plan = Callable[[nn.Module, int, int], Iterator[tuple[Tensor, bool]]]
-
-
-def _one_pass(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+def _one_pass(model: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
     """one backward pass a step"""
-    yield _loss(model, rank, step), True
+    yield _loss(model, rank, step)
 
 
-def _several_passes(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+def _several_passes(model: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
     """three backward passes before finish_gradient_synchronization()"""
     for part in range(3):
-        yield _loss(model, rank, step + 100 * part, rarely=part != 1), True
+        yield _loss(model, rank, step + 100 * part, rarely=part != 1)
 
 
-def _accumulation(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
-    """two backward passes under no_sync(), then one that communicates"""
-    for part in range(3):
-        yield _loss(model, rank, step + 100 * part), part == 2
-
-
-def _unused(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+def _unused(model: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
     """parameters that in a step only rank 0 uses, or no rank does"""
-    yield _loss(model, rank, step, rarely=step % 2 == 1 and rank == 0), True
+    yield _loss(model, rank, step, rarely=step % 2 == 1 and rank == 0)
 
 
-def _unused_elsewhere(model: nn.Module, rank: int, step: int) -> Iterator[tuple[Tensor, bool]]:
+def _unused_elsewhere(model: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
     """parameters that only rank 0 uses"""
-    yield _loss(model, rank, step, rarely=rank == 0), True
+    yield _loss(model, rank, step, rarely=rank == 0)
 
 
 def _starts_from_rank_0(context: WorkerContext, wrap: Wrap) -> str | None:
@@ -148,77 +134,40 @@ def _averages_gradients(context: WorkerContext, wrap: Wrap) -> str | None:
         _loss(total, rank, 0).backward()
     _loss(wrapped, context.rank, 0).backward()
     wrapped.finish_gradient_synchronization()
-    return _diagnose(wrapped.module, own, total, context.world_size)
+    names = [name for name, _ in own.named_parameters()]
+    parameters = zip(names, wrapped.module.parameters(), own.parameters(), total.parameters(), strict=True)
+    return next(filter(None, (_mistake(*each, context.world_size) for each in parameters)), None)
 
 
-def _diagnose(module: nn.Module, own: nn.Module, total: nn.Module, world_size: int) -> str | None:
-    """Name what the gradients of `module` are, if they are not the mean."""
-    for (name, parameter), mine, summed in zip(
-        module.named_parameters(), own.parameters(), total.parameters(), strict=True
-    ):
-        if not _close(parameter, mine):
-            return (
-                f"finish_gradient_synchronization() changed the parameter itself, {name!r}, before any "
-                "optimizer step. All-reduce parameter.grad, not the parameter."
-            )
-        if mine.grad is None:
-            if parameter.grad is not None:
-                return (
-                    f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
-                )
-        elif parameter.grad is None:
-            return f"{name!r} has no gradient after finish_gradient_synchronization()."
-        elif not _close(parameter.grad, summed.grad / world_size):
-            if _close(parameter.grad, summed.grad):
-                return f"the gradient of {name!r} is the sum over the ranks. Divide it by the world size."
-            if _close(parameter.grad, mine.grad):
-                return f"the gradient of {name!r} is still this rank's own. All-reduce it, in place."
-            return f"the gradient of {name!r} is not the mean over the ranks."
-    return None
+def _mistake(
+    name: str, parameter: nn.Parameter, own: nn.Parameter, total: nn.Parameter, ranks: int
+) -> str | None:
+    if not close(parameter, own):
+        return (
+            f"finish_gradient_synchronization() changed the parameter itself, {name!r}, before any "
+            "optimizer step. All-reduce parameter.grad, not the parameter."
+        )
+    if own.grad is None and parameter.grad is not None:
+        return f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
+    if own.grad is None:
+        return None
+    if parameter.grad is None:
+        return f"{name!r} has no gradient after finish_gradient_synchronization()."
+    return gradient_mistake(name, parameter.grad, own.grad, total.grad, ranks)
 
 
 def _weights_follow_one_process(
     context: WorkerContext,
     wrap: Wrap,
     *,
-    plan: Plan,
+    losses: Losses,
+    silent: int,
     make_optimizer: Callable[..., torch.optim.Optimizer],
 ) -> str | None:
     alone, wrapped = _Toy(seed=0), wrap(_Toy(seed=context.rank))
-    optimizers = make_optimizer(alone.parameters()), make_optimizer(wrapped.parameters())
-    name = f"{type(optimizers[0]).__name__}, {plan.__doc__}"
-    if plan is _accumulation and not hasattr(wrapped, "no_sync"):
-        return "it has no no_sync() context, under which backward passes only accumulate."
-    difference = None
-    for step in range(_STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for rank in range(context.world_size):
-            for loss, _ in plan(alone, rank, step):
-                (loss / context.world_size).backward()
-        for loss, communicates in plan(wrapped, context.rank, step):
-            with contextlib.nullcontext() if communicates else wrapped.no_sync():
-                loss.backward()
-        wrapped.finish_gradient_synchronization()
-        for optimizer in optimizers:
-            optimizer.step()
-        # A rank that sees a difference stays to the end: the others may wait for it in their next step.
-        difference = difference or _difference(alone, wrapped.module, step, name)
-    return difference
+    how = f"{losses.__doc__}{f', {silent} of them under no_sync()' if silent else ''}"
+    return follow_one_process(context, alone, wrapped, losses, make_optimizer, _weights, how, silent)
 
 
-def _difference(alone: nn.Module, module: nn.Module, step: int, name: str) -> str | None:
-    for (parameter_name, expected), parameter in zip(
-        alone.named_parameters(), module.parameters(), strict=True
-    ):
-        if not _close(parameter, expected):
-            error = (parameter - expected).abs().max().item()
-            return (
-                f"with {name}: after {step + 1} steps {parameter_name!r} is {error:.1e} off the weights that "
-                "one process gets from the whole batch."
-            )
-    return None
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+def _weights(wrapped: nn.Module) -> dict[str, Tensor]:
+    return dict(wrapped.module.named_parameters())

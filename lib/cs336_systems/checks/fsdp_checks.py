@@ -1,28 +1,26 @@
 """What correct fully sharded data parallelism does, said in sentences to whoever wrote it."""
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from cs336_systems.checks.on_ranks import Case, check_on_ranks, observed
+from cs336_systems.checks.on_ranks import Case, Message, Work, check_on_ranks, close, from_all, observed
+from cs336_systems.checks.one_process import follow_one_process, gradient_mistake
 from cs336_systems.model import Embedding, Linear, RMSNorm
 from cs336_systems.names import check_choice
 from cs336_systems.parallel import WorkerContext
 
 Wrap = Callable[..., nn.Module]
-ENDING = "finish_gradient_synchronization()"
-_STEPS = 4
 _SHARE = 3  # samples of one rank in one backward pass
 _VOCABULARY = 24
 _ALLOWED = 4  # whole weights at once: the one in use, two ahead of it, and the one before, about to be freed
+_SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def check_fsdp(
@@ -31,7 +29,6 @@ def check_fsdp(
     only: Sequence[str] = (),
     world_size: int = 2,
     thorough: bool = False,
-    timeout_s: float = 60.0,
     **wrapper_arguments: Any,
 ) -> None:
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
@@ -51,9 +48,7 @@ def check_fsdp(
     """
     for word in only:
         check_choice("property", word, PROPERTIES)
-    name = getattr(fsdp_class, "__name__", repr(fsdp_class))
-    candidate = partial(fsdp_class, **wrapper_arguments)
-    check_on_ranks(name, candidate, cases(only, thorough), ENDING, world_size, timeout_s)
+    check_on_ranks(fsdp_class, wrapper_arguments, cases(only, thorough), world_size)
 
 
 def cases(only: Sequence[str] = (), thorough: bool = False) -> list[Case]:
@@ -93,9 +88,16 @@ class _Toy(nn.Module):
         return self.run("head", (x * self.scale.to(x.dtype)).tanh())
 
 
-def _names_by_size() -> dict[int, str]:
-    """Names of the toy's parameters, by their number of elements."""
-    return {parameter.numel(): name for name, parameter in _Toy(seed=0).named_parameters()}
+@cache
+def _layers_by_size() -> dict[int, str]:
+    """The toy's layers, by the number of elements of their weights."""
+    toy = _Toy(seed=0)
+    return {getattr(toy, layer).weight.numel(): layer for layer in LAYERS}
+
+
+def _gathered(message: Message) -> str:
+    """The layer whose whole weight an all-gather brings, or "" of another message."""
+    return _layers_by_size().get(message.buffer.numel(), "") if "gather" in message.name else ""
 
 
 def _tokens(rank: int, step: int) -> Tensor:
@@ -162,49 +164,30 @@ def _forward(context: WorkerContext, wrap: Wrap) -> str | None:
     """forward computes with the whole weights, and leaves the shards in place"""
     wrapped, alone = wrap(_Toy(seed=0)), _Toy(seed=0)
     sizes = [parameter.numel() for parameter in wrapped.parameters()]
-    tokens = _tokens(context.rank, 0)
-    try:
-        with _waiting_checked(wrapped.module):
-            outputs = wrapped(tokens)
-    except _NotWaitedForError as error:
-        return str(error)
-    if sizes != [parameter.numel() for parameter in wrapped.parameters()]:
-        return "after forward, parameters() are not the shards any more. Put them back behind each layer."
-    expected = alone(tokens)
-    if outputs.shape != expected.shape or not _close(outputs, expected):
-        return "its forward is not the module's. Does every layer compute with its own, whole weight?"
-    return None
+    gathers: dict[str, Work | None] = {}
+    early: list[str] = []
 
-
-class _NotWaitedForError(Exception):
-    """A layer begins to compute while its weight may still be on its way."""
-
-
-@contextlib.contextmanager
-def _waiting_checked(module: nn.Module) -> Iterator[None]:
-    """Have each layer see, before it computes, whether anybody waited for its gather."""
-    names = _names_by_size()
-    handles: dict[str, Any] = {}
-
-    def on_message(name: str, args: tuple, kwargs: dict, work: Any) -> None:
-        if "gather" in name:
-            handles[names.get(_largest(args, kwargs).numel(), "")] = work
-
-    def compute(layer: str, forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        work = handles.get(f"{layer}.weight")
+    def before(layer: str, *_: Any) -> None:
+        work = gathers.get(layer)
         if work is not None and not work.waited_for:
+            early.append(layer)
             work.wait()  # or freeing its memory may crash
-            raise _NotWaitedForError(
-                f"{layer!r} computes while its weight may still be on its way. wait() for the handle of its "
-                "all-gather before the layer begins."
-            )
-        return forward(x)
 
     for layer in LAYERS:
-        part = getattr(module, layer)
-        part.forward = partial(compute, layer, part.forward)
-    with observed(on_message):
-        yield
+        getattr(wrapped.module, layer).register_forward_pre_hook(partial(before, layer))
+    tokens = _tokens(context.rank, 0)
+    with observed(lambda message: gathers.update({_gathered(message): message.work})):
+        outputs = wrapped(tokens)
+    if early:
+        return (
+            f"{early[0]!r} computes while its weight may still be on its way. wait() for the handle of its "
+            "all-gather before the layer begins."
+        )
+    if sizes != [parameter.numel() for parameter in wrapped.parameters()]:
+        return "after forward, parameters() are not the shards any more. Put them back behind each layer."
+    if not close(outputs, alone(tokens)):
+        return "its forward is not the module's. Does every layer compute with its own, whole weight?"
+    return None
 
 
 def _gradients(context: WorkerContext, wrap: Wrap) -> str | None:
@@ -217,42 +200,37 @@ def _gradients(context: WorkerContext, wrap: Wrap) -> str | None:
     _loss(wrapped, context.rank, 0).backward()
     wrapped.finish_gradient_synchronization()
     problem = _of_wrong_kind(wrapped)
-    if any(_together(context, problem)):
+    if any(from_all(problem)):
         return problem
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
     after = _whole(wrapped)
     # With a learning rate of 1 the update is the gradient, however the ranks share it.
+    hint = (
+        " Does each rank get the rows that belong to its shard, and does backward compute with the whole "
+        "weights?"
+    )
     for (name, parameter), mine in zip(total.named_parameters(), own.parameters(), strict=True):
-        update, mean = before[name] - after[name], parameter.grad / context.world_size
-        if _close(update, mean):
-            continue
-        if _close(update, parameter.grad):
-            return f"the gradient of {name!r} is the sum over the ranks. Divide it by the world size."
-        if _close(update, mean / context.world_size):
-            return f"the gradient of {name!r} is averaged twice. Divide it by the world size once."
-        if _close(update, torch.zeros_like(update)):
+        if torch.equal(before[name], after[name]):
             return f"a step of SGD does not change {name!r}. Optimizers update parameters(), by their .grad."
-        if _close(update, mine.grad):
-            return f"the gradient of {name!r} is still this rank's own. Average it over the ranks."
-        return (
-            f"the gradient of {name!r} is not the mean over the ranks. Does each rank get the rows that "
-            "belong to its shard, and does backward compute with the whole weights?"
-        )
+        update = before[name] - after[name]
+        if mistake := gradient_mistake(name, update, mine.grad, parameter.grad, context.world_size, hint):
+            return mistake
     return None
 
 
 def _of_wrong_kind(wrapped: nn.Module) -> str | None:
     for name, parameter in wrapped.module.named_parameters():
-        if parameter.grad is None:
-            return f"{name!r} has no gradient after {ENDING}."
-        if parameter.grad.shape != parameter.shape:
+        gradient = parameter.grad
+        if gradient is None:
+            return f"{name!r} has no gradient after finish_gradient_synchronization()."
+        if gradient.shape != parameter.shape:
             return (
-                f"the gradient of {name!r} has shape {tuple(parameter.grad.shape)} and its shard "
+                f"the gradient of {name!r} has shape {tuple(gradient.shape)} and its shard "
                 f"{tuple(parameter.shape)}. Reduce-scatter it: each rank keeps the rows of its shard."
             )
-        if parameter.grad.dtype != parameter.dtype:
+        if gradient.dtype != parameter.dtype:
             return (
-                f"the gradient of {name!r} is {parameter.grad.dtype} and its shard {parameter.dtype}. "
+                f"the gradient of {name!r} is {gradient.dtype} and its shard {parameter.dtype}. "
                 "Cast it after the reduce-scatter."
             )
     return None
@@ -260,146 +238,106 @@ def _of_wrong_kind(wrapped: nn.Module) -> str | None:
 
 def _trains(context: WorkerContext, wrap: Wrap) -> str | None:
     """the weights follow one process that has the whole batch, with SGD and with AdamW"""
-    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    for make in (sgd, partial(torch.optim.AdamW, lr=0.01, eps=1e-4)):
-        alone, wrapped = _Toy(seed=0), wrap(_Toy(seed=0))
-        optimizers = make(alone.parameters()), make(wrapped.parameters())
-        now: dict[str, Tensor] = {}
-        for step in range(_STEPS):
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            for rank in range(context.world_size):
-                (_loss(alone, rank, step) / context.world_size).backward()
-            older, now = now, _whole(wrapped)
-            loss = _loss(wrapped, context.rank, step)
-            problem = _stale(loss, context, step, now, older) if step else None
-            loss.backward()
-            wrapped.finish_gradient_synchronization()
-            for optimizer in optimizers:
-                optimizer.step()
-            when = f"with {type(optimizers[0]).__name__}: after {step + 1} steps"
-            problem = problem or _difference(alone, _whole(wrapped), when)
-            if any(_together(context, problem)):
-                return problem
-    return None
+    adamw = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
+    problems = [_stale(context, wrap), _follow(context, wrap), _follow(context, wrap, make_optimizer=adamw)]
+    return next(filter(None, problems), None)
 
 
-def _stale(
-    loss: Tensor, context: WorkerContext, step: int, now: dict[str, Tensor], older: dict[str, Tensor]
-) -> str | None:
-    """Whether a loss is that of the weights before the last step, and not that of those after it."""
-    probe = _Toy(seed=0)
+def _stale(context: WorkerContext, wrap: Wrap, dtype: torch.dtype | None = None) -> str | None:
+    """Which weights from before an optimizer's step forward computes with, as far as its outputs tell."""
+    wrapped, tokens = wrap(_Toy(seed=0), compute_dtype=dtype), _tokens(context.rank, 0)
+    older = _whole(wrapped)
+    _loss(wrapped, context.rank, 0).backward()
+    wrapped.finish_gradient_synchronization()
+    torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
+    now = _whole(wrapped)
+    sharded = [f"{layer}.weight" for layer in LAYERS]
+    candidates = {"": now, "the weights": now | {name: older[name] for name in sharded}}
+    if dtype is None:  # otherwise rounding hides a single one
+        candidates |= {repr(name): now | {name: older[name]} for name in sharded}
     with torch.no_grad():
-        probe.load_state_dict(now)
-        if _close(loss, _loss(probe, context.rank, step)):
-            return None
-        for name in now:
-            probe.load_state_dict(now | {name: older[name]})
-            if _close(loss, _loss(probe, context.rank, step)):
-                return (
-                    f"forward computes with {name!r} as it was before the optimizer's step. Gather anew what "
-                    "was gathered before it, from the shard as it is now."
-                )
-        probe.load_state_dict(now | {name: older[name] for name in now if name.split(".")[0] in LAYERS})
-        if _close(loss, _loss(probe, context.rank, step)):
-            return (
-                "forward computes with the weights from before the optimizer's step. Gather from the shards "
-                "as they are now, in every forward."
-            )
-    return None
-
-
-def _difference(alone: nn.Module, whole: dict[str, Tensor], when: str) -> str | None:
-    for name, expected in alone.named_parameters():
-        if not _close(whole[name], expected):
-            error = (whole[name] - expected).abs().max().item()
-            return (
-                f"{when} {name!r} is {error:.1e} off the weights that one process gets from the whole batch."
-            )
+        outputs, probe, errors = wrapped(tokens), _Toy(seed=0), {}
+        for name, weights in candidates.items():
+            probe.load_state_dict(weights)
+            errors[name] = (probe(tokens) - outputs).norm().item()
+    if nearest := min(errors, key=errors.__getitem__):
+        return (
+            f"forward computes with {nearest} from before the optimizer's step. Gather from the shards as "
+            "they are now, cast anew if they are cast, in every forward."
+        )
     return None
 
 
 class _Held:
-    """The whole weights that have memory: those that were gathered, and those that autograd keeps."""
+    """The layers whose whole weights have memory: those that were gathered, and those that autograd keeps."""
 
     def __init__(self) -> None:
-        self.sizes = _names_by_size()
         self.seen: dict[int, tuple[str, StorageWeakRef]] = {}
         self.most = 0
 
     def note(self, tensor: Tensor) -> Tensor:
-        name = self.sizes.get(tensor.numel(), "")
-        if name.removesuffix(".weight") in LAYERS:
+        if layer := _layers_by_size().get(tensor.numel()):
             storage = tensor.untyped_storage()
-            self.seen[storage._cdata] = name, StorageWeakRef(storage)
-        if len(self.names()) > max(self.most, _ALLOWED):
+            self.seen[storage._cdata] = layer, StorageWeakRef(storage)
+        if len(self.layers()) > max(self.most, _ALLOWED):
             gc.collect()  # what only a cycle of Python's keeps is no fault
-        self.most = max(self.most, len(self.names()))
+        self.most = max(self.most, len(self.layers()))
         return tensor
 
-    def on_message(self, name: str, args: tuple, kwargs: dict, _: Any) -> None:
-        if "gather" in name:
-            self.note(_largest(args, kwargs))
-
-    def names(self) -> list[str]:
-        """Of the weights that have memory now."""
-        alive = []
-        for name, reference in self.seen.values():
+    def layers(self) -> list[str]:
+        alive = set()
+        for layer, reference in self.seen.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is not None and storage.nbytes() > 0:
-                alive.append(name)
-        return sorted(set(alive))
-
-
-def _largest(args: tuple, kwargs: dict) -> Tensor:
-    """The largest buffer of a message; of a list of them, one that stands for all together."""
-    buffers = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            buffers.append(value)
-        elif isinstance(value, list) and value:
-            buffers.append(torch.empty(sum(part.numel() for part in value), dtype=value[0].dtype))
-    return max(buffers, key=Tensor.numel)
+                alive.add(layer)
+        return sorted(alive)
 
 
 def _frees(context: WorkerContext, wrap: Wrap) -> str | None:
     """whole weights are freed after use, in forward and in backward"""
-    wrapped, held, problem = wrap(_Toy(seed=0)), _Held(), None
-    with observed(held.on_message), torch.autograd.graph.saved_tensors_hooks(held.note, lambda kept: kept):
+    wrapped, held, problems = wrap(_Toy(seed=0)), _Held(), []
+
+    def on_message(message: Message) -> None:
+        if _gathered(message):
+            held.note(message.buffer)
+
+    with observed(on_message), torch.autograd.graph.saved_tensors_hooks(held.note, lambda kept: kept):
         for step in range(2):
             loss = _loss(wrapped, context.rank, step)
             gc.collect()
-            kept = held.names()
+            kept = held.layers()
             if len(kept) > 1:  # backward begins with the last
-                problem = problem or (
-                    f"after forward these whole weights still have memory: {', '.join(kept)}. Autograd keeps "
-                    "what the layers computed with: free its storage, tensor.untyped_storage().resize_(0), "
-                    "and gather into the same tensor for backward."
+                problems.append(
+                    f"after forward the whole weights of these layers still have memory: {', '.join(kept)}. "
+                    "Autograd keeps what the layers computed with: free its storage, "
+                    "tensor.untyped_storage().resize_(0), and gather into the same tensor for backward."
                 )
             loss.backward()
             wrapped.finish_gradient_synchronization()
             gc.collect()
-            if kept := held.names():
-                problem = problem or (
-                    f"after backward these whole weights still have memory: {', '.join(kept)}. Free each "
-                    "once its gradient is there."
+            if kept := held.layers():
+                problems.append(
+                    f"after backward the whole weights of these layers still have memory: {', '.join(kept)}. "
+                    "Free each once its gradient is there."
                 )
-    if held.most > _ALLOWED and not problem:
-        return f"{held.most} whole weights have memory at once; allowed: the one in use and two ahead of it."
-    return problem
+    if held.most > _ALLOWED:
+        problems.append(
+            f"{held.most} whole weights have memory at once; allowed: the one in use and two ahead of it."
+        )
+    return next(iter(problems), None)
 
 
 def _reduces(context: WorkerContext, wrap: Wrap) -> str | None:
     """gradients are reduce-scattered: nobody receives more than its share"""
     wrapped, messages = wrap(_Toy(seed=0)), []
-    with observed(lambda name, args, kwargs, _: messages.append((name, _largest(args, kwargs).numel()))):
+    with observed(messages.append):
         _loss(wrapped, context.rank, 0).backward()
         wrapped.finish_gradient_synchronization()
-    names = _names_by_size()
-    for name, numel in messages:
-        if name in ("all_reduce", "reduce") and names.get(numel, "").removesuffix(".weight") in LAYERS:
+    for message in messages:
+        layer = _layers_by_size().get(message.buffer.numel())
+        if layer and message.name in ("all_reduce", "reduce"):
             return (
-                f"the whole gradient of {names[numel]!r} went through {name}, which sends twice as much as "
+                f"the whole gradient of {layer!r} went through {message.name}, which sends twice as much as "
                 "needed and holds it whole. Use reduce_scatter."
             )
     return None
@@ -409,11 +347,10 @@ def _ahead(context: WorkerContext, wrap: Wrap) -> str | None:
     """the all-gathers are under way before they are needed, at most two layers ahead"""
     module = _Toy(seed=0)
     wrapped, events = wrap(module), module.events
-    names = {size: name.removesuffix(".weight") for size, name in _names_by_size().items()}
 
-    def on_message(name: str, args: tuple, kwargs: dict, _: Any) -> None:
-        if "gather" in name and (layer := names.get(_largest(args, kwargs).numel(), "")) in LAYERS:
-            events.append(("gather" if kwargs.get("async_op") else "wait", layer))
+    def on_message(message: Message) -> None:
+        if layer := _gathered(message):
+            events.append(("gather" if message.work else "wait", layer))
 
     for step in range(2):
         events.clear()
@@ -422,92 +359,80 @@ def _ahead(context: WorkerContext, wrap: Wrap) -> str | None:
             events.append(("over", ""))
             wrapped.finish_gradient_synchronization()
     turn = next(i for i, event in enumerate(events) if event[0] == "back")
-    forward, backward = events[:turn], events[turn:]
+    return next(_late_or_early(events[:turn], events[turn:]), None)
+
+
+def _late_or_early(forward: list[tuple[str, str]], backward: list[tuple[str, str]]) -> Iterator[str]:
     for layer in LAYERS:
-        if ("wait", layer) in events:
-            return (
+        if ("wait", layer) in forward + backward:
+            yield (
                 f"the all-gather of {layer!r} is waited for where it starts, so nothing hides it. Start it "
                 "with async_op=True, ahead of use, and wait for it when its layer begins."
             )
     for number, layer in enumerate(LAYERS):
         if ("gather", layer) not in forward:
-            return f"forward does not gather {layer!r}; the weight that it computes with may be stale."
+            yield f"forward does not gather {layer!r}; the weight that it computes with may be stale."
+            return
         start = forward.index(("gather", layer))
         if number > 0 and start > forward.index(("enter", layer)):
-            return (
+            yield (
                 f"the all-gather of {layer!r} starts only when its layer begins, so nothing hides it. Note "
                 "the layers' order in the first forward, and from then on start it one or two layers earlier."
             )
         if number > 2 and start < forward.index(("enter", LAYERS[number - 2])):
-            return (
+            yield (
                 f"{layer!r} is gathered before the layer three before it is done; allowed: two layers ahead, "
                 "or the memory that sharding saves is spent again."
             )
     for number, layer in enumerate(LAYERS[:-2]):
-        if ("gather", layer) in backward and backward.index(("gather", layer)) > backward.index(
-            ("back", LAYERS[number + 1])
-        ):
-            return (
+        reached = backward.index(("back", LAYERS[number + 1]))
+        if ("gather", layer) in backward[reached:]:
+            yield (
                 f"in backward the all-gather of {layer!r} starts only when its layer is reached. Start it "
                 "one or two layers earlier, in the reverse of forward's order."
             )
-    return None
 
 
 def _low_precision(context: WorkerContext, wrap: Wrap) -> str | None:
     """with compute_dtype=torch.bfloat16, weights travel in it; shards, gradients and updates stay float32"""
     wrapped, low = wrap(_Toy(seed=0), compute_dtype=torch.bfloat16), torch.bfloat16
-    dtypes = {}
-    names = _names_by_size()
-
-    def on_message(name: str, args: tuple, kwargs: dict, _: Any) -> None:
-        if "gather" in name:
-            buffer = _largest(args, kwargs)
-            dtypes.setdefault(names.get(buffer.numel(), ""), buffer.dtype)
-
-    with observed(on_message):
-        outputs = wrapped(_tokens(context.rank, 0))
-        F.cross_entropy(outputs.float(), _tokens(context.rank, 0)).backward()
+    messages: list[Message] = []
+    tokens = _tokens(context.rank, 0)
+    with observed(messages.append):
+        outputs = wrapped(tokens)
+        F.cross_entropy(outputs.float(), tokens).backward()
         wrapped.finish_gradient_synchronization()
-    problem = _of_wrong_kind(wrapped)
-    for layer in LAYERS:
-        if dtypes.get(f"{layer}.weight", low) != low:
-            problem = problem or (
-                f"with compute_dtype={low}, {layer!r} is gathered in {dtypes[f'{layer}.weight']}. Cast the "
-                "shard before it is sent: that halves the bytes."
-            )
-    if outputs.dtype != low:
-        problem = problem or f"with compute_dtype={low}, the layers compute in {outputs.dtype}."
-    for name, parameter in wrapped.module.named_parameters():
-        if parameter.dtype != torch.float32:
-            problem = (
-                problem
-                or f"with compute_dtype={low}, the shard of {name!r} is {parameter.dtype}, not float32."
-            )
-    if any(_together(context, problem)):
+    problem = next(_not_low(wrapped, outputs, messages, low), None)
+    if any(from_all(problem)):
         return problem
     before = _whole(wrapped)
     torch.optim.SGD(wrapped.parameters(), lr=1e-3).step()
     after = _whole(wrapped)
     for layer in LAYERS:
-        weight = after[f"{layer}.weight"]
-        if torch.equal(before[f"{layer}.weight"], weight) or torch.equal(weight, weight.to(low).float()):
-            return (
+        old, new = before[f"{layer}.weight"], after[f"{layer}.weight"]
+        if torch.equal(old, new) or torch.equal(new, new.to(low).float()):
+            problem = problem or (
                 f"the weight of {layer!r} is kept in {low}, where small updates are lost. Keep the shard in "
                 "float32 and cast a copy for each gather."
             )
-    torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
-    with torch.no_grad():
-        outputs, probe, errors = wrapped(_tokens(context.rank, 0)).float(), _Toy(seed=0), []
-        for weights in (_whole(wrapped), after):
-            probe.load_state_dict(weights)
-            errors.append((probe(_tokens(context.rank, 0)) - outputs).norm())
-    if errors[0] > errors[1]:
-        return (
-            f"with compute_dtype={low}, forward computes with the weights from before the optimizer's step. "
-            "Cast the shard anew for every gather."
-        )
-    return None
+    stale = _stale(context, wrap, low)
+    return problem or (f"with compute_dtype={low}, {stale}" if stale else None)
+
+
+def _not_low(wrapped: nn.Module, outputs: Tensor, messages: list[Message], low: torch.dtype) -> Iterator[str]:
+    if problem := _of_wrong_kind(wrapped):
+        yield problem
+    for message in messages:
+        if (layer := _gathered(message)) and message.buffer.dtype != low:
+            yield (
+                f"with compute_dtype={low}, {layer!r} is gathered in {message.buffer.dtype}. Cast the "
+                "shard before it is sent: that halves the bytes."
+            )
+    if outputs.dtype != low:
+        yield f"with compute_dtype={low}, the layers compute in {outputs.dtype}."
+    for name, parameter in wrapped.module.named_parameters():
+        if parameter.dtype != torch.float32:
+            yield f"with compute_dtype={low}, the shard of {name!r} is {parameter.dtype}, not float32."
 
 
 class _Odd(nn.Module):
@@ -530,52 +455,34 @@ class _Odd(nn.Module):
 
 def _odd_shapes(context: WorkerContext, wrap: Wrap) -> str | None:
     """odd numbers of rows, tied, frozen and unused weights"""
-    return _accumulated(context, wrap, _Odd, passes=1, silent=0)
+    return _follow(context, wrap, make=_Odd)
 
 
 def _several_passes(context: WorkerContext, wrap: Wrap) -> str | None:
     """three backward passes before finish_gradient_synchronization()"""
-    return _accumulated(context, wrap, _Toy, passes=3, silent=0)
+    return _follow(context, wrap, passes=3)
 
 
 def _accumulates(context: WorkerContext, wrap: Wrap) -> str | None:
     """two backward passes under no_sync(), then one that communicates"""
-    return _accumulated(context, wrap, _Toy, passes=3, silent=2)
+    return _follow(context, wrap, passes=3, silent=2)
 
 
-def _accumulated(
-    context: WorkerContext, wrap: Wrap, make: Callable[[int], nn.Module], passes: int, silent: int
+def _follow(
+    context: WorkerContext,
+    wrap: Wrap,
+    *,
+    make: Callable[[int], nn.Module] = _Toy,
+    passes: int = 1,
+    silent: int = 0,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = _SGD,
 ) -> str | None:
-    """Train with several passes a step, the first `silent` of them under no_sync()."""
-    alone, wrapped, difference = make(0), wrap(make(context.rank)), None
-    if silent and not hasattr(wrapped, "no_sync"):
-        return "it has no no_sync() context, under which backward passes only accumulate."
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (alone, wrapped)]
-    for step in range(_STEPS):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for number in range(passes):
-            for rank in range(context.world_size):
-                (_loss(alone, rank, step + 100 * number) / context.world_size).backward()
-            with wrapped.no_sync() if number < silent else contextlib.nullcontext():
-                _loss(wrapped, context.rank, step + 100 * number).backward()
-        wrapped.finish_gradient_synchronization()
-        for optimizer in optimizers:
-            optimizer.step()
-        when = f"with {passes} passes a step, {silent} of them under no_sync(): after {step + 1} steps"
-        difference = difference or _difference(alone, _whole(wrapped), when if passes > 1 else "odd shapes:")
-    return difference
+    def losses(model: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
+        return (_loss(model, rank, step + 100 * number) for number in range(passes))
 
-
-def _together(context: WorkerContext, problem: str | None) -> list[str | None]:
-    """What every rank found, so that all go on or none does."""
-    found: list[str | None] = [None] * context.world_size
-    dist.all_gather_object(found, problem)
-    return found
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+    how = f"{passes} passes a step, {silent} of them under no_sync()" if passes > 1 else "one pass a step"
+    alone, wrapped = make(0), wrap(make(context.rank))
+    return follow_one_process(context, alone, wrapped, losses, make_optimizer, _whole, how, silent)
 
 
 # What can be asked for, in the order in which an FSDP is written.

@@ -1,17 +1,15 @@
 """What a correct sharded optimizer does, said in sentences to whoever wrote one."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cs336_systems.checks.on_ranks import Case, check_on_ranks
+from cs336_systems.checks.on_ranks import Case, check_on_ranks, from_all
 from cs336_systems.parallel import WorkerContext
 
-ENDING = "step()"
 _WIDTH = 16
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 # Of one parameter on one rank after a step.
@@ -26,7 +24,6 @@ def check_sharded_optimizer(
     world_size: int = 2,
     only_states: bool = False,
     thorough: bool = False,
-    timeout_s: float = 60.0,
     **wrapper_arguments: Any,
 ) -> None:
     """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
@@ -41,10 +38,8 @@ def check_sharded_optimizer(
     Raises:
         AssertionError: what is wrong, where, and how to mend it.
     """
-    name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-    candidate = _Candidate(optimizer_class, wrapper_arguments)
     asked = [_is_an_optimizer, _states_are_shared, _zero_grad] if only_states else cases(thorough)
-    check_on_ranks(name, candidate, asked, ENDING, world_size, timeout_s)
+    check_on_ranks(optimizer_class, wrapper_arguments, asked, world_size)
 
 
 def cases(thorough: bool) -> list[Case]:
@@ -54,31 +49,40 @@ def cases(thorough: bool) -> list[Case]:
     return [*asked, _two_dtypes, _few_parameters] if thorough else asked
 
 
-class _Candidate:
-    """The class with what it is given beside the optimizer's settings."""
-
-    def __init__(self, optimizer_class: Make, arguments: dict[str, Any]):
-        self.optimizer_class, self.arguments = optimizer_class, arguments
-
-    def __call__(self, params: Any, optimizer_cls: type[Optimizer], **settings: Any) -> Optimizer:
-        return self.optimizer_class(params, optimizer_cls, **self.arguments, **settings)
-
-
 class _Pair:
-    """The same parameters twice: `alone` for the optimizer itself, `sharded` for the candidate's.
+    """The same parameters twice, with their optimizers: one alone, and the candidate's.
 
     Matrices and vectors alternate: dealt by turns, all large ones would fall to one rank.
+
+    Attributes:
+        alone, sharded: the parameters of `optimizer` and of `candidate`.
+        inside: the optimizers that the candidate has made.
     """
 
     def __init__(
-        self, context: WorkerContext, count: int = 8, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+        self,
+        make: Make,
+        kind: type[Optimizer] = AdamW,
+        settings: dict[str, Any] = _SETTINGS,
+        *,
+        count: int = 8,
+        dtypes: tuple[torch.dtype, ...] = (torch.float32,),
+        groups: Callable[[list[nn.Parameter]], Any] = list,
     ):
-        self.context, self.step_number = context, 0
         torch.manual_seed(0)
         shapes = [(_WIDTH, _WIDTH), (_WIDTH,)]
-        values = [torch.randn(shapes[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
-        self.alone, self.sharded = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-        self.before: list[Tensor] = values
+        self.before = [torch.randn(shapes[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
+        self.alone, self.sharded = ([nn.Parameter(x.clone()) for x in self.before] for _ in range(2))
+        self.step_number, self.inside = 0, []
+        made = self.inside
+
+        class Recording(kind):
+            def __init__(self, *args: Any, **settings: Any):
+                super().__init__(*args, **settings)
+                made.append(self)
+
+        self.optimizer = kind(groups(self.alone), **settings)
+        self.candidate = make(groups(self.sharded), Recording, **settings)
 
     def set_gradients(self, *, without: int | None = None) -> None:
         """The same on every rank, as data parallelism leaves them."""
@@ -89,10 +93,17 @@ class _Pair:
             gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
             one.grad, other.grad = (None, None) if number == without else (gradient, gradient.clone())
 
-    def step(self, *optimizers: Optimizer, **options: Any) -> None:
+    def step(self, **options: Any) -> str | None:
+        """A step of both: the first parameter that is then not right everywhere."""
         self.set_gradients(**options)
-        for optimizer in optimizers:
-            optimizer.step()
+        self.optimizer.step()
+        self.candidate.step()
+        return self.mistake()
+
+    def with_states(self) -> list[int]:
+        """Numbers of the parameters that have states on this rank."""
+        states = [optimizer.state for optimizer in self.inside]
+        return [number for number, x in enumerate(self.sharded) if any(state.get(x) for state in states)]
 
     def statuses(self) -> list[list[str]]:
         """For each parameter, what it is on each rank."""
@@ -100,7 +111,7 @@ class _Pair:
         for one, other, before in zip(self.alone, self.sharded, self.before, strict=True):
             same = torch.equal(one, other)
             own.append(_RIGHT if same else _AS_BEFORE if torch.equal(other, before) else _WRONG)
-        return [list(statuses) for statuses in zip(*_from_all(self.context, own), strict=True)]
+        return [list(statuses) for statuses in zip(*from_all(own), strict=True)]
 
     def mistake(self) -> str | None:
         """The first parameter that is not right everywhere, and the usual reason."""
@@ -125,38 +136,10 @@ class _Pair:
         return f"parameter {number} of {len(self.sharded)}, of shape {tuple(self.sharded[number].shape)},"
 
 
-def _from_all(context: WorkerContext, own: Any) -> list[Any]:
-    gathered: list[Any] = [None] * context.world_size
-    dist.all_gather_object(gathered, own)
-    return gathered
-
-
-def _recording() -> type[AdamW]:
-    """An AdamW whose instances can be found, to see what states each rank keeps."""
-
-    class Recording(AdamW):
-        instances: ClassVar[list[Optimizer]] = []
-
-        def __init__(self, *args: Any, **settings: Any):
-            super().__init__(*args, **settings)
-            self.instances.append(self)
-
-    return Recording
-
-
-def _with_states(kind: type, parameters: list[Tensor]) -> list[int]:
-    """Numbers of the parameters that have states on this rank."""
-    return [
-        number
-        for number, parameter in enumerate(parameters)
-        if any(instance.state.get(parameter) for instance in kind.instances)
-    ]
-
-
 def _is_an_optimizer(context: WorkerContext, make: Make) -> str | None:
     """It is a torch.optim.Optimizer, and its groups hold all parameters"""
-    pair = _Pair(context)
-    optimizer = make(pair.sharded, AdamW, **_SETTINGS)
+    pair = _Pair(make)
+    optimizer = pair.candidate
     if not isinstance(optimizer, Optimizer):
         return (
             "it is no torch.optim.Optimizer, so learning rate schedulers refuse it. Derive the class from it "
@@ -175,39 +158,37 @@ def _is_an_optimizer(context: WorkerContext, make: Make) -> str | None:
 
 def _weights_after_a_step(context: WorkerContext, make: Make) -> str | None:
     """After a step every rank has the weights that one optimizer gives"""
-    pair = _Pair(context)
-    pair.step(AdamW(pair.alone, **_SETTINGS), make(pair.sharded, AdamW, **_SETTINGS))
-    mistake = pair.mistake()
+    pair = _Pair(make)
+    mistake = pair.step()
     if mistake and "not what" in mistake:
         for reason, settings, steps in (
             ("the settings were AdamW's defaults. Hand **kwargs to optimizer_cls", {}, 1),
             ("it had been updated twice. Let one rank update it, once", _SETTINGS, 2),
         ):
-            if any(_from_all(context, _is_as_if(pair, settings, steps))):
+            if any(from_all(_is_as_if(pair, settings, steps))):
                 return f"{mistake} It is as if {reason}."
     return mistake
 
 
 def _is_as_if(pair: _Pair, settings: dict[str, Any], steps: int) -> bool:
     """Whether a parameter is not right, but is what these settings give, or the step repeated."""
-    other = _Pair(pair.context)
-    optimizer = AdamW(other.alone, **settings)
+    other = _Pair(lambda params, kind, **settings: kind(params, **settings), settings=settings)
     other.set_gradients()
     for _ in range(steps):
-        optimizer.step()
+        other.optimizer.step()
     both = zip(pair.sharded, pair.alone, other.alone, strict=True)
     return any(torch.equal(found, as_if) and not torch.equal(found, right) for found, right, as_if in both)
 
 
 def _states_are_shared(context: WorkerContext, make: Make) -> str | None:
     """The states of each parameter are kept by one rank, and by bytes all keep about as much"""
-    pair, kind = _Pair(context), _recording()
-    pair.step(make(pair.sharded, kind, **_SETTINGS))
-    return _sharing_mistake(pair, kind)
+    pair = _Pair(make)
+    pair.step()
+    return _sharing_mistake(pair)
 
 
-def _sharing_mistake(pair: _Pair, kind: type) -> str | None:
-    kept = _from_all(pair.context, _with_states(kind, pair.sharded))
+def _sharing_mistake(pair: _Pair) -> str | None:
+    kept = from_all(pair.with_states())
     for number in range(len(pair.sharded)):
         keepers = [rank for rank, numbers in enumerate(kept) if number in numbers]
         if len(keepers) != 1:
@@ -230,32 +211,26 @@ def _sharing_mistake(pair: _Pair, kind: type) -> str | None:
 def _more_steps(context: WorkerContext, make: Make) -> str | None:
     """So it goes on, with AdamW and with SGD, bit for bit"""
     for kind, settings in ((AdamW, _SETTINGS), (SGD, {"lr": 0.1, "momentum": 0.9})):
-        pair = _Pair(context)
-        optimizers = kind(pair.alone, **settings), make(pair.sharded, kind, **settings)
+        pair = _Pair(make, kind, settings)
         for number in range(4):
-            pair.step(*optimizers)
-            if mistake := pair.mistake():
+            if mistake := pair.step():
                 return f"with {kind.__name__}, after {number + 1} steps: {mistake}"
     return None
 
 
 def _closure(context: WorkerContext, make: Make) -> str | None:
     """step(closure) runs the closure, once, before the update, and returns its loss"""
-    pair = _Pair(context)
-    alone, optimizer = AdamW(pair.alone, **_SETTINGS), make(pair.sharded, AdamW, **_SETTINGS)
-    calls = []
+    pair, calls = _Pair(make), []
 
     def closure() -> Tensor:
         calls.append(torch.is_grad_enabled())
         pair.set_gradients()
         return torch.tensor(3.0)
 
-    loss = optimizer.step(closure)
-    if not calls:
-        pair.set_gradients()
-    alone.step()
+    loss = pair.candidate.step(closure)
+    pair.optimizer.step()
     returned = None if loss is None else float(loss)
-    for times, with_gradients, what in _from_all(context, (len(calls), all(calls), returned)):
+    for times, with_gradients, what in from_all((len(calls), all(calls), returned)):
         if times != 1:
             return f"step(closure) called the closure {times} times. Call it once, on every rank."
         if not with_gradients:
@@ -270,10 +245,9 @@ def _closure(context: WorkerContext, make: Make) -> str | None:
 
 def _zero_grad(context: WorkerContext, make: Make) -> str | None:
     """zero_grad() clears every gradient, not only those of the shard"""
-    pair = _Pair(context)
-    optimizer = make(pair.sharded, AdamW, **_SETTINGS)
-    pair.step(optimizer)
-    optimizer.zero_grad()
+    pair = _Pair(make)
+    pair.step()
+    pair.candidate.zero_grad()
     left = [parameter.grad for parameter in pair.sharded if parameter.grad is not None]
     if any(gradient.any() for gradient in left):
         count = f"{len(left)} of {len(pair.sharded)}"
@@ -283,42 +257,34 @@ def _zero_grad(context: WorkerContext, make: Make) -> str | None:
 
 def _no_gradient(context: WorkerContext, make: Make) -> str | None:
     """A parameter without a gradient is left alone: no decay, no states, and still no gradient"""
-    pair, kind = _Pair(context), _recording()
-    optimizer = make(pair.sharded, kind, **_SETTINGS)
-    alone = AdamW(pair.alone, **_SETTINGS)
+    pair = _Pair(make)
     for _ in range(2):
-        pair.step(alone, optimizer, without=2)
+        mistake = pair.step(without=2)
     parameter = pair.sharded[2]
-    if any(_from_all(context, parameter.grad is not None)):
+    if any(from_all(parameter.grad is not None)):
         return "a parameter without a gradient was given one. Leave its .grad None."
-    if any(_from_all(context, not torch.equal(parameter, pair.alone[2]))):
+    if any(from_all(not torch.equal(parameter, pair.alone[2]))):
         return "a parameter without a gradient was changed. Leave its .grad None: with zeros it decays."
-    if any(_from_all(context, 2 in _with_states(kind, pair.sharded))):
+    if any(from_all(2 in pair.with_states())):
         return "a parameter without a gradient has states. Leave its .grad None."
-    return pair.mistake()
+    return mistake
 
 
 def _groups(context: WorkerContext, make: Make) -> str | None:
     """Groups keep their settings, and what a scheduler changes in them arrives"""
-    pair = _Pair(context)
-    alone, optimizer = (
-        kind(
-            [{"params": parameters[::2], "weight_decay": 0.5}, {"params": parameters[1::2], "lr": 0.01}],
-            *more,
-            **_SETTINGS,
-        )
-        for kind, parameters, more in ((AdamW, pair.alone, ()), (make, pair.sharded, (AdamW,)))
-    )
-    pair.step(alone, optimizer)
-    if mistake := pair.mistake():
+
+    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": params[::2], "weight_decay": 0.5}, {"params": params[1::2], "lr": 0.01}]
+
+    pair = _Pair(make, groups=groups)
+    if mistake := pair.step():
         return (
             f"with two groups, {mistake} Hand the optimizer inside groups too, each with its settings and "
             "this rank's part of its parameters."
         )
-    for each in (alone, optimizer):
+    for each in (pair.optimizer, pair.candidate):
         each.param_groups[0]["lr"] = 1e-3
-    pair.step(alone, optimizer)
-    if mistake := pair.mistake():
+    if mistake := pair.step():
         return (
             f"after a change of param_groups[0]['lr'], as a scheduler makes it, {mistake} Copy the groups' "
             "settings into those of the optimizer inside before its step."
@@ -328,38 +294,32 @@ def _groups(context: WorkerContext, make: Make) -> str | None:
 
 def _later_group(context: WorkerContext, make: Make) -> str | None:
     """A group that is added after some steps is trained with its settings, and sharded like the first"""
-    pair, kind = _Pair(context), _recording()
-    alone, optimizer = AdamW(pair.alone[:4], **_SETTINGS), make(pair.sharded[:4], kind, **_SETTINGS)
-    pair.step(alone, optimizer)
-    for each, parameters in ((alone, pair.alone), (optimizer, pair.sharded)):
+    pair = _Pair(make, groups=lambda params: params[:4])
+    pair.step()
+    for each, parameters in ((pair.optimizer, pair.alone), (pair.candidate, pair.sharded)):
         each.add_param_group({"params": parameters[4:], "lr": 0.01})
-    groups = len(optimizer.param_groups)
+    groups = len(pair.candidate.param_groups)
     for _ in range(2):
-        pair.step(alone, optimizer)
-    if any(count != 2 for count in _from_all(context, groups)):
+        mistake = pair.step()
+    if any(count != 2 for count in from_all(groups)):
         return f"after add_param_group there are {groups} groups. Call super().add_param_group."
-    statuses = pair.statuses()
-    if all(status == _AS_BEFORE for of_one in statuses[4:] for status in of_one):
+    if all(status == _AS_BEFORE for of_one in pair.statuses()[4:] for status in of_one):
         return (
             "the parameters of a group that was added after a step are not trained. In add_param_group deal "
             "them out too, and add this rank's part to the optimizer inside."
         )
-    if mistake := pair.mistake():
+    if mistake:
         return (
             f"after add_param_group, {mistake} Give the new group its settings, keep the first one's states."
         )
-    return _sharing_mistake(pair, kind)
+    return _sharing_mistake(pair)
 
 
 def _two_dtypes(context: WorkerContext, make: Make) -> str | None:
     """Parameters of two dtypes are updated, each in its own"""
-    pair = _Pair(context, dtypes=(torch.float32, torch.bfloat16))
-    pair.step(AdamW(pair.alone, **_SETTINGS), make(pair.sharded, AdamW, **_SETTINGS))
-    return pair.mistake()
+    return _Pair(make, dtypes=(torch.float32, torch.bfloat16)).step()
 
 
 def _few_parameters(context: WorkerContext, make: Make) -> str | None:
     """A rank that owns nothing takes part"""
-    pair = _Pair(context, count=1)
-    pair.step(AdamW(pair.alone, **_SETTINGS), make(pair.sharded, AdamW, **_SETTINGS))
-    return pair.mistake()
+    return _Pair(make, count=1).step()
