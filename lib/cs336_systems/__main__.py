@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         "-p", action="append", default=[], metavar="NAME=VALUE", dest="overrides",
         help="a parameter, for every notebook that has it; the same name again makes a grid",
     )  # fmt: skip
+    run.add_argument("--jobs", type=int, default=1, metavar="N", help="notebooks at once, without a GPU only")
     run.add_argument("--force", action="store_true", help="execute also what is done and unchanged")
     run.add_argument("--dry-run", action="store_true", help="print what would be executed")
     run.add_argument("--output", type=Path, default=batch.RUNS, metavar="FOLDER", help="default: runs")
@@ -89,6 +90,11 @@ def _run(options: argparse.Namespace) -> int:
         raise batch.BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}")
     if not needed and (asking := [job for job in jobs if job.parameters.get("device") == "cuda"]):
         raise batch.BatchError(f"{asking[0].notebook.stem}: device 'cuda' without a GPU; allowed: auto, cpu")
+    if options.jobs < 1 or (options.jobs > 1 and needed):
+        allowed = "1, for notebooks that share a GPU spoil each other's timings" if needed else "1 or more"
+        raise batch.BatchError(f"--jobs {options.jobs}; allowed: {allowed}")
+    if options.jobs > 1:
+        print("note: notebooks that share the cores measure longer times than alone", file=sys.stderr)
     if not needed:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the notebooks inherit it
     return _run_jobs(jobs, options)
@@ -102,7 +108,7 @@ def _run_jobs(jobs: list[batch.Job], options: argparse.Namespace) -> int:
         card = pool.submit(machine_card).result()
     print(card.line())
     folder = options.output.resolve() / card.slug
-    records = runs.run_batch(jobs, folder, card, force=options.force)
+    records = runs.run_batch(jobs, folder, card, at_once=options.jobs, force=options.force)
     print(f"\n{runs.summary(records)}\n\n{folder / 'index.html'}")
     return int(any(record.status not in ("ok", "skipped") for record in records))
 

@@ -35,15 +35,18 @@ def test_the_profile_is_what_the_machine_has(folder, monkeypatch, capsys, gpus, 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given", "allowed"),
+    ("gpus", "arguments", "given", "allowed"),
     [
-        (["--profile", "gpu"], "'gpu'", "cpu"),
-        (["--only", "99"], "'99'", "11_one, 12_two"),
-        (["-p", "stpes=1"], "'stpes'", "steps"),
-        (["-p", "device=cuda"], "'cuda'", "auto, cpu"),
+        (0, ["--profile", "gpu"], "'gpu'", "cpu"),
+        (0, ["--jobs", "0"], "--jobs 0", "1 or more"),
+        (1, ["--jobs", "2"], "--jobs 2", "1"),
+        (0, ["--only", "99"], "'99'", "11_one, 12_two"),
+        (0, ["-p", "stpes=1"], "'stpes'", "steps"),
+        (0, ["-p", "device=cuda"], "'cuda'", "auto, cpu"),
     ],
 )
-def test_what_is_refused_before_anything_runs(folder, capsys, arguments, given, allowed):
+def test_what_is_refused_before_anything_runs(folder, monkeypatch, capsys, gpus, arguments, given, allowed):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     assert commands.main(["run", *arguments]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ")

@@ -1,8 +1,10 @@
 """One notebook in a process of its own: how it can end, and that nothing of it stays."""
 
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -59,24 +61,30 @@ def test_a_kernel_that_dies_is_an_error(tmp_path, write_notebook):
     assert (outcome.status, "died" in outcome.reason) == ("error", True)
 
 
-CALL = """\
-import signal, sys
-from pathlib import Path
-from cs336_systems.workbook.execute import execute
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands on "ignore"
-execute(*map(Path, sys.argv[1:]), {})
-"""
-
-
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_with_the_caller_the_kernel_ends_and_the_former_output_stays(tmp_path, write_notebook, sign):
+def test_stopping_kills_the_kernel_and_keeps_the_former_output(tmp_path, write_notebook):
     source, output = write_notebook(tmp_path / "01_a.ipynb", SLEEP), tmp_path / "out.ipynb"
+    stop, outcomes = threading.Event(), []
     output.write_text("former")
-    caller = subprocess.Popen([sys.executable, "-c", CALL, source, output], stderr=subprocess.DEVNULL)
+    thread = threading.Thread(target=lambda: outcomes.append(execute(source, output, {}, stop=stop)))
+    thread.start()
     kernel = kernel_of(tmp_path)
-    caller.send_signal(sign)
-    assert caller.wait(10) != 0
+    stop.set()
+    thread.join(10)
+    assert outcomes[0].status == "interrupted"
     kernel.wait(10)
     assert output.read_text() == "former"
-    if sign == signal.SIGINT:
-        assert list(tmp_path.glob(".*")) == []
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
+def test_when_the_caller_is_killed_the_kernel_ends_too(tmp_path, write_notebook):
+    source = write_notebook(tmp_path / "01_a.ipynb", SLEEP)
+    call = (
+        "from pathlib import Path; from cs336_systems.workbook.execute import execute;"
+        f"execute(Path({str(source)!r}), Path({str(tmp_path / 'out.ipynb')!r}), {{}})"
+    )
+    caller = subprocess.Popen([sys.executable, "-c", call])
+    kernel = kernel_of(tmp_path)
+    os.kill(caller.pid, signal.SIGKILL)
+    caller.wait()
+    kernel.wait(10)

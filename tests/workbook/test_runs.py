@@ -16,7 +16,7 @@ import pytest
 from cs336_systems.measure.machine import MachineCard
 from cs336_systems.measure.rows import load_rows, save_rows
 from cs336_systems.workbook import runs
-from cs336_systems.workbook.batch import Job
+from cs336_systems.workbook.batch import BatchError, Job
 from cs336_systems.workbook.execute import Outcome
 
 RATES = {"float32": 1.0}
@@ -34,7 +34,7 @@ def executed(monkeypatch):
     """Executions without a kernel: the list of what was executed; notebooks with 12 in their name fail."""
     done = []
 
-    def execute(source, output, parameters):
+    def execute(source, output, parameters, *, stop):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
         failed = source.stem.startswith("12")
@@ -114,10 +114,13 @@ def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(tmp_path, monkeypat
     assert runs._gpu_memory_mib(gpu, before) == 30
 
 
-def test_a_folder_that_cannot_be_written_to_is_said_before_anything_starts(jobs, executed, tmp_path):
+def test_what_is_missing_is_said_before_anything_starts(jobs, executed, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(PermissionError, match="--output"):
         runs.run_batch(jobs, tmp_path / "file" / "runs", CARD)
+    monkeypatch.setattr(runs.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(BatchError, match="ipykernel"):
+        runs.run_batch(jobs, tmp_path / "runs", CARD)
     assert executed == []
 
 

@@ -25,7 +25,7 @@ _LOOK_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an execution ended. `status` is "ok" or "error"; then `reason` says why."""
+    """How an execution ended. `status` is "ok", "error" (then `reason` says why) or "interrupted"."""
 
     status: str
     reason: str
@@ -33,37 +33,44 @@ class Outcome:
     peak_memory_mib: float
 
 
-def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
+def execute(
+    source: Path, output: Path, parameters: dict[str, Any], *, stop: threading.Event | None = None
+) -> Outcome:
     """Execute a notebook with this Python; `output` is replaced when it has ended, well or with an error.
-
-    On Ctrl-C everything started here is killed, and `output` stays as it was.
 
     Args:
         source: the notebook; its folder is the kernel's working directory.
         output: where the executed notebook goes. What was there stays until the new one is complete.
         parameters: values for its `parameters` cell.
+        stop: set it from another thread to end the execution; everything started here is killed.
 
     Returns:
         The outcome; `peak_memory_mib` is the most host memory that the kernel and its children held, in MiB.
     """
+    stop = stop or threading.Event()
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
     command = [sys.executable, "-m", __name__, str(source), str(partial), json.dumps(parameters)]
-    # Its stdin is our life sign: when we are killed the pipe closes, and it ends itself and its kernel.
-    streams = {"stdin": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     started, peak = time.perf_counter(), 0
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, **streams) as process:
+    with tempfile.TemporaryFile() as log:
+        # Its stdin is our life sign: when we are killed the pipe closes, and it ends itself and its kernel
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
-            while (code := process.poll()) is None:
+            while process.poll() is None and not stop.wait(_LOOK_EVERY_S):
                 peak = max(peak, _resident_bytes(process.pid))
-                time.sleep(_LOOK_EVERY_S)
-        except KeyboardInterrupt:
-            kill_tree(process.pid)
-            process.wait()
-            partial.unlink(missing_ok=True)
-            raise
+        finally:
+            if process.poll() is None:
+                stop.set()
+                kill_tree(process.pid)
+            process.stdin.close()
+            code = process.wait()
         log.seek(0)
         said = log.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
     seconds = time.perf_counter() - started
+    if stop.is_set():
+        partial.unlink(missing_ok=True)
+        return Outcome("interrupted", "stopped", seconds, peak / MIB)
     if partial.exists():
         os.replace(partial, output)
     if code == 0:

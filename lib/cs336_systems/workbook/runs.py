@@ -1,8 +1,12 @@
 """Carrying out a batch: one process a notebook, a record of each on disk, a summary and an index."""
 
 import html
+import importlib.util
 import json
+import sys
+import threading
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +18,7 @@ import tqdm
 
 from cs336_systems.measure.files import figures_dir, make_folder, write_atomically
 from cs336_systems.measure.machine import MachineCard
-from cs336_systems.workbook.batch import Job
+from cs336_systems.workbook.batch import BatchError, Job
 from cs336_systems.workbook.execute import Outcome, execute
 from cs336_systems.workbook.fingerprint import fingerprint
 from cs336_systems.workbook.pages import render
@@ -59,47 +63,66 @@ class Record:
         return (self.notebook, line, self.status, f"{self.seconds:.1f}", f"{self.host_memory_mib:,.0f}", gpu)
 
 
-def run_batch(jobs: Sequence[Job], folder: Path, card: MachineCard, *, force: bool = False) -> list[Record]:
+def run_batch(
+    jobs: Sequence[Job], folder: Path, card: MachineCard, *, at_once: int = 1, force: bool = False
+) -> list[Record]:
     """Execute jobs, leaving out what is done and unchanged; a failing notebook does not stop the others.
 
     Each ends as `<name>.ipynb`, `.html` and `.json` in the folder, whose index.html is renewed each time, so
-    that a killed run continues where it was.
+    that a killed run continues where it was. Ctrl-C ends the running notebooks and raises KeyboardInterrupt.
 
     Args:
         jobs: from `batch.plan`.
         folder: of this machine, `runs/<machine>`.
         card: this machine's.
+        at_once: notebooks at the same time; more than one disturbs their timings.
         force: execute also what is done.
 
     Returns:
         The record of every job, in the order of the jobs.
 
     Raises:
+        BatchError: there is no Jupyter kernel to run on.
         PermissionError: the folder cannot be written to.
     """
+    if importlib.util.find_spec("ipykernel") is None:
+        raise BatchError(f"no Jupyter kernel: {sys.executable} lacks ipykernel; run: pip install ipykernel")
     make_folder(folder, "name one that can: --output FOLDER")
     records = {} if force else {job.name: record for job in jobs if (record := _done(job, folder))}
-    with tqdm.tqdm(total=len(jobs), initial=len(records), unit="notebook", disable=None) as bar:
-        for job in jobs:
-            if job.name in records:
-                continue
-            bar.set_postfix_str(job.name)
-            record = records[job.name] = _run_job(job, folder, card)
-            name, line, *_ = record.fields()
-            bar.write(f"{record.status:5} {record.seconds:7.1f} s  {name} {line} {record.reason}")
-            bar.update()
-            index(folder, card.line())
+    left = [job for job in jobs if job.name not in records]
+    stop = threading.Event()
+    with (
+        tqdm.tqdm(total=len(jobs), initial=len(records), unit="notebook", disable=None) as bar,
+        ThreadPoolExecutor(at_once) as pool,
+    ):
+        try:
+            pending = {pool.submit(_run_job, job, folder, card, stop): job.name for job in left}
+            while pending:
+                finished, _ = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    record = records[pending.pop(future)] = future.result()
+                    name, line, *_ = record.fields()
+                    bar.write(f"{record.status:5} {record.seconds:7.1f} s  {name} {line} {record.reason}")
+                    bar.update()
+                    index(folder, card.line())
+                bar.set_postfix_str(" ".join(name for future, name in pending.items() if future.running()))
+        finally:
+            stop.set()  # on Ctrl-C what runs is killed and what waits ends at once; then the pool closes
     index(folder, card.line())
     return [records[job.name] for job in jobs]
 
 
-def _run_job(job: Job, folder: Path, card: MachineCard) -> Record:
+def _run_job(job: Job, folder: Path, card: MachineCard, stop: threading.Event) -> Record | None:
+    if stop.is_set():
+        return None
     output, started = folder / f"{job.name}.ipynb", datetime.now(UTC)
     mark = _fingerprint(job)
     if reason := why_not_here(job.notebook.stem):
         outcome = Outcome("skipped", reason, 0.0, 0.0)
     else:
-        outcome = execute(job.notebook, output, job.parameters)
+        outcome = execute(job.notebook, output, job.parameters, stop=stop)
+    if outcome.status == "interrupted":
+        return None
     if outcome.status != "skipped" and output.exists():
         render(output)
     gpu = _gpu_memory_mib(card, started) if card.gpu != "none" else None
