@@ -13,6 +13,7 @@ __getattr__, __all__ = room(
         "flash_bench": "Cell leaderboard_step time_cell",
         "flash_sweep": "grid_cells model_cells time_cells",
         "full_step_bench": "benchmark_full_step",
+        "hidden_messages": "benchmark_hidden_messages",
         "kernel_resources": "shipped_tiles sweep_resources",
         "memory_bench": "block_rows memory_rows",
         "model_bench": "cold_start_steps model_key sweep_model",

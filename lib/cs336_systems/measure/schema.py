@@ -202,7 +202,8 @@ COLUMNS: dict[str, Column] = {
     "overlap_share": Column(float, "part of the profiled communication that is hidden behind computing"),
     "start_ms": Column(float, "start of a span, since its step began", "ms", minimum=None),
     "end_ms": Column(float, "end of a span, since its step began", "ms"),
-    "calls": Column(float, "launches in a step"),
+    "calls": Column(float, "launches in a step, of kernels or of messages"),
+    "issue_ms": Column(float, "the host's time for starting one message", "ms"),
     "total_ms": Column(float, "time of all those launches in a step", "ms"),
     "host_ms": Column(float, "time that a range was open on the host", "ms"),
     "device_span_ms": Column(float, "from the start of a range's first kernel to the end of its last", "ms"),
@@ -319,6 +320,10 @@ TABLES: dict[str, Table] = {
     "ddp_times": Table(
         (*MODEL, *_GROUP, "bucket_size_mb", "pass", "warmup_steps"),
         (*TIMES, "peak_memory_mib", "communication_ms", "no_comm_ms", "exposed_communication_ms", *_OVERLAP),
+    ),
+    "hidden_messages": Table(
+        (*MODEL, *_GROUP, "bucket_size_mb", "pass", "warmup_steps"),
+        (*TIMES, "no_comm_ms", "calls", "issue_ms"),
     ),
     "ddp_overlap": Table(_RANK, _OVERLAP),
     "ddp_timeline": Table((*_RANK, "lane", "span"), ("range", "start_ms", "end_ms"), group=_RANK),
