@@ -101,17 +101,10 @@ def _gradients_kernel(
 ):  # fmt: skip
     rows = tl.arange(0, N)
     square = rows[:, None] * N + rows
-    q, k, v, do = (
-        tl.load(q_ptr + square),
-        tl.load(k_ptr + square),
-        tl.load(v_ptr + square),
-        tl.load(do_ptr + square),
-    )
-    lse, delta, visible = (
-        tl.load(lse_ptr + rows),
-        tl.load(delta_ptr + rows),
-        tl.load(visible_ptr + square) != 0,
-    )
+    q, k = tl.load(q_ptr + square), tl.load(k_ptr + square)
+    v, do = tl.load(v_ptr + square), tl.load(do_ptr + square)
+    lse, delta = tl.load(lse_ptr + rows), tl.load(delta_ptr + rows)
+    visible = tl.load(visible_ptr + square) != 0
     p, ds = gradients(q, k, v, do, lse, delta, visible, scale)
     tl.store(p_ptr + square, p)
     tl.store(ds_ptr + square, ds)
