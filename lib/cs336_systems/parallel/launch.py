@@ -56,8 +56,8 @@ def launch(
 ) -> list[T]:
     """Run `worker(context, *args, **kwargs)` in `world_size` processes of one process group.
 
-    What the workers print appears here, each line with its rank. The caller's environment reaches them; a Gloo
-    worker computes on one thread (OMP_NUM_THREADS=1), as they share the CPU.
+    What the workers print appears here, each line with its rank. The caller's environment reaches them; over
+    Gloo each computes on one thread (OMP_NUM_THREADS=1), as they share the CPU.
 
     Args:
         worker: function at the top level of an importable module; its first argument is a `WorkerContext`.
