@@ -5,6 +5,7 @@ import copy
 import gc
 import os
 import re
+import signal
 import warnings
 import weakref
 from functools import partial
@@ -14,12 +15,14 @@ import torch
 import torch.distributed as dist
 from exact_steps import exact_steps
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.nn import functional as F
 
 from cs336_systems.configs import model_size
 from cs336_systems.measure.collective_calls import watch_collectives
 from cs336_systems.model import Linear, build_model
 from cs336_systems.parallel import FSDP
+from cs336_systems.parallel.fsdp_checkpoint import load_checkpoint, save_checkpoint
 from cs336_systems.training.checkpointing import forward_with, strategy
 
 BLOCKS = {"unit_types": ("TransformerBlock",)}
@@ -364,6 +367,71 @@ def garbage(context):
     assert not any(reference() for reference in watched)
 
 
+def started(seed):
+    torch.manual_seed(seed)
+    module = Odd()
+    module.register_buffer("count", torch.tensor(float(seed)))
+    model = FSDP(module)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        optimizer.zero_grad()
+        tokens = below_7(seed, 2, 4)
+        loss(model(tokens), tokens).backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+
+
+def save(context, folder):
+    """Train, save, train on; return the weights at the end."""
+    model, optimizer = started(seed=0)
+    train(model, optimizer, range(3))
+    save_checkpoint(folder, model, optimizer)
+    with pytest.raises(FileExistsError, match="exists; allowed: a new name"):
+        save_checkpoint(folder, model, optimizer)
+    train(model, optimizer, range(3, 5))
+    return {name: tensor.clone() for name, tensor in model.gather_full_parameters().items()}
+
+
+def load(context, folder, save_to=None):
+    """Load into other values, save them again, train on; return the weights at the end."""
+    model, optimizer = started(seed=1)
+    train(model, optimizer, [7])
+    optimizer.param_groups[0]["lr"] = 0.5
+    load_checkpoint(folder, model, optimizer)
+    assert (model.module.count.item(), optimizer.param_groups[0]["lr"]) == (0, 0.01)
+    if save_to:
+        save_checkpoint(save_to, model, optimizer)
+    train(model, optimizer, range(3, 5))
+    for other in (nn.Linear(5, 3), tiny()):
+        with pytest.raises(ValueError, match="is of another model: only"):
+            load_checkpoint(folder, FSDP(other))
+    single_groups = torch.optim.AdamW([{"params": [parameter]} for parameter in model.parameters()])
+    with pytest.raises(ValueError, match="other groups"):
+        load_checkpoint(folder, model, single_groups)
+    with pytest.raises(ValueError, match="a parameter that the model has not"):
+        load_checkpoint(folder, started(seed=1)[0], optimizer)
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        load_checkpoint(f"{folder}.unfinished", model)
+    return {name: tensor.clone() for name, tensor in model.gather_full_parameters().items()}
+
+
+def die_while_saving(context, folder):
+    """Rank 0 is killed when its files are written and before the checkpoint is complete."""
+    model, optimizer = started(seed=2)
+    train(model, optimizer, [0])
+    original = FileSystemWriter.finish
+
+    def finish(self, metadata, results):
+        os.kill(os.getpid(), signal.SIGKILL)
+        original(self, metadata, results)
+
+    FileSystemWriter.finish = finish
+    save_checkpoint(folder, model, optimizer)
+
+
 def on_gpus(context):
     """A step holds a few units and its shards, no more, and messages run beside kernels."""
     from torch.profiler import ProfilerActivity, profile
@@ -413,8 +481,8 @@ def on_gpus(context):
     assert sum(hidden) > 0.6 * len(hidden)
 
 
-ANY_WORLD_SIZE = [odd_modules, bitwise]
-TWO_RANKS = [transformers, compute_dtype, schedule, recomputation, compiled, stale_weights, failures]
+ANY_WORLD_SIZE = [transformers, odd_modules, bitwise]
+TWO_RANKS = [compute_dtype, schedule, recomputation, compiled, stale_weights, failures]
 TWO_RANKS += [disagreement, refusals, garbage]
 
 

@@ -3,6 +3,7 @@
 import pytest
 import sharded_workers
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import AdamW
 
@@ -31,6 +32,15 @@ def test_it_keeps_its_promises_and_its_checkpoints_move_between_worlds(backend, 
         resumed = sharded_workers.Odd()
         resumed.load_state_dict(torch.load(files[2])["module"])
         sharded_workers.assert_same(resumed, alone)
+
+
+def test_a_world_of_one_is_told_what_to_use(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match=r"world size is 1; allowed: 2 or more .*AdamW itself"):
+            ShardedOptimizer(nn.Linear(2, 2).parameters(), AdamW)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_without_a_process_group_is_an_error_that_says_what_to_do():

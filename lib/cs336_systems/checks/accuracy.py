@@ -35,6 +35,7 @@ def compare(
     output: str = "output",
     torchs_own: Callable[..., Tensor] | None = None,
     by_magnitude: bool = False,
+    rounding: float | None = None,
     allowed_error: float | None = None,
     suspect: Callable[[Tensor, Tensor, float], str] = lambda *_: "",
 ) -> Iterator[dict[str, str | float]]:
@@ -45,6 +46,8 @@ def compare(
         torchs_own: PyTorch's own, where it is not the formula in the dtype of the inputs.
         by_magnitude: errors are relative to the formula of the magnitudes: of sums whose terms cancel nobody
             can know more than a rounding of the terms.
+        rounding: the relative error that is nobody's fault, even where PyTorch happens to be luckier; by
+            default twice what rounding the inputs to float32 changes.
         allowed_error: relative, instead of twice PyTorch's own.
         suspect: of a result, the exact one and its error, the usual reason.
 
@@ -61,7 +64,8 @@ def compare(
         return _output_and_gradients(of, changed, change(d_output), f"{output} of {where}")
 
     ours, torchs = (results(of, Tensor.clone) for of in (function, torchs_own or formula))
-    exact, rounded = (results(formula, change) for change in (Tensor.double, _rounded))
+    exact = results(formula, Tensor.double)
+    rounded = results(formula, _rounded) if rounding is None else exact
     sizes = results(formula, lambda x: x.double().abs()) if by_magnitude else exact
     names = [output, *(f"d{name}" for name, x in inputs.items() if x.requires_grad)]
     for name, *found, size in zip(names, ours, torchs, rounded, exact, sizes, strict=True):
@@ -70,9 +74,8 @@ def compare(
         kinds = [f"{tuple(x.shape)}, {x.dtype}" for x in found]
         assert kinds[0] == kinds[1], f"{told} is {kinds[0]}; wanted: {kinds[1]}"
         size = size.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        error, torch_error, rounding, _ = (((x.double() - wanted).norm() / size).item() for x in found)
-        # What rounding the inputs to float32 changes is fair, even where PyTorch happens to be luckier.
-        torch_error = max(torch_error, 3 * rounding, 2 * EPS)
+        error, torch_error, changed, _ = (((x.double() - wanted).norm() / size).item() for x in found)
+        torch_error = max(torch_error, rounding or 2 * changed, 2 * EPS)
         yardstick = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
         allowed = allowed_error or ALLOWED_RATIO * torch_error
         assert error <= allowed, (

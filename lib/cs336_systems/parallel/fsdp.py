@@ -55,8 +55,8 @@ class FSDP(DataParallel):
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: an argument is not allowed, nothing can be sharded or trained, parameters of several
-            devices or dtypes would be sharded, or the ranks disagree. On every rank.
+        ValueError: an argument is not allowed, there is one rank only, nothing can be sharded or trained,
+            parameters of several devices or dtypes would be sharded, or the ranks disagree. On every rank.
     """
 
     def __init__(
@@ -97,6 +97,10 @@ class FSDP(DataParallel):
 
     def _check_module(self) -> None:
         super()._check_module()
+        if (world_size := dist.get_world_size()) < 2:
+            raise ValueError(
+                f"the number of ranks is {world_size}; allowed: 2 or more, which share the weights"
+            )
         name, self._sharded = type(self.module).__name__, self._places_to_shard()
         if not self._sharded:
             types = " or ".join(self._shard_types)
@@ -298,6 +302,10 @@ class FSDP(DataParallel):
             name.replace("_orig_mod.", ""): whole.get(parameter, parameter.detach())
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
         }
+
+    def full_shapes(self) -> dict[nn.Parameter, torch.Size]:
+        """Of every parameter that is sharded, the shape of the whole."""
+        return {weight.parameter: weight.whole.shape for unit in self._units for weight in unit.weights}
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

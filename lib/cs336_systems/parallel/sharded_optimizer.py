@@ -71,7 +71,7 @@ class ShardedOptimizer(Optimizer):
         self.param_groups = []
 
         def make() -> list[Segments]:
-            _check_arguments(optimizer_cls, bucket_size_mb)
+            _check_arguments(optimizer_cls, bucket_size_mb, self._world_size)
             super(ShardedOptimizer, self).__init__(params, {})
             dealt = self._deal(self.param_groups)
             groups = [self._own_part(group, dealt) for group in self.param_groups]
@@ -239,7 +239,7 @@ class ShardedOptimizer(Optimizer):
         self._frozen = [p for p in number_of if p not in self._owner]
 
 
-def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any) -> None:
+def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -> None:
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise TypeError(f"optimizer_cls is {optimizer_cls!r}; allowed: a subclass of torch.optim.Optimizer")
     closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
@@ -249,6 +249,11 @@ def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any) -> None:
             "that update each parameter by itself"
         )
     check_bucket_size(bucket_size_mb)
+    if world_size == 1:
+        raise ValueError(
+            f"the world size is 1; allowed: 2 or more (one process takes {optimizer_cls.__name__} itself, "
+            "whose state_dict is the consolidated one)"
+        )
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
