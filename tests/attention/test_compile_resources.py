@@ -13,16 +13,18 @@ from cs336_systems.bench import kernel_resources
 from cs336_systems.bench.kernel_resources import shipped_tiles
 
 SMALLEST_SHARED_MEMORY = 101_376
+SPILLING = {("planes_dkdv", 128)}  # and the fastest of its tiles all the same
 SAMPLE = [("hopper_backward", "bfloat16", 128, 90), ("dq", "tf32", 64, 100), ("dkdv", "float32", 64, 80)]
 
 
-def test_no_tile_spills_or_exceeds_the_chip():
+def test_no_other_tile_spills_or_exceeds_the_chip():
     """The committed rows say it of every tile. To compile all takes minutes: once a change of the kernels."""
     table = shipped_tiles()
     again = f"the kernels have changed: python -m {kernel_resources.__name__}"
     assert set(table["kernels"]) == {kernel_digest()}, again
     assert (table["registers"] <= 255).all()
-    assert (table["spilled_bytes"] == 0).all(), table[table["spilled_bytes"] > 0].to_string()
+    spilling = table[table["spilled_bytes"] > 0]
+    assert set(zip(spilling["kernel"], spilling["d_head"], strict=True)) == SPILLING, spilling.to_string()
     assert (table["shared_bytes"] <= table["shared_limit_bytes"]).all()
     portable = table[table["capability"] != 90]
     assert (portable["shared_bytes"] <= SMALLEST_SHARED_MEMORY).all(), portable.to_string()

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from cs336_systems.attention.config import (
-    HOPPER_KERNELS,
+    GLUON_KERNELS,
     HOPPER_TILES,
     INTERPRETER,
     KERNELS,
+    OWN_KEYS,
+    PLANES_KERNELS,
     Tile,
     select_config,
 )
@@ -57,7 +59,7 @@ def test_the_largest_tile_that_gives_every_sm_a_program(sm_count, by_queries, by
 
 @pytest.mark.parametrize(("kernel", "precision"), HOPPER_TILES)
 def test_tiles_go_from_large_to_small(kernel, precision):
-    side = "block_n" if kernel == "dkdv" else "block_m"
+    side = "block_n" if kernel in OWN_KEYS else "block_m"
     for tiles in HOPPER_TILES[kernel, precision].values():
         rows = [(getattr(tile, side), tile.max_registers or 0) for tile in tiles]
         assert rows == sorted(set(rows), reverse=True), "else a later one never runs"
@@ -75,13 +77,14 @@ def test_the_kernels_of_one_head_size_round_scores_alike(d, capability):
 @pytest.mark.parametrize(
     ("dtype", "d", "capability", "tf32", "precision", "use_tma", "of_hopper"),
     [
-        (torch.bfloat16, 64, HOPPER, False, "16bit", True, HOPPER_KERNELS),
-        (torch.float16, 33, HOPPER, True, "16bit", True, HOPPER_KERNELS),
-        (torch.bfloat16, 32, HOPPER, False, "16bit", True, HOPPER_KERNELS),
+        (torch.bfloat16, 64, HOPPER, False, "16bit", True, GLUON_KERNELS),
+        (torch.float16, 33, HOPPER, True, "16bit", True, GLUON_KERNELS),
+        (torch.bfloat16, 32, HOPPER, False, "16bit", True, GLUON_KERNELS),
         (torch.bfloat16, 256, HOPPER, False, "16bit", True, ()),
         (torch.bfloat16, 64, AMPERE, False, "16bit", False, ()),
         (torch.bfloat16, 64, BLACKWELL, False, "16bit", True, ()),
-        (torch.float32, 64, HOPPER, False, "ieee", False, ()),
+        (torch.float32, 64, HOPPER, False, "ieee", False, PLANES_KERNELS),
+        (torch.float32, 32, HOPPER, False, "ieee", False, ()),
         (torch.float32, 64, HOPPER, True, "tf32", True, ()),
         (torch.float32, 64, AMPERE, True, "tf32", False, ()),
         (torch.float32, 64, INTERPRETER, False, "ieee", True, ()),
@@ -131,7 +134,7 @@ def test_an_old_triton_has_no_kernels_of_hoppers_own(monkeypatch):
     assert config.tiles.keys() == set(KERNELS)
     monkeypatch.setattr(launcher.triton, "__version__", "3.10.0")
     config = config_for.__wrapped__(torch.bfloat16, 64, torch.device("cuda", 0))
-    assert config.tiles.keys() == {*KERNELS, *HOPPER_KERNELS}
+    assert config.tiles.keys() == {*KERNELS, *GLUON_KERNELS}
 
 
 @pytest.mark.parametrize(

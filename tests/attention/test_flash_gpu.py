@@ -77,6 +77,19 @@ def test_enough_programs_for_hoppers_own_kernels(d, dtype):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
 
 
+@pytest.mark.parametrize("d", [33, 64, 72, 128])
+def test_enough_programs_for_planes_of_float32(d):
+    cases = [
+        AttentionCase("even", (5, 8), 1024, 1024, d, is_causal=True),
+        AttentionCase("full", (40,), 1024, 1280, d),
+        AttentionCase("ragged", (40,), 1111, 1333, d, is_causal=True),
+        AttentionCase("ragged, full", (40,), 1333, 1111, d),
+        AttentionCase("large scores", (40,), 1024, 1024, d, is_causal=True, logit_scale=30.0),
+    ]
+    for _ in range(3):
+        check_attention(FlashAttentionTriton.apply, cases=cases)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("d", [40, 64, 128])
 @pytest.mark.parametrize("n", [1, 65, 300])
@@ -131,9 +144,10 @@ def deterministic():
 
 
 @pytest.mark.parametrize("d", [64, 128])
-def test_same_bits_every_time_where_they_are_asked_for(d, deterministic):
-    inputs = random_inputs(10, 2048, d)
-    do = torch.randn(10, 2048, d, device="cuda", dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_same_bits_every_time_where_they_are_asked_for(d, dtype, deterministic):
+    inputs = random_inputs(20, 2048, d, dtype=dtype)
+    do = torch.randn(20, 2048, d, device="cuda", dtype=dtype)
     output = FlashAttentionTriton.apply(*inputs, True)
     first = torch.autograd.grad(output, inputs, do, retain_graph=True)
     for _ in range(20):

@@ -18,7 +18,14 @@ from typing import Any
 
 import torch
 
-from cs336_systems.attention.config import HOPPER_KERNELS, KernelConfig, Tile, select_config
+from cs336_systems.attention.config import (
+    GLUON_KERNELS,
+    HOPPER_KERNELS,
+    PLANES_KERNELS,
+    KernelConfig,
+    Tile,
+    select_config,
+)
 from cs336_systems.names import torch_dtype
 
 # Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
@@ -71,7 +78,7 @@ def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Til
 
     triton.runtime.driver.set_active(_Chip(capability))
     config = config_for_capability(dtype, d_head, capability)
-    config = config.with_tiles(**dict.fromkeys(HOPPER_KERNELS) | {kernel: tile})
+    config = config.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
     forms = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
     found = []
     for is_causal, odd in forms:
@@ -102,19 +109,29 @@ class _Chip:
 
 
 def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig, is_causal: bool) -> Any:
-    from cs336_systems.attention.launcher import Backward, Forward, HopperBackward, layout
+    from cs336_systems.attention.launcher import PLANE_DTYPE, layout
 
     x = torch.empty(shape, dtype=config.dtype, device="meta")
+    launch = _launch(kernel, layout(x), config, is_causal)
+    tensors = dict.fromkeys(launch.tensor_names, x)
+    if kernel in PLANES_KERNELS:
+        tensors |= {name: x.to(PLANE_DTYPE) for name in tensors if name.endswith("_src")}
     row = torch.empty(shape[:-1], device="meta")  # of L, delta; of dq_accum the pointer alone counts
+    tensors |= {name: row for name in tensors if name.startswith(("lse", "delta", "dq_accum"))}
+    return launch.compile(*tensors.values())
+
+
+def _launch(kernel: str, x: Any, config: KernelConfig, is_causal: bool) -> Any:
+    from cs336_systems.attention import launcher
+
     if kernel in ("forward", "hopper_forward"):
-        return Forward((layout(x),) * 4, config, is_causal).launch.compile(x, x, x, x, row)
+        return launcher.Forward((x,) * 4, config, is_causal).launch
+    if kernel == "planes_forward":
+        return launcher.PlanesForward((x,) * 4, config, is_causal).launch
     if kernel == "hopper_backward":
-        launch = HopperBackward((layout(x),) * 8, config, is_causal).backward
-        return launch.compile(x, x, x, x, row, row, row, x, x)
-    launch = Backward((layout(x),) * 8, config, is_causal)
-    if kernel == "dq":
-        return launch.dq.compile(x, x, x, x, x, row, row, row, x)
-    return launch.dkdv.compile(x, x, x, x, row, row, x, x)
+        return launcher.HopperBackward((x,) * 8, config, is_causal).backward
+    both = launcher.PlanesBackward if kernel in PLANES_KERNELS else launcher.Backward
+    return getattr(both((x,) * 8, config, is_causal), kernel.removeprefix("planes_"))
 
 
 def _ask_ptxas(ptx: str, capability: int) -> dict[str, int]:

@@ -1,11 +1,13 @@
 """How tensors of a dtype and head size are worked on by a GPU: the kernels, their tiles, TMA or pointers.
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
-No tile spills registers, as notebook 24 compiles them: Hopper's own kernels in every form, the others causal
-(one of "ieee" 40 bytes with Triton 3.6, none with 3.7). In their other forms a few of "ieee" spill up to 24
-bytes. Hopper's were chosen by measurements on an H200; dq and dkdv, which run there on short sequences, are
-within 11 % of the fastest (notebook 26 has the study). The portable ones, for all other GPUs, were only
-compiled: they fit the 99 KiB of shared memory that a block has on the smallest of them.
+No tile spills registers but one, as notebook 24 compiles them: Hopper's own kernels in every form, the others
+causal (one of "ieee" 40 bytes with Triton 3.6, none with 3.7). In their other forms a few of "ieee" spill up
+to 24 bytes. The one is planes_dkdv's for heads of 128, about 1 kB a thread: two others, which spill half as
+much, took 1.36 times as long, and the same kernel in Gluon, without spills, 1.15 times. Hopper's were chosen
+by measurements on an H200; dq and dkdv, which run there on short sequences, are within 11 % of the fastest
+(notebook 26 has the study). The portable ones, for all other GPUs, were only compiled: they fit the 99 KiB of
+shared memory that a block has on the smallest of them.
 """
 
 from dataclasses import dataclass, replace
@@ -14,9 +16,16 @@ from functools import cache
 import torch
 
 KERNELS = ("forward", "dq", "dkdv")  # in Triton, for every GPU
-HOPPER_KERNELS = ("hopper_forward", "hopper_backward")  # in Gluon, for Hopper alone
+GLUON_KERNELS = ("hopper_forward", "hopper_backward")  # for Hopper alone, as are
+PLANES_KERNELS = ("planes_forward", "planes_dq", "planes_dkdv")  # in Triton, for "ieee": see float32_planes
+HOPPER_KERNELS = GLUON_KERNELS + PLANES_KERNELS
+OWN_KEYS = ("dkdv", "hopper_backward", "planes_dkdv")  # whose programs own keys; those of others, queries
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
-PROGRAMS_PER_SM = {"hopper_forward": 1.75}
+PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(PLANES_KERNELS, 2)
+# PLANES_KERNELS run from so many queries and keys on, where each has its programs. Both limits are still to
+# be measured. Of 16 heads of 4,096 tokens on an H200 they take 0.5 of the others' time, and 3 to 6 % of that
+# goes into the planes: the only part that grows with the length and not with its square.
+PLANES_LENGTH = 1024
 WARP_GROUP_ROWS = 64  # of the queries, to a matmul of four warps
 # What is done with the numbers: bfloat16 and float16; float32 multiplied in TF32; float32 with all its bits.
 PRECISIONS = ("16bit", "tf32", "ieee")
@@ -65,6 +74,9 @@ HOPPER_TILES = {
         64: [Tile(64, 128, 4, 3)],
         128: [Tile(64, 128, 8, 3)],
     },
+    ("planes_forward", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(128, 32, 8, 2)]},
+    ("planes_dq", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(64, 32, 4, 2)]},
+    ("planes_dkdv", "ieee"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(32, 64, 4, 2)]},
     ("forward", "16bit"): {
         64: [Tile(64, 128, 4, 3, 168)],
         128: [Tile(64, 64, 4, 3)],
@@ -102,6 +114,7 @@ HOPPER_TILES = {
     },
 }
 PRE_POST_TILE = Tile(64, 128, 4, 1)  # of the kernels before and after "hopper_backward"
+SPLIT_TILE = Tile(32, 32, 4, 1)  # of the kernel before PLANES_KERNELS
 PORTABLE_TILES = {
     ("forward", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(128, 32, 8, 3)], 256: [Tile(64, 32, 8, 2)]},
     ("dq", "16bit"): {64: [Tile(64, 64, 4, 2)], 128: [Tile(64, 32, 4, 2)], 256: [Tile(64, 32, 8, 1)]},
@@ -188,7 +201,8 @@ def _ieee_precision(capability: Capability) -> str:
 
     The first has 0.3 to 0.6 of the error of PyTorch's attention on an H200, and is Hopper's. The second needs
     fewer registers and is faster where programs are few, but was off by 2.5 to 3.2 times as much as PyTorch's
-    in dK and dV of large scores: on other GPUs, which have no registers for the first.
+    in dK and dV of large scores: on other GPUs, which have no registers for the first. (On Hopper, only the
+    kernels for all GPUs ask: float32_planes splits by itself.)
     """
     return "bf16x6" if capability[0] == 9 else "tf32x3"
 

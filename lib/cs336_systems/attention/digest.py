@@ -7,7 +7,7 @@ from pathlib import Path
 
 SOURCES = (
     "triton_forward", "triton_backward", "hopper_forward", "hopper_backward", "hopper_backward_narrow",
-    "dq_accum", "config",
+    "dq_accum", "float32_planes", "config",
 )  # fmt: skip
 # Rewritten sources that compile to the same PTX, compared for every shipped tile with Triton 3.6 and 3.7: the
 # digest of the sources that they replace, for its rows are of the same kernels.

@@ -16,18 +16,17 @@ from torch.autograd.function import once_differentiable
 from cs336_systems.attention import flash_pytorch
 from cs336_systems.attention.inputs import check_that_they_fit, in_autocast
 from cs336_systems.attention.launcher import (
-    Backward,
-    Forward,
-    HopperBackward,
+    Problem,
     backward_launcher,
     config_for,
+    forward_launcher,
     layout,
 )
 from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, aligned, check_device, device_context
 
 # Launchers by all that they depend on. One look-up is what a call pays; what is found there was checked.
-_forwards: dict[tuple, Forward] = {}
-_backwards: dict[tuple, Backward | HopperBackward] = {}
+_forwards: dict[tuple, Problem] = {}
+_backwards: dict[tuple, Problem] = {}
 MAX_LAUNCHERS = 256  # of each
 
 
@@ -54,7 +53,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
         check_that_they_fit(q, k, v)
         check_device("q, k, v", q)
         config = config_for(dtype, shape[-1], device, tf32)
-        launch = Forward((layout(q), layout(k), layout(v), layout(o)), config, is_causal)
+        launch = forward_launcher((layout(q), layout(k), layout(v), layout(o)), config, is_causal)
         _keep(_forwards, key, launch)
     with device_context(device):
         launch(q, k, v, o, logsumexp)
@@ -92,7 +91,7 @@ def flash_backward(
     return dq, dk, dv
 
 
-def _keep(launchers: dict, key: tuple, launch: Forward | Backward | HopperBackward) -> None:
+def _keep(launchers: dict, key: tuple, launch: Problem) -> None:
     if len(launchers) >= MAX_LAUNCHERS:
         launchers.clear()
     launchers[key] = launch

@@ -1,18 +1,16 @@
 """From tensors to launched kernels: what depends on their layouts alone is settled once and kept.
 
 A short sequence keeps the GPU busy for a few microseconds; choosing tiles, checking strides and finding the
-compiled kernel again at every call would take longer than the kernel itself. So flash_triton keeps a
-`Forward`, and a `Backward` or `HopperBackward`, for the layouts that it meets, and each of these does only
+compiled kernel again at every call would take longer than the kernel itself. So flash_triton keeps what
+`forward_launcher` and `backward_launcher` make for the layouts that it meets, and each of these does only
 what has to be done for each call. They belong to one GPU: that of their first call.
 """
 
-import copy
-import inspect
 import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,23 +19,34 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.config import (
+    GLUON_KERNELS,
     HOPPER_KERNELS,
+    OWN_KEYS,
+    PLANES_KERNELS,
+    PLANES_LENGTH,
     PRE_POST_TILE,
     PROGRAMS_PER_SM,
+    SPLIT_TILE,
     WARP_GROUP_ROWS,
     KernelConfig,
     Tile,
     select_config,
 )
+from cs336_systems.attention.float32_planes import (
+    planes_dkdv_kernel,
+    planes_dq_kernel,
+    planes_forward_kernel,
+    split_kernel,
+)
+from cs336_systems.attention.kernel_launch import KernelLaunch, triton_version
 from cs336_systems.attention.triton_backward import dkdv_kernel, dq_kernel
 from cs336_systems.attention.triton_forward import forward_kernel
-from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
+from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, capability, sm_count
 
 LOG2E = math.log2(math.e)
-STREAM = 3  # where among a compiled kernel's arguments it is: after the grid
-MAX_MAPS = 1024
-GLUON = 3, 6  # the Triton whose Gluon HOPPER_KERNELS are written in
-KNOWN_INSIDE = (3, 6), (3, 7)  # the Tritons beneath whose launcher KernelLaunch can reach
+PLANES = 3  # of bfloat16 to a float32 matrix
+PLANE_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter multiplies its bit patterns
+GLUON = 3, 6  # the Triton whose Gluon GLUON_KERNELS are written in; the others of Hopper's come with it
 Shape = tuple[int, ...]
 Layout = tuple[Shape, Shape]  # shape, strides
 
@@ -70,11 +79,15 @@ def loadable(layout: Layout, itemsize: int, use_tma: bool) -> Layout:
     if use_tma:
         if tma_compatible(layout, itemsize):
             return layout
-        unit = ALIGNMENT // itemsize
-        return shape, _contiguous((*shape[:-1], triton.cdiv(shape[-1], unit) * unit))
+        return _padded(shape, itemsize)
     contiguous = _contiguous(shape)
     steps = zip(shape, strides, contiguous, strict=True)
     return layout if all(size == 1 or x == wanted for size, x, wanted in steps) else (shape, contiguous)
+
+
+def _padded(shape: Shape, itemsize: int) -> Layout:
+    unit = ALIGNMENT // itemsize
+    return shape, _contiguous((*shape[:-1], triton.cdiv(shape[-1], unit) * unit))
 
 
 def _contiguous(shape: Shape) -> Shape:
@@ -110,112 +123,6 @@ def row_layout() -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
-class KernelLaunch:
-    """A kernel with its grid and every argument but the tensors: call it with those.
-
-    Args:
-        arguments: by name; of more than the kernel takes, those that it takes.
-        descriptors: for the first tensors, which the kernel loads by TMA.
-    """
-
-    def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        arguments: dict[str, int | float | bool | str],
-        tile: Tile,
-        descriptors: Sequence[Any] = (),
-    ) -> None:
-        self.kernel, self.grid, self.descriptors = kernel, (programs, 1, 1), descriptors
-        names = kernel.arg_names
-        tensors = sum(name.endswith(("_src", "_ptr")) for name in names)  # they come first
-        self.arguments = tuple(arguments[name] for name in names[tensors:])
-        self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        if tile.max_registers:
-            self.options["maxnreg"] = tile.max_registers
-        self.launch = None
-
-    def __call__(self, *tensors: Tensor) -> None:
-        if self.launch is None:
-            compiled = self.kernel[self.grid](*self.described(tensors), *self.arguments, **self.options)
-            # The interpreter compiles nothing; a Triton that is not known launches as it likes.
-            if compiled is not None and triton_version() in KNOWN_INSIDE:
-                self._prepare(compiled, tensors)
-            return
-        arguments = self.launch_arguments.copy()
-        arguments[STREAM] = self.current_stream(self.device)
-        for i, maps, x in zip(self.map_places, self.maps, tensors, strict=False):
-            arguments[i] = maps[x.data_ptr()]
-        for i, x in zip(self.pointer_places, tensors[len(self.maps) :], strict=True):
-            arguments[i] = x.data_ptr()
-        self.launch(*arguments)
-
-    def _prepare(self, compiled: Any, tensors: tuple[Tensor, ...]) -> None:
-        """Do once what Triton does at every launch, so that addresses and the stream are all that is left.
-
-        Triton would encode every descriptor again, and ask the driver about each tensor, but not about an
-        address. Its launch hooks, by which its own profiler listens, are not called; memory for scratch,
-        which it would allocate, our kernels do not use.
-        """
-        driver = triton.runtime.driver.active
-        self.device, self.current_stream = driver.get_current_device(), driver.get_current_stream
-        recorder, recorded = copy.copy(compiled.run), []
-        launch, recorder.launch = recorder.launch, lambda *arguments: recorded.extend(arguments)
-        if self.descriptors:
-            launch = inspect.getclosurevars(launch).nonlocals["launcher"]  # takes tensor maps
-        self.maps, map_places, arguments = [], [], []
-        for descriptor, meta in zip(self.descriptors, compiled.metadata.tensordesc_meta or (), strict=True):
-            self.maps.append(TensorMaps(descriptor, meta))
-            map_places.append(len(arguments))
-            arguments += [None, *descriptor.shape, *descriptor.strides]
-        pointers = range(len(arguments), len(arguments) + len(tensors) - len(self.maps))
-        arguments += [*(None for _ in pointers), *self.arguments]
-        hooks = None, None, None  # and what they are told
-        recorder(*self.grid, None, compiled.function, compiled.packed_metadata, *hooks, *arguments)
-        if isinstance(recorded[-1], tuple):  # Triton 3.7; 3.6 passes them one by one
-            c_launch, first = launch, len(recorded) - 1
-            recorded += recorded.pop()
-            self.launch = lambda *arguments: c_launch(*arguments[:first], arguments[first:])
-        else:
-            self.launch, first = launch, len(recorded) - len(arguments)
-        self.map_places = [first + i for i in map_places]
-        self.pointer_places = [first + i for i in pointers]
-        self.launch_arguments = recorded
-
-    def compile(self, *tensors: Tensor) -> Any:
-        """What Triton compiles for such tensors, on the meta device too, without a launch."""
-        return self.kernel.warmup(*self.described(tensors), *self.arguments, grid=self.grid, **self.options)
-
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """The tensors, the first of them as the descriptors that the kernel loads by."""
-        described = [_with_tensor(each, x) for each, x in zip(self.descriptors, tensors, strict=False)]
-        return *described, *tensors[len(described) :]
-
-
-class TensorMaps(dict):
-    """What TMA reads of a descriptor, by the address of the tensor: addresses come again and again."""
-
-    def __init__(self, descriptor: Any, meta: dict[str, Any]) -> None:
-        super().__init__()
-        self.descriptor, self.meta = descriptor, meta
-
-    def __missing__(self, address: int) -> Any:
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        if len(self) == MAX_MAPS:
-            self.clear()
-        base = SimpleNamespace(data_ptr=lambda: address)
-        self[address], *_ = make_tensordesc_arg(_with_tensor(self.descriptor, base), self.meta)
-        return self[address]
-
-
-def _with_tensor(descriptor: Any, x: Any) -> Any:
-    """A copy of the descriptor for this tensor, without the constructor's checks."""
-    described = copy.copy(descriptor)
-    described.base = x
-    return described
-
-
 class Problem:
     """The sizes of one attention, what its kernels are told of them, and inputs that they can load.
 
@@ -231,18 +138,21 @@ class Problem:
         self.n_keys = inputs[1][0][-2]
 
     def programs(self, kernel: str, tile: Tile) -> int:
-        """One for each tile of what a program owns: keys in "dkdv" and "hopper_backward", else queries."""
-        owns_keys = kernel in ("dkdv", "hopper_backward")
+        """One for each tile of what a program owns."""
+        owns_keys = kernel in OWN_KEYS
         rows, block = (self.n_keys, tile.block_n) if owns_keys else (self.n_queries, tile.block_m)
         return triton.cdiv(rows, block) * self.batch * self.heads
 
+    def fills_gpu(self, kernel: str, tile: Tile) -> bool:
+        """Whether there are programs enough for all SMs."""
+        return self.programs(kernel, tile) >= PROGRAMS_PER_SM.get(kernel, 1) * self.config.sm_count
+
     def tile(self, kernel: str) -> Tile:
         """The first of the kernel's tiles that makes programs enough; the last where none does."""
-        wanted = PROGRAMS_PER_SM.get(kernel, 1) * self.config.sm_count
         *larger, last = self.config.tiles[kernel]
         for tile in larger:
             unequal = self.is_causal and tile.max_registers  # programs that share an SM
-            if self.programs(kernel, tile) >= wanted and not unequal:
+            if self.fills_gpu(kernel, tile) and not unequal:
                 return tile
         return last
 
@@ -287,7 +197,7 @@ class Problem:
     def kernel(self, name: str, function: Any, **layouts: Layout) -> KernelLaunch:
         """One that loads tiles of the inputs and strides over the tensors in `layouts`."""
         tile = self.tile(name)
-        descriptors = self.descriptors(tile, gluon=name in HOPPER_KERNELS)
+        descriptors = self.descriptors(tile, gluon=name in GLUON_KERNELS)
         return KernelLaunch(
             function, self.programs(name, tile), self.arguments(tile, **layouts), tile, descriptors
         )
@@ -367,6 +277,66 @@ class HopperBackward(Problem):
         self.postprocess(dq_accum, dq)
 
 
+class Planes(Problem):
+    """One of float32 tensors, of which the kernels load planes of bfloat16 (see float32_planes)."""
+
+    def __init__(self, inputs: Sequence[Layout], config: KernelConfig, is_causal: bool) -> None:
+        planes = [planes_layout(x) for x in inputs]
+        super().__init__(planes, replace(config, dtype=PLANE_DTYPE, use_tma=True), is_causal)
+        self.heads //= PLANES
+        self.splits = [self.split_launch(*each) for each in zip(inputs, planes, strict=True)]
+
+    def split_launch(self, x: Layout, planes: Layout) -> KernelLaunch:
+        """Called with x and its planes."""
+        (*_, n, _), (*_, row, _) = planes
+        arguments = self.arguments(SPLIT_TILE, x=x) | {"n_rows": n, "ROW": row}
+        programs = triton.cdiv(n, SPLIT_TILE.block_m) * self.batch * self.heads
+        return KernelLaunch(split_kernel, programs, arguments, SPLIT_TILE)
+
+    def planes(self, *tensors: Tensor) -> list[Tensor]:
+        """Those of the inputs, just written."""
+        made = []
+        for launch, (_, strides), x in zip(self.splits, self.inputs, tensors, strict=True):
+            made.append(torch.empty(self.batch * strides[0], dtype=PLANE_DTYPE, device=x.device))
+            launch(x, made[-1])
+        return made
+
+
+def planes_layout(layout: Layout) -> Layout:
+    """(batch, heads * PLANES, n, d), in rows that begin at multiples of 16 bytes."""
+    (batch, heads, n, d), _ = as_bhnd(layout)
+    return _padded((batch, heads * PLANES, n, d), PLANE_DTYPE.itemsize)
+
+
+class PlanesForward(Planes):
+    """Called as `Forward`."""
+
+    def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
+        *inputs, o = layouts
+        super().__init__(inputs, config, is_causal)
+        self.launch = self.kernel("planes_forward", planes_forward_kernel, o=o)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
+        self.launch(*self.planes(q, k, v), o, lse)
+
+
+class PlanesBackward(Planes):
+    """Called as `Backward`, and as deterministic."""
+
+    def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
+        *inputs, o, dq, dk, dv = layouts
+        super().__init__(inputs, config, is_causal)
+        self.dq = self.kernel("planes_dq", planes_dq_kernel, o=o, do=inputs[3], dq=dq)
+        self.dkdv = self.kernel("planes_dkdv", planes_dkdv_kernel, dk=dk, dv=dv)
+
+    def __call__(self, *tensors: Tensor) -> None:
+        q, k, v, do, o, lse, dq, dk, dv = tensors
+        lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+        planes = self.planes(q, k, v, do)
+        self.dq(*planes, o, do, lse, lse2, delta, dq)
+        self.dkdv(*planes, lse2, delta, dk, dv)
+
+
 @lru_cache(maxsize=256)
 def config_for(
     dtype: torch.dtype, d_head: int, device: torch.device, allow_tf32: bool = False
@@ -383,21 +353,35 @@ def config_for(
     return config
 
 
-def triton_version() -> tuple[int, ...]:
-    return tuple(map(int, triton.__version__.split(".")[:2]))
+def forward_launcher(
+    layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool
+) -> Forward | PlanesForward:
+    """For q, k, v, o of these layouts."""
+    planes = planes_run(Problem(layouts[:3], config, is_causal))
+    return (PlanesForward if planes else Forward)(layouts, config, is_causal)
 
 
 def backward_launcher(
     layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool, deterministic: bool
-) -> Backward | HopperBackward:
+) -> Backward | HopperBackward | PlanesBackward:
     """For q, k, v, do, o, dq, dk, dv of these layouts.
 
     Hopper's kernel adds dQ up in any order, and its programs are large: where they are fewer than the SMs,
     the smaller programs of the two kernels keep more of them at work.
     """
+    problem = Problem(layouts[:4], config, is_causal)
+    if planes_run(problem):
+        return PlanesBackward(layouts, config, is_causal)
     if "hopper_backward" in config.tiles and not deterministic:
-        problem = Problem(layouts[:4], config, is_causal)
         tile = problem.tile("hopper_backward")
-        if problem.programs("hopper_backward", tile) >= config.sm_count:
+        if problem.fills_gpu("hopper_backward", tile):
             return HopperBackward(layouts, config, is_causal)
     return Backward(layouts, config, is_causal)
+
+
+def planes_run(problem: Problem) -> bool:
+    """Whether PLANES_KERNELS do, all or none: backward has to round scores as forward did."""
+    if min(problem.n_queries, problem.n_keys) < PLANES_LENGTH:
+        return False
+    runs = problem.config.tiles.keys()
+    return all(name in runs and problem.fills_gpu(name, problem.tile(name)) for name in PLANES_KERNELS)

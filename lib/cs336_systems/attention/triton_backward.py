@@ -19,16 +19,9 @@ and dK, and never leave the registers. Tuples that functions pass on are those o
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_forward import load_tile, matmul_in_chunks
+from cs336_systems.attention.triton_forward import key_range, load_tile, matmul_in_chunks, own_tile, pointers
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _tile(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d):
-    """Pointers to a (rows, dims) tile of a (batch, heads, n, d) tensor of any strides."""
-    base = ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
-    return base + rows[:, None].to(tl.int64) * stride_n + dims[None, :] * stride_d
 
 
 @triton.jit
@@ -75,13 +68,7 @@ def dq_kernel(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dQ, and for dkdv_kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
-    tiles = tl.cdiv(n_queries, BLOCK_M)
-    tile = tl.program_id(0) % tiles
-    if CAUSAL:
-        tile = tiles - 1 - tile  # the longest rows first
-    batch_head = tl.program_id(0) // tiles
-    batch = batch_head // n_heads
-    head = batch_head % n_heads
+    tile, batch_head, batch, head = own_tile(n_queries, n_heads, BLOCK_M, CAUSAL)
     head_index = (batch, head, n_heads)
 
     first_query = tile * BLOCK_M
@@ -91,7 +78,7 @@ def dq_kernel(
     inside = in_range[:, None] & (dims[None, :] < D)
     q = load_tile(q_src, head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
     do = load_tile(do_src, head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
-    o_tile = _tile(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od)
+    o_tile = pointers(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od)
     o = tl.load(o_tile, mask=inside, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lse_rows = batch_head.to(tl.int64) * n_queries + queries
@@ -100,11 +87,7 @@ def dq_kernel(
     tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    unmasked = n_keys // BLOCK_N * BLOCK_N
-    last_key = n_keys
-    if CAUSAL:
-        unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
-        last_key = tl.minimum(n_keys, first_query + BLOCK_M)
+    unmasked, last_key = key_range(first_query, n_keys, BLOCK_M, BLOCK_N, CAUSAL)
     saved, sources = (q, do, lse, delta), (q_src, k_src, v_src, do_src)
     rows = (first_query, n_queries, queries)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
@@ -116,7 +99,7 @@ def dq_kernel(
             dq, saved, sources, head_index, rows, (unmasked, last_key, n_keys), scale_log2, True, CAUSAL,
             constants,
         )  # fmt: skip
-    dq_tile = _tile(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
+    dq_tile = pointers(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
     tl.store(dq_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
@@ -198,7 +181,7 @@ def dkdv_kernel(
 
     dims = tl.arange(0, BLOCK_D)
     inside = (keys[:, None] < n_keys) & (dims[None, :] < D)
-    dk_tile = _tile(dk_ptr, batch, head, keys, dims, stride_dkb, stride_dkh, stride_dkn, stride_dkd)
-    dv_tile = _tile(dv_ptr, batch, head, keys, dims, stride_dvb, stride_dvh, stride_dvn, stride_dvd)
+    dk_tile = pointers(dk_ptr, batch, head, keys, dims, stride_dkb, stride_dkh, stride_dkn, stride_dkd)
+    dv_tile = pointers(dv_ptr, batch, head, keys, dims, stride_dvb, stride_dvh, stride_dvn, stride_dvd)
     tl.store(dk_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
     tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=inside)

@@ -12,7 +12,7 @@ exp(scale * s - max) is a single multiply-add and one exp2, the instruction the 
 
 Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has TMA (Hopper and newer), which
 then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
-either way. (On Hopper, hopper_forward does the same for 16-bit tensors, faster.)
+either way. (On Hopper, hopper_forward does the same for 16 bits, float32_planes for long float32 sequences.)
 
 CHUNK is for float32 without TF32 ("ieee"), where Triton splits each operand of a matmul in registers, into
 two or three parts. Scores sum over the whole head size, and their operands would take more registers than
@@ -73,6 +73,41 @@ def matmul_in_chunks(
 
 
 @triton.jit
+def own_tile(n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(tile, batch * n_heads + head, batch, head) of this program.
+
+    LAST_FIRST: of causal queries the last see the most keys, and the short rows fill the gaps at the end.
+    """
+    tiles = tl.cdiv(n_rows, BLOCK)
+    tile = tl.program_id(0) % tiles
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    batch_head = tl.program_id(0) // tiles
+    return tile, batch_head, batch_head // n_heads, batch_head % n_heads
+
+
+@triton.jit
+def key_range(first_query, n_keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """(unmasked, last_key): all queries of the tile see keys [0, unmasked), none sees those from last_key on.
+
+    Only the tiles of keys between the two pay for a mask.
+    """
+    unmasked = n_keys // BLOCK_N * BLOCK_N
+    last_key = n_keys
+    if CAUSAL:
+        unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
+        last_key = tl.minimum(n_keys, first_query + BLOCK_M)
+    return unmasked, last_key
+
+
+@triton.jit
+def pointers(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d):
+    """Of a (rows, dims) tile of a (batch, heads, n, d) tensor of any strides."""
+    base = ptr + batch.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h
+    return base + rows[:, None].to(tl.int64) * stride_n + dims[None, :] * stride_d
+
+
+@triton.jit
 def attend(
     state, q, sources, head, rows, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
@@ -116,13 +151,7 @@ def forward_kernel(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """O (batch, heads, n_queries, d), L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
-    tiles = tl.cdiv(n_queries, BLOCK_M)
-    tile = tl.program_id(0) % tiles
-    if CAUSAL:
-        tile = tiles - 1 - tile  # the longest rows first: the short ones fill the gaps at the end
-    batch_head = tl.program_id(0) // tiles
-    batch = batch_head // n_heads
-    head = batch_head % n_heads
+    tile, batch_head, batch, head = own_tile(n_queries, n_heads, BLOCK_M, CAUSAL)
     head_index = (batch, head, n_heads)
 
     first_query = tile * BLOCK_M
@@ -132,12 +161,7 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
 
-    # Keys [0, unmasked) are visible to all our queries; only the tiles after them pay for a mask.
-    unmasked = n_keys // BLOCK_N * BLOCK_N
-    last_key = n_keys
-    if CAUSAL:
-        unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
-        last_key = tl.minimum(n_keys, first_query + BLOCK_M)
+    unmasked, last_key = key_range(first_query, n_keys, BLOCK_M, BLOCK_N, CAUSAL)
     sources = (q_src, k_src, v_src)
     rows = (first_query, n_queries, queries)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
