@@ -34,7 +34,9 @@ def test_losses_and_gradients_of_float64(n, vocabulary, dtype, function, monkeyp
     torch.testing.assert_close(losses.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
     assert logits.dtype == dtype
     rounding = torch.finfo(dtype).eps / 2 + 1e-6
-    assert ((logits.double() - gradient).abs() <= rounding * gradient.abs() + 1e-7).all()
+    # A likely target's gradient, p - 1, is known as well as p: PyTorch's own, too, is off by up to 1.9 eps.
+    rounding_of_p = 3 * torch.finfo(torch.float32).eps
+    assert ((logits.double() - gradient).abs() <= rounding * gradient.abs() + rounding_of_p).all()
     assert (logits[targets == -100] == 0).all()
 
 

@@ -1,7 +1,7 @@
 """Cross-entropy of a matrix of logits in Triton, their gradient written over them.
 
-    l[i] = log sum_j exp(z[i, j])     loss[i] = l[i] - z[i, target[i]]
-    dz[i, j] = exp(z[i, j] - l[i]) - (1 where j is target[i])
+    m[i] = max_j z[i, j]     s[i] = sum_j exp(z[i, j] - m[i])     loss[i] = log s[i] + m[i] - z[i, target[i]]
+    dz[i, j] = exp(z[i, j] - m[i]) / s[i] - (1 where j is target[i])
 
 One pass over a row finds its maximum and its sum, which is rescaled whenever the maximum grows (the online
 softmax of Milakov and Gimelshein 2018); a second pass turns the row into its gradient. So logits are read
@@ -42,15 +42,18 @@ def cross_entropy_kernel(
         larger = tl.maximum(maximum, tl.max(z, 1))
         total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(z - larger[:, None]), 1)
         maximum = larger
-    logsumexp = maximum + tl.log(tl.where(rows < n_rows, total, 1.0))
-    tl.store(loss_ptr + rows, tl.where(counts, logsumexp - target_logit, 0.0), mask=rows < n_rows)
+    total = tl.where(rows < n_rows, total, 1.0)
+    # Never l itself: as large as the logits, it would be rounded as coarsely, and every probability with it.
+    loss = tl.log(total) + (maximum - target_logit)
+    tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=rows < n_rows)
     tl.debug_barrier()  # every warp has read the logits of the targets
     for first in tl.range(0, vocabulary, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < n_rows) & (columns[None, :] < vocabulary)
         place = logits_ptr + rows[:, None] * stride + columns[None, :]
         z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
-        dz = tl.exp(z - logsumexp[:, None]) - tl.where(columns[None, :] == target[:, None], 1.0, 0.0)
+        p = tl.exp(z - maximum[:, None]) / total[:, None]
+        dz = p - tl.where(columns[None, :] == target[:, None], 1.0, 0.0)
         tl.store(place, tl.where(counts[:, None], dz, 0.0).to(logits_ptr.dtype.element_ty), mask=inside)
 
 
