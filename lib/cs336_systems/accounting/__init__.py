@@ -6,9 +6,9 @@ tests hold them against torch's FLOP counter, against the tensors that autograd 
 storages alive during a step.
 """
 
-from cs336_systems.rooms import room
+from cs336_systems.lazy_exports import lazy_exports
 
-__getattr__, __all__ = room(
+__getattr__, __all__ = lazy_exports(
     __name__,
     {
         "attention_costs": "attention_flops attention_part_bytes attention_part_flops "

@@ -1,8 +1,8 @@
 """What is swept for each family of problems. A bench yields rows of one table; its caller saves them."""
 
-from cs336_systems.rooms import room
+from cs336_systems.lazy_exports import lazy_exports
 
-__getattr__, __all__ = room(
+__getattr__, __all__ = lazy_exports(
     __name__,
     {
         "attention_bench": "sweep_attention",

@@ -1,8 +1,8 @@
 """What "correct" means, for ours and for yours: attention, weighted sums, fused kernels, parallelism."""
 
-from cs336_systems.rooms import room
+from cs336_systems.lazy_exports import lazy_exports
 
-__getattr__, __all__ = room(
+__getattr__, __all__ = lazy_exports(
     __name__,
     {
         "attention_checks": "BASIC EVERYTHING AttentionCase check_attention check_logsumexp",

@@ -1,8 +1,8 @@
 """Everything that takes a number off a machine, and the rows that keep it."""
 
-from cs336_systems.rooms import room
+from cs336_systems.lazy_exports import lazy_exports
 
-__getattr__, __all__ = room(
+__getattr__, __all__ = lazy_exports(
     __name__,
     {
         "allocations": "timeline_of_rows",

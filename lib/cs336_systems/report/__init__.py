@@ -1,8 +1,8 @@
 """Everything that shows numbers: plots, tables, answers. Reads rows, measures nothing."""
 
-from cs336_systems.rooms import room
+from cs336_systems.lazy_exports import lazy_exports
 
-__getattr__, __all__ = room(
+__getattr__, __all__ = lazy_exports(
     __name__,
     {
         "answers": "Claim answer between claim gib ms note_kernels one percent plural ratio_text show_source",
