@@ -162,7 +162,7 @@ def test_every_argument_is_at_its_place(is_causal, monkeypatch):
     HopperBackward((HEADS_OF_40,) * 5 + (transposed, HEADS_OF_40, transposed), on_hopper(1), is_causal)
     backward, preprocess, postprocess = seen
     assert backward | {"stride_dkn": 40, "stride_dvn": 160, "n_heads": 4, "n_keys": 300, "D": 40} == backward
-    assert backward | {"CAUSAL": is_causal, "EVEN_KEYS": False, "BLOCK_N": 128, "STAGES": 3} == backward
+    assert backward | {"CAUSAL": is_causal, "BLOCK_N": 128, "STAGES": 3} == backward
     assert preprocess | {"stride_don": 40, "BLOCK_M": 64, "BLOCK_D": 64} == preprocess
     assert postprocess | {"stride_dqn": 160, "stride_dqh": 40, "scale": 40**-0.5} == postprocess
 

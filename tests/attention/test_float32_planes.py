@@ -124,9 +124,9 @@ def launchers(
 @pytest.mark.parametrize(
     "problem",
     [
-        {"n_queries": 2048, "n_keys": 2048, "d": 128, "sm_count": 128},  # 2 forward programs for each SM
-        {"n_queries": 2048, "n_keys": 1024, "d": 33, "sm_count": 128},  # 2 for dK and dV
-        {"n_queries": 1024, "n_keys": 1024, "d": 64, "heads": 40},
+        {"n_queries": 2048, "n_keys": 2048, "d": 128, "sm_count": 341},  # 256 forward programs: 0.75 an SM
+        {"n_queries": 2048, "n_keys": 1024, "d": 33, "sm_count": 341},  # 256 for dK and dV
+        {"n_queries": 512, "n_keys": 512, "d": 64, "heads": 40},
     ],
 )
 def test_long_sequences_run_it(problem):
@@ -136,10 +136,10 @@ def test_long_sequences_run_it(problem):
 @pytest.mark.parametrize(
     "problem",
     [
-        {"n_queries": 2048, "n_keys": 2048, "d": 128, "sm_count": 129},  # too few programs forward
-        {"n_queries": 8192, "n_keys": 1024, "d": 64, "sm_count": 129},  # too few for dK and dV
-        {"n_queries": 1023, "n_keys": 4096, "d": 64, "heads": 200},  # too short
-        {"n_queries": 4096, "n_keys": 1023, "d": 64, "heads": 200},
+        {"n_queries": 2048, "n_keys": 2048, "d": 128, "sm_count": 342},  # too few programs forward
+        {"n_queries": 8192, "n_keys": 1024, "d": 64, "sm_count": 342},  # too few for dK and dV
+        {"n_queries": 511, "n_keys": 4096, "d": 64, "heads": 200},  # too short
+        {"n_queries": 4096, "n_keys": 511, "d": 64, "heads": 200},
         {"n_queries": 4096, "n_keys": 4096, "d": 32},
         {"n_queries": 4096, "n_keys": 4096, "d": 256},
         {"n_queries": 4096, "n_keys": 4096, "d": 64, "tf32": True},

@@ -21,12 +21,12 @@ PLANES_KERNELS = ("planes_forward", "planes_dq", "planes_dkdv")  # in Triton, fo
 HOPPER_KERNELS = GLUON_KERNELS + PLANES_KERNELS
 OWN_KEYS = ("dkdv", "hopper_backward", "planes_dkdv")  # whose programs own keys; those of others, queries
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
-PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(PLANES_KERNELS, 2)
-# PLANES_KERNELS run from so many queries and keys on, where each has its programs. Both limits are still to
-# be measured. Of 16 heads of 4,096 tokens on an H200 they take 0.5 of the others' time, and 3 to 6 % of that
-# goes into the planes: the only part that grows with the length and not with its square.
-PLANES_LENGTH = 1024
-WARP_GROUP_ROWS = 64  # of the queries, to a matmul of four warps
+PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(PLANES_KERNELS, 0.75)
+# PLANES_KERNELS run from so many queries and keys on, where each has its programs. On an H200, 256 to
+# 8,192 tokens, 1 to 64 heads: above both limits the two passes take 0.42 to 0.84 of the others' time (the
+# forward alone up to 1.16), with 0.48 programs an SM up to 1.10, with 0.24 up to 1.63.
+PLANES_LENGTH = 512
+WARP_GROUP_ROWS = 64  # of what a program owns, to a matmul of four warps
 # What is done with the numbers: bfloat16 and float16; float32 multiplied in TF32; float32 with all its bits.
 PRECISIONS = ("16bit", "tf32", "ieee")
 Capability = tuple[int, int]
@@ -72,7 +72,7 @@ HOPPER_TILES = {
         16: [Tile(64, 128, 4, 3)],
         32: [Tile(64, 128, 4, 3)],
         64: [Tile(64, 128, 4, 3)],
-        128: [Tile(64, 128, 8, 3)],
+        128: [Tile(64, 128, 4, 3)],
     },
     ("planes_forward", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(128, 32, 8, 2)]},
     ("planes_dq", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(64, 32, 4, 2)]},

@@ -1,29 +1,43 @@
-"""FlashAttention-2's backward for Hopper in one kernel, in Gluon, Triton's lower-level language.
-
-It is the one for heads of 65 to 128 dimensions; hopper_backward_narrow is the one for smaller heads.
+"""FlashAttention-2's backward for Hopper in one kernel, in Gluon, with a role for every warp.
 
 The algorithm and the notation are those of triton_backward; as in FlashAttention-3 (Shah et al. 2024) a
 program owns keys, walks over the queries that see them, and computes dQ too: five matmuls instead of seven,
 and each exponential once. All programs add their part of dQ to dq_accum in float32 (see dq_accum.py), in the
 order in which they come: dQ's last bits vary.
 
-    q, do, dq [BLOCK_M, BLOCK_D]    k, v, dk, dv [BLOCK_N, BLOCK_D]    lse, delta [BLOCK_M]
-    st, pt, dpt, dst [BLOCK_N, BLOCK_M]: S, P, dP and dS, transposed
-    qs, dos [STAGES, BLOCK_M, BLOCK_D], lses, deltas [STAGES, 1, BLOCK_M], dss [2, BLOCK_N, BLOCK_M]: shared
+A program's keys belong to two owners (the consumers), four warps and 64 keys each, which share nothing but
+what is loaded: while one computes P or dS, the matrix units have the other's matmuls. dQ needs the keys of
+both, and is the work of four more warps, the adder. One warp, the loader (the producer), has TMA fill a ring
+of STAGES buffers.
 
-What makes it fast is *when* things happen. Matmuls run in the order in which they are issued:
+    owner, heads of up to 64 dimensions: registers for K and V, and matmuls that are shorter than exponentials
+             matmuls  S(t) dP(t)      dV(t)       dK(t) S(t+1) dP(t+1)        dV(t+1)         dK(t+1) ...
+             the rest           P(t)        dS(t)                     P(t+1)          dS(t+1)
+    owner, heads of up to 128: its registers are full of dK and dV; S is a tile ahead, K and V are read from
+    shared memory, P and dS stay packed, two numbers to a register, and dS comes into the registers of P
+             matmuls  S(t)      dP(t)     dV(t)        dK(t) S(t+1)      dP(t+1) ...
+             the rest      P(t)      P(t) dP(t)  dS(t)              P(t+1)
+    adder    matmul                                     dQ(t)
+             the rest                                         dq_accum += dQ(t)
 
-    S(t+1)  dQ(t)  dK(t)  dP(t+1)  dV(t+1)  S(t+2) ...
+where t is a tile of queries. dS goes to the adder through shared memory, and from registers into dK. The
+adder has registers for PART columns of dQ at a time.
 
-where t is a tile of queries. P(t+1) is computed while dQ(t) and dK(t) run, dQ(t) added up while dK(t) runs,
-dS(t+1) is computed while dV(t+1) runs. TMA fills a ring of STAGES buffers ahead of all that. dS crosses
-shared memory, for dQ needs it across the warps: two buffers, so that one barrier a tile is enough.
+    q, do, dq [BLOCK_M, BLOCK_D]    lse, delta [BLOCK_M]
+    k, v, dk, dv [KEYS, BLOCK_D], st, pt, dpt, dst [KEYS, BLOCK_M]: of one owner; S, P, dP and dS transposed
+    ks, vs [2, KEYS, BLOCK_D], qs, dos [STAGES, BLOCK_M, BLOCK_D], lses, deltas [STAGES, 1, BLOCK_M],
+    dss [2 * SLOTS, KEYS, BLOCK_M]: shared; in every slot dS of both owners
 
 What functions pass on together is a tuple:
 
-    loads      (descriptors, buffers, ready, position), each of them of four: of Q, dO, L and delta; position
-               is (batch, head, batch_head, first_query); ready holds the two mbarriers of a stage
-    constants  (BLOCK_M, STAGES, layout of a left operand in registers)
+    sources    (q_src, k_src, v_src, do_src, lse2_src, delta_src), what TMA loads from
+    buffers    (ks, vs, qs, dos, lses, deltas, dss)
+    barriers   (kv_ready, q_ready, do_ready, free, ds_ready, ds_free): mbarriers, one of every owner, three
+               times one of every stage, one of every dS, one of every slot
+    place      (batch, head, batch_head, first_query, first_key)
+    sizes      (n_keys, tiles, masked, scale, scale_log2); the tiles that need a mask come first
+    outputs    (dk_ptr, dv_ptr, strides of dk, strides of dv)
+    state      (dk, dv, st, stage, phase, slot, slot_phase), what an owner takes from tile to tile
 """
 
 from triton.experimental import gluon
@@ -38,6 +52,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
 
+KEYS = gl.constexpr(64)  # of an owner: one matmul of four warps has so many rows
+PART = gl.constexpr(64)  # columns of dQ that the adder has registers for; wider heads are "wide"
+SLOTS = gl.constexpr(2)  # an owner is up to two tiles ahead of the adder
+
 
 @gluon.constexpr_function
 def _accumulator_layout(num_warps, m, n):
@@ -47,24 +65,6 @@ def _accumulator_layout(num_warps, m, n):
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[rows, columns], instr_shape=[16, n // columns, 16]
     )
-
-
-@gluon.jit
-def _start_loading(loads, tile, stage, BLOCK_M: gl.constexpr, pred):
-    """Start loading one tile by TMA: Q and L arrive at one barrier of the stage, dO and delta at another."""
-    descriptors, buffers, ready, position = loads
-    batch, head, batch_head, first_query = position
-    row = first_query + tile * BLOCK_M
-    q_ready = ready[0].index(stage)
-    do_ready = ready[1].index(stage)
-    q, do, lse, delta = descriptors
-    qs, dos, lses, deltas = buffers
-    mbarrier.expect(q_ready, q.block_type.nbytes + lse.block_type.nbytes, pred=pred)
-    mbarrier.expect(do_ready, do.block_type.nbytes + delta.block_type.nbytes, pred=pred)
-    tma.async_copy_global_to_shared(q, [batch, head, row, 0], q_ready, qs.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(do, [batch, head, row, 0], do_ready, dos.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(lse, [batch_head, row], q_ready, lses.index(stage), pred=pred)
-    tma.async_copy_global_to_shared(delta, [batch_head, row], do_ready, deltas.index(stage), pred=pred)
 
 
 @gluon.jit
@@ -88,83 +88,6 @@ def first_queries(keys, n_keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def atomic_add_dq(dq_accum, dq):
-    """Add a tile of dQ to dq_accum, which is in the order of the registers: 16 bytes a thread, 512 a warp.
-
-    A thread's four neighbours are two columns of two rows, eight apart (`bwd_postprocess_kernel`).
-    """
-    m: gl.constexpr = dq.shape[0]
-    n: gl.constexpr = dq.shape[1]
-    pieces = dq.reshape([m // 16, 2, 8, n // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([m * n])
-    gl.atomic_add(dq_accum + gl.arange(0, m * n, pieces.type.layout), pieces, sem="relaxed")
-
-
-@gluon.jit
-def add_tile(
-    state, kv, loads, dss, zeros, index, tiles, tile, scale_log2,
-    LAST: gl.constexpr, MASKED: gl.constexpr, constants: gl.constexpr,
-):  # fmt: skip
-    """From P and dP of this tile, and dV still running, to those of the next; this one's dQ, dK are added.
-
-    state: (dk, dv, pt, dpt, dq_accum, stage, phase), also what it returns. The place in dq_accum, the stage
-    and its phase go from tile to tile too: what is computed from the number of the tile, the compiler keeps
-    in registers, one for each use. kv: (k, v, K's buffer). zeros: of st and of dq. index: (queries of a
-    tile, seen_from).
-    """
-    dk, dv, pt, dpt, dq_accum, stage, phase = state
-    k, v, ks = kv
-    _, buffers, ready, position = loads
-    zeros, zeros_dq = zeros
-    queries, seen_from = index
-    BLOCK_M, STAGES, operand = constants
-    BLOCK_D: gl.constexpr = zeros_dq.shape[1]
-    first_query = position[3]
-    qs, dos, lses, deltas = buffers
-    following = gl.where(stage == STAGES - 1, 0, stage + 1)
-    q = qs.index(stage)
-    delta = deltas.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, zeros.type.layout))
-    dst = (pt.to(gl.float32) * (dpt - delta[None, :])).to(q.dtype)
-    ds = dss.index(tile & 1)
-    ds.store(dst)
-    fence_async_shared()
-    # All of dS is there for the matrix units; and all warps have waited for dK and dV of the tile before.
-    block_barrier()
-    if not LAST:
-        q_ready = ready[0].index(following)
-        do_ready = ready[1].index(following)
-        phase ^= (following == 0).to(gl.int32)
-        mbarrier.wait(q_ready, phase)
-        st = warpgroup_mma(k, qs.index(following).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    # 0, which the compiler cannot know: it would keep the places of K's 8 parts in 16 registers.
-    k_rows = ks.index(tile >> 30)
-    dq = warpgroup_mma(ds.permute([1, 0]), k_rows, zeros_dq, use_acc=False, is_async=True)
-    dk = warpgroup_mma(ds, q, dk, is_async=True)  # dS in registers would take more than there are
-    if LAST:
-        dq, dv = warpgroup_mma_wait(1, deps=[dq, dv])
-        atomic_add_dq(dq_accum, dq)
-        dk = warpgroup_mma_wait(0, deps=[dk])
-    else:
-        ahead = tile + STAGES - 1  # into the buffers of the tile before
-        before = gl.where(stage == 0, STAGES - 1, stage - 1)
-        _start_loading(loads, ahead, before, BLOCK_M, ahead < tiles)
-        st, dv = warpgroup_mma_wait(2, deps=[st, dv])
-        lse = lses.index(following).reshape([BLOCK_M]).load(gl.SliceLayout(0, st.type.layout))
-        pt = _probabilities(
-            st, lse, first_query + (tile + 1) * BLOCK_M + queries, seen_from, scale_log2, MASKED
-        )
-        pt = pt.to(q.dtype)  # half the registers; dS becomes as exact as P itself is in the matmul with dO
-        mbarrier.wait(q_ready, phase)  # it is over; but the compiler moves nothing across a wait
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        atomic_add_dq(dq_accum, dq)
-        mbarrier.wait(do_ready, phase)
-        do = dos.index(following)
-        dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
-        dv = warpgroup_mma(gl.convert_layout(pt, operand), do, dv, is_async=True)
-        dpt, dk = warpgroup_mma_wait(1, deps=[dpt, dk])
-    return dk, dv, pt, dpt, dq_accum + BLOCK_M * BLOCK_D, following, phase
-
-
-@gluon.jit
 def _store(
     ptr, value, batch, head, rows, n_rows, stride_b, stride_h, stride_n, stride_d,
     D: gl.constexpr, layout: gl.constexpr,
@@ -177,118 +100,358 @@ def _store(
 
 
 @gluon.jit
+def _next(index, phase, COUNT: gl.constexpr):
+    """The place in a ring after this one, and the phase of its barriers."""
+    last = index == COUNT - 1
+    return gl.where(last, 0, index + 1), phase ^ last.to(gl.int32)
+
+
+@gluon.jit
+def _pack(x, dtype: gl.constexpr):
+    """x rounded, two to a register: else the compiler rounds one by one, four times as long."""
+    if dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        y = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return y
+
+
+@gluon.jit
+def _product(p, x):
+    """p * x in float32; p stays packed: unpacked by the compiler it would take twice the registers."""
+    if p.dtype == gl.bfloat16:
+        y = gl.inline_asm_elementwise(
+            """{ .reg .f32 l, h;
+            shl.b32 l, $2, 16; and.b32 h, $2, 0xffff0000;
+            mul.f32 $0, l, $3; mul.f32 $1, h, $4; }""",
+            "=&r,=&r,r,r,r", [p, x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        y = gl.inline_asm_elementwise(
+            """{ .reg .f32 l, h; .reg .f16 a, b;
+            mov.b32 {a, b}, $2; cvt.f32.f16 l, a; cvt.f32.f16 h, b;
+            mul.f32 $0, l, $3; mul.f32 $1, h, $4; }""",
+            "=&r,=&r,r,r,r", [p, x], dtype=gl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    return y
+
+
+@gluon.jit
+def load(sources, buffers, barriers, place, tiles):
+    """The loader: K and V, then all tiles of queries, each into buffers that both owners have read."""
+    q_src, k_src, v_src, do_src, lse2_src, delta_src = sources
+    ks, vs, qs, dos, lses, deltas, _ = buffers
+    kv_ready, q_ready, do_ready, free, _, _ = barriers
+    batch, head, batch_head, row, first_key = place
+    for owner in gl.static_range(2):
+        ready = kv_ready.index(owner)
+        mbarrier.expect(ready, 2 * k_src.block_type.nbytes)
+        key = first_key + owner * KEYS
+        tma.async_copy_global_to_shared(k_src, [batch, head, key, 0], ready, ks.index(owner))
+        tma.async_copy_global_to_shared(v_src, [batch, head, key, 0], ready, vs.index(owner))
+    nbytes: gl.constexpr = q_src.block_type.nbytes + lse2_src.block_type.nbytes
+    stage = 0
+    phase = 1
+    for _ in range(tiles):
+        mbarrier.wait(free.index(stage), phase)
+        ready = q_ready.index(stage)
+        mbarrier.expect(ready, nbytes)
+        tma.async_copy_global_to_shared(q_src, [batch, head, row, 0], ready, qs.index(stage))
+        tma.async_copy_global_to_shared(lse2_src, [batch_head, row], ready, lses.index(stage))
+        ready = do_ready.index(stage)
+        mbarrier.expect(ready, nbytes)
+        tma.async_copy_global_to_shared(do_src, [batch, head, row, 0], ready, dos.index(stage))
+        tma.async_copy_global_to_shared(delta_src, [batch_head, row], ready, deltas.index(stage))
+        row += qs.shape[1]
+        stage, phase = _next(stage, phase, qs.shape[0])
+
+
+@gluon.jit
+def atomic_add_dq(dq_accum, dq, BLOCK_D: gl.constexpr):
+    """Add columns of a tile of dQ to dq_accum.
+
+    It is in the order of the registers, 16 bytes a thread, 512 a warp: a thread's four neighbours are two
+    columns of two rows, eight apart (`bwd_postprocess_kernel`).
+    dq_accum: where the first of these columns is, of the tile's BLOCK_D.
+    """
+    m: gl.constexpr = dq.shape[0]
+    n: gl.constexpr = dq.shape[1]
+    pieces = dq.reshape([m // 16, 2, 8, n // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([m * n])
+    places = gl.arange(0, m * n, pieces.type.layout)
+    places += places // (16 * n) * (16 * (BLOCK_D - n))  # past the columns of others, every 16 rows
+    gl.atomic_add(dq_accum + places, pieces, sem="relaxed")
+
+
+@gluon.jit
+def add_dq(buffers, barriers, dq_accum, tiles):
+    """The adder: dq_accum += dS K, of all tiles in turn, PART columns at a time."""
+    ks, _, qs, _, _, _, dss = buffers
+    kv_ready, _, _, _, ds_ready, ds_free = barriers
+    BLOCK_M: gl.constexpr = qs.shape[1]
+    BLOCK_D: gl.constexpr = qs.shape[2]
+    columns: gl.constexpr = min(BLOCK_D, PART)
+    parts: gl.constexpr = BLOCK_D // columns
+    zeros = gl.zeros([BLOCK_M, columns], gl.float32, _accumulator_layout(4, BLOCK_M, columns))
+    part_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, columns], ks.dtype)
+    k_parts = ks._reinterpret(ks.dtype, [2 * parts, KEYS, columns], part_shape)
+    mbarrier.wait(kv_ready.index(0), 0)
+    mbarrier.wait(kv_ready.index(1), 0)
+    slot = 0
+    phase = 0
+    for _ in range(tiles):
+        for part in range(parts):
+            mbarrier.wait(ds_ready.index(slot * 2), phase)
+            ds = dss.index(slot * 2).permute([1, 0])
+            dq = warpgroup_mma(ds, k_parts.index(part), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(ds_ready.index(slot * 2 + 1), phase)
+            ds = dss.index(slot * 2 + 1).permute([1, 0])
+            dq = warpgroup_mma(ds, k_parts.index(parts + part), dq, is_async=True)
+            dq = warpgroup_mma_wait(0, deps=[dq])
+            mbarrier.arrive(ds_free.index(slot), pred=part == parts - 1)
+            atomic_add_dq(dq_accum + part * columns * 16, dq, BLOCK_D)
+        dq_accum += BLOCK_M * BLOCK_D
+        slot, phase = _next(slot, phase, SLOTS)
+
+
+@gluon.jit
+def _start_scores(ks, qs, q_ready, stage, phase, none, pred, OWNER: gl.constexpr):
+    """Start S^T = K Q^T of a tile; where there is no such tile, of what lies in its buffer.
+
+    none: 0, which the compiler cannot know.
+    """
+    BLOCK_M: gl.constexpr = qs.shape[1]
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, _accumulator_layout(4, KEYS, BLOCK_M))
+    mbarrier.wait(q_ready.index(stage), phase, pred=pred)
+    k = ks.index(OWNER + none)
+    return warpgroup_mma(k, qs.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_narrow_tile(
+    state, k, v, buffers, barriers, index, scale_log2, OWNER: gl.constexpr, MASKED: gl.constexpr
+):  # fmt: skip
+    """Add one tile of queries to dK and dV; leave its dS to the adder. index: (queries, seen_from)."""
+    dk, dv, _, stage, phase, slot, slot_phase = state
+    _, _, qs, dos, lses, deltas, dss = buffers
+    _, q_ready, do_ready, free, ds_ready, ds_free = barriers
+    queries, seen_from = index
+    BLOCK_M: gl.constexpr = qs.shape[1]
+    scores: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_M)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
+    q = qs.index(stage)
+    do = dos.index(stage)
+    mbarrier.wait(q_ready.index(stage), phase)
+    st = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(do_ready.index(stage), phase)
+    dpt = warpgroup_mma(v, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
+    lse = lses.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
+    st = warpgroup_mma_wait(1, deps=[st])
+    pt = _probabilities(st, lse, queries, seen_from, scale_log2, MASKED)
+    dv = warpgroup_mma(gl.convert_layout(pt.to(q.dtype), operand), do, dv, is_async=True)
+    dpt = warpgroup_mma_wait(1, deps=[dpt])
+    delta = deltas.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
+    dst = (pt * (dpt - delta[None, :])).to(q.dtype)
+    mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
+    dss.index(slot * 2 + OWNER).store(dst)
+    fence_async_shared()
+    mbarrier.arrive(ds_ready.index(slot * 2 + OWNER))
+    dk = warpgroup_mma(gl.convert_layout(dst, operand), q, dk, is_async=True)
+    dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
+    mbarrier.arrive(free.index(stage))
+    stage, phase = _next(stage, phase, qs.shape[0])
+    slot, slot_phase = _next(slot, slot_phase, SLOTS)
+    return dk, dv, st, stage, phase, slot, slot_phase
+
+
+@gluon.jit
+def add_wide_tile(
+    state, tile, tiles, buffers, barriers, index, scale_log2, OWNER: gl.constexpr, MASKED: gl.constexpr
+):  # fmt: skip
+    """Add one tile of queries, whose S is there, to dK and dV; leave its dS to the adder; compute the next S.
+
+    index: (queries, seen_from).
+    """
+    dk, dv, st, stage, phase, slot, slot_phase = state
+    ks, vs, qs, dos, lses, deltas, dss = buffers
+    _, q_ready, do_ready, free, ds_ready, ds_free = barriers
+    queries, seen_from = index
+    BLOCK_M: gl.constexpr = qs.shape[1]
+    scores: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_M)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
+    none = tile >> 30  # 0, which the compiler cannot know: it would keep the places of all parts of K and V
+    do = dos.index(stage)
+    lse = lses.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
+    pt = _pack(_probabilities(st, lse, queries, seen_from, scale_log2, MASKED), do.dtype)
+    mbarrier.wait(do_ready.index(stage), phase)
+    v = vs.index(OWNER + none)
+    delta = deltas.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
+    dpt = warpgroup_mma(v, do.permute([1, 0]), zeros - delta[None, :], is_async=True)
+    dv = warpgroup_mma(gl.convert_layout(pt, operand), do, dv, is_async=True)
+    dpt = warpgroup_mma_wait(1, deps=[dpt])
+    dst, dv = warpgroup_mma_wait(0, deps=[_product(pt, dpt), dv])
+    dst = _pack(dst, do.dtype)  # into the registers of P, which dV no longer reads
+    mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
+    dss.index(slot * 2 + OWNER).store(dst)
+    fence_async_shared()
+    mbarrier.arrive(ds_ready.index(slot * 2 + OWNER))
+    dk = warpgroup_mma(gl.convert_layout(dst, operand), qs.index(stage), dk, is_async=True)
+    done = free.index(stage)
+    stage, phase = _next(stage, phase, qs.shape[0])
+    slot, slot_phase = _next(slot, slot_phase, SLOTS)
+    st = _start_scores(ks, qs, q_ready, stage, phase, none, tile + 1 < tiles, OWNER)
+    dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+    mbarrier.arrive(done)
+    st = warpgroup_mma_wait(0, deps=[st])
+    return dk, dv, st, stage, phase, slot, slot_phase
+
+
+@gluon.jit
+def add_tiles(
+    state, first, end, tiles, first_query, constants,
+    OWNER: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Add the tiles of queries from first to end."""
+    dk, dv, st, stage, phase, slot, slot_phase = state
+    kv, buffers, barriers, index, scale_log2 = constants
+    k, v = kv
+    queries, seen_from = index
+    _, _, qs, _, _, _, _ = buffers
+    for tile in range(first, end):
+        state = dk, dv, st, stage, phase, slot, slot_phase
+        place = first_query + tile * qs.shape[1] + queries, seen_from
+        if qs.shape[2] > PART:
+            state = add_wide_tile(state, tile, tiles, buffers, barriers, place, scale_log2, OWNER, MASKED)
+        else:
+            state = add_narrow_tile(state, k, v, buffers, barriers, place, scale_log2, OWNER, MASKED)
+        dk, dv, st, stage, phase, slot, slot_phase = state
+    return dk, dv, st, stage, phase, slot, slot_phase
+
+
+@gluon.jit
+def own_keys(
+    shared,
+    OWNER: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of one owner's keys."""
+    buffers, barriers, place, sizes, outputs = shared
+    ks, vs, qs, _, _, _, _ = buffers
+    kv_ready, q_ready, _, _, _, _ = barriers
+    batch, head, _, first_query, first_key = place
+    n_keys, tiles, masked, scale, scale_log2 = sizes
+    dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
+    BLOCK_M: gl.constexpr = qs.shape[1]
+    BLOCK_D: gl.constexpr = qs.shape[2]
+    scores: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_M)
+    gradients: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_D)
+    first_key += OWNER * KEYS
+    seen_from = first_queries(first_key + gl.arange(0, KEYS, gl.SliceLayout(1, scores)), n_keys, CAUSAL)
+    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
+    dk = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
+    dv = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
+    mbarrier.wait(kv_ready.index(OWNER), 0)
+    if BLOCK_D > PART:
+        kv = ks, vs
+        st = _start_scores(ks, qs, q_ready, 0, 0, 0, True, OWNER)
+        st = warpgroup_mma_wait(0, deps=[st])
+    else:
+        k = ks.index(OWNER).load(gl.DotOperandLayout(0, scores, 2))
+        v = vs.index(OWNER).load(gl.DotOperandLayout(0, scores, 2))
+        kv = k, v
+        st = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)  # each tile has its own
+    state = dk, dv, st, 0, 0, 0, 0
+    constants = kv, buffers, barriers, (queries, seen_from), scale_log2
+    state = add_tiles(state, 0, masked, tiles, first_query, constants, OWNER, True)
+    state = add_tiles(state, masked, tiles, tiles, first_query, constants, OWNER, False)
+    dk, dv, _, _, _, _, _ = state
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, stored))
+    skb, skh, skn, skd = dk_strides
+    svb, svh, svn, svd = dv_strides
+    _store(dk_ptr, dk * scale, batch, head, rows, n_keys, skb, skh, skn, skd, D, stored)
+    _store(dv_ptr, dv, batch, head, rows, n_keys, svb, svh, svn, svd, D, stored)
+
+
+@gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys"])
 def hopper_backward_kernel(
     q_src, k_src, v_src, do_src, lse2_src, delta_src, dq_accum_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     n_heads, n_queries, n_keys, scale, scale_log2,
-    CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and dq_accum. Grid: (key tiles * batch * heads,). STAGES is at least 3.
+    """dK, dV and dq_accum. Grid: (key tiles * batch * heads,). Four warps, the first owner's; BLOCK_N is 128.
 
     L in powers of two, delta and dq_accum, cleared, come for whole tiles of queries, by batch * heads.
+    K and V are loaded KEYS at a time.
     """
     dtype: gl.constexpr = q_src.dtype
-    warps: gl.constexpr = gl.num_warps()
-    scores: gl.constexpr = _accumulator_layout(warps, BLOCK_N, BLOCK_M)
-    gradients: gl.constexpr = _accumulator_layout(warps, BLOCK_N, BLOCK_D)
     tile_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
-    kv_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
-    ds_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-
-    key_tiles = gl.cdiv(n_keys, BLOCK_N)
-    first_key = gl.program_id(0) % key_tiles * BLOCK_N  # causal: the first keys have the most queries
-    batch_head = gl.program_id(0) // key_tiles
-    batch = batch_head // n_heads
-    head = batch_head % n_heads
-
-    ks = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_D], kv_shape)
-    vs = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_D], kv_shape)
+    owner_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_D], dtype)
+    ds_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     buffers = (
+        gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_D], owner_shape),
+        gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_D], owner_shape),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], tile_shape),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], tile_shape),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_src.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_src.layout),
+        gl.allocate_shared_memory(dtype, [2 * SLOTS, KEYS, BLOCK_M], ds_shape),
     )
-    dss = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], ds_shape)
-    ready = (
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+    barriers = (
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier),
     )
-    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(kv_ready, count=1)
+    for owner in gl.static_range(2):
+        mbarrier.init(barriers[0].index(owner), count=1)
     for stage in gl.static_range(STAGES):
-        mbarrier.init(ready[0].index(stage), count=1)
-        mbarrier.init(ready[1].index(stage), count=1)
+        mbarrier.init(barriers[1].index(stage), count=1)
+        mbarrier.init(barriers[2].index(stage), count=1)
+        mbarrier.init(barriers[3].index(stage), count=2)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(barriers[4].index(slot * 2), count=1)
+        mbarrier.init(barriers[4].index(slot * 2 + 1), count=1)
+        mbarrier.init(barriers[5].index(slot), count=1)
     fence_async_shared()
     block_barrier()
 
+    key_tiles = gl.cdiv(n_keys, BLOCK_N)
     query_tiles = gl.cdiv(n_queries, BLOCK_M)
-    first_query = 0
-    masked = 0  # tiles that need a mask; they come first
+    first_key = gl.program_id(0) % key_tiles * BLOCK_N  # causal: the first keys have the most queries
+    batch_head = gl.program_id(0) // key_tiles
+    first_tile = 0
+    masked = 0
     if CAUSAL:  # at least one tile, so that keys that no query sees get their zeros
-        first_query = gl.minimum(first_key // BLOCK_M, query_tiles - 1) * BLOCK_M
-        masked = gl.cdiv(first_key + BLOCK_N - 1 - first_query, BLOCK_M)
-    if not EVEN_KEYS:
-        masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked) if CAUSAL else query_tiles
-    tiles = query_tiles - first_query // BLOCK_M
-    descriptors = (q_src, do_src, lse2_src, delta_src)
-    loads = (descriptors, buffers, ready, (batch, head, batch_head, first_query))
-    mbarrier.expect(kv_ready, 2 * k_src.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_src, [batch, head, first_key, 0], kv_ready, ks.index(0))
-    tma.async_copy_global_to_shared(v_src, [batch, head, first_key, 0], kv_ready, vs)
-    for stage in gl.static_range(STAGES - 1):
-        _start_loading(loads, stage, stage, BLOCK_M, stage < tiles)
+        first_tile = gl.minimum(first_key // BLOCK_M, query_tiles - 1)
+        masked = gl.cdiv(first_key + BLOCK_N - 1 - first_tile * BLOCK_M, BLOCK_M)
+    masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked)
+    tiles = query_tiles - first_tile
+    first_row = (batch_head.to(gl.int64) * query_tiles + first_tile) * BLOCK_M
 
-    seen_from = first_queries(first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, scores)), n_keys, CAUSAL)
-    queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
-    zeros = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, scores)
-    zeros_dq = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, _accumulator_layout(warps, BLOCK_M, BLOCK_D))
-    dk = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, gradients)
-    dv = gl.zeros([BLOCK_N, BLOCK_D], gl.float32, gradients)
-    operand: gl.constexpr = gl.DotOperandLayout(0, gradients, 2)
-    constants: gl.constexpr = (BLOCK_M, STAGES, operand)
-    first_row = batch_head.to(gl.int64) * query_tiles * BLOCK_M + first_query
-    dq_accum = dq_accum_ptr + first_row * BLOCK_D
-
-    mbarrier.wait(kv_ready, 0)
-    k = ks.index(0)
-    mbarrier.wait(ready[0].index(0), 0)
-    mbarrier.wait(ready[1].index(0), 0)
-    st = warpgroup_mma(k, buffers[0].index(0).permute([1, 0]), zeros, use_acc=False, is_async=True)
-    st = warpgroup_mma_wait(0, deps=[st])
-    lse = buffers[2].index(0).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
-    pt = _probabilities(st, lse, first_query + queries, seen_from, scale_log2, CAUSAL or not EVEN_KEYS)
-    pt = pt.to(dtype)
-    do = buffers[1].index(0)
-    dpt = warpgroup_mma(vs, do.permute([1, 0]), zeros, use_acc=False, is_async=True)
-    dv = warpgroup_mma(gl.convert_layout(pt, operand), do, dv, is_async=True)
-    dpt = warpgroup_mma_wait(1, deps=[dpt])
-    stage = 0
-    phase = 0
-    last_masked = gl.maximum(gl.minimum(masked, tiles) - 1, 0)
-    kv = (k, vs, ks)
-    all_zeros = (zeros, zeros_dq)
-    index = (queries, seen_from)
-    if CAUSAL or not EVEN_KEYS:
-        for tile in range(0, last_masked):
-            dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
-                (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tile,
-                scale_log2, False, True, constants,
-            )  # fmt: skip
-    if CAUSAL or EVEN_KEYS:  # else all tiles have been masked: a second loop would spill registers
-        for tile in range(last_masked, tiles - 1):
-            dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
-                (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tile,
-                scale_log2, False, False, constants,
-            )  # fmt: skip
-    dk, dv, pt, dpt, dq_accum, stage, phase = add_tile(
-        (dk, dv, pt, dpt, dq_accum, stage, phase), kv, loads, dss, all_zeros, index, tiles, tiles - 1,
-        scale_log2, True, False, constants,
-    )  # fmt: skip
-
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
-    rows = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, stored))
-    dk *= scale
-    _store(dk_ptr, dk, batch, head, rows, n_keys, stride_dkb, stride_dkh, stride_dkn, stride_dkd, D, stored)
-    _store(dv_ptr, dv, batch, head, rows, n_keys, stride_dvb, stride_dvh, stride_dvn, stride_dvd, D, stored)
+    sources = (q_src, k_src, v_src, do_src, lse2_src, delta_src)
+    place = (batch_head // n_heads, batch_head % n_heads, batch_head, first_tile * BLOCK_M, first_key)
+    sizes = (n_keys, tiles, gl.minimum(masked, tiles), scale, scale_log2)
+    dk_strides = (stride_dkb, stride_dkh, stride_dkn, stride_dkd)
+    dv_strides = (stride_dvb, stride_dvh, stride_dvn, stride_dvd)
+    shared = (buffers, barriers, place, sizes, (dk_ptr, dv_ptr, dk_strides, dv_strides))
+    first_dq = dq_accum_ptr + first_row * BLOCK_D
+    gl.warp_specialize(
+        [
+            (own_keys, (shared, 0, CAUSAL, D)),
+            (own_keys, (shared, 1, CAUSAL, D)),
+            (add_dq, (buffers, barriers, first_dq, tiles)),
+            (load, (sources, buffers, barriers, place, tiles)),
+        ],
+        [4, 4, 1],  # warps of all but the first owner
+        [208, 72, 24],  # registers of a thread; what is left, 208, are the first owner's
+    )

@@ -182,12 +182,16 @@ class Problem:
             "STAGES": tile.num_stages,
         }
 
-    def descriptors(self, tile: Tile, gluon: bool) -> list[Any]:
-        """Of the inputs; none where threads load the tiles."""
+    def descriptors(self, kernel: str, tile: Tile) -> list[Any]:
+        """Of the inputs; none where threads load the tiles. In Gluon a matmul's rows of what programs own."""
         if not self.config.use_tma:
             return []
-        queries = min(tile.block_m, WARP_GROUP_ROWS) if gluon else tile.block_m
-        dtype, rows = self.config.dtype, (queries, tile.block_n, tile.block_n, queries)
+        gluon, queries, keys = kernel in GLUON_KERNELS, tile.block_m, tile.block_n
+        if gluon and kernel in OWN_KEYS:
+            keys = min(keys, WARP_GROUP_ROWS)
+        elif gluon:
+            queries = min(queries, WARP_GROUP_ROWS)
+        dtype, rows = self.config.dtype, (queries, keys, keys, queries)
         shapes = [(1, 1, n, self.config.block_d) for n in rows]
         return [
             describe(as_bhnd(x), shape, dtype, tile_layout(shape, dtype) if gluon else None)
@@ -197,9 +201,12 @@ class Problem:
     def kernel(self, name: str, function: Any, **layouts: Layout) -> KernelLaunch:
         """One that loads tiles of the inputs and strides over the tensors in `layouts`."""
         tile = self.tile(name)
-        descriptors = self.descriptors(tile, gluon=name in GLUON_KERNELS)
         return KernelLaunch(
-            function, self.programs(name, tile), self.arguments(tile, **layouts), tile, descriptors
+            function,
+            self.programs(name, tile),
+            self.arguments(tile, **layouts),
+            tile,
+            self.descriptors(name, tile),
         )
 
     def with_copies(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
@@ -251,12 +258,10 @@ class HopperBackward(Problem):
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
         from cs336_systems.attention.hopper_backward import hopper_backward_kernel
-        from cs336_systems.attention.hopper_backward_narrow import hopper_backward_narrow_kernel
 
         *inputs, o, dq, dk, dv = layouts
         super().__init__(inputs, config, is_causal)
-        function = hopper_backward_narrow_kernel if config.block_d <= 64 else hopper_backward_kernel
-        self.backward = self.kernel("hopper_backward", function, dk=dk, dv=dv)
+        self.backward = self.kernel("hopper_backward", hopper_backward_kernel, dk=dk, dv=dv)
         tile = self.tile("hopper_backward")
         query_tiles = triton.cdiv(self.n_queries, tile.block_m)
         # lse2, delta and each of dq_accum's dimensions: (batch * heads, queries up to whole tiles)

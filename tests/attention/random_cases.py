@@ -1,0 +1,139 @@
+"""Random cases of the Triton attention against float64, forward and backward, in parallel processes.
+
+    python -m tests.attention.random_cases                      half a minute on every GPU there is
+    python -m tests.attention.random_cases --seconds 120 --processes 32 --seed 7
+
+Head sizes of 16 to 256 and odd ones, 1 to 2,000 queries and keys, three dtypes, causal or not, large scores,
+strided, sliced and offset inputs, expanded gradients. Each is held to `accuracy`: at most twice as far from
+float64 as PyTorch's own, or, where few keys are seen, as FlashAttention-2 in PyTorch. A process keeps a
+dtype, head size and layout for some cases: each compiles anew. Only for GPUs: the interpreter is too slow.
+Exit code 1: a case is too far off, or there were none.
+"""
+
+import argparse
+import random
+import sys
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cs336_systems.attention import FlashAttentionPyTorch, FlashAttentionTriton
+from cs336_systems.attention.baselines import sdpa
+from cs336_systems.attention.plain import plain_attention
+from cs336_systems.checks.accuracy import EPS, compare, random_on
+
+HEAD_SIZES = (16, 32, 33, 40, 64, 64, 80, 96, 128, 128, 256)
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sliced": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "every other row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
+    "offset by 1": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
+    "offset by 8": lambda x: torch.cat((x.new_zeros(8), x.flatten()))[8:].view(x.shape),
+}
+REDUCTIONS = {  # of O; the gradient of a sum is expanded
+    "none": lambda o: o,
+    "sum over queries": lambda o: o.sum(-2),
+    "sum": lambda o: o.sum((-2, -1)),
+}
+CASES_OF_A_FORM = 60
+LARGEST = 2**24  # scores of a case
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.attention.random_cases", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=30)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--longest", type=int, default=2000, help="queries or keys")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    options = parser.parse_args()
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Pool(options.processes) as pool:
+        jobs = [(options.seed + i, i, options.seconds, options.longest) for i in range(options.processes)]
+        counted, failed = zip(*pool.starmap(run, jobs), strict=True)
+    failures = [line for lines in failed for line in lines]
+    print(*failures[:20], sep="\n")
+    print(f"{sum(counted):,} cases, {len(failures)} failed; seeds {options.seed} to {jobs[-1][0]}")
+    return bool(failures or not sum(counted))
+
+
+def run(seed: int, place: int, seconds: float, longest: int) -> tuple[int, list[str]]:
+    """How many cases were compared in that time, and what was wrong with some."""
+    torch.set_num_threads(1)
+    draw, device = random.Random(seed), "cpu"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", place % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    generator, until, count, failures = random_on(device, seed), time.monotonic() + seconds, 0, []
+    while time.monotonic() < until:
+        if count % CASES_OF_A_FORM == 0:
+            form = Form(
+                draw.choice([torch.bfloat16, torch.float16, torch.float32]),
+                draw.choice(HEAD_SIZES),
+                draw.random() < 0.5,
+                draw.choices(list(LAYOUTS), k=3),
+                draw.choice(list(REDUCTIONS)),
+            )
+        try:
+            one_case(form, draw, generator, longest)
+        except AssertionError as error:
+            failures.append(f"seed {seed}: {form}: {error}")
+        count += 1
+    return count, failures
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is compiled for."""
+
+    dtype: torch.dtype
+    d: int
+    is_causal: bool
+    layouts: list[str]
+    reduction: str
+
+
+def one_case(form: Form, draw: random.Random, generator: torch.Generator, longest: int) -> None:
+    n_queries, n_keys = (int(longest ** draw.random()) for _ in range(2))
+    n_keys = n_queries if draw.random() < 0.4 else n_keys
+    batch, heads = draw.choice([(1, 1), (2, 3), (1, 16), (5, 8), (3, 1)])
+    # Of so few numbers a sequence, many sequences: chance must not decide who is how far off.
+    batch *= max(1, 512 // (heads * min(n_queries, n_keys)))
+    if batch * heads * n_queries * n_keys > LARGEST:
+        batch, heads = 1, 2
+    scale = draw.choice([1, 1, 1, 5, 30])  # of the scores' deviation: the largest is 4 times that
+    reduce, device = REDUCTIONS[form.reduction], generator.device
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    def ours(*inputs: Tensor) -> Tensor:
+        laid_out = [LAYOUTS[name](x) for name, x in zip(form.layouts, inputs, strict=True)]
+        return reduce(FlashAttentionTriton.apply(*laid_out, form.is_causal))
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return reduce(plain_attention(q, k, v, form.is_causal))
+
+    # Of few keys, or where large scores choose one, dP - delta leaves FlashAttention-2's roundings.
+    few = min(n_queries, n_keys) <= 16 or scale > 1
+    own = FlashAttentionPyTorch.apply if few else sdpa if device.type == "cuda" else plain_attention
+
+    q, k, v = (normal(batch, heads, n, form.d) for n in (n_queries, n_keys, n_keys))
+    inputs = {"Q": q * scale, "K": k, "V": v}
+    compared = compare(
+        ours,
+        plain,
+        {name: x.to(form.dtype).requires_grad_() for name, x in inputs.items()},
+        normal(*reduce(q).shape).to(form.dtype),
+        where=f"({batch}, {heads}, {n_queries} by {n_keys}, {form.d}), scores times {scale}",
+        torchs_own=lambda q, k, v: reduce(own(q, k, v, form.is_causal)),
+        rounding=max(2, scale / 2) * EPS,
+    )
+    for _ in compared:
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())
