@@ -176,6 +176,7 @@ class Unit:
         for work in self._gathering:
             work.wait()
         self._is_waited_for, self._sent = True, None
+        self._gathering = []  # what was waited for still holds its tensors
 
     def show_whole(self) -> None:
         """Let the modules compute with the whole weights."""
