@@ -56,6 +56,17 @@ def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_
     assert executed[4:] == ["11_nb"]
 
 
+def test_a_page_that_cannot_be_made_does_not_stop_the_rest(jobs, executed, tmp_path, monkeypatch):
+    def render(notebook):
+        raise FileNotFoundError("no template 'lab'")
+
+    monkeypatch.setattr(runs, "render", render)
+    records = runs.run_batch(jobs, tmp_path / "runs", CARD)
+    assert [record.status for record in records] == ["error"] * 3
+    assert "no template 'lab'" in records[0].reason
+    assert records[1].reason == "cell [1]: Bad: <luck>"
+
+
 def test_what_cannot_run_is_skipped_with_its_reason_and_the_start_is_never_done(
     jobs, executed, tmp_path, monkeypatch, write_notebook
 ):

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import tqdm
 
 from cs336_systems.measure.files import figures_dir, make_folder, write_atomically
 from cs336_systems.measure.machine import MachineCard
+from cs336_systems.measure.timing import one_line
 from cs336_systems.workbook.batch import BatchError, Job
 from cs336_systems.workbook.execute import Outcome, execute
 from cs336_systems.workbook.fingerprint import fingerprint
@@ -124,7 +125,11 @@ def _run_job(job: Job, folder: Path, card: MachineCard, stop: threading.Event) -
     if outcome.status == "interrupted":
         return None
     if outcome.status != "skipped" and output.exists():
-        render(output)
+        try:
+            render(output)
+        except Exception as error:  # whatever nbconvert and its templates lack; the other jobs go on
+            why = outcome.reason or f"executed, but its page cannot be made: {one_line(error)}"
+            outcome = replace(outcome, status="error", reason=why)
     gpu = _gpu_memory_mib(card, started) if card.gpu != "none" else None
     record = Record(
         job.notebook.stem, job.parameters, mark, outcome.status, outcome.reason, round(outcome.seconds, 1),
