@@ -67,7 +67,7 @@ def follow_one_process(
         for optimizer in optimizers:
             optimizer.step()
         # A rank that sees a difference stays to the end: the others may wait for it in their next step.
-        when = f"with {type(optimizers[0]).__name__}, {how}: after {step + 1} steps"
+        when = f"with {type(optimizers[0]).__name__}, {how}: after step {step + 1},"
         difference = difference or _difference(alone, weights(wrapped), when)
     return difference
 
