@@ -95,6 +95,8 @@ def test_the_figure_is_the_tagged_one_or_the_first_of_the_reference(entry_of):
 def test_a_question_in_short():
     assert overview.in_short("Add numbers. Which of the sums is off? Why?") == "Which of the sums is off?"
     assert overview.in_short("Add 0.01 twice. Why?") == "Add 0.01 twice."
+    assert overview.in_short("Which of the sums is off? (a) All. (b) Why?") == "Which of the sums is off?"
+    assert overview.in_short("(a) Which of the sums is off? (b) Why?") == "Which of the sums is off?"
 
 
 def test_the_map_has_every_problem_once_with_its_rows(entry_of, figures):

@@ -134,7 +134,8 @@ def in_short(question: str) -> str:
     """The first sentence that asks something in more than a word or two; without one, the first sentence."""
     sentences = re.split(r"(?<=[.?!]) (?=[A-Z`])", question)
     asking = [each for each in sentences if each.endswith("?") and len(each.split()) > 3]
-    return [*asking, *sentences][0]
+    first = [*asking, *sentences][0].removeprefix("(a) ")
+    return re.split(r"(?<=\?) (?=\([a-z]\) )", first)[0]  # without the parts that follow
 
 
 def row_count(slug: str, machine: str) -> int:
