@@ -142,6 +142,7 @@ def test_rows_and_tables_are_shown(displayed):
     assert "attention_times" in of_tables
     assert f"{row['p50_ms']:g}" in of_row
     assert "provenance" in of_row
+    assert ">torch<" in of_row, "the column's own name, not the label of an implementation"
 
 
 def test_the_map_of_a_readme_is_replaced_and_nothing_else(entry_of, tmp_path):

@@ -180,8 +180,10 @@ def show_row(row: pd.Series, table: str) -> None:
     for name, value in row.dropna().items():
         column, group = COLUMNS[name], "provenance" if name in PROVENANCE else "value"
         text = column.format(column.check(value))
-        lines.append(("key" if name in keys else group, name, text, column.unit, column.description))
-    show(pd.DataFrame(lines, columns=["", "column", "in this row", "unit", "what it says"]))
+        lines.append(("key" if name in keys else group, text, column.unit, column.description))
+    # Names as the index: in a column, `show` would write the label of an implementation called "torch".
+    names = row.dropna().index.rename("column")
+    show(pd.DataFrame(lines, names, columns=["", "in this row", "unit", "what it says"]))
 
 
 def show_tables() -> None:
