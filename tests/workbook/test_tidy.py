@@ -59,6 +59,13 @@ def test_what_uses_a_solution_may_raise(notebook):
     assert tags == [[], [CHECKER], ["raises-exception"], ["raises-exception"], []]
 
 
+def test_what_only_a_checker_made_may_be_missing_until_a_cell_makes_it():
+    check = new_code_cell("noted = name = Sum()", metadata={"tags": [CHECKER]})
+    uses = ["print(noted)", "for name in 'ab':\n    print(name)", "noted = lambda name: name", "print(noted)"]
+    copy = cleared(new_notebook(cells=[new_code_cell(SOLUTION), check, *map(new_code_cell, uses)]))
+    assert [bool(cell.metadata.get("tags")) for cell in copy.cells[2:]] == [True, False, False, False]
+
+
 def test_a_copy_that_is_there_stays(notebook, tmp_path):
     original, folder = tmp_path / "11_sum.ipynb", tmp_path / "learn"
     nbformat.write(notebook, original)

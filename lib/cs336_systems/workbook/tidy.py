@@ -67,30 +67,41 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
     """
     notebook = deepcopy(notebook)
     unwritten: set[str] = set()  # names that the solutions make, and what is made from those
+    written: set[str] = set()  # the other way round
+    noted: set[str] = set()  # by checkers, which raise nothing, but may stop before they make them
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        solution, tags = has_solution(cell), cell.metadata.get("tags", [])
-        reads, makes = _names(cell.source)
-        if solution or unwritten & reads:
+        tags, (reads, makes) = cell.metadata.get("tags", []), _names(cell.source)
+        checker, uses = CHECKER in tags, bool((unwritten | (noted - written - makes)) & reads)
+        if uses or has_solution(cell):
+            cell.outputs, cell.execution_count = [], None
+        if checker:
+            noted |= makes
+        elif has_solution(cell):
             unwritten |= makes
             cell.source = _SOLUTION.sub(_STUB, cell.source)
-            cell.outputs, cell.execution_count = [], None
-            if CHECKER not in tags and not solution:
-                cell.metadata["tags"] = [*tags, _MAY_RAISE]
+        elif uses:
+            unwritten |= makes
+            cell.metadata["tags"] = [*tags, _MAY_RAISE]
+        else:
+            unwritten -= makes
+            written |= makes
     return notebook
 
 
 def _names(source: str) -> tuple[set[str], set[str]]:
-    """The names that code reads, and those that it defines or assigns."""
+    """The names that code reads before it makes them, and those that it defines or assigns."""
     reads, makes = set(), set()
     for statement in ast.parse(source).body:
-        names = [node for node in ast.walk(statement) if isinstance(node, ast.Name)]
-        reads |= {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        nodes = list(ast.walk(statement))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            makes.add(statement.name)  # what it assigns inside is its own
-        else:
-            makes |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
+            own, stored = own | stored, {statement.name}  # what it assigns inside is its own
+        reads |= {name.id for name in names if isinstance(name.ctx, ast.Load)} - own - makes
+        makes |= stored
     return reads, makes
 
 
