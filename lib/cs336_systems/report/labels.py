@@ -53,7 +53,7 @@ _LABELS = {
     for families in FAMILIES.values()
     for family in families
     for value, named in family.items()
-} | {"h200": "H200"}
+} | {"h200": "H200", "sqrt_n": "every √N"}
 
 _SIZES = sorted(
     (c for sizes in MODEL_SIZES.values() for c in sizes.values()), key=lambda c: c.num_layers * c.d_model**2

@@ -240,6 +240,8 @@ def stacked_bars(
     if share:
         panels[0].set_yticks(range(0, 101, 25), [f"{tick} %" for tick in range(0, 101, 25)])
     panels[0].set_ylim(0, 1.1 * sums.groupby(bar)["_height"].sum().max())
+    for axes in panels:  # as wide where the outer bars are missing
+        axes.set_xlim(min(a.get_xlim()[0] for a in panels), max(a.get_xlim()[1] for a in panels))
     seen = set(sums.loc[sums["_share"] > _VISIBLE, part])
     legend = [Patch(color=colors[name], label=value_label(name, part)) for name in colors if name in seen]
     return Drawing(chart, legend, column_label(x), "share of time" if share else column_label(y))
