@@ -25,13 +25,28 @@ from cs336_systems.workbook.batch import NOTEBOOKS
 from cs336_systems.workbook.tidy import CHECKER, has_solution
 
 # The steps that this file has to cover; others have tests beside their checkers.
-WITH_STEPS = ("13", "16", "21", "23", "24", "25", "31", "32", "35", "37", "61")
+WITH_STEPS = ("11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "35", "37", "61")
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
+    ("11", "time_steps", "times[warmup_steps:]", "times", "uncounted"),
+    ("11", "time_steps", "range(warmup_steps + steps)", "range(steps)", "uncounted"),
+    ("11", "time_steps", "        wait()\n        times", "        times", "is the step over"),
+    ("11", "time_steps", "1e3 * (", "(", "milliseconds"),
+    ("11", "time_steps", "        wait()\n        start", "        start", "before the clock starts"),
+    ("12", "kernels_of", "launch_ns.between", "start_ns.between", "launched before"),
+    ("12", "kernels_of", "opened.end_ns)]", "opened.end_ns) & (kernels.thread == opened.thread)]",
+     "any thread"),
     ("13", "spacing", "exponent - 10", "exponent - 11", "2^(e - 10)"),
     ("13", "spacing", ".floor()", ".ceil()", "2^(e - 10)"),
     ("13", "replay", "dtype=total_dtype", "dtype=addend_dtype", "of its own dtype"),
     ("13", "replay", "total += torch", "total = total.double() + torch", "of its own dtype"),
+    ("14", "layer_norm", "x = x.to(dtype)\n", "x = x.clone()\n", "torch.float64; wanted"),
+    ("14", "layer_norm", ").mean(-1, keepdim=True)\n    return", ").sum(-1, keepdim=True)\n    return",
+     "a mean"),
+    ("14", "layer_norm", "(variance + eps).sqrt()", "(variance.sqrt() + eps)", "eps in it"),
+    ("15", "saved_bytes", "(*module.parameters(), *module.buffers())", "module.buffers()", "no activation"),
+    ("15", "saved_bytes", "(*module.parameters(), *module.buffers())", "module.parameters()", "rotary"),
+    ("15", "saved_bytes", "sizes[tensor.untyped_storage().data_ptr()]", "sizes[len(sizes)]", "storage once"),
     ("16", "segments", "(0, len(blocks), k)", "(0, len(blocks) - k + 1, k)", "no block is lost"),
     ("16", "segments", "tuple(blocks[start : start + k])", "blocks[start]", "no block is lost"),
     ("16", "segments", "return tuple(", "return list(", "no block is lost"),
@@ -186,11 +201,18 @@ def test_the_best_ratio_first_is_named():
 
 
 FUNCTIONS = [
+    ("11", "time_steps"), ("12", "kernels_of"), ("14", "layer_norm"), ("15", "saved_bytes"),
     ("13", "spacing"), ("13", "replay"), ("16", "segments"), ("16", "halves"), ("16", "run"),
     ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta"), ("37", "fill"),
     ("61", "chunked_loss"), ("61", "rms_norm_backward"), ("61", "most_saved"),
 ]  # fmt: skip
-OF_TENSORS = [("13", "replay"), ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta")]
+OF_TENSORS = [
+    ("13", "replay"),
+    ("14", "layer_norm"),
+    ("21", "my_softmax"),
+    ("21", "my_attention"),
+    ("25", "delta"),
+]
 OF_TENSORS += [("61", "chunked_loss"), ("61", "rms_norm_backward")]
 
 
