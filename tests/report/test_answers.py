@@ -87,7 +87,7 @@ def test_the_one_row_is_found_and_none_or_several_are_refused(rows):
     [
         (answers.ms(0.0635), "63.5 µs"),
         (answers.ms(9.5312), "9.53 ms"),
-        (answers.ms(1234.5), "1,230 ms"),
+        (answers.ms(1234.5), "1,234 ms"),
         (answers.ms(12345.0), "12.3 s"),
         (answers.gib(68.87), "68.9 MiB"),
         (answers.gib(16504.0), "16.1 GiB"),

@@ -36,7 +36,8 @@ def test_significant_digits_stay_close_and_plain(value):
 
 
 def test_significant_digits_of_what_is_large_or_nothing():
-    assert [significant(n) for n in (999.6, 16504.01, 0, -2.345)] == ["1,000", "16,500", "0", "-2.35"]
+    assert [significant(n) for n in (999.6, 4417.4, 16504.01)] == ["1,000", "4,417", "16,500"]
+    assert [significant(n) for n in (0, -2.345)] == ["0", "-2.35"]
     assert value_label(None) == significant(float("nan")) == "–"
 
 

@@ -214,7 +214,7 @@ def _more_steps(context: WorkerContext, make: Make) -> str | None:
         pair = _Pair(make, kind, settings)
         for number in range(4):
             if mistake := pair.step():
-                return f"with {kind.__name__}, after {number + 1} steps: {mistake}"
+                return f"with {kind.__name__}, after step {number + 1}: {mistake}"
     return None
 
 

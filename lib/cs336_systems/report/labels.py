@@ -162,11 +162,16 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number with `digits` significant digits, never in powers of ten: 0.0635, 33.3, 1,250."""
+    """A number with `digits` significant digits, never in powers of ten: 0.0635, 33.3, 16,500.
+
+    Below 10,000 all digits before the point are shown, as tables do: 4,417.
+    """
     if pd.isna(value):
         return MISSING
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    if abs(value) < 1e4:
+        decimals = max(decimals, 0)
     rounded = round(float(value), decimals)
     return f"{rounded:,.{max(decimals, 0)}f}"
