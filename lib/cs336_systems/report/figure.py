@@ -107,7 +107,7 @@ def _label_outer(panels: Sequence[Axes], xlabel: str, ylabel: str) -> None:
 def _with_header(chart: Chart, handles: Sequence[Artist], title: str, subtitle: str) -> Chart:
     """Put title and legend above the panels, which keep their size; lay out once, then freeze."""
     chart.title, panels = title, chart.get_figheight()
-    finding, told = textwrap.wrap(title, 84), textwrap.wrap(subtitle, 117)
+    finding, told = textwrap.wrap(title, 78), textwrap.wrap(subtitle, 117)
     top = _EDGE + 0.33 * len(finding) + 0.26 * len(told) + 0.06
     legend = _legend(chart, handles) if handles else None
     height = panels + top + (legend.get_window_extent().height / chart.dpi + 0.04 if legend else 0)
