@@ -66,6 +66,12 @@ def test_what_only_a_checker_made_may_be_missing_until_a_cell_makes_it():
     assert [bool(cell.metadata.get("tags")) for cell in copy.cells[2:]] == [True, False, False, False]
 
 
+def test_a_name_that_a_loop_goes_through_values_with_is_its_own():
+    uses = ["each = Sum()", "print([each for each in 'ab'])", "for each in 'ab':\n    print(each)"]
+    copy = cleared(new_notebook(cells=[new_code_cell(SOLUTION), *map(new_code_cell, uses)]))
+    assert [bool(cell.metadata.get("tags")) for cell in copy.cells[1:]] == [True, False, False]
+
+
 def test_a_copy_that_is_there_stays(notebook, tmp_path):
     original, folder = tmp_path / "11_sum.ipynb", tmp_path / "learn"
     nbformat.write(notebook, original)

@@ -97,12 +97,20 @@ def _names(source: str) -> tuple[set[str], set[str]]:
         nodes = list(ast.walk(statement))
         names = [node for node in nodes if isinstance(node, ast.Name)]
         own = {node.arg for node in nodes if isinstance(node, ast.arg)}
-        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        own |= _targets(nodes, ast.comprehension)  # nobody else's either
+        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)} - own
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
             own, stored = own | stored, {statement.name}  # what it assigns inside is its own
-        reads |= {name.id for name in names if isinstance(name.ctx, ast.Load)} - own - makes
+        read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        reads |= read - own - makes - _targets(nodes, ast.For)
         makes |= stored
     return reads, makes
+
+
+def _targets(nodes: list[ast.AST], kind: type) -> set[str]:
+    """The names that loops of a kind go through values with."""
+    targets = [each for node in nodes if isinstance(node, kind) for each in ast.walk(node.target)]
+    return {each.id for each in targets if isinstance(each, ast.Name)}
 
 
 def write_copies(notebooks: Sequence[Path], folder: Path) -> Iterator[str]:
