@@ -240,3 +240,10 @@ def test_points_in_one_place_share_their_names():
     (axes,) = tradeoff(rows, "gib", "ms", "which").axes
     assert [text.get_text() for text in axes.texts] == ["a, b", "c"]
     assert len(axes.collections[0].get_offsets()) == 3
+
+
+def test_a_long_title_stays_on_the_picture(rows):
+    title = "WIDE WORDS take MORE than others: " * 3
+    chart = lines(rows, **BY_CONTEXT, title=title, subtitle=title)
+    chart.draw_without_rendering()
+    assert all(text.get_window_extent().x1 < chart.bbox.x1 for text in chart.texts)

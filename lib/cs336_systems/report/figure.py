@@ -24,6 +24,8 @@ from cs336_systems.report.style import MUTED, STYLE, ZONE
 WIDTH = 9.2  # inches: 1472 pixels at 160 dpi
 _SHOWN_WIDTH = 883  # pixels on the page, so that it stays sharp on a dense screen
 _EDGE = 0.14  # inches between what is drawn and the edge of the figure
+_TITLE = {"size": 14, "weight": "bold", "va": "top", "linespacing": 1.4}
+_SUBTITLE = {"size": 10, "color": MUTED, "va": "top", "linespacing": 1.5}
 _MOST_TICKS = 12
 NO_ROWS = "no rows yet: run this notebook's Measure section, or `python -m cs336_systems run`"
 
@@ -107,21 +109,33 @@ def _label_outer(panels: Sequence[Axes], xlabel: str, ylabel: str) -> None:
 def _with_header(chart: Chart, handles: Sequence[Artist], title: str, subtitle: str) -> Chart:
     """Put title and legend above the panels, which keep their size; lay out once, then freeze."""
     chart.title, panels = title, chart.get_figheight()
-    finding, told = textwrap.wrap(title, 78), textwrap.wrap(subtitle, 117)
+    finding, told = _lines(chart, title, 84, **_TITLE), _lines(chart, subtitle, 117, **_SUBTITLE)
     top = _EDGE + 0.33 * len(finding) + 0.26 * len(told) + 0.06
     legend = _legend(chart, handles) if handles else None
     height = panels + top + (legend.get_window_extent().height / chart.dpi + 0.04 if legend else 0)
     chart.set_figheight(height)
     left, line = _EDGE / WIDTH, 1 - _EDGE / height
-    chart.text(left, line, "\n".join(finding), size=14, weight="bold", va="top", linespacing=1.4)
+    chart.text(left, line, "\n".join(finding), **_TITLE)
     line -= 0.33 * len(finding) / height
-    chart.text(left, line, "\n".join(told), size=10, color=MUTED, va="top", linespacing=1.5)
+    chart.text(left, line, "\n".join(told), **_SUBTITLE)
     if legend:
         legend.set_bbox_to_anchor((left, 1 - top / height))
     chart.get_layout_engine().set(rect=(0, 0, 1, panels / height))
     chart.draw_without_rendering()
     chart.set_layout_engine("none")
     return chart
+
+
+def _lines(chart: Chart, text: str, columns: int, **font: Any) -> list[str]:
+    """The text in lines of so many characters, or of as many fewer as do not run off the figure."""
+    probe = chart.text(0, 0, "", **font)
+    while True:
+        lines = textwrap.wrap(text, columns)
+        probe.set_text("\n".join(lines))
+        if probe.get_window_extent().width < (WIDTH - 2 * _EDGE) * chart.dpi:
+            probe.remove()
+            return lines
+        columns -= 1
 
 
 def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:

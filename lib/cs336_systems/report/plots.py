@@ -234,9 +234,7 @@ def stacked_bars(
                 _total(total, y), (groups.index(group), top), (0, 4), textcoords="offset points", ha="center",
                 size=8.5,
             )  # fmt: skip
-        axes.set_xticks(range(len(groups)), [value_label(group, x) for group in groups])
-        axes.tick_params(axis="x", length=0)
-        plain_numbers(axes.yaxis)
+        _label_bars(axes, [value_label(group, x) for group in groups])
     if share:
         panels[0].set_yticks(range(0, 101, 25), [f"{tick} %" for tick in range(0, 101, 25)])
     panels[0].set_ylim(0, 1.1 * sums.groupby(bar)["_height"].sum().max())
@@ -265,11 +263,15 @@ def waterfall(frame: pd.DataFrame, x: str, y: str) -> Drawing:
         if place < len(spans) - 1:
             axes.plot([place - 0.37, place + 1.37], [end, end], color=MUTED, lw=0.8)
     names = [value_label(value, x) for value in frame[x]]
-    axes.set_xticks(range(len(spans)), [textwrap.fill(name, 16) for name in [*names, "in the end"]])
-    axes.tick_params(axis="x", length=0)
+    _label_bars(axes, [*names, "in the end"])
     axes.set_ylim(0, 1.1 * max(values))
-    plain_numbers(axes.yaxis)
     return Drawing(chart, [], column_label(x), column_label(y))
+
+
+def _label_bars(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_xticks(range(len(names)), [textwrap.fill(name, 16) for name in names])
+    axes.tick_params(axis="x", length=0)
+    plain_numbers(axes.yaxis)
 
 
 def _total(value: float, column: str) -> str:
