@@ -145,8 +145,8 @@ def _rounding(case: AttentionCase, device: torch.device) -> float:
     """float32 knows a sum to a rounding or two, a large score, to be exponentiated, to its last bit.
 
     That is where forward and backward round a score alike, as GPUs do. In Triton's interpreter NumPy
-    multiplies: its BLAS may round Q K^T and K Q^T differently (its kernels for AMD's processors do), and to
-    take a score to powers of two is one more rounding.
+    multiplies: its BLAS may round Q K^T and K Q^T differently (OpenBLAS's kernels for Haswell and Zen do),
+    and to take a score to powers of two is one more rounding.
     """
     bits = 0.5 if device.type == "cuda" else 2
     return max(2, bits * case.logit_scale) * EPS
