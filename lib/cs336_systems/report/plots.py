@@ -164,9 +164,8 @@ def ratio(
 
 @plot
 def bars(
-    frame: pd.DataFrame, x: str, y: str = "p50_ms", hue: str | None = None, *, facet: str | None = None,
-    logy: bool = False,
-) -> Drawing:  # fmt: skip
+    frame: pd.DataFrame, x: str, y: str = "p50_ms", hue: str | None = None, *, facet: str | None = None
+) -> Drawing:
     """A group of bars for each x, a bar for each value of `hue` and machine, its value above it."""
     require_one_row_each(frame, x, hue, facet)
     colors, looks, frame = _encoded(frame, hue)
@@ -195,7 +194,7 @@ def bars(
         axes.set_xticks(range(len(groups)), [value_label(each, x).replace(" (", "\n(") for each in groups])
         axes.set_xlim(-0.55, len(groups) - 0.45)
         axes.tick_params(axis="x", length=0)
-        figure.log_y(axes, frame[y]) if logy else plain_numbers(axes.yaxis)
+        plain_numbers(axes.yaxis)
     panels[0].margins(y=0.2 if upright else 0.1)  # room for the labels
     return Drawing(chart, _legend(hue, colors, looks, bars=True), column_label(x), column_label(y))
 
