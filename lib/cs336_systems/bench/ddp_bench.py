@@ -49,7 +49,7 @@ def benchmark_ddp(
             page.save(rows, table, slug=DDP_SLUGS[table])
 
     Yields pairs of a table's name and its rows, as they come: "ddp_times", and with `profile` afterwards for
-    each wrapper its row again with the profiled columns, "ddp_overlap" of ranks, "ddp_timeline" of rank 0.
+    each wrapper "ddp_overlap", a row for each rank, and "ddp_timeline" of rank 0.
 
     Of every step the slowest rank counts. Beside the times of the whole step, a row has medians of:
     `no_comm_ms`, a step without communication; `exposed_communication_ms`, by how much the step is longer
@@ -149,14 +149,13 @@ class DataParallelSteps(ModelSteps):
 
 def _measure_all(context: WorkerContext, keys: list[Row], steps: int, profile: bool) -> None:
     """The worker: the rows come out the same on every rank."""
-    rows, reason = [], ""
+    reason = ""
     for key in keys:
         values, reason = measure_on_all(partial(_time, context, key, steps), context, key["dtype"], reason)
-        rows.append(key | values)
-        context.send(("ddp_times", rows[-1:]))
+        context.send(("ddp_times", [key | values]))
     first_size = next((key["bucket_size_mb"] for key in keys if key["bucket_size_mb"] is not None), None)
     # After a profile every launch of its process takes longer for good, so all profiles come last.
-    for key, row in zip(keys, rows, strict=True) if profile and not reason else ():
+    for key in keys if profile and not reason else ():
         is_first = key["bucket_size_mb"] in (None, first_size)
         if key["implementation"] == "single" or (key["implementation"] == "torch" and not is_first):
             continue
@@ -164,10 +163,9 @@ def _measure_all(context: WorkerContext, keys: list[Row], steps: int, profile: b
         seen, reason = measure_on_all(look, context, key["dtype"])
         if reason:
             break
-        context.send(("ddp_times", [row | seen["values"]]))
-        for table in ("ddp_overlap", "ddp_timeline"):
-            if seen[table]:
-                context.send((table, seen[table]))
+        for table, rows in seen.items():
+            if rows:
+                context.send((table, rows))
 
 
 def _build(context: WorkerContext, key: Row) -> DataParallelSteps:

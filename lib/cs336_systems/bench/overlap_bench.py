@@ -42,19 +42,16 @@ def profile_steps(step: Callable[[], None], context: WorkerContext) -> Profile:
 
 def profile_overlap(
     step: Callable[[], None], context: WorkerContext, key: Mapping[str, Any], *, with_timeline: bool
-) -> dict[str, Any]:
+) -> dict[str, list[dict[str, Any]]]:
     """Profile a step, warmed up, on all ranks; `key` are the key columns of what is profiled.
 
     Returns:
-        values: the columns of `measure.overlap.overlap_values`, of the rank with most exposed communication;
-        ddp_overlap: rows of every rank; ddp_timeline: rows of this rank, or none. The first two are the same
-        on every rank.
+        ddp_overlap: a row for each rank, the same on every rank; ddp_timeline: rows of this rank, or none.
     """
     lanes = profile_lanes(step, context)
     by_rank: list[dict[str, Any]] = [{}] * context.world_size
     dist.all_gather_object(by_rank, overlap_values(lanes))
     return {
-        "values": max(by_rank, key=lambda values: values["profiled_exposed_ms"]),
         "ddp_overlap": [{**key, "rank": rank} | values for rank, values in enumerate(by_rank)],
         "ddp_timeline": timeline_rows(lanes, {**key, "rank": context.rank}) if with_timeline else [],
     }

@@ -319,7 +319,7 @@ TABLES: dict[str, Table] = {
     ),
     "ddp_times": Table(
         (*MODEL, *_GROUP, "bucket_size_mb", "pass", "warmup_steps"),
-        (*TIMES, "peak_memory_mib", "communication_ms", "no_comm_ms", "exposed_communication_ms", *_OVERLAP),
+        (*TIMES, "peak_memory_mib", "communication_ms", "no_comm_ms", "exposed_communication_ms"),
     ),
     "hidden_messages": Table(
         (*MODEL, *_GROUP, "bucket_size_mb", "pass", "warmup_steps"),
