@@ -5,8 +5,10 @@
 
 Head sizes of 16 to 256 and odd ones, 1 to 2,000 queries and keys, three dtypes, causal or not, large scores,
 strided, sliced and offset inputs, expanded gradients. Each is held to `accuracy`: at most twice as far from
-float64 as PyTorch's own, or, where few keys are seen, as FlashAttention-2 in PyTorch. A process keeps a
-dtype, head size and layout for some cases: each compiles anew. Only for GPUs: the interpreter is too slow.
+float64 as PyTorch's own, or, where few keys are seen, as FlashAttention-2 in PyTorch. Where one key is seen
+its weight is 1, whatever the score: dQ and dK are zero, and held to roundings of the terms that cancel. A
+process keeps a dtype, head size and layout for some cases: each compiles anew. Only for GPUs: the interpreter
+is too slow.
 Exit code 1: a case is too far off, or there were none.
 """
 
@@ -33,11 +35,7 @@ LAYOUTS = {
     "offset by 1": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
     "offset by 8": lambda x: torch.cat((x.new_zeros(8), x.flatten()))[8:].view(x.shape),
 }
-REDUCTIONS = {  # of O; the gradient of a sum is expanded
-    "none": lambda o: o,
-    "sum over queries": lambda o: o.sum(-2),
-    "sum": lambda o: o.sum((-2, -1)),
-}
+EXPANDED = {"nothing": (), "queries": (-2,), "queries and d": (-2, -1)}  # of O's gradient, as a sum's is
 CASES_OF_A_FORM = 60
 LARGEST = 2**24  # scores of a case, or quarters of its keys' numbers: some gigabytes in float64
 
@@ -74,7 +72,7 @@ def run(seed: int, place: int, seconds: float, longest: int) -> tuple[int, list[
                 draw.choice(HEAD_SIZES),
                 draw.random() < 0.5,
                 draw.choices(list(LAYOUTS), k=3),
-                draw.choice(list(REDUCTIONS)),
+                draw.choice(list(EXPANDED)),
             )
         try:
             one_case(form, draw, generator, longest)
@@ -93,7 +91,7 @@ class Form:
     d: int
     is_causal: bool
     layouts: list[str]
-    reduction: str
+    expanded: str
 
 
 def one_case(form: Form, draw: random.Random, generator: torch.Generator, longest: int) -> None:
@@ -106,35 +104,59 @@ def one_case(form: Form, draw: random.Random, generator: torch.Generator, longes
     heads = min(heads, most)
     batch = min(batch, most // heads)
     scale = draw.choice([1, 1, 1, 5, 30])  # of the scores' deviation: the largest is 4 times that
-    reduce, device = REDUCTIONS[form.reduction], generator.device
+    device, expanded = generator.device, EXPANDED[form.expanded]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     def ours(*inputs: Tensor) -> Tensor:
         laid_out = [LAYOUTS[name](x) for name, x in zip(form.layouts, inputs, strict=True)]
-        return reduce(FlashAttentionTriton.apply(*laid_out, form.is_causal))
+        o = FlashAttentionTriton.apply(*laid_out, form.is_causal)
+        if expanded and o.requires_grad:
+            o.register_hook(lambda d_o: d_o[one_of_each].expand_as(d_o))
+        return o
 
-    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return reduce(plain_attention(q, k, v, form.is_causal))
+    q, k, v = (normal(batch, heads, n, form.d) for n in (n_queries, n_keys, n_keys))
+    inputs = {"Q": q * scale, "K": k, "V": v}
+    inputs = {name: x.to(form.dtype).requires_grad_() for name, x in inputs.items()}
+    one_of_each = tuple(slice(1) if dim in expanded else slice(None) for dim in range(-4, 0))
+    d_o = normal(*q.shape).to(form.dtype)[one_of_each].expand_as(q)
+    where = f"({batch}, {heads}, {n_queries} by {n_keys}, {form.d}), scores times {scale}"
+
+    if n_keys == 1 or (form.is_causal and n_queries == 1):
+        d_q, d_k = torch.autograd.grad(ours(*inputs.values()), (inputs["Q"], inputs["K"]), d_o)
+        check_zero_gradients(inputs, d_o, d_q, d_k, where)
+        inputs["Q"].requires_grad_(False)
+        inputs["K"].requires_grad_(False)
 
     # Of few keys, or where large scores choose one, dP - delta leaves FlashAttention-2's roundings.
     few = min(n_queries, n_keys) <= 16 or scale > 1
     own = FlashAttentionPyTorch.apply if few else sdpa if device.type == "cuda" else plain_attention
-
-    q, k, v = (normal(batch, heads, n, form.d) for n in (n_queries, n_keys, n_keys))
-    inputs = {"Q": q * scale, "K": k, "V": v}
     compared = compare(
         ours,
-        plain,
-        {name: x.to(form.dtype).requires_grad_() for name, x in inputs.items()},
-        normal(*reduce(q).shape).to(form.dtype),
-        where=f"({batch}, {heads}, {n_queries} by {n_keys}, {form.d}), scores times {scale}",
-        torchs_own=lambda q, k, v: reduce(own(q, k, v, form.is_causal)),
+        lambda q, k, v: plain_attention(q, k, v, form.is_causal),
+        inputs,
+        d_o,
+        where=where,
+        torchs_own=lambda q, k, v: own(q, k, v, form.is_causal),
         rounding=max(2, scale / 2) * EPS,
     )
     for _ in compared:
         pass
+
+
+def check_zero_gradients(
+    inputs: dict[str, Tensor], d_o: Tensor, d_q: Tensor, d_k: Tensor, where: str
+) -> None:
+    """dQ and dK where only the first key is seen: dS = P (dP - delta) is a rounding of dP's terms or less."""
+    q, k, v = (x.detach().double().abs() for x in inputs.values())
+    d_s = q.shape[-1] ** -0.5 * d_o.double().abs() @ v[..., :1, :].mT
+    assert not d_k[..., 1:, :].any(), f"dK of {where}: keys that no query sees have a gradient"
+    for name, gradient, terms in (("dQ", d_q, d_s @ k[..., :1, :]), ("dK", d_k[..., :1, :], d_s.mT @ q)):
+        error = (gradient.double().norm() / terms.norm().clamp_min(torch.finfo(torch.float32).tiny)).item()
+        assert error <= 2 * EPS, (
+            f"{name} of {where} is zero; {error:.2g} of its terms found, allowed {2 * EPS:.2g}"
+        )
 
 
 if __name__ == "__main__":
