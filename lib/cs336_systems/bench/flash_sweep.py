@@ -87,8 +87,8 @@ def grid_cells(
         for d_head, dtype, length in itertools.product(d_heads, dtypes, context_lengths)
         for name in implementations or IN_THE_GRID[dtype]
     ]
-    short = [cell for cell in cells if cell.context_length in GRAPH_LENGTHS]
-    return cells + [replace(cell, protocol=CUDA_GRAPH) for cell in short]
+    short = (cell for cell in cells if cell.context_length in GRAPH_LENGTHS)
+    return cells + [replace(cell, protocol=CUDA_GRAPH) for cell in short if cell.implementation != "compiled"]
 
 
 def missing(cells: Iterable[Cell], rows: pd.DataFrame, device: str | torch.device = "auto") -> list[Cell]:
