@@ -19,7 +19,9 @@ STATUS_LABELS = {"oom": "OOM", "error": "error", "skipped": "skipped"}
 SCOPES = ("inference", "forward + backward", "training step")
 ATTENTION_PARTS = ("scores", "scale and mask", "softmax", "values")
 VARIANTS = tuple(
-    f"{how.label}{tf32}" for tf32 in ("", ", TF32") for how in names.MODEL_IMPLEMENTATIONS.values()
+    how.label + matmuls
+    for matmuls in ("", ", TF32", ", bfloat16")
+    for how in names.MODEL_IMPLEMENTATIONS.values()
 )
 
 
@@ -44,8 +46,8 @@ FAMILIES: dict[str, tuple[Mapping[str, names.Named], ...]] = {
     "category": (names.CATEGORIES,),
     "scope": (_family(SCOPES, "BLUE VERMILLION GREEN"),),
     "part": (_family(ATTENTION_PARTS, "BLUE VERMILLION GREEN ORANGE"),),
-    # One code, compiled or not, with TF32 or without; who wrote an entry of a leaderboard.
-    "variant": (_family(VARIANTS, "BLUE VERMILLION ORANGE SKY PURPLE GREEN"),),
+    # One code, compiled or not, with matmuls of a dtype; who wrote an entry of a leaderboard.
+    "variant": (_family(VARIANTS, "BLUE VERMILLION ORANGE SKY PURPLE GREEN BROWN BLACK WINE"),),
     "whose": (_family(("ours", "PyTorch's own", "others, published"), "GREEN BLACK GREY"),),
 }
 _LABELS = {
