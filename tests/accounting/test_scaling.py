@@ -19,7 +19,6 @@ from cs336_systems.accounting.scaling import (
     largest_devices,
     largest_mesh,
     memory_bytes,
-    smallest_batch,
 )
 from cs336_systems.measure.saved_tensors import saved_bytes
 
@@ -98,20 +97,8 @@ def test_no_mesh_is_larger_than_the_largest(pass_, overlapped):
     assert most <= evaluate(largest_devices("fsdp_tp", pass_, overlapped=overlapped), values) < 1.1 * most
 
 
-@pytest.mark.parametrize("pass_", PASSES)
-def test_the_smallest_batch_is_the_largest_devices_turned_around(pass_):
-    batch = smallest_batch("fsdp", pass_)
-    assert sp.simplify(largest_devices("fsdp", pass_).subs(scaling.B, batch) - scaling.N) == 0
-    assert smallest_batch("dp", "backward") == batch
-    cost = costs("fsdp_tp", pass_)
-    for spent, overlapped in ((cost.communication_s, False), (cost.x_s, True)):
-        batch = smallest_batch("fsdp_tp", pass_, overlapped=overlapped)
-        assert sp.simplify((spent - cost.compute_s).subs(scaling.B, batch)) == 0
-
-
 def test_what_sends_nothing_is_never_bound_by_it():
     assert largest_devices("dp", "forward") == sp.oo
-    assert smallest_batch("dp", "forward") == 0
 
 
 def test_the_handouts_machine():
@@ -164,7 +151,6 @@ def test_bad_numbers_are_refused(values, words):
         (lambda: costs("ddp", "forward"), "scheme 'ddp' is unknown; allowed: dp, fsdp, tp, fsdp_tp"),
         (lambda: costs("dp", "train_step"), "pass 'train_step' is unknown; allowed: forward, backward"),
         (lambda: memory_bytes("zero"), "scheme 'zero' is unknown"),
-        (lambda: smallest_batch("tp", "forward"), "scheme is 'tp'; allowed: dp, fsdp, fsdp_tp"),
     ],
 )
 def test_unknown_names_are_refused(ask, words):

@@ -156,20 +156,6 @@ def largest_mesh(pass_: str, *, overlapped: bool = False) -> tuple[sp.Expr, sp.E
     return x, sp.expand(sp.simplify(left.subs(X, x)))
 
 
-@cache
-def smallest_batch(scheme: str, pass_: str, *, overlapped: bool = False) -> sp.Expr:
-    """The fewest tokens B with which a pass is bound by compute; zero where nothing is sent.
-
-    FSDP + TP on a mesh of X by Y: for a Y that TP alone allows. Beyond it no batch is enough, and with axes
-    one after the other the expression is negative. No batch helps TP: its messages grow as its matmuls do.
-    """
-    if scheme == "tp":
-        raise ValueError(f"scheme is {scheme!r}; allowed: dp, fsdp, fsdp_tp (no batch helps tp)")
-    cost = costs(scheme, pass_)
-    communication_s = cost.x_s if overlapped else cost.communication_s
-    return sp.simplify(_solve(communication_s - cost.compute_s, B)) if communication_s != 0 else sp.S.Zero
-
-
 def _solve(difference: sp.Expr, unknown: sp.Symbol) -> sp.Expr:
     """The positive root of `difference`; infinite where nothing is sent."""
     if not difference.has(W, W_X, W_Y):
