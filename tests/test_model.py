@@ -133,6 +133,13 @@ def test_a_model_can_be_built_in_another_type(dtype):
     assert {p.dtype for p in model.parameters()} == {model(some_tokens()).dtype} == {dtype}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_rotary_tables_stay_float32_when_a_model_is_cast(dtype):
+    model = a_model().to(dtype)
+    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiles_into_one_graph(autocast):
     # The graph is what breaks or not; backend "eager" takes it as it is, and generates no code.

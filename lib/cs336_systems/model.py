@@ -6,6 +6,7 @@ the device and dtype of parameters.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,6 +109,14 @@ class RotaryEmbedding(nn.Module):
         angles = torch.arange(len(self.cos), device=device)[:, None] * frequencies
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        """Behind .to(), .half() and the like: the tables go to another device, not into another dtype."""
+        tables = self.cos, self.sin
+        super()._apply(fn, recurse)
+        if self.cos.dtype != torch.float32:
+            self.cos, self.sin = (table.to(self.cos.device) for table in tables)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., s, d_head) -> the same shape and type, positions counted from 0."""
@@ -228,8 +237,8 @@ class TransformerLM(nn.Module):
         self.ln_final = RMSNorm(d_model, **factory)
         self.lm_head = Linear(d_model, vocab_size, **factory)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """(b, s) integers -> (b, s, vocab_size) logits.
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """(b, s) integers -> (b, s, d_model), what the first block is given.
 
         Raises:
             ValueError: the sequence is longer than the context length the model was built for.
@@ -237,7 +246,11 @@ class TransformerLM(nn.Module):
         sequence = token_ids.shape[-1]
         if sequence > self.context_length:
             raise ValueError(f"sequence of {sequence} tokens; this model takes at most {self.context_length}")
-        x = self.token_embeddings(token_ids)
+        return self.token_embeddings(token_ids)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """(b, s) integers -> (b, s, vocab_size) logits; raises what `embed` raises."""
+        x = self.embed(token_ids)
         for layer in self.layers:
             x = layer(x)
         return self.lm_head(self.ln_final(x))

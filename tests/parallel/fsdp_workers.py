@@ -17,6 +17,7 @@ from exact_steps import exact_steps
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.configs import model_size
 from cs336_systems.measure.collective_calls import watch_collectives
@@ -96,6 +97,8 @@ def recomputation(context):
         for plan in ("every 1", "every 2", "recursive"):
             train_both(context, tiny(), FSDP(tiny(), **options), call=call(plan), steps=2)
     train_both(context, tiny(), FSDP(tiny(), **UNITS["halves of blocks"]), call=call("half blocks"), steps=2)
+    whole = partial(checkpoint, use_reentrant=False)
+    train_both(context, tiny(), FSDP(tiny(), **BLOCKS), call=whole, steps=2)
 
 
 class Pair(nn.Module):
@@ -195,6 +198,63 @@ def odd_modules(context):
 
 def loss(outputs, tokens):
     return F.cross_entropy(outputs["logits"][0].flatten(0, 1), tokens.flatten())
+
+
+class Sometimes(Pair):
+    """Some passes reach only the first of its two layers."""
+
+    def forward(self, x, both):
+        x = self.up(x)
+        return self.down(x) if both else x
+
+
+def part_of_a_unit(context):
+    """A pass that reaches some weights of a unit, and a later one that reaches them all."""
+    for together in (False, True):
+        torch.manual_seed(0)
+        alone = nn.Sequential(Linear(LENGTH, LENGTH), Sometimes())
+        wrapped = FSDP(copy.deepcopy(alone), unit_types=(Sometimes,))
+        for both in (False, True):
+            for model in (alone, wrapped.module):
+                if not together:
+                    model.zero_grad()
+                model[1](model[0](torch.ones(1, LENGTH)), both).sum().backward()
+            if both or not together:
+                wrapped.finish_gradient_synchronization()
+        assert_gradients(context, wrapped, alone)
+
+
+def assert_gradients(context, wrapped, alone):
+    """This rank's rows of those of one process."""
+    for (name, parameter), whole in zip(wrapped.module.named_parameters(), alone.parameters(), strict=True):
+        rows = -(-len(whole) // context.world_size)
+        own = whole.grad[context.rank * rows : (context.rank + 1) * rows]
+        torch.testing.assert_close(parameter.grad, own, msg=name)
+
+
+def given_up(context):
+    """zero_grad() of the wrapper forgets passes that were not finished."""
+    torch.manual_seed(0)
+    alone = nn.Sequential(Linear(4, 4), Linear(4, 4))
+    alone(torch.ones(1, 4)).sum().backward()
+    wrapped = FSDP(copy.deepcopy(alone))
+    for quietly in (True, False):
+        wrapped.zero_grad()
+        with wrapped.no_sync() if quietly else contextlib.nullcontext():
+            (100 * wrapped(torch.ones(1, 4))).sum().backward()
+        wrapped.zero_grad()
+        wrapped(torch.ones(1, 4)).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        assert_gradients(context, wrapped, alone)
+
+
+def norms_in_float16(context):
+    """A norm whose square float16 cannot hold."""
+    wrapped = FSDP(Linear(64, 64, dtype=torch.float16))
+    (weight,) = wrapped.parameters()
+    weight.grad = torch.full_like(weight, 10)
+    assert wrapped.clip_grad_norm_(64).item() == pytest.approx(640, rel=1e-3)
+    torch.testing.assert_close(weight.grad, torch.ones_like(weight), rtol=1e-2, atol=0)
 
 
 def bitwise(context):
@@ -344,7 +404,7 @@ def disagreement(context):
 
 
 def refusals(context):
-    """Sparse gradients and weights frozen after wrapping are errors, not silence."""
+    """Sparse gradients, weights frozen after wrapping and copies are errors, not silence."""
     wrapped = FSDP(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(TypeError, match="sparse"):
         wrapped(torch.tensor([1])).sum().backward()
@@ -353,6 +413,8 @@ def refusals(context):
     wrapped(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError, match="frozen or unfrozen"):
         wrapped.finish_gradient_synchronization()
+    with pytest.raises(TypeError, match="deep copy; allowed"):
+        copy.deepcopy(wrapped)
 
 
 def garbage(context):
@@ -483,7 +545,7 @@ def on_gpus(context):
 
 ANY_WORLD_SIZE = [transformers, odd_modules, bitwise]
 TWO_RANKS = [compute_dtype, schedule, recomputation, compiled, stale_weights, failures]
-TWO_RANKS += [disagreement, refusals, garbage]
+TWO_RANKS += [part_of_a_unit, given_up, norms_in_float16, disagreement, refusals, garbage]
 
 
 def run_all(context):

@@ -41,6 +41,12 @@ def _raise():
     raise KeyError("the culprit")
 
 
+def _raise_with_a_note():
+    error = KeyError("the culprit")
+    error.add_note("and what it was at")
+    raise error
+
+
 def _leave_children_and_hang():
     print(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]).pid)
     time.sleep(300)
@@ -48,6 +54,7 @@ def _leave_children_and_hang():
 
 FAILURES = {
     "raise": _raise,
+    "raise with a note": _raise_with_a_note,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segfault": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "vanish": lambda: os._exit(0),

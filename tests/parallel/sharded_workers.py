@@ -107,6 +107,16 @@ def bitwise(context):
             assert settings[0] == settings[1]
 
 
+def more_ranks_than_parameters(context):
+    """A rank that updates nothing has the settings of the group all the same."""
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = ShardedOptimizer([weight], Counts, lr=0.1)
+    for _ in range(2):
+        weight.grad = torch.ones(4)
+        optimizer.step()
+    assert optimizer.param_groups[0]["count"] == 2
+
+
 def states(context):
     """The states of the ranks are disjoint and together those of the unsharded optimizer, bit for bit."""
     alone, module = Odd(), Odd()
@@ -298,6 +308,10 @@ def refusals(context):
     with pytest.raises(ValueError, match="more than one parameter group"):
         optimizer.add_param_group({"params": weights[:1]})
     assert len(optimizer.param_groups) == 1
+    late = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="rank 1"):
+        optimizer.add_param_group({"params": [late, nn.Parameter(torch.ones(2 + context.rank))]})
+    optimizer.add_param_group({"params": [late]})
     frozen = nn.Parameter(torch.ones(2), requires_grad=False)
     optimizer.add_param_group({"params": [frozen]})
     frozen.requires_grad_().grad = torch.zeros(2)
@@ -326,6 +340,8 @@ def shard_of_its_own(context):
     optimizer.step()
     again.load_state_dict(module.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(other.param_groups) == 3
     for model, each in ((module, optimizer), (again, other)):
         set_gradients(model, 1)
         each.step()
@@ -352,7 +368,17 @@ def train_on(context, start, end):
     dist.barrier()
 
 
-ANY = [bitwise, states, balance, overlap, with_data_parallelism, bytes_sent, refusals, shard_of_its_own]
+ANY = [
+    bitwise,
+    more_ranks_than_parameters,
+    states,
+    balance,
+    overlap,
+    with_data_parallelism,
+    bytes_sent,
+    refusals,
+    shard_of_its_own,
+]
 
 
 def run_all(context, start=None, end=None):

@@ -12,6 +12,7 @@ from pathlib import Path
 import launch_workers
 import psutil
 import pytest
+import slow_to_join
 
 from cs336_systems.parallel import WorkerError, backends_here, choose_backend, launch, stream
 from cs336_systems.parallel.__main__ import main
@@ -61,10 +62,17 @@ def test_what_rank_0_sends_comes_at_once_and_a_loop_that_is_left_ends_the_worker
             break
 
 
+def test_nobody_begins_before_all_have_joined():
+    """Gloo fails on a rank that still connects to one that is done and gone."""
+    joined, started = zip(*launch(slow_to_join.times, 2, backend="gloo"), strict=True)
+    assert max(joined) < min(started)
+
+
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
         ("raise", ["rank 1 of 2 raised KeyError: 'the culprit'", 'raise KeyError("the culprit")']),
+        ("raise with a note", ["rank 1 of 2 raised KeyError: 'the culprit'", "and what it was at"]),
         ("kill", ["rank 1 of 2 was ended by SIGKILL"]),
         ("segfault", ["rank 1 of 2 was ended by SIGSEGV", "launch_workers.py", "in fail_on"]),
         ("vanish", ["rank 1 of 2 ended with exit code 0 before it returned"]),

@@ -76,3 +76,10 @@ def test_it_keeps_the_bytes_that_it_says(keep):
 
 def test_under_fsdp_it_trains_as_one_process_does():
     launch(fused_workers.trains_as_one_process, 2, backend="gloo", timeout_s=200)
+
+
+def test_a_sequence_beyond_the_context_length_is_refused():
+    model = use_fused_blocks(plain_model())
+    tokens = torch.zeros(1, SEQUENCE + 1, dtype=torch.long, device=DEVICE)
+    with pytest.raises(ValueError, match="at most 37"):
+        model(tokens, tokens)

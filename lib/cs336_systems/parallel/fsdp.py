@@ -19,6 +19,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._pytree import tree_leaves
 
+from cs336_systems.functional import at_least_float32
 from cs336_systems.parallel.ddp import DataParallel, average_flat
 from cs336_systems.parallel.fsdp_units import Lane, Reduction, Unit
 
@@ -42,7 +43,8 @@ class FSDP(DataParallel):
 
     Several backward passes may precede `finish_gradient_synchronization()`. Each reduces, and the shards add
     up in the dtype of the parameters. Under `no_sync()` nothing is reduced: whole gradients stay on this rank
-    and add up in compute_dtype.
+    and add up in compute_dtype. To give up passes that are not finished, call `zero_grad()` of the wrapper:
+    an optimizer's knows only the shards.
 
     Args:
         compute_dtype: to which weights are cast before they are gathered, and floating-point arguments of
@@ -149,8 +151,9 @@ class FSDP(DataParallel):
 
     # These run for every unit in every pass, and a training step in 16 bits may wait for Python.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._free_all()  # what an earlier pass left gathered is stale after the optimizer's step
-        self._end_is_announced = False
+        if torch._C._current_autograd_node() is None:  # else backward computes it once more
+            self._free_all()  # what an earlier pass left gathered is stale after the optimizer's step
+            self._end_is_announced = False
         return self.module(*args, **kwargs)
 
     def _before_forward(
@@ -286,6 +289,14 @@ class FSDP(DataParallel):
                     "same modules in the same order on all ranks"
                 )
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module, and forget the gradients that are not yet in the shards."""
+        self._wait_for_reductions()
+        for unit in self._units:
+            for weight in unit.weights:
+                weight.whole.grad = None
+        super().zero_grad(set_to_none)
+
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Every parameter whole, by its name in the module that was wrapped; all ranks have to ask for it.
@@ -315,8 +326,8 @@ class FSDP(DataParallel):
         """
         with_gradient = [parameter for parameter in self._trainable if parameter.grad is not None]
         replicated = {self._trainable[index] for index in self._replicated}
-        whole = get_total_norm([p.grad for p in with_gradient if p in replicated])
-        shards = get_total_norm([p.grad for p in with_gradient if p not in replicated])
+        whole = at_least_float32(get_total_norm([p.grad for p in with_gradient if p in replicated]))
+        shards = at_least_float32(get_total_norm([p.grad for p in with_gradient if p not in replicated]))
         squared = shards.to(self._trainable[0].device) ** 2  # of no gradients it is a number on the CPU
         dist.all_reduce(squared)
         total = (squared + whole.to(squared.device) ** 2).sqrt()

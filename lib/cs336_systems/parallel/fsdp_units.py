@@ -100,6 +100,11 @@ class Unit:
             for module, name in places[weight.parameter]
         ]
 
+    def __deepcopy__(self, memo: dict) -> "Unit":
+        raise TypeError(
+            "FSDP has been asked for a deep copy; allowed: one of the module, before it is wrapped"
+        )
+
     @torch.no_grad()
     def _allocate(self, parameters: list[nn.Parameter], dtype: torch.dtype | None) -> None:
         first, world_size = parameters[0], dist.get_world_size()
@@ -193,6 +198,7 @@ class Unit:
         self.wait_for_gather()  # a message may still be writing to it
         self._memory.resize_(0)
         self.is_gathered = self.is_in_backward = False
+        self.ready.clear()  # of a pass that did not reach all weights
 
     @property
     def has_gradients(self) -> bool:

@@ -94,6 +94,7 @@ class ShardedOptimizer(Optimizer):
         def enlarge() -> list[Segments]:
             add(param_group)
             dealt = self._deal(self.param_groups[-1:])
+            self._optimizer.param_groups = []  # it may be our list, and `step` brings what it needs
             self._optimizer.add_param_group(self._own_part(param_group, dealt))
             return dealt
 
@@ -118,9 +119,13 @@ class ShardedOptimizer(Optimizer):
                 updated |= zip(shard, groups, strict=True)
             own = memory.segments[self._rank]
             messages.append(all_gather(memory.whole, own, async_op=True))
+        idle = {n: g | {"params": []} for n, g in enumerate(self.param_groups) if n not in updated}
+        if idle:  # their settings have to follow those on other ranks
+            self._optimizer.param_groups = list(idle.values())
+            self._optimizer.step()
         for message in messages:
             message.wait()
-        for number, group in updated.items():
+        for number, group in (updated | idle).items():
             self.param_groups[number].update(_settings(group))
         return loss
 

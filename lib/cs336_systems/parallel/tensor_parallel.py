@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -22,6 +23,7 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
@@ -38,6 +40,7 @@ class _Sum(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
@@ -65,8 +68,9 @@ class TensorParallelSwiGLU(nn.Module):
         if d_ff % ranks:
             raise ValueError(f"d_ff is {d_ff}; allowed: a multiple of {ranks}, the ranks that share it")
         for name, dimension in (("w1", 0), ("w2", 1), ("w3", 0)):
-            weight = getattr(full, name).weight.detach().chunk(ranks, dimension)[rank]
-            setattr(self, name, nn.Parameter(weight.clone(memory_format=torch.contiguous_format)))
+            whole = getattr(full, name).weight
+            weight = whole.detach().chunk(ranks, dimension)[rank].clone(memory_format=torch.contiguous_format)
+            setattr(self, name, nn.Parameter(weight, requires_grad=whole.requires_grad))
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., d_model), the same on every rank, as is what comes out."""

@@ -101,6 +101,8 @@ def join(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    if backend == "gloo":
+        dist.barrier()  # or who is done at once would cut off those that are still connecting
     return WorkerContext(rank, world_size, local_rank, device, backend, send if rank == 0 else lambda _: None)
 
 
@@ -163,7 +165,8 @@ def main(rank: int, job: Job) -> None:
     try:
         tell("result", _run(rank, job, lambda what: tell("sent", what)))
     except BaseException as error:
-        summary = traceback.format_exception_only(error)[-1].strip()
+        lines = traceback.format_exception_only(error)  # of a SyntaxError the place comes first, notes last
+        summary = next(line for line in lines if not line.startswith(" ")).strip()
         tell("error", (time.monotonic(), summary, traceback.format_exc()))
     sys.stdout.flush()
     os._exit(0)  # no orderly exit: after an error, the libraries' shutdown may wait for other workers

@@ -134,5 +134,5 @@ def strategy(name: str) -> Strategy:
 
 def forward_with(model: nn.Module, plan: Strategy, token_ids: Tensor) -> Tensor:
     """A TransformerLM's forward with its blocks checkpointed: `forward_with(model, sqrt_n, token_ids)`."""
-    x = run(plan(list(model.layers)), model.token_embeddings(token_ids))
+    x = run(plan(list(model.layers)), model.embed(token_ids))
     return model.lm_head(model.ln_final(x))

@@ -44,7 +44,7 @@ class FusedTransformerLM(TransformerLM):
         """(b, s) token ids -> (b, s, vocab_size) logits; with (b, s) targets, the mean loss."""
         if targets is None:
             return super().forward(token_ids)
-        x = self.token_embeddings(token_ids)
+        x = self.embed(token_ids)
         for layer in self.layers:
             x = layer(x)
         return self.lm_head(self.ln_final(x), targets)
