@@ -11,7 +11,7 @@ from pathlib import Path
 
 import nbformat
 
-from cs336_systems.measure.files import write_atomically
+from cs336_systems.measure.files import figures_dir, make_folder, write_atomically
 from cs336_systems.measure.machine import machine_card
 from cs336_systems.measure.rows import RowError, compact, load_rows, save_rows
 from cs336_systems.workbook import batch
@@ -24,6 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code: 0 all well, 1 a notebook failed, 2 refused before starting, 130 interrupted."""
     options = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's way of saying Ctrl-C
+    if given := os.environ.get("CS336_FIGURES"):  # notebooks run in another folder
+        os.environ["CS336_FIGURES"] = str(Path(given).resolve())
     try:
         return options.command(options)
     except KeyboardInterrupt:
@@ -107,6 +109,7 @@ def _run_jobs(jobs: list[batch.Job], options: argparse.Namespace) -> int:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         card = pool.submit(machine_card).result()
     print(card.line())
+    make_folder(figures_dir() / card.slug)  # what cannot be kept is not measured
     folder = options.output.resolve() / card.slug
     records = runs.run_batch(jobs, folder, card, at_once=options.jobs, force=options.force)
     print(f"\n{runs.summary(records)}\n\n{folder / 'index.html'}")

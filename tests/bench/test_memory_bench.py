@@ -111,6 +111,13 @@ def test_an_attention_that_cannot_run_here_is_a_status(monkeypatch):
     assert [row["status"] for row in rows] == ["skipped", "skipped"]
 
 
+def test_a_model_that_does_not_fit_is_a_status_and_not_built(monkeypatch):
+    monkeypatch.setattr("cs336_systems.measure.requirements.available_memory_bytes", lambda: 10**5)
+    monkeypatch.setattr(checkpointing_bench, "build_model", None)
+    (rows,) = sweep_checkpointing(CONFIG, ["none", "every 1"], **RUN)
+    assert ["GiB" in row["reason"] for row in rows] == [True, True]
+
+
 @pytest.mark.gpu
 def test_checkpointed_peak_on_a_gpu_is_as_predicted():
     names = ["none", "every 1", "every 2", "recursive"]

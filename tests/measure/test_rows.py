@@ -141,6 +141,12 @@ def test_compacting_keeps_what_counts_and_sorts_it():
     assert compact(MACHINE) == []
 
 
+def test_a_machine_without_rows_is_not_compacted_and_gets_no_folder(figures):
+    with pytest.raises(RowError, match="'nobody'"):
+        compact("nobody")
+    assert not (figures / "nobody").exists()
+
+
 def test_the_committed_rows_load_and_are_compact():
     tables = [path for folder in COMMITTED for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")]
     assert {path.stem for path in tables} <= set(TABLES)

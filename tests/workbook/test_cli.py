@@ -1,5 +1,7 @@
 """The commands as a person types them, with the executions left out."""
 
+import os
+
 import pandas as pd
 import pytest
 
@@ -64,6 +66,19 @@ def test_run_ends_with_a_summary_and_tells_failure_by_its_exit_code(
     assert all(word in said for word in ("11_one", status, reason))
     (index,) = (folder / "runs").glob("*/index.html")
     assert said.rstrip().endswith(str(index))
+
+
+def test_figures_are_where_the_command_was_given_and_looked_at_before_it_runs(folder, monkeypatch, capsys):
+    """A notebook runs in another folder."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CS336_FIGURES", "mine")
+    monkeypatch.setattr(runs, "execute", lambda *_, **__: Outcome("ok", "", 1.0, 50.0))
+    run = ["run", "--output", str(folder / "runs")]
+    assert commands.main(run) == 0
+    assert os.environ["CS336_FIGURES"] == str(folder / "mine")
+    monkeypatch.setattr(os, "access", lambda path, mode: "mine" not in str(path))
+    assert commands.main(run) == 2
+    assert "CS336_FIGURES" in capsys.readouterr().err
 
 
 def test_ctrl_c_says_how_to_go_on(folder, monkeypatch, capsys):

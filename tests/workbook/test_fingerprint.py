@@ -1,6 +1,9 @@
 """What is measured again: what the measuring part of a notebook, or of the library behind it, changed."""
 
+import os
 import shutil
+import subprocess
+import sys
 
 import nbformat
 import pytest
@@ -47,6 +50,18 @@ def test_results_comments_and_the_reports_imports_do_not(digest):
     assert digest(MEASURE, "## Results", "show(x, 'Another caption')") == before
     assert digest(MEASURE.replace("x = steps", "x = steps  # a comment"), "## Results") == before
     assert digest(MEASURE.replace("lines, show", "bars, show"), "## Results") == before
+
+
+LOCALE = """\
+from nbformat.v4 import new_code_cell, new_notebook
+from cs336_systems.workbook.fingerprint import fingerprint
+fingerprint(new_notebook(cells=[new_code_cell("checks = parallel = 1")]), {})
+"""
+
+
+def test_the_locale_does_not_count():
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", LOCALE], check=True, env=os.environ | ascii_only)
 
 
 OTHERS = ("names", "report/style", "workbook/pages", "bench/ddp_bench", "parallel/ddp", "measure/schema")

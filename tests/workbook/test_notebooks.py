@@ -44,3 +44,7 @@ def test_the_first_exercise_of_13_runs_and_leaves_the_picture_of_the_handouts_su
 
 def test_22_shows_one_part_alone(run):
     run("22", parts=["model"], implementations=["eager"], dtypes=["float32"])
+
+
+def test_12_shows_what_there_is_where_no_step_was_kept(run):
+    run("12", passes=["forward"], context_lengths=[32], traces=False)

@@ -5,6 +5,7 @@ import pytest
 from cs336_systems.report import lines
 from cs336_systems.workbook import Page
 from cs336_systems.workbook.batch import BatchError
+from cs336_systems.workbook.page import row_lines
 
 SLUG = "mixed_precision_accumulation"
 ROW = {"accumulation": "float32 += float16", "steps": 1000, "total": 10.0}
@@ -35,6 +36,12 @@ def test_rows_are_saved_as_this_machines_and_a_line_is_printed_for_each(page, ca
     assert set(mine["machine"]) == {page.card.slug}
     assert sorted(mine["accumulation"]) == ["float32 += float16", "other"]
     assert set(page.rows("accumulation")["machine"]) == {"h200"}
+
+
+def test_a_recording_that_failed_says_why():
+    key = {"implementation": "eager", "model_size": "xl", "pass": "forward", "synchronized": True}
+    (line,) = row_lines([key | {"step_index": 0, "status": "skipped", "reason": "too large"}], "cold_steps")
+    assert line.endswith("synchronized: skipped (too large)")
 
 
 def test_this_machines_times_stand_beside_the_references(page):

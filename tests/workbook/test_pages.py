@@ -1,6 +1,7 @@
 """Pages read offline: MathJax lies beside them, nothing else is loaded; answers come without their code."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import nbformat
 import pytest
@@ -28,6 +29,12 @@ def test_every_script_and_font_is_there(page):
         r'webFont: "(.*?)"', (page.parent / "mathjax" / "config" / "workbook.js").read_text()
     )
     assert list((page.parent / "mathjax" / "fonts" / "HTML-CSS" / font).rglob("*.woff"))
+
+
+def test_pages_of_several_notebooks_are_made_at_once(tmp_path, write_notebook):
+    notebooks = [write_notebook(tmp_path / f"0{n}_a.ipynb", "print(1)") for n in (1, 2, 3)]
+    with ThreadPoolExecutor(3) as pool:
+        assert all(page.exists() for page in pool.map(pages.render, notebooks))
 
 
 def test_mathjax_is_copied_once_and_whole(page, write_notebook):

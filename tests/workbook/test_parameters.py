@@ -52,6 +52,7 @@ def test_anything_but_literals_is_refused(source):
         ({"context_lengths": [128, "256"]}, "256", "a list"),
         ({"context_lengths": []}, "[]", "a list"),
         ({"context_lengths": [0]}, "0", "1 or more"),
+        ({"context_lengths": [64, 32, 64]}, "64 twice", "once"),
         ({"steps": 0}, "0", "1 or more"),
         ({"steps": 2.5}, "2.5", "a whole number"),
         ({"dtypes": ["float32", "fp8"]}, "fp8", "float32, tf32, bfloat16, float16"),
@@ -124,5 +125,6 @@ def test_text_stays_text_and_the_rest_is_yaml(known):
     assert parse_value(known["model_size"], "10") == "10"
     assert parse_value(known["context_lengths"], "[128, 256]") == [128, 256]
     assert parse_value(known["steps"], "7") == 7
+    assert parse_value(known["rate"], "1e-3") == 0.001, "which YAML takes for text"
     with pytest.raises(ValueError, match="context_lengths"):
         parse_value(known["context_lengths"], "[128")

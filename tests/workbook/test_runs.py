@@ -123,6 +123,10 @@ def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(tmp_path, monkeypat
     for number in (2, 3):
         save(num_rows=number, peak_memory_mib=10.0 * number)
     assert runs._gpu_memory_mib(gpu, before) == 30
+    folder = tmp_path / "gpu-test" / "weighted_sum"
+    (folder / "empty.csv").touch()  # of a run killed before its first row
+    (folder / "damaged.csv").write_text('measured_at,peak_memory_mib\n"2026,1')
+    assert runs._gpu_memory_mib(gpu, before) == 30
 
 
 def test_what_is_missing_is_said_before_anything_starts(jobs, executed, tmp_path, monkeypatch):

@@ -80,6 +80,8 @@ def test_a_copy_that_is_there_stays(notebook, tmp_path):
     (folder / original.name).write_text("my work")
     list(write_copies([original], folder))
     assert (folder / original.name).read_text() == "my work"
+    with pytest.raises(PermissionError, match="copy the repository"):
+        list(write_copies([original], original / "learn"))
 
 
 def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):

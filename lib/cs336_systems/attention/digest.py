@@ -14,7 +14,7 @@ SOURCES = (
 @cache
 def kernel_digest() -> str:
     """16 digits that change with the code of our attention kernels and their tiles, not with its comments."""
-    code = [_code(Path(__file__).with_name(f"{name}.py").read_text()) for name in SOURCES]
+    code = [_code(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")) for name in SOURCES]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems import names
+from cs336_systems import accounting, names
 from cs336_systems.accounting.checkpoint_costs import Plan, block_count, peak, recomputed
 from cs336_systems.bench.memory_bench import one_block
 from cs336_systems.bench.model_bench import model_key
@@ -16,7 +16,7 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.measure.allocations import MIB, stage_peaks
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps, autocast
-from cs336_systems.measure.requirements import why_no_attention
+from cs336_systems.measure.requirements import why_no_attention, why_no_memory
 from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.measure.timing import matmul_precision, release_memory, resolve_device, time_steps
 from cs336_systems.model import build_model
@@ -66,7 +66,9 @@ def sweep_checkpointing(
     device, attention = resolve_device(device), {"attention_implementation": attention_implementation}
     shape = {"context_length": context_length, "batch_size": batch_size, "dtype": dtype}
     key = model_key(config, pass_="forward_backward", warmup_steps=warmup_steps, **shape, **attention)
-    if reason := why_no_attention(attention_implementation, dtype, device):
+    # What no strategy saves: weights, gradients and, of one token, activations.
+    least = accounting.peak_bytes(config, batch_size, 1, "forward_backward", dtype)
+    if reason := why_no_attention(attention_implementation, dtype, device) or why_no_memory(least, device):
         yield [key | {"strategy": name, "status": "skipped", "reason": reason} for name in strategies]
         return
     sizes = block_bytes(config, **shape, **attention, device=device)

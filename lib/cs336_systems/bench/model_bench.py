@@ -175,12 +175,13 @@ class ModelBenchmark:
 
     def _why_not(self, pass_: str, batch_size: int, context_length: int, dtype: str) -> str:
         attention = self.attention_implementation
-        # The closed form is that of plain attention; the others need far less.
-        needed = accounting.peak_bytes(self.config, batch_size, context_length, pass_, dtype)
+        # The closed form is that of plain attention; the others need far less, but more than for one token.
+        tokens = context_length if attention == "plain" else 1
+        needed = accounting.peak_bytes(self.config, batch_size, tokens, pass_, dtype)
         return (
             why_no_attention(attention, dtype, self.device)
             or (why_no_compile(self.device) if self.implementation != "eager" else "")
-            or (why_no_memory(needed, self.device) if attention == "plain" else "")
+            or why_no_memory(needed, self.device)
         )
 
     def _build(self) -> torch.nn.Module:

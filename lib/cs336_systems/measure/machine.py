@@ -96,9 +96,11 @@ def load_card(slug: str) -> MachineCard:
         known = ", ".join(machines()) or "none yet"
         raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {known}")
     try:
-        return MachineCard(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+        card = MachineCard(**json.loads(path.read_text(encoding="utf-8")))
+        card.line()
+    except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{slug}/machine.json is damaged ({error}); remove it to measure it again") from None
+    return card
 
 
 def gpu_names() -> list[str]:

@@ -87,6 +87,8 @@ def compact(machine: str) -> list[Path]:
     Returns the files that changed. Raises RowError as `load_rows` does, files before it rewritten already.
     """
     folder = figures_dir() / machine
+    if not folder.is_dir():
+        raise RowError(f"{machine!r} has no rows in {figures_dir()}; allowed: {', '.join(here.machines())}")
     with files.locked(folder):
         tables = [path for path in sorted(folder.glob("*/*.csv")) if path.stem in TABLES]
         return [path for path in tables if _rewrite(path, machine)]

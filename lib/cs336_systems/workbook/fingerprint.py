@@ -32,7 +32,7 @@ def fingerprint(notebook: NotebookNode, parameters: Mapping[str, Any]) -> str:
     # What is imported for plots changes nothing; what is used is in the rest of the code.
     used = re.sub(r"^(from|import) .*", "", code, flags=re.MULTILINE)
     parts = [json.dumps(parameters, sort_keys=True), importlib.metadata.version("torch"), used]
-    parts += [f"{path.name} {_code(path.read_text())}" for path in sorted(modules_behind(code))]
+    parts += [f"{path.name} {_code(_read(path))}" for path in sorted(modules_behind(code))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -47,7 +47,7 @@ def modules_behind(code: str) -> set[Path]:
         words |= set(re.findall(r"\w+", waiting.pop()))
         named = {path for path in benches - found if words & {path.stem, *_offered(path)}}
         found |= named
-        waiting += [_code(path.read_text()) for path in named]
+        waiting += [_code(_read(path)) for path in named]
     folders = [PACKAGE / room for room in _ALWAYS | (_ROOMS & words)]
     core = {path for folder in folders for path in folder.glob("*.py") if path.stem not in _SHOW_AND_KEEP}
     return found | core
@@ -64,4 +64,8 @@ def _code(source: str) -> str:
 
 def _offered(path: Path) -> set[str]:
     """Public functions and classes of a module."""
-    return set(re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", path.read_text(), re.MULTILINE))
+    return set(re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", _read(path), re.MULTILINE))
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")

@@ -142,7 +142,7 @@ def row_count(slug: str, machine: str) -> int:
     """How many rows a machine has of a problem, in all its tables."""
     roots = (figures_dir(), REPOSITORY_FIGURES)
     tables = {path.stem for root in roots for path in (root / machine / slug).glob("*.csv")}
-    return sum(len(load_rows(slug, machine, table)) for table in tables)
+    return sum(len(load_rows(slug, machine, table)) for table in tables & TABLES.keys())
 
 
 def show_headline(entry: Entry, machine: str) -> None:

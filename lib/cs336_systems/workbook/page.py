@@ -76,6 +76,8 @@ def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
     A line for each row; one for all of them where the table keeps whole recordings.
     """
     schema = TABLES[table]
+    if rows and schema.group and rows[0].get("status", "ok") != "ok":
+        return [f"{_measured(rows[0], schema.group)}: {_outcome(rows[0], schema.values)}"]
     if rows and schema.group:
         return [f"{_measured(rows[0], schema.group)}: {len(rows)} rows"]
     return [f"{_measured(row, schema.keys)}: {_outcome(row, schema.values)}" for row in rows]

@@ -5,7 +5,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from cs336_systems.measure.files import write_atomically
+from cs336_systems.measure.files import locked, write_atomically
 
 # jupyter_server_mathjax ships this configuration (nbconvert's default is another one, from a CDN) and STIX as
 # its only font, which MathJax has to be told: left alone it waits for a font that is not there.
@@ -43,7 +43,8 @@ def render(notebook: Path) -> Path:
     """
     from nbconvert import HTMLExporter
 
-    _copy_mathjax(notebook.parent / "mathjax")
+    with locked(notebook.parent):  # another notebook may be done at the same moment
+        _copy_mathjax(notebook.parent / "mathjax")
     # No widgets here: no require.js to load.
     exporter = HTMLExporter(mathjax_url=_MATHJAX, require_js_url="data:text/javascript,")
     exporter.raw_template = _TEMPLATE

@@ -79,6 +79,9 @@ def parse_value(parameter: Parameter, text: str) -> Any:
     """The value meant by `-p name=text`: text where the default is text ("10B"), else as in YAML."""
     if isinstance(parameter.default, str):
         return text
+    if isinstance(parameter.default, float):
+        with suppress(ValueError):
+            return float(text)  # 1e-3 is text in YAML
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -128,6 +131,8 @@ def _value_error(parameter: Parameter, value: Any, edition: int, slug: str) -> s
     allowed = _allowed(stem, parameter, edition, slug)
     if bad := [item for item in items if allowed and _pattern(item) not in allowed]:
         return f"{parameter.name} has {bad[0]!r}; allowed: {', '.join(map(str, allowed))}"
+    if twice := [item for item in items if items.count(item) > 1]:
+        return f"{parameter.name} has {twice[0]!r} twice; allowed: once"
     told = re.search(r"\b(\d+) or more\b", parameter.comment)
     least = int(told[1]) if told else int(stem in _POSITIVE)
     above_0 = "above 0" in parameter.comment

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -148,9 +149,10 @@ def _gpu_memory_mib(card: MachineCard, since: datetime) -> float | None:
     peaks = []
     for path in (figures_dir() / card.slug).glob("*/*.csv"):
         if path.stat().st_mtime >= since.timestamp():
-            rows = pd.read_csv(path).reindex(columns=["measured_at", "peak_memory_mib"])
-            new = pd.to_datetime(rows["measured_at"], format="ISO8601") >= since
-            peaks.append(rows.loc[new, "peak_memory_mib"].max())
+            with suppress(ValueError):  # whoever loads a damaged file says so
+                rows = pd.read_csv(path).reindex(columns=["measured_at", "peak_memory_mib"])
+                new = pd.to_datetime(rows["measured_at"], format="ISO8601") >= since
+                peaks.append(float(rows.loc[new, "peak_memory_mib"].max()))
     peak = pd.Series(peaks, dtype=float).max()
     return None if pd.isna(peak) else float(peak)
 

@@ -115,7 +115,7 @@ def _targets(nodes: list[ast.AST], kind: type) -> set[str]:
 
 def write_copies(notebooks: Sequence[Path], folder: Path) -> Iterator[str]:
     """Write copies to `folder`, and yield a line for each. One that is there may hold work: it stays."""
-    make_folder(folder)
+    make_folder(folder, "copy the repository to where you may write")
     for path in notebooks:
         target = folder / path.name
         if target.exists():
