@@ -68,6 +68,12 @@ def test_sdpa_takes_any_leading_dimensions_and_keeps_no_scores(shape):
     assert max(sizes) <= inputs[0].numel()
 
 
+@pytest.mark.parametrize("shapes", [((6, 8), (6, 8), (7, 8)), ((8,), (8,), (8,))], ids=str)
+def test_sdpa_refuses_what_pytorch_lets_through(shapes):
+    with pytest.raises(ValueError, match=r"q, k, v have shapes .*; allowed: .*n_keys"):
+        attention(*map(torch.randn, shapes), implementation="sdpa")
+
+
 def test_a_backend_is_switched_on_inside_alone():
     before = torch.backends.cuda.math_sdp_enabled()
     with sdpa_backend("sdpa_efficient"):

@@ -59,6 +59,23 @@ class ForgetsToAverage(Right):
         self.handles.append(dist.all_reduce(parameter.grad, async_op=True))
 
 
+class WaitsInBackward(Right):
+    def on_gradient(self, parameter):
+        parameter.grad.div_(dist.get_world_size())
+        all_reduce(parameter.grad)
+
+
+class SendsAfterBackward(Right):
+    def on_gradient(self, parameter):
+        pass
+
+    def finish_gradient_synchronization(self):
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                super().on_gradient(parameter)
+        super().finish_gradient_synchronization()
+
+
 class ForgetsToWait(Right):
     def finish_gradient_synchronization(self):
         self.handles.clear()

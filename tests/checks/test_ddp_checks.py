@@ -10,13 +10,15 @@ import pytest
 from cs336_systems.checks.ddp_checks import cases, check_ddp
 from cs336_systems.checks.steps import step
 
-BROKEN, CASES = broken_ddp, cases(thorough=False)
+BROKEN, CASES = broken_ddp, cases(thorough=False, overlapped=True)
 # What the sentence about each mistake must name.
 SENTENCES = {
     "ForgetsToBroadcast": "rank 1: .* parameter 'frozen' .* Broadcast",
     "ForgetsBuffers": "rank 1: .* buffer 'shift' ",
     "ReducesTheParameter": "rank 0[, 1]*: .* changed the parameter itself",
     "ForgetsToAverage": "rank 0[, 1]*: .* 'first.weight' is the sum over the ranks. Divide",
+    "WaitsInBackward": "rank 0[, 1]*: backward waits for each message. .* async_op=True",
+    "SendsAfterBackward": "rank 0[, 1]*: 8 of 8 messages leave only in finish_gradient_synchronization",
     "ForgetsToWait": "rank 0[, 1]*: 8 of 8 all-reduces",
     "ForgetsTheLastHandle": "rank 0[, 1]*: 1 of 8 all-reduces",
     "ReducesACopy": "rank 0[, 1]*: .* 'first.weight' is still this rank's own. Average it",

@@ -144,7 +144,7 @@ def judged(checker, candidate, capsys):
         (checks.check_gradients, gradients),
         (checks.check_forward, attention.FlashAttentionPyTorch.apply),
         (checks.check_backward, attention.FlashAttentionPyTorch.apply),
-        (checks.check_delta, lambda do, o: (do * o).sum(-1)),
+        (checks.check_delta, lambda do, o: (do.float() * o).sum(-1)),
     ],
 )
 def test_a_right_answer_passes(checker, candidate, capsys):

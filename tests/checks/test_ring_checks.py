@@ -33,6 +33,11 @@ def in_place(mine, rank, n):
     return mine
 
 
+def endless(mine, rank, n):
+    while True:
+        mine = yield mine
+
+
 def silent(mine, rank, n):
     return n * mine
 
@@ -63,6 +68,7 @@ def test_right_rings_pass(ring, sent, capsys):
         (one_short, "missing"),
         (in_place, "clone"),
         (silent, "yield"),
+        (endless, "loop never end"),
         (uneven, "still send"),
         (usual_ring, "they send"),
     ],

@@ -15,7 +15,17 @@ from cs336_systems.attention.plain import causal_mask, plain_attention
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-    """PyTorch's scaled_dot_product_attention, by whichever of its backends is switched on."""
+    """PyTorch's scaled_dot_product_attention, by whichever of its backends is switched on.
+
+    Raises:
+        ValueError: shapes that PyTorch does not refuse, and reads beyond the values for.
+    """
+    if q.dim() < 2 or k.shape[-2:-1] != v.shape[-2:-1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(
+            f"q, k, v have shapes {shapes}; "
+            "allowed: (..., n_queries, d), (..., n_keys, d) and (..., n_keys, d_value)"
+        )
     output = F.scaled_dot_product_attention(_as_bhnd(q), _as_bhnd(k), _as_bhnd(v), is_causal=is_causal)
     return output.reshape(*q.shape[:-1], v.shape[-1])
 

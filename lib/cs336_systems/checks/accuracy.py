@@ -37,7 +37,7 @@ def compare(
     by_magnitude: bool = False,
     rounding: float | None = None,
     allowed_error: float | None = None,
-    suspect: Callable[[Tensor, Tensor, float], str] = lambda *_: "",
+    suspect: Callable[[str, Tensor, Tensor, float], str] = lambda *_: "",
 ) -> Iterator[dict[str, str | float]]:
     """Compare function(*inputs), and the gradients of what requires one, with the formula in float64.
 
@@ -49,7 +49,7 @@ def compare(
         rounding: the relative error that is nobody's fault, even where PyTorch happens to be luckier; by
             default twice what rounding the inputs to float32 changes.
         allowed_error: relative, instead of twice PyTorch's own.
-        suspect: of a result, the exact one and its error, the usual reason.
+        suspect: of a result by its name, the exact one and its error, the usual reason.
 
     Yields:
         Of the output, and of "dx" for each such input x, the relative error, PyTorch's, and their ratio.
@@ -80,7 +80,7 @@ def compare(
         allowed = allowed_error or ALLOWED_RATIO * torch_error
         assert error <= allowed, (
             f"{told} is off by {error:.2g} (relative); allowed: {allowed:.2g}, {yardstick}"
-            f"{suspect(found[0], wanted, error)}"
+            f"{suspect(name, found[0], wanted, error)}"
         )
         yield {"tensor": name, "error": error, "torch_error": torch_error, "ratio": error / torch_error}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cs336_systems.checks.on_ranks import Case, check_on_ranks, close
+from cs336_systems.checks.on_ranks import Case, Message, check_on_ranks, close, observed
 from cs336_systems.checks.one_process import Losses, follow_one_process, gradient_mistake
 from cs336_systems.parallel import WorkerContext
 
@@ -22,6 +22,7 @@ def check_ddp(
     world_size: int = 2,
     thorough: bool = False,
     some_unused: bool = False,
+    overlapped: bool = False,
     timeout_s: float = 60.0,
     **wrapper_arguments: Any,
 ) -> None:
@@ -34,14 +35,17 @@ def check_ddp(
         thorough: also ask for what the assignment does not: parameters unused on some ranks or on all,
             several backward passes before a step, and gradient accumulation under a `no_sync()` context.
         some_unused: of these only parameters that rank 0 alone uses.
+        overlapped: also ask that messages leave during backward, which waits for none.
 
     Raises:
         AssertionError: what is wrong, where, and how to mend it.
     """
-    check_on_ranks(ddp_class, wrapper_arguments, cases(thorough, some_unused), world_size, timeout_s)
+    check_on_ranks(
+        ddp_class, wrapper_arguments, cases(thorough, some_unused, overlapped), world_size, timeout_s
+    )
 
 
-def cases(thorough: bool, some_unused: bool = False) -> list[Case]:
+def cases(thorough: bool, some_unused: bool = False, overlapped: bool = False) -> list[Case]:
     """What `check_ddp` tries, in this order."""
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     adamw = partial(torch.optim.AdamW, lr=0.01)
@@ -55,7 +59,8 @@ def cases(thorough: bool, some_unused: bool = False) -> list[Case]:
         for losses, silent in plans
         for optimizer in (sgd, adamw)
     ]
-    return [_starts_from_rank_0, _averages_gradients, *trainings]
+    overlap = [_sends_during_backward] if overlapped else []
+    return [_starts_from_rank_0, _averages_gradients, *overlap, *trainings]
 
 
 class _Toy(nn.Module):
@@ -77,7 +82,9 @@ class _Toy(nn.Module):
     def forward(self, x: Tensor, rarely: bool = True) -> Tensor:
         x = self.first(x).tanh() * self.frozen + torch.where(self.mask, self.shift, -self.shift)
         x = self.tied_2(self.tied_1(x).tanh()).tanh()
-        return self.last(x) + self.rarely(x) if rarely else self.last(x)
+        if not rarely:
+            return self.last(x)
+        return self.rarely(x) + self.last(x)  # so gradients come in another order than parameters, reversed
 
 
 def _loss(model: nn.Module, rank: int, step: int, **options: bool) -> Tensor:
@@ -137,6 +144,22 @@ def _averages_gradients(context: WorkerContext, wrap: Wrap) -> str | None:
     names = [name for name, _ in own.named_parameters()]
     parameters = zip(names, wrapped.module.parameters(), own.parameters(), total.parameters(), strict=True)
     return next(filter(None, (_mistake(*each, context.world_size) for each in parameters)), None)
+
+
+def _sends_during_backward(context: WorkerContext, wrap: Wrap) -> str | None:
+    wrapped, sent = wrap(_Toy(seed=0)), list[Message]()
+    with observed(sent.append):
+        _loss(wrapped, context.rank, 0).backward()
+        early = len(sent)
+        wrapped.finish_gradient_synchronization()
+    if any(message.work is None for message in sent):
+        return "backward waits for each message. Send with async_op=True, and wait() at the end."
+    if early < len(sent):
+        return (
+            f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization(), "
+            "when backward is over. Send, while backward goes on, all that may leave."
+        )
+    return None
 
 
 def _mistake(

@@ -65,7 +65,9 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
     check("a second tile corrects the first", agrees(2, 0.25, False), together)
     check("so do all that follow", agrees(5, 2.0, False), together)
     check("hidden keys weigh nothing", agrees(2, 0.25, True), "is a hidden score -inf?")
-    check("large scores stay finite", agrees(2, 100.0, False), "is the maximum subtracted before exp2?")
+    check(
+        "large scores stay finite", agrees(2, 100.0, False), "is each row's maximum subtracted before exp2?"
+    )
 
 
 @triton.jit
@@ -193,3 +195,7 @@ def check_delta(check: Step, delta: Callable[[Tensor, Tensor], Tensor]) -> None:
     check("one number a row", shape == (2, 5), f"its shape is {shape}; wanted: (2, 5)")
     if shape == (2, 5):
         check.close("rowsum(dO * O)", found, wanted, "the sum goes over the columns of a row", atol=1e-5)
+        dtype = delta(do.bfloat16(), o.bfloat16()).dtype
+        check(
+            "in float32, of 16-bit tensors too", dtype == torch.float32, f"it is {dtype}; cast, then multiply"
+        )

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cs336_systems.checks.steps import Step
 
+_MOST_MESSAGES = 10_000  # of a rank
 Ring = Callable[[Tensor, int, int], Generator[Tensor, Tensor, Tensor]]
 
 
@@ -25,7 +26,7 @@ def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor],
         What each rank ends with, and of each rank the messages that it sent, in their order.
 
     Raises:
-        AssertionError: it sends nothing where there are others, or ranks do not send equally often.
+        AssertionError: nothing is sent to others, never ends, or not all ranks send equally often.
     """
     n = len(tensors)
     ranks = [all_reduce(tensor, rank, n) for rank, tensor in enumerate(tensors)]
@@ -35,6 +36,8 @@ def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor],
     sent: list[list[Tensor]] = [[] for _ in ranks]
     arriving: list[Tensor | None] = [None] * n
     while not results:
+        if len(sent[0]) >= _MOST_MESSAGES:
+            raise AssertionError(f"each rank has sent {len(sent[0])} messages: does a loop never end?")
         leaving = []
         for rank, arrived in zip(ranks, arriving, strict=True):
             try:

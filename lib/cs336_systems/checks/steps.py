@@ -15,9 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336_systems.checks.bounds import inside_tensors
+
 _VERDICTS = {True: "right", False: "not right", None: "not yet"}
 # As a stub raises it, here, in another process or inside a kernel; PyTorch's own have something to say.
 _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILINE)
+_NONE = "; a missing `return`, a gradient that is not there, a message without async_op=True?"
 
 
 class Step:
@@ -92,6 +95,7 @@ def step(name: str, timeout_s: float = 120.0) -> Iterator[Step]:
 
     What is not written yet (a bare NotImplementedError, in another process too) is "not yet", anything else
     that is raised is a mistake: an AssertionError speaks for itself, of other errors the type is told.
+    Kernels in Triton's interpreter cannot reach beyond their tensors.
 
     Args:
         name: of the step, said in its verdict.
@@ -99,15 +103,17 @@ def step(name: str, timeout_s: float = 120.0) -> Iterator[Step]:
     """
     found, mistake = Step(), ""
     try:
-        with _time_limit(timeout_s):
+        with _time_limit(timeout_s), inside_tensors():
             yield found
             found.overwritten()
     except Exception as error:
+        while type(error).__name__ == "InterpreterError" and error.__cause__:  # around what was raised
+            error = error.__cause__
         mistake = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
         found.passed = None if _NOT_WRITTEN.search(mistake) else False
     if mistake and found.passed is False:
         told = mistake.partition("\n\n")[0]  # without the stacks of other processes
-        print(f"✗ {told}" + ("; is a `return` missing?" if "NoneType" in told else ""))
+        print(f"✗ {told}" + (_NONE if "NoneType" in told else ""))
     print(f"{name}: {_VERDICTS[found.passed]}")
     if not found.passed and os.environ.get("NBGRADER_EXECUTION"):  # nbgrader gives no point for an error
         raise AssertionError(f"{name}: {_VERDICTS[found.passed]}")
