@@ -18,7 +18,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """PyTorch's scaled_dot_product_attention, by whichever of its backends is switched on.
 
     Raises:
-        ValueError: shapes that PyTorch does not refuse, and reads beyond the values for.
+        ValueError: keys and values differ in number, or q is a vector; PyTorch does not refuse it on a CPU.
     """
     if q.dim() < 2 or k.shape[-2:-1] != v.shape[-2:-1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
