@@ -404,7 +404,7 @@ def disagreement(context):
 
 
 def refusals(context):
-    """Sparse gradients, weights frozen after wrapping and copies are errors, not silence."""
+    """Sparse gradients, weights frozen, cast or assigned after wrapping, and copies: errors, not silence."""
     wrapped = FSDP(nn.Embedding(4, 2, sparse=True))
     with pytest.raises(TypeError, match="sparse"):
         wrapped(torch.tensor([1])).sum().backward()
@@ -415,6 +415,14 @@ def refusals(context):
         wrapped.finish_gradient_synchronization()
     with pytest.raises(TypeError, match="deep copy; allowed"):
         copy.deepcopy(wrapped)
+    with pytest.raises(RuntimeError, match=r"wrapped, torch\.float32 on"):
+        wrapped.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="assign is True; allowed: False"):
+        wrapped.load_state_dict(wrapped.state_dict(), assign=True)
+    before = [x.clone() for x in wrapped.to(context.device).parameters()]
+    wrapped.load_state_dict({name: x + 1 for name, x in wrapped.state_dict().items()})
+    for x, old in zip(wrapped.parameters(), before, strict=True):
+        assert torch.equal(x, old + 1)
 
 
 def garbage(context):

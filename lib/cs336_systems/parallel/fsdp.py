@@ -8,9 +8,9 @@ than `prefetch` units are gathered ahead of use.
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -288,6 +288,25 @@ class FSDP(DataParallel):
                     f"the ranks part: rank 0 is to {everyone[0]} and rank {rank} to {other}; allowed: the "
                     "same modules in the same order on all ranks"
                 )
+
+    def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
+        """What `to`, `half`, `cuda` and the like call."""
+        for shard in self.full_shapes():
+            changed = change(shard.detach()[:0])
+            if (changed.dtype, changed.device) != (shard.dtype, shard.device):
+                raise RuntimeError(
+                    f"a wrapped module is to become {changed.dtype} on {changed.device}; allowed: as it was "
+                    f"wrapped, {shard.dtype} on {shard.device}; change the module, then wrap it"
+                )
+        return super()._apply(change, recurse)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> NamedTuple:
+        """As of every module, of this rank's shards; a tensor that is assigned would be no shard."""
+        if assign:
+            raise ValueError("assign is True; allowed: False, which copies into the shards")
+        return super().load_state_dict(state_dict, strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module, and forget the gradients that are not yet in the shards."""
