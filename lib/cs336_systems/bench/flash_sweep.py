@@ -88,7 +88,7 @@ def grid_cells(
         for name in implementations or IN_THE_GRID[dtype]
     ]
     short = (cell for cell in cells if cell.context_length in GRAPH_LENGTHS)
-    return cells + [replace(cell, protocol=CUDA_GRAPH) for cell in short if cell.implementation != "compiled"]
+    return cells + [replace(cell, protocol=CUDA_GRAPH) for cell in short]
 
 
 def missing(cells: Iterable[Cell], rows: pd.DataFrame, device: str | torch.device = "auto") -> list[Cell]:
