@@ -16,6 +16,7 @@ Exit code 1: an answer from rows that nothing turns red.
 import argparse
 import ast
 import contextlib
+import gc
 import io
 import os
 import symtable
@@ -187,6 +188,7 @@ def audit(path: Path, *, every_claim: bool) -> bool:
         left = claims.keys() - fell if every_claim else changed - {key[:2] for key in fell}
         if tried >= NOISES and not left:
             break
+        gc.collect()  # a cell that broke leaves its frame, with tables in it, in a cycle
         fell |= {key for key, (_, holds) in notebook.run(perturb).items() if not holds}
         rerun = {answer for answer in said if notebook.cells[answer[0]].from_rows}
         changed |= {answer for answer in rerun if notebook.said.get(answer) != said[answer]}
