@@ -57,6 +57,7 @@ WRONG = [
     ("16", "halves", "return halves(blocks[:half]),", "return tuple(blocks[:half]),", "blocks run again"),
     ("16", "run", "torch.utils.checkpoint.checkpoint(run, part, x, use_reentrant=False)", "run(part, x)",
      "is every inner tuple a segment"),
+    ("16", "run", "else part(x)", "else x + part(x)", "what the last one made"),
     ("16", "run", "else part(x)", "else torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)",
      "no single block"),
     ("21", "my_softmax", "scores.amax(-1, keepdim=True)", "0", "maximum"),
