@@ -44,7 +44,8 @@ class OverlappedDDP(DataParallel):
     which reaches a trainable parameter, not necessarily the same ones. Passes under `no_sync()` only add up;
     any other pass first waits for what is in flight, and averages again. That is right too, as the mean of
     a mean is itself, only slower. A parameter that is not used in a pass holds back those behind it in the
-    agreed order until the next pass or `finish_gradient_synchronization()`.
+    agreed order until the next pass or `finish_gradient_synchronization()`. Up to there gradients may be in
+    flight: they must not be changed, nor may one rank alone run another pass, `autograd.grad` included.
     """
 
     def __init__(self, module: nn.Module):

@@ -41,7 +41,8 @@ class ReduceScatterDDP(BucketedDDP):
     """BucketedDDP for a ShardedOptimizer: afterwards a gradient is there on the rank that owns its parameter.
 
     On the others it is None, so what looks at all gradients sees a shard of them: the norm of all is that of
-    the ranks' norms. Of the backward passes before a step all but the last one run under `no_sync()`.
+    the ranks' norms. Of the backward passes before a step all but the last one run under `no_sync()`. Clear
+    the gradients after every step: what is left, on its owner alone, would be averaged with zeros.
 
     Args:
         optimizer: has all trainable parameters of the module.
