@@ -40,11 +40,13 @@ def test_every_tile_repeatedly_on_fresh_inputs(d, dtype):
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
 def test_every_tile_of_ieee_repeatedly(d):
     """From so few heads that the smallest tiles run to so many that the largest do."""
-    heads = (5, 20, 30, 50)
+    heads = (1, 5, 20, 30, 50)
     config = config_for(torch.float32, d, torch.device("cuda"))
     layouts = [((n, 300, d), (300 * d, d, 1)) for n in heads]
     problems = [Problem([layout] * 3, config, is_causal=True) for layout in layouts]
     for kernel in KERNELS:
+        if kernel not in config.tiles:
+            continue
         assert {problem.tile(kernel) for problem in problems} == set(config.tiles[kernel])
     cases = [
         case
@@ -72,6 +74,22 @@ def test_enough_programs_for_hoppers_own_kernels(d, dtype):
         AttentionCase("keys that no query sees", (150,), 70, 700, d, is_causal=True),
         AttentionCase("one query, one key", (150,), 1, 1, d, is_causal=True),
         AttentionCase("large scores", (40,), 512, 512, d, is_causal=True, logit_scale=30.0),
+    ]
+    for _ in range(3):
+        check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [16, 33, 64, 128])
+def test_walks_that_programs_share(d, dtype):
+    """One head: from a launch for each pass to as many parts as there are."""
+    cases = [
+        AttentionCase("short", (), 500, 500, d, is_causal=True),
+        AttentionCase("even", (), 2048, 2048, d, is_causal=True),
+        AttentionCase("full", (), 1024, 1280, d),
+        AttentionCase("ragged", (2,), 1111, 1333, d, is_causal=True),
+        AttentionCase("more queries than keys", (), 3000, 1030, d, is_causal=True),
+        AttentionCase("large scores", (), 1024, 1024, d, is_causal=True, logit_scale=30.0),
     ]
     for _ in range(3):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)

@@ -42,7 +42,7 @@ def planes(monkeypatch):
         return dataclasses.replace(config_for(*arguments).with_tiles(**TILES), sm_count=0)
 
     monkeypatch.setattr(flash_triton, "config_for", with_planes)
-    monkeypatch.setattr(launcher, "PLANES_LENGTH", 1)
+    monkeypatch.setattr(launcher, "PLANES_LENGTH", dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(flash_triton, "_forwards", {})
     monkeypatch.setattr(flash_triton, "_backwards", {})
     yield
@@ -104,7 +104,7 @@ def test_every_element_is_written(n, d, monkeypatch):
 def test_three_planes_hold_all_bits():
     x = torch.randn(2, 3, 50, 20) * 2.0 ** torch.randint(-90, 90, (2, 3, 50, 20))
     config = select_config(torch.float32, 20, HOPPER, 1).with_tiles(**TILES)
-    planes, _ = Planes([layout(x)] * 2, config, False).planes(x, x)
+    planes, *_ = Planes([layout(x)] * 3, config, False).planes(x, x, x)
     planes = planes.view(2, 3, 3, 50, 20)
     assert torch.equal(planes, planes.bfloat16().float())
     assert torch.equal(planes[:, :, 2] + planes[:, :, 1] + planes[:, :, 0], x)
@@ -124,9 +124,10 @@ def launchers(
 @pytest.mark.parametrize(
     "problem",
     [
-        {"n_queries": 2048, "n_keys": 2048, "d": 128, "sm_count": 341},  # 256 forward programs: 0.75 an SM
-        {"n_queries": 2048, "n_keys": 1024, "d": 33, "sm_count": 341},  # 256 for dK and dV
-        {"n_queries": 512, "n_keys": 512, "d": 64, "heads": 40},
+        {"n_queries": 1024, "n_keys": 1024, "d": 64, "heads": 1, "sm_count": 142},  # 64 parts of programs
+        {"n_queries": 2048, "n_keys": 1024, "d": 33},
+        {"n_queries": 512, "n_keys": 512, "d": 128},
+        {"n_queries": 2048, "n_keys": 2048, "d": 32},
     ],
 )
 def test_long_sequences_run_it(problem):
@@ -136,18 +137,18 @@ def test_long_sequences_run_it(problem):
 @pytest.mark.parametrize(
     "problem",
     [
-        {"n_queries": 2048, "n_keys": 2048, "d": 128, "sm_count": 342},  # too few programs forward
-        {"n_queries": 8192, "n_keys": 1024, "d": 64, "sm_count": 342},  # too few for dK and dV
+        {"n_queries": 1024, "n_keys": 1024, "d": 64, "heads": 16, "sm_count": 2300},
         {"n_queries": 511, "n_keys": 4096, "d": 64, "heads": 200},  # too short
         {"n_queries": 4096, "n_keys": 511, "d": 64, "heads": 200},
-        {"n_queries": 4096, "n_keys": 4096, "d": 32},
+        {"n_queries": 2047, "n_keys": 4096, "d": 32},
+        {"n_queries": 4096, "n_keys": 4096, "d": 16},
         {"n_queries": 4096, "n_keys": 4096, "d": 256},
         {"n_queries": 4096, "n_keys": 4096, "d": 64, "tf32": True},
         {"n_queries": 4096, "n_keys": 4096, "d": 64, "capability": AMPERE},
     ],
 )
 def test_what_stays_with_the_kernels_for_all_gpus(problem):
-    assert launchers(**problem) == [Forward, Backward, Backward]
+    assert not any(issubclass(chosen, Planes) for chosen in launchers(**problem))
 
 
 def test_16_bits_have_hoppers_other_kernels():

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -29,6 +29,7 @@ from cs336_systems.attention.config import (
 from cs336_systems.names import torch_dtype
 
 # Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
+MANY_SMS = 2**20  # enough for every walk to be split
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
@@ -41,7 +42,7 @@ def compile_tiles(work: Iterable[tuple[str, str, int, int]]) -> list[dict[str, A
     """Compile the shipped tiles in as many processes as there are cores.
 
     Hopper's are compiled in all their forms: causal or not, with whole tiles of keys or not. The others are
-    compiled causal, with whole tiles.
+    compiled causal, with whole tiles. Those whose walk can be split are compiled both ways.
 
     Args:
         work: (kernel, dtype, d_head, capability) of each.
@@ -79,11 +80,12 @@ def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Til
     triton.runtime.driver.set_active(_Chip(capability))
     config = config_for_capability(dtype, d_head, capability)
     config = config.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
-    forms = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
+    masks = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
+    sm_counts = (1, MANY_SMS) if kernel in config.splits else (1,)
     found = []
-    for is_causal, odd in forms:
+    for (is_causal, odd), sm_count in itertools.product(masks, sm_counts):
         shape = 16, tile.block_m * tile.block_n + odd, d_head  # whole tiles, or one row more
-        compiled = _compile(kernel, shape, config, is_causal)
+        compiled = _compile(kernel, shape, replace(config, sm_count=sm_count), is_causal)
         found.append(_ask_ptxas(compiled.asm["ptx"], capability) | {"shared_bytes": compiled.metadata.shared})
     key = {"kernel": kernel, "dtype": dtype, "d_head": d_head, "capability": capability}
     most = {what: max(each[what] for each in found) for what in found[0]}
@@ -130,6 +132,8 @@ def _launch(kernel: str, x: Any, config: KernelConfig, is_causal: bool) -> Any:
         return launcher.PlanesForward((x,) * 4, config, is_causal).launch
     if kernel == "hopper_backward":
         return launcher.HopperBackward((x,) * 8, config, is_causal).backward
+    if kernel == "backward":
+        return launcher.OneLaunchBackward((x,) * 8, config, is_causal).launch
     both = launcher.PlanesBackward if kernel in PLANES_KERNELS else launcher.Backward
     return getattr(both((x,) * 8, config, is_causal), kernel.removeprefix("planes_"))
 

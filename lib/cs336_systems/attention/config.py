@@ -12,20 +12,22 @@ shared memory that a block has on the smallest of them.
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 
-KERNELS = ("forward", "dq", "dkdv")  # in Triton, for every GPU
+KERNELS = ("forward", "dq", "dkdv", "backward")  # in Triton, for every GPU
 GLUON_KERNELS = ("hopper_forward", "hopper_backward")  # for Hopper alone, as are
 PLANES_KERNELS = ("planes_forward", "planes_dq", "planes_dkdv")  # in Triton, for "ieee": see float32_planes
 HOPPER_KERNELS = GLUON_KERNELS + PLANES_KERNELS
 OWN_KEYS = ("dkdv", "hopper_backward", "planes_dkdv")  # whose programs own keys; those of others, queries
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
-PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(PLANES_KERNELS, 0.75)
-# PLANES_KERNELS run from so many queries and keys on, where each has its programs. On an H200, 256 to
-# 8,192 tokens, 1 to 64 heads: above both limits the two passes take 0.42 to 0.84 of the others' time (the
-# forward alone up to 1.16), with 0.48 programs an SM up to 1.10, with 0.24 up to 1.63.
-PLANES_LENGTH = 512
+PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(PLANES_KERNELS, 0.45)
+# PLANES_KERNELS run from so many queries and keys on, by head size, where each has its programs.
+PLANES_LENGTH = {32: 2048, 64: 512, 128: 512}
+SPAN_UNIT = 128  # rows, of which every part of a walk is a multiple, as all tiles divide them
+# "backward" runs in place of "dq" and "dkdv" with up to so many programs an SM, or with a walk that is split.
+ONE_LAUNCH = {"16bit": 2, "tf32": 2, "ieee": 1}
 WARP_GROUP_ROWS = 64  # of what a program owns, to a matmul of four warps
 # What is done with the numbers: bfloat16 and float16; float32 multiplied in TF32; float32 with all its bits.
 PRECISIONS = ("16bit", "tf32", "ieee")
@@ -61,6 +63,7 @@ class Tile:
 # "hopper_forward" runs in place of "forward". Its largest takes all registers of an SM; with 128 registers
 # two programs share one, which gains nothing where they end at different times, as causal ones do.
 _UP_TO_64 = [Tile(192, 128, 4, 2), Tile(64, 128, 4, 2, 128)]
+_PLANES = [Tile(128, 64, 8, 2)]
 HOPPER_TILES = {
     ("hopper_forward", "16bit"): {
         16: _UP_TO_64,
@@ -74,9 +77,9 @@ HOPPER_TILES = {
         64: [Tile(64, 128, 4, 3)],
         128: [Tile(64, 128, 4, 3)],
     },
-    ("planes_forward", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(128, 32, 8, 2)]},
-    ("planes_dq", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(64, 32, 4, 2)]},
-    ("planes_dkdv", "ieee"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(32, 64, 4, 2)]},
+    ("planes_forward", "ieee"): {32: _PLANES, 64: _PLANES, 128: [Tile(128, 32, 8, 2)]},
+    ("planes_dq", "ieee"): {32: _PLANES, 64: _PLANES, 128: [Tile(64, 32, 4, 2)]},
+    ("planes_dkdv", "ieee"): {size: [Tile(32, 64, 4, 2)] for size in (32, 64, 128)},
     ("forward", "16bit"): {
         64: [Tile(64, 128, 4, 3, 168)],
         128: [Tile(64, 64, 4, 3)],
@@ -84,6 +87,7 @@ HOPPER_TILES = {
     },
     ("dq", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(128, 64, 8, 3)], 256: [Tile(64, 32, 8, 2)]},
     ("dkdv", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(64, 64, 4, 2)], 256: [Tile(32, 64, 8, 2)]},
+    ("backward", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(32, 64, 4, 2)]},
     ("forward", "tf32"): {
         64: [Tile(32, 64, 4, 2, 168)],
         128: [Tile(32, 64, 4, 2)],
@@ -91,6 +95,7 @@ HOPPER_TILES = {
     },
     ("dq", "tf32"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(64, 32, 4, 2)], 256: [Tile(16, 16, 8, 1)]},
     ("dkdv", "tf32"): {64: [Tile(64, 64, 4, 2)], 128: [Tile(32, 64, 8, 2)], 256: [Tile(16, 16, 8, 1)]},
+    ("backward", "tf32"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(16, 16, 8, 2)]},
     ("forward", "ieee"): {
         16: [Tile(64, 64, 4, 2)],
         32: [Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)],
@@ -112,16 +117,26 @@ HOPPER_TILES = {
         128: [Tile(64, 16, 8, 2)],
         256: [Tile(16, 16, 8, 1, chunk=32)],
     },
+    ("backward", "ieee"): {
+        16: [Tile(64, 64, 4, 2)],
+        32: [Tile(32, 16, 4, 2)],
+        64: [Tile(32, 32, 8, 2, chunk=64)],
+        128: [Tile(32, 32, 8, 2, chunk=128)],
+    },
 }
+PARTS_ROWS = 16  # of a program that adds parts; divides all tiles
+PARTS_TILE = Tile(PARTS_ROWS, PARTS_ROWS, 4, 1)
 PRE_POST_TILE = Tile(64, 128, 4, 1)  # of the kernels before and after "hopper_backward"
 SPLIT_TILE = Tile(32, 32, 4, 1)  # of the kernel before PLANES_KERNELS
 PORTABLE_TILES = {
     ("forward", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(128, 32, 8, 3)], 256: [Tile(64, 32, 8, 2)]},
     ("dq", "16bit"): {64: [Tile(64, 64, 4, 2)], 128: [Tile(64, 32, 4, 2)], 256: [Tile(64, 32, 8, 1)]},
     ("dkdv", "16bit"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(32, 64, 8, 2)], 256: [Tile(32, 32, 8, 1)]},
+    ("backward", "16bit"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(32, 64, 8, 2)]},
     ("forward", "tf32"): {64: [Tile(64, 32, 4, 2)], 128: [Tile(32, 32, 4, 2)], 256: [Tile(16, 16, 4, 1)]},
     ("dq", "tf32"): {64: [Tile(32, 32, 4, 2)], 128: [Tile(32, 32, 8, 1)], 256: [Tile(16, 16, 8, 1)]},
     ("dkdv", "tf32"): {64: [Tile(32, 32, 4, 1)], 128: [Tile(16, 16, 4, 1)], 256: [Tile(16, 16, 8, 1)]},
+    ("backward", "tf32"): {64: [Tile(32, 32, 4, 1)], 128: [Tile(16, 16, 4, 1)]},
     ("forward", "ieee"): {
         64: [Tile(32, 32, 4, 2)],
         128: [Tile(16, 32, 4, 2)],
@@ -137,8 +152,46 @@ PORTABLE_TILES = {
         128: [Tile(16, 16, 4, 1)],
         256: [Tile(16, 16, 8, 1, chunk=32)],
     },
+    ("backward", "ieee"): {
+        64: [Tile(16, 32, 4, 2)],
+        128: [Tile(16, 16, 4, 1)],
+    },
 }
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
+
+
+@dataclass(frozen=True)
+class SplitLimits:
+    """Into how many parts a walk over keys or queries is split, whose parts another kernel adds.
+
+    Parts pay where SMs have nothing to do, and where causal programs end at different times; they cost what
+    is written and read again. So there are up to `most`, of `shortest` rows or more, if there can be four of
+    those: so many that an SM has `few` programs, or `many`, if a part has `long` rows for each program that
+    an SM had before.
+    """
+
+    shortest: int
+    long: int
+    many: int
+    most: int
+    few: int = 0
+
+
+# By kernel, precision and largest head size. Measured on an H200, 1 to 16 heads of 256 to 16,384 tokens.
+_PLANES_BACKWARD = {128: SplitLimits(shortest=128, long=512, many=4, most=8, few=2)}
+SPLITS = {
+    ("forward", "16bit"): {256: SplitLimits(shortest=256, long=2048, many=4, most=4)},
+    ("backward", "16bit"): {
+        64: SplitLimits(shortest=256, long=1024, many=8, most=4),
+        256: SplitLimits(shortest=128, long=704, many=11, most=4),
+    },
+    ("forward", "ieee"): {256: SplitLimits(shortest=64, long=256, many=8, most=8)},
+    ("backward", "ieee"): {256: SplitLimits(shortest=64, long=128, many=8, most=8)},
+    ("planes_forward", "ieee"): {128: SplitLimits(shortest=128, long=1024, many=2, most=8, few=1)},
+    ("planes_dq", "ieee"): _PLANES_BACKWARD,
+    ("planes_dkdv", "ieee"): _PLANES_BACKWARD,
+}
+SPLITS |= {(kernel, "tf32"): SPLITS[kernel, "16bit"] for kernel in ("forward", "backward")}
 
 
 @dataclass(frozen=True, eq=False)  # each is its own key of a cache: all this would be hashed at every launch
@@ -151,6 +204,7 @@ class KernelConfig:
     block_d: int  # the head size, rounded up to a power of two
     use_tma: bool  # TMA loads the tiles; otherwise threads do, by pointers
     tiles: dict[str, tuple[Tile, ...]]  # of every kernel that may run, from large to small
+    splits: dict[str, SplitLimits]  # of those whose walk can be split
     sm_count: int
 
     def with_tiles(self, **tiles: Tile | None) -> "KernelConfig":
@@ -177,10 +231,10 @@ def select_config(
         tiles = dict.fromkeys(KERNELS, (INTERPRETER_TILE,))
     else:
         table = HOPPER_TILES if hopper else PORTABLE_TILES
-        tiles = {kernel: _tiles(table[kernel, precision], block_d) for kernel in KERNELS}
-        for kernel in HOPPER_KERNELS:
-            if block_d in (sizes := table.get((kernel, precision), {})):
-                tiles[kernel] = tuple(sizes[block_d])
+        runs = [kernel for kernel in KERNELS if max(table[kernel, precision]) >= block_d]
+        runs += [kernel for kernel in HOPPER_KERNELS if block_d in table.get((kernel, precision), {})]
+        tiles = {kernel: tuple(_up_to(table[kernel, precision], block_d)) for kernel in runs}
+    splits = {kernel: SPLITS[kernel, precision] for kernel in tiles if (kernel, precision) in SPLITS}
     return KernelConfig(
         dtype,
         precision,
@@ -188,12 +242,14 @@ def select_config(
         block_d,
         _use_tma(capability, precision, block_d),
         tiles,
+        {kernel: _up_to(limits, block_d) for kernel, limits in splits.items()},
         sm_count,
     )
 
 
-def _tiles(sizes: dict[int, list[Tile]], block_d: int) -> tuple[Tile, ...]:
-    return tuple(sizes[min(size for size in sizes if size >= block_d)])
+def _up_to(sizes: dict[int, Any], block_d: int) -> Any:
+    """What is for the smallest of these head sizes that is large enough."""
+    return sizes[min(size for size in sizes if size >= block_d)]
 
 
 def _ieee_precision(capability: Capability) -> str:

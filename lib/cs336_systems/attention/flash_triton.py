@@ -42,7 +42,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
         q, k, v = aligned(q), aligned(k), aligned(v)
     shape, dtype, device = q.shape, q.dtype, q.device
     o = torch.empty_like(q)
-    logsumexp = torch.empty(shape[:-1], dtype=torch.float32, device=device)
+    logsumexp = q.new_empty(shape[:-1], dtype=torch.float32)
     tf32 = allows_tf32(dtype)
     key = (
         shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dtype, k.dtype, v.dtype,

@@ -19,29 +19,56 @@ its planes; in memory, a tensor (batch, heads * 3, n, d). What functions pass on
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_backward import LOG2E
+from cs336_systems.attention.triton_backward import LOG2E, query_range
 from cs336_systems.attention.triton_forward import LN2, key_range, own_tile, pointers
 
 
 @triton.jit
 def split_kernel(
-    x_ptr, planes_ptr, stride_xb, stride_xh, stride_xn, stride_xd, n_heads, n_rows,
+    q_ptr, k_ptr, v_ptr, do_ptr, q_planes_ptr, k_planes_ptr, v_planes_ptr, do_planes_ptr,
+    stride_qb, stride_qh, stride_qn, stride_qd, stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd, stride_dob, stride_doh, stride_don, stride_dod,
+    n_heads, n_queries, n_keys, part_queries, part_keys,
     D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The planes of x (batch, heads, n, D), in rows of ROW numbers. Grid: (row tiles * batch * heads,)."""
-    tiles = tl.cdiv(n_rows, BLOCK_M)
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    """The planes of q, k, v and, where the grid has programs for it, do; in rows of ROW numbers.
+
+    Grid: (row tiles * batch * heads of all of them,).
+    """
+    of_queries = tl.cdiv(n_queries, BLOCK_M) * (part_queries // n_queries)
+    of_keys = tl.cdiv(n_keys, BLOCK_M) * (part_keys // n_keys)
+    program = tl.program_id(0)
+    shape: tl.constexpr = (D, ROW, BLOCK_D, BLOCK_M)
+    if program < of_queries:
+        q = (q_ptr, stride_qb, stride_qh, stride_qn, stride_qd)
+        split_tile(q, q_planes_ptr, program, n_queries, n_heads, shape)
+    elif program < of_queries + of_keys:
+        k = (k_ptr, stride_kb, stride_kh, stride_kn, stride_kd)
+        split_tile(k, k_planes_ptr, program - of_queries, n_keys, n_heads, shape)
+    elif program < of_queries + 2 * of_keys:
+        v = (v_ptr, stride_vb, stride_vh, stride_vn, stride_vd)
+        split_tile(v, v_planes_ptr, program - of_queries - of_keys, n_keys, n_heads, shape)
+    else:
+        do = (do_ptr, stride_dob, stride_doh, stride_don, stride_dod)
+        split_tile(do, do_planes_ptr, program - of_queries - 2 * of_keys, n_queries, n_heads, shape)
+
+
+@triton.jit
+def split_tile(x, planes_ptr, program, n_rows, n_heads, shape: tl.constexpr):
+    """x: (ptr, strides) of a (batch, heads, n_rows, D) tensor."""
+    D, ROW, BLOCK_D, BLOCK_M = shape
+    x_ptr, stride_b, stride_h, stride_n, stride_d = x
+    tile, batch_head, batch, head = own_tile(program, n_rows, n_heads, BLOCK_M, False)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
-    x_tile = x_ptr + batch_head // n_heads * stride_xb + batch_head % n_heads * stride_xh
-    x_tile += rows[:, None].to(tl.int64) * stride_xn + dims[None, :] * stride_xd
+    x_tile = pointers(x_ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d)
     x0, x1, x2 = split(tl.load(x_tile, mask=inside, other=0.0), planes_ptr.dtype.element_ty)
     size = tl.cast(n_rows, tl.int64) * ROW
-    tile = planes_ptr + batch_head * 3 * size + rows[:, None] * ROW + dims[None, :]
-    tl.store(tile, x0, mask=inside)
-    tl.store(tile + size, x1, mask=inside)
-    tl.store(tile + 2 * size, x2, mask=inside)
+    planes = planes_ptr + batch_head * 3 * size + rows[:, None] * ROW + dims[None, :]
+    tl.store(planes, x0, mask=inside)
+    tl.store(planes + size, x1, mask=inside)
+    tl.store(planes + 2 * size, x2, mask=inside)
 
 
 @triton.jit
@@ -124,12 +151,12 @@ def attend(
 @triton.jit
 def planes_forward_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
-    n_heads, n_queries, n_keys, scale_log2,
+    n_heads, n_queries, n_keys, part_queries, span, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, n_queries, d), L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
-    tile, batch_head, batch, head = own_tile(n_queries, n_heads, BLOCK_M, CAUSAL)
+    """O and L, or parts of them, and the grid, as forward_kernel's."""
+    tile, batch_head, batch, head = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
 
     first_query = tile * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
@@ -139,12 +166,12 @@ def planes_forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
 
-    unmasked, last_key = key_range(first_query, n_keys, BLOCK_M, BLOCK_N, CAUSAL)
+    first_key, unmasked, last_key = key_range(first_query, n_keys, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
     sources = (k_src, v_src)
     constants: tl.constexpr = (BLOCK_D, BLOCK_N)
     acc, total, m = attend(
-        (acc, total, m), q, sources, planes, queries, (0, unmasked, n_keys), scale_log2, False, CAUSAL,
-        constants,
+        (acc, total, m), q, sources, planes, queries, (first_key, unmasked, n_keys), scale_log2, False,
+        CAUSAL, constants,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         acc, total, m = attend(
@@ -153,6 +180,11 @@ def planes_forward_kernel(
         )  # fmt: skip
 
     in_range = queries < n_queries
+    if SPLIT:
+        in_range = in_range & (first_key < last_key)
+        total = tl.where(first_key < last_key, total, 1.0)
+        lse_ptr += tl.program_id(1) * part_queries
+        o_ptr += (tl.program_id(1) * part_queries).to(tl.int64) * D
     lse = (m + tl.log2(total)) * LN2
     tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, lse, mask=in_range)
     o = acc / total[:, None]
@@ -188,12 +220,16 @@ def add_dq_tiles(
 def planes_dq_kernel(
     q_src, k_src, v_src, do_src, o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr,
     stride_ob, stride_oh, stride_on, stride_od, stride_dob, stride_doh, stride_don, stride_dod,
-    stride_dqb, stride_dqh, stride_dqn, stride_dqd, n_heads, n_queries, n_keys, scale, scale_log2,
+    stride_dqb, stride_dqh, stride_dqn, stride_dqd,
+    n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and for planes_dkdv_kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
-    tile, batch_head, batch, head = own_tile(n_queries, n_heads, BLOCK_M, CAUSAL)
+    """dQ or parts of it, and for planes_dkdv_kernel delta and L in powers of two.
+
+    Grid: (query tiles * batch * heads, parts).
+    """
+    tile, batch_head, batch, head = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
     planes = (batch, head * 3)
 
     first_query = tile * BLOCK_M
@@ -212,17 +248,21 @@ def planes_dq_kernel(
     do = load_planes(do_src, planes, first_query, BLOCK_M, BLOCK_D)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    unmasked, last_key = key_range(first_query, n_keys, BLOCK_M, BLOCK_N, CAUSAL)
+    first_key, unmasked, last_key = key_range(first_query, n_keys, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
     saved, sources = (q, do, lse, delta), (k_src, v_src)
     constants: tl.constexpr = (BLOCK_D, BLOCK_N)
     dq = add_dq_tiles(
-        dq, saved, sources, planes, queries, (0, unmasked, n_keys), scale_log2, False, CAUSAL, constants
-    )
+        dq, saved, sources, planes, queries, (first_key, unmasked, n_keys), scale_log2, False, CAUSAL,
+        constants,
+    )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         dq = add_dq_tiles(
             dq, saved, sources, planes, queries, (unmasked, last_key, n_keys), scale_log2, True, CAUSAL,
             constants,
         )  # fmt: skip
+    if SPLIT:
+        inside = inside & (first_key < last_key)
+        dq_ptr += (tl.program_id(1) * part_queries).to(tl.int64) * D
     dq_tile = pointers(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
     tl.store(dq_tile, dq * scale, mask=inside)
 
@@ -261,20 +301,18 @@ def add_dkdv_tiles(
 def planes_dkdv_kernel(
     q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    n_heads, n_queries, n_keys, scale, scale_log2,
+    n_heads, n_queries, n_keys, part_keys, span, scale, scale_log2,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV. Grid: (key tiles * batch * heads,)."""
-    tiles = tl.cdiv(n_keys, BLOCK_N)
-    first_key = tl.program_id(0) % tiles * BLOCK_N  # causal: the first keys have the most queries
-    batch_head = tl.program_id(0) // tiles
-    batch = batch_head // n_heads
-    head = batch_head % n_heads
+    """dK and dV, or parts of them. Grid: (key tiles * batch * heads, parts)."""
+    # causal: the first keys have the most queries
+    tile, batch_head, batch, head = own_tile(tl.program_id(0), n_keys, n_heads, BLOCK_N, False)
     planes = (batch, head * 3)
     lse2_ptr += batch_head.to(tl.int64) * n_queries
     delta_ptr += batch_head.to(tl.int64) * n_queries
 
+    first_key = tile * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
     k = load_planes(k_src, planes, first_key, BLOCK_N, BLOCK_D)
     v = load_planes(v_src, planes, first_key, BLOCK_N, BLOCK_D)
@@ -283,16 +321,22 @@ def planes_dkdv_kernel(
 
     sources = (q_src, do_src, lse2_ptr, delta_ptr)
     constants: tl.constexpr = (BLOCK_D, BLOCK_M)
-    unmasked = 0
-    if CAUSAL:  # the tiles that the diagonal crosses, then those under it
-        unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
-        rows = (first_key // BLOCK_M * BLOCK_M, tl.minimum(unmasked, n_queries), n_queries)
+    first_query, unmasked, last_query = query_range(
+        first_key, n_queries, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
+    )
+    if CAUSAL:
+        rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
         dk, dv = add_dkdv_tiles((dk, dv), (k, v), sources, planes, keys, rows, scale_log2, True, constants)
-    rows = (unmasked, n_queries, n_queries)
+    rows = (unmasked, last_query, n_queries)
     dk, dv = add_dkdv_tiles((dk, dv), (k, v), sources, planes, keys, rows, scale_log2, False, constants)
 
     dims = tl.arange(0, BLOCK_D)
     inside = (keys[:, None] < n_keys) & (dims[None, :] < D)
+    if SPLIT:
+        start = tl.program_id(1) * span
+        inside = inside & (start < n_queries) & (first_query < start + span)
+        dk_ptr += (tl.program_id(1) * part_keys).to(tl.int64) * D
+        dv_ptr += (tl.program_id(1) * part_keys).to(tl.int64) * D
     dk_tile = pointers(dk_ptr, batch, head, keys, dims, stride_dkb, stride_dkh, stride_dkn, stride_dkd)
     dv_tile = pointers(dv_ptr, batch, head, keys, dims, stride_dvb, stride_dvh, stride_dvn, stride_dvd)
     tl.store(dk_tile, dk * scale, mask=inside)

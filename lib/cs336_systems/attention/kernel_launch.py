@@ -24,6 +24,7 @@ class KernelLaunch:
     """A kernel with its grid and every argument but the tensors: call it with those.
 
     Args:
+        programs: and, of those whose walk is split, into how many parts.
         arguments: by name; of more than the kernel takes, those that it takes.
         descriptors: for the first tensors, which the kernel loads by TMA.
     """
@@ -31,12 +32,12 @@ class KernelLaunch:
     def __init__(
         self,
         kernel: Any,
-        programs: int,
+        programs: tuple[int, int],
         arguments: dict[str, int | float | bool | str],
         tile: Tile,
         descriptors: Sequence[Any] = (),
     ) -> None:
-        self.kernel, self.grid, self.descriptors = kernel, (programs, 1, 1), descriptors
+        self.kernel, self.grid, self.descriptors = kernel, (*programs, 1), descriptors
         names = kernel.arg_names
         self.tensor_names = [name for name in names if name.endswith(("_src", "_ptr"))]  # they come first
         self.arguments = tuple(arguments[name] for name in names[len(self.tensor_names) :])

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -21,11 +21,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from cs336_systems.attention.config import (
     GLUON_KERNELS,
     HOPPER_KERNELS,
+    ONE_LAUNCH,
     OWN_KEYS,
+    PARTS_ROWS,
+    PARTS_TILE,
     PLANES_KERNELS,
     PLANES_LENGTH,
     PRE_POST_TILE,
     PROGRAMS_PER_SM,
+    SPAN_UNIT,
     SPLIT_TILE,
     WARP_GROUP_ROWS,
     KernelConfig,
@@ -39,8 +43,8 @@ from cs336_systems.attention.float32_planes import (
     split_kernel,
 )
 from cs336_systems.attention.kernel_launch import KernelLaunch, triton_version
-from cs336_systems.attention.triton_backward import dkdv_kernel, dq_kernel
-from cs336_systems.attention.triton_forward import forward_kernel
+from cs336_systems.attention.triton_backward import backward_kernel, dkdv_kernel, dq_kernel, sum_kernel
+from cs336_systems.attention.triton_forward import forward_kernel, merge_kernel
 from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, capability, sm_count
 
 LOG2E = math.log2(math.e)
@@ -90,6 +94,11 @@ def _padded(shape: Shape, itemsize: int) -> Layout:
     return shape, _contiguous((*shape[:-1], triton.cdiv(shape[-1], unit) * unit))
 
 
+def contiguous(layout: Layout) -> Layout:
+    """That of a contiguous tensor of the same shape."""
+    return layout[0], _contiguous(layout[0])
+
+
 def _contiguous(shape: Shape) -> Shape:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
@@ -123,6 +132,16 @@ def row_layout() -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
+class Split(NamedTuple):
+    """Into how many parts a kernel's programs share a walk over keys or queries, and the rows of each."""
+
+    parts: int = 1
+    span: int = 0
+
+
+NOT_SPLIT = Split()
+
+
 class Problem:
     """The sizes of one attention, what its kernels are told of them, and inputs that they can load.
 
@@ -139,13 +158,38 @@ class Problem:
 
     def programs(self, kernel: str, tile: Tile) -> int:
         """One for each tile of what a program owns."""
-        owns_keys = kernel in OWN_KEYS
-        rows, block = (self.n_keys, tile.block_n) if owns_keys else (self.n_queries, tile.block_m)
-        return triton.cdiv(rows, block) * self.batch * self.heads
+        queries, keys = triton.cdiv(self.n_queries, tile.block_m), triton.cdiv(self.n_keys, tile.block_n)
+        owned = queries + keys if kernel == "backward" else keys if kernel in OWN_KEYS else queries
+        return owned * self.batch * self.heads
+
+    def split(self, kernel: str) -> Split:
+        """How this kernel's walk is split: see SplitLimits."""
+        possible, walk = self.most_parts(kernel), self.walk(kernel)
+        if possible == 1:
+            return NOT_SPLIT
+        limits, sms = self.config.splits[kernel], self.config.sm_count
+        programs = self.programs(kernel, self.tile(kernel))
+        useful = min(limits.many * sms // programs, walk * sms // (limits.long * programs))
+        parts = min(possible, limits.most, max(limits.few * sms // programs, useful))
+        if parts < 2:
+            return NOT_SPLIT
+        span = triton.cdiv(triton.cdiv(walk, parts), SPAN_UNIT) * SPAN_UNIT
+        return Split(triton.cdiv(walk, span), span)
+
+    def most_parts(self, kernel: str) -> int:
+        """1 if the walk cannot be split."""
+        limits = self.config.splits.get(kernel)
+        parts = self.walk(kernel) // limits.shortest if limits else 1
+        return parts if parts >= 4 else 1
+
+    def walk(self, kernel: str) -> int:
+        """How many rows a program can meet: keys, or in a backward pass whichever are more."""
+        return self.n_keys if kernel.endswith("forward") else max(self.n_queries, self.n_keys)
 
     def fills_gpu(self, kernel: str, tile: Tile) -> bool:
         """Whether there are programs enough for all SMs."""
-        return self.programs(kernel, tile) >= PROGRAMS_PER_SM.get(kernel, 1) * self.config.sm_count
+        programs = self.programs(kernel, tile) * self.most_parts(kernel)
+        return programs >= PROGRAMS_PER_SM.get(kernel, 1) * self.config.sm_count
 
     def tile(self, kernel: str) -> Tile:
         """The first of the kernel's tiles that makes programs enough; the last where none does."""
@@ -156,7 +200,7 @@ class Problem:
                 return tile
         return last
 
-    def arguments(self, tile: Tile, **layouts: Layout) -> dict[str, Any]:
+    def arguments(self, tile: Tile, split: Split = NOT_SPLIT, **layouts: Layout) -> dict[str, Any]:
         """All that any of the kernels takes and is no tensor; of the tensors in `layouts`, the strides."""
         scale, config = 1 / math.sqrt(self.d), self.config
         strides = {
@@ -168,6 +212,10 @@ class Problem:
             "n_heads": self.heads,
             "n_queries": self.n_queries,
             "n_keys": self.n_keys,
+            "part_queries": self.batch * self.heads * self.n_queries,
+            "part_keys": self.batch * self.heads * self.n_keys,
+            "span": split.span,
+            "SPLIT": split.parts > 1,
             "scale": scale,
             "scale_log2": scale * LOG2E,
             "CAUSAL": self.is_causal,
@@ -180,6 +228,7 @@ class Problem:
             "PRECISION": config.dot_precision,
             "CHUNK": tile.chunk,
             "STAGES": tile.num_stages,
+            "ROWS": PARTS_ROWS,
         }
 
     def descriptors(self, kernel: str, tile: Tile) -> list[Any]:
@@ -198,16 +247,48 @@ class Problem:
             for x, shape in zip(self.inputs, shapes, strict=False)
         ]
 
-    def kernel(self, name: str, function: Any, **layouts: Layout) -> KernelLaunch:
+    def kernel(self, name: str, function: Any, split: Split = NOT_SPLIT, **layouts: Layout) -> KernelLaunch:
         """One that loads tiles of the inputs and strides over the tensors in `layouts`."""
         tile = self.tile(name)
         return KernelLaunch(
             function,
-            self.programs(name, tile),
-            self.arguments(tile, **layouts),
+            (self.programs(name, tile), split.parts),
+            self.arguments(tile, split, **layouts),
             tile,
             self.descriptors(name, tile),
         )
+
+    def prepare_forward(self, name: str, function: Any, o: Layout) -> None:
+        """Make what `attend` launches."""
+        split = self.split(name)
+        self.parts, self.add = split.parts, None
+        self.launch = self.kernel(name, function, split, o=o if split is NOT_SPLIT else contiguous(o))
+        if split is not NOT_SPLIT:
+            programs = triton.cdiv(self.n_queries, PARTS_ROWS) * self.batch * self.heads, 1
+            arguments = self.arguments(self.tile(name), split, o=o)
+            self.add = KernelLaunch(merge_kernel, programs, arguments, PARTS_TILE)
+
+    def attend(self, *tensors: Tensor) -> None:
+        """Called with what the kernel loads, o and L."""
+        if self.add is None:
+            self.launch(*tensors)
+            return
+        *inputs, o, lse = tensors
+        o_parts, lse_parts = self.empty_parts(o, lse)
+        self.launch(*inputs, o_parts, lse_parts)
+        self.add(o_parts, lse_parts, o, lse)
+
+    def prepare_sum(self, split: Split, owned: Tile, **layouts: Layout) -> None:
+        """Make what `add_gradients` launches. owned: rows of queries and of keys that programs own."""
+        self.parts, self.add = split.parts, None
+        if split is not NOT_SPLIT:
+            tiles = triton.cdiv(self.n_queries, PARTS_ROWS) + triton.cdiv(self.n_keys, PARTS_ROWS)
+            programs = tiles * self.batch * self.heads, 1
+            arguments = self.arguments(owned, split, **layouts)
+            self.add = KernelLaunch(sum_kernel, programs, arguments, PARTS_TILE)
+
+    def empty_parts(self, *tensors: Tensor) -> list[Tensor]:
+        return [x.new_empty((self.parts, *x.shape), dtype=torch.float32) for x in tensors]
 
     def with_copies(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """The tensors, those that the kernels cannot load from replaced by copies."""
@@ -226,14 +307,14 @@ class Forward(Problem):
         *inputs, o = layouts
         super().__init__(inputs, config, is_causal)
         self.name, function = "forward", forward_kernel
-        if "hopper_forward" in config.tiles:
+        if "hopper_forward" in config.tiles and self.split("forward") is NOT_SPLIT:
             from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 
             self.name, function = "hopper_forward", hopper_forward_kernel
-        self.launch = self.kernel(self.name, function, o=o)
+        self.prepare_forward(self.name, function, o)
 
     def __call__(self, *tensors: Tensor) -> None:
-        self.launch(*self.with_copies(tensors))
+        self.attend(*self.with_copies(tensors))
 
 
 class Backward(Problem):
@@ -250,6 +331,28 @@ class Backward(Problem):
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
         self.dq(q, k, v, do, o, lse, lse2, delta, dq)
         self.dkdv(q, k, v, do, lse2, delta, dk, dv)
+
+
+class OneLaunchBackward(Problem):
+    """Both kernels in one launch, for few programs. Called as `Backward`."""
+
+    def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
+        *inputs, o, dq, dk, dv = layouts
+        super().__init__(inputs, config, is_causal)
+        split, written = self.split("backward"), {"dq": dq, "dk": dk, "dv": dv}
+        self.prepare_sum(split, self.tile("backward"), **written)
+        if split is not NOT_SPLIT:
+            written = {name: contiguous(each) for name, each in written.items()}
+        self.launch = self.kernel("backward", backward_kernel, split, o=o, **written)
+
+    def __call__(self, *tensors: Tensor) -> None:
+        *inputs, dq, dk, dv = self.with_copies(tensors)
+        if self.add is None:
+            self.launch(*inputs, dq, dk, dv)
+            return
+        parts = self.empty_parts(dq, dk, dv)
+        self.launch(*inputs, *parts)
+        self.add(*parts, dq, dk, dv)
 
 
 class HopperBackward(Problem):
@@ -269,7 +372,8 @@ class HopperBackward(Problem):
         self.workspace = 2 + config.block_d, *padded
         row = describe((padded, (padded[1], 1)), (1, tile.block_m), torch.float32, row_layout())
         self.backward.descriptors += [row, row]
-        around = padded[0] * query_tiles, self.arguments(tile, do=self.inputs[3], o=o, dq=dq), PRE_POST_TILE
+        programs = padded[0] * query_tiles, 1
+        around = programs, self.arguments(tile, do=self.inputs[3], o=o, dq=dq), PRE_POST_TILE
         self.preprocess = KernelLaunch(bwd_preprocess_kernel, *around)
         self.postprocess = KernelLaunch(bwd_postprocess_kernel, *around)
 
@@ -289,21 +393,19 @@ class Planes(Problem):
         planes = [planes_layout(x) for x in inputs]
         super().__init__(planes, replace(config, dtype=PLANE_DTYPE, use_tma=True), is_causal)
         self.heads //= PLANES
-        self.splits = [self.split_launch(*each) for each in zip(inputs, planes, strict=True)]
-
-    def split_launch(self, x: Layout, planes: Layout) -> KernelLaunch:
-        """Called with x and its planes."""
-        (*_, n, _), (*_, row, _) = planes
-        arguments = self.arguments(SPLIT_TILE, x=x) | {"n_rows": n, "ROW": row}
-        programs = triton.cdiv(n, SPLIT_TILE.block_m) * self.batch * self.heads
-        return KernelLaunch(split_kernel, programs, arguments, SPLIT_TILE)
+        q, k, v, do = (*inputs, inputs[0])[:4]  # forward has no do, and no programs for it
+        arguments = self.arguments(SPLIT_TILE, q=q, k=k, v=v, do=do) | {"ROW": self.inputs[0][1][-2]}
+        tiles = sum(triton.cdiv(n, SPLIT_TILE.block_m) for (*_, n, _), _ in self.inputs)
+        self.split_inputs = KernelLaunch(
+            split_kernel, (tiles * self.batch * self.heads, 1), arguments, SPLIT_TILE
+        )
 
     def planes(self, *tensors: Tensor) -> list[Tensor]:
         """Those of the inputs, just written."""
-        made = []
-        for launch, (_, strides), x in zip(self.splits, self.inputs, tensors, strict=True):
-            made.append(torch.empty(self.batch * strides[0], dtype=PLANE_DTYPE, device=x.device))
-            launch(x, made[-1])
+        sizes = [self.batch * strides[0] for _, strides in self.inputs]
+        made = [tensors[0].new_empty(size, dtype=PLANE_DTYPE) for size in sizes]
+        unused = 4 - len(made)
+        self.split_inputs(*tensors, *tensors[:unused], *made, *made[:unused])
         return made
 
 
@@ -319,10 +421,10 @@ class PlanesForward(Planes):
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o = layouts
         super().__init__(inputs, config, is_causal)
-        self.launch = self.kernel("planes_forward", planes_forward_kernel, o=o)
+        self.prepare_forward("planes_forward", planes_forward_kernel, o)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
-        self.launch(*self.planes(q, k, v), o, lse)
+        self.attend(*self.planes(q, k, v), o, lse)
 
 
 class PlanesBackward(Planes):
@@ -331,15 +433,23 @@ class PlanesBackward(Planes):
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o, dq, dk, dv = layouts
         super().__init__(inputs, config, is_causal)
-        self.dq = self.kernel("planes_dq", planes_dq_kernel, o=o, do=inputs[3], dq=dq)
-        self.dkdv = self.kernel("planes_dkdv", planes_dkdv_kernel, dk=dk, dv=dv)
+        split = self.split("planes_dkdv")
+        owned = replace(self.tile("planes_dkdv"), block_m=self.tile("planes_dq").block_m)
+        self.prepare_sum(split, owned, dq=dq, dk=dk, dv=dv)
+        if split is not NOT_SPLIT:
+            dq, dk, dv = map(contiguous, (dq, dk, dv))
+        self.dq = self.kernel("planes_dq", planes_dq_kernel, split, o=o, do=inputs[3], dq=dq)
+        self.dkdv = self.kernel("planes_dkdv", planes_dkdv_kernel, split, dk=dk, dv=dv)
 
     def __call__(self, *tensors: Tensor) -> None:
-        q, k, v, do, o, lse, dq, dk, dv = tensors
+        q, k, v, do, o, lse, *gradients = tensors
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
         planes = self.planes(q, k, v, do)
+        dq, dk, dv = written = gradients if self.add is None else self.empty_parts(*gradients)
         self.dq(*planes, o, do, lse, lse2, delta, dq)
         self.dkdv(*planes, lse2, delta, dk, dv)
+        if self.add is not None:
+            self.add(*written, *gradients)
 
 
 @lru_cache(maxsize=256)
@@ -368,11 +478,11 @@ def forward_launcher(
 
 def backward_launcher(
     layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool, deterministic: bool
-) -> Backward | HopperBackward | PlanesBackward:
+) -> Backward | HopperBackward | OneLaunchBackward | PlanesBackward:
     """For q, k, v, do, o, dq, dk, dv of these layouts.
 
     Hopper's kernel adds dQ up in any order, and its programs are large: where they are fewer than the SMs,
-    the smaller programs of the two kernels keep more of them at work.
+    smaller programs keep more of them at work.
     """
     problem = Problem(layouts[:4], config, is_causal)
     if planes_run(problem):
@@ -381,12 +491,24 @@ def backward_launcher(
         tile = problem.tile("hopper_backward")
         if problem.fills_gpu("hopper_backward", tile):
             return HopperBackward(layouts, config, is_causal)
+    if "backward" in config.tiles:
+        programs = problem.programs("backward", problem.tile("backward"))
+        if (
+            programs <= ONE_LAUNCH[config.precision] * config.sm_count
+            or problem.split("backward") is not NOT_SPLIT
+        ):
+            return OneLaunchBackward(layouts, config, is_causal)
     return Backward(layouts, config, is_causal)
 
 
 def planes_run(problem: Problem) -> bool:
-    """Whether PLANES_KERNELS do, all or none: backward has to round scores as forward did."""
-    if min(problem.n_queries, problem.n_keys) < PLANES_LENGTH:
+    """Whether PLANES_KERNELS do, all or none: backward has to round scores as forward did.
+
+    The forward has the fewest programs of them.
+    """
+    config = problem.config
+    if not config.tiles.keys() >= set(PLANES_KERNELS):
         return False
-    runs = problem.config.tiles.keys()
-    return all(name in runs and problem.fills_gpu(name, problem.tile(name)) for name in PLANES_KERNELS)
+    if min(problem.n_queries, problem.n_keys) < PLANES_LENGTH[config.block_d]:
+        return False
+    return problem.fills_gpu("planes_forward", problem.tile("planes_forward"))

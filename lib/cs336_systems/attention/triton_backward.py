@@ -12,6 +12,9 @@ seven matmuls instead of the five of one fused kernel, but no two programs write
 additions, and the same bits every time. (On an H200, five matmuls with dQ added up in L2 take longer when
 written like this: see the ablation in notebook 27. hopper_backward does better.)
 
+Where those would leave SMs without a program, `backward_kernel` has both kinds of programs side by side; and
+if that is still too few, each walks over a part of its keys or queries, and `sum_kernel` adds the parts.
+
 `dkdv_kernel` works on transposed tiles (S^T = K Q^T): P^T and dS^T are then already the left operands of dV
 and dK, and never leave the registers. Tuples that functions pass on are those of triton_forward.
 """
@@ -59,16 +62,21 @@ def add_dq_tiles(
 
 
 @triton.jit
-def dq_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr,
-    stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
-    n_heads, n_queries, n_keys, scale, scale_log2,
-    CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
+def own_dq(
+    place, sources, saved, sums, output, sizes, CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, constants: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and for dkdv_kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
-    tile, batch_head, batch, head = own_tile(n_queries, n_heads, BLOCK_M, CAUSAL)
+    """dQ of a tile of queries; L in powers of two and delta for dkdv_kernel, if there is a place for them.
+
+    place: of `own_tile`. saved: (o_ptr, lse_ptr, strides of o). sums: (lse2_ptr, delta_ptr), or None.
+    output: (dq_ptr, strides of dq).
+    """
+    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, _, _ = constants
+    tile, batch_head, batch, head = place
+    q_src, do_src = sources[0], sources[3]
+    o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od = saved
+    dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd = output
+    n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2 = sizes
     head_index = (batch, head, n_heads)
 
     first_query = tile * BLOCK_M
@@ -83,39 +91,90 @@ def dq_kernel(
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lse_rows = batch_head.to(tl.int64) * n_queries + queries
     lse = tl.load(lse_ptr + lse_rows, mask=in_range, other=0.0) * LOG2E
-    tl.store(lse2_ptr + lse_rows, lse, mask=in_range)
-    tl.store(delta_ptr + lse_rows, delta, mask=in_range)
+    if sums is not None:
+        tl.store(sums[0] + lse_rows, lse, mask=in_range)
+        tl.store(sums[1] + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    unmasked, last_key = key_range(first_query, n_keys, BLOCK_M, BLOCK_N, CAUSAL)
-    saved, sources = (q, do, lse, delta), (q_src, k_src, v_src, do_src)
+    first_key, unmasked, last_key = key_range(first_query, n_keys, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
+    loaded = (q, do, lse, delta)
     rows = (first_query, n_queries, queries)
-    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     dq = add_dq_tiles(
-        dq, saved, sources, head_index, rows, (0, unmasked, n_keys), scale_log2, False, CAUSAL, constants
-    )
+        dq, loaded, sources, head_index, rows, (first_key, unmasked, n_keys), scale_log2, False, CAUSAL,
+        constants,
+    )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         dq = add_dq_tiles(
-            dq, saved, sources, head_index, rows, (unmasked, last_key, n_keys), scale_log2, True, CAUSAL,
+            dq, loaded, sources, head_index, rows, (unmasked, last_key, n_keys), scale_log2, True, CAUSAL,
             constants,
         )  # fmt: skip
+    if SPLIT:
+        inside = inside & (first_key < last_key)
+        dq_ptr += (tl.program_id(1) * part_queries).to(tl.int64) * D
     dq_tile = pointers(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
     tl.store(dq_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def dq_kernel(
+    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
+    n_heads, n_queries, n_keys, scale, scale_log2,
+    CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """dQ, and for dkdv_kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
+    place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
+    saved = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od)
+    output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
+    sizes = (n_heads, n_queries, n_keys, 0, 0, scale, scale_log2)
+    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
+    own_dq(
+        place, (q_src, k_src, v_src, do_src), saved, (lse2_ptr, delta_ptr), output, sizes, CAUSAL, EVEN_KEYS,
+        False, constants,
+    )  # fmt: skip
+
+
+@triton.jit
+def query_range(
+    first_key, n_queries, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(first_query, unmasked, last_query): none before the first sees a key; all from `unmasked` on see all.
+
+    SPLIT and span as in `key_range`.
+    """
+    first_query = 0
+    unmasked = 0
+    last_query = n_queries
+    if CAUSAL:
+        first_query = first_key // BLOCK_M * BLOCK_M
+        unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
+    if SPLIT:
+        start = tl.program_id(1) * span
+        first_query = tl.maximum(first_query, start)
+        unmasked = tl.maximum(unmasked, start)
+        last_query = tl.minimum(last_query, start + span)
+    return first_query, unmasked, last_query
+
+
+@triton.jit
 def add_dkdv_tiles(
-    grads, tiles, sources, head, keys, rows, scale_log2, DIAGONAL: tl.constexpr, constants: tl.constexpr
-):
+    grads, tiles, sources, sums, head, keys, rows, scale_log2, DIAGONAL: tl.constexpr, GIVEN: tl.constexpr,
+    constants: tl.constexpr,
+):  # fmt: skip
     """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). tiles: (k, v).
 
+    GIVEN: sums are (L in powers of two, delta), as dq_kernel leaves them; else (L, o_ptr, strides of o's rows
+    and dims), of which delta is made here.
     Queries and keys outside the tensors are harmless: such a query adds zeros, because its q and dO read as
     zero, and such a key only spoils a row that is never stored.
     """
     D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
     dk, dv = grads
     k, v = tiles
-    q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr = sources
+    q_src, k_src, v_src, do_src = sources
     first_key, n_keys, columns = keys
     first_query, last_query, n_queries = rows
     for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=CHUNK > 0):
@@ -130,8 +189,15 @@ def add_dkdv_tiles(
         else:
             st = tl.dot(k, q.T, input_precision=PRECISION)
             dpt = tl.dot(v, do.T, input_precision=PRECISION)
-        lse = tl.load(lse2_ptr + queries, mask=queries < n_queries, other=0.0)
-        delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
+        lse = tl.load(sums[0] + queries, mask=queries < n_queries, other=0.0)
+        if GIVEN:
+            delta = tl.load(sums[1] + queries, mask=queries < n_queries, other=0.0)
+        else:
+            dims = tl.arange(0, BLOCK_D)
+            o_tile = sums[1] + queries[:, None].to(tl.int64) * sums[2] + dims[None, :] * sums[3]
+            o = tl.load(o_tile, mask=(queries[:, None] < n_queries) & (dims[None, :] < D), other=0.0)
+            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+            lse *= LOG2E
         if DIAGONAL:
             st = tl.where(queries[None, :] >= columns[:, None], st, -float("inf"))
         pt = tl.exp2(st * scale_log2 - lse[None, :])
@@ -139,6 +205,57 @@ def add_dkdv_tiles(
         dk = tl.dot(dst, q, dk, input_precision=PRECISION)
         dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)
     return dk, dv
+
+
+@triton.jit
+def own_dkdv(
+    place, sources, sums, outputs, sizes, CAUSAL: tl.constexpr, GIVEN: tl.constexpr, SPLIT: tl.constexpr,
+    constants: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of a tile of keys.
+
+    place: of `own_tile`. sums: of `add_dkdv_tiles`, of this head. outputs: (dk_ptr, dv_ptr, strides of each).
+    """
+    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, _, _ = constants
+    tile, _, batch, head = place
+    k_src, v_src = sources[1], sources[2]
+    dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd = outputs[:6]
+    stride_dvb, stride_dvh, stride_dvn, stride_dvd = outputs[6:]
+    n_heads, n_queries, n_keys, part_keys, span, scale, scale_log2 = sizes
+    head_index = (batch, head, n_heads)
+
+    first_key = tile * BLOCK_N
+    keys = first_key + tl.arange(0, BLOCK_N)
+    k = load_tile(k_src, head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
+    v = load_tile(v_src, head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+
+    ours = (first_key, n_keys, keys)
+    first_query, unmasked, last_query = query_range(
+        first_key, n_queries, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
+    )
+    if CAUSAL:
+        rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
+        dk, dv = add_dkdv_tiles(
+            (dk, dv), (k, v), sources, sums, head_index, ours, rows, scale_log2, True, GIVEN, constants
+        )
+    rows = (unmasked, last_query, n_queries)
+    dk, dv = add_dkdv_tiles(
+        (dk, dv), (k, v), sources, sums, head_index, ours, rows, scale_log2, False, GIVEN, constants
+    )
+
+    dims = tl.arange(0, BLOCK_D)
+    inside = (keys[:, None] < n_keys) & (dims[None, :] < D)
+    if SPLIT:
+        start = tl.program_id(1) * span
+        inside = inside & (start < n_queries) & (first_query < start + span)
+        dk_ptr += (tl.program_id(1) * part_keys).to(tl.int64) * D
+        dv_ptr += (tl.program_id(1) * part_keys).to(tl.int64) * D
+    dk_tile = pointers(dk_ptr, batch, head, keys, dims, stride_dkb, stride_dkh, stride_dkn, stride_dkd)
+    dv_tile = pointers(dv_ptr, batch, head, keys, dims, stride_dvb, stride_dvh, stride_dvn, stride_dvd)
+    tl.store(dk_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
+    tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -151,37 +268,104 @@ def dkdv_kernel(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """dK and dV. Grid: (key tiles * batch * heads,)."""
-    tiles = tl.cdiv(n_keys, BLOCK_N)
-    first_key = tl.program_id(0) % tiles * BLOCK_N  # causal: the first keys have the most queries
-    batch_head = tl.program_id(0) // tiles
-    batch = batch_head // n_heads
-    head = batch_head % n_heads
-    head_index = (batch, head, n_heads)
-    lse2_ptr += batch_head.to(tl.int64) * n_queries
-    delta_ptr += batch_head.to(tl.int64) * n_queries
-
-    keys = first_key + tl.arange(0, BLOCK_N)
-    k = load_tile(k_src, head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
-    v = load_tile(v_src, head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-
-    sources = (q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr)
-    ours = (first_key, n_keys, keys)
+    place = own_tile(tl.program_id(0), n_keys, n_heads, BLOCK_N, False)  # the first keys have most queries
+    first_row = place[1].to(tl.int64) * n_queries
+    outputs = (dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,
+               stride_dvb, stride_dvh, stride_dvn, stride_dvd)  # fmt: skip
+    sizes = (n_heads, n_queries, n_keys, 0, 0, scale, scale_log2)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    unmasked = 0
-    if CAUSAL:  # the tiles that the diagonal crosses, then those under it
-        unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
-        rows = (first_key // BLOCK_M * BLOCK_M, tl.minimum(unmasked, n_queries), n_queries)
-        dk, dv = add_dkdv_tiles(
-            (dk, dv), (k, v), sources, head_index, ours, rows, scale_log2, True, constants
-        )
-    rows = (unmasked, n_queries, n_queries)
-    dk, dv = add_dkdv_tiles((dk, dv), (k, v), sources, head_index, ours, rows, scale_log2, False, constants)
+    own_dkdv(
+        place, (q_src, k_src, v_src, do_src), (lse2_ptr + first_row, delta_ptr + first_row), outputs, sizes,
+        CAUSAL, True, False, constants,
+    )  # fmt: skip
 
+
+@triton.jit
+def backward_kernel(
+    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr,
+    stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
+    stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    n_heads, n_queries, n_keys, part_queries, part_keys, span, scale, scale_log2,
+    CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV in one launch. Grid: ((query tiles + key tiles) * batch * heads, parts).
+
+    The last programs own keys, and make delta themselves: nobody waits for anybody. With SPLIT a program
+    walks over `span` rows, and what it writes is its part of (parts, batch, heads, n, d), for sum_kernel.
+    """
+    sources = (q_src, k_src, v_src, do_src)
+    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
+    key_programs = tl.cdiv(n_keys, BLOCK_N) * (part_keys // n_keys)
+    query_programs = tl.num_programs(0) - key_programs
+    if tl.program_id(0) < query_programs:
+        place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
+        saved = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od)
+        output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
+        sizes = (n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2)
+        own_dq(place, sources, saved, None, output, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
+    else:
+        key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, BLOCK_N, False)
+        o_head = o_ptr + key_place[2].to(tl.int64) * stride_ob + key_place[3].to(tl.int64) * stride_oh
+        sums = (lse_ptr + key_place[1].to(tl.int64) * n_queries, o_head, stride_on, stride_od)
+        outputs = (dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,
+                   stride_dvb, stride_dvh, stride_dvn, stride_dvd)  # fmt: skip
+        key_sizes = (n_heads, n_queries, n_keys, part_keys, span, scale, scale_log2)
+        own_dkdv(key_place, sources, sums, outputs, key_sizes, CAUSAL, False, SPLIT, constants)
+
+
+@triton.jit
+def add_parts(
+    parts_ptr, output, place, first_part, last_part, n_rows, part_rows,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One tile of ROWS rows of the sum over parts. output: (ptr, strides)."""
+    ptr, stride_b, stride_h, stride_n, stride_d = output
+    tile, batch_head, batch, head = place
+    rows = tile * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
-    inside = (keys[:, None] < n_keys) & (dims[None, :] < D)
-    dk_tile = pointers(dk_ptr, batch, head, keys, dims, stride_dkb, stride_dkh, stride_dkn, stride_dkd)
-    dv_tile = pointers(dv_ptr, batch, head, keys, dims, stride_dvb, stride_dvh, stride_dvn, stride_dvd)
-    tl.store(dk_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
-    tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=inside)
+    inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
+    part_size = tl.cast(part_rows, tl.int64) * D
+    tile_rows = batch_head.to(tl.int64) * n_rows + rows
+    part = parts_ptr + first_part * part_size + tile_rows[:, None] * D + dims[None, :]
+    total = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for _ in tl.range(first_part, last_part):
+        total += tl.load(part, mask=inside, other=0.0)
+        part += part_size
+    out_tile = pointers(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d)
+    tl.store(out_tile, total.to(ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def sum_kernel(
+    dq_parts_ptr, dk_parts_ptr, dv_parts_ptr, dq_ptr, dk_ptr, dv_ptr,
+    stride_dqb, stride_dqh, stride_dqn, stride_dqd,
+    stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    n_heads, n_queries, n_keys, part_queries, part_keys, span,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV of their parts, added in order: the same bits every time.
+
+    BLOCK_M, BLOCK_N: queries and keys that programs owned which wrote the parts; multiples of ROWS. Grid:
+    ((tiles of ROWS queries + tiles of ROWS keys) * batch * heads,).
+    """
+    key_programs = tl.cdiv(n_keys, ROWS) * (part_keys // n_keys)
+    query_programs = tl.num_programs(0) - key_programs
+    if tl.program_id(0) < query_programs:
+        place = own_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
+        first_query = place[0] * ROWS // BLOCK_M * BLOCK_M
+        _, _, last_key = key_range(first_query, n_keys, span, BLOCK_M, 1, CAUSAL, False)
+        output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
+        last_part = tl.cdiv(last_key, span)
+        add_parts(dq_parts_ptr, output, place, 0, last_part, n_queries, part_queries, D, BLOCK_D, ROWS)
+    else:
+        key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, ROWS, False)
+        first_key = key_place[0] * ROWS // BLOCK_N * BLOCK_N
+        first_row, _, _ = query_range(first_key, n_queries, span, 1, BLOCK_N, CAUSAL, False)
+        parts = first_row // span, tl.cdiv(n_queries, span)
+        dk = (dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd)
+        dv = (dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd)
+        add_parts(dk_parts_ptr, dk, key_place, parts[0], parts[1], n_keys, part_keys, D, BLOCK_D, ROWS)
+        add_parts(dv_parts_ptr, dv, key_place, parts[0], parts[1], n_keys, part_keys, D, BLOCK_D, ROWS)

@@ -14,6 +14,9 @@ Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has TMA
 then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
 either way. (On Hopper, hopper_forward does the same for 16 bits, float32_planes for long float32 sequences.)
 
+Where there are fewer programs than SMs, several share a tile of queries, each with a part of the keys
+(SPLIT), and `merge_kernel` puts their parts of O and L together, as in Flash-Decoding (Dao et al. 2023).
+
 CHUNK is for float32 without TF32 ("ieee"), where Triton splits each operand of a matmul in registers, into
 two or three parts. Scores sum over the whole head size, and their operands would take more registers than
 there are: with CHUNK those are loaded and multiplied so many dimensions at a time. (Once more, that is, in
@@ -73,31 +76,41 @@ def matmul_in_chunks(
 
 
 @triton.jit
-def own_tile(n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+def own_tile(program, n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
     """(tile, batch * n_heads + head, batch, head) of this program.
 
     LAST_FIRST: of causal queries the last see the most keys, and the short rows fill the gaps at the end.
     """
     tiles = tl.cdiv(n_rows, BLOCK)
-    tile = tl.program_id(0) % tiles
+    tile = program % tiles
     if LAST_FIRST:
         tile = tiles - 1 - tile
-    batch_head = tl.program_id(0) // tiles
+    batch_head = program // tiles
     return tile, batch_head, batch_head // n_heads, batch_head % n_heads
 
 
 @triton.jit
-def key_range(first_query, n_keys, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """(unmasked, last_key): all queries of the tile see keys [0, unmasked), none sees those from last_key on.
+def key_range(
+    first_query, n_keys, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(first_key, unmasked, last_key): all queries of the tile see the keys of this program from first_key to
+    unmasked, none sees those from last_key on.
 
-    Only the tiles of keys between the two pay for a mask.
+    Only the tiles of keys between the last two pay for a mask. If the keys are split, a program has at most
+    `span` of them, or none at all: then first_key is not below last_key.
     """
+    first_key = 0
     unmasked = n_keys // BLOCK_N * BLOCK_N
     last_key = n_keys
     if CAUSAL:
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
-    return unmasked, last_key
+    if SPLIT:
+        first_key = tl.program_id(1) * span
+        last_key = tl.minimum(last_key, first_key + span)
+        unmasked = tl.maximum(tl.minimum(unmasked, last_key), first_key)
+    return first_key, unmasked, last_key
 
 
 @triton.jit
@@ -145,13 +158,17 @@ def attend(
 @triton.jit
 def forward_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
-    n_heads, n_queries, n_keys, scale_log2,
+    n_heads, n_queries, n_keys, part_queries, span, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
+    CHUNK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, n_queries, d), L (batch * heads, n_queries). Grid: (query tiles * batch * heads,)."""
-    tile, batch_head, batch, head = own_tile(n_queries, n_heads, BLOCK_M, CAUSAL)
+    """O (batch, heads, n_queries, d), L (batch * heads, n_queries).
+
+    Grid: (query tiles * batch * heads, parts). With SPLIT a program has `span` keys, and what it writes is
+    its part of (parts, batch, heads, n_queries, d) and (parts, batch * heads, n_queries), for merge_kernel.
+    """
+    tile, batch_head, batch, head = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
     head_index = (batch, head, n_heads)
 
     first_query = tile * BLOCK_M
@@ -161,13 +178,13 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], -float("inf"), tl.float32)
 
-    unmasked, last_key = key_range(first_query, n_keys, BLOCK_M, BLOCK_N, CAUSAL)
+    first_key, unmasked, last_key = key_range(first_query, n_keys, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
     sources = (q_src, k_src, v_src)
     rows = (first_query, n_queries, queries)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     acc, total, m = attend(
-        (acc, total, m), q, sources, head_index, rows, (0, unmasked, n_keys), scale_log2, False, CAUSAL,
-        constants,
+        (acc, total, m), q, sources, head_index, rows, (first_key, unmasked, n_keys), scale_log2, False,
+        CAUSAL, constants,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         acc, total, m = attend(
@@ -176,6 +193,11 @@ def forward_kernel(
         )  # fmt: skip
 
     in_range = queries < n_queries
+    if SPLIT:
+        in_range = in_range & (first_key < last_key)
+        total = tl.where(first_key < last_key, total, 1.0)
+        lse_ptr += tl.program_id(1) * part_queries
+        o_ptr += (tl.program_id(1) * part_queries).to(tl.int64) * D
     lse = (m + tl.log2(total)) * LN2
     tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, lse, mask=in_range)
     o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
@@ -183,3 +205,41 @@ def forward_kernel(
     o_tile = o_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
     o_tile += queries[:, None].to(tl.int64) * stride_on + dims[None, :] * stride_od
     tl.store(o_tile, o, mask=in_range[:, None] & (dims[None, :] < D))
+
+
+@triton.jit
+def merge_kernel(
+    o_parts_ptr, lse_parts_ptr, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
+    n_heads, n_queries, n_keys, part_queries, span,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """O and L of the parts of them: by the online softmax, of which each part is one step.
+
+    BLOCK_M: of the kernel that wrote the parts; a multiple of ROWS. Grid: (tiles of ROWS * batch * heads,).
+    """
+    tile, batch_head, batch, head = own_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
+    queries = tile * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
+    in_range = queries < n_queries
+    inside = in_range[:, None] & (dims[None, :] < D)
+    _, _, last_key = key_range(tile * ROWS // BLOCK_M * BLOCK_M, n_keys, span, BLOCK_M, 1, CAUSAL, False)
+    rows = batch_head.to(tl.int64) * n_queries + queries
+    lse_part = lse_parts_ptr + rows
+    o_part = o_parts_ptr + rows[:, None] * D + dims[None, :]
+    part_size = tl.cast(part_queries, tl.int64)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    m = tl.full([ROWS], -float("inf"), tl.float32)
+    for _ in tl.range(0, tl.cdiv(last_key, span)):
+        lse = tl.load(lse_part, mask=in_range, other=0.0)
+        m_new = tl.maximum(m, lse)
+        weight = tl.exp(lse - m_new)
+        correction = tl.exp(m - m_new)
+        acc = acc * correction[:, None] + tl.load(o_part, mask=inside, other=0.0) * weight[:, None]
+        total = total * correction + weight
+        m = m_new
+        lse_part += part_size
+        o_part += part_size * D
+    tl.store(lse_ptr + rows, m + tl.log(total), mask=in_range)
+    o_tile = pointers(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od)
+    tl.store(o_tile, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=inside)
