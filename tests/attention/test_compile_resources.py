@@ -13,7 +13,8 @@ from cs336_systems.bench import kernel_resources
 from cs336_systems.bench.kernel_resources import shipped_tiles
 
 SMALLEST_SHARED_MEMORY = 101_376
-SPILLING = {("planes_dkdv", 128)}  # and the fastest of its tiles all the same
+# And the fastest of their tiles all the same. Of the forward's it is the split form, and 64 bytes at most.
+SPILLING = {("planes_dkdv", 128), ("backward", 128), ("forward", 64), ("forward", 128)}
 SAMPLE = [("hopper_backward", "bfloat16", 128, 90), ("dq", "tf32", 64, 100), ("dkdv", "float32", 64, 80)]
 
 
@@ -45,4 +46,4 @@ def test_the_compiler_says_again_what_the_rows_say():
 
 def test_what_does_not_compile_is_an_error():
     with pytest.raises(RuntimeError, match="compiling ahead of time failed"):
-        compile_tiles([("forward", "bfloat16", 500, 80)])
+        compile_tiles([("forward", "bfloat16", 64, 20)])  # of no GPU that Triton knows

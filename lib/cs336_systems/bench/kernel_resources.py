@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.attention.compile_resources import SHARED_LIMIT, compile_tiles, config_for_capability
-from cs336_systems.attention.config import HOPPER_KERNELS, KERNELS
+from cs336_systems.attention.config import GLUON_KERNELS, HOPPER_KERNELS, KERNELS, PLANES_KERNELS
 from cs336_systems.measure import load_rows, save_rows
 from cs336_systems.names import check_choice
 
@@ -63,7 +63,9 @@ def shipped_tiles() -> pd.DataFrame:
 if __name__ == "__main__":
     for rows in itertools.chain(
         sweep_resources(CAPABILITIES),
-        sweep_resources([90], kernels=KERNELS, dtypes=["float32"], d_heads=SMALL_HEAD_SIZES),
-        sweep_resources([90], kernels=HOPPER_KERNELS, dtypes=["bfloat16"], d_heads=SMALL_HEAD_SIZES),
+        sweep_resources(
+            [90], kernels=(*KERNELS, *PLANES_KERNELS), dtypes=["float32"], d_heads=SMALL_HEAD_SIZES
+        ),
+        sweep_resources([90], kernels=GLUON_KERNELS, dtypes=["bfloat16"], d_heads=SMALL_HEAD_SIZES),
     ):
         print(save_rows(rows, **PLACE))

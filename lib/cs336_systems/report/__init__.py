@@ -6,7 +6,7 @@ __getattr__, __all__ = lazy_exports(
     __name__,
     {
         "answers": "Claim answer between claim gib ms note_kernels one percent plural ratio_text show_source",
-        "baseline_tables": "FEW HOST SLOW ablation fallen_short fastest_baseline grouped host_bound",
+        "baseline_tables": "HOST KERNELS ablation fallen_short fastest_baseline grouped host_bound",
         "compare": "beside_reference longest_warmup published_rows side_by_side times_in with_model "
         "with_wrapper",
         "ddp_tables": "fastest fit_collective of_run on_gpus stages strong_and_weak",

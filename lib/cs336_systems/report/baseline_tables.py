@@ -1,6 +1,6 @@
 """Ours beside the fastest of its baselines and why it falls short; what each technique gained."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pandas as pd
@@ -11,8 +11,7 @@ from cs336_systems.report.labels import significant
 _SERIES = ["dtype", "num_heads", "batch_size", "d_head"]
 _SIZE = [*_SERIES, "context_length", "pass"]
 
-# Why a cell falls short. SLOW: also where there are programs for every SM.
-HOST, FEW, SLOW = "host-bound", "too few programs", "slower kernels"
+HOST, KERNELS = "host-bound", "slower kernels"  # why a cell falls short
 
 
 def host_bound(rows: pd.DataFrame) -> pd.Series:
@@ -66,30 +65,15 @@ def fastest_baseline(rows: pd.DataFrame, ours: str, baselines: Iterable[str]) ->
     return both.reset_index().sort_values(_SIZE, ignore_index=True)
 
 
-def fallen_short(lines: pd.DataFrame, programs: Callable[[Any], int], sm_count: int) -> pd.DataFrame:
-    """The lines at which ours is slower or has no time, each with its `reason`.
-
-    HOST where ours is host-bound. Else it is the kernels: SLOW where ours is slower at the longest
-    sequence too, FEW where a sequence makes fewer programs than there are SMs.
+def fallen_short(lines: pd.DataFrame) -> pd.DataFrame:
+    """The lines at which ours is slower or has no time, each with its `reason`: HOST, KERNELS or its failure.
 
     Args:
-        lines: of `fastest_baseline`, all lengths of a size together.
-        programs: that a line's forward kernel launches.
-        sm_count: the GPU's streaming multiprocessors.
+        lines: of `fastest_baseline`.
     """
-    series = lines.sort_values("context_length").groupby([*_SERIES, "pass"])
-    lines = lines.assign(last_ratio=series["ratio"].transform("last"))
     short = lines[(lines["ratio"] < 1) | (lines["failure"] != "")]
-    reasons = [_why_short(line, programs(line) < sm_count) for line in short.to_dict("records")]
-    return short.assign(reason=pd.Series(reasons, short.index, dtype=object)).drop(columns="last_ratio")
-
-
-def _why_short(line: Any, few: bool) -> str:
-    if line["failure"] or line["host_bound"]:
-        return f"ours: {line['failure']}" if line["failure"] else HOST
-    if line["last_ratio"] < 1:
-        return f"{SLOW}, {FEW}" if few else SLOW
-    return FEW if few else SLOW
+    reason = short["host_bound"].map({True: HOST, False: KERNELS}).astype(object)
+    return short.assign(reason=reason.where(short["failure"] == "", "ours: " + short["failure"]))
 
 
 def grouped(short: pd.DataFrame) -> pd.DataFrame:
