@@ -36,6 +36,8 @@ NAMES = [
     ("void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<pytorch_flash::Flash_bwd<64> >()",
      "attention", "flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel"),
     ("hopper_backward_kernel", "attention", "hopper_backward_kernel"),
+    ("planes_dkdv_kernel", "attention", "planes_dkdv_kernel"),
+    ("merge_kernel", "attention", "merge_kernel"),
     ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication",
      "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
     ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 8>(float*)", "softmax",

@@ -1,13 +1,14 @@
 """How tensors of a dtype and head size are worked on by a GPU: the kernels, their tiles, TMA or pointers.
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
-No tile spills registers but one, as notebook 24 compiles them: Hopper's own kernels in every form, the others
-causal (one of "ieee" 40 bytes with Triton 3.6, none with 3.7). In their other forms a few of "ieee" spill up
-to 24 bytes. The one is planes_dkdv's for heads of 128, about 1 kB a thread: two others, which spill half as
-much, took 1.36 times as long, and the same kernel in Gluon, without spills, 1.15 times. Hopper's were chosen
-by measurements on an H200; dq and dkdv, which run there on short sequences, are within 11 % of the fastest
-(notebook 26 has the study). The portable ones, for all other GPUs, were only compiled: they fit the 99 KiB of
-shared memory that a block has on the smallest of them.
+Hardly a tile spills registers, as notebook 24 compiles them: Hopper's own kernels in every form, the others
+causal. In their other forms a few of "ieee" spill up to 24 bytes, and up to 64 where the forward's walk is
+split. Two do, of heads of 128 in "ieee", and are the fastest all the same: planes_dkdv's, about 1 kB a thread
+(two others, which spill half as much, took 1.36 times as long, and the same kernel in Gluon, without spills,
+1.15 times), and backward's, 680 bytes (another, which spills 108, took 1.4 times as long). Hopper's were
+chosen by measurements on an H200; dq and dkdv are within a fifth of the fastest there (notebook 26 has the
+study). The portable ones, for all other GPUs, were only compiled: they fit the 99 KiB of shared memory that a
+block has on the smallest.
 """
 
 from dataclasses import dataclass, replace
@@ -58,7 +59,7 @@ class Tile:
 # (or PROGRAMS_PER_SM) runs, else the last: in "ieee" matmuls are so slow that an SM at work counts for more
 # than a large tile. Measured on an H200, one head of 1,024 and 4,096 tokens: the last takes 0.43 to 0.88 of
 # the first one's time. (Heads of 16 have one: small tiles took longer there.) Chunks smaller than the
-# head are the same in all three kernels: rounded in another order, scores of 100 and more would no longer fit
+# head are the same in all kernels: rounded in another order, scores of 100 and more would no longer fit
 # the sums that the forward left. HOPPER_KERNELS have tiles for just these head sizes; where it has one,
 # "hopper_forward" runs in place of "forward". Its largest takes all registers of an SM; with 128 registers
 # two programs share one, which gains nothing where they end at different times, as causal ones do.

@@ -258,37 +258,34 @@ class Problem:
             self.descriptors(name, tile),
         )
 
-    def prepare_forward(self, name: str, function: Any, o: Layout) -> None:
-        """Make what `attend` launches."""
-        split = self.split(name)
-        self.parts, self.add = split.parts, None
-        self.launch = self.kernel(name, function, split, o=o if split is NOT_SPLIT else contiguous(o))
-        if split is not NOT_SPLIT:
-            programs = triton.cdiv(self.n_queries, PARTS_ROWS) * self.batch * self.heads, 1
-            arguments = self.arguments(self.tile(name), split, o=o)
-            self.add = KernelLaunch(merge_kernel, programs, arguments, PARTS_TILE)
+    def prepare_parts(
+        self, function: Any, split: Split, rows: Sequence[int], owned: Tile, **outputs: Layout
+    ) -> dict[str, Layout]:
+        """Prepare to add parts of outputs that have so many rows.
 
-    def attend(self, *tensors: Tensor) -> None:
-        """Called with what the kernel loads, o and L."""
+        Args:
+            function: the kernel that adds them.
+            owned: queries and keys of the programs that write them.
+
+        Returns:
+            The layouts in which those write: one part's, or the outputs' own if nothing is split.
+        """
+        self.parts, self.add = split.parts, None
+        if split is NOT_SPLIT:
+            return outputs
+        programs = sum(triton.cdiv(n, PARTS_ROWS) for n in rows) * self.batch * self.heads
+        self.add = KernelLaunch(function, (programs, 1), self.arguments(owned, split, **outputs), PARTS_TILE)
+        return {name: contiguous(each) for name, each in outputs.items()}
+
+    def parts_of(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What the programs write: parts of the outputs, or these themselves."""
         if self.add is None:
-            self.launch(*tensors)
-            return
-        *inputs, o, lse = tensors
-        o_parts, lse_parts = self.empty_parts(o, lse)
-        self.launch(*inputs, o_parts, lse_parts)
-        self.add(o_parts, lse_parts, o, lse)
+            return outputs
+        return [x.new_empty((self.parts, *x.shape), dtype=torch.float32) for x in outputs]
 
-    def prepare_sum(self, split: Split, owned: Tile, **layouts: Layout) -> None:
-        """Make what `add_gradients` launches. owned: rows of queries and of keys that programs own."""
-        self.parts, self.add = split.parts, None
-        if split is not NOT_SPLIT:
-            tiles = triton.cdiv(self.n_queries, PARTS_ROWS) + triton.cdiv(self.n_keys, PARTS_ROWS)
-            programs = tiles * self.batch * self.heads, 1
-            arguments = self.arguments(owned, split, **layouts)
-            self.add = KernelLaunch(sum_kernel, programs, arguments, PARTS_TILE)
-
-    def empty_parts(self, *tensors: Tensor) -> list[Tensor]:
-        return [x.new_empty((self.parts, *x.shape), dtype=torch.float32) for x in tensors]
+    def add_parts(self, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if self.add is not None:
+            self.add(*parts, *outputs)
 
     def with_copies(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """The tensors, those that the kernels cannot load from replaced by copies."""
@@ -311,10 +308,15 @@ class Forward(Problem):
             from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 
             self.name, function = "hopper_forward", hopper_forward_kernel
-        self.prepare_forward(self.name, function, o)
+        split = self.split(self.name)
+        written = self.prepare_parts(merge_kernel, split, [self.n_queries], self.tile(self.name), o=o)
+        self.launch = self.kernel(self.name, function, split, **written)
 
     def __call__(self, *tensors: Tensor) -> None:
-        self.attend(*self.with_copies(tensors))
+        *inputs, o, lse = self.with_copies(tensors)
+        parts = self.parts_of((o, lse))
+        self.launch(*inputs, *parts)
+        self.add_parts(parts, (o, lse))
 
 
 class Backward(Problem):
@@ -339,20 +341,15 @@ class OneLaunchBackward(Problem):
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o, dq, dk, dv = layouts
         super().__init__(inputs, config, is_causal)
-        split, written = self.split("backward"), {"dq": dq, "dk": dk, "dv": dv}
-        self.prepare_sum(split, self.tile("backward"), **written)
-        if split is not NOT_SPLIT:
-            written = {name: contiguous(each) for name, each in written.items()}
+        split, rows = self.split("backward"), (self.n_queries, self.n_keys)
+        written = self.prepare_parts(sum_kernel, split, rows, self.tile("backward"), dq=dq, dk=dk, dv=dv)
         self.launch = self.kernel("backward", backward_kernel, split, o=o, **written)
 
     def __call__(self, *tensors: Tensor) -> None:
-        *inputs, dq, dk, dv = self.with_copies(tensors)
-        if self.add is None:
-            self.launch(*inputs, dq, dk, dv)
-            return
-        parts = self.empty_parts(dq, dk, dv)
-        self.launch(*inputs, *parts)
-        self.add(*parts, dq, dk, dv)
+        q, k, v, do, o, lse, *gradients = self.with_copies(tensors)
+        parts = self.parts_of(gradients)
+        self.launch(q, k, v, do, o, lse, *parts)
+        self.add_parts(parts, gradients)
 
 
 class HopperBackward(Problem):
@@ -421,10 +418,14 @@ class PlanesForward(Planes):
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o = layouts
         super().__init__(inputs, config, is_causal)
-        self.prepare_forward("planes_forward", planes_forward_kernel, o)
+        split, tile = self.split("planes_forward"), self.tile("planes_forward")
+        written = self.prepare_parts(merge_kernel, split, [self.n_queries], tile, o=o)
+        self.launch = self.kernel("planes_forward", planes_forward_kernel, split, **written)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
-        self.attend(*self.planes(q, k, v), o, lse)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *outputs: Tensor) -> None:
+        parts = self.parts_of(outputs)
+        self.launch(*self.planes(q, k, v), *parts)
+        self.add_parts(parts, outputs)
 
 
 class PlanesBackward(Planes):
@@ -433,23 +434,20 @@ class PlanesBackward(Planes):
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o, dq, dk, dv = layouts
         super().__init__(inputs, config, is_causal)
-        split = self.split("planes_dkdv")
+        split, rows = self.split("planes_dkdv"), (self.n_queries, self.n_keys)
         owned = replace(self.tile("planes_dkdv"), block_m=self.tile("planes_dq").block_m)
-        self.prepare_sum(split, owned, dq=dq, dk=dk, dv=dv)
-        if split is not NOT_SPLIT:
-            dq, dk, dv = map(contiguous, (dq, dk, dv))
-        self.dq = self.kernel("planes_dq", planes_dq_kernel, split, o=o, do=inputs[3], dq=dq)
-        self.dkdv = self.kernel("planes_dkdv", planes_dkdv_kernel, split, dk=dk, dv=dv)
+        written = self.prepare_parts(sum_kernel, split, rows, owned, dq=dq, dk=dk, dv=dv)
+        self.dq = self.kernel("planes_dq", planes_dq_kernel, split, o=o, do=inputs[3], **written)
+        self.dkdv = self.kernel("planes_dkdv", planes_dkdv_kernel, split, **written)
 
     def __call__(self, *tensors: Tensor) -> None:
         q, k, v, do, o, lse, *gradients = tensors
         lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
         planes = self.planes(q, k, v, do)
-        dq, dk, dv = written = gradients if self.add is None else self.empty_parts(*gradients)
+        dq, dk, dv = parts = self.parts_of(gradients)
         self.dq(*planes, o, do, lse, lse2, delta, dq)
         self.dkdv(*planes, lse2, delta, dk, dv)
-        if self.add is not None:
-            self.add(*written, *gradients)
+        self.add_parts(parts, gradients)
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,9 @@ CLASSES = (
 _PATTERNS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_coalesced|multimem|gloo"),
     ("attention", r"flash|fmha|sdpa|attention|attn|mem_?eff"),
-    ("attention", r"^(hopper_)?(forward|backward|dq|dkdv|bwd_preprocess|bwd_postprocess)_kernel$"),  # ours
+    # Ours: what attends, and what prepares and adds up for it.
+    ("attention", r"^((hopper|planes)_)?(forward|backward|dq|dkdv)_kernel$"),
+    ("attention", r"^(bwd_preprocess|bwd_postprocess|split|merge|sum)_kernel$"),
     ("optimizer", r"multi_tensor_apply|_foreach_|fused_?adam|addcdiv|addcmul|lerp"),
     ("matmul", r"gemm|gemv|nvjet|wgmma|splitkreduce|cutlass_\d+_|triton_tem_|triton_mm"),
     ("matmul", r"^aten::(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|mkldnn_\w+|_scaled_mm|linear|matmul)$"),
