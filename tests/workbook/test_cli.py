@@ -1,6 +1,8 @@
 """The commands as a person types them, with the executions left out."""
 
 import os
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -27,6 +29,14 @@ def folder(tmp_path, write_notebook, monkeypatch):
 def test_list_shows_parameters_with_defaults_and_comments(folder, capsys):
     assert commands.main(["list"]) == 0
     assert "edition = 2025  # edition of the assignment" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    command = [sys.executable, "-m", "cs336_systems", "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
 
 
 @pytest.mark.parametrize(("gpus", "planned"), [(0, "11_one"), (1, "12_two"), (2, "")])
