@@ -142,6 +142,9 @@ def test_walks_are_split_while_sms_have_no_programs(sizes, parts):
         ({"n": 1024, "heads": 16}, Backward),
         ({"n": 16_384}, OneLaunchBackward),  # 512, split
         ({"n": 256, "heads": 16, "dtype": torch.float32}, Backward),
+        ({"n": 256, "dtype": torch.float32}, OneLaunchBackward),  # split
+        ({"n": 128, "dtype": torch.float32}, Backward),  # scores in chunks
+        ({"n": 128, "d": 16, "dtype": torch.float32}, OneLaunchBackward),
         ({"n": 512, "d": 256}, Backward),
         ({"n": 512, "capability": AMPERE, "heads": 64}, Backward),
     ],

@@ -490,11 +490,10 @@ def backward_launcher(
         if problem.fills_gpu("hopper_backward", tile):
             return HopperBackward(layouts, config, is_causal)
     if "backward" in config.tiles:
-        programs = problem.programs("backward", problem.tile("backward"))
-        if (
-            programs <= ONE_LAUNCH[config.precision] * config.sm_count
-            or problem.split("backward") is not NOT_SPLIT
-        ):
+        tile = problem.tile("backward")
+        few = problem.programs("backward", tile) <= ONE_LAUNCH[config.precision] * config.sm_count
+        # Unsplit, two launches of small tiles take less time than one of tiles that make scores in chunks.
+        if problem.split("backward") is not NOT_SPLIT or (few and not tile.chunk):
             return OneLaunchBackward(layouts, config, is_causal)
     return Backward(layouts, config, is_causal)
 
