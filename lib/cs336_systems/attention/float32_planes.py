@@ -19,8 +19,8 @@ its planes; in memory, a tensor (batch, heads * 3, n, d). What functions pass on
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_backward import LOG2E, query_range
-from cs336_systems.attention.triton_forward import LN2, key_range, own_tile, pointers
+from cs336_systems.attention.triton_backward import probabilities, query_range
+from cs336_systems.attention.triton_forward import key_range, logsumexp, own_tile, pointers, softmax_step
 
 
 @triton.jit
@@ -138,20 +138,17 @@ def attend(
         s = matmul(q, transposed(k))
         if MASKED:
             s = hide(s, queries, start, n_keys, BLOCK_N, CAUSAL)
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-        p = tl.exp2(s * scale_log2 - m_new[:, None])
-        correction = tl.exp2(m - m_new)
+        p, correction, m = softmax_step(s, m, scale_log2, True)
         total = total * correction + tl.sum(p, 1)
         v = load_planes(v_src, head, start, BLOCK_N, BLOCK_D)
         acc = acc * correction[:, None] + matmul(split(p, v[0].dtype), v)
-        m = m_new
     return acc, total, m
 
 
 @triton.jit
 def planes_forward_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
-    n_heads, n_queries, n_keys, part_queries, span, scale_log2,
+    n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -185,7 +182,7 @@ def planes_forward_kernel(
         total = tl.where(first_key < last_key, total, 1.0)
         lse_ptr += tl.program_id(1) * part_queries
         o_ptr += (tl.program_id(1) * part_queries).to(tl.int64) * D
-    lse = (m + tl.log2(total)) * LN2
+    lse = logsumexp(m, total, scale, True)
     tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, lse, mask=in_range)
     o = acc / total[:, None]
     dims = tl.arange(0, BLOCK_D)
@@ -196,10 +193,10 @@ def planes_forward_kernel(
 
 @triton.jit
 def add_dq_tiles(
-    dq, saved, sources, head, queries, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    dq, saved, sources, head, queries, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse in powers of two, delta)."""
+    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse, delta)."""
     q, do, lse, delta = saved
     k_src, v_src = sources
     first_key, last_key, n_keys = keys
@@ -209,7 +206,7 @@ def add_dq_tiles(
         s = matmul(q, transposed(k))
         if MASKED:
             s = hide(s, queries, start, n_keys, BLOCK_N, CAUSAL)
-        p = tl.exp2(s * scale_log2 - lse[:, None])
+        p = probabilities(s, lse[:, None], scale, True)
         dp = matmul(do, transposed(load_planes(v_src, head, start, BLOCK_N, BLOCK_D)))
         ds = p * (dp - delta[:, None])
         dq += matmul(split(ds, k[0].dtype), k)
@@ -218,17 +215,14 @@ def add_dq_tiles(
 
 @triton.jit
 def planes_dq_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, do_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    q_src, k_src, v_src, do_src, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
     stride_ob, stride_oh, stride_on, stride_od, stride_dob, stride_doh, stride_don, stride_dod,
     stride_dqb, stride_dqh, stride_dqn, stride_dqd,
-    n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2,
+    n_heads, n_queries, n_keys, part_queries, span, scale,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """dQ or parts of it, and for planes_dkdv_kernel delta and L in powers of two.
-
-    Grid: (query tiles * batch * heads, parts).
-    """
+    """dQ or parts of it, and delta for planes_dkdv_kernel. Grid: (query tiles * batch * heads, parts)."""
     tile, batch_head, batch, head = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
     planes = (batch, head * 3)
 
@@ -241,8 +235,7 @@ def planes_dq_kernel(
     do_tile = pointers(do_ptr, batch, head, queries, dims, stride_dob, stride_doh, stride_don, stride_dod)
     delta = tl.sum(tl.load(o_tile, mask=inside, other=0.0) * tl.load(do_tile, mask=inside, other=0.0), 1)
     lse_rows = batch_head.to(tl.int64) * n_queries + queries
-    lse = tl.load(lse_ptr + lse_rows, mask=in_range, other=0.0) * LOG2E
-    tl.store(lse2_ptr + lse_rows, lse, mask=in_range)
+    lse = tl.load(lse_ptr + lse_rows, mask=in_range, other=0.0)
     tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     q = load_planes(q_src, planes, first_query, BLOCK_M, BLOCK_D)
     do = load_planes(do_src, planes, first_query, BLOCK_M, BLOCK_D)
@@ -252,12 +245,12 @@ def planes_dq_kernel(
     saved, sources = (q, do, lse, delta), (k_src, v_src)
     constants: tl.constexpr = (BLOCK_D, BLOCK_N)
     dq = add_dq_tiles(
-        dq, saved, sources, planes, queries, (first_key, unmasked, n_keys), scale_log2, False, CAUSAL,
+        dq, saved, sources, planes, queries, (first_key, unmasked, n_keys), scale, False, CAUSAL,
         constants,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         dq = add_dq_tiles(
-            dq, saved, sources, planes, queries, (unmasked, last_key, n_keys), scale_log2, True, CAUSAL,
+            dq, saved, sources, planes, queries, (unmasked, last_key, n_keys), scale, True, CAUSAL,
             constants,
         )  # fmt: skip
     if SPLIT:
@@ -269,7 +262,7 @@ def planes_dq_kernel(
 
 @triton.jit
 def add_dkdv_tiles(
-    grads, tiles, sources, head, columns, rows, scale_log2, DIAGONAL: tl.constexpr, constants: tl.constexpr
+    grads, tiles, sources, head, columns, rows, scale, DIAGONAL: tl.constexpr, constants: tl.constexpr
 ):
     """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). tiles: (k, v).
 
@@ -277,17 +270,17 @@ def add_dkdv_tiles(
     """
     dk, dv = grads
     k, v = tiles
-    q_src, do_src, lse2_ptr, delta_ptr = sources
+    q_src, do_src, lse_ptr, delta_ptr = sources
     first_query, last_query, n_queries = rows
     BLOCK_D, BLOCK_M = constants
     for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=True):
         queries = start + tl.arange(0, BLOCK_M)
         q = load_planes(q_src, head, start, BLOCK_M, BLOCK_D)
         st = matmul(k, transposed(q))
-        lse = tl.load(lse2_ptr + queries, mask=queries < n_queries, other=0.0)
+        lse = tl.load(lse_ptr + queries, mask=queries < n_queries, other=0.0)
         if DIAGONAL:
             st = tl.where(queries[None, :] >= columns[:, None], st, -float("inf"))
-        pt = tl.exp2(st * scale_log2 - lse[None, :])
+        pt = probabilities(st, lse[None, :], scale, True)
         do = load_planes(do_src, head, start, BLOCK_M, BLOCK_D)
         dv += matmul(split(pt, do[0].dtype), do)
         dpt = matmul(v, transposed(do))
@@ -299,9 +292,9 @@ def add_dkdv_tiles(
 
 @triton.jit
 def planes_dkdv_kernel(
-    q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_src, k_src, v_src, do_src, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    n_heads, n_queries, n_keys, part_keys, span, scale, scale_log2,
+    n_heads, n_queries, n_keys, part_keys, span, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -309,7 +302,7 @@ def planes_dkdv_kernel(
     # causal: the first keys have the most queries
     tile, batch_head, batch, head = own_tile(tl.program_id(0), n_keys, n_heads, BLOCK_N, False)
     planes = (batch, head * 3)
-    lse2_ptr += batch_head.to(tl.int64) * n_queries
+    lse_ptr += batch_head.to(tl.int64) * n_queries
     delta_ptr += batch_head.to(tl.int64) * n_queries
 
     first_key = tile * BLOCK_N
@@ -319,16 +312,16 @@ def planes_dkdv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
-    sources = (q_src, do_src, lse2_ptr, delta_ptr)
+    sources = (q_src, do_src, lse_ptr, delta_ptr)
     constants: tl.constexpr = (BLOCK_D, BLOCK_M)
     first_query, unmasked, last_query = query_range(
         first_key, n_queries, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
     )
     if CAUSAL:
         rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
-        dk, dv = add_dkdv_tiles((dk, dv), (k, v), sources, planes, keys, rows, scale_log2, True, constants)
+        dk, dv = add_dkdv_tiles((dk, dv), (k, v), sources, planes, keys, rows, scale, True, constants)
     rows = (unmasked, last_query, n_queries)
-    dk, dv = add_dkdv_tiles((dk, dv), (k, v), sources, planes, keys, rows, scale_log2, False, constants)
+    dk, dv = add_dkdv_tiles((dk, dv), (k, v), sources, planes, keys, rows, scale, False, constants)
 
     dims = tl.arange(0, BLOCK_D)
     inside = (keys[:, None] < n_keys) & (dims[None, :] < D)

@@ -330,9 +330,9 @@ class Backward(Problem):
 
     def __call__(self, *tensors: Tensor) -> None:
         q, k, v, do, o, lse, dq, dk, dv = self.with_copies(tensors)
-        lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-        self.dq(q, k, v, do, o, lse, lse2, delta, dq)
-        self.dkdv(q, k, v, do, lse2, delta, dk, dv)
+        delta = torch.empty_like(lse)
+        self.dq(q, k, v, do, o, lse, delta, dq)
+        self.dkdv(q, k, v, do, lse, delta, dk, dv)
 
 
 class OneLaunchBackward(Problem):
@@ -442,11 +442,11 @@ class PlanesBackward(Planes):
 
     def __call__(self, *tensors: Tensor) -> None:
         q, k, v, do, o, lse, *gradients = tensors
-        lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
+        delta = torch.empty_like(lse)
         planes = self.planes(q, k, v, do)
         dq, dk, dv = parts = self.parts_of(gradients)
-        self.dq(*planes, o, do, lse, lse2, delta, dq)
-        self.dkdv(*planes, lse2, delta, dk, dv)
+        self.dq(*planes, o, do, lse, delta, dq)
+        self.dkdv(*planes, lse, delta, dk, dv)
         self.add_parts(parts, gradients)
 
 

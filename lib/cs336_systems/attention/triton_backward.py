@@ -28,11 +28,17 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def probabilities(s, lse, scale, EXACT: tl.constexpr):
+    """P = exp(scale * s - L); if EXACT, scale * s - L is rounded once, where it is small."""
+    return tl.exp2((s * scale - lse) * LOG2E if EXACT else s * (scale * LOG2E) - lse * LOG2E)
+
+
+@triton.jit
 def add_dq_tiles(
-    dq, saved, sources, head, rows, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    dq, saved, sources, head, rows, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse in powers of two, delta)."""
+    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse, delta)."""
     D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
     q, do, lse, delta = saved
     q_src, k_src, v_src, do_src = sources
@@ -55,7 +61,7 @@ def add_dq_tiles(
             if CAUSAL:
                 visible = visible & (queries[:, None] >= columns[None, :])
             s = tl.where(visible, s, -float("inf"))
-        p = tl.exp2(s * scale_log2 - lse[:, None])
+        p = probabilities(s, lse[:, None], scale, PRECISION != "tf32")
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
@@ -63,12 +69,12 @@ def add_dq_tiles(
 
 @triton.jit
 def own_dq(
-    place, sources, saved, sums, output, sizes, CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr,
+    place, sources, saved, delta_ptr, output, sizes, CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr,
     SPLIT: tl.constexpr, constants: tl.constexpr,
 ):  # fmt: skip
-    """dQ of a tile of queries; L in powers of two and delta for dkdv_kernel, if there is a place for them.
+    """dQ of a tile of queries; delta for dkdv_kernel, if there is a place for it.
 
-    place: of `own_tile`. saved: (o_ptr, lse_ptr, strides of o). sums: (lse2_ptr, delta_ptr), or None.
+    place: of `own_tile`. saved: (o_ptr, lse_ptr, strides of o). delta_ptr: or None.
     output: (dq_ptr, strides of dq).
     """
     D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, _, _ = constants
@@ -76,7 +82,7 @@ def own_dq(
     q_src, do_src = sources[0], sources[3]
     o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od = saved
     dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd = output
-    n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2 = sizes
+    n_heads, n_queries, n_keys, part_queries, span, scale = sizes
     head_index = (batch, head, n_heads)
 
     first_query = tile * BLOCK_M
@@ -90,22 +96,21 @@ def own_dq(
     o = tl.load(o_tile, mask=inside, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lse_rows = batch_head.to(tl.int64) * n_queries + queries
-    lse = tl.load(lse_ptr + lse_rows, mask=in_range, other=0.0) * LOG2E
-    if sums is not None:
-        tl.store(sums[0] + lse_rows, lse, mask=in_range)
-        tl.store(sums[1] + lse_rows, delta, mask=in_range)
+    lse = tl.load(lse_ptr + lse_rows, mask=in_range, other=0.0)
+    if delta_ptr is not None:
+        tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     first_key, unmasked, last_key = key_range(first_query, n_keys, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
     loaded = (q, do, lse, delta)
     rows = (first_query, n_queries, queries)
     dq = add_dq_tiles(
-        dq, loaded, sources, head_index, rows, (first_key, unmasked, n_keys), scale_log2, False, CAUSAL,
+        dq, loaded, sources, head_index, rows, (first_key, unmasked, n_keys), scale, False, CAUSAL,
         constants,
     )  # fmt: skip
     if CAUSAL or not EVEN_KEYS:
         dq = add_dq_tiles(
-            dq, loaded, sources, head_index, rows, (unmasked, last_key, n_keys), scale_log2, True, CAUSAL,
+            dq, loaded, sources, head_index, rows, (unmasked, last_key, n_keys), scale, True, CAUSAL,
             constants,
         )  # fmt: skip
     if SPLIT:
@@ -117,22 +122,22 @@ def own_dq(
 
 @triton.jit
 def dq_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, delta_ptr, dq_ptr,
     stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
-    n_heads, n_queries, n_keys, scale, scale_log2,
+    n_heads, n_queries, n_keys, scale,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and for dkdv_kernel delta and L in powers of two. Grid: (query tiles * batch * heads,)."""
+    """dQ, and delta for dkdv_kernel. Grid: (query tiles * batch * heads,)."""
     place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
     saved = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od)
     output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
-    sizes = (n_heads, n_queries, n_keys, 0, 0, scale, scale_log2)
+    sizes = (n_heads, n_queries, n_keys, 0, 0, scale)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     own_dq(
-        place, (q_src, k_src, v_src, do_src), saved, (lse2_ptr, delta_ptr), output, sizes, CAUSAL, EVEN_KEYS,
-        False, constants,
+        place, (q_src, k_src, v_src, do_src), saved, delta_ptr, output, sizes, CAUSAL, EVEN_KEYS, False,
+        constants,
     )  # fmt: skip
 
 
@@ -161,13 +166,12 @@ def query_range(
 
 @triton.jit
 def add_dkdv_tiles(
-    grads, tiles, sources, sums, head, keys, rows, scale_log2, DIAGONAL: tl.constexpr, GIVEN: tl.constexpr,
+    grads, tiles, sources, sums, head, keys, rows, scale, DIAGONAL: tl.constexpr, GIVEN: tl.constexpr,
     constants: tl.constexpr,
 ):  # fmt: skip
     """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). tiles: (k, v).
 
-    GIVEN: sums are (L in powers of two, delta), as dq_kernel leaves them; else (L, o_ptr, strides of o's rows
-    and dims), of which delta is made here.
+    GIVEN: sums are (L, delta), else (L, o_ptr, strides of o's rows and dims), of which delta is made here.
     Queries and keys outside the tensors are harmless: such a query adds zeros, because its q and dO read as
     zero, and such a key only spoils a row that is never stored.
     """
@@ -197,10 +201,9 @@ def add_dkdv_tiles(
             o_tile = sums[1] + queries[:, None].to(tl.int64) * sums[2] + dims[None, :] * sums[3]
             o = tl.load(o_tile, mask=(queries[:, None] < n_queries) & (dims[None, :] < D), other=0.0)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-            lse *= LOG2E
         if DIAGONAL:
             st = tl.where(queries[None, :] >= columns[:, None], st, -float("inf"))
-        pt = tl.exp2(st * scale_log2 - lse[None, :])
+        pt = probabilities(st, lse[None, :], scale, PRECISION != "tf32")
         dst = (pt * (dpt - delta[None, :])).to(q.dtype)
         dk = tl.dot(dst, q, dk, input_precision=PRECISION)
         dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -221,7 +224,7 @@ def own_dkdv(
     k_src, v_src = sources[1], sources[2]
     dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd = outputs[:6]
     stride_dvb, stride_dvh, stride_dvn, stride_dvd = outputs[6:]
-    n_heads, n_queries, n_keys, part_keys, span, scale, scale_log2 = sizes
+    n_heads, n_queries, n_keys, part_keys, span, scale = sizes
     head_index = (batch, head, n_heads)
 
     first_key = tile * BLOCK_N
@@ -238,11 +241,11 @@ def own_dkdv(
     if CAUSAL:
         rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
         dk, dv = add_dkdv_tiles(
-            (dk, dv), (k, v), sources, sums, head_index, ours, rows, scale_log2, True, GIVEN, constants
+            (dk, dv), (k, v), sources, sums, head_index, ours, rows, scale, True, GIVEN, constants
         )
     rows = (unmasked, last_query, n_queries)
     dk, dv = add_dkdv_tiles(
-        (dk, dv), (k, v), sources, sums, head_index, ours, rows, scale_log2, False, GIVEN, constants
+        (dk, dv), (k, v), sources, sums, head_index, ours, rows, scale, False, GIVEN, constants
     )
 
     dims = tl.arange(0, BLOCK_D)
@@ -260,9 +263,9 @@ def own_dkdv(
 
 @triton.jit
 def dkdv_kernel(
-    q_src, k_src, v_src, do_src, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_src, k_src, v_src, do_src, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    n_heads, n_queries, n_keys, scale, scale_log2,
+    n_heads, n_queries, n_keys, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -272,10 +275,10 @@ def dkdv_kernel(
     first_row = place[1].to(tl.int64) * n_queries
     outputs = (dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,
                stride_dvb, stride_dvh, stride_dvn, stride_dvd)  # fmt: skip
-    sizes = (n_heads, n_queries, n_keys, 0, 0, scale, scale_log2)
+    sizes = (n_heads, n_queries, n_keys, 0, 0, scale)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     own_dkdv(
-        place, (q_src, k_src, v_src, do_src), (lse2_ptr + first_row, delta_ptr + first_row), outputs, sizes,
+        place, (q_src, k_src, v_src, do_src), (lse_ptr + first_row, delta_ptr + first_row), outputs, sizes,
         CAUSAL, True, False, constants,
     )  # fmt: skip
 
@@ -285,7 +288,7 @@ def backward_kernel(
     q_src, k_src, v_src, do_src, o_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    n_heads, n_queries, n_keys, part_queries, part_keys, span, scale, scale_log2,
+    n_heads, n_queries, n_keys, part_queries, part_keys, span, scale,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, SPLIT: tl.constexpr,
@@ -303,7 +306,7 @@ def backward_kernel(
         place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
         saved = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od)
         output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
-        sizes = (n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2)
+        sizes = (n_heads, n_queries, n_keys, part_queries, span, scale)
         own_dq(place, sources, saved, None, output, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
     else:
         key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, BLOCK_N, False)
@@ -311,7 +314,7 @@ def backward_kernel(
         sums = (lse_ptr + key_place[1].to(tl.int64) * n_queries, o_head, stride_on, stride_od)
         outputs = (dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,
                    stride_dvb, stride_dvh, stride_dvn, stride_dvd)  # fmt: skip
-        key_sizes = (n_heads, n_queries, n_keys, part_keys, span, scale, scale_log2)
+        key_sizes = (n_heads, n_queries, n_keys, part_keys, span, scale)
         own_dkdv(key_place, sources, sums, outputs, key_sizes, CAUSAL, False, SPLIT, constants)
 
 

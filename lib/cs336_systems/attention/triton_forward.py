@@ -7,8 +7,10 @@ running maximum m, a running total of exp(s - m) and an unnormalised output.
     q [BLOCK_M, BLOCK_D]    k, v [BLOCK_N, BLOCK_D]    s, p [BLOCK_M, BLOCK_N]
     acc [BLOCK_M, BLOCK_D]  m, total, lse [BLOCK_M]    BLOCK_D: D, rounded up to a power of two
 
-Everything is computed in powers of two: the scale 1/sqrt(d) and log2(e) fold into one constant, so that
-exp(scale * s - max) is a single multiply-add and one exp2, the instruction the hardware has.
+Exponentials are powers of two, for which the hardware has an instruction. The scale 1/sqrt(d) and log2(e)
+fold into one constant, so that exp(scale * s - max) is a single multiply-add and one exp2. In float32 with
+all its bits (EXACT), rounding a maximum of 100 after it was multiplied would cost some of them: there the
+maximum is one of the scores as they are, and s - max loses nothing where the weight is large.
 
 Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has TMA (Hopper and newer), which
 then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
@@ -121,6 +123,33 @@ def pointers(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_
 
 
 @triton.jit
+def softmax_step(s, m, scale_log2, EXACT: tl.constexpr):
+    """(exp(scale * s - max), by what earlier sums shrink, max): the maximum grows from m to that of s too.
+
+    The maximum is of s if EXACT, else of scale_log2 * s.
+    """
+    if EXACT:
+        maximum = tl.maximum(m, tl.max(s, 1))
+        p = tl.exp2((s - maximum[:, None]) * scale_log2)
+        correction = tl.exp2((m - maximum) * scale_log2)
+    else:
+        maximum = tl.maximum(m, tl.max(s, 1) * scale_log2)
+        p = tl.exp2(s * scale_log2 - maximum[:, None])
+        correction = tl.exp2(m - maximum)
+    return p, correction, maximum
+
+
+@triton.jit
+def logsumexp(m, total, scale, EXACT: tl.constexpr):
+    """L, of what `softmax_step` made; rounded once if EXACT."""
+    if EXACT:
+        lse = m * scale + tl.log2(total) * LN2
+    else:
+        lse = (m + tl.log2(total)) * LN2
+    return lse
+
+
+@triton.jit
 def attend(
     state, q, sources, head, rows, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
@@ -144,21 +173,18 @@ def attend(
             if CAUSAL:
                 visible = visible & (queries[:, None] >= columns[None, :])
             s = tl.where(visible, s, -float("inf"))
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-        p = tl.exp2(s * scale_log2 - m_new[:, None])
-        correction = tl.exp2(m - m_new)
+        p, correction, m = softmax_step(s, m, scale_log2, PRECISION != "tf32")
         total = total * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
         v = load_tile(v_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        m = m_new
     return acc, total, m
 
 
 @triton.jit
 def forward_kernel(
     q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
-    n_heads, n_queries, n_keys, part_queries, span, scale_log2,
+    n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, SPLIT: tl.constexpr,
@@ -198,7 +224,7 @@ def forward_kernel(
         total = tl.where(first_key < last_key, total, 1.0)
         lse_ptr += tl.program_id(1) * part_queries
         o_ptr += (tl.program_id(1) * part_queries).to(tl.int64) * D
-    lse = (m + tl.log2(total)) * LN2
+    lse = logsumexp(m, total, scale, PRECISION != "tf32")
     tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, lse, mask=in_range)
     o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
     dims = tl.arange(0, BLOCK_D)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.config import HOPPER_KERNELS, Tile
-from cs336_systems.attention.launcher import LOG2E, Backward, Forward, config_for, layout
+from cs336_systems.attention.launcher import Backward, Forward, config_for, layout
 from cs336_systems.measure.timing import Timing, matmul_precision, one_line, resolve_device, time_steps
 from cs336_systems.names import torch_dtype
 
@@ -71,9 +71,9 @@ def _prepare(
         return lambda: launch(q, k, v, *outputs), outputs, [o, logsumexp]
     dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, True)
     launch = Backward((layout(q),) * 8, config, True)
-    lse2, delta = logsumexp * LOG2E, (o.float() * do.float()).sum(-1)
+    delta = (o.float() * do.float()).sum(-1)
     if kernel == "dq":
         outputs = [torch.full_like(q, math.nan)]
-        return lambda: launch.dq(q, k, v, do, o, logsumexp, lse2, delta, *outputs), outputs, [dq]
+        return lambda: launch.dq(q, k, v, do, o, logsumexp, delta, *outputs), outputs, [dq]
     outputs = [torch.full_like(k, math.nan), torch.full_like(v, math.nan)]
-    return lambda: launch.dkdv(q, k, v, do, lse2, delta, *outputs), outputs, [dk, dv]
+    return lambda: launch.dkdv(q, k, v, do, logsumexp, delta, *outputs), outputs, [dk, dv]
