@@ -23,11 +23,13 @@ from cs336_systems.attention.launcher import (
     Backward,
     Forward,
     HopperBackward,
+    HopperForward,
     KernelLaunch,
     OneLaunchBackward,
     Problem,
     backward_launcher,
     config_for,
+    forward_launcher,
     layout,
     loadable,
     tma_compatible,
@@ -105,14 +107,14 @@ def on_hopper(sm_count, **tiles):
 
 
 def test_hoppers_forward_runs_where_there_is_one():
-    assert Forward((HEADS_OF_40,) * 4, on_hopper(1000), True).name == "hopper_forward"
-    assert Forward((HEADS_OF_40,) * 4, on_hopper(1, hopper_forward=None), True).name == "forward"
+    assert type(forward_launcher((HEADS_OF_40,) * 4, on_hopper(1000), True)) is HopperForward
+    assert type(forward_launcher((HEADS_OF_40,) * 4, on_hopper(1, hopper_forward=None), True)) is Forward
 
 
 @pytest.mark.parametrize(("sm_count", "queries"), [(9, 192), (10, 64), (1000, 64)])
 def test_hoppers_forward_has_nearly_two_programs_for_every_sm(sm_count, queries):
     """8 heads of 300 queries: 16 programs of 192, 40 of 64."""
-    launch = Forward((HEADS_OF_40,) * 4, on_hopper(sm_count), True)
+    launch = HopperForward((HEADS_OF_40,) * 4, on_hopper(sm_count), True)
     assert launch.tile("hopper_forward").block_m == queries
     assert [descriptor.block_shape[2] for descriptor in launch.launch.descriptors] == [64, 128, 128]
 
@@ -125,7 +127,7 @@ def test_programs_share_an_sm_only_where_they_end_together(sm_count, is_causal, 
     """8 heads of 300 queries, of 128 numbers each: 24 programs of 128, 40 of 64."""
     heads = (1, 8, 300, 128), (8 * 300 * 128, 300 * 128, 128, 1)
     config = select_config(torch.bfloat16, 128, HOPPER, sm_count)
-    chosen = Forward((heads,) * 4, config, is_causal).tile("hopper_forward")
+    chosen = HopperForward((heads,) * 4, config, is_causal).tile("hopper_forward")
     assert (chosen.block_m, chosen.block_n) == tile
 
 

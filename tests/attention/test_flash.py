@@ -150,8 +150,8 @@ def test_every_element_is_written(n, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
     q, k, v = (x.detach() for x in random_inputs(2, n=n, n_keys=90, d=24))
-    output, logsumexp = flash_forward(q, k, v, True)
-    results = [output, logsumexp, *flash_backward(torch.ones_like(q), q, k, v, output, logsumexp, True)]
+    output, *sums = flash_forward(q, k, v, True)
+    results = [output, *sums, *flash_backward(torch.ones_like(q), q, k, v, output, sums[0], True, sums[1])]
     assert all(x.isfinite().all() for x in results)
 
 
@@ -191,6 +191,30 @@ def test_float32_follows_pytorchs_switches():
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert flash_triton.allows_tf32(torch.float32)
     assert attention(*random_inputs(1), implementation="flash_triton").isfinite().all()
+
+
+@pytest.mark.usefixtures("_switches_restored")
+@pytest.mark.parametrize("precisions", [("highest", "high"), ("high", "highest")])
+def test_the_switch_may_move_between_the_passes(precisions):
+    inputs, do = random_inputs(2), torch.randn(2, 64, 32, device=DEVICE)
+    wanted = gradients(FlashAttentionTriton, inputs, do)
+    torch.set_float32_matmul_precision(precisions[0])
+    output = FlashAttentionTriton.apply(*inputs, True)
+    torch.set_float32_matmul_precision(precisions[1])
+    found = output, *torch.autograd.grad(output, inputs, do)
+    for x, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, right, rtol=1e-2, atol=1e-2)
+
+
+def test_l_and_its_rest_have_more_bits_than_float32():
+    # Of small integers, 16 dimensions and so a scale of 1/4, scores are exact; of some thousand, float32's
+    # steps are of 1e-4 and more.
+    q, k, v = (torch.randint(-30, 30, (2, 50, 16), device=DEVICE).float() for _ in range(3))
+    _, logsumexp, rest = flash_forward(q, k, v, False)
+    exact = (q.double() @ k.double().mT / 4).logsumexp(-1)
+    assert exact.max() > 1000
+    assert (logsumexp - exact).abs().max() > 1e-5
+    assert (logsumexp.double() + rest.squeeze(-1) - exact).abs().max() < 1e-6
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU there is nothing to choose")

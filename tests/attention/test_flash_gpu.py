@@ -37,6 +37,14 @@ def test_every_tile_repeatedly_on_fresh_inputs(d, dtype):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
 
 
+@pytest.mark.parametrize("heads", [1, 4, 40])
+@pytest.mark.parametrize("d", [16, 33, 64, 128, 256])
+def test_large_scores_cost_float32_no_more_than_pytorch(d, heads):
+    """By whichever kernels run: scores of 100 and more leave large weights all their bits."""
+    case = AttentionCase("large scores", (heads,), 1024, 1024, d, is_causal=True, logit_scale=30.0)
+    check_attention(FlashAttentionTriton.apply, cases=[case] * 3, allowed_error=1.0)
+
+
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
 def test_every_tile_of_ieee_repeatedly(d):
     """From so few heads that the smallest tiles run to so many that the largest do."""
@@ -117,8 +125,9 @@ def test_many_programs_write_every_element(n, d, is_causal, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
     q, k, v = (x.detach() for x in random_inputs(150, n, d))
-    o, logsumexp = flash_forward(q, k, v, is_causal)
-    results = [o, logsumexp, *flash_backward(torch.ones_like(o), q, k, v, o, logsumexp, is_causal)]
+    o, logsumexp, *rest = flash_forward(q, k, v, is_causal)
+    gradients = flash_backward(torch.ones_like(o), q, k, v, o, logsumexp, is_causal, *rest)
+    results = [o, logsumexp, *rest, *gradients]
     assert all(x.isfinite().all() for x in results)
 
 
@@ -178,8 +187,8 @@ def test_a_cuda_graph_replays_it(heads):
     inputs = [x.detach() for x in random_inputs(heads, 300, 64)]
 
     def run():
-        o, logsumexp = flash_forward(*inputs, True)
-        return o, *flash_backward(torch.ones_like(o), *inputs, o, logsumexp, True)
+        o, logsumexp, *rest = flash_forward(*inputs, True)
+        return o, *flash_backward(torch.ones_like(o), *inputs, o, logsumexp, True, *rest)
 
     run()
     graph = torch.cuda.CUDAGraph()

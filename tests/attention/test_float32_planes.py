@@ -16,8 +16,8 @@ from cs336_systems.attention import FlashAttentionTriton, flash_triton, launcher
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 from cs336_systems.attention.launcher import (
     Backward,
-    Forward,
     HopperBackward,
+    HopperForward,
     Planes,
     PlanesBackward,
     PlanesForward,
@@ -62,8 +62,8 @@ def test_error_at_most_twice_pytorchs():
 
 
 def both_passes(q, k, v, do):
-    o, logsumexp = flash_forward(q, k, v, True)
-    return o, logsumexp, *flash_backward(do, q, k, v, o, logsumexp, True)
+    o, logsumexp, rest = flash_forward(q, k, v, True)
+    return o, logsumexp, rest, *flash_backward(do, q, k, v, o, logsumexp, True, rest)
 
 
 @pytest.mark.usefixtures("planes")
@@ -152,4 +152,4 @@ def test_what_stays_with_the_kernels_for_all_gpus(problem):
 
 
 def test_16_bits_have_hoppers_other_kernels():
-    assert launchers(4096, 4096, 64, dtype=torch.bfloat16) == [Forward, HopperBackward, Backward]
+    assert launchers(4096, 4096, 64, dtype=torch.bfloat16) == [HopperForward, HopperBackward, Backward]

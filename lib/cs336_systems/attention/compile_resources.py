@@ -119,15 +119,17 @@ def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig, is_
     if kernel in PLANES_KERNELS:
         tensors |= {name: x.to(PLANE_DTYPE) for name in tensors if name.endswith("_src")}
     row = torch.empty(shape[:-1], device="meta")  # of L, delta; of dq_accum the pointer alone counts
-    tensors |= {name: row for name in tensors if name.startswith(("lse", "delta", "dq_accum"))}
+    tensors |= {name: row for name in tensors if name.startswith(("lse", "rest", "delta", "dq_accum"))}
     return launch.compile(*tensors.values())
 
 
 def _launch(kernel: str, x: Any, config: KernelConfig, is_causal: bool) -> Any:
     from cs336_systems.attention import launcher
 
-    if kernel in ("forward", "hopper_forward"):
+    if kernel == "forward":
         return launcher.Forward((x,) * 4, config, is_causal).launch
+    if kernel == "hopper_forward":
+        return launcher.HopperForward((x,) * 4, config, is_causal).launch
     if kernel == "planes_forward":
         return launcher.PlanesForward((x,) * 4, config, is_causal).launch
     if kernel == "hopper_backward":

@@ -30,20 +30,25 @@ _backwards: dict[tuple, Problem] = {}
 MAX_LAUNCHERS = 256  # of each
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
-    """O (..., n_queries, d) in q's dtype and layout; L = logsumexp(scores) (..., n_queries) in float32."""
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
+    """O, L and, of float32 with all its bits, rest.
+
+    O (..., n_queries, d) in q's dtype and layout; L = logsumexp(scores) (..., n_queries) in float32; rest
+    (..., n_queries, 1), what L lost when it was rounded.
+    """
     if q.dim() > 4:
-        o, logsumexp = flash_forward(*(x.flatten(0, -4) for x in (q, k, v)), is_causal)
-        return o.reshape(q.shape), logsumexp.reshape(q.shape[:-1])
+        o, *sums = flash_forward(*(x.flatten(0, -4) for x in (q, k, v)), is_causal)
+        return [o.reshape(q.shape), *(x.reshape(*q.shape[:-1], *x.shape[3:]) for x in sums)]
     if INTERPRETED and q.dtype == torch.bfloat16:  # the interpreter multiplies bfloat16's bit patterns
-        o, logsumexp = flash_forward(q.float(), k.float(), v.float(), is_causal)
-        return o.to(q.dtype), logsumexp
+        o, logsumexp, _ = flash_forward(q.float(), k.float(), v.float(), is_causal)
+        return [o.to(q.dtype), logsumexp]
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         q, k, v = aligned(q), aligned(k), aligned(v)
     shape, dtype, device = q.shape, q.dtype, q.device
     o = torch.empty_like(q)
     logsumexp = q.new_empty(shape[:-1], dtype=torch.float32)
     tf32 = allows_tf32(dtype)
+    rests = [q.new_empty((*shape[:-1], 1))] if keeps_rest(dtype, tf32) else []
     key = (
         shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dtype, k.dtype, v.dtype,
         device, k.device, v.device, is_causal, tf32,
@@ -56,26 +61,32 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Ten
         launch = forward_launcher((layout(q), layout(k), layout(v), layout(o)), config, is_causal)
         _keep(_forwards, key, launch)
     with device_context(device):
-        launch(q, k, v, o, logsumexp)
-    return o, logsumexp
+        launch(q, k, v, o, logsumexp, *(rests or [logsumexp]))
+    return [o, logsumexp, *rests]
 
 
 def flash_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV in the dtypes and layouts of q, k, v."""
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool,
+    rest: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dQ, dK, dV in the dtypes and layouts of q, k, v. rest: of `flash_forward`, if it made one."""
     if q.dim() > 4:
-        grads = flash_backward(*(x.flatten(0, -4) for x in (do, q, k, v, o)), logsumexp, is_causal)
+        grads = flash_backward(*(x.flatten(0, -4) for x in (do, q, k, v, o)), logsumexp, is_causal, rest)
         return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
     if INTERPRETED and q.dtype == torch.bfloat16:
         grads = flash_backward(*(x.float() for x in (do, q, k, v, o)), logsumexp, is_causal)
         return tuple(grad.to(q.dtype) for grad in grads)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr() | o.data_ptr()
-    if (addresses | logsumexp.data_ptr()) % ALIGNMENT:
-        q, k, v, do, o, logsumexp = (aligned(x) for x in (q, k, v, do, o, logsumexp))
     shape, dtype, device = q.shape, q.dtype, q.device
-    tf32, deterministic = allows_tf32(dtype), torch.are_deterministic_algorithms_enabled()
+    tf32 = allows_tf32(dtype)
+    if not keeps_rest(dtype, tf32):
+        rest = logsumexp  # which is there
+    elif rest is None:  # PyTorch's switch was moved since
+        rest = torch.zeros_like(logsumexp)
+    if (addresses | logsumexp.data_ptr() | rest.data_ptr()) % ALIGNMENT:
+        q, k, v, do, o, logsumexp, rest = (aligned(x) for x in (q, k, v, do, o, logsumexp, rest))
+    deterministic = torch.are_deterministic_algorithms_enabled()
     key = (  # dq, dk and dv have layouts that follow from those of q, k and v
         shape, k.shape, q.stride(), k.stride(), v.stride(), do.stride(), o.stride(), dtype, device,
         is_causal, tf32, deterministic,
@@ -87,7 +98,7 @@ def flash_backward(
         launch = backward_launcher(layouts, config, is_causal, deterministic)
         _keep(_backwards, key, launch)
     with device_context(device):
-        launch(q, k, v, do, o, logsumexp, dq, dk, dv)
+        launch(q, k, v, do, o, logsumexp, rest, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -105,6 +116,11 @@ def allows_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def keeps_rest(dtype: torch.dtype, tf32: bool) -> bool:
+    """Whether the forward keeps what rounding L lost: where the kernels multiply with all bits of float32."""
+    return dtype == torch.float32 and not tf32
+
+
 # To torch.compile forward and backward are opaque operators: no graph break, nothing of Triton's to trace.
 _forward_op = torch.library.custom_op("cs336_systems::flash_forward", mutates_args=())(flash_forward)
 _backward_op = torch.library.custom_op("cs336_systems::flash_backward", mutates_args=())(flash_backward)
@@ -112,11 +128,16 @@ _backward_op = torch.library.custom_op("cs336_systems::flash_backward", mutates_
 
 @_forward_op.register_fake
 def _(q, k, v, is_causal):
-    return _like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return [
+        _like(q),
+        rows,
+        *([rows.new_empty((*rows.shape, 1))] if keeps_rest(q.dtype, allows_tf32(q.dtype)) else []),
+    ]
 
 
 @_backward_op.register_fake
-def _(do, q, k, v, o, logsumexp, is_causal):
+def _(do, q, k, v, o, logsumexp, is_causal, rest=None):
     return _like(q), _like(k), _like(v)
 
 
@@ -128,7 +149,8 @@ def _like(x: Tensor) -> Tensor:
 class FlashAttentionTriton(torch.autograd.Function):
     """softmax(q k^T / sqrt(d)) v in fused kernels: `apply(q, k, v, is_causal=False)`.
 
-    Saves q, k, v, the output and one logsumexp per query: memory linear in the sequence length.
+    Saves q, k, v, the output and one logsumexp per query, in float32 also what rounding that lost: memory
+    linear in the sequence length.
     """
 
     @staticmethod
@@ -136,10 +158,10 @@ class FlashAttentionTriton(torch.autograd.Function):
         q, k, v = in_autocast(q, k, v)
         if torch.compiler.is_compiling():
             check_that_they_fit(q, k, v)
-            o, logsumexp = _forward_op(q, k, v, is_causal)
+            o, *sums = _forward_op(q, k, v, is_causal)
         else:
-            o, logsumexp = flash_forward(q, k, v, is_causal)
-        ctx.save_for_backward(q, k, v, o, logsumexp)
+            o, *sums = flash_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, o, *sums)
         ctx.is_causal = is_causal
         return o
 
@@ -151,7 +173,8 @@ class FlashAttentionTriton(torch.autograd.Function):
 
 def _gradients(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
     run = _backward_op if torch.compiler.is_compiling() else flash_backward
-    return *run(do, *ctx.saved_tensors, ctx.is_causal), None
+    q, k, v, o, logsumexp, *rest = ctx.saved_tensors
+    return *run(do, q, k, v, o, logsumexp, ctx.is_causal, *rest), None
 
 
 class FlashAttentionCompiled(FlashAttentionTriton):
@@ -163,7 +186,7 @@ class FlashAttentionCompiled(FlashAttentionTriton):
     @staticmethod
     @once_differentiable
     def backward(ctx, do: Tensor):
-        q, k, v, o, logsumexp = ctx.saved_tensors
+        q, k, v, o, logsumexp, *_ = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             return *_compiled_backward()(do, q, k, v, o, logsumexp, ctx.is_causal), None
 

@@ -20,7 +20,14 @@ import triton
 import triton.language as tl
 
 from cs336_systems.attention.triton_backward import probabilities, query_range
-from cs336_systems.attention.triton_forward import key_range, logsumexp, own_tile, pointers, softmax_step
+from cs336_systems.attention.triton_forward import (
+    key_range,
+    load_logsumexp,
+    own_tile,
+    pointers,
+    softmax_step,
+    store_logsumexp,
+)
 
 
 @triton.jit
@@ -147,12 +154,12 @@ def attend(
 
 @triton.jit
 def planes_forward_kernel(
-    q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
+    q_src, k_src, v_src, o_ptr, lse_ptr, rest_ptr, stride_ob, stride_oh, stride_on, stride_od,
     n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """O and L, or parts of them, and the grid, as forward_kernel's."""
+    """O, L and rest, or parts of them, and the grid, as forward_kernel's."""
     tile, batch_head, batch, head = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
 
     first_query = tile * BLOCK_M
@@ -179,11 +186,13 @@ def planes_forward_kernel(
     in_range = queries < n_queries
     if SPLIT:
         in_range = in_range & (first_key < last_key)
+        m = tl.where(first_key < last_key, m, 0.0)
         total = tl.where(first_key < last_key, total, 1.0)
         lse_ptr += tl.program_id(1) * part_queries
+        rest_ptr += tl.program_id(1) * part_queries
         o_ptr += (tl.program_id(1) * part_queries).to(tl.int64) * D
-    lse = logsumexp(m, total, scale, True)
-    tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, lse, mask=in_range)
+    lse_rows = batch_head.to(tl.int64) * n_queries + queries
+    store_logsumexp(lse_ptr, rest_ptr, lse_rows, in_range, m, scale, total, True)
     o = acc / total[:, None]
     dims = tl.arange(0, BLOCK_D)
     o_tile = o_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
@@ -196,8 +205,8 @@ def add_dq_tiles(
     dq, saved, sources, head, queries, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse, delta)."""
-    q, do, lse, delta = saved
+    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse, rest, delta)."""
+    q, do, lse, rest, delta = saved
     k_src, v_src = sources
     first_key, last_key, n_keys = keys
     BLOCK_D, BLOCK_N = constants
@@ -206,7 +215,7 @@ def add_dq_tiles(
         s = matmul(q, transposed(k))
         if MASKED:
             s = hide(s, queries, start, n_keys, BLOCK_N, CAUSAL)
-        p = probabilities(s, lse[:, None], scale, True)
+        p = probabilities(s, lse[:, None], rest[:, None], scale, True)
         dp = matmul(do, transposed(load_planes(v_src, head, start, BLOCK_N, BLOCK_D)))
         ds = p * (dp - delta[:, None])
         dq += matmul(split(ds, k[0].dtype), k)
@@ -215,7 +224,7 @@ def add_dq_tiles(
 
 @triton.jit
 def planes_dq_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_src, k_src, v_src, do_src, o_ptr, do_ptr, lse_ptr, rest_ptr, delta_ptr, dq_ptr,
     stride_ob, stride_oh, stride_on, stride_od, stride_dob, stride_doh, stride_don, stride_dod,
     stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     n_heads, n_queries, n_keys, part_queries, span, scale,
@@ -235,14 +244,14 @@ def planes_dq_kernel(
     do_tile = pointers(do_ptr, batch, head, queries, dims, stride_dob, stride_doh, stride_don, stride_dod)
     delta = tl.sum(tl.load(o_tile, mask=inside, other=0.0) * tl.load(do_tile, mask=inside, other=0.0), 1)
     lse_rows = batch_head.to(tl.int64) * n_queries + queries
-    lse = tl.load(lse_ptr + lse_rows, mask=in_range, other=0.0)
+    lse, rest = load_logsumexp(lse_ptr + lse_rows, rest_ptr + lse_rows, in_range, True)
     tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     q = load_planes(q_src, planes, first_query, BLOCK_M, BLOCK_D)
     do = load_planes(do_src, planes, first_query, BLOCK_M, BLOCK_D)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     first_key, unmasked, last_key = key_range(first_query, n_keys, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
-    saved, sources = (q, do, lse, delta), (k_src, v_src)
+    saved, sources = (q, do, lse, rest, delta), (k_src, v_src)
     constants: tl.constexpr = (BLOCK_D, BLOCK_N)
     dq = add_dq_tiles(
         dq, saved, sources, planes, queries, (first_key, unmasked, n_keys), scale, False, CAUSAL,
@@ -270,21 +279,22 @@ def add_dkdv_tiles(
     """
     dk, dv = grads
     k, v = tiles
-    q_src, do_src, lse_ptr, delta_ptr = sources
+    q_src, do_src, lse_ptr, rest_ptr, delta_ptr = sources
     first_query, last_query, n_queries = rows
     BLOCK_D, BLOCK_M = constants
     for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=True):
         queries = start + tl.arange(0, BLOCK_M)
         q = load_planes(q_src, head, start, BLOCK_M, BLOCK_D)
         st = matmul(k, transposed(q))
-        lse = tl.load(lse_ptr + queries, mask=queries < n_queries, other=0.0)
+        in_range = queries < n_queries
+        lse, rest = load_logsumexp(lse_ptr + queries, rest_ptr + queries, in_range, True)
         if DIAGONAL:
             st = tl.where(queries[None, :] >= columns[:, None], st, -float("inf"))
-        pt = probabilities(st, lse[None, :], scale, True)
+        pt = probabilities(st, lse[None, :], rest[None, :], scale, True)
         do = load_planes(do_src, head, start, BLOCK_M, BLOCK_D)
         dv += matmul(split(pt, do[0].dtype), do)
         dpt = matmul(v, transposed(do))
-        delta = tl.load(delta_ptr + queries, mask=queries < n_queries, other=0.0)
+        delta = tl.load(delta_ptr + queries, mask=in_range, other=0.0)
         dst = pt * (dpt - delta[None, :])
         dk += matmul(split(dst, q[0].dtype), q)
     return dk, dv
@@ -292,7 +302,7 @@ def add_dkdv_tiles(
 
 @triton.jit
 def planes_dkdv_kernel(
-    q_src, k_src, v_src, do_src, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_src, k_src, v_src, do_src, lse_ptr, rest_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     n_heads, n_queries, n_keys, part_keys, span, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -303,6 +313,7 @@ def planes_dkdv_kernel(
     tile, batch_head, batch, head = own_tile(tl.program_id(0), n_keys, n_heads, BLOCK_N, False)
     planes = (batch, head * 3)
     lse_ptr += batch_head.to(tl.int64) * n_queries
+    rest_ptr += batch_head.to(tl.int64) * n_queries
     delta_ptr += batch_head.to(tl.int64) * n_queries
 
     first_key = tile * BLOCK_N
@@ -312,7 +323,7 @@ def planes_dkdv_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
-    sources = (q_src, do_src, lse_ptr, delta_ptr)
+    sources = (q_src, do_src, lse_ptr, rest_ptr, delta_ptr)
     constants: tl.constexpr = (BLOCK_D, BLOCK_M)
     first_query, unmasked, last_query = query_range(
         first_key, n_queries, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT

@@ -298,29 +298,39 @@ class Problem:
 
 
 class Forward(Problem):
-    """Called with q, k, v, o and L."""
+    """Called with q, k, v and what is written: O, L and rest (where nothing is, any tensor)."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o = layouts
         super().__init__(inputs, config, is_causal)
-        self.name, function = "forward", forward_kernel
-        if "hopper_forward" in config.tiles and self.split("forward") is NOT_SPLIT:
-            from cs336_systems.attention.hopper_forward import hopper_forward_kernel
-
-            self.name, function = "hopper_forward", hopper_forward_kernel
-        split = self.split(self.name)
-        written = self.prepare_parts(merge_kernel, split, [self.n_queries], self.tile(self.name), o=o)
-        self.launch = self.kernel(self.name, function, split, **written)
+        split = self.split("forward")
+        written = self.prepare_parts(merge_kernel, split, [self.n_queries], self.tile("forward"), o=o)
+        self.launch = self.kernel("forward", forward_kernel, split, **written)
 
     def __call__(self, *tensors: Tensor) -> None:
-        *inputs, o, lse = self.with_copies(tensors)
-        parts = self.parts_of((o, lse))
-        self.launch(*inputs, *parts)
-        self.add_parts(parts, (o, lse))
+        q, k, v, *outputs = self.with_copies(tensors)
+        parts = self.parts_of(outputs)
+        self.launch(q, k, v, *parts)
+        self.add_parts(parts, outputs)
+
+
+class HopperForward(Problem):
+    """Called as `Forward`."""
+
+    def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
+        from cs336_systems.attention.hopper_forward import hopper_forward_kernel
+
+        *inputs, o = layouts
+        super().__init__(inputs, config, is_causal)
+        self.launch = self.kernel("hopper_forward", hopper_forward_kernel, o=o)
+
+    def __call__(self, *tensors: Tensor) -> None:
+        q, k, v, o, lse, _ = self.with_copies(tensors)
+        self.launch(q, k, v, o, lse)
 
 
 class Backward(Problem):
-    """Two kernels. Called with q, k, v, do, o, L and what is written: dq, dk, dv."""
+    """Two kernels. Called with q, k, v, do, o, L, rest and what is written: dq, dk, dv."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o, dq, dk, dv = layouts
@@ -329,10 +339,10 @@ class Backward(Problem):
         self.dkdv = self.kernel("dkdv", dkdv_kernel, dk=dk, dv=dv)
 
     def __call__(self, *tensors: Tensor) -> None:
-        q, k, v, do, o, lse, dq, dk, dv = self.with_copies(tensors)
+        q, k, v, do, o, lse, rest, dq, dk, dv = self.with_copies(tensors)
         delta = torch.empty_like(lse)
-        self.dq(q, k, v, do, o, lse, delta, dq)
-        self.dkdv(q, k, v, do, lse, delta, dk, dv)
+        self.dq(q, k, v, do, o, lse, rest, delta, dq)
+        self.dkdv(q, k, v, do, lse, rest, delta, dk, dv)
 
 
 class OneLaunchBackward(Problem):
@@ -346,9 +356,10 @@ class OneLaunchBackward(Problem):
         self.launch = self.kernel("backward", backward_kernel, split, o=o, **written)
 
     def __call__(self, *tensors: Tensor) -> None:
-        q, k, v, do, o, lse, *gradients = self.with_copies(tensors)
+        *given, dq, dk, dv = self.with_copies(tensors)
+        gradients = dq, dk, dv
         parts = self.parts_of(gradients)
-        self.launch(q, k, v, do, o, lse, *parts)
+        self.launch(*given, *parts)
         self.add_parts(parts, gradients)
 
 
@@ -375,7 +386,7 @@ class HopperBackward(Problem):
         self.postprocess = KernelLaunch(bwd_postprocess_kernel, *around)
 
     def __call__(self, *tensors: Tensor) -> None:
-        q, k, v, do, o, lse, dq, dk, dv = self.with_copies(tensors)
+        q, k, v, do, o, lse, _, dq, dk, dv = self.with_copies(tensors)
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         lse2, delta, dq_accum = workspace[0], workspace[1], workspace[2:]
         self.preprocess(do, o, lse, lse2, delta, dq_accum)
@@ -441,12 +452,12 @@ class PlanesBackward(Planes):
         self.dkdv = self.kernel("planes_dkdv", planes_dkdv_kernel, split, **written)
 
     def __call__(self, *tensors: Tensor) -> None:
-        q, k, v, do, o, lse, *gradients = tensors
+        q, k, v, do, o, lse, rest, *gradients = tensors
         delta = torch.empty_like(lse)
         planes = self.planes(q, k, v, do)
         dq, dk, dv = parts = self.parts_of(gradients)
-        self.dq(*planes, o, do, lse, delta, dq)
-        self.dkdv(*planes, lse, delta, dk, dv)
+        self.dq(*planes, o, do, lse, rest, delta, dq)
+        self.dkdv(*planes, lse, rest, delta, dk, dv)
         self.add_parts(parts, gradients)
 
 
@@ -468,10 +479,14 @@ def config_for(
 
 def forward_launcher(
     layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool
-) -> Forward | PlanesForward:
+) -> Forward | HopperForward | PlanesForward:
     """For q, k, v, o of these layouts."""
-    planes = planes_run(Problem(layouts[:3], config, is_causal))
-    return (PlanesForward if planes else Forward)(layouts, config, is_causal)
+    problem = Problem(layouts[:3], config, is_causal)
+    if planes_run(problem):
+        return PlanesForward(layouts, config, is_causal)
+    if "hopper_forward" in config.tiles and problem.split("forward") is NOT_SPLIT:
+        return HopperForward(layouts, config, is_causal)
+    return Forward(layouts, config, is_causal)
 
 
 def backward_launcher(

@@ -22,15 +22,22 @@ and dK, and never leave the registers. Tuples that functions pass on are those o
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_forward import key_range, load_tile, matmul_in_chunks, own_tile, pointers
+from cs336_systems.attention.triton_forward import (
+    key_range,
+    load_logsumexp,
+    load_tile,
+    matmul_in_chunks,
+    own_tile,
+    pointers,
+)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def probabilities(s, lse, scale, EXACT: tl.constexpr):
-    """P = exp(scale * s - L); if EXACT, scale * s - L is rounded once, where it is small."""
-    return tl.exp2((s * scale - lse) * LOG2E if EXACT else s * (scale * LOG2E) - lse * LOG2E)
+def probabilities(s, lse, rest, scale, EXACT: tl.constexpr):
+    """P = exp(scale * s - L); if EXACT, rounded where scale * s - L is small."""
+    return tl.exp2((s * scale - lse) * LOG2E - rest * LOG2E if EXACT else s * (scale * LOG2E) - lse * LOG2E)
 
 
 @triton.jit
@@ -38,9 +45,9 @@ def add_dq_tiles(
     dq, saved, sources, head, rows, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse, delta)."""
+    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse, rest, delta)."""
     D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
-    q, do, lse, delta = saved
+    q, do, lse, rest, delta = saved
     q_src, k_src, v_src, do_src = sources
     first_query, n_queries, queries = rows
     first_key, last_key, n_keys = keys
@@ -61,7 +68,7 @@ def add_dq_tiles(
             if CAUSAL:
                 visible = visible & (queries[:, None] >= columns[None, :])
             s = tl.where(visible, s, -float("inf"))
-        p = probabilities(s, lse[:, None], scale, PRECISION != "tf32")
+        p = probabilities(s, lse[:, None], rest[:, None], scale, PRECISION != "tf32")
         ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
@@ -74,13 +81,13 @@ def own_dq(
 ):  # fmt: skip
     """dQ of a tile of queries; delta for dkdv_kernel, if there is a place for it.
 
-    place: of `own_tile`. saved: (o_ptr, lse_ptr, strides of o). delta_ptr: or None.
+    place: of `own_tile`. saved: (o_ptr, lse_ptr, rest_ptr, strides of o). delta_ptr: or None.
     output: (dq_ptr, strides of dq).
     """
-    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, _, _ = constants
+    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, _ = constants
     tile, batch_head, batch, head = place
     q_src, do_src = sources[0], sources[3]
-    o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od = saved
+    o_ptr, lse_ptr, rest_ptr, stride_ob, stride_oh, stride_on, stride_od = saved
     dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd = output
     n_heads, n_queries, n_keys, part_queries, span, scale = sizes
     head_index = (batch, head, n_heads)
@@ -96,13 +103,13 @@ def own_dq(
     o = tl.load(o_tile, mask=inside, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     lse_rows = batch_head.to(tl.int64) * n_queries + queries
-    lse = tl.load(lse_ptr + lse_rows, mask=in_range, other=0.0)
+    lse, rest = load_logsumexp(lse_ptr + lse_rows, rest_ptr + lse_rows, in_range, PRECISION != "tf32")
     if delta_ptr is not None:
         tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     first_key, unmasked, last_key = key_range(first_query, n_keys, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
-    loaded = (q, do, lse, delta)
+    loaded = (q, do, lse, rest, delta)
     rows = (first_query, n_queries, queries)
     dq = add_dq_tiles(
         dq, loaded, sources, head_index, rows, (first_key, unmasked, n_keys), scale, False, CAUSAL,
@@ -122,7 +129,7 @@ def own_dq(
 
 @triton.jit
 def dq_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, delta_ptr, dq_ptr,
+    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, rest_ptr, delta_ptr, dq_ptr,
     stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     n_heads, n_queries, n_keys, scale,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -131,7 +138,7 @@ def dq_kernel(
 ):  # fmt: skip
     """dQ, and delta for dkdv_kernel. Grid: (query tiles * batch * heads,)."""
     place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
-    saved = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od)
+    saved = (o_ptr, lse_ptr, rest_ptr, stride_ob, stride_oh, stride_on, stride_od)
     output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
     sizes = (n_heads, n_queries, n_keys, 0, 0, scale)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
@@ -171,7 +178,7 @@ def add_dkdv_tiles(
 ):  # fmt: skip
     """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). tiles: (k, v).
 
-    GIVEN: sums are (L, delta), else (L, o_ptr, strides of o's rows and dims), of which delta is made here.
+    sums: (L, rest, delta) if GIVEN; else (L, rest, o_ptr, strides of o's rows and dims): delta is made here.
     Queries and keys outside the tensors are harmless: such a query adds zeros, because its q and dO read as
     zero, and such a key only spoils a row that is never stored.
     """
@@ -193,17 +200,18 @@ def add_dkdv_tiles(
         else:
             st = tl.dot(k, q.T, input_precision=PRECISION)
             dpt = tl.dot(v, do.T, input_precision=PRECISION)
-        lse = tl.load(sums[0] + queries, mask=queries < n_queries, other=0.0)
+        in_range = queries < n_queries
+        lse, rest = load_logsumexp(sums[0] + queries, sums[1] + queries, in_range, PRECISION != "tf32")
         if GIVEN:
-            delta = tl.load(sums[1] + queries, mask=queries < n_queries, other=0.0)
+            delta = tl.load(sums[2] + queries, mask=in_range, other=0.0)
         else:
             dims = tl.arange(0, BLOCK_D)
-            o_tile = sums[1] + queries[:, None].to(tl.int64) * sums[2] + dims[None, :] * sums[3]
-            o = tl.load(o_tile, mask=(queries[:, None] < n_queries) & (dims[None, :] < D), other=0.0)
+            o_tile = sums[2] + queries[:, None].to(tl.int64) * sums[3] + dims[None, :] * sums[4]
+            o = tl.load(o_tile, mask=in_range[:, None] & (dims[None, :] < D), other=0.0)
             delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
         if DIAGONAL:
             st = tl.where(queries[None, :] >= columns[:, None], st, -float("inf"))
-        pt = probabilities(st, lse[None, :], scale, PRECISION != "tf32")
+        pt = probabilities(st, lse[None, :], rest[None, :], scale, PRECISION != "tf32")
         dst = (pt * (dpt - delta[None, :])).to(q.dtype)
         dk = tl.dot(dst, q, dk, input_precision=PRECISION)
         dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)
@@ -263,7 +271,7 @@ def own_dkdv(
 
 @triton.jit
 def dkdv_kernel(
-    q_src, k_src, v_src, do_src, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_src, k_src, v_src, do_src, lse_ptr, rest_ptr, delta_ptr, dk_ptr, dv_ptr,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     n_heads, n_queries, n_keys, scale,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -273,19 +281,20 @@ def dkdv_kernel(
     """dK and dV. Grid: (key tiles * batch * heads,)."""
     place = own_tile(tl.program_id(0), n_keys, n_heads, BLOCK_N, False)  # the first keys have most queries
     first_row = place[1].to(tl.int64) * n_queries
+    sums = (lse_ptr + first_row, rest_ptr + first_row, delta_ptr + first_row)
     outputs = (dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,
                stride_dvb, stride_dvh, stride_dvn, stride_dvd)  # fmt: skip
     sizes = (n_heads, n_queries, n_keys, 0, 0, scale)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     own_dkdv(
-        place, (q_src, k_src, v_src, do_src), (lse_ptr + first_row, delta_ptr + first_row), outputs, sizes,
+        place, (q_src, k_src, v_src, do_src), sums, outputs, sizes,
         CAUSAL, True, False, constants,
     )  # fmt: skip
 
 
 @triton.jit
 def backward_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr,
+    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, rest_ptr, dq_ptr, dk_ptr, dv_ptr,
     stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     n_heads, n_queries, n_keys, part_queries, part_keys, span, scale,
@@ -304,14 +313,15 @@ def backward_kernel(
     query_programs = tl.num_programs(0) - key_programs
     if tl.program_id(0) < query_programs:
         place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
-        saved = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od)
+        saved = (o_ptr, lse_ptr, rest_ptr, stride_ob, stride_oh, stride_on, stride_od)
         output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
         sizes = (n_heads, n_queries, n_keys, part_queries, span, scale)
         own_dq(place, sources, saved, None, output, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
     else:
         key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, BLOCK_N, False)
         o_head = o_ptr + key_place[2].to(tl.int64) * stride_ob + key_place[3].to(tl.int64) * stride_oh
-        sums = (lse_ptr + key_place[1].to(tl.int64) * n_queries, o_head, stride_on, stride_od)
+        first_row = key_place[1].to(tl.int64) * n_queries
+        sums = (lse_ptr + first_row, rest_ptr + first_row, o_head, stride_on, stride_od)
         outputs = (dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,
                    stride_dvb, stride_dvh, stride_dvn, stride_dvd)  # fmt: skip
         key_sizes = (n_heads, n_queries, n_keys, part_keys, span, scale)

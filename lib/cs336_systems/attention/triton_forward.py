@@ -9,8 +9,9 @@ running maximum m, a running total of exp(s - m) and an unnormalised output.
 
 Exponentials are powers of two, for which the hardware has an instruction. The scale 1/sqrt(d) and log2(e)
 fold into one constant, so that exp(scale * s - max) is a single multiply-add and one exp2. In float32 with
-all its bits (EXACT), rounding a maximum of 100 after it was multiplied would cost some of them: there the
-maximum is one of the scores as they are, and s - max loses nothing where the weight is large.
+all its bits (EXACT) a maximum of 100 is not multiplied and rounded: it is one of the scores as they are, and
+s - max loses nothing where the weight is large. Nor do the bits of L get lost that do not fit into a float32:
+they are kept beside it, as `rest`. (PyTorch keeps P, whose large weights large scores leave exact.)
 
 Q, K and V (batch, heads, n, d) come as tensor descriptors where the GPU has TMA (Hopper and newer), which
 then loads whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero
@@ -140,13 +141,21 @@ def softmax_step(s, m, scale_log2, EXACT: tl.constexpr):
 
 
 @triton.jit
-def logsumexp(m, total, scale, EXACT: tl.constexpr):
-    """L, of what `softmax_step` made; rounded once if EXACT."""
+def store_logsumexp(lse_ptr, rest_ptr, rows, in_range, m, unit, total, EXACT: tl.constexpr):
+    """L = unit * m + log(total); if EXACT, rest too."""
+    log = tl.log2(total) * LN2
+    lse = tl.fma(m, unit, log)
+    tl.store(lse_ptr + rows, lse, mask=in_range)
     if EXACT:
-        lse = m * scale + tl.log2(total) * LN2
-    else:
-        lse = (m + tl.log2(total)) * LN2
-    return lse
+        tl.store(rest_ptr + rows, tl.fma(m, unit, -lse) + log, mask=in_range)
+
+
+@triton.jit
+def load_logsumexp(lse_ptr, rest_ptr, in_range, EXACT: tl.constexpr):
+    """(L, rest), rest being zero if not EXACT."""
+    lse = tl.load(lse_ptr, mask=in_range, other=0.0)
+    rest = tl.load(rest_ptr, mask=in_range, other=0.0) if EXACT else tl.zeros_like(lse)
+    return lse, rest
 
 
 @triton.jit
@@ -183,13 +192,13 @@ def attend(
 
 @triton.jit
 def forward_kernel(
-    q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
+    q_src, k_src, v_src, o_ptr, lse_ptr, rest_ptr, stride_ob, stride_oh, stride_on, stride_od,
     n_heads, n_queries, n_keys, part_queries, span, scale, scale_log2,
     CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
     CHUNK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """O (batch, heads, n_queries, d), L (batch * heads, n_queries).
+    """O (batch, heads, n_queries, d), L and, if EXACT, rest (batch * heads, n_queries).
 
     Grid: (query tiles * batch * heads, parts). With SPLIT a program has `span` keys, and what it writes is
     its part of (parts, batch, heads, n_queries, d) and (parts, batch * heads, n_queries), for merge_kernel.
@@ -221,11 +230,15 @@ def forward_kernel(
     in_range = queries < n_queries
     if SPLIT:
         in_range = in_range & (first_key < last_key)
+        m = tl.where(first_key < last_key, m, 0.0)
         total = tl.where(first_key < last_key, total, 1.0)
         lse_ptr += tl.program_id(1) * part_queries
+        rest_ptr += tl.program_id(1) * part_queries
         o_ptr += (tl.program_id(1) * part_queries).to(tl.int64) * D
-    lse = logsumexp(m, total, scale, PRECISION != "tf32")
-    tl.store(lse_ptr + batch_head.to(tl.int64) * n_queries + queries, lse, mask=in_range)
+    lse_rows = batch_head.to(tl.int64) * n_queries + queries
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    unit = scale if EXACT else LN2
+    store_logsumexp(lse_ptr, rest_ptr, lse_rows, in_range, m, unit, total, EXACT)
     o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
     dims = tl.arange(0, BLOCK_D)
     o_tile = o_ptr + batch.to(tl.int64) * stride_ob + head.to(tl.int64) * stride_oh
@@ -235,11 +248,12 @@ def forward_kernel(
 
 @triton.jit
 def merge_kernel(
-    o_parts_ptr, lse_parts_ptr, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
-    n_heads, n_queries, n_keys, part_queries, span,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr,
+    o_parts_ptr, lse_parts_ptr, rest_parts_ptr, o_ptr, lse_ptr, rest_ptr,
+    stride_ob, stride_oh, stride_on, stride_od, n_heads, n_queries, n_keys, part_queries, span,
+    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """O and L of the parts of them: by the online softmax, of which each part is one step.
+    """O, L and rest of the parts of them: by the online softmax, of which each part is one step.
 
     BLOCK_M: of the kernel that wrote the parts; a multiple of ROWS. Grid: (tiles of ROWS * batch * heads,).
     """
@@ -250,22 +264,24 @@ def merge_kernel(
     inside = in_range[:, None] & (dims[None, :] < D)
     _, _, last_key = key_range(tile * ROWS // BLOCK_M * BLOCK_M, n_keys, span, BLOCK_M, 1, CAUSAL, False)
     rows = batch_head.to(tl.int64) * n_queries + queries
-    lse_part = lse_parts_ptr + rows
+    EXACT: tl.constexpr = PRECISION != "tf32"
+    lse_part, rest_part = lse_parts_ptr + rows, rest_parts_ptr + rows
     o_part = o_parts_ptr + rows[:, None] * D + dims[None, :]
     part_size = tl.cast(part_queries, tl.int64)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     m = tl.full([ROWS], -float("inf"), tl.float32)
     for _ in tl.range(0, tl.cdiv(last_key, span)):
-        lse = tl.load(lse_part, mask=in_range, other=0.0)
+        lse, rest = load_logsumexp(lse_part, rest_part, in_range, EXACT)
         m_new = tl.maximum(m, lse)
-        weight = tl.exp(lse - m_new)
+        weight = tl.exp(lse - m_new + rest)
         correction = tl.exp(m - m_new)
         acc = acc * correction[:, None] + tl.load(o_part, mask=inside, other=0.0) * weight[:, None]
         total = total * correction + weight
         m = m_new
         lse_part += part_size
+        rest_part += part_size
         o_part += part_size * D
-    tl.store(lse_ptr + rows, m + tl.log(total), mask=in_range)
+    store_logsumexp(lse_ptr, rest_ptr, rows, in_range, m, 1.0, total, EXACT)
     o_tile = pointers(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od)
     tl.store(o_tile, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=inside)

@@ -64,16 +64,17 @@ def _prepare(
     q, k, v, do = (torch.randn(shape, device=device, dtype=torch_dtype(dtype)) for _ in range(4))
     config = config_for(q.dtype, shape[-1], device, dtype == "tf32")
     config = config.with_tiles(**dict.fromkeys(HOPPER_KERNELS), **{kernel: tile})
-    o, logsumexp = flash_triton.flash_forward(q, k, v, True)
+    o, logsumexp, *rests = flash_triton.flash_forward(q, k, v, True)
+    rest = rests[0] if rests else logsumexp
     if kernel == "forward":
         launch = Forward((layout(q),) * 4, config, True)
         outputs = [torch.full_like(o, math.nan), torch.full_like(logsumexp, math.nan)]
-        return lambda: launch(q, k, v, *outputs), outputs, [o, logsumexp]
-    dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, True)
+        return lambda: launch(q, k, v, *outputs, rest), outputs, [o, logsumexp]
+    dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, True, *rests)
     launch = Backward((layout(q),) * 8, config, True)
     delta = (o.float() * do.float()).sum(-1)
     if kernel == "dq":
         outputs = [torch.full_like(q, math.nan)]
-        return lambda: launch.dq(q, k, v, do, o, logsumexp, delta, *outputs), outputs, [dq]
+        return lambda: launch.dq(q, k, v, do, o, logsumexp, rest, delta, *outputs), outputs, [dq]
     outputs = [torch.full_like(k, math.nan), torch.full_like(v, math.nan)]
-    return lambda: launch.dkdv(q, k, v, do, logsumexp, delta, *outputs), outputs, [dk, dv]
+    return lambda: launch.dkdv(q, k, v, do, logsumexp, rest, delta, *outputs), outputs, [dk, dv]

@@ -57,21 +57,22 @@ class BlockFunction(torch.autograd.Function):
         w, rows = Weights(*given), x.reshape(-1, x.shape[-1])
         ctx.shape, ctx.eps = (*x.shape[:-1], num_heads, -1), eps
         q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps)[0], w, cos, sin, ctx.shape)
-        o, logsumexp = flash_forward(q, k, v, True)
+        o, logsumexp, *rest = flash_forward(q, k, v, True)
         h = torch.addmm(rows, _rows(o), w.o.T)
         n2, _ = rms_norm.forward(h, w.ln2, eps)
         a, b = n2 @ w.w1.T, n2 @ w.w3.T
         c = swiglu.forward(a, b)
         qkv = (q, k, v) if "qkv" in keep else (None, None, None)
         ab = (a, b) if "ab" in keep else (None, None)
-        ctx.save_for_backward(rows, o, logsumexp, *qkv, h if "h" in keep else None, *ab, cos, sin, *w)
+        ctx.save_for_backward(rows, o, logsumexp, *qkv, h if "h" in keep else None, *ab, cos, sin, *w, *rest)
         return torch.addmm(h, c, w.w2.T).view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
         x, o, logsumexp, q, k, v, h, a, b, cos, sin, *given = ctx.saved_tensors
-        w, dy = Weights(*given), dy.reshape(x.shape)
+        count = len(Weights._fields)
+        w, rest, dy = Weights(*given[:count]), given[count:], dy.reshape(x.shape)
 
         if h is None:
             h = torch.addmm(x, _rows(o), w.o.T)
@@ -92,7 +93,7 @@ class BlockFunction(torch.autograd.Function):
         n1, r1 = rms_norm.forward(x, w.ln1, ctx.eps)
         if q is None:
             q, k, v = _qkv(n1, w, cos, sin, ctx.shape)
-        dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx.shape), q, k, v, o, logsumexp, True)
+        dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx.shape), q, k, v, o, logsumexp, True, *rest)
         del q, k, v
         dq, dk = (rotary.rotate(turned, cos, sin, inverse=True) for turned in (dq, dk))
         dq, dk, dv = _rows(dq), _rows(dk), _rows(dv)
@@ -140,7 +141,7 @@ def use_fused_blocks(model: TransformerLM) -> TransformerLM:
 def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str, int]:
     """Of one block: "always" (its input, o, the logsumexps), and each of KEEPABLE."""
     wide, widest = tokens * config.d_model * element_bytes, tokens * config.d_ff * element_bytes
-    logsumexps = 4 * tokens * config.num_heads
+    logsumexps = 4 * tokens * config.num_heads * (2 if element_bytes == 4 else 1)  # with their rests
     return {"always": 2 * wide + logsumexps, "qkv": 3 * wide, "h": wide, "ab": 2 * widest}
 
 
