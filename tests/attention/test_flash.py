@@ -207,12 +207,12 @@ def test_the_switch_may_move_between_the_passes(precisions):
 
 
 def test_l_and_its_rest_have_more_bits_than_float32():
-    # Of small integers, 16 dimensions and so a scale of 1/4, scores are exact; of some thousand, float32's
-    # steps are of 1e-4 and more.
+    # Of small integers, 16 dimensions and so a scale of 1/4, scores are exact; of some hundred, float32's
+    # steps are of 3e-5 and more.
     q, k, v = (torch.randint(-30, 30, (2, 50, 16), device=DEVICE).float() for _ in range(3))
     _, logsumexp, rest = flash_forward(q, k, v, False)
     exact = (q.double() @ k.double().mT / 4).logsumexp(-1)
-    assert exact.max() > 1000
+    assert exact.max() > 500
     assert (logsumexp - exact).abs().max() > 1e-5
     assert (logsumexp.double() + rest.squeeze(-1) - exact).abs().max() < 1e-6
 

@@ -2,13 +2,13 @@
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
 Hardly a tile spills registers, as notebook 24 compiles them: Hopper's own kernels in every form, the others
-causal. In their other forms a few of "ieee" spill up to 24 bytes, and up to 64 where the forward's walk is
-split. Two do, of heads of 128 in "ieee", and are the fastest all the same: planes_dkdv's, about 1 kB a thread
-(two others, which spill half as much, took 1.36 times as long, and the same kernel in Gluon, without spills,
-1.15 times), and backward's, 680 bytes (another, which spills 108, took 1.4 times as long). Hopper's were
-chosen by measurements on an H200; dq and dkdv are within a fifth of the fastest there (notebook 26 has the
-study). The portable ones, for all other GPUs, were only compiled: they fit the 99 KiB of shared memory that a
-block has on the smallest.
+causal. In their other forms a few of "ieee" spill up to 24 bytes, and up to 64 where their walk is split. Two
+do, of heads of 128 in "ieee", and are the fastest all the same: planes_dkdv's, about 1 kB a thread (two
+others, which spill half as much, took 1.36 times as long, and the same kernel in Gluon, without spills, 1.15
+times), and backward's, 804 bytes (another, which spills 108, took 1.4 times as long). Hopper's were chosen by
+measurements on an H200; dq and dkdv are within a fifth of the fastest there (notebook 26 has the study). The
+portable ones, for all other GPUs, were only compiled: they fit the 99 KiB of shared memory that a block has
+on the smallest.
 """
 
 from dataclasses import dataclass, replace
@@ -125,7 +125,7 @@ HOPPER_TILES = {
         128: [Tile(32, 32, 8, 2, chunk=128)],
     },
 }
-PARTS_ROWS = 16  # of a program that adds parts; divides all tiles
+PARTS_ROWS = 8  # of a program that adds parts; divides all tiles
 PARTS_TILE = Tile(PARTS_ROWS, PARTS_ROWS, 4, 1)
 PRE_POST_TILE = Tile(64, 128, 4, 1)  # of the kernels before and after "hopper_backward"
 SPLIT_TILE = Tile(32, 32, 4, 1)  # of the kernel before PLANES_KERNELS

@@ -343,7 +343,7 @@ def add_parts(
     tile_rows = batch_head.to(tl.int64) * n_rows + rows
     part = parts_ptr + first_part * part_size + tile_rows[:, None] * D + dims[None, :]
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for _ in tl.range(first_part, last_part):
+    for _ in tl.range(first_part, last_part, num_stages=3):
         total += tl.load(part, mask=inside, other=0.0)
         part += part_size
     out_tile = pointers(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d)

@@ -256,6 +256,7 @@ def merge_kernel(
     """O, L and rest of the parts of them: by the online softmax, of which each part is one step.
 
     BLOCK_M: of the kernel that wrote the parts; a multiple of ROWS. Grid: (tiles of ROWS * batch * heads,).
+    Stages: the loads of two parts are under way while one is added, which takes a fraction of their latency.
     """
     tile, batch_head, batch, head = own_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
     queries = tile * ROWS + tl.arange(0, ROWS)
@@ -271,7 +272,7 @@ def merge_kernel(
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     m = tl.full([ROWS], -float("inf"), tl.float32)
-    for _ in tl.range(0, tl.cdiv(last_key, span)):
+    for _ in tl.range(0, tl.cdiv(last_key, span), num_stages=3):
         lse, rest = load_logsumexp(lse_part, rest_part, in_range, EXACT)
         m_new = tl.maximum(m, lse)
         weight = tl.exp(lse - m_new + rest)
