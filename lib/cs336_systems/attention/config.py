@@ -26,7 +26,6 @@ OWN_KEYS = ("dkdv", "hopper_backward", "planes_dkdv")  # whose programs own keys
 PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(PLANES_KERNELS, 0.45)
 # PLANES_KERNELS run from so many queries and keys on, by head size, where each has its programs.
 PLANES_LENGTH = {32: 2048, 64: 512, 128: 512}
-SPAN_UNIT = 128  # rows, of which every part of a walk is a multiple, as all tiles divide them
 # "backward" runs in place of "dq" and "dkdv" with up to so many programs an SM, or with a walk that is split.
 ONE_LAUNCH = {"16bit": 2, "tf32": 2, "ieee": 1}
 WARP_GROUP_ROWS = 64  # of what a program owns, to a matmul of four warps
@@ -187,7 +186,7 @@ SPLITS = {
         256: SplitLimits(shortest=128, long=704, many=11, most=4),
     },
     ("forward", "ieee"): {256: SplitLimits(shortest=64, long=256, many=8, most=8)},
-    ("backward", "ieee"): {256: SplitLimits(shortest=64, long=128, many=8, most=8)},
+    ("backward", "ieee"): {256: SplitLimits(shortest=32, long=128, many=8, most=8)},
     ("planes_forward", "ieee"): {128: SplitLimits(shortest=128, long=1024, many=2, most=8, few=1)},
     ("planes_dq", "ieee"): _PLANES_BACKWARD,
     ("planes_dkdv", "ieee"): _PLANES_BACKWARD,

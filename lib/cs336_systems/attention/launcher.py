@@ -29,7 +29,6 @@ from cs336_systems.attention.config import (
     PLANES_LENGTH,
     PRE_POST_TILE,
     PROGRAMS_PER_SM,
-    SPAN_UNIT,
     SPLIT_TILE,
     WARP_GROUP_ROWS,
     KernelConfig,
@@ -167,13 +166,14 @@ class Problem:
         possible, walk = self.most_parts(kernel), self.walk(kernel)
         if possible == 1:
             return NOT_SPLIT
-        limits, sms = self.config.splits[kernel], self.config.sm_count
-        programs = self.programs(kernel, self.tile(kernel))
+        limits, sms, tile = self.config.splits[kernel], self.config.sm_count, self.tile(kernel)
+        programs = self.programs(kernel, tile)
         useful = min(limits.many * sms // programs, walk * sms // (limits.long * programs))
         parts = min(possible, limits.most, max(limits.few * sms // programs, useful))
         if parts < 2:
             return NOT_SPLIT
-        span = triton.cdiv(triton.cdiv(walk, parts), SPAN_UNIT) * SPAN_UNIT
+        unit = max(tile.block_m, tile.block_n)  # a tile lies in one part
+        span = triton.cdiv(triton.cdiv(walk, parts), unit) * unit
         return Split(triton.cdiv(walk, span), span)
 
     def most_parts(self, kernel: str) -> int:
