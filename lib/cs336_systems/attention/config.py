@@ -185,8 +185,15 @@ SPLITS = {
         64: SplitLimits(shortest=256, long=1024, many=8, most=4),
         256: SplitLimits(shortest=128, long=704, many=11, most=4),
     },
-    ("forward", "ieee"): {256: SplitLimits(shortest=64, long=256, many=8, most=8)},
-    ("backward", "ieee"): {256: SplitLimits(shortest=32, long=128, many=8, most=8)},
+    ("forward", "ieee"): {
+        32: SplitLimits(shortest=64, long=256, many=8, most=8),
+        128: SplitLimits(shortest=64, long=512, many=8, most=8, few=1),
+        256: SplitLimits(shortest=64, long=256, many=8, most=8),
+    },
+    ("backward", "ieee"): {
+        32: SplitLimits(shortest=32, long=128, many=8, most=8),
+        128: SplitLimits(shortest=32, long=512, many=8, most=8, few=1),
+    },
     ("planes_forward", "ieee"): {128: SplitLimits(shortest=128, long=1024, many=2, most=8, few=1)},
     ("planes_dq", "ieee"): _PLANES_BACKWARD,
     ("planes_dkdv", "ieee"): _PLANES_BACKWARD,
