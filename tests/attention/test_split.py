@@ -12,6 +12,8 @@ from cs336_systems.attention.config import KERNELS, PLANES_KERNELS, SplitLimits,
 from cs336_systems.checks import AttentionCase, check_attention
 
 pytest.importorskip("triton")
+import large_scores
+
 from cs336_systems.attention import FlashAttentionTriton, flash_triton, launcher
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 from cs336_systems.attention.launcher import (
@@ -71,6 +73,13 @@ def split(request, monkeypatch):
 )
 def test_error_at_most_twice_pytorchs(case):
     check_attention(FlashAttentionTriton.apply, cases=[case])
+
+
+@interpreted
+@pytest.mark.usefixtures("split")
+def test_large_scores_keep_their_bits():
+    large_scores.check_l_and_rest("cpu")
+    large_scores.check_that_backward_reads_rest("cpu")
 
 
 def both_passes(q, k, v, do, is_causal=True):

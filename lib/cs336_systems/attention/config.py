@@ -192,7 +192,7 @@ SPLITS = {
     },
     ("backward", "ieee"): {
         32: SplitLimits(shortest=32, long=128, many=8, most=8),
-        128: SplitLimits(shortest=32, long=512, many=8, most=8, few=1),
+        256: SplitLimits(shortest=32, long=512, many=8, most=8, few=1),
     },
     ("planes_forward", "ieee"): {128: SplitLimits(shortest=128, long=1024, many=2, most=8, few=1)},
     ("planes_dq", "ieee"): _PLANES_BACKWARD,

@@ -48,7 +48,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tens
     o = torch.empty_like(q)
     logsumexp = q.new_empty(shape[:-1], dtype=torch.float32)
     tf32 = allows_tf32(dtype)
-    rests = [q.new_empty((*shape[:-1], 1))] if keeps_rest(dtype, tf32) else []
+    rest = [q.new_empty((*shape[:-1], 1))] if keeps_rest(dtype, tf32) else []
     key = (
         shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dtype, k.dtype, v.dtype,
         device, k.device, v.device, is_causal, tf32,
@@ -61,8 +61,8 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tens
         launch = forward_launcher((layout(q), layout(k), layout(v), layout(o)), config, is_causal)
         _keep(_forwards, key, launch)
     with device_context(device):
-        launch(q, k, v, o, logsumexp, *(rests or [logsumexp]))
-    return [o, logsumexp, *rests]
+        launch(q, k, v, o, logsumexp, *(rest or [logsumexp]))
+    return [o, logsumexp, *rest]
 
 
 def flash_backward(
@@ -81,7 +81,7 @@ def flash_backward(
     shape, dtype, device = q.shape, q.dtype, q.device
     tf32 = allows_tf32(dtype)
     if not keeps_rest(dtype, tf32):
-        rest = logsumexp  # which is there
+        rest = logsumexp  # any tensor: the kernels do not read it
     elif rest is None:  # PyTorch's switch was moved since
         rest = torch.zeros_like(logsumexp)
     if (addresses | logsumexp.data_ptr() | rest.data_ptr()) % ALIGNMENT:
@@ -128,12 +128,11 @@ _backward_op = torch.library.custom_op("cs336_systems::flash_backward", mutates_
 
 @_forward_op.register_fake
 def _(q, k, v, is_causal):
-    rows = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    return [
-        _like(q),
-        rows,
-        *([rows.new_empty((*rows.shape, 1))] if keeps_rest(q.dtype, allows_tf32(q.dtype)) else []),
-    ]
+    logsumexp = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    made = [_like(q), logsumexp]
+    if keeps_rest(q.dtype, allows_tf32(q.dtype)):
+        made.append(logsumexp.new_empty((*logsumexp.shape, 1)))
+    return made
 
 
 @_backward_op.register_fake

@@ -298,7 +298,7 @@ class Problem:
 
 
 class Forward(Problem):
-    """Called with q, k, v and what is written: O, L and rest (where nothing is, any tensor)."""
+    """Called with q, k, v and what is written: O, L and, in "ieee", rest (else any tensor in its place)."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o = layouts
