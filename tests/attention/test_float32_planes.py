@@ -46,7 +46,8 @@ def planes(monkeypatch):
     monkeypatch.setattr(flash_triton, "_forwards", {})
     monkeypatch.setattr(flash_triton, "_backwards", {})
     yield
-    used = (*flash_triton._forwards.values(), *flash_triton._backwards.values())
+    forwards = [launch for launch, _ in flash_triton._forwards.values()]
+    used = (*forwards, *flash_triton._backwards.values())
     assert {type(launch) for launch in used} == {PlanesForward, PlanesBackward}
 
 

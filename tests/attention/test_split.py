@@ -52,7 +52,8 @@ def split(request, monkeypatch):
     monkeypatch.setattr(flash_triton, "_forwards", {})
     monkeypatch.setattr(flash_triton, "_backwards", {})
     yield
-    used = (*flash_triton._forwards.values(), *flash_triton._backwards.values())
+    forwards = [launch for launch, _ in flash_triton._forwards.values()]
+    used = (*forwards, *flash_triton._backwards.values())
     both = {Forward, OneLaunchBackward} if request.param == "portable" else {PlanesForward, PlanesBackward}
     assert {type(launch) for launch in used} == both
     assert all(launch.parts > 1 for launch in used)

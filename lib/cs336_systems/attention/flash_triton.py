@@ -8,13 +8,16 @@ programs come: so it is deterministic everywhere after torch.use_deterministic_a
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.cuda import current_device
 
 from cs336_systems.attention import flash_pytorch
 from cs336_systems.attention.inputs import check_that_they_fit, in_autocast
+from cs336_systems.attention.kernel_launch import KernelLaunch
 from cs336_systems.attention.launcher import (
     Problem,
     backward_launcher,
@@ -22,11 +25,11 @@ from cs336_systems.attention.launcher import (
     forward_launcher,
     layout,
 )
-from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, aligned, check_device, device_context
+from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, aligned, check_device
 
-# Launchers by all that they depend on. One look-up is what a call pays; what is found there was checked.
-_forwards: dict[tuple, Problem] = {}
-_backwards: dict[tuple, Problem] = {}
+# What to run, by all that it depends on. One look-up is what a call pays; what is found was checked before.
+_forwards: dict[tuple, tuple[Problem | KernelLaunch, list[Tensor]]] = {}  # and `_sums`
+_backwards: dict[tuple, Problem | KernelLaunch] = {}
 MAX_LAUNCHERS = 256  # of each
 
 
@@ -44,25 +47,26 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tens
         return [o.to(q.dtype), logsumexp]
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
         q, k, v = aligned(q), aligned(k), aligned(v)
-    shape, dtype, device = q.shape, q.dtype, q.device
-    o = torch.empty_like(q)
-    logsumexp = q.new_empty(shape[:-1], dtype=torch.float32)
-    tf32 = allows_tf32(dtype)
-    rest = [q.new_empty((*shape[:-1], 1))] if keeps_rest(dtype, tf32) else []
+    dtype, device = q.dtype, q.device
+    tf32 = dtype is torch.float32 and allows_tf32(dtype)
     key = (
-        shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dtype, k.dtype, v.dtype,
+        q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), dtype, k.dtype, v.dtype,
         device, k.device, v.device, is_causal, tf32,
     )  # fmt: skip
-    launch = _forwards.get(key)
-    if launch is None:
+    found = _forwards.get(key)
+    if found is None:
         check_that_they_fit(q, k, v)
         check_device("q, k, v", q)
-        config = config_for(dtype, shape[-1], device, tf32)
-        launch = forward_launcher((layout(q), layout(k), layout(v), layout(o)), config, is_causal)
-        _keep(_forwards, key, launch)
-    with device_context(device):
-        launch(q, k, v, o, logsumexp, *(rest or [logsumexp]))
-    return [o, logsumexp, *rest]
+        config = config_for(dtype, q.shape[-1], device, tf32)
+        layouts = tuple(layout(x) for x in (q, k, v, torch.empty_like(q)))
+        found = _keep(_forwards, key, (forward_launcher(layouts, config, is_causal).runner, _sums(q, tf32)))
+    if not INTERPRETED and device.index != current_device():
+        with torch.cuda.device(device):
+            return flash_forward(q, k, v, is_causal)
+    launch, sums = found
+    made = [torch.empty_like(q), *map(torch.empty_like, sums)]
+    launch.run(q, k, v, *made)
+    return made
 
 
 def flash_backward(
@@ -76,36 +80,37 @@ def flash_backward(
     if INTERPRETED and q.dtype == torch.bfloat16:
         grads = flash_backward(*(x.float() for x in (do, q, k, v, o)), logsumexp, is_causal)
         return tuple(grad.to(q.dtype) for grad in grads)
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dtype, device = q.dtype, q.device
+    if not INTERPRETED and device.index != current_device():
+        with torch.cuda.device(device):
+            return flash_backward(do, q, k, v, o, logsumexp, is_causal, rest)
+    gradients = dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    tf32 = dtype is torch.float32 and allows_tf32(dtype)
+    if rest is None:  # in float32 PyTorch's switch was moved since; else any tensor will do, as none is read
+        rest = torch.zeros_like(logsumexp) if keeps_rest(dtype, tf32) else logsumexp
     addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr() | o.data_ptr()
-    shape, dtype, device = q.shape, q.dtype, q.device
-    tf32 = allows_tf32(dtype)
-    if not keeps_rest(dtype, tf32):
-        rest = logsumexp  # any tensor: the kernels do not read it
-    elif rest is None:  # PyTorch's switch was moved since
-        rest = torch.zeros_like(logsumexp)
     if (addresses | logsumexp.data_ptr() | rest.data_ptr()) % ALIGNMENT:
         q, k, v, do, o, logsumexp, rest = (aligned(x) for x in (q, k, v, do, o, logsumexp, rest))
     deterministic = torch.are_deterministic_algorithms_enabled()
     key = (  # dq, dk and dv have layouts that follow from those of q, k and v
-        shape, k.shape, q.stride(), k.stride(), v.stride(), do.stride(), o.stride(), dtype, device,
+        q.shape, k.shape, q.stride(), k.stride(), v.stride(), do.stride(), o.stride(), dtype, device,
         is_causal, tf32, deterministic,
     )  # fmt: skip
     launch = _backwards.get(key)
     if launch is None:
-        config = config_for(dtype, shape[-1], device, tf32)
+        config = config_for(dtype, q.shape[-1], device, tf32)
         layouts = tuple(layout(x) for x in (q, k, v, do, o, dq, dk, dv))
-        launch = backward_launcher(layouts, config, is_causal, deterministic)
+        launch = backward_launcher(layouts, config, is_causal, deterministic).runner
         _keep(_backwards, key, launch)
-    with device_context(device):
-        launch(q, k, v, do, o, logsumexp, rest, dq, dk, dv)
-    return dq, dk, dv
+    launch.run(q, k, v, do, o, logsumexp, rest, *gradients)
+    return gradients
 
 
-def _keep(launchers: dict, key: tuple, launch: Problem) -> None:
+def _keep(launchers: dict, key: tuple, launcher: Any) -> Any:
     if len(launchers) >= MAX_LAUNCHERS:
         launchers.clear()
-    launchers[key] = launch
+    launchers[key] = launcher
+    return launcher
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:
@@ -128,16 +133,22 @@ _backward_op = torch.library.custom_op("cs336_systems::flash_backward", mutates_
 
 @_forward_op.register_fake
 def _(q, k, v, is_causal):
-    logsumexp = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    made = [_like(q), logsumexp]
-    if keeps_rest(q.dtype, allows_tf32(q.dtype)):
-        made.append(logsumexp.new_empty((*logsumexp.shape, 1)))
-    return made
+    return [_like(q), *map(torch.empty_like, _sums(q, allows_tf32(q.dtype)))]
 
 
 @_backward_op.register_fake
 def _(do, q, k, v, o, logsumexp, is_causal, rest=None):
     return _like(q), _like(k), _like(v)
+
+
+def _sums(q: Tensor, tf32: bool) -> list[Tensor]:
+    """One element expanded to the shape of L, and to that of rest if the forward keeps it.
+
+    Another one like these is made in less time than naming shape, dtype and device takes.
+    """
+    like = torch.empty((), dtype=torch.float32, device=q.device)
+    rows = q.shape[:-1]
+    return [like.expand(rows), *([like.expand(*rows, 1)] if keeps_rest(q.dtype, tf32) else [])]
 
 
 def _like(x: Tensor) -> Tensor:
@@ -157,23 +168,20 @@ class FlashAttentionTriton(torch.autograd.Function):
         q, k, v = in_autocast(q, k, v)
         if torch.compiler.is_compiling():
             check_that_they_fit(q, k, v)
-            o, *sums = _forward_op(q, k, v, is_causal)
+            made = _forward_op(q, k, v, is_causal)
         else:
-            o, *sums = flash_forward(q, k, v, is_causal)
-        ctx.save_for_backward(q, k, v, o, *sums)
+            made = flash_forward(q, k, v, is_causal)
+        ctx.save_for_backward(q, k, v, *made)
         ctx.is_causal = is_causal
-        return o
+        return made[0]
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        gradients = once_differentiable(_gradients) if torch.is_grad_enabled() else _gradients
-        return gradients(ctx, do)
-
-
-def _gradients(ctx, do: Tensor) -> tuple[Tensor | None, ...]:
-    run = _backward_op if torch.compiler.is_compiling() else flash_backward
-    q, k, v, o, logsumexp, *rest = ctx.saved_tensors
-    return *run(do, q, k, v, o, logsumexp, ctx.is_causal, *rest), None
+        if torch.is_grad_enabled():  # to differentiate the gradients, too
+            return once_differentiable(FlashAttentionTriton.backward)(ctx, do)
+        run = _backward_op if torch.compiler.is_compiling() else flash_backward
+        q, k, v, o, logsumexp, *rest = ctx.saved_tensors
+        return *run(do, q, k, v, o, logsumexp, ctx.is_causal, *rest), None
 
 
 class FlashAttentionCompiled(FlashAttentionTriton):

@@ -6,14 +6,16 @@ as Triton does, would take longer than the kernel itself.
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from cs336_systems.attention.config import Tile
+from cs336_systems.kernels.runtime import device_context
 
 STREAM = 3  # where among a compiled kernel's arguments it is: after the grid
 MAX_MAPS = 1024
@@ -21,7 +23,7 @@ KNOWN_INSIDE = (3, 6), (3, 7)  # the Tritons beneath whose launcher KernelLaunch
 
 
 class KernelLaunch:
-    """A kernel with its grid and every argument but the tensors: call it with those.
+    """A kernel with its grid and every argument but the tensors: `run` takes those.
 
     Args:
         programs: and, of those whose walk is split, into how many parts.
@@ -44,54 +46,58 @@ class KernelLaunch:
         self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if tile.max_registers:
             self.options["maxnreg"] = tile.max_registers
-        self.launch = None
+        self.run = self.run_through_triton
 
-    def __call__(self, *tensors: Tensor) -> None:
-        if self.launch is None:
+    def run_through_triton(self, *tensors: Tensor) -> None:
+        """The first time, and always where nothing compiles or an unknown Triton launches as it likes."""
+        with device_context(tensors[0].device):
             compiled = self.kernel[self.grid](*self.described(tensors), *self.arguments, **self.options)
-            # The interpreter compiles nothing; a Triton that is not known launches as it likes.
             if compiled is not None and triton_version() in KNOWN_INSIDE:
-                self._prepare(compiled, tensors)
-            return
-        arguments = self.launch_arguments.copy()
-        arguments[STREAM] = self.current_stream(self.device)
-        for i, maps, x in zip(self.map_places, self.maps, tensors, strict=False):
-            arguments[i] = maps[x.data_ptr()]
-        for i, x in zip(self.pointer_places, tensors[len(self.maps) :], strict=True):
-            arguments[i] = x.data_ptr()
-        self.launch(*arguments)
+                self.run = self._prepared(compiled, tensors)
 
-    def _prepare(self, compiled: Any, tensors: tuple[Tensor, ...]) -> None:
+    def _prepared(self, compiled: Any, tensors: tuple[Tensor, ...]) -> Callable[..., None]:
         """Do once what Triton does at every launch, so that addresses and the stream are all that is left.
 
         Triton would encode every descriptor again, and ask the driver about each tensor, but not about an
         address. Its launch hooks, by which its own profiler listens, are not called; memory for scratch,
         which it would allocate, our kernels do not use.
+
+        Returns:
+            Takes the tensors, on the device that is current now.
         """
         driver = triton.runtime.driver.active
-        self.device, self.current_stream = driver.get_current_device(), driver.get_current_stream
+        device = driver.get_current_device()
         recorder, recorded = copy.copy(compiled.run), []
         launch, recorder.launch = recorder.launch, lambda *arguments: recorded.extend(arguments)
         if self.descriptors:
             launch = inspect.getclosurevars(launch).nonlocals["launcher"]  # takes tensor maps
-        self.maps, map_places, arguments = [], [], []
+        maps, places, arguments = [], [], []  # places: where each tensor's address or map is
         for descriptor, meta in zip(self.descriptors, compiled.metadata.tensordesc_meta or (), strict=True):
-            self.maps.append(TensorMaps(descriptor, meta))
-            map_places.append(len(arguments))
+            maps.append(TensorMaps(descriptor, meta, tensors[0].device))
+            places.append(len(arguments))
             arguments += [None, *descriptor.shape, *descriptor.strides]
-        pointers = range(len(arguments), len(arguments) + len(tensors) - len(self.maps))
-        arguments += [*(None for _ in pointers), *self.arguments]
+        for _ in tensors[len(maps) :]:
+            places.append(len(arguments))
+            arguments.append(None)
+        arguments += self.arguments
         hooks = None, None, None  # and what they are told
         recorder(*self.grid, None, compiled.function, compiled.packed_metadata, *hooks, *arguments)
-        if isinstance(recorded[-1], tuple):  # Triton 3.7; 3.6 passes them one by one
-            c_launch, first = launch, len(recorded) - 1
+        if packed := isinstance(recorded[-1], tuple):  # Triton 3.7; 3.6 passes them one by one
             recorded += recorded.pop()
-            self.launch = lambda *arguments: c_launch(*arguments[:first], arguments[first:])
-        else:
-            self.launch, first = launch, len(recorded) - len(arguments)
-        self.map_places = [first + i for i in map_places]
-        self.pointer_places = [first + i for i in pointers]
-        self.launch_arguments = recorded
+        first = len(recorded) - len(arguments)
+
+        # An expression with every argument in its place: filling a list in at every launch takes longer.
+        known = {f"argument{i}": x for i, x in enumerate(recorded)}
+        written = list(known)
+        written[STREAM] = "stream(device)"
+        for i, place in enumerate(places):
+            written[first + place] = f"maps{i}[x{i}.data_ptr()]" if i < len(maps) else f"x{i}.data_ptr()"
+        inner = ", ".join(written[first:])
+        inner = f"({inner},)" if packed else inner
+        parameters = ", ".join(f"x{i}" for i in range(len(tensors)))
+        known |= {"launch": launch, "stream": driver.get_current_stream, "device": device}
+        known |= {f"maps{i}": each for i, each in enumerate(maps)}
+        return eval(f"lambda {parameters}: launch({', '.join(written[:first])}, {inner})", known)
 
     def compile(self, *tensors: Tensor) -> Any:
         """What Triton compiles for such tensors, on the meta device too, without a launch."""
@@ -106,9 +112,9 @@ class KernelLaunch:
 class TensorMaps(dict):
     """What TMA reads of a descriptor, by the address of the tensor: addresses come again and again."""
 
-    def __init__(self, descriptor: Any, meta: dict[str, Any]) -> None:
+    def __init__(self, descriptor: Any, meta: dict[str, Any], device: torch.device) -> None:
         super().__init__()
-        self.descriptor, self.meta = descriptor, meta
+        self.descriptor, self.meta, self.device = descriptor, meta, device
 
     def __missing__(self, address: int) -> Any:
         from triton.backends.nvidia.driver import make_tensordesc_arg
@@ -116,7 +122,8 @@ class TensorMaps(dict):
         if len(self) == MAX_MAPS:
             self.clear()
         base = SimpleNamespace(data_ptr=lambda: address)
-        self[address], *_ = make_tensordesc_arg(_with_tensor(self.descriptor, base), self.meta)
+        with device_context(self.device):
+            self[address], *_ = make_tensordesc_arg(_with_tensor(self.descriptor, base), self.meta)
         return self[address]
 
 

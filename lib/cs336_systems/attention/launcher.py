@@ -147,6 +147,8 @@ class Problem:
     inputs: layouts of q, k, v and perhaps do.
     """
 
+    only_launch: KernelLaunch | None = None  # that takes the tensors as they come
+
     def __init__(self, inputs: Sequence[Layout], config: KernelConfig, is_causal: bool) -> None:
         self.config, self.is_causal = config, is_causal
         self.inputs = [loadable(x, config.dtype.itemsize, config.use_tma) for x in inputs]
@@ -285,7 +287,12 @@ class Problem:
 
     def add_parts(self, parts: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         if self.add is not None:
-            self.add(*parts, *outputs)
+            self.add.run(*parts, *outputs)
+
+    @property
+    def runner(self) -> "Problem | KernelLaunch":
+        """What `run` is called of: itself, or without a call in between its only launch."""
+        return self if self.only_launch is None or self.copies else self.only_launch
 
     def with_copies(self, tensors: tuple[Tensor, ...]) -> Sequence[Tensor]:
         """The tensors, those that the kernels cannot load from replaced by copies."""
@@ -298,7 +305,7 @@ class Problem:
 
 
 class Forward(Problem):
-    """Called with q, k, v and what is written: O, L and, in "ieee", rest (else any tensor in its place)."""
+    """Run with q, k, v and what is written: O, L and, in "ieee", rest."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o = layouts
@@ -307,30 +314,30 @@ class Forward(Problem):
         written = self.prepare_parts(merge_kernel, split, [self.n_queries], self.tile("forward"), o=o)
         self.launch = self.kernel("forward", forward_kernel, split, **written)
 
-    def __call__(self, *tensors: Tensor) -> None:
-        q, k, v, *outputs = self.with_copies(tensors)
+    def run(self, *tensors: Tensor) -> None:
+        q, k, v, o, lse, *rest = self.with_copies(tensors)
+        outputs = o, lse, *(rest or [lse])  # any tensor where the kernel does not write it
         parts = self.parts_of(outputs)
-        self.launch(q, k, v, *parts)
+        self.launch.run(q, k, v, *parts)
         self.add_parts(parts, outputs)
 
 
 class HopperForward(Problem):
-    """Called as `Forward`."""
+    """Run as `Forward`."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 
         *inputs, o = layouts
         super().__init__(inputs, config, is_causal)
-        self.launch = self.kernel("hopper_forward", hopper_forward_kernel, o=o)
+        self.only_launch = self.launch = self.kernel("hopper_forward", hopper_forward_kernel, o=o)
 
-    def __call__(self, *tensors: Tensor) -> None:
-        q, k, v, o, lse, _ = self.with_copies(tensors)
-        self.launch(q, k, v, o, lse)
+    def run(self, *tensors: Tensor) -> None:
+        self.launch.run(*self.with_copies(tensors))
 
 
 class Backward(Problem):
-    """Two kernels. Called with q, k, v, do, o, L, rest and what is written: dq, dk, dv."""
+    """Two kernels. Run with q, k, v, do, o, L, rest and what is written: dq, dk, dv."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o, dq, dk, dv = layouts
@@ -338,15 +345,15 @@ class Backward(Problem):
         self.dq = self.kernel("dq", dq_kernel, o=o, dq=dq)
         self.dkdv = self.kernel("dkdv", dkdv_kernel, dk=dk, dv=dv)
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def run(self, *tensors: Tensor) -> None:
         q, k, v, do, o, lse, rest, dq, dk, dv = self.with_copies(tensors)
         delta = torch.empty_like(lse)
-        self.dq(q, k, v, do, o, lse, rest, delta, dq)
-        self.dkdv(q, k, v, do, lse, rest, delta, dk, dv)
+        self.dq.run(q, k, v, do, o, lse, rest, delta, dq)
+        self.dkdv.run(q, k, v, do, lse, rest, delta, dk, dv)
 
 
 class OneLaunchBackward(Problem):
-    """Both kernels in one launch, for few programs. Called as `Backward`."""
+    """Both kernels in one launch, for few programs. Run as `Backward`."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o, dq, dk, dv = layouts
@@ -354,17 +361,18 @@ class OneLaunchBackward(Problem):
         split, rows = self.split("backward"), (self.n_queries, self.n_keys)
         written = self.prepare_parts(sum_kernel, split, rows, self.tile("backward"), dq=dq, dk=dk, dv=dv)
         self.launch = self.kernel("backward", backward_kernel, split, o=o, **written)
+        self.only_launch = self.launch if self.add is None else None
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def run(self, *tensors: Tensor) -> None:
         *given, dq, dk, dv = self.with_copies(tensors)
         gradients = dq, dk, dv
         parts = self.parts_of(gradients)
-        self.launch(*given, *parts)
+        self.launch.run(*given, *parts)
         self.add_parts(parts, gradients)
 
 
 class HopperBackward(Problem):
-    """Hopper's kernel, and one before and one after it. Called as `Backward`."""
+    """Hopper's kernel, and one before and one after it. Run as `Backward`."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
@@ -385,13 +393,13 @@ class HopperBackward(Problem):
         self.preprocess = KernelLaunch(bwd_preprocess_kernel, *around)
         self.postprocess = KernelLaunch(bwd_postprocess_kernel, *around)
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def run(self, *tensors: Tensor) -> None:
         q, k, v, do, o, lse, _, dq, dk, dv = self.with_copies(tensors)
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         lse2, delta, dq_accum = workspace[0], workspace[1], workspace[2:]
-        self.preprocess(do, o, lse, lse2, delta, dq_accum)
-        self.backward(q, k, v, do, lse2, delta, dq_accum, dk, dv)
-        self.postprocess(dq_accum, dq)
+        self.preprocess.run(do, o, lse, lse2, delta, dq_accum)
+        self.backward.run(q, k, v, do, lse2, delta, dq_accum, dk, dv)
+        self.postprocess.run(dq_accum, dq)
 
 
 class Planes(Problem):
@@ -413,7 +421,7 @@ class Planes(Problem):
         sizes = [self.batch * strides[0] for _, strides in self.inputs]
         made = [tensors[0].new_empty(size, dtype=PLANE_DTYPE) for size in sizes]
         unused = 4 - len(made)
-        self.split_inputs(*tensors, *tensors[:unused], *made, *made[:unused])
+        self.split_inputs.run(*tensors, *tensors[:unused], *made, *made[:unused])
         return made
 
 
@@ -424,7 +432,7 @@ def planes_layout(layout: Layout) -> Layout:
 
 
 class PlanesForward(Planes):
-    """Called as `Forward`."""
+    """Run as `Forward`."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o = layouts
@@ -433,14 +441,14 @@ class PlanesForward(Planes):
         written = self.prepare_parts(merge_kernel, split, [self.n_queries], tile, o=o)
         self.launch = self.kernel("planes_forward", planes_forward_kernel, split, **written)
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *outputs: Tensor) -> None:
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *outputs: Tensor) -> None:
         parts = self.parts_of(outputs)
-        self.launch(*self.planes(q, k, v), *parts)
+        self.launch.run(*self.planes(q, k, v), *parts)
         self.add_parts(parts, outputs)
 
 
 class PlanesBackward(Planes):
-    """Called as `Backward`, and as deterministic."""
+    """Run as `Backward`, and as deterministic."""
 
     def __init__(self, layouts: tuple[Layout, ...], config: KernelConfig, is_causal: bool) -> None:
         *inputs, o, dq, dk, dv = layouts
@@ -451,13 +459,13 @@ class PlanesBackward(Planes):
         self.dq = self.kernel("planes_dq", planes_dq_kernel, split, o=o, do=inputs[3], **written)
         self.dkdv = self.kernel("planes_dkdv", planes_dkdv_kernel, split, **written)
 
-    def __call__(self, *tensors: Tensor) -> None:
+    def run(self, *tensors: Tensor) -> None:
         q, k, v, do, o, lse, rest, *gradients = tensors
         delta = torch.empty_like(lse)
         planes = self.planes(q, k, v, do)
         dq, dk, dv = parts = self.parts_of(gradients)
-        self.dq(*planes, o, do, lse, rest, delta, dq)
-        self.dkdv(*planes, lse, rest, delta, dk, dv)
+        self.dq.run(*planes, o, do, lse, rest, delta, dq)
+        self.dkdv.run(*planes, lse, rest, delta, dk, dv)
         self.add_parts(parts, gradients)
 
 
