@@ -69,12 +69,12 @@ def _prepare(
     if kernel == "forward":
         launch = Forward((layout(q),) * 4, config, True)
         outputs = [torch.full_like(o, math.nan), torch.full_like(logsumexp, math.nan)]
-        return lambda: launch(q, k, v, *outputs, rest), outputs, [o, logsumexp]
+        return lambda: launch.run(q, k, v, *outputs, rest), outputs, [o, logsumexp]
     dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, True, *rests)
     launch = Backward((layout(q),) * 8, config, True)
     delta = (o.float() * do.float()).sum(-1)
     if kernel == "dq":
         outputs = [torch.full_like(q, math.nan)]
-        return lambda: launch.dq(q, k, v, do, o, logsumexp, rest, delta, *outputs), outputs, [dq]
+        return lambda: launch.dq.run(q, k, v, do, o, logsumexp, rest, delta, *outputs), outputs, [dq]
     outputs = [torch.full_like(k, math.nan), torch.full_like(v, math.nan)]
-    return lambda: launch.dkdv(q, k, v, do, logsumexp, rest, delta, *outputs), outputs, [dk, dv]
+    return lambda: launch.dkdv.run(q, k, v, do, logsumexp, rest, delta, *outputs), outputs, [dk, dv]
