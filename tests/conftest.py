@@ -35,6 +35,28 @@ def _scratch_figures(tmp_path_factory: pytest.TempPathFactory):
         yield
 
 
+@pytest.fixture
+def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever memory a tensor starts from, nothing of it may be left: here all new floats start as NaN."""
+    from cs336_systems.attention import flash_triton
+    from cs336_systems.kernels.runtime import guards
+
+    def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def make_poisoned(*arguments, **options):
+            x = make(*arguments, **options)
+            return x.fill_(float("nan")) if x.is_floating_point() else x
+
+        return make_poisoned
+
+    makers = [(torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")]
+    makers += [(torch.Tensor, "new_empty_strided")]
+    makers += [(guards, "_empty_strided_cpu"), (guards, "_empty_strided_cuda")]
+    for owner, name in makers:
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    monkeypatch.setattr(flash_triton, "_forwards", {})  # what is prepared already knows how to make tensors
+    monkeypatch.setattr(flash_triton, "_backwards", {})
+
+
 PARAMETERS = """\
 model_size = "tiny"  # size of the model
 edition = 2025  # edition of the assignment

@@ -77,7 +77,7 @@ ATTENTION: dict[str, Attention] = {
         frozenset({TRITON, COMPILER}),
     ),
     "flash_triton": Attention(
-        "Flash (ours)", GREEN, f"{_FLASH}:FlashAttentionTriton.apply", frozenset({TRITON}), in_model=True
+        "Flash (ours)", GREEN, f"{_FLASH}:flash_attention", frozenset({TRITON}), in_model=True
     ),
 }
 OURS = "flash_triton"

@@ -21,15 +21,7 @@ KERNELS = ["rms_norm", "rotary", "swiglu"]
 FUNCTIONS = dict(zip(KERNELS, (rms_norm, rotary, swiglu), strict=True))
 
 
-@pytest.fixture
-def _poisoned(monkeypatch):
-    """Whatever memory the outputs start from, nothing of it is left: here every new tensor starts as NaN."""
-    empty, empty_like = torch.empty, torch.empty_like
-    monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
-    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(float("nan")))
-
-
-@pytest.mark.usefixtures("_poisoned")
+@pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", KERNELS)
 def test_error_at_most_twice_pytorchs(name, dtype):

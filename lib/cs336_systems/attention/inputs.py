@@ -29,8 +29,9 @@ def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     check_tensors(q, k, v)
     if q.is_cuda and not torch.is_autocast_enabled():  # the most frequent case; this is what asks it fastest
         return q, k, v
-    if q.is_meta:  # which autocast does not know
-        raise ValueError("q is on meta; allowed: a device whose tensors hold numbers")
+    for name, x in {"q": q, "k": k, "v": v}.items():
+        if x.is_meta:  # which autocast does not know
+            raise ValueError(f"{name} is on meta; allowed: a device whose tensors hold numbers")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)

@@ -2,11 +2,13 @@
 
 import contextlib
 import threading
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._C._dynamo import guards
 from triton.runtime import JITFunction
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -14,6 +16,8 @@ INTERPRETED = triton.knobs.runtime.interpret
 TOO_LATE = INTERPRETED and isinstance(tl.max, JITFunction)
 ALIGNMENT = 16  # bytes; what TMA asks of addresses and of every stride but the last
 INTERPRETER = (0, 0)  # in place of a compute capability
+# torch.cuda.current_device in half the time: where there are tensors on a GPU, CUDA runs. None without CUDA.
+current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def check_device(names: str, x: Tensor) -> None:
@@ -48,6 +52,14 @@ def sm_count(device: torch.device) -> int:
 def aligned(x: Tensor) -> Tensor:
     """x itself if its address is a multiple of ALIGNMENT, otherwise a copy."""
     return x if x.data_ptr() % ALIGNMENT == 0 else x.clone()
+
+
+def allocator(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], Tensor]:
+    """Makes tensors of such a shape, strides and dtype as Inductor's code does: sooner than torch.empty_like.
+
+    Of a GPU it is the current one.
+    """
+    return guards._empty_strided_cuda if device.type == "cuda" else guards._empty_strided_cpu
 
 
 _thread = threading.local()
