@@ -143,17 +143,74 @@ def test_an_old_triton_has_no_kernels_of_hoppers_own(monkeypatch):
     assert config.tiles.keys() == {*KERNELS, *GLUON_KERNELS}
 
 
+def heads_of(n, d, heads):
+    """The layout of q, k and v, each contiguous."""
+    return (1, heads, n, d), (heads * n * d, n * d, d, 1)
+
+
 @pytest.mark.parametrize(
-    ("sm_count", "deterministic", "chosen"),
+    ("n", "d", "heads", "is_causal", "tile"),
     [
-        (24, False, HopperBackward),
-        (25, False, Backward),
-        (40, False, OneLaunchBackward),  # 80 programs of 64 queries or keys
-        (24, True, Backward),
+        (1024, 64, 256, True, (64, 64)),
+        (4096, 64, 64, True, (64, 64)),
+        (4097, 64, 64, True, (192, 128)),
+        (1024, 64, 256, False, (64, 64)),
+        (1025, 64, 256, False, (192, 128)),
+        (1024, 64, 43, True, (192, 128)),  # 688 programs of 64 queries: not enough for three an SM
+        (2048, 128, 128, True, (64, 64)),
+        (2049, 128, 128, True, (128, 128)),
+        (512, 128, 512, False, (64, 64)),
+        (513, 128, 512, False, (128, 128)),
     ],
 )
-def test_hoppers_backward_needs_a_program_for_every_sm_and_repeats_no_bits(sm_count, deterministic, chosen):
-    launch = backward_launcher((HEADS_OF_40,) * 8, on_hopper(sm_count), True, deterministic)
+def test_short_walks_have_a_tile_of_their_own(n, d, heads, is_causal, tile):
+    config = select_config(torch.bfloat16, d, HOPPER, 132)
+    chosen = HopperForward((heads_of(n, d, heads),) * 4, config, is_causal).tile("hopper_forward")
+    assert (chosen.block_m, chosen.block_n) == tile
+
+
+@pytest.mark.parametrize(
+    ("n", "d", "heads", "is_causal", "programs"),
+    [
+        (1024, 64, 256, True, 3 * 132),
+        (1024, 128, 256, True, 2 * 132),
+        (8192, 128, 16, False, 132),
+        (16_384, 64, 16, True, 132),
+        (16_384, 32, 16, True, 86 * 16),  # small heads, long walks: a program for every item
+        (1024, 32, 256, True, 3 * 132),
+        (8191, 64, 16, False, 43 * 16),  # its persistent form spills
+        (8191, 64, 16, True, 132),
+        (16_384, 64, 1, True, 256),  # fewer items than fit on the GPU
+    ],
+)
+def test_persistent_programs_fill_the_gpu_once(n, d, heads, is_causal, programs):
+    config = select_config(torch.bfloat16, d, HOPPER, 132)
+    launcher = HopperForward((heads_of(n, d, heads),) * 4, config, is_causal)
+    names = launcher.launch.kernel.arg_names
+    arguments = dict(zip(names[-len(launcher.launch.arguments) :], launcher.launch.arguments, strict=True))
+    queries = launcher.tile("hopper_forward").block_m
+    assert launcher.launch.grid == (programs, 1, 1)
+    assert arguments["items"] == -(-n // queries) * heads
+    assert arguments["PERSISTENT"] == launcher.persistent == (programs < arguments["items"])
+
+
+@pytest.mark.parametrize(
+    ("n", "is_causal", "sm_count", "deterministic", "chosen"),
+    [
+        (1100, True, 72, False, HopperBackward),
+        (1100, True, 73, False, Backward),
+        (1100, True, 72, True, Backward),
+        (1024, True, 24, False, Backward),  # a short walk
+        (600, False, 24, False, HopperBackward),
+        (512, False, 24, False, Backward),
+        (300, True, 40, False, OneLaunchBackward),  # 80 programs of 64 queries or keys
+    ],
+)
+def test_hoppers_backward_needs_long_walks_and_a_program_for_every_sm_and_repeats_no_bits(
+    n, is_causal, sm_count, deterministic, chosen
+):
+    """8 heads: of 1,100 keys 72 programs."""
+    launch = backward_launcher((heads_of(n, 40, 8),) * 8, on_hopper(sm_count), is_causal, deterministic)
     assert type(launch) is chosen
 
 

@@ -1,6 +1,7 @@
 """What only a GPU can show: the shipped tiles at work, races, graphs, threads and memory."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ pytest.importorskip("triton")
 from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.attention.config import KERNELS
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launcher import Problem, config_for
+from cs336_systems.attention.launcher import HopperForward, Problem, config_for, layout
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -87,6 +88,44 @@ def test_enough_programs_for_hoppers_own_kernels(d, dtype):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("d", [16, 33, 64, 128])
+def test_more_work_than_programs(d, dtype):
+    """Persistent forwards, of short walks and of long ones, and backwards of both."""
+    cases = [
+        AttentionCase("short", (25, 4), 512, 512, d, is_causal=True),
+        AttentionCase("short, ragged", (120,), 401, 409, d, is_causal=True),
+        AttentionCase("short, full", (100,), 500, 250, d),
+        AttentionCase("long, full", (40,), 1152, 1152, d),
+        AttentionCase("long, ragged", (12,), 1100, 4123, d),
+        AttentionCase("long, causal", (12,), 4300, 4300, d, is_causal=True),
+        AttentionCase("large scores", (100,), 512, 512, d, is_causal=True, logit_scale=30.0),
+    ]
+    for _ in range(2):
+        check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
+    """Whoever computes an item, and whatever was in its buffers before."""
+    config = config_for(torch.bfloat16, d, torch.device("cuda"))
+    for tile in config.all_tiles("hopper_forward"):
+        one_tile = config.with_tiles(hopper_forward=tile)
+        for heads, n in ((256, 1024), (70, 777), (16, 4096)):
+            inputs = [x.detach() for x in random_inputs(heads, n, d)]
+            layouts = [layout(inputs[0])] * 4
+            persistent = HopperForward(layouts, one_tile, is_causal)
+            other = HopperForward(layouts, replace(one_tile, sm_count=2**20), is_causal)
+            assert not other.persistent
+            wanted = [torch.full_like(x, torch.nan) for x in (inputs[0], inputs[0][..., 0].float())]
+            other.run(*inputs, *wanted)
+            for _ in range(5):
+                found = [torch.full_like(x, torch.nan) for x in wanted]
+                persistent.run(*inputs, *found)
+                assert all(map(torch.equal, found, wanted))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [16, 33, 64, 128])
 def test_walks_that_programs_share(d, dtype):
@@ -139,8 +178,8 @@ def test_many_programs_with_any_strides(d):
     ]
     inputs = [x.detach() for x in random_inputs(5, 10, 300, d)]
     wanted = flash_forward(*inputs, True)
-    for layout in layouts:
-        assert all(map(torch.equal, flash_forward(*map(layout, inputs), True), wanted))
+    for arrange in layouts:
+        assert all(map(torch.equal, flash_forward(*map(arrange, inputs), True), wanted))
 
 
 @pytest.mark.parametrize("d", [16, 64, 128, 256])

@@ -29,7 +29,7 @@ from cs336_systems.attention.config import (
 from cs336_systems.names import torch_dtype
 
 # Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
-MANY_SMS = 2**20  # enough for every walk to be split
+MANY_SMS = 2**20  # enough for every walk to be split, and for every item to have a program
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 
 
@@ -41,8 +41,9 @@ def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelCon
 def compile_tiles(work: Iterable[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
     """Compile the shipped tiles in as many processes as there are cores.
 
-    Hopper's are compiled in all their forms: causal or not, with whole tiles of keys or not. The others are
-    compiled causal, with whole tiles. Those whose walk can be split are compiled both ways.
+    Hopper's are compiled in all their forms: causal or not, with whole tiles of keys or not, persistent or
+    not. The others are compiled causal, with whole tiles. Those whose walk can be split are compiled both
+    ways.
 
     Args:
         work: (kernel, dtype, d_head, capability) of each.
@@ -81,7 +82,7 @@ def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Til
     config = config_for_capability(dtype, d_head, capability)
     config = config.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
     masks = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
-    sm_counts = (1, MANY_SMS) if kernel in config.splits else (1,)
+    sm_counts = (1, MANY_SMS) if kernel in {*config.splits, "hopper_forward"} else (1,)
     found = []
     for (is_causal, odd), sm_count in itertools.product(masks, sm_counts):
         shape = 16, tile.block_m * tile.block_n + odd, d_head  # whole tiles, or one row more
@@ -120,6 +121,7 @@ def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig, is_
         tensors |= {name: x.to(PLANE_DTYPE) for name in tensors if name.endswith("_src")}
     row = torch.empty(shape[:-1], device="meta")  # of L, delta; of dq_accum the pointer alone counts
     tensors |= {name: row for name in tensors if name.startswith(("lse", "rest", "delta", "dq_accum"))}
+    tensors |= {name: row.int() for name in tensors if name.startswith("counter")}
     return launch.compile(*tensors.values())
 
 
@@ -160,7 +162,7 @@ def _ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
 
 if __name__ == "__main__":
     found = [
-        [compile_one(kernel, *place, tile) for tile in config_for_capability(*place).tiles.get(kernel, ())]
+        [compile_one(kernel, *place, tile) for tile in config_for_capability(*place).all_tiles(kernel)]
         for kernel, *place in json.loads(sys.argv[1])
     ]
     print(json.dumps(found))

@@ -24,6 +24,9 @@ HOPPER_KERNELS = GLUON_KERNELS + PLANES_KERNELS
 OWN_KEYS = ("dkdv", "hopper_backward", "planes_dkdv")  # whose programs own keys; those of others, queries
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
 PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(PLANES_KERNELS, 0.45)
+# "hopper_backward" runs where walks are longer than so many queries, causal ones than twice as many: up to
+# 512 "dq" and "dkdv" take 0.82 to 1.0 of its time, up to 1,024 causal ones 0.94 to 1.0 (256 to 512 heads).
+HOPPER_BACKWARD_LENGTH = 512
 # PLANES_KERNELS run from so many queries and keys on, by head size, where each has its programs.
 PLANES_LENGTH = {32: 2048, 64: 512, 128: 512}
 # "backward" runs in place of "dq" and "dkdv" with up to so many programs an SM, or with a walk that is split.
@@ -161,6 +164,29 @@ INTERPRETER_TILE = Tile(64, 64, 4, 1)
 
 
 @dataclass(frozen=True)
+class ShortWalks:
+    """The tile of walks over up to so many keys, or a quarter of them if not causal, that are many.
+
+    What a program does once takes as long as several tiles of keys: where walks are short, programs that
+    share an SM do it while others multiply.
+    """
+
+    keys: int
+    tile: Tile
+
+
+# Measured on an H200: 1,024 tokens, 256 causal heads of 64 take 0.65 of the largest tile's time, heads of 128
+# 0.73; 4,096 tokens, 64 causal heads of 64, 0.93. Above, the largest tile is as fast or faster.
+_SHORT = ShortWalks(4096, Tile(64, 64, 4, 3, 80))
+SHORT_WALKS = {
+    ("hopper_forward", "16bit"): {64: _SHORT, 128: ShortWalks(2048, Tile(64, 64, 4, 2, 128))},
+}
+# From this head size on "hopper_forward" is persistent also where walks are long: heads of 64 and 128 take
+# 0.98 to 1.01 of the time then, heads of 32 took 1.06 times as long (16 heads of 16,384 tokens).
+PERSISTENT_HEADS = 64
+
+
+@dataclass(frozen=True)
 class SplitLimits:
     """Into how many parts a walk over keys or queries is split, whose parts another kernel adds.
 
@@ -212,12 +238,20 @@ class KernelConfig:
     use_tma: bool  # TMA loads the tiles; otherwise threads do, by pointers
     tiles: dict[str, tuple[Tile, ...]]  # of every kernel that may run, from large to small
     splits: dict[str, SplitLimits]  # of those whose walk can be split
+    short_walks: dict[str, ShortWalks]  # of those that have a tile for them
     sm_count: int
 
     def with_tiles(self, **tiles: Tile | None) -> "KernelConfig":
         """The same with one tile for each of these kernels, or without the kernel for None."""
         changed = self.tiles | {kernel: (tile,) for kernel, tile in tiles.items()}
-        return replace(self, tiles={kernel: each for kernel, each in changed.items() if None not in each})
+        changed = {kernel: each for kernel, each in changed.items() if None not in each}
+        short_walks = {kernel: each for kernel, each in self.short_walks.items() if kernel not in tiles}
+        return replace(self, tiles=changed, short_walks=short_walks)
+
+    def all_tiles(self, kernel: str) -> tuple[Tile, ...]:
+        """Every tile that this kernel may run with; none if it does not run."""
+        short = [self.short_walks[kernel].tile] if kernel in self.short_walks else []
+        return tuple(dict.fromkeys((*self.tiles.get(kernel, ()), *short)))
 
 
 @cache
@@ -241,7 +275,10 @@ def select_config(
         runs = [kernel for kernel in KERNELS if max(table[kernel, precision]) >= block_d]
         runs += [kernel for kernel in HOPPER_KERNELS if block_d in table.get((kernel, precision), {})]
         tiles = {kernel: tuple(_up_to(table[kernel, precision], block_d)) for kernel in runs}
-    splits = {kernel: SPLITS[kernel, precision] for kernel in tiles if (kernel, precision) in SPLITS}
+    by_size = [
+        {kernel: table[kernel, precision] for kernel in tiles if (kernel, precision) in table}
+        for table in (SPLITS, SHORT_WALKS)
+    ]
     return KernelConfig(
         dtype,
         precision,
@@ -249,7 +286,7 @@ def select_config(
         block_d,
         _use_tma(capability, precision, block_d),
         tiles,
-        {kernel: _up_to(limits, block_d) for kernel, limits in splits.items()},
+        *({kernel: _up_to(sizes, block_d) for kernel, sizes in each.items()} for each in by_size),
         sm_count,
     )
 

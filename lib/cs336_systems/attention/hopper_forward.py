@@ -11,17 +11,23 @@ so while one computes exponentials, the matrix units have another's matmuls. Of 
 where t is a tile of keys, the last that its queries see. Only that one needs a mask, so it is peeled off the
 loop. P is in 16 bits before the next S takes its registers.
 
+BLOCK_M queries of one head are an item. If the kernel is PERSISTENT, there are only as many programs as fit
+on the GPU at a time, and each takes the next item from a counter until none is left: its producer loads the
+next item's first tiles while the consumers finish this one's, and nobody waits for a program to start. For
+that Q has two buffers.
+
     q, o [64, BLOCK_D]    s, p [64, BLOCK_N]    m, total, lse [64]: of one consumer
-    qs [consumers, 64, BLOCK_D], ks, vs [STAGES, BLOCK_N, BLOCK_D]: shared
+    qs [SLOTS * consumers, 64, BLOCK_D], ks, vs [STAGES, BLOCK_N, BLOCK_D], next_item [1]: shared
 
 What functions pass on together is a tuple:
 
     sources    (q_src, k_src, v_src), what TMA loads from
-    buffers    (qs, ks, vs)
-    barriers   (q_ready, k_ready, v_ready, k_free, v_free), the mbarriers of every consumer, or of every stage
-    place      (batch, head, batch_head, first_query)
-    sizes      (n_queries, n_keys, tiles, scale_log2)
+    buffers    (qs, ks, vs), and next_item if PERSISTENT
+    barriers   (q_ready, q_free, k_ready, k_free, v_ready, v_free), mbarriers, two of every slot of a consumer
+               and four of every stage, and (next_ready, next_free) if PERSISTENT
+    sizes      (n_heads, n_queries, n_keys, items, scale_log2)
     output     (o_ptr, lse_ptr, strides of o)
+    ring       (stage, phase), the buffers of K and V that come next, and the phase of their barriers
 """
 
 from triton.experimental import gluon
@@ -34,7 +40,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper_backward import _accumulator_layout, _store, block_barrier
+from cs336_systems.attention.hopper_backward import _accumulator_layout, _next, _store, block_barrier
 
 LN2 = gl.constexpr(0.6931471805599453)
 QUERIES = gl.constexpr(64)  # of a consumer: one matmul of four warps
@@ -53,30 +59,87 @@ def _worker_registers(consumers):
     return [[24], [240, 24], [160, 160, 32]][consumers - 1]
 
 
+@gluon.constexpr_function
+def _slots(persistent):
+    """How many items Q is loaded of."""
+    return 2 if persistent else 1
+
+
+@gluon.constexpr_function
+def _one_number(num_warps):
+    """The registers of one number that all threads have."""
+    return gl.BlockedLayout([1], [32], [num_warps], [0])
+
+
 @gluon.jit
-def produce(sources, buffers, barriers, place, tiles):
-    """Load Q, and all tiles of K and V from the last to the first."""
+def place_of(
+    item, sizes, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr
+):
+    """(batch, head, first query) of an item, and how many tiles of keys its queries see.
+
+    Causal: the longest rows first, of as many heads at once as L2 holds K and V of, so that the shortest are
+    left to fill the SMs in the end.
+    """
+    n_heads, n_queries, n_keys, items, _ = sizes
+    query_tiles = gl.cdiv(n_queries, BLOCK_M)
+    section = 1
+    if CAUSAL:
+        section = gl.maximum(L2_ELEMENTS // BLOCK_D // n_keys, 1)
+    section_head = item // (section * query_tiles) * section
+    section = gl.minimum(section, items // query_tiles - section_head)
+    item -= section_head * query_tiles
+    tile = item // section
+    if CAUSAL:
+        tile = query_tiles - 1 - tile
+    batch_head = section_head + item % section
+    first_query = tile * BLOCK_M
+    last_key = n_keys
+    if CAUSAL:
+        last_key = gl.minimum(n_keys, first_query + BLOCK_M)
+    return batch_head // n_heads, batch_head % n_heads, first_query, gl.cdiv(last_key, BLOCK_N)
+
+
+@gluon.jit
+def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr):
+    """Of every item load Q, and all tiles of K and V from the last to the first; say which item is next."""
+    sources, buffers, barriers, sizes, _ = shared
     q_src, k_src, v_src = sources
-    qs, ks, vs = buffers
-    q_ready, k_ready, v_ready, k_free, v_free = barriers
-    batch, head, _, first_query = place
-    BLOCK_N: gl.constexpr = ks.shape[1]
+    qs, ks, vs = buffers[:3]
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers[:6]
     STAGES: gl.constexpr = ks.shape[0]
-    CONSUMERS: gl.constexpr = qs.shape[0]
-    for i in gl.static_range(CONSUMERS):
-        row = first_query + i * QUERIES
-        mbarrier.expect(q_ready.index(i), q_src.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_src, [batch, head, row, 0], q_ready.index(i), qs.index(i))
-    for i in range(tiles):
-        stage = i % STAGES
-        phase = (i // STAGES) & 1
-        row = (tiles - 1 - i) * BLOCK_N
-        mbarrier.wait(k_free.index(stage), phase ^ 1)
-        mbarrier.expect(k_ready.index(stage), k_src.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_src, [batch, head, row, 0], k_ready.index(stage), ks.index(stage))
-        mbarrier.wait(v_free.index(stage), phase ^ 1)
-        mbarrier.expect(v_ready.index(stage), v_src.block_type.nbytes)
-        tma.async_copy_global_to_shared(v_src, [batch, head, row, 0], v_ready.index(stage), vs.index(stage))
+    BLOCK_N: gl.constexpr = ks.shape[1]
+    SLOTS: gl.constexpr = _slots(PERSISTENT)
+    CONSUMERS: gl.constexpr = qs.shape[0] // SLOTS
+    item = gl.program_id(0)
+    stage, phase, slot, slot_phase, turn = 0, 0, 0, 0, 0
+    while item < sizes[3]:
+        batch, head, first_query, tiles = place_of(
+            item, sizes, CAUSAL, CONSUMERS * QUERIES, BLOCK_N, ks.shape[2]
+        )
+        for consumer in gl.static_range(CONSUMERS):
+            row = first_query + consumer * QUERIES
+            i = slot * CONSUMERS + consumer
+            mbarrier.wait(q_free.index(i), slot_phase ^ 1)
+            mbarrier.expect(q_ready.index(i), q_src.block_type.nbytes)
+            tma.async_copy_global_to_shared(q_src, [batch, head, row, 0], q_ready.index(i), qs.index(i))
+        for t in range(tiles):
+            start = [batch, head, (tiles - 1 - t) * BLOCK_N, 0]
+            mbarrier.wait(k_free.index(stage), phase ^ 1)
+            mbarrier.expect(k_ready.index(stage), k_src.block_type.nbytes)
+            tma.async_copy_global_to_shared(k_src, start, k_ready.index(stage), ks.index(stage))
+            mbarrier.wait(v_free.index(stage), phase ^ 1)
+            mbarrier.expect(v_ready.index(stage), v_src.block_type.nbytes)
+            tma.async_copy_global_to_shared(v_src, start, v_ready.index(stage), vs.index(stage))
+            stage, phase = _next(stage, phase, STAGES)
+        if PERSISTENT:
+            item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+            mbarrier.wait(barriers[7], turn ^ 1)
+            buffers[3].store(gl.full([1], item, gl.int32, _one_number(1)))
+            mbarrier.arrive(barriers[6])
+            slot, slot_phase = _next(slot, slot_phase, SLOTS)
+            turn ^= 1
+        else:
+            item = sizes[3]
 
 
 @gluon.jit
@@ -90,46 +153,72 @@ def _softmax(s, m, scale_log2):
 def consume(
     shared,
     CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr,
+    PERSISTENT: gl.constexpr,
 ):  # fmt: skip
-    """O and L of one consumer's queries."""
-    buffers, barriers, place, sizes, output = shared
-    qs, ks, vs = buffers
-    q_ready, k_ready, v_ready, k_free, v_free = barriers
-    batch, head, batch_head, first_query = place
-    n_queries, n_keys, tiles, scale_log2 = sizes
+    """O and L of one consumer's queries of every item."""
+    _, buffers, barriers, sizes, _ = shared
+    CONSUMERS: gl.constexpr = buffers[0].shape[0] // _slots(PERSISTENT)
+    item = gl.program_id(0)
+    ring = (0, 0)
+    if PERSISTENT:
+        slot, slot_phase, turn = 0, 0, 0
+        while item < sizes[3]:
+            i = slot * CONSUMERS + CONSUMER
+            ring = attend(shared, item, ring, i, slot_phase, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS, D)
+            mbarrier.wait(barriers[6], turn)
+            item = gl.max(buffers[3].load(_one_number(4)), 0)
+            mbarrier.arrive(barriers[7])
+            slot, slot_phase = _next(slot, slot_phase, 2)
+            turn ^= 1
+    else:
+        attend(shared, item, ring, CONSUMER, 0, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS, D)
+
+
+@gluon.jit
+def attend(
+    shared, item, ring, slot, slot_phase,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
+    D: gl.constexpr,
+):  # fmt: skip
+    """O and L of one consumer's queries of one item, whose Q is in this slot. Returns the ring after it."""
+    _, buffers, barriers, sizes, output = shared
+    qs, ks, vs = buffers[:3]
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers[:6]
+    n_heads, n_queries, n_keys, _, scale_log2 = sizes
     o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od = output
-    CONSUMERS: gl.constexpr = qs.shape[0]
     STAGES: gl.constexpr = ks.shape[0]
+    BLOCK_M: gl.constexpr = CONSUMERS * QUERIES
     BLOCK_N: gl.constexpr = ks.shape[1]
     BLOCK_D: gl.constexpr = ks.shape[2]
     scores: gl.constexpr = _accumulator_layout(4, QUERIES, BLOCK_N)
     out: gl.constexpr = _accumulator_layout(4, QUERIES, BLOCK_D)
     operand: gl.constexpr = gl.DotOperandLayout(0, out, 2)
 
+    stage, phase = ring
+    _, _, first_query, tiles = place_of(item, sizes, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D)
     first_query += CONSUMER * QUERIES
     queries = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, scores))
     m = gl.full([QUERIES], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
     o = gl.zeros([QUERIES, BLOCK_D], gl.float32, out)
     zeros = gl.zeros([QUERIES, BLOCK_N], gl.float32, scores)
-    first = 0
-    if CAUSAL and BLOCK_N % (CONSUMERS * QUERIES) != 0:  # tiles that only consumers of later queries see
-        first = tiles - gl.cdiv(gl.minimum(n_keys, first_query + QUERIES), BLOCK_N)
-        for i in range(first):
-            stage = i % STAGES
-            mbarrier.wait(k_ready.index(stage), (i // STAGES) & 1)
+    if CAUSAL and BLOCK_N % BLOCK_M != 0:  # tiles that only consumers of later queries see
+        seen = gl.cdiv(gl.minimum(n_keys, first_query + QUERIES), BLOCK_N)
+        for _ in range(seen, tiles):
+            mbarrier.wait(k_ready.index(stage), phase)
             mbarrier.arrive(k_free.index(stage))
-            mbarrier.wait(v_ready.index(stage), (i // STAGES) & 1)
+            mbarrier.wait(v_ready.index(stage), phase)
             mbarrier.arrive(v_free.index(stage))
+            stage, phase = _next(stage, phase, STAGES)
+        tiles = seen
 
-    q = qs.index(CONSUMER)
-    mbarrier.wait(q_ready.index(CONSUMER), 0)
-    stage = first % STAGES
-    mbarrier.wait(k_ready.index(stage), (first // STAGES) & 1)
+    q = qs.index(slot)
+    mbarrier.wait(q_ready.index(slot), slot_phase)
+    mbarrier.wait(k_ready.index(stage), phase)
     s = warpgroup_mma(q, ks.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(stage))
     if CAUSAL or not EVEN_KEYS:
-        keys = (tiles - 1 - first) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
+        keys = (tiles - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
         visible = keys[None, :] < n_keys
         if CAUSAL:
             visible = visible & (queries[:, None] >= keys[None, :])
@@ -137,11 +226,11 @@ def consume(
     p, m, _ = _softmax(s, m, scale_log2)
     total = gl.sum(p, 1)
     p = gl.convert_layout(p.to(q.dtype), operand, assert_trivial=True)
-    for i in range(first + 1, tiles):
-        stage = i % STAGES
-        before = (i - 1) % STAGES
-        mbarrier.wait(k_ready.index(stage), (i // STAGES) & 1)
-        mbarrier.wait(v_ready.index(before), ((i - 1) // STAGES) & 1)
+    for _ in range(1, tiles):
+        before, before_phase = stage, phase
+        stage, phase = _next(stage, phase, STAGES)
+        mbarrier.wait(k_ready.index(stage), phase)
+        mbarrier.wait(v_ready.index(before), before_phase)
         s = warpgroup_mma(q, ks.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
         o = warpgroup_mma(p, vs.index(before), o, is_async=True)
         s = warpgroup_mma_wait(1, deps=[s])
@@ -152,84 +241,89 @@ def consume(
         mbarrier.arrive(v_free.index(before))
         o = o * gl.convert_layout(correction, gl.SliceLayout(1, out))[:, None]
         p = gl.convert_layout(p.to(q.dtype), operand, assert_trivial=True)
-    stage = (tiles - 1) % STAGES
-    mbarrier.wait(v_ready.index(stage), ((tiles - 1) // STAGES) & 1)
+    mbarrier.arrive(q_free.index(slot))
+    mbarrier.wait(v_ready.index(stage), phase)
     o = warpgroup_mma(p, vs.index(stage), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
+    mbarrier.arrive(v_free.index(stage))
 
     lse = (m + gl.log2(total)) * LN2
-    gl.store(lse_ptr + batch_head.to(gl.int64) * n_queries + queries, lse, mask=queries < n_queries)
+    # Computed once more: kept through the loop, it would take registers that the loop needs.
+    batch, head, first_query, _ = place_of(item, sizes, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D)
+    first_query += CONSUMER * QUERIES
+    queries = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, scores))
+    row = (batch * n_heads + head).to(gl.int64) * n_queries
+    gl.store(lse_ptr + row + queries, lse, mask=queries < n_queries)
     o = o / gl.convert_layout(total, gl.SliceLayout(1, out))[:, None]
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, stored))
     _store(o_ptr, o, batch, head, rows, n_queries, stride_ob, stride_oh, stride_on, stride_od, D, stored)
+    return _next(stage, phase, STAGES)
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys"])
+@gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys", "items"])
 def hopper_forward_kernel(
-    q_src, k_src, v_src, o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od,
-    n_heads, n_queries, n_keys, scale_log2,
+    q_src, k_src, v_src, o_ptr, lse_ptr, counter_ptr, stride_ob, stride_oh, stride_on, stride_od,
+    n_heads, n_queries, n_keys, items, scale_log2,
     CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
-    """O and L. Grid: (query tiles * batch * heads,). Four warps; BLOCK_N is a multiple of 64."""
+    """O and L. Four warps; BLOCK_N is a multiple of 64.
+
+    Grid: (items,), that is query tiles * batch * heads; if PERSISTENT fewer, and the counter is at 0.
+    """
     dtype: gl.constexpr = q_src.dtype
     consumers: gl.constexpr = BLOCK_M // QUERIES
+    slots: gl.constexpr = _slots(PERSISTENT) * consumers
     query_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, BLOCK_D], dtype)
     key_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     buffers = (
-        gl.allocate_shared_memory(dtype, [consumers, QUERIES, BLOCK_D], query_shape),
+        gl.allocate_shared_memory(dtype, [slots, QUERIES, BLOCK_D], query_shape),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], key_shape),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], key_shape),
     )
     barriers = (
-        gl.allocate_shared_memory(gl.int64, [consumers, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [slots, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [slots, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
     )
-    for i in gl.static_range(consumers):
+    for i in gl.static_range(slots):
         mbarrier.init(barriers[0].index(i), count=1)
-    for i in gl.static_range(STAGES):
         mbarrier.init(barriers[1].index(i), count=1)
+    for i in gl.static_range(STAGES):
         mbarrier.init(barriers[2].index(i), count=1)
         mbarrier.init(barriers[3].index(i), count=consumers)
-        mbarrier.init(barriers[4].index(i), count=consumers)
+        mbarrier.init(barriers[4].index(i), count=1)
+        mbarrier.init(barriers[5].index(i), count=consumers)
+    if (
+        PERSISTENT
+    ):  # else nobody uses these: Triton would give their memory to others, and rows of O were wrong
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        buffers += (gl.allocate_shared_memory(gl.int32, [1], flat),)
+        barriers += (
+            gl.allocate_shared_memory(gl.int64, [1], barrier),
+            gl.allocate_shared_memory(gl.int64, [1], barrier),
+        )
+        mbarrier.init(barriers[6], count=1)
+        mbarrier.init(barriers[7], count=consumers)
     fence_async_shared()
     block_barrier()
 
-    # Causal: the longest rows first, of as many heads at once as L2 holds K and V of, so that the shortest
-    # are left to fill the SMs in the end.
-    query_tiles = gl.cdiv(n_queries, BLOCK_M)
-    section = 1
-    if CAUSAL:
-        section = gl.maximum(L2_ELEMENTS // BLOCK_D // n_keys, 1)
-    section_head = gl.program_id(0) // (section * query_tiles) * section
-    section = gl.minimum(section, gl.num_programs(0) // query_tiles - section_head)
-    program = gl.program_id(0) - section_head * query_tiles
-    tile = program // section
-    if CAUSAL:
-        tile = query_tiles - 1 - tile
-    batch_head = section_head + program % section
-    first_query = tile * BLOCK_M
-    last_key = n_keys
-    if CAUSAL:
-        last_key = gl.minimum(n_keys, first_query + BLOCK_M)
-    tiles = gl.cdiv(last_key, BLOCK_N)
-
-    place = (batch_head // n_heads, batch_head % n_heads, batch_head, first_query)
-    sizes = (n_queries, n_keys, tiles, scale_log2)
+    sources = (q_src, k_src, v_src)
+    sizes = (n_heads, n_queries, n_keys, items, scale_log2)
     output = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od)
-    shared = (buffers, barriers, place, sizes, output)
+    shared = (sources, buffers, barriers, sizes, output)
     gl.warp_specialize(
-        [  # noqa: RUF005, a kernel cannot unpack
-            (consume, (shared, 0, CAUSAL, EVEN_KEYS, D)),
-            (consume, (shared, 1, CAUSAL, EVEN_KEYS, D)),
-            (consume, (shared, 2, CAUSAL, EVEN_KEYS, D)),
-        ][:consumers]
-        + [(produce, ((q_src, k_src, v_src), buffers, barriers, place, tiles))],
+        [  # of up to three consumers the last ones
+            (consume, (shared, consumers - 3, CAUSAL, EVEN_KEYS, D, PERSISTENT)),
+            (consume, (shared, consumers - 2, CAUSAL, EVEN_KEYS, D, PERSISTENT)),
+            (consume, (shared, consumers - 1, CAUSAL, EVEN_KEYS, D, PERSISTENT)),
+            (produce, (shared, counter_ptr, CAUSAL, PERSISTENT)),
+        ][3 - consumers :],
         _worker_warps(consumers),
         _worker_registers(consumers),
     )

@@ -20,11 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.config import (
     GLUON_KERNELS,
+    HOPPER_BACKWARD_LENGTH,
     HOPPER_KERNELS,
     ONE_LAUNCH,
     OWN_KEYS,
     PARTS_ROWS,
     PARTS_TILE,
+    PERSISTENT_HEADS,
     PLANES_KERNELS,
     PLANES_LENGTH,
     PRE_POST_TILE,
@@ -49,6 +51,7 @@ from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, capability, sm
 LOG2E = math.log2(math.e)
 PLANES = 3  # of bfloat16 to a float32 matrix
 PLANE_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter multiplies its bit patterns
+REGISTERS = 2**16  # of an SM
 GLUON = 3, 6  # the Triton whose Gluon GLUON_KERNELS are written in; the others of Hopper's come with it
 Shape = tuple[int, ...]
 Layout = tuple[Shape, Shape]  # shape, strides
@@ -194,13 +197,28 @@ class Problem:
         return programs >= PROGRAMS_PER_SM.get(kernel, 1) * self.config.sm_count
 
     def tile(self, kernel: str) -> Tile:
-        """The first of the kernel's tiles that makes programs enough; the last where none does."""
+        """That of short walks, or the first that makes programs enough; the last where none does."""
+        if self.has_short_walks(kernel):
+            return self.config.short_walks[kernel].tile
         *larger, last = self.config.tiles[kernel]
         for tile in larger:
             unequal = self.is_causal and tile.max_registers  # programs that share an SM
             if self.fills_gpu(kernel, tile) and not unequal:
                 return tile
         return last
+
+    def has_short_walks(self, kernel: str) -> bool:
+        """Whether this kernel's walks are short, and many."""
+        short = self.config.short_walks.get(kernel)
+        if short is None or self.n_keys > short.keys // (1 if self.is_causal else 4):
+            return False
+        enough = PROGRAMS_PER_SM[kernel] * self.programs_at_once(short.tile)
+        return self.programs(kernel, short.tile) >= enough
+
+    def programs_at_once(self, tile: Tile) -> int:
+        """How many of Hopper's programs, of eight warps or more, the GPU has registers for."""
+        each = 8 * 32 * tile.max_registers if tile.max_registers else REGISTERS
+        return REGISTERS // each * self.config.sm_count
 
     def arguments(self, tile: Tile, split: Split = NOT_SPLIT, **layouts: Layout) -> dict[str, Any]:
         """All that any of the kernels takes and is no tensor; of the tensors in `layouts`, the strides."""
@@ -330,10 +348,25 @@ class HopperForward(Problem):
 
         *inputs, o = layouts
         super().__init__(inputs, config, is_causal)
-        self.only_launch = self.launch = self.kernel("hopper_forward", hopper_forward_kernel, o=o)
+        name = "hopper_forward"
+        tile = self.tile(name)
+        items, at_once = self.programs(name, tile), self.programs_at_once(tile)
+        spills = tile.block_m == 192 and not is_causal and self.n_keys % tile.block_n
+        gains = config.block_d >= PERSISTENT_HEADS and not spills
+        self.persistent = items > at_once and (gains or self.has_short_walks(name))
+        self.launch = KernelLaunch(
+            hopper_forward_kernel,
+            (at_once if self.persistent else items, 1),
+            self.arguments(tile, o=o) | {"items": items, "PERSISTENT": self.persistent},
+            tile,
+            self.descriptors(name, tile),
+        )
 
     def run(self, *tensors: Tensor) -> None:
-        self.launch.run(*self.with_copies(tensors))
+        q, k, v, o, lse = self.with_copies(tensors)
+        # Any tensor where the kernel does not count.
+        counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self.persistent else lse
+        self.launch.run(q, k, v, o, lse, counter)
 
 
 class Backward(Problem):
@@ -503,14 +536,14 @@ def backward_launcher(
     """For q, k, v, do, o, dq, dk, dv of these layouts.
 
     Hopper's kernel adds dQ up in any order, and its programs are large: where they are fewer than the SMs,
-    smaller programs keep more of them at work.
+    smaller programs keep more of them at work; where walks are short, these take longer to begin and to end.
     """
     problem = Problem(layouts[:4], config, is_causal)
     if planes_run(problem):
         return PlanesBackward(layouts, config, is_causal)
     if "hopper_backward" in config.tiles and not deterministic:
-        tile = problem.tile("hopper_backward")
-        if problem.fills_gpu("hopper_backward", tile):
+        long = problem.n_queries > HOPPER_BACKWARD_LENGTH * (2 if is_causal else 1)
+        if long and problem.fills_gpu("hopper_backward", problem.tile("hopper_backward")):
             return HopperBackward(layouts, config, is_causal)
     if "backward" in config.tiles:
         tile = problem.tile("backward")

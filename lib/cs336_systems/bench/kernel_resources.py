@@ -53,7 +53,7 @@ def shipped_tiles() -> pd.DataFrame:
     """
     table = load_rows(**PLACE)
     for (kernel, *place), rows in table.groupby(["kernel", "dtype", "d_head", "capability"]):
-        tiles = [tile.row() for tile in config_for_capability(*place).tiles.get(kernel) or ()]
+        tiles = [tile.row() for tile in config_for_capability(*place).all_tiles(kernel)]
         recorded = rows.astype(object).where(rows.notna(), None)[[*tiles[0]] if tiles else ["kernel"]]
         if set(recorded.itertuples(index=False, name=None)) != {tuple(tile.values()) for tile in tiles}:
             raise ValueError(f"rows of {kernel} are of older tiles; write them anew: python -m {__name__}")
