@@ -32,6 +32,7 @@ INTERPRETED_LENGTH = 128  # of a sequence, where Triton's interpreter stands in 
 MODEL_SHAPES = (  # batch, heads, tokens, d_head, causal
     *((1, 16, 16_384, 64, True), (1, 16, 16_384, 128, True), (4, 16, 4096, 128, True)),
     *((2, 16, 8192, 64, False), (2, 16, 8192, 128, False)),
+    *((16, 16, 1024, 64, True), (16, 16, 1024, 128, True)),
 )
 # What is compared by default.
 WITH_MANY_HEADS = (OURS, "sdpa_cudnn", "sdpa_flash", "flex", "compiled")
