@@ -111,6 +111,12 @@ def test_a_gain_is_judged_by_the_spread(ms, spread, outcome):
     assert ablation(pd.DataFrame(rows))["outcome"].tolist()[1] == outcome
 
 
+@pytest.mark.parametrize(("ms", "outcome"), [(8.0, "not predicted"), (12.0, "a loss")])
+def test_without_a_prediction_only_a_loss_is_judged(ms, outcome):
+    table = ablation(pd.DataFrame([version(0, 10.0), version(1, ms)]))
+    assert table["outcome"].tolist()[1] == outcome
+
+
 def test_what_failed_says_why():
     failed = version(1, float("nan"), (1, 2)) | {"status": "error", "reason": "off by 0.4"}
     table = ablation(pd.DataFrame([version(0, 8.0), failed, version(2, 4.0, (2, 2))]))

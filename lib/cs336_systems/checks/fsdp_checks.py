@@ -1,6 +1,7 @@
 """What correct fully sharded data parallelism does, said in sentences to whoever wrote it."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -279,12 +280,21 @@ class _Held:
         if layer := _layers_by_size().get(tensor.numel()):
             storage = tensor.untyped_storage()
             self.seen[storage._cdata] = layer, StorageWeakRef(storage)
-        if len(self.layers()) > max(self.most, _ALLOWED):
-            gc.collect()  # what only a cycle of Python's keeps is no fault
-        self.most = max(self.most, len(self.layers()))
+        self.most = max(self.most, len(self.layers(allowed=max(self.most, _ALLOWED))))
         return tensor
 
-    def layers(self) -> list[str]:
+    def layers(self, allowed: int) -> list[str]:
+        """Those there are after a second at most, in which more than are allowed may go.
+
+        What only a cycle of Python's keeps is no fault, nor what a thread of Gloo's has yet to let go of.
+        """
+        until = time.monotonic() + 1
+        while len(alive := self._alive()) > allowed and time.monotonic() < until:
+            gc.collect()
+            time.sleep(0.01)
+        return alive
+
+    def _alive(self) -> list[str]:
         alive = set()
         for layer, reference in self.seen.values():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
@@ -304,8 +314,7 @@ def _frees(context: WorkerContext, wrap: Wrap) -> str | None:
     with observed(on_message), torch.autograd.graph.saved_tensors_hooks(held.note, lambda kept: kept):
         for step in range(2):
             loss = _loss(wrapped, context.rank, step)
-            gc.collect()
-            kept = held.layers()
+            kept = held.layers(allowed=1)
             if len(kept) > 1:  # backward begins with the last
                 problems.append(
                     f"after forward the whole weights of these layers still have memory: {', '.join(kept)}. "
@@ -314,8 +323,7 @@ def _frees(context: WorkerContext, wrap: Wrap) -> str | None:
                 )
             loss.backward()
             wrapped.finish_gradient_synchronization()
-            gc.collect()
-            if kept := held.layers():
+            if kept := held.layers(allowed=0):
                 problems.append(
                     f"after backward the whole weights of these layers still have memory: {', '.join(kept)}. "
                     "Free each once its gradient is there."

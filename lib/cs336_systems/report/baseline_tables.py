@@ -96,6 +96,7 @@ def ablation(rows: pd.DataFrame) -> pd.DataFrame:
     Returns:
         In the order of the rungs: rung, technique, p50_ms, predicted_gain_low, predicted_gain_high, gain, the
         least and the most that the spread of both versions allows (gain_low, gain_high), outcome, kept, why.
+        Without a prediction the outcome is "a loss" or "not predicted".
     """
     lines, before = [], None
     for row in rows.sort_values("rung").to_dict("records"):
@@ -117,6 +118,8 @@ def _outcome(row: Any) -> str:
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
     low, high = row["predicted_gain_low"], row["predicted_gain_high"]
+    if pd.isna(low):
+        return "a loss" if row["gain_high"] < 1 else "not predicted"
     if row["gain_low"] > high:
         return "more"
     if row["gain_high"] < low:
