@@ -218,7 +218,7 @@ def test_same_bits_every_time_where_they_are_asked_for(d, dtype, deterministic):
         assert torch.equal(FlashAttentionTriton.apply(*inputs, True), output)
 
 
-@pytest.mark.parametrize("heads", [2, 60])
+@pytest.mark.parametrize("heads", [2, 60, 200])
 def test_a_cuda_graph_replays_it(heads):
     inputs = [x.detach() for x in random_inputs(heads, 300, 64)]
 
