@@ -185,13 +185,13 @@ def test_short_walks_have_a_tile_of_their_own(n, d, heads, is_causal, tile):
 )
 def test_persistent_programs_fill_the_gpu_once(n, d, heads, is_causal, programs):
     config = select_config(torch.bfloat16, d, HOPPER, 132)
-    launcher = HopperForward((heads_of(n, d, heads),) * 4, config, is_causal)
-    names = launcher.launch.kernel.arg_names
-    arguments = dict(zip(names[-len(launcher.launch.arguments) :], launcher.launch.arguments, strict=True))
-    queries = launcher.tile("hopper_forward").block_m
-    assert launcher.launch.grid == (programs, 1, 1)
+    forward = HopperForward((heads_of(n, d, heads),) * 4, config, is_causal)
+    launch = forward.launch
+    arguments = dict(zip(launch.kernel.arg_names[-len(launch.arguments) :], launch.arguments, strict=True))
+    queries = forward.tile("hopper_forward").block_m
+    assert launch.grid == (programs, 1, 1)
     assert arguments["items"] == -(-n // queries) * heads
-    assert arguments["PERSISTENT"] == launcher.persistent == (programs < arguments["items"])
+    assert arguments["PERSISTENT"] == forward.persistent == (programs < arguments["items"])
 
 
 @pytest.mark.parametrize(

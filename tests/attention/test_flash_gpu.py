@@ -13,7 +13,14 @@ pytest.importorskip("triton")
 from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.attention.config import KERNELS
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launcher import HopperForward, Problem, config_for, layout
+from cs336_systems.attention.launcher import (
+    HopperBackward,
+    HopperForward,
+    Problem,
+    backward_launcher,
+    config_for,
+    layout,
+)
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -89,6 +96,27 @@ def test_enough_programs_for_hoppers_own_kernels(d, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("d", [33, 40, 64, 72, 128])
+def test_walks_long_enough_for_hoppers_own_backward(d, dtype):
+    cases = [
+        AttentionCase("even", (40,), 1152, 1152, d, is_causal=True),
+        AttentionCase("ragged", (20,), 1111, 1190, d, is_causal=True),
+        AttentionCase("ragged, full", (50,), 601, 389, d),
+        AttentionCase("more queries than keys", (150,), 1090, 70, d, is_causal=True),
+        AttentionCase("fewer keys than a tile has", (150,), 600, 5, d),
+        AttentionCase("keys that no query sees", (12,), 1070, 1700, d, is_causal=True),
+        AttentionCase("large scores", (20,), 1152, 1152, d, is_causal=True, logit_scale=30.0),
+    ]
+    config = config_for(dtype, d, torch.device("cuda"))
+    for case in cases:
+        q, k = (((*case.leading, n, d), (n * d, d, 1)) for n in (case.n_queries, case.n_keys))
+        launcher = backward_launcher((q, k, k, q, q, q, k, k), config, case.is_causal, deterministic=False)
+        assert type(launcher) is HopperBackward
+    for _ in range(2):
+        check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("d", [16, 33, 64, 128])
 def test_more_work_than_programs(d, dtype):
     """Persistent forwards, of short walks and of long ones, and backwards of both."""
@@ -158,7 +186,7 @@ def test_enough_programs_for_planes_of_float32(d):
 @pytest.mark.usefixtures("nan_memory")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("d", [40, 64, 128])
-@pytest.mark.parametrize("n", [1, 65, 300])
+@pytest.mark.parametrize("n", [1, 65, 300, 1100])
 def test_many_programs_write_every_element(n, d, is_causal):
     q, k, v = (x.detach() for x in random_inputs(150, n, d))
     o, logsumexp, *rest = flash_forward(q, k, v, is_causal)
@@ -218,9 +246,9 @@ def test_same_bits_every_time_where_they_are_asked_for(d, dtype, deterministic):
         assert torch.equal(FlashAttentionTriton.apply(*inputs, True), output)
 
 
-@pytest.mark.parametrize("heads", [2, 60, 200])
-def test_a_cuda_graph_replays_it(heads):
-    inputs = [x.detach() for x in random_inputs(heads, 300, 64)]
+@pytest.mark.parametrize(("heads", "n"), [(2, 300), (60, 300), (200, 300), (60, 1100)])
+def test_a_cuda_graph_replays_it(heads, n):
+    inputs = [x.detach() for x in random_inputs(heads, n, 64)]
 
     def run():
         o, logsumexp, *rest = flash_forward(*inputs, True)

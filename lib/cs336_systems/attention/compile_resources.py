@@ -41,9 +41,9 @@ def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelCon
 def compile_tiles(work: Iterable[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
     """Compile the shipped tiles in as many processes as there are cores.
 
-    Hopper's are compiled in all their forms: causal or not, with whole tiles of keys or not, persistent or
-    not. The others are compiled causal, with whole tiles. Those whose walk can be split are compiled both
-    ways.
+    Hopper's are compiled in all their forms: causal or not, with whole tiles of keys or not, and the forward
+    in Gluon persistent or not. The others are compiled causal, with whole tiles. Those whose walk can be
+    split are compiled both ways.
 
     Args:
         work: (kernel, dtype, d_head, capability) of each.

@@ -352,7 +352,7 @@ class HopperForward(Problem):
         tile = self.tile(name)
         items, at_once = self.programs(name, tile), self.programs_at_once(tile)
         # Three consumers have no registers left for a mask by keys alone that lasts from item to item.
-        spills = tile.block_m == 192 and not is_causal and self.n_keys % tile.block_n
+        spills = tile.block_m == 3 * WARP_GROUP_ROWS and not is_causal and self.n_keys % tile.block_n
         gains = config.block_d >= PERSISTENT_HEADS and not spills
         self.persistent = items > at_once and (gains or self.has_short_walks(name))
         self.launch = KernelLaunch(
