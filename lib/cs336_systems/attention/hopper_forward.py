@@ -134,6 +134,8 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
         if PERSISTENT:
             item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
             mbarrier.wait(barriers[7], turn ^ 1)
+            # compute-sanitizer's racecheck names this store and the load in `consume`. It does not know
+            # mbarriers: a program in CUDA that does nothing but this, and is right, it names as well.
             buffers[3].store(gl.full([1], item, gl.int32, _one_number(1)))
             mbarrier.arrive(barriers[6])
             slot, slot_phase = _next(slot, slot_phase, SLOTS)
