@@ -18,6 +18,8 @@ from cs336_systems.attention.config import (
 from cs336_systems.checks import AttentionCase, check_attention
 
 pytest.importorskip("triton")
+from tests.attention import races
+
 from cs336_systems.attention import FlashAttentionTriton, flash_triton, launcher
 from cs336_systems.attention.launcher import (
     Backward,
@@ -212,6 +214,12 @@ def test_hoppers_backward_needs_long_walks_and_a_program_for_every_sm_and_repeat
     """8 heads: of 1,100 keys 72 programs."""
     launch = backward_launcher((heads_of(n, 40, 8),) * 8, on_hopper(sm_count), is_causal, deterministic)
     assert type(launch) is chosen
+
+
+@pytest.mark.parametrize(("case", "launchers"), races.CASES.items(), ids=map(str, races.CASES))
+def test_races_are_looked_for_where_it_says(case, launchers):
+    config = select_config(getattr(torch, case[4]), case[3], HOPPER, sm_count=132)
+    assert races.launchers_of(case, config) == launchers
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -10,6 +10,8 @@ from cs336_systems.checks import AttentionCase, check_attention
 from cs336_systems.measure import matmul_precision
 
 pytest.importorskip("triton")
+from tests.attention import races
+
 from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.attention.config import KERNELS
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
@@ -225,6 +227,11 @@ def test_tf32(d):
 def test_long_sequences(d, dtype):
     case = AttentionCase("long", (1,), 8192, 8192, d, is_causal=True)
     check_attention(FlashAttentionTriton.apply, cases=[case], dtype=dtype)
+
+
+@pytest.mark.parametrize("case", races.CASES, ids=str)
+def test_the_same_input_a_hundred_times(case):
+    assert races.what_differs(case, 100) == []
 
 
 @pytest.fixture
