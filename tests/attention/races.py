@@ -4,8 +4,8 @@
     compute-sanitizer --tool memcheck python -m tests.attention.races --times 1
     compute-sanitizer --tool racecheck python -m tests.attention.races --times 1
 
-Sizes are small: the sanitizer takes long. Its racecheck does not know mbarriers, so in the forward it names
-what is no race: the next item's store and load, and Triton's hand-over to warps with roles.
+Sizes are small, for the sanitizer. Its racecheck does not know mbarriers, so in the forward it names what is
+no race: the next item's store and load, and Triton's hand-over to warps with roles.
 Exit code 1: results differ, or another kernel ran than CASES says.
 """
 
@@ -22,47 +22,61 @@ from cs336_systems.attention.launcher import (
     config_for,
     forward_launcher,
 )
+from cs336_systems.checks import AttentionCase
 
-Case = tuple[int, int, int, int, str, bool]
-# (heads, queries, keys, d, dtype, causal): what runs it on a Hopper GPU of 132 SMs.
-CASES: dict[Case, str] = {
-    (180, 250, 250, 64, "bfloat16", True): "HopperForward 64x64 persistent, Backward",
-    (120, 250, 250, 128, "bfloat16", True): "HopperForward 64x64 persistent, Backward",
-    (60, 768, 1152, 64, "bfloat16", False): "HopperForward 192x128 persistent, HopperBackward",
-    (60, 768, 1100, 64, "bfloat16", False): "HopperForward 192x128, HopperBackward",
-    (60, 520, 640, 128, "bfloat16", False): "HopperForward 128x128 persistent, HopperBackward",
-    (40, 1030, 400, 128, "float16", True): "HopperForward 64x64 persistent, HopperBackward",
-    (45, 1030, 400, 16, "float16", True): "HopperForward 64x64 persistent, HopperBackward",
-    (40, 200, 200, 64, "bfloat16", False): "HopperForward 64x128, Backward",
-    (2, 300, 300, 128, "bfloat16", True): "HopperForward 64x128, OneLaunchBackward",
-    (12, 520, 530, 128, "float32", True): "PlanesForward, PlanesBackward",
-    (12, 520, 530, 64, "float32", False): "PlanesForward, PlanesBackward",
-    (2, 1100, 1100, 64, "float32", True): "PlanesForward, PlanesBackward",  # in parts
-    (2, 300, 300, 64, "float32", True): "Forward, OneLaunchBackward",
-}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# And what runs each on a Hopper GPU of 132 SMs.
+CASES = [
+    (AttentionCase("short", (180,), 250, 250, 64, True), BF16, "HopperForward 64x64 persistent, Backward"),
+    (AttentionCase("wide", (120,), 250, 250, 128, True), BF16, "HopperForward 64x64 persistent, Backward"),
+    (AttentionCase("full", (60,), 768, 1152), BF16, "HopperForward 192x128 persistent, HopperBackward"),
+    (AttentionCase("ragged", (60,), 768, 1100), BF16, "HopperForward 192x128, HopperBackward"),
+    (
+        AttentionCase("wide, full", (60,), 520, 640, 128),
+        BF16,
+        "HopperForward 128x128 persistent, HopperBackward",
+    ),
+    (
+        AttentionCase("wide, causal", (40,), 1030, 400, 128, True),
+        FP16,
+        "HopperForward 64x64 persistent, HopperBackward",
+    ),
+    (
+        AttentionCase("narrow", (45,), 1030, 400, 16, True),
+        FP16,
+        "HopperForward 64x64 persistent, HopperBackward",
+    ),
+    (AttentionCase("few", (40,), 200, 200), BF16, "HopperForward 64x128, Backward"),
+    (AttentionCase("fewer", (2,), 300, 300, 128, True), BF16, "HopperForward 64x128, OneLaunchBackward"),
+    (AttentionCase("float32, wide", (12,), 520, 530, 128, True), FP32, "PlanesForward, PlanesBackward"),
+    (AttentionCase("float32, full", (12,), 520, 530), FP32, "PlanesForward, PlanesBackward"),
+    (AttentionCase("float32, in parts", (2,), 1100, 1100, 64, True), FP32, "PlanesForward, PlanesBackward"),
+    (AttentionCase("float32, short", (2,), 300, 300, 64, True), FP32, "Forward, OneLaunchBackward"),
+]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attention.races", description=__doc__)
     parser.add_argument("--times", type=int, default=100)
     options = parser.parse_args()
+    if options.times < 1:
+        parser.error(f"--times {options.times}; allowed: 1 or more")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         parser.error("the cases are for a Hopper GPU, and torch sees none here")
     wrong = 0
-    for case, wanted in CASES.items():
-        launchers = launchers_of(case, config_for(getattr(torch, case[4]), case[3], torch.device("cuda")))
-        differing = what_differs(case, options.times)
-        print(case, launchers, differing or "the same every time", sep=": ", flush=True)
+    for case, dtype, wanted in CASES:
+        launchers = launchers_of(case, config_for(dtype, case.d, torch.device("cuda")))
+        differing = what_differs(case, dtype, options.times)
+        print(case.name, launchers, differing or "the same every time", sep=": ", flush=True)
         wrong += launchers != wanted or bool(differing)
     return bool(wrong)
 
 
-def launchers_of(case: Case, config: KernelConfig) -> str:
-    """As CASES writes it."""
-    heads, n_queries, n_keys, d, _, is_causal = case
-    q, k = (((heads, n, d), (n * d, d, 1)) for n in (n_queries, n_keys))
-    forward = forward_launcher((q, k, k, q), config, is_causal)
-    backward = backward_launcher((q, k, k, q, q, q, k, k), config, is_causal, deterministic=False)
+def launchers_of(case: AttentionCase, config: KernelConfig) -> str:
+    """Of forward and backward, as CASES writes them."""
+    q, k = (((*case.leading, n, case.d), (n * case.d, case.d, 1)) for n in (case.n_queries, case.n_keys))
+    forward = forward_launcher((q, k, k, q), config, case.is_causal)
+    backward = backward_launcher((q, k, k, q, q, q, k, k), config, case.is_causal, deterministic=False)
     name = type(forward).__name__
     if isinstance(forward, HopperForward):
         tile = forward.tile("hopper_forward")
@@ -70,15 +84,14 @@ def launchers_of(case: Case, config: KernelConfig) -> str:
     return f"{name}, {type(backward).__name__}"
 
 
-def what_differs(case: Case, times: int) -> list[str]:
+def what_differs(case: AttentionCase, dtype: torch.dtype, times: int) -> list[str]:
     """The outputs that are not the same every time; dQ up to a rounding: programs add to it as they come."""
-    heads, n_queries, n_keys, d, dtype, is_causal = case
-    shapes = [(heads, n, d) for n in (n_queries, n_keys, n_keys, n_queries)]
-    q, k, v, do = (torch.randn(shape, device="cuda").to(getattr(torch, dtype)) for shape in shapes)
+    lengths = case.n_queries, case.n_keys, case.n_keys, case.n_queries
+    q, k, v, do = (torch.randn(*case.leading, n, case.d, device="cuda").to(dtype) for n in lengths)
     first, differing = {}, set()
     for _ in range(times):
-        o, logsumexp, *rest = flash_forward(q, k, v, is_causal)
-        dq, dk, dv = flash_backward(do, q, k, v, o, logsumexp, is_causal, *rest)
+        o, logsumexp, *rest = flash_forward(q, k, v, case.is_causal)
+        dq, dk, dv = flash_backward(do, q, k, v, o, logsumexp, case.is_causal, *rest)
         found = {"O": o, "L": logsumexp, "dK": dk, "dV": dv, "dQ": dq}
         first = first or found
         differing |= {name for name in first if name != "dQ" and not torch.equal(found[name], first[name])}

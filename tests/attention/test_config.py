@@ -216,9 +216,9 @@ def test_hoppers_backward_needs_long_walks_and_a_program_for_every_sm_and_repeat
     assert type(launch) is chosen
 
 
-@pytest.mark.parametrize(("case", "launchers"), races.CASES.items(), ids=map(str, races.CASES))
-def test_races_are_looked_for_where_it_says(case, launchers):
-    config = select_config(getattr(torch, case[4]), case[3], HOPPER, sm_count=132)
+@pytest.mark.parametrize(("case", "dtype", "launchers"), races.CASES, ids=lambda x: getattr(x, "name", ""))
+def test_races_are_looked_for_where_it_says(case, dtype, launchers):
+    config = select_config(dtype, case.d, HOPPER, sm_count=132)
     assert races.launchers_of(case, config) == launchers
 
 

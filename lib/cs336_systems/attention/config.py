@@ -182,8 +182,8 @@ SHORT_WALKS = {
     ("hopper_forward", "16bit"): {64: _SHORT, 128: ShortWalks(2048, Tile(64, 64, 4, 2, 128))},
 }
 # From this head size on "hopper_forward" is persistent also where walks are long: heads of 64 and 128 take
-# 0.93 to 1.01 of the time then, heads of 16 0.99, heads of 32 1.06 to 1.08 (1 to 64 heads of 4,096 to 65,536
-# tokens, the two in turns).
+# 0.93 to 1.01 of the time then, heads of 16 0.99 to 1.0, heads of 32 1.06 to 1.08 (1 to 64 heads of 4,096 to
+# 65,536 tokens, the two in turns).
 PERSISTENT_HEADS = 64
 
 
