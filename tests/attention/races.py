@@ -1,4 +1,4 @@
-"""The same input again and again, in every form that attention's kernels have on Hopper: races would show.
+"""The same input again and again, by each of attention's kernels that Hopper runs: races would show.
 
     python -m tests.attention.races                                        a hundred times each
     compute-sanitizer --tool memcheck python -m tests.attention.races --times 1
