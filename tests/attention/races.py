@@ -4,8 +4,9 @@
     compute-sanitizer --tool memcheck python -m tests.attention.races --times 1
     compute-sanitizer --tool racecheck python -m tests.attention.races --times 1
 
-Sizes are small, for the sanitizer. Its racecheck does not know mbarriers, so in the forward it names what is
-no race: the next item's store and load, and Triton's hand-over to warps with roles.
+Sizes are small, for the sanitizer. Its racecheck names two things that are no races: Triton's hand-over to
+warps with roles, in Hopper's forward and backward, which barriers of the whole block order; and in the
+forward the next item's store and load, which an mbarrier orders, and racecheck does not know those.
 Exit code 1: results differ, or another kernel ran than CASES says.
 """
 
