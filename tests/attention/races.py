@@ -99,7 +99,6 @@ def what_differs(case: AttentionCase, dtype: torch.dtype, times: int) -> list[st
         little = 1e-5 * first["dQ"].nan_to_num().abs().max().item()
         if not torch.allclose(dq, first["dQ"], rtol=2**-7, atol=little):
             differing.add("dQ")
-    torch.cuda.synchronize()
     return sorted(differing)
 
 

@@ -156,7 +156,7 @@ def _measure_all(
     context: WorkerContext, config: ModelConfig, keys: list[Row], steps: int, profile: bool
 ) -> None:
     """The worker: the rows of times come out the same on every rank."""
-    if context.device.type == "cuda":  # else gaps between tensors take up to 20 GiB of the full model
+    if context.device.type == "cuda":  # fewer gaps between tensors: selective recomputation fills the memory
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     reason = ""
     for key in keys:
