@@ -106,12 +106,15 @@ def test_expanded_inputs_and_gradient(flash):
 
 
 @both
-def test_gradient_of_a_gradient_is_refused(flash):
+@pytest.mark.parametrize("constant", [True, False])
+def test_gradient_of_a_gradient_is_refused(flash, constant):
     q, k, v = random_inputs(1, n=16)
-    do = torch.ones_like(q, requires_grad=True)
-    (dq,) = torch.autograd.grad(flash.apply(q, k, v), q, do, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dq.sum().backward()
+    do = torch.ones_like(q, requires_grad=not constant)
+    dq, dk = torch.autograd.grad(flash.apply(q, k, v), (q, k), do, create_graph=True)
+    agree(gradients(flash, (q, k, v), do.detach(), False)[1:3], (dq.detach(), dk.detach()))
+    for gradient in (dq, dk):
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            (flash.apply(q, k, v).sum() + gradient.sum()).backward(retain_graph=True)
 
 
 @both

@@ -13,7 +13,6 @@ from itertools import starmap
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.attention import flash_pytorch
 from cs336_systems.attention.inputs import check_that_they_fit, in_autocast
@@ -25,6 +24,7 @@ from cs336_systems.attention.launcher import (
     forward_launcher,
     layout,
 )
+from cs336_systems.kernels.autograd_guards import first_order_only
 from cs336_systems.kernels.runtime import (
     ALIGNMENT,
     INTERPRETED,
@@ -188,9 +188,10 @@ class FlashAttentionTriton(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: Tensor):
-        if torch.is_grad_enabled():  # to differentiate the gradients, too
-            return once_differentiable(FlashAttentionTriton.backward)(ctx, do)
-        run = _backward_op if torch.compiler.is_compiling() else flash_backward
+        compiling = torch.compiler.is_compiling()
+        if torch.is_grad_enabled() and not compiling:
+            return first_order_only(FlashAttentionTriton.backward)(ctx, do)
+        run = _backward_op if compiling else flash_backward
         q, k, v, o, logsumexp, *rest = ctx.saved_tensors
         return *run(do, q, k, v, o, logsumexp, ctx.is_causal, *rest), None
 
@@ -213,7 +214,7 @@ class FlashAttentionCompiled(FlashAttentionTriton):
     """
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, do: Tensor):
         q, k, v, o, logsumexp, *_ = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):

@@ -1,0 +1,41 @@
+"""What autograd.Functions whose backward is a kernel, and so has no derivative, need from autograd."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the backward of an autograd.Function: differentiating the gradients it returns raises.
+
+    torch's `once_differentiable` raises only where an upstream gradient requires grad. After `.sum()` that is
+    a constant, but gradients depend on the inputs all the same: a second derivative would be silently wrong.
+    Here the RuntimeError comes whenever they are differentiated; create_graph=True alone is allowed. A
+    backward that uses nothing but the upstream gradient, linearly (a collective, a rotation), may keep
+    torch's decorator.
+    """
+
+    @wraps(backward)
+    def guarded(ctx, *upstream: Tensor) -> Any:
+        if (
+            not torch.is_grad_enabled() or torch.compiler.is_compiling()
+        ):  # compilers refuse second derivatives
+            return backward(ctx, *upstream)
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        return _undifferentiable(backward.__qualname__.split(".")[0], gradients)
+
+    return guarded
+
+
+def _undifferentiable(function: str, gradients: Any) -> tuple[Tensor | None, ...]:
+    """Aliases of the gradients of a Function that raise when they are differentiated."""
+    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+    leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
+    message = (
+        f"{function} has no second derivative: its gradient, made with create_graph=True, was differentiated"
+    )
+    return torch._C._functions.DelayedError(message.encode(), len(leaves))(*leaves)
