@@ -56,15 +56,24 @@ def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_
     assert executed[4:] == ["11_nb"]
 
 
-def test_a_page_that_cannot_be_made_does_not_stop_the_rest(jobs, executed, tmp_path, monkeypatch):
-    def render(notebook):
-        raise FileNotFoundError("no template 'lab'")
-
-    monkeypatch.setattr(runs, "render", render)
-    records = runs.run_batch(jobs, tmp_path / "runs", CARD)
-    assert [record.status for record in records] == ["error"] * 3
-    assert "no template 'lab'" in records[0].reason
-    assert records[1].reason == "cell [1]: Bad: <luck>"
+def test_a_page_that_cannot_be_made_is_a_warning_and_made_when_it_can(jobs, executed, tmp_path, monkeypatch):
+    folder = tmp_path / "runs"
+    page = folder / f"{jobs[0].name}.html"
+    runs.run_batch(jobs[:1], folder, CARD)
+    assert page.exists()
+    with monkeypatch.context() as lacking:
+        lacking.setattr("nbconvert.HTMLExporter.from_filename", lambda *_: 1 / 0)
+        records = runs.run_batch(jobs, folder, CARD, force=True)
+        assert [record.status for record in records] == ["ok", "error", "ok"]
+        assert "ZeroDivisionError" in records[0].reason
+        assert records[0].reason in runs.summary(records)
+        assert records[1].reason == "cell [1]: Bad: <luck>"
+        assert not page.exists(), "the page of an earlier execution is left"
+        lacking.setattr(runs, "execute", None)  # a notebook without a page is done
+        assert runs.run_batch(jobs[:1], folder, CARD) == records[:1]
+    again = runs.run_batch(jobs[:1], folder, CARD)
+    assert (again[0].reason, page.exists()) == ("", True)
+    assert runs.load_record(page.with_suffix(".json")) == again[0]
 
 
 def test_what_cannot_run_is_skipped_with_its_reason_and_the_start_is_never_done(

@@ -61,6 +61,8 @@ def _copy_mathjax(target: Path) -> None:
         return
     partial = target.with_name(f".{target.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(Path(find_spec("jupyter_server_mathjax").origin).parent / "static", partial)
+    if (package := find_spec("jupyter_server_mathjax")) is None:
+        raise ModuleNotFoundError("formulas need jupyter_server_mathjax, which is not installed")
+    shutil.copytree(Path(package.origin).parent / "static", partial)
     (partial / "config" / "workbook.js").write_text(_MATHJAX_CONFIG)
     partial.rename(target)

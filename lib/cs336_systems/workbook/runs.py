@@ -46,7 +46,10 @@ td:nth-child(n+4) {{ text-align: right; white-space: nowrap; }}
 
 @dataclass(frozen=True)
 class Record:
-    """How one job ended, as kept beside its executed notebook."""
+    """How one job ended, as kept beside its executed notebook.
+
+    `reason` says why of an error, or warns, of an executed notebook, that it has no page.
+    """
 
     notebook: str
     parameters: dict[str, Any]
@@ -125,19 +128,29 @@ def _run_job(job: Job, folder: Path, card: MachineCard, stop: threading.Event) -
         outcome = execute(job.notebook, output, job.parameters, stop=stop)
     if outcome.status == "interrupted":
         return None
-    if outcome.status != "skipped" and output.exists():
-        try:
-            render(output)
-        except Exception as error:  # whatever nbconvert and its templates lack; the other jobs go on
-            why = outcome.reason or f"executed, but its page cannot be made: {one_line(error)}"
-            outcome = replace(outcome, status="error", reason=why)
+    warning = _make_page(output) if outcome.status != "skipped" and output.exists() else ""
     gpu = _gpu_memory_mib(card, started) if card.gpu != "none" else None
     record = Record(
-        job.notebook.stem, job.parameters, mark, outcome.status, outcome.reason, round(outcome.seconds, 1),
-        round(outcome.peak_memory_mib), gpu, datetime.now(UTC).isoformat(timespec="seconds"),
+        job.notebook.stem, job.parameters, mark, outcome.status, outcome.reason or warning,
+        round(outcome.seconds, 1), round(outcome.peak_memory_mib), gpu,
+        datetime.now(UTC).isoformat(timespec="seconds"),
     )  # fmt: skip
-    write_atomically(folder / f"{job.name}.json", json.dumps(asdict(record), indent=2) + "\n")
+    _save_record(record, folder / f"{job.name}.json")
     return record
+
+
+def _make_page(notebook: Path) -> str:
+    """Make the page of an executed notebook; what comes back warns that it cannot be made, and why."""
+    try:
+        render(notebook)
+    except Exception as error:  # whatever nbconvert, its templates or the disk lack
+        notebook.with_suffix(".html").unlink(missing_ok=True)  # of an earlier execution
+        return f"executed, but its page cannot be made: {one_line(error)}"
+    return ""
+
+
+def _save_record(record: Record, path: Path) -> None:
+    write_atomically(path, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def _fingerprint(job: Job) -> str:
@@ -168,9 +181,15 @@ def load_record(path: Path) -> Record | None:
 def _done(job: Job, folder: Path) -> Record | None:
     if job.notebook.stem == START:  # shows what all others brought, and is never done
         return None
-    record = load_record(folder / f"{job.name}.json")
-    kept = record and record.status == "ok" and (folder / f"{job.name}.ipynb").exists()
-    return record if kept and record.fingerprint == _fingerprint(job) else None
+    path, notebook = folder / f"{job.name}.json", folder / f"{job.name}.ipynb"
+    record = load_record(path)
+    kept = record and record.status == "ok" and notebook.exists()
+    if not kept or record.fingerprint != _fingerprint(job):
+        return None
+    if not notebook.with_suffix(".html").exists():  # what it lacked may be there now
+        record = replace(record, reason=_make_page(notebook))
+        _save_record(record, path)
+    return record
 
 
 def index(folder: Path, subtitle: str) -> None:
