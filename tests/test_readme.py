@@ -7,7 +7,7 @@ import nbformat
 import pytest
 
 from cs336_systems.__main__ import main
-from cs336_systems.workbook.problems import START
+from labbook.book.problems import START
 
 REPOSITORY = Path(__file__).parents[1]
 NOTEBOOKS = REPOSITORY / "notebooks"

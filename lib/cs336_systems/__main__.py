@@ -11,13 +11,13 @@ from pathlib import Path
 
 import nbformat
 
-from cs336_systems.measure.files import figures_dir, make_folder, write_atomically
-from cs336_systems.measure.machine import machine_card
-from cs336_systems.measure.rows import RowError, compact, load_rows, save_rows
-from cs336_systems.workbook import batch
-from cs336_systems.workbook.execute import execute
-from cs336_systems.workbook.problems import START, why_not_here
-from cs336_systems.workbook.tidy import tidy, write_copies
+from labbook.book import batch
+from labbook.book.execute import execute
+from labbook.book.problems import START, why_not_here
+from labbook.book.tidy import tidy, write_copies
+from labbook.files import figures_dir, make_folder, write_atomically
+from labbook.machine import machine_card
+from labbook.rows import RowError, compact, load_rows, save_rows
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_jobs(jobs: list[batch.Job], options: argparse.Namespace) -> int:
-    from cs336_systems.workbook import runs
+    from labbook.book import runs
 
     # In a process of its own: one that has touched CUDA holds GPU memory until it ends.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -134,7 +134,7 @@ def _card(options: argparse.Namespace) -> int:
 
 def _notebooks(options: argparse.Namespace) -> int:
     """Rows and plots go to a scratch folder: outputs show the committed rows and this run, nothing else."""
-    from cs336_systems.workbook.map import renew_map
+    from labbook.book.map import renew_map
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as scratch:
@@ -181,7 +181,7 @@ def _execute_defaults(words: list[str], *, in_place: bool) -> int:
 def _bench(options: argparse.Namespace) -> int:
     """Rows are saved as they come: an interrupted run continues."""
     from cs336_systems.bench import flash_sweep
-    from cs336_systems.workbook.page import row_lines
+    from labbook.page import row_lines
 
     protocols = options.protocols or list(flash_sweep.PROTOCOLS)
     plans = [(name, flash_sweep.protocol_cells(name, options.implementations)) for name in protocols]

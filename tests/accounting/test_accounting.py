@@ -15,10 +15,10 @@ from cs336_systems.attention.plain import plain_attention
 from cs336_systems.configs import MODEL_SIZES, ModelConfig, model_size
 from cs336_systems.functional import cross_entropy
 from cs336_systems.measure.model_steps import autocast
-from cs336_systems.measure.timing import release_memory
 from cs336_systems.model import TransformerLM, build_model
 from cs336_systems.optimizer import AdamW
 from cs336_systems.training import checkpointing
+from labbook.timing import release_memory
 
 TINY = model_size("tiny")
 EVERY_SIZE = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from cs336_systems.attention import FlashAttentionPyTorch, attention, flash_pytorch
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import EVERYTHING, AttentionCase, check_attention, check_logsumexp
-from cs336_systems.measure import matmul_precision
+from labbook import matmul_precision
 
 pytest.importorskip("triton")
 import large_scores

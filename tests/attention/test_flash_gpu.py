@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cs336_systems.checks import AttentionCase, check_attention
-from cs336_systems.measure import matmul_precision
+from labbook import matmul_precision
 
 pytest.importorskip("triton")
 from tests.attention import races

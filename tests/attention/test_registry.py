@@ -11,7 +11,7 @@ from cs336_systems.attention import attention, digest
 from cs336_systems.attention.baselines import sdpa_backend
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import check_attention
-from cs336_systems.report.labels import family_of
+from labbook.labels import family_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_MODEL = [name for name, entry in names.ATTENTION.items() if entry.in_model]

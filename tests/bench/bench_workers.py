@@ -11,10 +11,10 @@ from cs336_systems.bench.collectives_bench import time_collectives
 from cs336_systems.bench.hidden_messages import HiddenMessages
 from cs336_systems.bench.overlap_bench import profile_lanes, profile_overlap
 from cs336_systems.configs import model_size
-from cs336_systems.measure import time_together
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import NaiveDDP, OverlappedDDP
+from labbook import time_together
 
 
 def time_collectives_strictly(context, **options):

@@ -6,9 +6,9 @@ import torch
 from cs336_systems import accounting, names
 from cs336_systems.attention import plain
 from cs336_systems.bench.attention_bench import sweep_attention
-from cs336_systems.measure import timing
-from cs336_systems.measure.requirements import why_no_compile
-from cs336_systems.measure.timing import MIB, release_memory
+from labbook import timing
+from labbook.requirements import why_no_compile
+from labbook.timing import MIB, release_memory
 
 RUN = {"batch_size": 2, "context_length": 64, "d_head": 16, "device": "cpu", "warmup_steps": 1, "steps": 2}
 PLURALS = {"context_length": "context_lengths", "d_head": "d_heads", "pass_": "passes", "dtype": "dtypes"}

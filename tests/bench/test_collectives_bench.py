@@ -5,9 +5,9 @@ import pytest
 
 from cs336_systems.accounting import bus_factor
 from cs336_systems.bench import benchmark_collectives
-from cs336_systems.measure import save_rows
 from cs336_systems.names import COLLECTIVES
 from cs336_systems.parallel import launch, stream
+from labbook import save_rows
 
 
 def test_rows_over_gloo():

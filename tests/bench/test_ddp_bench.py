@@ -3,8 +3,8 @@
 import pytest
 
 from cs336_systems.bench import DDP_SLUGS, benchmark_ddp
-from cs336_systems.measure import save_rows
 from cs336_systems.names import WRAPPERS
+from labbook import save_rows
 
 
 def test_rows_of_every_wrapper_and_of_their_profiles():

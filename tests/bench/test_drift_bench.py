@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from cs336_systems.bench import training_drift
-from cs336_systems.measure import save_rows
+from labbook import save_rows
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.gpu(2))])

@@ -9,8 +9,8 @@ import torch
 from cs336_systems.bench.full_step_bench import LOSS_STEPS, benchmark_full_step
 from cs336_systems.configs import model_size
 from cs336_systems.functional import cross_entropy
-from cs336_systems.measure.rows import save_rows
 from cs336_systems.model import build_model
+from labbook.rows import save_rows
 
 TINY = replace(model_size("tiny", 2026), num_layers=1)
 SHAPE = {"context_length": 8, "batch_size": 2}

@@ -5,9 +5,9 @@ from bench_workers import hidden_messages
 
 from cs336_systems.bench import benchmark_hidden_messages
 from cs336_systems.configs import model_size
-from cs336_systems.measure import save_rows
 from cs336_systems.model import build_model
 from cs336_systems.parallel import bucket_bytes, launch
+from labbook import save_rows
 
 
 def test_a_row_for_each_bucket_size():

@@ -12,9 +12,9 @@ from cs336_systems.bench.checkpointing_bench import block_bytes, sweep_checkpoin
 from cs336_systems.bench.memory_bench import block_rows, memory_rows
 from cs336_systems.configs import model_size
 from cs336_systems.measure.allocations import CATEGORIES, MIB, timeline_of_rows
-from cs336_systems.measure.rows import load_rows, save_rows
-from cs336_systems.measure.timing import release_memory
 from cs336_systems.training.checkpointing import strategy
+from labbook.rows import load_rows, save_rows
+from labbook.timing import release_memory
 
 CONFIG = model_size("tiny")
 RUN = {"context_length": 32, "batch_size": 2, "device": "cpu"}
@@ -112,7 +112,7 @@ def test_an_attention_that_cannot_run_here_is_a_status(monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_a_status_and_not_built(monkeypatch):
-    monkeypatch.setattr("cs336_systems.measure.requirements.available_memory_bytes", lambda: 10**5)
+    monkeypatch.setattr("labbook.requirements.available_memory_bytes", lambda: 10**5)
     monkeypatch.setattr(checkpointing_bench, "build_model", None)
     (rows,) = sweep_checkpointing(CONFIG, ["none", "every 1"], **RUN)
     assert ["GiB" in row["reason"] for row in rows] == [True, True]

@@ -8,8 +8,9 @@ import torch
 from cs336_systems.bench import model_bench
 from cs336_systems.bench.model_bench import ModelBenchmark, cold_start_steps, sweep_model
 from cs336_systems.configs import ModelConfig, model_size
-from cs336_systems.measure import model_steps, timing
-from cs336_systems.measure.timing import Timing
+from cs336_systems.measure import model_steps
+from labbook import timing
+from labbook.timing import Timing
 
 CONFIG = ModelConfig("mini", 2025, d_model=16, d_ff=32, num_layers=2, num_heads=2, vocab_size=64)
 RUN = {"batch_size": 2, "context_length": 8, "warmup_steps": 1, "steps": 2}
@@ -28,7 +29,7 @@ def sweep(**changes) -> list[dict]:
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa"])
 def test_a_model_that_does_not_fit_is_not_built(monkeypatch, attention):
-    monkeypatch.setattr("cs336_systems.measure.requirements.available_memory_bytes", lambda: 10**3)
+    monkeypatch.setattr("labbook.requirements.available_memory_bytes", lambda: 10**3)
     (row,) = sweep(attention_implementation=attention)
     assert row["status"] == "skipped"
 

@@ -10,8 +10,8 @@ from cs336_systems.bench import profile_bench
 from cs336_systems.bench.profile_bench import Target, choose_source, prepare, profile_model, profile_rows
 from cs336_systems.measure import nsys
 from cs336_systems.measure.profile import ProfileError, kernel_table, range_table, stages
-from cs336_systems.measure.rows import load_rows, save_rows
 from cs336_systems.measure.torch_trace import read_trace
+from labbook.rows import load_rows, save_rows
 
 SAMPLE = Path(__file__).parents[1] / "measure" / "data" / "sample.sqlite"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

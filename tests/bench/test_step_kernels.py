@@ -8,8 +8,8 @@ import torch
 from cs336_systems.accounting.step_kernel_costs import MOVED, chip_of, kernel_shape, least_work
 from cs336_systems.checks import FUSED
 from cs336_systems.configs import LEADERBOARD, ModelConfig
-from cs336_systems.measure import load_rows, save_rows
-from cs336_systems.measure.timing import Timing
+from labbook import load_rows, save_rows
+from labbook.timing import Timing
 
 pytest.importorskip("triton")
 from cs336_systems.bench import step_kernels

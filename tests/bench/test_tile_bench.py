@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.attention.config import Tile
-from cs336_systems.measure import load_rows, save_rows
+from labbook import load_rows, save_rows
 
 pytest.importorskip("triton")
 from cs336_systems.bench import tile_bench

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cs336_systems.measure import load_rows, save_rows
+from labbook import load_rows, save_rows
 
 pytest.importorskip("triton")
 from cs336_systems.bench.weighted_sum_bench import sweep_weighted_sum

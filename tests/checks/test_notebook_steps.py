@@ -21,8 +21,8 @@ import torch
 pytest.importorskip("triton", reason="there is no triton for this platform")
 
 from cs336_systems.checks import steps
-from cs336_systems.workbook.batch import NOTEBOOKS
-from cs336_systems.workbook.tidy import CHECKER, has_solution
+from labbook.book.batch import NOTEBOOKS
+from labbook.book.tidy import CHECKER, has_solution
 
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = ("11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "35", "37", "61")

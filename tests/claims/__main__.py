@@ -34,13 +34,13 @@ import numpy as np
 import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
 
-from cs336_systems import measure, report
-from cs336_systems.measure.files import COMMITTED
-from cs336_systems.measure.schema import TABLES
-from cs336_systems.report.frames import key_columns
+import labbook
+from labbook.files import COMMITTED
+from labbook.frames import key_columns
+from labbook.schema import TABLES
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
-LOAD_ROWS, PUBLISHED = measure.load_rows, measure.published
+LOAD_ROWS, PUBLISHED = labbook.load_rows, labbook.published
 NOISES = 5
 MOST_GROUPS = 12  # of a column; one with more different values names things
 
@@ -78,8 +78,8 @@ class Notebook:
         self.shell, self.frames, self.claims = InteractiveShell.instance(), {}, {}
         self.shell.reset(new_session=False)
         self.shell.user_ns["__spec__"] = None  # which processes that are spawned ask for
-        measure.load_rows, measure.published = self._load_rows, self._load_published
-        report.answer = self._answer
+        labbook.load_rows, labbook.published = self._load_rows, self._load_published
+        labbook.answer = self._answer
 
     def run(self, perturb: Perturbation | None = None) -> dict[tuple, tuple[str, bool]]:
         """What its answers claim of rows that `perturb` has changed, and whether it holds."""
@@ -102,9 +102,9 @@ class Notebook:
             _spread(self.cells)
         return self.claims
 
-    def _answer(self, deliverable: str, text: str, *claims: report.Claim) -> None:
+    def _answer(self, deliverable: str, text: str, *claims: labbook.Claim) -> None:
         self.said[self.cells.index(self.now), deliverable] = text, *(claim.description for claim in claims)
-        for place, claim in enumerate(claims or [report.claim("makes no claim", True)]):
+        for place, claim in enumerate(claims or [labbook.claim("makes no claim", True)]):
             key = self.cells.index(self.now), deliverable, place
             self.claims[key] = claim.description, claim.holds
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.measure.files import REPOSITORY_FIGURES
 from cs336_systems.measure.kernel_names import CLASSES, kernel_class, short_name
-from cs336_systems.measure.rows import published
 from cs336_systems.measure.torch_trace import read_trace
+from labbook.files import REPOSITORY_FIGURES
+from labbook.rows import published
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
 MUL = "at::native::BinaryFunctor<float, float, float, at::native::binary_internal::MulFunctor<float> >"

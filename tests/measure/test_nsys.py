@@ -8,10 +8,11 @@ import pandas as pd
 import pytest
 
 from cs336_systems.bench import Target
-from cs336_systems.measure import nsys, save_rows
+from cs336_systems.measure import nsys
 from cs336_systems.measure.nsys import find_nsys, read_export, record
 from cs336_systems.measure.nsys_rows import nsys_timeline
 from cs336_systems.measure.profile import ProfileError, kernel_table, one_step, step_calls
+from labbook import save_rows
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
 PROCESS, MAIN, AUTOGRAD = 5 << 24, (5 << 24) + 1, (5 << 24) + 2

@@ -3,15 +3,7 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.report import (
-    HOST,
-    KERNELS,
-    ablation,
-    fallen_short,
-    fastest_baseline,
-    grouped,
-    host_bound,
-)
+from cs336_systems.report import HOST, KERNELS, ablation, fallen_short, fastest_baseline, grouped, host_bound
 
 
 def row(name, length, ms, pass_="forward"):

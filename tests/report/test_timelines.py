@@ -9,8 +9,8 @@ from matplotlib.text import Text
 
 from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.report import kernel_timeline, memory_timeline, nsys_timeline, overlap_timeline
-from cs336_systems.report.labels import FAMILIES
 from cs336_systems.report.timelines import CALLS, EXPOSED, HIDDEN, STAGES
+from labbook.labels import FAMILIES
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from cs336_systems import accounting, names
 from cs336_systems.attention.baselines import sdpa_backend
-from cs336_systems.measure import timing
-from cs336_systems.measure.requirements import why_no_attention, why_no_memory
 from cs336_systems.measure.saved_tensors import saved_bytes
-from cs336_systems.measure.timing import MIB, Timing
-from cs336_systems.measure.validation import measured_in_order
+from labbook import timing
+from labbook.requirements import why_no_attention, why_no_memory
+from labbook.timing import MIB, Timing
+from labbook.validation import measured_in_order
 
 Row = dict[str, Any]
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems.accounting.collective_costs import MB, algorithm_bandwidth_gbps, bus_bandwidth_gbps
-from cs336_systems.measure.distributed_timing import time_together
 from cs336_systems.names import COLLECTIVES, check_choice
 from cs336_systems.parallel import WorkerContext, stream
 from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER
+from labbook.ranks import time_together
 
 
 def benchmark_collectives(

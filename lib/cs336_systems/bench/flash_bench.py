@@ -20,11 +20,11 @@ from cs336_systems import names
 from cs336_systems.accounting import attention_peak_bytes
 from cs336_systems.attention.baselines import sdpa_backend
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention
-from cs336_systems.measure import timing
-from cs336_systems.measure.clocks import watched_clocks
-from cs336_systems.measure.requirements import why_no_attention, why_no_compile, why_no_memory
-from cs336_systems.measure.timing import MIB, Timing, time_cold_cache
-from cs336_systems.measure.validation import measured_in_order, pass_order_errors
+from labbook import timing
+from labbook.clocks import watched_clocks
+from labbook.requirements import why_no_attention, why_no_compile, why_no_memory
+from labbook.timing import MIB, Timing, time_cold_cache
+from labbook.validation import measured_in_order, pass_order_errors
 
 DO_BENCH, CUDA_GRAPH, WALL_CLOCK, LEADERBOARD = "do_bench", "cuda_graph", "wall_clock", "leaderboard"
 # A CUDA graph cannot split a step: there is no backward by itself.

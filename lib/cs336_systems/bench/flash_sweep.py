@@ -20,8 +20,8 @@ import torch
 from cs336_systems import names
 from cs336_systems.attention.digest import kernel_digest
 from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, PASSES, Cell, time_cell
-from cs336_systems.measure.timing import resolve_device
 from cs336_systems.names import OURS
+from labbook.timing import resolve_device
 
 # Each protocol, and the notebook whose rows it fills.
 PROTOCOLS = {"leaderboard": "flash_leaderboard", "models": "flash_leaderboard", "grid": "flash_benchmarking"}

@@ -22,21 +22,21 @@ from cs336_systems.bench.ddp_bench import check_run
 from cs336_systems.bench.model_bench import OF_ANY_TIMING, model_key
 from cs336_systems.bench.overlap_bench import profile_steps, timeline_rows
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure.distributed_timing import (
+from cs336_systems.measure.overlap import step_lanes
+from cs336_systems.measure.profile import one_step, stages
+from cs336_systems.model import build_model
+from cs336_systems.nvtx import annotate
+from cs336_systems.parallel import WorkerContext, choose_backend, stream
+from cs336_systems.training.selective import Item, choose
+from labbook.ranks import (
     measure_on_all,
     peaks,
     reset_peaks,
     slowest,
     time_together,
 )
-from cs336_systems.measure.overlap import step_lanes
-from cs336_systems.measure.profile import one_step, stages
-from cs336_systems.measure.requirements import why_no_attention, why_no_compile
-from cs336_systems.measure.timing import MIB, release_memory, time_steps
-from cs336_systems.model import build_model
-from cs336_systems.nvtx import annotate
-from cs336_systems.parallel import WorkerContext, choose_backend, stream
-from cs336_systems.training.selective import Item, choose
+from labbook.requirements import why_no_attention, why_no_compile
+from labbook.timing import MIB, release_memory, time_steps
 
 Row = dict[str, Any]
 

@@ -11,12 +11,12 @@ import torch
 
 from cs336_systems import accounting, names
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure import timing
 from cs336_systems.measure.model_steps import ModelSteps
-from cs336_systems.measure.requirements import why_no_attention, why_no_compile, why_no_memory
-from cs336_systems.measure.timing import Timing
-from cs336_systems.measure.validation import measured_in_order
 from cs336_systems.model import build_model
+from labbook import timing
+from labbook.requirements import why_no_attention, why_no_compile, why_no_memory
+from labbook.timing import Timing
+from labbook.validation import measured_in_order
 
 Row = dict[str, Any]
 

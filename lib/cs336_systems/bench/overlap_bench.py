@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from cs336_systems.measure.overlap import merged, overlap_values, step_lanes
 from cs336_systems.measure.profile import Profile
-from cs336_systems.measure.timing import synchronize
 from cs336_systems.measure.torch_trace import record
 from cs336_systems.nvtx import annotate, recording
 from cs336_systems.parallel import WorkerContext
+from labbook.timing import synchronize
 
 
 def profile_lanes(step: Callable[[], None], context: WorkerContext) -> pd.DataFrame:

@@ -19,14 +19,15 @@ import torch
 from cs336_systems import accounting, names
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import model_size
-from cs336_systems.measure import nsys, timing, torch_trace
+from cs336_systems.measure import nsys, torch_trace
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.nsys_rows import nsys_timeline
 from cs336_systems.measure.profile import Profile, ProfileError, kernel_rows, kernel_table, range_table
-from cs336_systems.measure.requirements import why_no_memory
-from cs336_systems.measure.timing import matmul_precision, resolve_device
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate, recording
+from labbook import timing
+from labbook.requirements import why_no_memory
+from labbook.timing import matmul_precision, resolve_device
 
 Rows = list[dict[str, Any]]
 

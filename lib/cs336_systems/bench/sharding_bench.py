@@ -23,22 +23,22 @@ from cs336_systems.configs import model_size as find_size
 from cs336_systems.measure import allocations
 from cs336_systems.measure.allocations import MemoryHistory
 from cs336_systems.measure.collective_calls import Message, watch_collectives
-from cs336_systems.measure.distributed_timing import (
-    measure_on_all,
-    one_step_ms,
-    peaks,
-    reset_peaks,
-    slowest,
-)
 from cs336_systems.measure.gathers import gather_times, needs_recorded
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.measure.overlap import step_lanes
 from cs336_systems.measure.profile import Profile, ProfileError
 from cs336_systems.measure.saved_tensors import storage_bytes
-from cs336_systems.measure.timing import MIB, Timing, synchronize
 from cs336_systems.model import build_model
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
+from labbook.ranks import (
+    measure_on_all,
+    one_step_ms,
+    peaks,
+    reset_peaks,
+    slowest,
+)
+from labbook.timing import MIB, Timing, synchronize
 
 Row = dict[str, Any]
 

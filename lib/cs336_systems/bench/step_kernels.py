@@ -15,11 +15,11 @@ import torch
 from cs336_systems.accounting.step_kernel_costs import chip_of, kernel_shape, least_work
 from cs336_systems.checks.fused_checks import FUSED, check_fused
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure import timing
-from cs336_systems.measure.requirements import why_no_compile, why_no_triton
-from cs336_systems.measure.timing import Timing, one_line, time_cold_cache
-from cs336_systems.measure.validation import measured_in_order
 from cs336_systems.names import DTYPES, STEP_KERNELS, check_choice, load, torch_dtype
+from labbook import timing
+from labbook.requirements import why_no_compile, why_no_triton
+from labbook.timing import Timing, one_line, time_cold_cache
+from labbook.validation import measured_in_order
 
 PASSES = ("forward", "forward_backward")
 CHECKED_TOKENS = 256  # float64 logits of many more would not fit

@@ -10,8 +10,8 @@ from torch import Tensor
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.config import HOPPER_KERNELS, Tile
 from cs336_systems.attention.launcher import Backward, Forward, config_for, layout
-from cs336_systems.measure.timing import Timing, matmul_precision, one_line, resolve_device, time_steps
 from cs336_systems.names import torch_dtype
+from labbook.timing import Timing, matmul_precision, one_line, resolve_device, time_steps
 
 STUDIED = ("forward", "dq", "dkdv")  # "backward" is the last two in one launch
 TOLERANCE = 0.02  # relative, to the shipped tile: a wrong tile is off by far more

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cs336_systems.kernels.weighted_sum import forward_from_descriptor, weighted_sum
-from cs336_systems.measure import timing
-from cs336_systems.measure.requirements import why_no_compile, why_no_triton
-from cs336_systems.measure.timing import Timing, time_cold_cache
 from cs336_systems.names import WEIGHTED_SUMS, check_choice, torch_dtype
+from labbook import timing
+from labbook.requirements import why_no_compile, why_no_triton
+from labbook.timing import Timing, time_cold_cache
 
 PASSES = ("forward", "backward")
 

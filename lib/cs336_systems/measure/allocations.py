@@ -9,7 +9,7 @@ import pandas as pd
 
 from cs336_systems import names
 from cs336_systems.measure.profile import ProfileError, range_paths
-from cs336_systems.measure.timing import MIB
+from labbook.timing import MIB
 
 CATEGORIES = tuple(names.CATEGORIES)
 

@@ -15,8 +15,8 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cs336_systems.measure.files import make_folder
 from cs336_systems.measure.profile import Profile, ProfileError
+from labbook.files import make_folder
 
 _HOST = "recorded_on"  # the host's name, by our hand: torch 2.11 leaves out its own "host_name"
 _KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}

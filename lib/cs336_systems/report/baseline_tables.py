@@ -5,8 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.report.answers import between
-from cs336_systems.report.labels import significant
+from labbook.answers import between
+from labbook.labels import significant
 
 _SERIES = ["dtype", "num_heads", "batch_size", "d_head"]
 _SIZE = [*_SERIES, "context_length", "pass"]

@@ -6,7 +6,7 @@ import pandas as pd
 
 from cs336_systems.accounting.collective_costs import MB, AlphaBeta, fit_alpha_beta
 from cs336_systems.measure.overlap import overlap_values
-from cs336_systems.report.compare import with_model, with_wrapper
+from labbook.compare import with_model, with_wrapper
 
 
 def fit_collective(

@@ -8,7 +8,7 @@ from cs336_systems import accounting
 from cs336_systems.configs import model_size
 from cs336_systems.measure.allocations import MIB
 from cs336_systems.measure.profile import stages
-from cs336_systems.report.labels import SCOPES
+from labbook.labels import SCOPES
 
 _RUN = ["profiler", "implementation", "attention", "edition", "model_size", "batch_size", "context_length"]
 _RUN += ["dtype"]

@@ -11,10 +11,10 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from cs336_systems.names import BLACK, GREEN, VERMILLION
-from cs336_systems.report.figure import Drawing, panels_of, plain_numbers, plot, sheet
-from cs336_systems.report.labels import column_label, ordered, value_label
-from cs336_systems.report.plots import lines
-from cs336_systems.report.style import INK, PAPER, palette
+from labbook.figure import Drawing, panels_of, plain_numbers, plot, sheet
+from labbook.labels import column_label, ordered, value_label
+from labbook.plots import lines
+from labbook.style import INK, PAPER, palette
 
 COMPUTE, COMMUNICATION = "bound by compute", "bound by communication"
 _TINTS = {COMMUNICATION: "#F9E2D3", COMPUTE: "#D3EEE3"}  # light enough to write on

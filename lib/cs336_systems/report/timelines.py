@@ -12,9 +12,9 @@ from matplotlib.patheffects import withStroke
 from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.measure.overlap import LANES, covered, exposed
 from cs336_systems.names import BLACK, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
-from cs336_systems.report.figure import Drawing, plain_numbers, plot, sheet
-from cs336_systems.report.labels import ordered, significant, value_label
-from cs336_systems.report.style import INK, MUTED, PAPER, ZONE, palette
+from labbook.figure import Drawing, plain_numbers, plot, sheet
+from labbook.labels import ordered, significant, value_label
+from labbook.style import INK, MUTED, PAPER, ZONE, palette
 
 _LEVELS = ("step", "stage", "block", "module", "inside", "part")
 # Copies to and from one long tensor are launched while the model communicates.

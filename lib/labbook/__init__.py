@@ -1,0 +1,30 @@
+"""How a number becomes a row, a plot, a sentence; and how notebooks are run. Knows nothing of the course."""
+
+from importlib import import_module
+from typing import Any
+
+# What notebooks import, by the module that has it; each is imported on its first use.
+_EXPORTS = {
+    "answers": "Claim answer between claim gib ms note_kernels one percent plural ratio_text show_source",
+    "compare": "beside_reference longest_warmup published_rows side_by_side times_in with_model with_wrapper",
+    "files": "REPOSITORY_FIGURES figures_dir find",
+    "labels": "MISSING SCOPES column_label context_label named_value ordered significant value_label",
+    "machine": "MachineCard load_card machine_card",
+    "page": "Page",
+    "plots": "bars heatmap lines ratio stacked_bars tradeoff waterfall",
+    "ranks": "one_step_ms slowest time_together",
+    "requirements": "why_no_compile why_no_triton",
+    "rows": "load_rows published save_rows",
+    "tables": "pivot show",
+    "timing": "MIB Timing matmul_precision release_memory resolve_device run_or_out_of_memory "
+    "time_cold_cache time_compiled time_steps",
+    "validation": "RowError",
+}
+_MODULE = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+__all__ = [*_MODULE]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE:
+        raise AttributeError(f"module 'labbook' has no attribute {name!r}")
+    return getattr(import_module(f"labbook.{_MODULE[name]}"), name)

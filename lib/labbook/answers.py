@@ -1,0 +1,158 @@
+"""Answers: sentences with figures taken from rows, shown only when every claim they make holds.
+
+And what else a notebook shows as Markdown: the library's own code, and which kernels rows are of.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+import pandas as pd
+
+from cs336_systems import names
+from labbook.frames import varying_values
+from labbook.labels import significant
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Something an answer says, with the figures in its description, and whether it holds."""
+
+    description: str
+    holds: bool
+
+
+def claim(description: str, holds: bool) -> Claim:
+    """Name a claim, figures included, so that its failure explains itself.
+
+    Raises:
+        TypeError: `holds` is not a single truth value.
+    """
+    if not isinstance(holds, bool | np.bool_):
+        kind = type(holds).__name__
+        raise TypeError(f"{description!r} is {kind}, not a truth value; use .all() or .any() on several")
+    return Claim(description, bool(holds))
+
+
+def answer(deliverable: str, text: str, *claims: Claim) -> None:
+    """Show the answer to one deliverable: **(b)**, the text, and, folded, what was checked.
+
+    Raises:
+        AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
+    """
+    broken = [one.description for one in claims if not one.holds]
+    if broken:
+        raise AssertionError(f"answer ({deliverable}) does not hold: " + "; ".join(broken))
+    folded = ""
+    if claims:
+        lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in claims)
+        summary = f"{plural(len(claims), 'claim')} checked"
+        folded = f"\n\n<details><summary>{summary}</summary>\n<ul>\n{lines}\n</ul>\n</details>"
+    _show(f"**({deliverable})** {text}{folded}")
+
+
+def _show(markdown: str) -> None:
+    from IPython.display import Markdown, display
+
+    display(Markdown(markdown))
+
+
+def show_source(*objects: Callable | type) -> None:
+    """Show the lines that run, of functions or classes, without docstrings: the notebook explains."""
+    code = "\n\n".join(without_docstrings(inspect.getsource(each)) for each in objects)
+    _show(f"```python\n{code}\n```")
+
+
+def without_docstrings(source: str) -> str:
+    """Python source with the docstrings of its functions and classes taken out, comments and layout kept."""
+    source = textwrap.dedent(source)
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
+            first, last = node.body[0].lineno, node.body[0].end_lineno
+            lines[first - 1 : last] = [None] * (last - first + 1)
+    return "\n".join(line for line in lines if line is not None).rstrip()
+
+
+def note_kernels(*frames: pd.DataFrame) -> None:
+    """Tell the reader which rows of our kernels were measured with other sources than today's; else nothing.
+
+    Args:
+        frames: rows as loaded, with their provenance. Of a table with implementations only the rows of ours.
+    """
+    from cs336_systems.attention import kernel_digest
+
+    ours = [name for name, entry in names.ATTENTION.items() if names.TRITON in entry.needs]
+    rows = pd.concat([frame.loc[_runs(frame, ours), "kernels"] for frame in frames])
+    sources = rows.fillna("").str[:8].value_counts().to_dict()
+    today = kernel_digest()[:8]
+    others = {digest: count for digest, count in sources.items() if digest != today}
+    if others:
+        told = [f"{count:,} with {digest or 'unrecorded sources'}" for digest, count in others.items()]
+        _show(
+            f"**Kernel sources.** Of {plural(len(rows), 'row')} of our kernels {sum(others.values()):,} "
+            f"were measured with other sources than today's ({today}): {', '.join(told)}."
+        )
+
+
+def _runs(frame: pd.DataFrame, ours: list[str]) -> pd.Series:
+    columns = [column for column in ("implementation", "attention") if column in frame]
+    return frame[columns].isin(ours).any(axis=1) if columns else pd.Series(True, frame.index)
+
+
+def one(frame: pd.DataFrame, **key: object) -> pd.Series:
+    """The single row with this key; write `pass_` for the column `pass`.
+
+    Raises:
+        LookupError: no row or several rows have it; the message counts them and says in what they differ.
+    """
+    key = {name.rstrip("_"): value for name, value in key.items()}
+    found = frame
+    for name, value in key.items():
+        found = found[found[name].isna() if value is None else found[name] == value]
+    if len(found) == 1:
+        return found.iloc[0]
+    asked = ", ".join(f"{name}={value!r}" for name, value in key.items())
+    varying = varying_values(found, found.columns) or "nothing"
+    raise LookupError(
+        f"{len(found)} rows of {len(frame)} have {asked}, one is wanted; they differ in {varying}"
+    )
+
+
+def ms(milliseconds: float) -> str:
+    """A time with three significant digits: 63.5 µs, 9.53 ms, 12.3 s."""
+    if abs(milliseconds) < 0.1:
+        return f"{significant(milliseconds * 1e3)} µs"
+    if abs(milliseconds) < 1e4:
+        return f"{significant(milliseconds)} ms"
+    return f"{significant(milliseconds / 1e3)} s"
+
+
+def gib(mib: float) -> str:
+    """Memory, given in MiB as rows have it: 68.9 MiB, 16.1 GiB."""
+    return f"{significant(mib)} MiB" if abs(mib) < 1024 else f"{significant(mib / 1024)} GiB"
+
+
+def ratio_text(ratio: float) -> str:
+    """2.345 -> "2.35×"."""
+    return f"{significant(ratio)}×"
+
+
+def percent(share: float) -> str:
+    """0.1234 -> "12.3%"."""
+    return f"{significant(share * 100)}%"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 -> "1 step", 5 -> "5 steps"."""
+    return f"{count:,} {noun if count == 1 else noun + 's'}"
+
+
+def between(values, unit=ms) -> str:
+    """The range of some numbers: "9.53 ms to 81.2 ms", or one text when they round to the same."""
+    low, high = unit(min(values)), unit(max(values))
+    return low if low == high else f"{low} to {high}"

@@ -1,0 +1,214 @@
+"""The workbook at a glance: the handout's problems, the notebook of each, and what it found.
+
+What a notebook found is the output of its cell tagged `headline`, an answer. The picture beside it is the
+one that another cell with the tag draws for the reference machine, or else the first that the notebook draws.
+"""
+
+import ast
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+from nbformat import NotebookNode
+from PIL import Image
+
+from labbook.book import batch
+from labbook.book.problems import PROBLEMS, Problem
+from labbook.files import REPOSITORY_FIGURES, figures_dir, find, write_atomically
+from labbook.labels import MISSING
+from labbook.rows import load_rows
+from labbook.schema import COLUMNS, MODEL, PROVENANCE, TABLES, TIMES
+from labbook.tables import show
+
+HEADLINE = "headline"  # the tag
+_WIDTH, _COLORS = 800, 64  # of a picture: enough to read it, and all of them stay below 1 MB together
+_SHOWN_WIDTH = 600  # pixels on the page
+_MAP = re.compile(r"(<!-- map[^>]*-->\n).*?(<!-- end of map -->)", re.DOTALL)
+_ABOUT = ("*Handout problem", "*Read before:*", "*Time:*")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the map tells of a notebook. The headline is empty when no executed answer has the tag.
+
+    read_before: numbers of other notebooks. minutes: to read it, and to work through it.
+    """
+
+    problem: Problem
+    question: str
+    read_before: tuple[int, ...]
+    minutes: tuple[int, ...]
+    headline: str
+    figure: str
+
+
+def read_map() -> dict[str, Entry]:
+    """The notebooks there are, by name, in the order of the problems."""
+    paths = {problem: batch.NOTEBOOKS / f"{problem.name}.ipynb" for problem in PROBLEMS}
+    return {problem.name: _read_entry(problem, path) for problem, path in paths.items() if path.exists()}
+
+
+def _read_entry(problem: Problem, path: Path) -> Entry:
+    notebook = nbformat.read(path, as_version=4)
+    about = first_cell(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
+    return Entry(
+        problem,
+        about["question"],
+        tuple(map(int, re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", about["*Read before:*"])))),
+        tuple(map(int, re.findall(r"\d+", about["*Time:*"].replace("an hour", "60 minutes")))),
+        next((text for cell in tagged for text in _answers(cell)), ""),
+        next((stem for cell in [*tagged, *code] for stem in _drawn(cell)), ""),
+    )
+
+
+def first_cell(notebook: NotebookNode) -> dict[str, str]:
+    """What the first cell says: its "question", and what follows each mark of _ABOUT."""
+    source = notebook.cells[0].source if notebook.cells else ""
+    marks = "|".join(map(re.escape, _ABOUT))
+    told = {mark: "" for mark in _ABOUT}
+    for part in re.split(rf"\n\s*\n|\n(?={marks})|\s(?={marks})", source):
+        for mark in _ABOUT:
+            if part.startswith(mark):
+                told[mark] = " ".join(part.removeprefix(mark).split())
+    question = re.search(r"\*\*The question\.\*\* (.+?)(?:\n\s*\n|$)", source, re.DOTALL)
+    return told | {"question": " ".join(question[1].split()) if question else ""}
+
+
+def _answers(cell: NotebookNode) -> list[str]:
+    """The Markdown among a cell's outputs, without an answer's name in front and its list of claims below."""
+    shown = [output.data.get("text/markdown") for output in cell.outputs if "data" in output]
+    return [re.sub(r"^\*\*\(.*?\)\*\* |\s*<details>.*", "", text, flags=re.DOTALL) for text in shown if text]
+
+
+def _drawn(cell: NotebookNode) -> list[str]:
+    """Names of the figures that a cell draws for the reference machine."""
+    calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
+    figures = [call for call in calls if ast.unparse(call.func) == "page.figure"]
+    figures = [call for call in figures if "here=True" not in map(ast.unparse, call.keywords)]
+    return [call.args[1].value for call in figures if isinstance(call.args[1], ast.Constant)]
+
+
+def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "") -> str:
+    """Every problem: its notebook, its question, what to read before it, how long it takes. In Markdown.
+
+    Args:
+        entries: from `read_map`.
+        machine: say also how many rows this machine has of each problem.
+        folder: of the notebooks, from where the table stands: "notebooks/".
+    """
+    columns = ["notebook", "edition", "its question", "read before", "minutes: read, work"]
+    columns += [f"rows of {machine}"] if machine else []
+    lines = [f"| {' | '.join(columns)} |", "|" + ":--|" * 5 + "--:|" * (len(columns) - 5)]
+    chapter = ""
+    for problem in PROBLEMS:
+        if problem.chapter != chapter:
+            chapter = problem.chapter
+            lines.append(f"| **{chapter}** |" + " |" * (len(columns) - 1))
+        cells = _map_line(problem, entries, folder)
+        if machine:
+            rows = row_count(problem.slug, machine)
+            cells.append(f"{rows:,}" if rows else MISSING)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _map_line(problem: Problem, entries: dict[str, Entry], folder: str) -> list[str]:
+    edition = "both" if len(problem.editions) > 1 else str(problem.editions[0])
+    title = problem.title.replace("_", "_<wbr>")  # long names may be broken
+    entry = entries.get(problem.name)
+    if entry is None:
+        return [title, edition, "*not yet*", "", ""]
+    names = {each.problem.number: each.problem.name for each in entries.values()}
+    before = [f"[{n}]({folder}{names[n]}.ipynb)" for n in entry.read_before if n in names]
+    question = re.sub(r"\]\((\d\d_)", rf"]({folder}\1", in_short(entry.question))
+    minutes = ", ".join(map(str, entry.minutes))
+    return [f"[{title}]({folder}{problem.name}.ipynb)", edition, question, ", ".join(before), minutes]
+
+
+def in_short(question: str) -> str:
+    """The first sentence that asks something in more than a word or two; without one, the first sentence."""
+    sentences = re.split(r"(?<=[.?!]) (?=[A-Z`])", question)
+    asking = [each for each in sentences if each.endswith("?") and len(each.split()) > 3]
+    first = [*asking, *sentences][0].removeprefix("(a) ")
+    return re.split(r"(?<=\?) (?=\([a-z]\) )", first)[0]  # without the parts that follow
+
+
+def row_count(slug: str, machine: str) -> int:
+    """How many rows a machine has of a problem, in all its tables."""
+    roots = (figures_dir(), REPOSITORY_FIGURES)
+    tables = {path.stem for root in roots for path in (root / machine / slug).glob("*.csv")}
+    return sum(len(load_rows(slug, machine, table)) for table in tables & TABLES.keys())
+
+
+def show_headline(entry: Entry, machine: str) -> None:
+    """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
+    from IPython.display import Markdown, display
+
+    if not entry.headline:
+        return
+    problem = entry.problem
+    display(Markdown(f"### [{problem.title}]({problem.name}.ipynb)\n\n*{entry.question}*"))
+    picture = find(machine, problem.slug, f"{entry.figure}.png")
+    if picture.is_file():
+        shown = {"width": _SHOWN_WIDTH, "alt": f"{problem.slug}: {entry.figure}"}
+        bundle = {"image/png": _small(picture), "text/plain": "<figure>"}
+        display(bundle, raw=True, metadata={"image/png": shown})
+    display(Markdown(entry.headline))
+
+
+def _small(path: Path) -> bytes:
+    """A saved picture with fewer pixels and colours."""
+    with Image.open(path) as picture:
+        height = round(picture.height * _WIDTH / picture.width)
+        small = picture.convert("RGB").resize((_WIDTH, height), Image.Resampling.LANCZOS)
+    # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
+    few = small.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    few.save(buffer, "png", optimize=True)
+    return buffer.getvalue()
+
+
+def show_row(row: pd.Series, table: str) -> None:
+    """Display one row of a table, a line for each filled column, with its unit and meaning."""
+    keys = TABLES[table].keys
+    lines = []
+    for name, value in row.dropna().items():
+        column, group = COLUMNS[name], "provenance" if name in PROVENANCE else "value"
+        text = column.format(column.check(value))
+        lines.append(("key" if name in keys else group, text, column.unit, column.description))
+    # Names as the index: in a column, `show` would write the label of an implementation called "torch".
+    names = row.dropna().index.rename("column")
+    show(pd.DataFrame(lines, names, columns=["", "in this row", "unit", "what it says"]))
+
+
+def show_tables() -> None:
+    """Display every table that rows are kept in, with its keys and values."""
+    groups = {", ".join(MODEL): "*model*", ", ".join(TIMES): "*times*"}
+
+    def listed(columns: Sequence[str]) -> str:
+        text = ", ".join(columns)
+        for group, name in groups.items():
+            text = text.replace(group, name)
+        return text
+
+    lines = [(name, listed(each.keys), listed(each.values)) for name, each in TABLES.items()]
+    frame = pd.DataFrame(lines, columns=["table", "keys: what was measured", "values: what came out"])
+    show(frame, "; ".join(f"{name}: {group}" for group, name in groups.items()))
+
+
+def renew_map() -> None:
+    """Write the map into the README beside the folder of notebooks, between its two comments."""
+    readme = batch.NOTEBOOKS.parent / "README.md"
+    write_atomically(readme, with_map(readme.read_text(encoding="utf-8"), read_map()))
+
+
+def with_map(readme: str, entries: dict[str, Entry]) -> str:
+    """The README's text with the map as it is now."""
+    table = map_table(entries, folder="notebooks/")
+    return _MAP.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", readme)

@@ -1,0 +1,127 @@
+"""What a committed notebook keeps, nothing that changes by itself; and the learner's copy, solutions cleared.
+
+Both mark solutions and their checkers as nbgrader does.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import nbformat
+from nbformat import NotebookNode
+
+from labbook.files import make_folder, write_atomically
+
+HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
+CHECKER = "checker"  # tag of a cell that checks a step of an exercise
+METADATA = {
+    "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+    "language_info": {"file_extension": ".py", "name": "python", "pygments_lexer": "ipython3"},
+}
+
+# Between these lines stands what the learner writes; nbgrader leaves the same stub in their place.
+_SOLUTION = re.compile(r"^([ \t]*)### BEGIN SOLUTION\n.*?^[ \t]*### END SOLUTION$", re.DOTALL | re.MULTILINE)
+_STUB = r"\1# YOUR CODE HERE\n\1raise NotImplementedError()"
+_MAY_RAISE = "raises-exception"  # tag of a cell whose error stops nothing
+
+
+def tidy(notebook: NotebookNode) -> NotebookNode:
+    """The notebook as it is committed: fixed metadata, tags, and outputs in which streams are not split."""
+    # Not above: the command line need not wait for nbconvert.
+    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
+
+    notebook = nbformat.from_dict(deepcopy(notebook))
+    notebook.update(metadata=nbformat.from_dict(METADATA), nbformat=4, nbformat_minor=5)
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags")
+        cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
+        if HIDE_INPUT in (tags or []):  # JupyterLab folds it; nbconvert's page does by the tag
+            cell.metadata["jupyter"] = NotebookNode(source_hidden=True)
+        if has_solution(cell) or CHECKER in (tags or []):
+            cell.metadata["nbgrader"] = _nbgrader(cell)
+        for output in cell.get("outputs", []):
+            if "metadata" in output:  # the size of an image matters
+                output.metadata = {k: v for k, v in output.metadata.items() if k == "image/png" and v}
+    return CoalesceStreamsPreprocessor().preprocess(notebook, {})[0]
+
+
+def has_solution(cell: NotebookNode) -> bool:
+    """Whether it holds what a learner is to write."""
+    return cell.cell_type == "code" and "### BEGIN SOLUTION" in cell.source
+
+
+def _nbgrader(cell: NotebookNode) -> NotebookNode:
+    """What makes a cell nbgrader's: a solution to write, or a locked check of it that counts one point."""
+    solution = has_solution(cell)
+    kind = {"solution": solution, "grade": not solution, "locked": not solution, "task": False}
+    points = {} if solution else {"points": 1}
+    return NotebookNode(schema_version=3, grade_id=cell["id"], **kind, **points)
+
+
+def cleared(notebook: NotebookNode) -> NotebookNode:
+    """A copy without solutions, and without the outputs of what uses them.
+
+    A cell that uses what is yet to be written may raise: the copy runs to its end all the same.
+    """
+    notebook = deepcopy(notebook)
+    unwritten: set[str] = set()  # names that the solutions make, and what is made from those
+    written: set[str] = set()  # the other way round
+    noted: set[str] = set()  # by checkers, which raise nothing, but may stop before they make them
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        tags, (reads, makes) = cell.metadata.get("tags", []), _names(cell.source)
+        checker, uses = CHECKER in tags, bool((unwritten | (noted - written - makes)) & reads)
+        if uses or has_solution(cell):
+            cell.outputs, cell.execution_count = [], None
+        if checker:
+            noted |= makes
+        elif has_solution(cell):
+            unwritten |= makes
+            cell.source = _SOLUTION.sub(_STUB, cell.source)
+        elif uses:
+            unwritten |= makes
+            cell.metadata["tags"] = [*tags, _MAY_RAISE]
+        else:
+            unwritten -= makes
+            written |= makes
+    return notebook
+
+
+def _names(source: str) -> tuple[set[str], set[str]]:
+    """The names that code reads before it makes them, and those that it defines or assigns."""
+    reads, makes = set(), set()
+    for statement in ast.parse(source).body:
+        nodes = list(ast.walk(statement))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        own = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        own |= _targets(nodes, ast.comprehension)  # nobody else's either
+        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)} - own
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            own, stored = own | stored, {statement.name}  # what it assigns inside is its own
+        read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
+        reads |= read - own - makes - _targets(nodes, ast.For)
+        makes |= stored
+    return reads, makes
+
+
+def _targets(nodes: list[ast.AST], kind: type) -> set[str]:
+    """The names that loops of a kind go through values with."""
+    targets = [each for node in nodes if isinstance(node, kind) for each in ast.walk(node.target)]
+    return {each.id for each in targets if isinstance(each, ast.Name)}
+
+
+def write_copies(notebooks: Sequence[Path], folder: Path) -> Iterator[str]:
+    """Write copies to `folder`, and yield a line for each. One that is there may hold work: it stays."""
+    make_folder(folder, "copy the repository to where you may write")
+    for path in notebooks:
+        target = folder / path.name
+        if target.exists():
+            yield f"kept     {target} (delete it for a new one)"
+            continue
+        notebook = nbformat.read(path, as_version=4)
+        steps = sum(map(has_solution, notebook.cells))
+        write_atomically(target, nbformat.writes(cleared(notebook)) + "\n")
+        yield f"written  {target}" + f" ({steps} steps)" * (steps > 0)

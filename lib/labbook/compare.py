@@ -1,0 +1,100 @@
+"""Rows of several machines: under each other, labelled with where they come from, or beside each other."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from cs336_systems import names
+from cs336_systems.configs import model_size
+from labbook.labels import value_label
+from labbook.rows import load_rows, published
+from labbook.schema import KEYS
+
+# Rows that differ in nothing else measured the same.
+_SAME = [name for name in KEYS if name != "warmup_steps"]
+
+_PASS_COLUMNS = {"forward_ms": "forward", "backward_ms": "backward", "train_step_ms": "train_step"}
+_MODES = {"compiled_tf32": ("compiled", "tf32")}  # how published tables call an implementation and a dtype
+
+
+def side_by_side(
+    slug: str, machine: str, reference: str = "h200", *, table: str, sharing: Sequence[str] = ()
+) -> pd.DataFrame:
+    """The reference's rows and this machine's, with a column `where` that plots understand.
+
+    Args:
+        slug: the notebook's slug.
+        machine: slug of this machine; where it is the reference, its rows appear once.
+        sharing: of the reference only rows that agree in these columns with one of this machine's.
+    """
+    places = {f"reference: {value_label(reference)}": reference}
+    if machine != reference:
+        places[f"this machine: {machine}"] = machine
+    frames = [load_rows(slug, name, table).assign(where=where) for where, name in places.items()]
+    if sharing and len(frames) == 2:
+        frames[0] = frames[0].merge(frames[1][list(sharing)].drop_duplicates(), on=list(sharing))
+    filled = [frame for frame in frames if len(frame)]
+    return pd.concat(filled, ignore_index=True) if filled else frames[0]
+
+
+def beside_reference(mine: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
+    """This machine's rows, and what the reference took for the same, after the longest of its warm-ups.
+
+    Returns:
+        The rows; if any has a partner, with columns `reference_ms`, the reference's median, and
+        `reference_status`.
+    """
+    keys = [name for name in _SAME if name in mine and name in theirs]
+    theirs = longest_warmup(theirs).reindex(columns=[*keys, "p50_ms", "status"])
+    theirs = theirs.rename(columns={"p50_ms": "reference_ms", "status": "reference_status"})
+    both = mine.merge(theirs, on=keys, how="left")
+    return both if both["reference_status"].notna().any() else mine
+
+
+def times_in(frame: pd.DataFrame) -> list[str]:
+    """The columns of times that rows of `beside_reference` have, for a table."""
+    return [name for name in ("p50_ms", "reference_ms") if name in frame]
+
+
+def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
+    """Of rows that differ in their warm-up alone the one with the longest: they are one point of a plot."""
+    if "warmup_steps" not in frame:
+        return frame
+    keys = [name for name in (*_SAME, "machine") if name in frame]
+    return frame.sort_values("warmup_steps", kind="stable").drop_duplicates(keys, keep="last").sort_index()
+
+
+def published_rows(name: str) -> pd.DataFrame:
+    """A published table in the words of the rows: milliseconds, a row for each pass, `where` it is from.
+
+    A time called a median is `p50_ms`, any other `mean_ms`; a mode is float32 unless it says TF32.
+    """
+    frame = published(name)
+    passes = [column for column in _PASS_COLUMNS if column in frame]
+    if passes:
+        keys = [column for column in frame if column not in passes]
+        frame = frame.melt(keys, passes, var_name="pass", value_name="mean_ms").dropna(subset="mean_ms")
+        frame["pass"] = frame["pass"].map(_PASS_COLUMNS)
+    for seconds in [column for column in frame if column.endswith("_s")]:
+        frame[f"{seconds[:-2]}_ms"] = frame.pop(seconds) * 1e3
+    if "ms" in frame:
+        median, times = frame.pop("statistic") == "median", frame.pop("ms")
+        frame = frame.assign(p50_ms=times.where(median), mean_ms=times.where(~median))
+    if "mode" in frame:
+        modes = [_MODES.get(mode, (mode, "float32")) for mode in frame.pop("mode")]
+        frame["implementation"], frame["dtype"] = zip(*modes, strict=True)
+    told = [frame[column] for column in ("gpu", "source") if column in frame]
+    where = ["published: " + ", ".join(parts) for parts in zip(*told, strict=True)]
+    return frame.assign(where=where or "published").reset_index(drop=True)
+
+
+def with_model(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a column `model`: size and edition in one label, for "xl" is another model in each."""
+    keys = zip(frame["model_size"], frame["edition"], strict=True)
+    return frame.assign(model=[model_size(*key).label for key in keys])
+
+
+def with_wrapper(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of data-parallel training with a column `wrapper`: by its label."""
+    labels = {name: wrapper.label for name, wrapper in (names.WRAPPERS | names.SHARDINGS).items()}
+    return frame.assign(wrapper=frame["implementation"].replace(labels))

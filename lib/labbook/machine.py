@@ -1,0 +1,184 @@
+"""The machine card: what a machine is and what it was measured to do, kept beside its numbers."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from cs336_systems.names import DTYPES, torch_dtype
+from labbook.files import COMMITTED, REPOSITORY_FIGURES, figures_dir, find, write_atomically
+from labbook.requirements import GIB, core_count, memory_bytes, why_no_tf32
+from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
+
+
+@dataclass(frozen=True)
+class MachineCard:
+    """A machine and its measured limits. Nothing in it names a host, a user or a path."""
+
+    slug: str
+    gpu: str
+    gpu_memory_gib: float | None
+    sm_count: int | None
+    cpu: str
+    cores: int
+    memory_gib: float
+    python: str
+    torch: str
+    triton: str
+    matmul_tflops: dict[str, float]
+    copy_gbps: float
+    measured_at: str
+
+    def line(self) -> str:
+        """The card on one line."""
+        memory = self.gpu_memory_gib
+        gpu = f"{self.gpu} ({memory:.0f} GiB, {self.sm_count} SMs)" if memory else "no GPU"
+        rates = ", ".join(f"{dtype} {rate:.3g}" for dtype, rate in self.matmul_tflops.items())
+        return (
+            f"{self.slug}: {gpu}, {self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB), "
+            f"torch {self.torch}, triton {self.triton}; "
+            f"measured: matmul {rates} TFLOP/s, copy {float(f'{self.copy_gbps:.3g}'):,g} GB/s"
+        )
+
+
+def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) -> MachineCard:
+    """The card of this machine: from `figures/<slug>/machine.json`, or measured (seconds) and written there.
+
+    A card that tells of another GPU, torch or triton is measured anew, and so is any with `refresh=True`.
+
+    Raises:
+        RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
+        ValueError: the stored card is damaged.
+    """
+    device = resolve_device(device)
+    now = _describe(device)
+    slug = now["slug"]
+    if not refresh and card_path(slug).exists():
+        card = load_card(slug)
+        if all(getattr(card, name) == now[name] for name in ("gpu", "torch", "triton")):
+            return card
+    card = MachineCard(
+        **now,
+        matmul_tflops=_matmul_tflops(device),
+        copy_gbps=_copy_gbps(device),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+    )
+    release_memory(device)
+    write_atomically(figures_dir() / slug / "machine.json", json.dumps(asdict(card), indent=2) + "\n")
+    return card
+
+
+def card_path(slug: str) -> Path:
+    """Where the card of a machine is, or would be."""
+    return find(slug, "machine.json")
+
+
+def machines() -> list[str]:
+    """The machines that have a card, and so may have rows."""
+    folders = {figures_dir(), REPOSITORY_FIGURES}
+    return sorted({card.parent.name for folder in folders for card in folder.glob("*/machine.json")})
+
+
+def load_card(slug: str) -> MachineCard:
+    """The stored card of a machine.
+
+    Raises:
+        FileNotFoundError: there is none; allowed are those listed. ValueError: the file is damaged.
+    """
+    path = card_path(slug)
+    if not path.exists():
+        known = ", ".join(machines()) or "none yet"
+        raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {known}")
+    try:
+        card = MachineCard(**json.loads(path.read_text(encoding="utf-8")))
+        card.line()
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{slug}/machine.json is damaged ({error}); remove it to measure it again") from None
+    return card
+
+
+def gpu_names() -> list[str]:
+    """Names of the GPUs here, as rows have them: the one that "auto" means, then "none", the CPU."""
+    return [torch.cuda.get_device_name(), "none"] if torch.cuda.is_available() else ["none"]
+
+
+def triton_version() -> str:
+    """Version of triton, not importing it: the import settles for good whether kernels are interpreted."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def machine_slug(gpu: str, cpu: str, cores: int) -> str:
+    """Name of a machine's folder: `a100` for "NVIDIA A100", `cpu-intel-xeon-2-cores` for two Xeon cores.
+
+    The reference keeps its name to itself: your own H200 is `my-h200`, unless $CS336_REMEASURE says "h200".
+    """
+    name = (gpu if gpu != "none" else f"{cpu} {cores} cores").lower()
+    name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
+    slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
+    if gpu == "none":
+        return f"cpu-{slug}"
+    return f"my-{slug}" if slug in COMMITTED and os.environ.get("CS336_REMEASURE") != slug else slug
+
+
+def _describe(device: torch.device) -> dict:
+    """The part of a card that is looked up; the processor's model is without a word about the host."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    gpu, cores = properties.name if properties else "none", core_count()
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    cpu = found[1].strip() if found else platform.processor() or platform.machine()
+    return {
+        "slug": machine_slug(gpu, cpu, cores),
+        "gpu": gpu,
+        "gpu_memory_gib": round(properties.total_memory / GIB, 1) if properties else None,
+        "sm_count": properties.multi_processor_count if properties else None,
+        "cpu": cpu,
+        "cores": cores,
+        "memory_gib": round(memory_bytes() / GIB, 1),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version(),
+    }
+
+
+def _matmul_tflops(device: torch.device) -> dict[str, float]:
+    """Rate of a large square matmul for each dtype that the device is made for, on random numbers."""
+    rates: dict[str, float] = {}
+    for dtype in DTYPES:
+        if dtype == "tf32" and why_no_tf32(device):
+            continue
+        if device.type == "cuda":
+            rates[dtype] = _matmul_rate(dtype, 8192, device, steps=10)
+        # A CPU without instructions for a 16-bit type multiplies it tens or hundreds of times slower.
+        elif not rates or _matmul_rate(dtype, 256, device, steps=3) > rates["float32"] / 10:
+            rates[dtype] = _matmul_rate(dtype, 1024, device, steps=5)
+    return rates
+
+
+def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> float:
+    """TFLOP/s of one (size, size) by (size, size) matmul: 2 size^3 operations in the median time."""
+    a, b = (torch.randn(size, size, device=device, dtype=torch_dtype(dtype)) for _ in range(2))
+    out = torch.empty_like(a)
+    with matmul_precision(dtype):
+        timing = time_steps(lambda: torch.mm(a, b, out=out), device=device, warmup_steps=3, steps=steps)
+    return float(f"{2 * size**3 / timing.p50_ms / 1e9:.4g}")
+
+
+def _copy_gbps(device: torch.device) -> float:
+    """GB/s of a copy too large for any cache, the bytes read and the bytes written counted."""
+    on_cuda = device.type == "cuda"
+    size = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4) if on_cuda else min(GIB // 2, memory_bytes() // 16)
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    timing = time_steps(lambda: target.copy_(source), device=device, warmup_steps=1, steps=3)
+    return float(f"{2 * source.nbytes / timing.p50_ms / 1e6:.4g}")

@@ -1,0 +1,103 @@
+"""The clock of what several ranks do together: they start together, and the slowest counts."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cs336_systems.parallel import WorkerContext
+from labbook.timing import (
+    MIB,
+    Timing,
+    matmul_precision,
+    release_memory,
+    run_or_out_of_memory,
+)
+
+
+def time_together(
+    operation: Callable[[], None],
+    context: WorkerContext,
+    *,
+    warmup_steps: int,
+    steps: int,
+    calls: int = 1,
+    limit_s: float = math.inf,
+) -> Timing:
+    """Time an operation in which all ranks take part; each step's time is that of the slowest rank.
+
+    Args:
+        calls: operations in one step, one right after the other; the step's time is that of one of them.
+        limit_s: the first step's time foretells how many fit in here. What does not fit is left out, measured
+            steps first of all, but one is always measured.
+    """
+    first = slowest([one_step_ms(operation, context, calls)], context)  # the same on all ranks
+    fitting = min(limit_s * 1e3 / (first[0] * calls), warmup_steps + steps)
+    others = [one_step_ms(operation, context, calls) for _ in range(max(int(fitting), 1) - 1)]
+    times_ms = first + (slowest(others, context) if others else [])
+    warmup_steps = min(warmup_steps, len(times_ms) - 1)
+    return Timing(step_ms=tuple(times_ms[warmup_steps:]), warmup_ms=tuple(times_ms[:warmup_steps]))
+
+
+def one_step_ms(operation: Callable[[], None], context: WorkerContext, calls: int) -> float:
+    """On a GPU between events of the current stream, which waits for what was communicated on others."""
+    on_gpu = context.device.type == "cuda"
+    dist.barrier()
+    if on_gpu:
+        torch.cuda.synchronize(context.device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+    start_s = time.perf_counter()
+    for _ in range(calls):
+        operation()
+    if not on_gpu:
+        return (time.perf_counter() - start_s) * 1e3 / calls
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def measure_on_all(
+    measure: Callable[[], Any], context: WorkerContext, dtype: str, earlier: str = ""
+) -> tuple[Any, str]:
+    """What `measure` returns on each rank, and "".
+
+    Where memory runs out on any rank: a status for all, and why nothing can follow, to be given as `earlier`
+    with what was to follow, which is skipped: the ranks need not agree on what they have sent.
+    """
+    if earlier:
+        return {"status": "skipped", "reason": earlier}, earlier
+    with matmul_precision(dtype):
+        found, reason = run_or_out_of_memory(measure, context.device)
+    release_memory(context.device)  # a wrapper and its hooks refer to each other
+    reasons: list[str] = [""] * context.world_size
+    dist.all_gather_object(reasons, reason)
+    reason = next(filter(None, reasons), "")
+    if not reason:
+        return found, ""
+    return {"status": "oom", "reason": reason}, f"memory ran out in the same process group: {reason}"
+
+
+def reset_peaks(context: WorkerContext) -> None:
+    """Let `peaks` count from here."""
+    if context.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(context.device)
+
+
+def peaks(context: WorkerContext) -> dict[str, float]:
+    """Value columns: the most memory that the fullest rank held, in MiB; on a CPU none."""
+    if context.device.type != "cuda":
+        return {}
+    stats = torch.cuda.memory_stats(context.device)
+    mib = [stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("allocated", "requested")]
+    return dict(zip(("peak_memory_mib", "requested_memory_mib"), slowest(mib, context), strict=True))
+
+
+def slowest(times_ms: list[float], context: WorkerContext) -> list[float]:
+    """Of each step, the longest of all ranks' times; the same on every rank."""
+    longest = torch.tensor(times_ms, dtype=torch.float64, device=context.device)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return longest.tolist()

@@ -1,0 +1,59 @@
+"""One look for every figure: matplotlib's settings, colours, and how lines and bars tell the machine."""
+
+from collections.abc import Hashable, Iterable
+from itertools import cycle
+
+import numpy as np
+import seaborn as sns
+from matplotlib.colors import to_hex
+
+from cs336_systems.names import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
+from labbook.labels import family_of, ordered
+
+INK, MUTED, GRID, PAPER = BLACK, "#6B7280", "#E5E7EB", "#FFFFFF"
+ZONE = "#F3F4F6"  # where nothing could be measured
+_FRAME = "#C4C9D1"
+_SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK]
+_MACHINES = {"reference": GREEN, "this machine": ORANGE, "published": GREY}
+
+# fmt: off
+STYLE = {
+    "figure.dpi": 160, "savefig.dpi": 160, "font.size": 10.5, "text.color": INK,
+    "axes.labelcolor": MUTED, "axes.labelpad": 7.0,
+    "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.titlepad": 9.0,
+    "axes.edgecolor": _FRAME, "axes.linewidth": 0.9, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.spines.left": False, "axes.axisbelow": True,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.9,
+    "xtick.color": _FRAME, "xtick.labelcolor": MUTED, "xtick.labelsize": 10, "xtick.major.size": 4,
+    "ytick.labelcolor": MUTED, "ytick.labelsize": 10, "ytick.major.size": 0,
+    "xtick.minor.size": 0, "ytick.minor.size": 0,
+    "lines.linewidth": 2.0, "lines.markersize": 6.5, "hatch.linewidth": 0.8,
+    "legend.frameon": False, "legend.fontsize": 10,
+    "svg.fonttype": "path", "svg.hashsalt": "cs336",
+}
+# fmt: on
+
+
+def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, str]:
+    """A colour for each value of a column: the registry's, a ramp for what is ordered, or a spare one."""
+    values = ordered(values, column)
+    if column == "where":
+        return {where: _MACHINES[where.partition(":")[0]] for where in values}
+    if column in ("model_size", "model") or (len(values) > 1 and not any(isinstance(v, str) for v in values)):
+        return dict(zip(values, ramp(len(values)), strict=True))
+    family = family_of(values, column)
+    fixed = {value: family[value].color for value in values if value in family}
+    spare = cycle([color for color in _SPARE if color not in fixed.values()] or _SPARE)
+    return {value: fixed.get(value) or next(spare) for value in values}
+
+
+def ramp(steps: int) -> list[str]:
+    """Light to dark, for ordered values: lightness alone tells them apart."""
+    return [to_hex(color) for color in sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, steps))]
+
+
+def machine_looks(places: Iterable[str]) -> dict[str, tuple]:
+    """Of each machine the dashes and marker of its lines, and the hatch of its bars."""
+    known = {"": ("", "o", None), "reference": ("", "o", None), "this machine": ((3, 1.6), "D", "////")}
+    published = cycle([((1, 1.5), "s", "...."), ((1, 1.5), "^", "xxxx"), ((1, 1.5), "v", "----")])
+    return {where: known.get(where.partition(":")[0]) or next(published) for where in places}

@@ -1,0 +1,135 @@
+"""Rows laid out as tables: few digits, units in the headers, "OOM" written out; pandas writes the HTML."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from html import escape
+
+import pandas as pd
+
+from labbook.frames import require_one_row_each
+from labbook.labels import MISSING, STATUS_LABELS, column_label, ordered, value_label
+
+NO_LINES = "no rows yet"
+
+
+def pivot(
+    frame: pd.DataFrame, index: str | Sequence[str], columns: str,
+    values: str | Sequence[str] = "p50_ms", *, fmt: str | None = None,
+) -> pd.DataFrame:  # fmt: skip
+    """A table of text: `index` down, `columns` across, under the name and unit of each of `values`.
+
+    Of the values after the first, columns with nothing in them are left out.
+
+    Args:
+        fmt: format of a number, "{:.2f}"; without it a column has the decimals its smallest number needs.
+
+    Raises:
+        ValueError: two rows belong in one cell; the message names their difference.
+    """
+    if frame.empty:
+        return frame
+    index, values = ([name] if isinstance(name, str) else list(name) for name in (index, values))
+    require_one_row_each(frame, *index, columns)
+    keys = [*index, columns]
+    wide = frame.assign(**{key: _labelled(frame[key]) for key in keys}).set_index(keys).unstack(columns)
+    cells = {}
+    for value in values:
+        header = f"{column_label(value)} by {column_label(columns)}"
+        for place in wide[value]:
+            status = wide.get((_own_status(value), place), wide.get(("status", place)))
+            column = _cells(wide[value, place], status, fmt)
+            if value == values[0] or (column != MISSING).any():
+                cells[header, place] = column
+    return pd.DataFrame(cells).rename_axis(index=[column_label(name) for name in index])
+
+
+def _labelled(values: pd.Series) -> pd.Categorical:
+    """The labels of a column, which sort as a reader expects."""
+    labels = dict.fromkeys(value_label(value, values.name) for value in ordered(values, values.name))
+    categories = [*labels, *([MISSING] if values.isna().any() else [])]
+    return pd.Categorical([value_label(value, values.name) for value in values], categories, ordered=True)
+
+
+def _own_status(value: str) -> str:
+    """What stands beside a row, as the reference's time does, has another status than the row."""
+    return f"{value.removesuffix('_ms')}_status"
+
+
+def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None) -> pd.Series:
+    """One column of text: numbers, and the word for why there is none."""
+    fmt = fmt or f"{{:,.{_decimals(numbers.dropna())}f}}"
+    statuses = [None] * len(numbers) if statuses is None else statuses
+    texts = [
+        STATUS_LABELS.get(status, MISSING) if pd.isna(number) else fmt.format(number)
+        for number, status in zip(numbers, statuses, strict=True)
+    ]
+    return pd.Series(texts, numbers.index, dtype=object)
+
+
+def _decimals(numbers: Iterable[float]) -> int:
+    """Three significant digits of the smallest number, at most five of the largest, at most 3 decimals."""
+    sizes = [abs(number) for number in numbers if number and math.isfinite(number)]
+    if not sizes:
+        return 0
+    wanted, most = 2 - math.floor(math.log10(min(sizes))), 4 - math.floor(math.log10(max(sizes)))
+    return max(0, min(wanted, most, 3))
+
+
+def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> None:
+    """Display a table: HTML in a notebook, text elsewhere. Raw rows get readable headers and digits too.
+
+    Args:
+        folded: show the caption alone, until a reader opens it.
+    """
+    from IPython.display import display
+
+    texts = as_text(frame)
+    table = as_html(texts) if len(texts) else f"<p>{NO_LINES}</p>"
+    if folded:
+        table = f"<details><summary>{escape(caption)}</summary>\n{table}\n</details>"
+    elif caption:
+        table = f"<p>{escape(caption)}</p>\n{table}"
+    plain = texts.to_string(index=_has_index(texts), justify="right") if len(texts) else NO_LINES
+    display({"text/html": table, "text/plain": f"{caption}\n{plain}".lstrip("\n")}, raw=True)
+
+
+def as_text(frame: pd.DataFrame) -> pd.DataFrame:
+    """Every cell written out and every header with its unit; tables of text stay as they are."""
+    if frame.columns.nlevels > 1:
+        return frame
+    texts = {
+        column_label(str(name)): _cells(cells, frame.get(_own_status(name), frame.get("status")))
+        if cells.dtype.kind == "f"
+        else [value_label(value, name) for value in cells]
+        for name, cells in frame.items()
+    }
+    return pd.DataFrame(texts, index=frame.index)
+
+
+def as_html(texts: pd.DataFrame) -> str:
+    """Words and heads of lines are left-aligned; numbers stay right, as pages have them."""
+    words = [not any(map(_is_number, column)) for _, column in texts.items()]
+    html = texts.map(lambda text: escape(str(text)))
+    for place, column in enumerate(html.columns):
+        if words[place]:
+            html.isetitem(place, html[column].map(_left))
+    if html.columns.nlevels == 1:
+        html.columns = [_left(head) if word else head for head, word in zip(html, words, strict=True)]
+    html.index = html.index.map(lambda key: tuple(map(_left, key)) if isinstance(key, tuple) else _left(key))
+    html.index.names = [name and _left(name) for name in texts.index.names]
+    return html.to_html(escape=False, index=_has_index(texts), border=0)
+
+
+def _has_index(frame: pd.DataFrame) -> bool:
+    return any(name is not None for name in frame.index.names)
+
+
+def _is_number(text: object) -> bool:
+    """A number, or the word in its place."""
+    number = re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?[×%]?", str(text))
+    return number is not None or text in STATUS_LABELS.values()
+
+
+def _left(text: object) -> str:
+    return f'<div style="text-align: left">{text}</div>'

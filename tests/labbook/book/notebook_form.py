@@ -1,0 +1,191 @@
+"""The form of a committed notebook, as rules that a test applies to every one of them."""
+
+import ast
+import json
+import re
+import statistics
+from collections.abc import Iterator
+
+from library_imports import imported
+from nbformat import NotebookNode
+
+from labbook.book.map import first_cell
+from labbook.book.parameters import read_parameters
+from labbook.book.problems import PROBLEMS, START
+from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution, tidy
+
+SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summary", "Exercises")
+NAMES = (START, *(problem.name for problem in PROBLEMS))
+# The heart of a problem, a kernel or a wrapper, is one cell of up to 45 lines; most cells are far shorter.
+MOST_LINES, MEDIAN_LINES, MOST_IMPORTS, MOST_BYTES = 45, 6, 7, 2**20
+_ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w./]+|\bC:\\")
+_MARKER = re.compile(r"\s*### (BEGIN|END) SOLUTION$")
+_ADDRESS = re.compile(r"\bat 0x[0-9a-f]{6,}")
+
+
+def problems(notebook: NotebookNode, name: str) -> list[str]:
+    """A sentence for everything that keeps a notebook from being committed; none when it is well.
+
+    Args:
+        notebook: as nbformat reads it.
+        name: of its file, without `.ipynb`.
+    """
+    rules = [_name(name), _execution(notebook), _parameters(notebook), _cells(notebook), _imports(notebook)]
+    rules += [_exercises(notebook), _outputs(notebook), _metadata(notebook)]
+    if name != START:
+        rules += [_title(notebook, name), _sections(notebook), _answers(notebook)]
+    return [problem for rule in rules for problem in rule]
+
+
+def _name(name: str) -> Iterator[str]:
+    if name not in NAMES:
+        yield f"{name} is no notebook of the workbook; allowed: {', '.join(NAMES)}"
+
+
+def _code(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _execution(notebook: NotebookNode) -> Iterator[str]:
+    counts = [cell.execution_count for cell in _code(notebook)]
+    if counts != list(range(1, len(counts) + 1)):
+        yield f"not executed top to bottom: the cells are numbered {counts}"
+    for cell in _code(notebook):
+        for output in cell.outputs:
+            if output.output_type == "error":
+                yield f"cell [{cell.execution_count}] ended with {output.ename}"
+
+
+def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
+    number, _, slug = name.partition("_")
+    wanted = f"# {number} · {slug}"
+    first = notebook.cells[0].source.split("\n")[0] if notebook.cells else ""
+    if first != wanted:
+        yield f"the first line is {first!r}; allowed: {wanted!r}"
+    about = first_cell(notebook)
+    for what, text in about.items():
+        if not text:
+            yield f"the first cell has no {what.strip('*:')}"
+    editions = tuple(map(int, re.findall(r"\b20\d\d\b", about["*Handout problem"])))
+    if editions not in [problem.editions for problem in PROBLEMS if problem.name == name]:
+        yield f"the first cell names the editions {editions}"
+
+
+def _sections(notebook: NotebookNode) -> Iterator[str]:
+    texts = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    found = [heading for text in texts for heading in re.findall(r"^## (.+?)\s*$", text, re.MULTILINE)]
+    if tuple(found) != SECTIONS:
+        yield f"the sections are {', '.join(found) or 'none'}; allowed: {', '.join(SECTIONS)}"
+
+
+def _parameters(notebook: NotebookNode) -> Iterator[str]:
+    try:
+        parameters = read_parameters(notebook)
+    except (SyntaxError, ValueError) as error:
+        yield str(error)
+        return
+    if not parameters:
+        yield "no cell is tagged `parameters`, or it is empty"
+    for parameter in parameters.values():
+        if not parameter.comment:
+            yield f"parameter {parameter.name} has no comment"
+
+
+def _cells(notebook: NotebookNode) -> Iterator[str]:
+    lengths = []  # of the cells whose code is shown
+    for number, cell in enumerate(_code(notebook), start=1):
+        if not cell.source.strip():
+            yield f"code cell {number} is empty"
+        if HIDE_INPUT not in cell.metadata.get("tags", []):
+            lengths.append(len([line for line in cell.source.splitlines() if not _MARKER.match(line)]))
+            if lengths[-1] > MOST_LINES:
+                yield f"code cell {number} has {lengths[-1]} lines; allowed: {MOST_LINES}"
+    if lengths and statistics.median(lengths) > MEDIAN_LINES:
+        yield f"the median code cell has {statistics.median(lengths):g} lines; allowed: {MEDIAN_LINES}"
+    for cell in notebook.cells:
+        if unfinished := re.search(r"\b(TODO|FIXME|XXX)\b", cell.source):
+            yield f"{unfinished[0]} is left in: {cell.source.strip().splitlines()[0]!r}"
+        if path := _ABSOLUTE_PATH.search(cell.source):
+            yield f"absolute path in a cell: {path[0]!r}"
+
+
+def _imports(notebook: NotebookNode) -> Iterator[str]:
+    """Few, and from the rooms of the library, by public names."""
+    cells = [(cell.execution_count, ast.parse(cell.source)) for cell in _code(notebook)]
+    nodes = [(count, node) for count, tree in cells for node in ast.walk(tree)]
+    found = [node for _, node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    ours = {alias.asname or alias.name for node in found if imported(node) for alias in node.names}
+    for count, node in nodes:
+        private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
+        if private and ast.unparse(node).partition(".")[0] in {"page", *ours}:
+            yield f"cell [{count}] uses {ast.unparse(node)}; allowed: public names"
+    if len(found) > MOST_IMPORTS:
+        yield f"{len(found)} imports; allowed: {MOST_IMPORTS}"
+    for node in found:
+        modules = (
+            [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+        )
+        deep = [name for name in modules if re.match(r"cs336_systems\..+\.|labbook\.(?!book)", name)]
+        if deep or any(alias.name.startswith("_") for alias in node.names):
+            yield f"`{ast.unparse(node)}`; allowed: public names of a room, as in labbook"
+
+
+def _answers(notebook: NotebookNode) -> Iterator[str]:
+    """Between "## Answer" and the next section the outputs are read, not the code."""
+    answering = False
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            for heading in re.findall(r"^## (.+?)\s*$", cell.source, re.MULTILINE):
+                answering = heading == "Answer"
+        elif answering and HIDE_INPUT not in cell.metadata.get("tags", []):
+            yield f"cell [{cell.execution_count}] of the answers is not tagged `{HIDE_INPUT}`"
+
+
+def _exercises(notebook: NotebookNode) -> Iterator[str]:
+    """A solution is checked before the next one comes, and committed solutions are right."""
+    unchecked = None
+    for cell in _code(notebook):
+        where, checks = f"cell [{cell.execution_count}]", CHECKER in cell.metadata.get("tags", ())
+        if has_solution(cell):
+            if unchecked:
+                yield f"{unchecked} is a solution without a checker"
+            unchecked = where
+        elif checks:
+            unchecked = None
+            said = "".join(output.get("text", "") for output in cell.outputs)
+            if not said.endswith(": right\n") or "✗" in said:
+                yield f"{where} checks a step and says {said[-60:]!r}; allowed: that it is right"
+    if unchecked:
+        yield f"{unchecked} is a solution without a checker"
+
+
+def _outputs(notebook: NotebookNode) -> Iterator[str]:
+    size = len(json.dumps([cell.outputs for cell in _code(notebook)]))
+    if size > MOST_BYTES:
+        yield f"outputs take {size:,} bytes; allowed: {MOST_BYTES:,}"
+    for cell in _code(notebook):
+        where = f"output of cell [{cell.execution_count}]"
+        for output in cell.outputs:
+            data = output.get("data", {})
+            for kind in data:
+                if kind.startswith("image/") and kind != "image/png":
+                    yield f"{where}: {kind}; allowed: image/png"
+            texts = [data[kind] for kind in data if kind.startswith("text/")] + [output.get("text", "")]
+            for text in texts:
+                if "<svg" in text:
+                    yield f"{where}: an SVG picture; allowed: image/png"
+                if path := _ABSOLUTE_PATH.search(text):
+                    yield f"{where}: absolute path {path[0]!r}"
+                if address := _ADDRESS.search(text):
+                    yield f"{where}: memory address {address[0]!r}, another one in each run"
+
+
+def _metadata(notebook: NotebookNode) -> Iterator[str]:
+    clean = tidy(notebook)
+    for part in ("metadata", "nbformat", "nbformat_minor"):
+        if notebook[part] != clean[part]:
+            yield f"{part} is {dict(notebook)[part]}; allowed: {clean[part]} (make notebooks writes it)"
+    for number, (cell, wanted) in enumerate(zip(notebook.cells, clean.cells, strict=True), start=1):
+        for part in sorted(cell.keys() | wanted.keys()):
+            if cell.get(part) != wanted.get(part):
+                yield f"cell {number} keeps {part} that changes from run to run (make notebooks strips it)"

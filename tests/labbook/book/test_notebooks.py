@@ -1,0 +1,50 @@
+"""Every committed notebook is in form, and some run with other parameters than they are committed with."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebook_form import NAMES, SECTIONS, problems
+
+from labbook.book.execute import execute
+
+NOTEBOOKS = sorted((Path(__file__).parents[3] / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_form(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert problems(notebook, path.stem) == []
+
+
+def test_the_first_notebook_explains_every_section():
+    (start,) = (path for path in NOTEBOOKS if path.stem == NAMES[0])
+    text = "\n".join(cell.source for cell in nbformat.read(start, as_version=4).cells)
+    assert [name for name in re.findall(r"\*\*(.+?)\*\*", text) if name in SECTIONS] == list(SECTIONS)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    def run(number, **parameters):
+        monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+        (path,) = (path for path in NOTEBOOKS if path.stem.startswith(number))
+        outcome = execute(path, tmp_path / "out.ipynb", parameters)
+        assert outcome.status == "ok", outcome.reason
+        return tmp_path
+
+    return run
+
+
+def test_the_first_exercise_of_13_runs_and_leaves_the_picture_of_the_handouts_sum_alone(run):
+    folder = run("13", value=0.02, count=500)
+    assert [path.parts[-3] != "h200" for path in folder.glob("*/*/error.png")] == [True]
+
+
+def test_22_shows_one_part_alone(run):
+    run("22", parts=["model"], implementations=["eager"], dtypes=["float32"])
+
+
+def test_12_shows_what_there_is_where_no_step_was_kept(run):
+    run("12", passes=["forward"], context_lengths=[32], traces=False)

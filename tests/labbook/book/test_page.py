@@ -1,0 +1,61 @@
+"""What a notebook starts from: bad parameters refused, rows and figures in their folders, lines to read."""
+
+import pytest
+
+from labbook import Page, lines
+from labbook.book.batch import BatchError
+from labbook.page import row_lines
+
+SLUG = "mixed_precision_accumulation"
+ROW = {"accumulation": "float32 += float16", "steps": 1000, "total": 10.0}
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    return Page(SLUG, {"reference": "h200", "value": 0.01, "unrelated": object()})
+
+
+def test_bad_parameters_are_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    with pytest.raises(BatchError, match="'h300'"):
+        Page(SLUG, {"reference": "h300"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_are_saved_as_this_machines_and_a_line_is_printed_for_each(page, capsys):
+    failed = {"accumulation": "other", "steps": 3, "status": "skipped", "reason": "no such number"}
+    page.save(iter([ROW, failed]), "accumulation")
+    lines = capsys.readouterr().out.splitlines()[-2:]
+    assert lines[0].startswith("float32 += float16: ")
+    assert lines[1] == "other: skipped (no such number)"
+    page.save([failed], "accumulation")
+    assert capsys.readouterr().out == "", "it says nothing new"
+    mine = page.here("accumulation")
+    assert set(mine["machine"]) == {page.card.slug}
+    assert sorted(mine["accumulation"]) == ["float32 += float16", "other"]
+    assert set(page.rows("accumulation")["machine"]) == {"h200"}
+
+
+def test_a_recording_that_failed_says_why():
+    key = {"implementation": "eager", "model_size": "xl", "pass": "forward", "synchronized": True}
+    (line,) = row_lines([key | {"step_index": 0, "status": "skipped", "reason": "too large"}], "cold_steps")
+    assert line.endswith("synchronized: skipped (too large)")
+
+
+def test_this_machines_times_stand_beside_the_references(page):
+    keys = ("implementation", "num_rows", "d_model", "dtype", "pass")
+    theirs = page.rows("weighted_sum_times", "weighted_sum").iloc[0]
+    times = dict.fromkeys(("mean_ms", "p20_ms", "p50_ms", "p80_ms"), 1.0) | {"std_ms": 0.0, "steps": 3}
+    page.save([{key: theirs[key] for key in keys} | times], "weighted_sum_times", slug="weighted_sum")
+    (row,) = page.beside("weighted_sum_times", "weighted_sum").to_dict("records")
+    assert row["reference_ms"] == theirs["p50_ms"]
+    assert row["p50_ms"] == 1.0
+
+
+def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
+    figure = lines(page.rows("accumulation"), "steps", "total", "accumulation")
+    assert page.figure(figure, "one") is figure
+    page.figure(figure, "two", here=True)
+    assert (tmp_path / "h200" / SLUG / "one.png").read_bytes() == figure.png()
+    assert (tmp_path / page.card.slug / SLUG / "two.svg").read_bytes() == figure.svg()

@@ -1,0 +1,111 @@
+"""The learner's copies: solutions gone, the notebook whole."""
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from nbformat.v4 import new_code_cell, new_notebook
+
+from labbook.book.batch import NOTEBOOKS
+from labbook.book.tidy import CHECKER, cleared, has_solution, tidy, write_copies
+
+SOLUTION = """\
+class Sum:
+    def block(self, x):
+        ### BEGIN SOLUTION
+        return x.sum()
+        ### END SOLUTION
+
+    def total(self, x):
+        ### BEGIN SOLUTION
+        return self.block(x)
+
+        ### END SOLUTION
+"""
+STUB = """\
+class Sum:
+    def block(self, x):
+        # YOUR CODE HERE
+        raise NotImplementedError()
+
+    def total(self, x):
+        # YOUR CODE HERE
+        raise NotImplementedError()
+"""
+WITH_STEPS = [
+    path
+    for path in sorted(NOTEBOOKS.glob("*.ipynb"))
+    if "### BEGIN SOLUTION" in path.read_text(encoding="utf-8")
+]
+
+
+@pytest.fixture
+def notebook():
+    output = nbformat.v4.new_output("stream", name="stdout", text="sum: right\n")
+    check = new_code_cell("check(Sum)", metadata={"tags": [CHECKER]}, outputs=[output], execution_count=2)
+    uses = [new_code_cell(source) for source in ("found = Sum().total(x)", "print(found)", "print(x)")]
+    return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check, *uses])
+
+
+def test_solutions_become_stubs_and_checkers_forget_what_they_said(notebook):
+    copy = cleared(notebook)
+    assert copy.cells[0].source == STUB
+    assert copy.cells[1].source == "check(Sum)"
+    assert copy.cells[1].outputs == []
+    assert notebook.cells[0].source == SOLUTION
+
+
+def test_what_uses_a_solution_may_raise(notebook):
+    tags = [cell.metadata.get("tags", []) for cell in cleared(notebook).cells]
+    assert tags == [[], [CHECKER], ["raises-exception"], ["raises-exception"], []]
+
+
+def test_what_only_a_checker_made_may_be_missing_until_a_cell_makes_it():
+    check = new_code_cell("noted = name = Sum()", metadata={"tags": [CHECKER]})
+    uses = ["print(noted)", "for name in 'ab':\n    print(name)", "noted = lambda name: name", "print(noted)"]
+    copy = cleared(new_notebook(cells=[new_code_cell(SOLUTION), check, *map(new_code_cell, uses)]))
+    assert [bool(cell.metadata.get("tags")) for cell in copy.cells[2:]] == [True, False, False, False]
+
+
+def test_a_name_that_a_loop_goes_through_values_with_is_its_own():
+    uses = ["each = Sum()", "print([each for each in 'ab'])", "for each in 'ab':\n    print(each)"]
+    copy = cleared(new_notebook(cells=[new_code_cell(SOLUTION), *map(new_code_cell, uses)]))
+    assert [bool(cell.metadata.get("tags")) for cell in copy.cells[1:]] == [True, False, False]
+
+
+def test_a_copy_that_is_there_stays(notebook, tmp_path):
+    original, folder = tmp_path / "11_sum.ipynb", tmp_path / "learn"
+    nbformat.write(notebook, original)
+    (written,) = write_copies([original], folder)
+    assert "(1 steps)" in written
+    (folder / original.name).write_text("my work")
+    list(write_copies([original], folder))
+    assert (folder / original.name).read_text() == "my work"
+    with pytest.raises(PermissionError, match="copy the repository"):
+        list(write_copies([original], original / "learn"))
+
+
+def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
+    solution, check = (cell.metadata["nbgrader"] for cell in tidy(notebook).cells[:2])
+    assert (solution["solution"], solution["grade"]) == (True, False)
+    assert (check["solution"], check["grade"], check["locked"], check["points"]) == (False, True, True, 1)
+    assert solution["grade_id"] != check["grade_id"]
+
+
+@pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
+def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path, tmp_path, monkeypatch):
+    """Up to the last checker: of what follows, all that uses a solution is marked as allowed to raise."""
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path / "figures"))
+    copy = cleared(nbformat.read(path, as_version=4))
+    assert not any(map(has_solution, copy.cells))
+    last = max(i for i, cell in enumerate(copy.cells) if CHECKER in cell.metadata.get("tags", ()))
+    copy.cells = copy.cells[: last + 1]
+    to_write = [
+        cell.id for cell in copy.cells if CHECKER in cell.metadata.get("tags", ()) and not cell.outputs
+    ]
+    assert to_write
+    # As JupyterLab does, nbclient goes on after a cell that is marked as allowed to raise.
+    NotebookClient(copy, resources={"metadata": {"path": str(NOTEBOOKS)}}, timeout=300).execute()
+    for cell in copy.cells:
+        if cell.id in to_write:
+            said = "".join(output.get("text", "") for output in cell.outputs)
+            assert ": not yet" in said, f"{cell.source}\nsaid\n{said}"

@@ -1,0 +1,25 @@
+import pandas as pd
+import pytest
+
+
+def measured(implementation: str, context_length: int, p50_ms: float | None, **more) -> dict:
+    """One row; no time means that memory ran out."""
+    spread = {} if p50_ms is None else {"p20_ms": 0.9 * p50_ms, "p80_ms": 1.2 * p50_ms}
+    status = "oom" if p50_ms is None else "ok"
+    row = {"implementation": implementation, "pass": "forward", "batch_size": 8, "d_head": 64}
+    return row | {"context_length": context_length, "p50_ms": p50_ms, "status": status} | spread | more
+
+
+@pytest.fixture
+def rows() -> pd.DataFrame:
+    """Two implementations over three contexts; plain runs out of memory at the last."""
+    times = {("plain", 256): 1.0, ("plain", 512): 4.0, ("plain", 1024): None}
+    times |= {("compiled", 256): 0.5, ("compiled", 512): 1.0, ("compiled", 1024): 8.0}
+    return pd.DataFrame([measured(name, context, time) for (name, context), time in times.items()])
+
+
+@pytest.fixture
+def places(rows) -> pd.DataFrame:
+    """The same rows from three kinds of machine."""
+    wheres = ("reference: H200", "this machine: cpu-2", "published: RTX 5090, a report")
+    return pd.concat([rows.assign(where=where) for where in wheres], ignore_index=True)

@@ -1,0 +1,78 @@
+import pandas as pd
+import pytest
+
+from labbook import compare
+from labbook.compare import (
+    beside_reference,
+    longest_warmup,
+    published_rows,
+    side_by_side,
+    times_in,
+    with_model,
+    with_wrapper,
+)
+from labbook.tables import pivot
+
+
+def of(machine, *rows):
+    same = {"machine": machine, "context_length": 128, "p50_ms": 1.0, "status": "ok"}
+    return pd.DataFrame([same | row for row in rows or ({},)])
+
+
+def test_rows_say_where_they_come_from_and_the_reference_appears_once(monkeypatch):
+    theirs = of("h200", {}, {"context_length": 256})
+    load_rows = {"h200": theirs, "cpu": of("cpu")}.get
+    monkeypatch.setattr(compare, "load_rows", lambda slug, machine, table: load_rows(machine))
+    frame = side_by_side("slug", "cpu", table="model_times", sharing=["context_length"])
+    assert frame["where"].tolist() == ["reference: H200", "this machine: cpu"]
+    frame = side_by_side("slug", "h200", table="model_times", sharing=["context_length"])
+    assert frame["where"].tolist() == ["reference: H200"] * 2
+
+
+def test_the_reference_stands_beside_what_it_measured_too():
+    warm_ups = [{"warmup_steps": n, "p50_ms": ms, "d_head": None} for n, ms in ((1, 9.0), (5, 2.0))]
+    theirs = of("h200", *warm_ups)
+    mine = of("cpu", *({"warmup_steps": 3, "context_length": length} for length in (128, 256)))
+    frame = beside_reference(mine, theirs)
+    assert times_in(frame) == ["p50_ms", "reference_ms"]
+    assert frame["reference_ms"].fillna(0).tolist() == [2.0, 0.0]
+
+
+def test_each_has_a_status_of_its_own():
+    theirs = of("h200", {"d_head": 1, "p50_ms": None, "status": "oom"}, {"d_head": 2, "p50_ms": 3.0})
+    mine = of("cpu", {"d_head": 1, "p50_ms": 4.0}, {"d_head": 3, "p50_ms": None, "status": "skipped"})
+    frame = beside_reference(mine, theirs)
+    table = pivot(frame, "d_head", "context_length", times_in(frame))
+    assert table.to_numpy().tolist() == [["4.00", "OOM"], ["skipped", "–"]]
+
+
+@pytest.mark.parametrize("mine", [of("cpu"), of("gpu", {"d_head": 64}), of("nobody")[:0]])
+def test_without_a_partner_nothing_stands_beside(mine):
+    assert times_in(beside_reference(mine, of("h200", {"context_length": 512}))) == ["p50_ms"]
+
+
+def test_of_several_warmups_the_longest_is_shown():
+    frame = pd.DataFrame({"pass": ["forward", "forward", "backward"], "d_head": [16, 16, None]})
+    frame = frame.assign(warmup_steps=[5, 2, 2], p50_ms=[1.0, 2.0, 3.0])
+    assert longest_warmup(frame)["p50_ms"].tolist() == [1.0, 3.0]
+    assert len(longest_warmup(pd.concat([frame.assign(machine=name) for name in ("h200", "cpu")]))) == 4
+    assert longest_warmup(frame[:0]).empty
+
+
+def test_published_rows_are_milliseconds_of_passes_from_somewhere():
+    frame = published_rows("benchmarking_script")
+    assert set(frame["where"]) == {"published: RTX 5090, rtx5090-report"}
+    assert frame["mean_ms"].max() > 100
+    frame = published_rows("torch_compile_model_ms")
+    assert set(frame["pass"]) == {"forward", "train_step"}
+    assert set(zip(frame["implementation"], frame["dtype"], strict=True)) >= {("compiled", "tf32")}
+    frame = published_rows("mixed_precision_ms")
+    assert (frame["p50_ms"].isna() != frame["mean_ms"].isna()).all()
+    assert published_rows("mixed_precision_accumulation")["where"].eq("published").all()
+
+
+def test_models_and_wrappers_have_labels():
+    frame = pd.DataFrame({"model_size": ["xl", "xl"], "edition": [2025, 2026]})
+    assert list(with_model(frame)["model"]) == ["xl (2025)", "xl (2026)"]
+    frame = pd.DataFrame({"implementation": ["single", "naive", "torch"]})
+    assert list(with_wrapper(frame)["wrapper"]) == ["one process", "naive", "PyTorch's DDP"]

@@ -1,0 +1,113 @@
+"""The machine card: measured once, kept, and saying nothing about whose machine it is."""
+
+import dataclasses
+import getpass
+import json
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+
+from labbook import machine as module
+from labbook.machine import MachineCard, card_path, load_card, machine_card, machine_slug
+from labbook.rows import save_rows
+from labbook.validation import RowError
+
+ROW = {"accumulation": "float32 += float16", "total": 1.0}
+TABLE = ("slug", "accumulation")
+H200 = MachineCard(
+    slug="h200", gpu="NVIDIA H200", gpu_memory_gib=139.8, sm_count=132, cpu="Intel Xeon", cores=16,
+    memory_gib=128.0, python="3.12.3", torch="2.11.0+cu130", triton="3.6.0", matmul_tflops={"float32": 51.0},
+    copy_gbps=4300.0, measured_at="2026-01-01T00:00:00Z",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def figures(tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Count measurements, and make them quick."""
+    calls = []
+    monkeypatch.setattr(module, "_matmul_tflops", lambda device: calls.append(device) or {"float32": 0.1})
+    monkeypatch.setattr(module, "_copy_gbps", lambda device: 10.0)
+    return calls
+
+
+def keep(figures, card):
+    (figures / card.slug).mkdir(exist_ok=True)
+    (figures / card.slug / "machine.json").write_text(json.dumps(dataclasses.asdict(card)))
+
+
+def test_a_card_is_measured_once_and_for_another_gpu_or_version_anew(measured, figures):
+    first = machine_card("cpu")
+    assert machine_card("cpu") == first == load_card(first.slug)
+    assert len(measured) == 1
+    machine_card("cpu", refresh=True)
+    assert len(measured) == 2
+    for number, change in enumerate([{"gpu": "NVIDIA A100"}, {"torch": "1.0.0"}, {"triton": "0.1"}]):
+        keep(figures, dataclasses.replace(first, **change))
+        card = machine_card("cpu")
+        assert card == dataclasses.replace(first, measured_at=card.measured_at)
+        assert len(measured) == 3 + number
+
+
+def test_the_card_describes_this_machine_and_nobody(measured):
+    card = machine_card("cpu")
+    assert (card.gpu, card.torch) == ("none", torch.__version__)
+    text = card_path(card.slug).read_text()
+    for secret in (socket.gethostname(), str(Path.home()), str(Path.cwd())):
+        assert secret not in text
+    assert f'"{getpass.getuser()}"' not in text
+
+
+def test_rates_of_this_cpu_are_plausible():
+    assert 1e-4 < module._matmul_tflops(torch.device("cpu"))["float32"] < 100
+    assert 0.1 < module._copy_gbps(torch.device("cpu")) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("gpu", "cpu", "cores", "slug"),
+    [
+        ("NVIDIA H200", "", 16, "my-h200"),
+        ("NVIDIA A100-SXM4-80GB", "", 8, "a100-sxm4-80gb"),
+        ("none", "Intel(R) Core(TM) i7-8650U CPU @ 1.90GHz", 8, "cpu-intel-core-i7-8650u-8-cores"),
+        ("none", "AMD EPYC 9654 96-Core Processor", 4, "cpu-amd-epyc-9654-4-cores"),
+        ("none", "Apple M2 Pro", 10, "cpu-apple-m2-pro-10-cores"),
+    ],
+)
+def test_slugs(gpu, cpu, cores, slug, monkeypatch):
+    assert machine_slug(gpu, cpu, cores) == slug
+    monkeypatch.setenv("CS336_REMEASURE", "h200")  # the reference, where that is asked for
+    assert machine_slug(gpu, cpu, cores) == slug.removeprefix("my-")
+
+
+def test_a_card_that_is_not_there_or_damaged_is_a_clear_error(figures):
+    keep(figures, H200)
+    with pytest.raises(FileNotFoundError, match="h200"):
+        load_card("h100")
+    no_rates = json.dumps(dataclasses.asdict(H200) | {"matmul_tflops": None})
+    for damage in ("{", "[]", '{"slug": "h200"}', no_rates):
+        (figures / "h200" / "machine.json").write_text(damage)
+        with pytest.raises(ValueError, match="h200/machine"):
+            load_card("h200")
+
+
+def test_rows_measured_here_cannot_become_those_of_another_machine(figures, monkeypatch):
+    keep(figures, H200)
+    monkeypatch.setattr(module, "gpu_names", lambda: ["none"])
+    with pytest.raises(RowError, match="NVIDIA H200"):
+        save_rows([ROW], *TABLE, machine="h200")
+    assert not (figures / "h200" / "slug").exists()
+
+
+@pytest.mark.gpu
+def test_a_gpus_card_is_measured(figures):
+    card = machine_card("cuda", refresh=True)
+    assert card.gpu == torch.cuda.get_device_name()
+    assert card.matmul_tflops["bfloat16"] > 2 * card.matmul_tflops["float32"]
+    assert 100 < card.copy_gbps < 20_000

@@ -1,0 +1,427 @@
+"""Rows: what is saved is what is loaded, what does not fit is refused with a sentence, nothing is lost."""
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labbook import rows as module
+from labbook.files import COMMITTED, REPOSITORY_FIGURES
+from labbook.rows import compact, load_rows, published, save_rows
+from labbook.schema import COLUMNS, TABLES
+from labbook.validation import RowError, pass_order_errors
+
+SLUG, MACHINE, TABLE = "benchmarking_script", "testbox", "model_times"
+
+
+@pytest.fixture(autouse=True)
+def figures(tmp_path, monkeypatch):
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    monkeypatch.setenv("CS336_COMMIT", "abc1234")
+    return tmp_path
+
+
+def row(pass_="forward", ms=10.0, **columns):
+    times = {"mean_ms": ms, "std_ms": 0.1, "p20_ms": ms - 0.1, "p50_ms": ms, "p80_ms": ms + 0.1, "steps": 5}
+    return {"model_size": "tiny", "batch_size": 4, "context_length": 128, "pass": pass_, **times, **columns}
+
+
+def kernel(name="gemm", ms=1.0, profiler="nsys", **columns):
+    return {"model_size": "tiny", "profiler": profiler, "kernel": name, "total_ms": ms, **columns}
+
+
+def save(*rows, table=TABLE, machine=MACHINE) -> Path:
+    return save_rows(list(rows), SLUG, table, machine)
+
+
+def load(table=TABLE, machine=MACHINE) -> pd.DataFrame:
+    return load_rows(SLUG, machine, table)
+
+
+# What is saved is what is loaded.
+
+
+def test_columns_have_plain_dtypes():
+    save(row(ms=12.3456789, warmup_steps=5), row("train_step", 40))
+    frame = load()
+    assert frame.p50_ms[0] == 12.3457
+    assert (frame.batch_size.dtype, frame.warmup_steps.dtype) == (
+        "int64",
+        "float64",
+    )
+    assert (frame.warmup_steps[0], frame.reason[0]) == (5, None)
+    cold = {"model_size": "tiny", "step_index": 0, "step_ms": 1.0}
+    save(cold | {"synchronized": True}, cold | {"synchronized": False}, table="cold_steps")
+    assert load("cold_steps").synchronized.dtype == "bool"
+    save(cold | {"step_index": 1}, table="cold_steps")
+    assert load("cold_steps").synchronized.tolist() == [None, False, True]
+
+
+def test_rows_are_sorted_numbers_by_size_and_passes_by_work():
+    assert (len(load()), tuple(load().columns)) == (0, TABLES[TABLE].columns)
+    times = {"train_step": 40, "forward": 9}
+    save(*(row(pass_, times[pass_], context_length=n) for n in (1024, 128, 256) for pass_ in times))
+    expected = [(n, pass_) for n in (128, 256, 1024) for pass_ in ("forward", "train_step")]
+    assert list(load()[["context_length", "pass"]].itertuples(index=False, name=None)) == expected
+
+
+VALUES = {
+    str: st.text(max_size=20),
+    bool: st.booleans(),
+    int: st.integers(0, 2**40),
+    float: st.floats(0, 1e12),
+}
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(sorted(TABLES)), st.data())
+def test_any_row_of_any_table_survives_the_file(table, data):
+    def value(column):
+        return st.none() | (st.sampled_from(column.allowed) if column.allowed else VALUES[column.type])
+
+    names = [n for n in (*TABLES[table].keys, *TABLES[table].values) if n != "status"]
+    record = {name: data.draw(value(COLUMNS[name]), label=name) for name in names}
+    record = {n: v for n, v in record.items() if COLUMNS[n].unit not in ("ms", "s")} | {"status": "oom"}
+    if not any(str(record.get(name) or "").strip() for name in TABLES[table].keys):
+        return
+    machine = f"box-{time.monotonic_ns()}"
+    path = save(record, table=table, machine=machine)
+    first, loaded = path.read_bytes(), load(table, machine)
+    for name, given_value in record.items():
+        kept = loaded[name][0]
+        if isinstance(given_value, float):
+            assert kept == pytest.approx(given_value, rel=1e-5)
+        elif isinstance(given_value, str):
+            assert (kept or "") == " ".join(given_value.split())
+        else:
+            assert pd.isna(kept) if given_value is None else kept == given_value
+    save_rows(loaded, SLUG, table, machine)
+    assert path.read_bytes() == first + first.split(b"\n", 1)[1]  # the same line once more
+
+
+# What replaces what.
+
+
+def test_a_row_replaces_the_one_with_its_key_and_others_stay():
+    save(row(ms=10), row(ms=20, batch_size=None), row("forward_backward", ms=30))
+    save(row(ms=11))
+    save(row(ms=21, batch_size=None))
+    assert load().p50_ms.tolist() == [21, 11, 30], "an empty key is a key"
+
+
+def test_a_new_recording_replaces_the_whole_of_the_old_one_and_no_other():
+    save(kernel("gemm"), kernel("softmax"), table="kernels")
+    save(kernel("gemm", profiler="torch cpu"), table="kernels")
+    save(kernel("fused", 2), table="kernels")
+    frame = load("kernels")
+    assert set(zip(frame.profiler, frame.kernel, strict=True)) == {("nsys", "fused"), ("torch cpu", "gemm")}
+    save({"model_size": "tiny", "profiler": "nsys", "status": "oom"}, table="kernels")
+    assert load("kernels").status.tolist() == ["oom", "ok"]
+
+
+def test_compacting_keeps_what_counts_and_sorts_it():
+    path = save(row("train_step", 40), row())
+    save(row(ms=11))
+    save(kernel("gemm"), kernel("softmax"), table="kernels")
+    save(kernel("fused"), table="kernels")
+    before = load(), load("kernels")
+    assert len(compact(MACHINE)) == 2
+    assert len(path.read_text().splitlines()) == 3
+    for frame, table in zip(before, (TABLE, "kernels"), strict=True):
+        pd.testing.assert_frame_equal(load(table), frame)
+    assert compact(MACHINE) == []
+
+
+def test_a_machine_without_rows_is_not_compacted_and_gets_no_folder(figures):
+    with pytest.raises(RowError, match="'nobody'"):
+        compact("nobody")
+    assert not (figures / "nobody").exists()
+
+
+def test_the_committed_rows_load_and_are_compact():
+    tables = [path for folder in COMMITTED for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")]
+    assert {path.stem for path in tables} <= set(TABLES)
+    for path in tables:
+        machine, slug = path.parts[-3:-1]
+        assert len(load_rows(slug, machine, path.stem)) == len(path.read_text().splitlines()) - 1
+
+
+def test_a_table_that_got_a_column_takes_rows_into_its_older_files():
+    path = save(row(ms=10, warmup_steps=1))
+    lines = [line.split(",") for line in path.read_text().splitlines()]
+    without = lines[0].index("compile_s")
+    path.write_text("".join(",".join(line[:without] + line[without + 1 :]) + "\n" for line in lines))
+    assert np.isnan(load().compile_s[0])
+    save(row(ms=10, warmup_steps=5, compile_s=2.0))
+    assert load().compile_s.tolist()[1:] == [2.0]
+    assert load().warmup_steps.tolist() == [1, 5]
+
+
+# Where rows come from.
+
+
+def test_provenance_is_added_the_same_for_all_rows_of_a_save():
+    save(row(), row("train_step", 40))
+    frame = load()
+    assert (set(frame.machine), set(frame.commit), len(set(frame.measured_at))) == ({MACHINE}, {"abc1234"}, 1)
+    assert frame[["gpu", "torch", "triton"]].notna().all(axis=None)
+
+
+def test_rows_of_our_kernels_have_their_digest_and_others_have_none():
+    pytest.importorskip("triton")
+    from cs336_systems.attention import kernel_digest
+
+    save(row(attention="flash_triton"), row(attention="plain"))
+    assert load().set_index("attention").kernels.to_dict() == {"flash_triton": kernel_digest(), "plain": None}
+    save({"kernel": "dq", "block_m": 64, "registers": 100}, table="kernel_resources")
+    assert load("kernel_resources").kernels.tolist() == [kernel_digest()]
+
+
+def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *who, *arguments], check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit():
+        module._git_commit.cache_clear()
+        return module._git_commit(tmp_path)
+
+    assert commit() == "unknown"
+    git("init", "-q")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").write_text("a = 1\n")
+    git("add", ".")
+    git("commit", "-qm", "a")
+    clean = git("rev-parse", "--short=10", "HEAD")
+    (tmp_path / "notes.txt").write_text("not the library\n")
+    assert commit() == clean
+    (tmp_path / "lib" / "a.py").write_text("a = 2\n")
+    assert commit() == clean + "+"
+    git("checkout", "lib")
+    (tmp_path / "lib" / "b.py").write_text("")
+    assert commit() == clean + "+"
+    module._git_commit.cache_clear()
+
+
+# What does not fit.
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"mean_s": 1.0}, r"rows\[1\].*mean_s.*mean_ms"),
+        ({"contxt_length": 1}, "contxt_length.*context_length"),
+        ({"pass": "inference"}, "inference.*forward, backward, forward_backward, train_step"),
+        ({"batch_size": 4.5}, "batch_size is 4.5.*whole"),
+        ({"batch_size": True}, "batch_size is True"),
+        ({"batch_size": -4}, "batch_size is -4.*0"),
+        ({"mean_ms": float("inf")}, "mean_ms is inf"),
+        ({"p50_ms": None}, "p50_ms is empty"),
+        ({"p20_ms": 99.0}, "p20_ms, p50_ms, p80_ms.*rising"),
+        ({"status": "oom"}, "oom.*mean_ms"),
+        ({"machine": "h100"}, "h100.*testbox"),
+        ({"pass": "forward_backward"}, "duplicate key model_size=tiny, batch_size=4"),
+    ],
+)
+def test_a_row_that_does_not_fit_is_refused_and_nothing_changes(columns, told):
+    path = save(row())
+    before = path.read_bytes()
+    with pytest.raises(RowError, match=f"{MACHINE}/{SLUG}/{TABLE}.csv.*{told}"):
+        save(row("forward_backward", 30), {**row("train_step", 40), **columns})
+    assert path.read_bytes() == before
+
+
+def test_a_row_that_says_nothing_is_refused():
+    with pytest.raises(RowError):
+        save({"context_length": 128, "steps": 5})
+    save({"context_length": 128, "status": "oom", "reason": "3 GiB asked"})
+
+
+def test_empty_columns_of_other_tables_may_be_given():
+    save(row(power_w=None, saved_for_backward_mib=float("nan")))
+    assert "power_w" not in load().columns
+
+
+def test_a_pass_faster_than_its_part_is_refused():
+    with pytest.raises(RowError, match=r"30.1 ms.*34.9 ms.*context_length=128"):
+        save(row("forward", 35), row("forward_backward", 30))
+    assert not pass_order_errors([row("forward_backward", 30), row("train_step", 29.9)])  # within the spread
+    assert not pass_order_errors([row("forward", 500, context_length=1024), row("forward_backward", 30)])
+
+
+def test_of_several_warmups_only_the_longest_must_be_in_order():
+    start = [row("forward", 500, warmup_steps=1), row("forward_backward", 30, warmup_steps=1)]
+    longest = [row("forward", 10, warmup_steps=5), row("forward_backward", 30, warmup_steps=5)]
+    assert not pass_order_errors(start + longest)
+    assert pass_order_errors(start)
+    assert not pass_order_errors([r | {"warmup_steps": 0} for r in start])
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda data: data.replace(b"tiny,", b"tiny\ntiny,"), "line 2"),
+        (lambda data: b"\x89PNG\xff\xfe\n" + data, "damaged"),
+        (lambda data: data.replace(b",128,", b",12x8,"), "line 2: context_length is '12x8'"),
+        (lambda data: data.replace(b",4,128,", b",4.5,128,", 1), "line 2: batch_size is '4.5'"),
+        (lambda data: data.replace(b"mean_ms", b"mean_s"), "line 1.*mean_s.*mean_ms"),
+        (lambda data: data.replace(b"std_ms", b"mean_ms"), "line 1.*mean_ms.*mean_ms"),
+        (lambda data: data.replace(b"testbox", b"other"), "line 2: machine is 'other'"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_file_and_line(damage, told):
+    path = save(row())
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(RowError, match=rf"^{MACHINE}/{SLUG}/{TABLE}.csv.*{told}"):
+        load()
+
+
+def test_nothing_is_appended_to_what_is_no_table():
+    path = save(row())
+    path.write_bytes(b"a,b\n1,2\n")
+    with pytest.raises(RowError):
+        save(row())
+    assert path.read_bytes() == b"a,b\n1,2\n"
+
+
+def test_two_gpus_in_one_folder_are_refused():
+    save(row(gpu="NVIDIA A100"))
+    save(row("train_step", 40, gpu="NVIDIA B200"))
+    with pytest.raises(RowError, match="NVIDIA A100, NVIDIA B200"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("slug", "table"), [("../elsewhere", TABLE), (".hidden", TABLE), (SLUG, "model_tims")]
+)
+def test_what_names_no_file_of_rows_is_refused(slug, table):
+    with pytest.raises(ValueError, match=slug if slug != SLUG else table):
+        save_rows([row()], slug, table, MACHINE)
+
+
+def test_figures_that_cannot_be_written_to_are_a_clear_error(figures, monkeypatch):
+    (figures / "file").write_text("not a folder")
+    monkeypatch.setenv("CS336_FIGURES", str(figures / "file"))
+    with pytest.raises(PermissionError, match="CS336_FIGURES"):
+        save(row())
+
+
+def test_published_measurements_are_found_wherever_ours_are_written():
+    assert {"gpu", "model_size", "mean_s"} <= set(published("benchmarking_script").columns)
+    with pytest.raises(ValueError, match="nothing"):
+        published("nothing")
+
+
+# Nothing is lost, and a save costs what it saves.
+
+
+def test_a_last_line_whose_end_an_editor_took_stays_apart_from_the_next():
+    path = save(row(), row("train_step", 40))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert len(load()) == 2
+    save(row("train_step", 41))
+    assert load().p50_ms.tolist() == [10, 41]
+
+
+def test_a_save_costs_no_more_where_much_is_on_record():
+    def cost() -> int:
+        process = psutil.Process()
+        if not hasattr(process, "io_counters"):
+            pytest.skip("this system does not count the bytes that a process reads")
+        before = process.io_counters()
+        save(row(ms=11))
+        after = process.io_counters()
+        return sum(getattr(after, name) - getattr(before, name) for name in ("read_chars", "write_chars"))
+
+    save(row())
+    few = [cost() for _ in range(3)][-1]
+    path = save(*(row(batch_size=n) for n in range(5, 3000)))
+    much = [cost() for _ in range(3)][-1]
+    assert path.stat().st_size > 200_000
+    assert much < few + 2**17  # at most a look at the end of the file
+
+
+SAVE = f"""
+import sys
+from labbook.rows import save_rows
+first, count, rows = map(int, sys.argv[1:])
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(first, first + count):
+    row = {{"model_size": str(i), "profiler": "nsys", "total_ms": i}}
+    save_rows([row | {{"kernel": "k" * 90 + str(k)}} for k in range(rows)], "{SLUG}", "kernels", "{MACHINE}")
+    print(i, flush=True)
+"""
+DIE_IN_THE_FOURTH_SAVE = """
+import itertools, os, signal
+calls = itertools.count(1)
+os.fsync = lambda file: next(calls) == 4 and os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(first: int, count: int, rows: int, before: str = "") -> subprocess.Popen:
+    """A process that is ready to save `count` recordings of as many rows, when it is told to."""
+    command = [sys.executable, "-c", before + SAVE, str(first), str(count), str(rows)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def go(*processes: subprocess.Popen) -> None:
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+
+
+def check_nothing_is_lost(reported: int, rows: int) -> int:
+    """Every recording that was reported is there, all recordings are whole, and the next one can be saved."""
+    saved = load("kernels").model_size.value_counts()
+    assert set(saved.index) == {str(number) for number in range(len(saved))}
+    assert set(saved) <= {rows}
+    assert len(saved) >= reported
+    save(kernel(), table="kernels")
+    assert len(load("kernels")) == len(saved) * rows + 1
+    return len(saved)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_killed_at_any_moment_loses_nothing_that_it_had_saved(seed):
+    process, rows = start(0, 10**6, 300), 300
+    go(process)
+    reported = [process.stdout.readline() for _ in range(2)]
+    time.sleep(random.Random(seed).uniform(0, 0.1))
+    process.send_signal(signal.SIGKILL)
+    reported += process.communicate()[0].split()
+    check_nothing_is_lost(len(reported), rows)
+
+
+def test_of_a_run_killed_while_it_writes_nothing_half_written_is_read(figures):
+    process = start(0, 10, 3, before=DIE_IN_THE_FOURTH_SAVE)
+    go(process)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    path = figures / MACHINE / SLUG / "kernels.csv"
+    written = path.read_bytes()
+    assert check_nothing_is_lost(reported=3, rows=3) == 3
+    # Put back by hand, as another file, it is read whole.
+    path.with_suffix(".new").write_bytes(written)
+    path.with_suffix(".new").replace(path)
+    assert len(load("kernels")) == 4 * 3
+
+
+def test_two_processes_saving_into_one_file_lose_nothing():
+    processes = [start(first, 60, 2) for first in (0, 1000)]
+    go(*processes)
+    assert [process.communicate() and process.returncode for process in processes] == [0, 0]
+    assert len(load("kernels")) == 240

@@ -1,0 +1,248 @@
+"""Timing: what is measured is the step, out of memory is a result, and its memory comes back."""
+
+import contextlib
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labbook.timing import (
+    CPU_STEPS,
+    SLOW_STEPS,
+    Timing,
+    matmul_precision,
+    release_memory,
+    resolve_device,
+    run_or_out_of_memory,
+    time_cold_cache,
+    time_compiled,
+    time_steps,
+)
+
+
+def test_steps_get_what_was_prepared_for_them_and_the_warm_up_is_kept_apart():
+    prepared, seen = iter(range(10)), []
+    timing = time_steps(seen.append, prepare=lambda: next(prepared), device="cpu", warmup_steps=2, steps=3)
+    assert (seen, len(timing.warmup_ms), timing.steps, timing.status) == ([0, 1, 2, 3, 4], 2, 3, "ok")
+
+
+def test_the_time_is_that_of_the_step_without_its_preparation():
+    def prepare():
+        time.sleep(0.02)
+        return 0.005
+
+    timing = time_steps(time.sleep, prepare=prepare, device="cpu", warmup_steps=0, steps=3)
+    assert 5 <= min(timing.step_ms) < 15
+
+
+def test_the_summary_of_known_steps():
+    row = Timing(step_ms=(1.0, 2.0, 3.0, 4.0, 10.0)).as_row()
+    found = [row[name] for name in ("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps")]
+    assert found == pytest.approx([4, 12.5**0.5, 1.8, 3, 5.2, 5])
+
+
+@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=20), st.data())
+def test_a_cold_trace_answers_for_every_shorter_warm_up(trace, data):
+    measured_from = data.draw(st.integers(0, len(trace) - 1))
+    cold = Timing(step_ms=tuple(trace[measured_from:]), warmup_ms=tuple(trace[:measured_from]))
+    warmup = data.draw(st.integers(0, len(trace) - 1))
+    steps = data.draw(st.integers(1, len(trace) - warmup))
+    shorter = cold.after_warmup(warmup, steps)
+    assert list(shorter.step_ms) == trace[warmup : warmup + steps]
+    with pytest.raises(ValueError, match=f"of {len(trace)} steps"):
+        cold.after_warmup(warmup, len(trace) - warmup + 1)
+
+
+class FakeStep:
+    """Fails with tensors held by the frames of its error and of that error's cause, as a real step does."""
+
+    def __init__(self, error: Exception, works: int = 0):
+        self.error, self.works, self.held = error, works, []
+
+    def __call__(self, prepared=None):
+        activation = self.allocate()
+        if self.works:
+            self.works -= 1
+            return activation
+        try:
+            self.fail()
+        except KeyError as cause:
+            raise self.error from cause
+
+    def fail(self):
+        deeper = self.allocate()
+        raise KeyError(deeper.shape)
+
+    def allocate(self) -> torch.Tensor:
+        tensor = torch.ones(1000)
+        self.held.append(weakref.ref(tensor))
+        return tensor
+
+    def all_given_back(self) -> bool:
+        return len(self.held) >= 2 and all(tensor() is None for tensor in self.held)
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize(("works", "prepares"), [(0, False), (3, False), (3, True)])
+def test_out_of_memory_is_a_status_and_the_memory_comes_back(error, works, prepares):
+    step = FakeStep(error, works)
+    prepare = step.allocate if prepares else None
+    gc.disable()
+    try:
+        timing = time_steps(step, prepare=prepare, device="cpu", warmup_steps=2, steps=3)
+    finally:
+        gc.enable()
+    assert (timing.status, timing.step_ms, timing.warmup_ms) == ("oom", (), ())
+    assert timing.reason.startswith(type(error).__name__)
+    assert step.all_given_back()
+    assert timing.as_row()["mean_ms"] is None
+    assert timing.after_warmup(1, 1) == timing
+
+
+def test_memory_comes_back_even_while_the_caller_keeps_the_exception():
+    error = OUT_OF_MEMORY[0]
+    step = FakeStep(error)
+    assert run_or_out_of_memory(step, torch.device("cpu"))[0] is None
+    assert error.__traceback__ is not None
+    assert step.all_given_back()
+
+
+def test_other_errors_propagate():
+    with pytest.raises(RuntimeError, match="shapes"):
+        time_steps(FakeStep(RuntimeError("mat1 and mat2 shapes cannot be multiplied")), device="cpu")
+
+
+@pytest.mark.parametrize(("dtype", "inside"), [("tf32", "high"), ("float16", "highest")])
+@pytest.mark.parametrize("before", ["highest", "high"])
+def test_tf32_is_allowed_inside_only(dtype, inside, before):
+    original = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(before)
+    try:
+        with contextlib.suppress(KeyError), matmul_precision(dtype):
+            assert torch.get_float32_matmul_precision() == inside
+            raise KeyError
+        assert torch.get_float32_matmul_precision() == before
+    finally:
+        torch.set_float32_matmul_precision(original)
+
+
+def test_tf32_where_pytorchs_newer_switch_was_used():
+    """The older one then refuses to answer; the newer one is left as it was."""
+    switch = torch.backends.cuda.matmul
+    with matmul_precision("float32"):
+        switch.fp32_precision = "tf32"
+        with matmul_precision("float32"):
+            assert switch.fp32_precision == "ieee"
+        assert switch.fp32_precision == "tf32"
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_devices(monkeypatch):
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    with pytest.raises(ValueError, match="tpu"):
+        resolve_device("tpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="cuda"):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(RuntimeError, match=r"cuda:0.*cuda:1"):  # events would time the current one
+        resolve_device("cuda:0")
+
+
+RUN = {"device": "cpu", "warmup_steps": 1, "steps": 3}
+
+
+def slow_to_compile(graph, inputs):
+    time.sleep(0.3)
+    return graph.forward
+
+
+def test_compiling_is_no_part_of_the_steps_and_is_done_again_each_time():
+    x = torch.ones(4)
+    step = torch.compile(lambda: x * 2 + 1, backend=slow_to_compile)
+    for _ in range(2):
+        timing = time_compiled(step, **RUN)
+        assert (timing.status, timing.steps) == ("ok", 3)
+        assert timing.compile_s > 0.3
+        assert timing.p50_ms < 300
+
+
+def test_what_cannot_be_compiled_is_an_error_in_a_row():
+    def step():
+        torch._dynamo.graph_break()
+
+    timing = time_compiled(torch.compile(step, backend="eager", fullgraph=True), **RUN)
+    assert (timing.status, timing.step_ms) == ("error", ())
+    assert timing.reason
+
+
+def test_gradients_are_cleared_before_each_step_on_a_cpu():
+    x, seen = torch.ones(3, requires_grad=True), []
+
+    def step():
+        seen.append(x.grad)
+        x.sum().backward()
+
+    timing = time_cold_cache(step, device=torch.device("cpu"), to_clear=iter([x]))
+    assert timing.steps == CPU_STEPS
+    assert seen == [None] * (CPU_STEPS + 1)
+
+
+@pytest.mark.gpu
+def test_a_gpu_reads_its_inputs_from_memory_and_the_flush_is_not_counted():
+    device = torch.device("cuda")
+    x = torch.randn(4 * 2**20, device=device, requires_grad=True)  # 16 MiB: less than an L2 cache
+    held_mib = torch.cuda.memory_allocated() / 2**20
+    timing = time_cold_cache(lambda: x.sum().backward(), device=device, to_clear=[x])
+    assert timing.steps > SLOW_STEPS
+    assert 15 < timing.peak_memory_mib - held_mib < 100  # the gradient, not the 256 MiB that flush the cache
+    assert time_cold_cache(lambda: None, device=device).p50_ms < timing.p50_ms
+    a = torch.randn(16_384, 16_384, device=device)
+    assert time_cold_cache(lambda: a @ a, device=device).steps == SLOW_STEPS, "a slow step"
+
+
+@pytest.mark.gpu
+def test_gpu_times_are_of_the_work_and_without_synchronising_of_the_launch():
+    a = torch.randn(8192, 8192, device="cuda")
+    step = lambda: torch.mm(a, a)  # noqa: E731
+    step()
+    held_mib = torch.cuda.memory_allocated() / 2**20  # a, and the workspace of cuBLAS
+    right = time_steps(step, device="cuda", warmup_steps=2, steps=5)
+    wrong = time_steps(step, device="cuda", warmup_steps=2, steps=5, synchronize=False)
+    start = time.perf_counter()
+    step()
+    torch.cuda.synchronize()
+    wall_ms = (time.perf_counter() - start) * 1e3
+    assert right.p50_ms == pytest.approx(wall_ms, rel=0.3)
+    assert wrong.p50_ms < right.p50_ms / 10
+    assert right.peak_memory_mib == pytest.approx(held_mib + 256, abs=1)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_comes_back_after_running_out_of_it():
+    release_memory("cuda")
+    free = torch.cuda.mem_get_info()[0]
+
+    def step():
+        held = []
+        while True:
+            held.append(torch.empty(2**30, dtype=torch.uint8, device="cuda"))
+
+    timing = time_steps(step, device="cuda", warmup_steps=0, steps=1)
+    assert timing.status == "oom"
+    assert timing.reason.startswith("OutOfMemoryError")
+    assert torch.cuda.mem_get_info()[0] >= free - 2**26
