@@ -3,13 +3,19 @@
 from cs336_systems.parallel.adapters import TorchDDP
 from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, NaiveDDP
 from cs336_systems.parallel.fsdp import FSDP
-from cs336_systems.parallel.launch import WorkerError, launch, stream
+from cs336_systems.parallel.launch import (
+    WorkerContext,
+    WorkerError,
+    backends_here,
+    choose_backend,
+    launch,
+    stream,
+)
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes, fill_buckets
 from cs336_systems.parallel.reduce_scatter_ddp import ReduceScatterDDP, ReduceScatterMean
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import deal_tensors, segment_bytes, shard_bytes
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU
-from cs336_systems.parallel.worker import WorkerContext, backends_here, choose_backend
 
 __all__ = [
     "FSDP",

@@ -9,10 +9,11 @@ What rank 0 sends, or else what it returns, is printed as JSON.
 import argparse
 import json
 import os
+import pkgutil
 
 import torch.distributed as dist
 
-from cs336_systems.parallel.worker import BACKENDS, find_worker, join
+from cs336_systems.parallel.launch import BACKENDS, join
 
 
 def main() -> None:
@@ -27,8 +28,8 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of a collective")
     options = parser.parse_args()
     try:
-        worker, arguments = find_worker(options.worker), json.loads(options.arguments)
-    except ValueError as error:
+        worker, arguments = pkgutil.resolve_name(options.worker), json.loads(options.arguments)
+    except (ValueError, ImportError, AttributeError) as error:
         parser.error(f"{error}; given: {options.worker} --arguments {options.arguments}")
     if not isinstance(arguments, dict):
         parser.error(f'--arguments {options.arguments} is not a JSON object like {{"steps": 5}}')

@@ -1,66 +1,104 @@
-"""Start n workers in fresh processes and bring back their results, or the first error; no process stays.
+"""Start n workers in new processes and return their results, or raise the first error; no process stays.
 
     losses = launch(train, 4, config, steps=10)        # train(context, config, steps=10) in each of 4
     for row in stream(measure, 4, sizes): ...          # what rank 0 hands to context.send, as it comes
 
-A worker is a function of an importable module: its process imports it by name. The same function runs on
-several machines under torchrun, through `python -m cs336_systems.parallel`.
-
-torch.multiprocessing starts the processes: without a GPU as forks of a server that has imported torch once
-for all of them, and that ends with the caller. Watching them is left to us: its own `join` blames the first
-that it finds dead, often one that only lost its peer; it knows no time limit and mixes up the output.
+What an importable module defines is imported by each worker; what a notebook or a script defines goes to it
+by value (cloudpickle). The same worker runs on several machines under `torchrun -m cs336_systems.parallel`.
+Without a GPU the workers are forks of a server that has imported torch once and ends with the caller.
+(torch.multiprocessing and torch's elastic agent have no time limit, and report the dead process seen first.)
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator
-from multiprocessing.process import BaseProcess
+import traceback
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
+import cloudpickle
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
 
-from cs336_systems.parallel.worker import Job, choose_backend, find_worker, main, message_path
+from cs336_systems.names import check_choice
 
-T = TypeVar("T")
+BACKENDS = ("auto", "gloo", "nccl")
+_PRELOADED = ["torch.distributed.fsdp", "pandas", "einops", "cloudpickle"]  # not ours: it may be edited
+_POLL_S, _GRACE_S = 0.02, 0.5  # grace: to write stacks, and for failures that one causes
+_CONSEQUENCES = ("by peer", "remote process exited")  # what Gloo and NCCL raise when another worker is gone
+_starting = threading.Lock()
 
-_PRELOADED = ["torch.distributed.fsdp", "pandas", "einops"]  # nothing of ours: the next launch sees an edit
-_POLL_S = 0.02
-_GRACE_S = 0.5  # after a failure, for its echoes in the other workers: the cause is told from them by time
-_ECHOES = ("by peer", "remote process exited")  # what Gloo and NCCL raise when another worker is gone
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """Which worker this is, of how many, and its device: the first argument of every worker function.
+
+    `send(obj)` hands any picklable object to the caller at once; only those of rank 0 arrive (see `stream`).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    backend: str
+    send: Callable[[Any], None]
 
 
 class WorkerError(RuntimeError):
-    """A worker failed; the message names its rank and carries its traceback."""
+    """The message has the traceback; `rank` and `cause` ("Type: message") are of the first failure."""
 
-    def __init__(self, rank: int, message: str):
+    def __init__(self, message: str, rank: int = -1, cause: str = ""):
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.cause = rank, cause
+
+
+def choose_backend(backend: str, local_workers: int) -> str:
+    """Resolve "auto": NCCL where every worker of this machine gets its own GPU, else Gloo on the CPU.
+
+    Raises:
+        ValueError: an unknown backend, or NCCL with more workers than GPUs.
+    """
+    check_choice("backend", backend, BACKENDS)
+    gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if backend == "nccl" and gpus < local_workers:
+        raise ValueError(f"backend 'nccl' needs {local_workers} GPUs, one a worker; this machine has {gpus}")
+    return ("nccl" if gpus >= local_workers else "gloo") if backend == "auto" else backend
+
+
+def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
+    """For a notebook: print and return the backend of each number of workers that can run here."""
+    check_choice("backend", backend, BACKENDS)
+    chosen = {}
+    for world_size in world_sizes:
+        try:
+            said = chosen[world_size] = choose_backend(backend, world_size)
+        except ValueError as error:
+            said = f"not possible here ({error})"
+        print(f"world size {world_size}: {said}")
+    return chosen
 
 
 def launch(
-    worker: Callable[..., T],
-    world_size: int,
-    *args: Any,
-    backend: str = "auto",
-    timeout_s: float = 600.0,
-    **kwargs: Any,
-) -> list[T]:
+    worker: Callable, world_size: int, *args: Any, backend: str = "auto", timeout_s: float = 600, **kwargs
+) -> list[Any]:
     """Run `worker(context, *args, **kwargs)` in `world_size` processes of one process group.
 
     What the workers print appears here, each line with its rank. The caller's environment reaches them; over
     Gloo each computes on one thread (OMP_NUM_THREADS=1), as they share the CPU.
 
     Args:
-        worker: function at the top level of an importable module; its first argument is a `WorkerContext`.
         backend: "gloo" (CPU), "nccl" (one GPU each), or "auto": NCCL where there are enough GPUs, else Gloo.
         timeout_s: seconds after which the run counts as hanging.
 
@@ -69,8 +107,8 @@ def launch(
 
     Raises:
         WorkerError: a worker raised, died, or was not done in time. All workers are gone by then.
-        ValueError: the worker cannot be imported by its name, or world_size or backend is not possible here.
-        TypeError: the arguments cannot be pickled, or another process could not import what they are made of.
+        ValueError: world_size, backend or timeout_s is not possible here.
+        TypeError: the worker is no function, or it or an argument cannot be pickled.
     """
     sent = stream(worker, world_size, *args, backend=backend, timeout_s=timeout_s, **kwargs)
     while True:
@@ -81,80 +119,39 @@ def launch(
 
 
 def stream(
-    worker: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    backend: str = "auto",
-    timeout_s: float = 600.0,
-    **kwargs: Any,
+    worker: Callable, world_size: int, *args: Any, backend: str = "auto", timeout_s: float = 600, **kwargs
 ) -> Generator[Any, None, list[Any]]:
     """As `launch`, and yield what rank 0 hands to `context.send`, as it comes. A loop left early ends all."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
         raise ValueError(f"world_size is {world_size!r}; allowed: a whole number, 1 or more")
-    address, backend = _address(worker), choose_backend(backend, world_size)
+    if not 0 < timeout_s < threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
+    if not callable(worker):
+        raise TypeError(f"worker is {worker!r}; allowed: a function of a WorkerContext and the arguments")
+    backend = choose_backend(backend, world_size)
     try:
-        with _without_main():
-            call = pickle.dumps((args, kwargs))
+        call = cloudpickle.dumps((worker, args, kwargs))
     except Exception as error:
-        raise TypeError(
-            f"the arguments cannot be sent to the workers: {error}; allowed: what can be pickled and "
-            "imported (nothing defined in a notebook or a script)"
-        ) from error
-    return _run(address, call, world_size, backend, timeout_s)
+        raise TypeError(f"the worker or its arguments cannot be sent to other processes: {error}") from error
+    return _run(call, world_size, backend, timeout_s)
 
 
-def _address(worker: Callable[..., Any]) -> str:
-    module, name = getattr(worker, "__module__", None), getattr(worker, "__qualname__", None)
-    with contextlib.suppress(ValueError):
-        if module != "__main__" and find_worker(f"{module}:{name}") is worker:
-            return f"{module}:{name}"
-    raise ValueError(
-        f"worker {worker!r} cannot be started: a fresh process has to import it by name; allowed: a "
-        "function at the top level of a module (no lambda, nothing defined in a notebook or a script)"
-    )
-
-
-@contextlib.contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide the caller's script: a spawned process would run it again, and so might what it unpickles."""
-    script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = script
-
-
-def _start_method() -> str:
-    """A fork could not use a GPU that its parent has looked for, so where there is one there is none."""
-    if sys.platform != "linux" or torch.cuda.is_available():
-        return "spawn"
-    multiprocessing.set_forkserver_preload(_PRELOADED)
-    return "forkserver"
-
-
-def _run(
-    address: str, call: bytes, world_size: int, backend: str, timeout_s: float
-) -> Generator[Any, None, list[Any]]:
-    with tempfile.TemporaryDirectory(prefix="cs336-launch-") as name:
-        folder, deadline = Path(name), time.monotonic() + timeout_s
-        job = Job(address, call, world_size, backend, timeout_s, deadline, folder, dict(os.environ))
-        for rank in range(world_size):
-            (folder / f"log-{rank}").touch()
-        with _without_main():
-            started = mp.start_processes(main, (job,), world_size, join=False, start_method=_start_method())
-        workers = [_Worker(rank, process, folder) for rank, process in enumerate(started.processes)]
-        give_up = False
+def _run(call: bytes, world_size: int, backend: str, timeout_s: float) -> Generator[Any, None, list[Any]]:
+    with tempfile.TemporaryDirectory(prefix="cs336-launch-") as folder:
+        deadline = time.monotonic() + timeout_s
+        environment = os.environ | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+        workers: list[_Worker] = []
         try:
-            while not all(worker.succeeded for worker in workers):
-                for worker in workers:
+            for rank in range(world_size):
+                workers.append(_Worker(rank, Path(folder), call, backend, deadline, environment))
+            while unfinished := [worker for worker in workers if worker.state != "result"]:
+                for worker in unfinished:
                     yield from worker.news()
-                failed = [worker for worker in workers if worker.failed]
-                if failed and (give_up or len(failed) == world_size):
-                    raise _failure(failed, world_size)
-                if time.monotonic() > deadline + _GRACE_S:  # by now they have written where they are
-                    raise _timeout([each for each in workers if not each.succeeded], world_size, timeout_s)
-                give_up = bool(failed)
-                time.sleep(_GRACE_S if failed else _POLL_S)
+                if failed := [worker for worker in unfinished if worker.state in ("error", "died")]:
+                    deadline = min(deadline, time.monotonic())
+                if len(failed) == world_size or time.monotonic() > deadline + _GRACE_S:
+                    raise _first_cause(failed, world_size) if failed else _timeout(unfinished, timeout_s)
+                time.sleep(_POLL_S)
         finally:
             for worker in workers:
                 worker.end()
@@ -162,39 +159,41 @@ def _run(
 
 
 class _Worker:
-    """One worker's process, seen from the caller."""
+    """One worker's process, seen from the caller; state: "runs", "result", "error" or "died"."""
 
-    def __init__(self, rank: int, process: BaseProcess, folder: Path):
-        self.rank, self.process, self.folder = rank, process, folder
-        self.log = (folder / f"log-{rank}").open("rb")
-        self.alive, self.received = True, 0
-        self.kind, self.outcome = "", None  # at the end ("result" | "error", what)
-
-    @property
-    def succeeded(self) -> bool:
-        return self.kind == "result"
-
-    @property
-    def failed(self) -> bool:
-        return self.kind == "error" or not (self.kind or self.alive)
+    def __init__(self, rank: int, folder: Path, *job: Any):
+        self.rank, self.folder, self.state, self.outcome = rank, folder, "runs", None
+        self.log, self.stack = (folder / f"log-{rank}").open("a+b"), (folder / f"stack-{rank}").open("a+")
+        # A fork could not use a GPU that its parent has looked for; a longer TMPDIR is no path for a socket.
+        can_fork = not torch.cuda.is_available() and len(tempfile.gettempdir()) < 75
+        method = "forkserver" if can_fork and sys.platform == "linux" else "spawn"
+        context = multiprocessing.get_context(method)
+        context.set_forkserver_preload(_PRELOADED)
+        self.process = context.Process(target=_work, args=(rank, folder, *job))
+        with _starting:  # the caller's script is hidden: a new process would run it again
+            script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+            try:
+                self.process.start()
+            finally:
+                sys.modules["__main__"] = script
 
     def news(self) -> Iterator[Any]:
         """Print what it has printed, yield what it has sent, and note how it ended."""
-        self.alive = self.process.is_alive()  # asked first: if it is dead, all that it said is here
-        self.show_output()
-        while not self.kind and (path := message_path(self.folder, self.rank, self.received)).exists():
+        alive = self.process.is_alive()  # asked first: if it is dead, all its messages are here
+        self.show_output(to_the_end=not alive)
+        for path in sorted(self.folder.glob(f"message-{self.rank}-*")):
             kind, what = pickle.loads(path.read_bytes())
             path.unlink()
-            self.received += 1
             if kind == "sent":
                 yield what
             else:
-                self.kind, self.outcome = kind, what
+                self.state, self.outcome = kind, what
+        if self.state == "runs" and not alive:
+            self.state = "died"
 
-    def show_output(self) -> None:
-        """Print the lines that the worker has written since the last call."""
+    def show_output(self, to_the_end: bool) -> None:
         for line in self.log:
-            if self.alive and not line.endswith(b"\n"):  # the rest is yet to come
+            if not to_the_end and not line.endswith(b"\n"):  # the rest is yet to come
                 self.log.seek(-len(line), os.SEEK_CUR)
                 break
             text = line.decode(errors="replace").rstrip()
@@ -206,38 +205,95 @@ class _Worker:
             os.killpg(self.process.pid, signal.SIGKILL)  # its children too
         self.process.kill()  # if it has no group of its own yet
         self.process.join()
-        self.alive = False
-        self.show_output()
-        self.log.close()
+        self.show_output(to_the_end=True)
+        self.log.close(), self.stack.close()
 
-    def stack(self) -> str:
-        """Where it was when it crashed or ran out of time, without the thread that watches the caller."""
-        path = self.folder / f"stack-{self.rank}"
-        threads = path.read_text().split("\n\n") if path.exists() else []
-        return "\n\n".join(thread for thread in threads if " in _end_with_caller\n" not in thread)
-
-    def failure(self) -> tuple[tuple, str, str]:
-        """How this worker ended, to find the first cause: (sort key, one sentence, details)."""
-        if self.kind:
-            at, summary, text = self.outcome
-            return (3 if any(words in summary for words in _ECHOES) else 1, at), f"raised {summary}", text
+    def failure(self) -> tuple[tuple, int, str, str]:
+        """How this worker ended: (order in which failures cause each other, rank, sentence, details)."""
+        if self.state == "error":
+            at, cause, details = self.outcome
+            order = 3 if any(words in cause for words in _CONSEQUENCES) else 1
+            return (order, at), self.rank, f"raised {cause}", details
         code = self.process.exitcode
-        if code < 0:
-            # Libraries abort when a peer is gone, so an abort is more often an echo than a cause.
-            key = (2 if -code == signal.SIGABRT else 0, 0)
-            return key, f"was ended by {signal.Signals(-code).name}", self.stack()
-        return (1, 0), f"ended with exit code {code} before it returned", self.stack()
+        name = signal.Signals(-code).name if code < 0 else f"exit code {code} before it returned"
+        # Libraries abort when a peer is gone, so an abort is more often a consequence than a cause.
+        order = 1 if code >= 0 else 2 if name == "SIGABRT" else 0
+        return (order, 0), self.rank, f"ended with {name}", self.stack.read()
 
 
-def _failure(failed: list[_Worker], world_size: int) -> WorkerError:
-    failures = sorted((*worker.failure(), worker.rank) for worker in failed)
-    _, sentence, details, rank = failures[0]
-    echoes = "".join(f"\nAfterwards rank {other} {said}" for _, said, _, other in failures[1:])
-    return WorkerError(rank, f"rank {rank} of {world_size} {sentence}\n\n{details}{echoes}".rstrip())
+def _first_cause(failed: list[_Worker], world_size: int) -> WorkerError:
+    (_, rank, sentence, details), *others = sorted(worker.failure() for worker in failed)
+    later = "".join(f"\nAfterwards rank {other} {consequence}" for _, other, consequence, _ in others)
+    message = f"rank {rank} of {world_size} {sentence}\n\n{details}{later}"
+    return WorkerError(message.rstrip(), rank, sentence.removeprefix("raised "))
 
 
-def _timeout(hanging: list[_Worker], world_size: int, timeout_s: float) -> WorkerError:
-    ranks = ", ".join(str(worker.rank) for worker in hanging)
-    stacks = "\n".join(f"rank {each.rank} was at\n{each.stack() or 'its imports'}" for each in hanging)
-    sentence = f"rank {ranks} of {world_size}: not done within {timeout_s:g} s"
-    return WorkerError(hanging[0].rank, f"{sentence}\n\n{stacks}".rstrip())
+def _timeout(hanging: list[_Worker], timeout_s: float) -> WorkerError:
+    cause = f"not done within {timeout_s:g} s"
+    stacks = "".join(f"\n\nrank {each.rank} was at\n{each.stack.read()}" for each in hanging)
+    ranks = ", ".join(str(each.rank) for each in hanging)
+    return WorkerError(f"rank {ranks}: {cause}{stacks}", hanging[0].rank, cause)
+
+
+def _work(rank: int, folder: Path, call: bytes, backend: str, deadline: float, environment: dict) -> None:
+    """In the worker's process: run a pickled (function, args, kwargs), report its result or error, end."""
+    os.environ.clear()  # a fork has the environment of its server
+    os.environ.update(environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
+    os.setsid()  # a process group of its own: what it starts ends with it, and Ctrl-C reaches only the caller
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    stacks = (folder / f"stack-{rank}").open("w")
+    faulthandler.enable(stacks)  # a crash in native code leaves the Python stack, and so does the time limit
+    faulthandler.dump_traceback_later(left_s := max(0.1, deadline - time.monotonic()), file=stacks)
+
+    def tell(kind: str, what: Any) -> None:
+        incomplete = folder / f"incomplete-{rank}"
+        incomplete.write_bytes(cloudpickle.dumps((kind, what)))
+        incomplete.rename(folder / f"message-{rank}-{time.monotonic_ns():020}")
+
+    try:
+        if backend == "gloo":  # all share the CPU of this machine, whose name may lead nowhere
+            os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+        worker, args, kwargs = pickle.loads(call)
+        store = dist.FileStore(str(folder / "rendezvous"), int(environment["WORLD_SIZE"]))  # needs no port
+        # Its collectives wait longer than the caller, who can say more: the caller has all ranks' stacks.
+        context = join(backend, send=partial(tell, "sent"), timeout_s=left_s + 10, store=store)
+        result = worker(context, *args, **kwargs)
+        dist.destroy_process_group()
+        tell("result", result)
+    except BaseException as error:
+        lines = traceback.format_exception_only(error)  # SyntaxError: location first, notes last
+        summary = next(line for line in lines if not line.startswith(" ")).strip()
+        tell("error", (time.monotonic(), summary, traceback.format_exc()))
+    sys.stdout.flush()
+    os._exit(0)  # no orderly exit: after an error, the libraries' shutdown may wait for other workers
+
+
+def _end_with_caller() -> None:
+    """End this process and its children when the caller is gone, however it ended."""
+    multiprocessing.parent_process().join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def join(backend: str, send: Callable, timeout_s: float, store: dist.Store | None = None) -> WorkerContext:
+    """Enter the process group that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe.
+
+    `torchrun` sets these variables, and so does `launch`; a worker cannot tell the two apart.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, world_size, local_rank, local_workers = (int(os.environ[name]) for name in names)
+    backend = choose_backend(backend, local_workers)
+    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
+    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout_s)}
+    if backend == "nccl":
+        torch.cuda.set_device(device)
+        options["device_id"] = device
+    dist.init_process_group(backend, store=store, **options)
+    if backend == "gloo":
+        dist.barrier()  # or a worker that is done at once would cut off those that are still connecting
+    return WorkerContext(rank, world_size, local_rank, device, backend, send if rank == 0 else lambda _: None)

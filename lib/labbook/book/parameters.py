@@ -27,7 +27,7 @@ _WORDS: dict[str, Iterable[Any] | str] = {
     "edition": MODEL_SIZES,
     "device": ("auto", "cpu", "cuda"),
     "source": ("auto", "nsys", "torch"),
-    "backend": "cs336_systems.parallel.worker:BACKENDS",
+    "backend": "cs336_systems.parallel.launch:BACKENDS",
     "optimizer": "cs336_systems.bench.drift_bench:OPTIMIZERS",
     "hardware": "cs336_systems.accounting.data_sheets:hardware_names",
     "tile_kernel": "cs336_systems.attention.config:KERNELS",
