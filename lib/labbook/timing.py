@@ -1,6 +1,8 @@
 """Timing: warm-up apart, every step synchronised, and running out of memory a result instead of a crash."""
 
+import errno
 import gc
+import re
 import statistics
 import time
 import traceback
@@ -143,16 +145,29 @@ def time_steps(
     return Timing(tuple(times[warmup_steps:]), tuple(times[:warmup_steps]), peak_memory_mib=peak)
 
 
-def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, str]:
-    """`(function(), "")`, or `(None, reason)` when memory ran out, with that memory given back.
+# How CUDA's allocator, its libraries, C++ and the operating system say that memory ran out.
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|alloc_?failed|bad_alloc|not enough memory|memory allocation fail"
+    r"|(can.?t|cannot|could not|unable to|failed to) (be )?allocate|resource_?exhausted",
+    re.IGNORECASE,
+)
 
-    CUDA's allocator may have run out of it, the CPU's, a library's workspace or Python itself.
-    """
-    signs = ("out of memory", "can't allocate memory", "not enough memory", "cublas_status_alloc_failed")
+
+def is_out_of_memory(error: BaseException | str) -> bool:
+    """Whether an error, or its message, says that memory ran out, in whichever library's words."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError | str) and bool(_OUT_OF_MEMORY.search(str(error)))
+
+
+def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> tuple[Any, str]:
+    """`(function(), "")`, or `(None, reason)` when memory ran out, with that memory given back."""
     try:
         return function(), ""
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and not any(sign in str(error).lower() for sign in signs):
+    except Exception as error:
+        if not is_out_of_memory(error):
             raise
         reason = one_line(error)
         _clear_frames(error)

@@ -1,0 +1,214 @@
+"""The one harness of every benchmark: a grid of cases, a set-up that makes steps of them, a row for each.
+
+    def setup(case):                        # called once for all passes of a case
+        x = torch.randn(case.num_rows, device=case.device)
+        return {"forward": Step(lambda: x.sum())}
+
+    for rows in measure(grid(num_rows=[256, 1024], pass_=["forward"]), setup):
+        page.save(rows, "sum_times")
+
+A case that runs out of memory is a row with the status "oom", and every later case still runs: in one
+process its memory is given back, over several ranks the processes are started again for the rest.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labbook import ranks, timing
+from labbook.timing import Timing
+
+Row = dict[str, Any]
+
+
+class Case(dict):
+    """One point of a grid: the key columns of a row, also as attributes (`case.pass_` for the column "pass").
+
+    `case.device` is where it runs; it is no column.
+    """
+
+    device: torch.device
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name.removesuffix("_")]
+        except KeyError:
+            raise AttributeError(f"the case has no {name!r}; it has {', '.join(self)}") from None
+
+
+@dataclass(frozen=True)
+class Step:
+    """What is timed.
+
+    run: one step; it is passed what `prepare` returned, or nothing where there is no `prepare`.
+    prepare: run before each step, outside the measured time.
+    compiled: something in it goes through torch.compile: it starts from empty caches and has `compile_s`.
+    cold: the L2 cache is flushed before each repetition, and gradients of the tensors in `clear` are dropped.
+    values: called after the timing for more columns of the row.
+    """
+
+    run: Callable[..., Any]
+    prepare: Callable[[], Any] | None = None
+    compiled: bool = False
+    cold: bool = False
+    clear: Sequence[Tensor] = ()
+    values: Callable[[], Mapping[str, Any]] | None = None
+
+    def timed(self, device: torch.device, warmup_steps: int, steps: int) -> Timing:
+        """Its times in this process."""
+        if self.cold:
+            return timing.time_cold_cache(self.run, device=device, to_clear=self.clear)
+        timer = timing.time_compiled if self.compiled else timing.time_steps
+        return timer(self.run, prepare=self.prepare, device=device, warmup_steps=warmup_steps, steps=steps)
+
+
+Setup = Callable[..., Mapping[str, Step]]
+
+
+def grid(**columns: Any) -> list[Case]:
+    """Every combination of the columns' values, the last varying fastest; what is no list is fixed."""
+    values = [value if isinstance(value, list | tuple) else [value] for value in columns.values()]
+    names = [name.removesuffix("_") for name in columns]
+    return [Case(zip(names, point, strict=True)) for point in product(*values)]
+
+
+def measure(
+    cases: Iterable[Case],
+    setup: Setup,
+    *,
+    skip: Callable[[Case], str] | None = None,
+    kept: Callable[[Case], bool] | None = None,
+    around: Callable[[Case], contextlib.AbstractContextManager] | None = None,
+    errors: type[Exception] | tuple[()] = (),
+    stream: Callable[..., Iterator[Any]] | None = None,
+    device: str | torch.device = "auto",
+    warmup_steps: int = 5,
+    steps: int = 10,
+    timeout_s: float = 3600.0,
+) -> Iterator[list[Row]]:
+    """Time each case; yields the rows of the cases that share a set-up, those that differ in `pass` alone.
+
+    Args:
+        setup: called with the first of such cases, returns the step of each `pass` ("" without that column).
+        skip: why a case cannot be measured, or ""; its row has the status "skipped" and that reason.
+        kept: whether a case is on record already; then it is left out.
+        around: a context for set-up and timing; by default the matmul precision of the case's `dtype`.
+        errors: exceptions of a set-up or step that are a row with the status "error" and its message.
+        stream: starts worker processes: stream(worker, world_size, *args, backend=..., timeout_s=...), which
+            yields what rank 0 sends. Each case then has the columns `world_size` and `backend`, `setup` is
+            called as setup(case, context) on each rank, and of every step the slowest rank counts.
+        device: where the cases run; over ranks each has its own.
+        warmup_steps, steps: as in `timing.time_steps`.
+        timeout_s: time limit of one start of processes.
+
+    Raises:
+        Whatever a set-up or step raises that is neither out of memory nor one of `errors`.
+    """
+    options = {"around": around, "errors": errors, "warmup_steps": warmup_steps, "steps": steps}
+    waiting: list[list[Case]] = []
+    where = None if stream else timing.resolve_device(device)
+    for _, same in groupby(cases, key=lambda case: {**case, "pass": None}):
+        group = [case for case in same if not (kept and kept(case))]
+        for case in group:
+            case.device = where
+        reasons = [skip(case) if skip else "" for case in group]
+        skipped = [
+            _row(c, Timing(status="skipped", reason=r)) for c, r in zip(group, reasons, strict=True) if r
+        ]
+        if skipped:
+            yield skipped
+        if group := [case for case, reason in zip(group, reasons, strict=True) if not reason]:
+            if stream:
+                waiting.append(group)
+            else:
+                yield _one_process(group, setup, **options)
+    for (world_size, backend), groups in groupby(waiting, key=lambda group: _processes(group[0])):
+        yield from _over_ranks(list(groups), setup, stream, world_size, backend, timeout_s, options)
+
+
+def _one_process(
+    group: list[Case], setup: Setup, *, around: Any, errors: Any, warmup_steps: int, steps: int
+) -> list[Row]:
+    """Rows of the cases of one set-up; out of memory in one leaves the others as they are."""
+    device, rows = group[0].device, []
+    with (around or _matmul_precision)(group[0]):
+        made = timing.timing_or_status(lambda: setup(group[0]), device, errors=errors)
+        for case in group:
+            if isinstance(made, Timing):  # the set-up itself failed
+                rows.append(_row(case, made))
+                continue
+            step = made[case.get("pass", "")]
+
+            def timed(step: Step = step) -> tuple[Timing, Mapping[str, Any]]:
+                times = step.timed(device, warmup_steps, steps)
+                return times, step.values() if step.values and times.status == "ok" else {}
+
+            found = timing.timing_or_status(timed, device, errors=errors)
+            rows.append(_row(case, *((found, {}) if isinstance(found, Timing) else found)))
+        del made
+    timing.release_memory(device)
+    return rows
+
+
+def _over_ranks(
+    groups: list[list[Case]],
+    setup: Setup,
+    stream: Any,
+    world_size: int,
+    backend: str,
+    timeout_s: float,
+    options: dict,
+) -> Iterator[list[Row]]:
+    """Start the processes, and again for what is left whenever a rank ran out of memory."""
+    while groups:
+        try:
+            sent = stream(_on_rank, world_size, groups, setup, options, backend=backend, timeout_s=timeout_s)
+            for rows in sent:
+                groups = groups[1:]
+                yield rows
+            return
+        except RuntimeError as error:
+            cause = str(getattr(error, "cause", error))
+            if not timing.is_out_of_memory(cause):
+                raise
+            failed, groups = groups[0], groups[1:]  # what rank 0 had not sent when a rank ended
+        yield [_row(case, Timing(status="oom", reason=cause[:200])) for case in failed]
+
+
+def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict) -> None:
+    """What each rank does with the cases, all in the same order; rank 0 sends the rows of each group."""
+    how = {"warmup_steps": options["warmup_steps"], "steps": options["steps"]}
+    for group in groups:
+        rows = []
+        with (options["around"] or _matmul_precision)(group[0]):
+            for case in group:
+                case.device = context.device
+            made = setup(group[0], context)
+            for case in group:
+                step = made[case.get("pass", "")]
+                ranks.reset_peaks(context)
+                times = ranks.time_together(step.run, context, **how)
+                values = ranks.peaks(context) | dict(step.values() if step.values else {})
+                rows.append(_row(case, times, values))
+            del made, step
+        timing.release_memory(context.device)
+        context.send(rows)
+
+
+def _processes(case: Case) -> tuple[int, str]:
+    return case["world_size"], case["backend"]
+
+
+def _matmul_precision(case: Case) -> contextlib.AbstractContextManager:
+    return timing.matmul_precision(case.get("dtype", "float32"))
+
+
+def _row(case: Case, timed: Timing, values: Mapping[str, Any] | None = None) -> Row:
+    """The key columns, times and other values of a case, without what it does not have."""
+    row = {**case, **timed.as_row(), **(values or {})}
+    return {name: value for name, value in row.items() if value is not None}
