@@ -20,6 +20,23 @@ INTERPRETER = (0, 0)  # in place of a compute capability
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
+def _mend_index() -> None:
+    """Let range() in a kernel take a number: an array of one element, which NumPy from 2.4 on makes no int of."""
+    from triton.runtime import interpreter
+
+    prepare = interpreter._patch_lang_tensor
+
+    def prepare_with_index(tensor: type, scope: "interpreter._LangPatchScope") -> None:
+        prepare(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
+
+    interpreter._patch_lang_tensor = prepare_with_index
+
+
+if INTERPRETED and triton.__version__.startswith("3.6."):  # 3.7 does so itself
+    _mend_index()
+
+
 def check_device(names: str, x: Tensor) -> None:
     """Refuse tensors, called by these names, on a device where no kernel runs.
 
