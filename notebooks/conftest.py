@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from cs336_systems.workbook.problems import why_not_here
+from labbook.book.problems import why_not_here
 
 _REASONS = {path.name: why_not_here(path.stem) for path in Path(__file__).parent.glob("*.ipynb")}
 _SCRATCH = tempfile.TemporaryDirectory(prefix="cs336-figures-")
