@@ -2,19 +2,19 @@
 
 import cloudpickle
 import pytest
-from each_class import check_each
+from each_candidate import try_each
 
 from cs336_systems.parallel import launch
 
 
 @pytest.fixture(scope="module")
 def failures(request):
-    """What the CASES say about each class of BROKEN that SENTENCES names, all of them in one launch.
+    """What the module's PROPERTIES say about each candidate of its BUGS, all of them in one launch.
 
     So nothing that one leaves behind may disturb the next.
     """
-    broken = request.module.BROKEN
-    cloudpickle.register_pickle_by_value(broken)  # as if defined in a notebook
-    classes = {name: cloudpickle.dumps(getattr(broken, name)) for name in request.module.SENTENCES}
-    cloudpickle.unregister_pickle_by_value(broken)
-    return launch(check_each, 2, classes, request.module.CASES, backend="gloo", timeout_s=200)[0]
+    module = request.module
+    cloudpickle.register_pickle_by_value(module)  # as if defined in a notebook
+    pickled = {name: cloudpickle.dumps((made, module.PROPERTIES)) for name, (made, _) in module.BUGS.items()}
+    cloudpickle.unregister_pickle_by_value(module)
+    return launch(try_each, 2, pickled, backend="gloo", timeout_s=200)[0]

@@ -14,13 +14,19 @@ from cs336_systems import attention, checks
 
 
 @triton.jit
-def visit(q, k, v, visible, m, total, acc, scale_log2):
+def visit(q, k, v, visible, m, total, acc, scale_log2, FINITE: tl.constexpr = True):
     s = tl.where(visible, tl.dot(q, k.T, input_precision="ieee") * scale_log2, -float("inf"))
     m_new = tl.maximum(m, tl.max(s, 1))
-    p, correction = tl.exp2(s - m_new[:, None]), tl.exp2(m - m_new)
+    base = tl.where(m_new == -float("inf"), 0.0, m_new) if FINITE else m_new
+    p, correction = tl.exp2(s - base[:, None]), tl.exp2(m - base)
     total = correction * total + tl.sum(p, 1)
     acc = correction[:, None] * acc + tl.dot(p, v, input_precision="ieee")
     return m_new, total, acc
+
+
+@triton.jit
+def visit_with_nan(q, k, v, visible, m, total, acc, scale_log2):
+    return visit(q, k, v, visible, m, total, acc, scale_log2, False)
 
 
 @triton.jit
@@ -158,6 +164,7 @@ def test_a_right_answer_passes(checker, candidate, capsys):
         (checks.check_visit, visit_without_correction, "shrink"),
         (checks.check_visit, visit_without_mask, "hidden"),
         (checks.check_visit, visit_in_base_e, "exp2"),
+        (checks.check_visit, visit_with_nan, "a first tile may be hidden"),
         (checks.check_mask, visible_without_diagonal, "sees itself"),
         (checks.check_mask, visible_everywhere, "beyond the last"),
         (checks.check_gradients, gradients_without_delta, "delta"),

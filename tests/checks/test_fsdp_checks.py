@@ -2,63 +2,350 @@
 
 import re
 
-import broken_fsdp
 import pytest
+import torch
+import torch.distributed as dist
+from each_candidate import bug
+from torch import nn
+from torch.nn import functional as F
 
-from cs336_systems.checks.fsdp_checks import cases, check_fsdp
+from cs336_systems.checks.fsdp_checks import check_fsdp, properties
+from cs336_systems.model import Embedding, Linear
 from cs336_systems.parallel import FSDP
 
-BROKEN, CASES = broken_fsdp, cases()
-# What the sentence about each mistake must name.
-SENTENCES = {
-    "Right": "nothing",
-    "HidesTheModule": "`.module` ",
-    "ForgetsToBroadcast": "'embedding.weight' is not that of rank 0. Broadcast",
-    "GathersInTheWrongOrder": "in the order of the ranks",
-    "NamesNothing": r"gather_full_parameters\(\) has no 'scale': it has module.scale",
-    "KeepsTheWhole": "'embedding.weight' still has 288 of 288 elements; a rank's share is 144",
-    "ShardsTheNormsToo": "'scale' was sharded. Leave",
-    "ForgetsToPutShardsBack": r"after forward, parameters\(\) are not the shards",
-    "DoesNotWaitForGathers": r"'embedding' computes while its weight .* wait\(\)",
-    "LeavesFullGradients": r"gradient of 'embedding.weight' has shape \(24, 12\) and its shard \(12, 12\)",
-    "ForgetsToAverage": "gradient of 'embedding.weight' is the sum over the ranks. Divide",
-    "AveragesTwice": "gradient of 'embedding.weight' is averaged twice",
-    "ForgetsTheNorms": "gradient of 'scale' is still this rank's own",
-    "KeepsItsOwnRows": "gradient of 'embedding.weight' is not the mean",
-    "ForgetsToWaitForReductions": r"\d+ of \d+ reduce-scatter.* may still be under way",
-    "AllReduces": "whole gradient of 'head' went through all_reduce",
-    "NeverGathersAgain": "with the weights from before the optimizer's step. Gather from the shards",
-    "KeepsTheFirstWeight": "with 'embedding.weight' from before the optimizer's step",
-    "KeepsUntilBackward": r"after forward the whole weights .*resize_\(0\)",
-    "ForgetsToFreeInBackward": "after backward the whole weights of these layers still have memory: wide",
-    "NoPrefetch": "all-gather of 'up' starts only when its layer begins",
-    "WaitsAtOnce": "all-gather of 'embedding' is waited for where it starts",
-    "GathersEverythingFirst": "'down' is gathered before .* two layers ahead",
-    "PrefetchesOnlyForward": "in backward the all-gather of 'embedding' starts only",
-    "SendsFloat32": "'embedding' is gathered in torch.float32. Cast",
-    "LeavesLowGradients": "gradient of 'embedding.weight' is torch.bfloat16 and its shard torch.float32",
-    "CastsOnce": "bfloat16, forward computes with the weights from before .* cast anew",
-    "RoundsItsShards": "'embedding' is kept in torch.bfloat16, where small updates are lost",
-    "LowShards": "the shard of 'embedding.weight' is torch.bfloat16",
+PROPERTIES = properties()
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Weight:
+    """The weight of one layer: a shard for the optimizer, and the whole one while it computes."""
+
+    def __init__(self, owner, layer):
+        self.owner, self.layer, self.gathering = owner, layer, None
+        whole = layer.weight.detach()
+        n, rank = dist.get_world_size(), dist.get_rank()
+        self.rows = -(-len(whole) // n)
+        padded = F.pad(whole, (0, 0, 0, self.rows * n - len(whole)))
+        self.shard = nn.Parameter(owner.master(padded[rank * self.rows : (rank + 1) * self.rows].clone()))
+        self.buffer = torch.empty_like(padded, dtype=owner.compute_dtype or whole.dtype)
+        self.bytes = self.buffer.nbytes
+        self.whole = nn.Parameter(self.buffer[: len(whole)].data)
+        self.buffer.untyped_storage().resize_(0)
+        layer.weight = self.shard
+
+    def gather(self):
+        if self.gathering is None:
+            self.buffer.untyped_storage().resize_(self.bytes)
+            self.sent = self.shard.detach().to(self.buffer.dtype)
+            self.gathering = self.owner.all_gather(self)
+
+    def free(self):
+        self.buffer.untyped_storage().resize_(0)
+        self.gathering = None
+
+
+class Right(nn.Module):
+    """The handout's, as a reader may write it."""
+
+    ahead = 2
+
+    def __init__(self, module, compute_dtype=None):
+        super().__init__()
+        self.module, self.compute_dtype, self.order, self.reducing = module, compute_dtype, [], []
+        self.broadcast()
+        layers = [layer for layer in module.modules() if isinstance(layer, (Linear, Embedding))]
+        self.weights = [Weight(self, layer) for layer in layers]
+        mine = {weight.shard for weight in self.weights}
+        self.replicated = [parameter for parameter in module.parameters() if parameter not in mine]
+        for weight in self.weights:
+            self.add_hooks(weight)
+        self.at_the_end()
+
+    def add_hooks(self, weight):
+        weight.layer.register_forward_pre_hook(lambda *_: self.before_forward(weight))
+        weight.layer.register_forward_hook(lambda layer, args, output: self.after_forward(weight, output))
+        weight.whole.register_post_accumulate_grad_hook(lambda _: self.after_backward(weight))
+
+    def broadcast(self):
+        for tensor in self.module.parameters():
+            dist.broadcast(tensor.data, src=0)
+
+    def at_the_end(self):
+        pass
+
+    def master(self, shard):
+        return shard
+
+    def all_gather(self, weight):
+        return all_gather(weight.buffer, weight.sent, async_op=True)
+
+    def forward(self, *args):
+        return self.module(*args)
+
+    def collect(self, weight, following):
+        for other in (weight, *following):
+            other.gather()
+        weight.gathering.wait()
+
+    def before_forward(self, weight):
+        if weight not in self.order:
+            self.order.append(weight)
+        position = self.order.index(weight)
+        self.collect(weight, self.order[position + 1 : position + 1 + self.ahead])
+        weight.layer.weight = weight.whole
+
+    def after_forward(self, weight, output):
+        weight.layer.weight = weight.shard
+        self.free_in_forward(weight)
+        if output.requires_grad:
+            output.register_hook(lambda _: self.before_backward(weight))
+
+    def free_in_forward(self, weight):
+        weight.free()
+
+    def before_backward(self, weight):
+        position = self.order.index(weight)
+        self.collect(weight, self.order[max(position - self.ahead, 0) : position][::-1])
+
+    def after_backward(self, weight):
+        gradient, weight.whole.grad = weight.whole.grad, None
+        self.free_in_backward(weight)
+        padded = F.pad(gradient, (0, 0, 0, len(weight.buffer) - len(gradient)))
+        self.reduce(weight, padded / dist.get_world_size())
+
+    def free_in_backward(self, weight):
+        weight.free()
+
+    def reduce(self, weight, gradient):
+        received = torch.empty_like(gradient[: weight.rows])
+        self.reducing.append((weight, received, gradient, reduce_scatter(received, gradient, async_op=True)))
+
+    def wait(self, work):
+        work.wait()
+
+    def finish_gradient_synchronization(self):
+        for parameter in self.replicated:
+            self.average(parameter)
+        for weight, received, _, work in self.reducing:
+            self.wait(work)
+            self.set_gradient(weight, received)
+        self.reducing.clear()
+
+    def set_gradient(self, weight, received):
+        weight.shard.grad = received.to(weight.shard.dtype)
+
+    def average(self, parameter):
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    def gather_full_parameters(self):
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        full = {names[parameter]: parameter for parameter in self.replicated}
+        for weight in self.weights:
+            whole = weight.shard.new_empty(len(weight.buffer), *weight.shard.shape[1:])
+            all_gather(whole, weight.shard.detach())
+            full[names[weight.shard]] = self.cut(whole, weight)
+        return full
+
+    def cut(self, whole, weight):
+        return whole[: len(weight.whole)]
+
+
+class KeepsTheWhole(Right):
+    def at_the_end(self):
+        for weight in self.weights:
+            weight.shard.data = torch.cat([weight.shard.data] * dist.get_world_size())
+
+    def gather_full_parameters(self):
+        torch.manual_seed(0)
+        for layer in self.module:
+            getattr(layer, "reset_parameters", int)()
+        return dict(self.module.named_parameters())
+
+
+class ShardsTheNormToo(Right):
+    def at_the_end(self):
+        self.norms = {parameter: parameter.data for parameter in self.replicated}
+        for parameter, whole in self.norms.items():
+            parameter.data = whole.chunk(dist.get_world_size())[dist.get_rank()]
+
+    def gather_full_parameters(self):
+        return {name: self.norms.get(x, x) for name, x in super().gather_full_parameters().items()}
+
+
+class KeepsItsOwnRows(Right):
+    def reduce(self, weight, gradient):
+        super().reduce(weight, gradient)
+        rank, n = dist.get_rank(), dist.get_world_size()
+        own = (n * gradient)[rank * weight.rows : (rank + 1) * weight.rows]
+        _, received, _, work = self.reducing.pop()
+        self.reducing.append((weight, own, (received, gradient), work))
+
+
+class AllReduces(Right):
+    def reduce(self, weight, gradient):
+        work, first = dist.all_reduce(gradient, async_op=True), dist.get_rank() * weight.rows
+        self.reducing.append((weight, gradient[first : first + weight.rows], gradient, work))
+
+
+class ForgetsToFreeInBackward(Right):
+    def free_in_backward(self, weight):
+        if len(weight.whole) != 48:
+            weight.free()
+
+    def forward(self, *args):
+        for weight in self.weights:
+            if weight.gathering is not None:
+                weight.gathering.wait()
+                weight.free()
+        return super().forward(*args)
+
+
+class CastOnArrival:
+    def __init__(self, work, whole, buffer):
+        self.work, self.whole, self.buffer = work, whole, buffer
+
+    def wait(self):
+        self.work.wait()
+        self.buffer.copy_(self.whole)
+        self.work = self.whole = None  # it holds nothing longer than a right one does
+
+
+class SendsFloat32(Right):
+    def all_gather(self, weight):
+        whole = torch.empty_like(weight.buffer, dtype=torch.float32)
+        return CastOnArrival(all_gather(whole, weight.shard.detach(), async_op=True), whole, weight.buffer)
+
+
+class CastsOnce(Right):
+    def all_gather(self, weight):
+        weight.kept = getattr(weight, "kept", weight.sent)
+        return all_gather(weight.buffer, weight.kept, async_op=True)
+
+
+class WaitsAtOnce(Right):
+    def all_gather(self, weight):
+        all_gather(weight.buffer, weight.sent)
+        return torch.futures.Future()  # never asked
+
+    def collect(self, weight, following):
+        for other in (weight, *following):
+            other.gather()
+
+
+class RoundsItsShards(Right):
+    def gather_full_parameters(self):
+        for weight in self.weights:
+            weight.shard.data = weight.shard.data.to(self.compute_dtype or torch.float32).float()
+        return super().gather_full_parameters()
+
+
+class ForgetsToPutShardsBack(Right):
+    def after_forward(self, weight, output):
+        super().after_forward(weight, output)
+        weight.layer.weight = weight.whole
+
+
+def set_whole_gradient(self, weight, received):
+    shard, weight.shard.data = weight.shard.data, torch.zeros_like(weight.whole)
+    weight.shard.grad = torch.zeros_like(weight.shard)
+    weight.shard.data = shard
+
+
+def set_low_gradient(self, weight, received):
+    weight.shard.grad, weight.shard.grad_dtype = None, None
+    weight.shard.grad = received.to(self.compute_dtype)
+
+
+def nothing(self, *_):
+    pass
+
+
+def scaled(by):
+    return lambda self, weight, gradient: Right.reduce(self, weight, gradient * by)
+
+
+BUGS = {
+    "right": (Right, "^$"),
+    "hides": (
+        bug(Right, at_the_end=lambda self: setattr(self, "module", nn.Sequential(self.module))),
+        "`.mod",
+    ),
+    "no broadcast": (bug(Right, broadcast=nothing), "'embedding.weight' is not that of rank 0. Broadcast"),
+    "order": (bug(Right, cut=lambda self, whole, _: whole.flip(0)), "in the order of the ranks"),
+    "names": (
+        bug(Right, gather_full_parameters=lambda self: {"w": self.replicated[0]}),
+        "it has no 'embedding.weight', but w",
+    ),
+    "whole": (KeepsTheWhole, "'embedding.weight' still has 288 of 288 elements.* rows, 144"),
+    "norms": (ShardsTheNormToo, "'9.weight' was sharded. Leave"),
+    "not put back": (ForgetsToPutShardsBack, r"after forward, parameters\(\) are not the shards"),
+    "no wait": (
+        bug(Right, collect=lambda self, weight, following: [x.gather() for x in (weight, *following)]),
+        r"'embedding' computes while its weight .* wait\(\)",
+    ),
+    "whole gradients": (
+        bug(Right, set_gradient=set_whole_gradient),
+        r"shape \(24, 12\) and its shard \(12, 12\)",
+    ),
+    "no average": (bug(Right, reduce=scaled(2)), "'embedding.weight' is the sum over the ranks. Divide"),
+    "two averages": (bug(Right, reduce=scaled(0.5)), "'embedding.weight' is averaged twice"),
+    "own norm": (bug(Right, average=nothing), "'9.weight' is still this rank's own"),
+    "own rows": (KeepsItsOwnRows, "'embedding.weight' is not the mean"),
+    "no wait for reductions": (
+        bug(Right, wait=nothing),
+        r"\d+ of \d+ reduce-scatter.* may still be under way",
+    ),
+    "all-reduces": (AllReduces, "whole gradient of 'head' went through all_reduce"),
+    "never again": (
+        bug(Right, free_in_forward=nothing, free_in_backward=nothing),
+        "with the weights from before the optimizer's step. Gather",
+    ),
+    "one kept": (
+        bug(Right, free_in_backward=lambda self, weight: len(weight.whole) == 24 or weight.free()),
+        "with 'embedding.weight' from before the optimizer's step",
+    ),
+    "kept until backward": (bug(Right, free_in_forward=nothing), r"after forward the whole .*resize_\(0\)"),
+    "not freed in backward": (ForgetsToFreeInBackward, "after backward the whole .* still have memory: wide"),
+    "no prefetch": (bug(Right, ahead=0), "all-gather of 'up' starts only when its layer begins"),
+    "waits at once": (WaitsAtOnce, "all-gather of 'embedding' is waited for where it starts"),
+    "everything first": (bug(Right, ahead=3), "all-gather of 'down' starts before .* two layers ahead"),
+    "no prefetch in backward": (
+        bug(Right, before_backward=lambda self, weight: self.collect(weight, [])),
+        "in backward 'embedding' is gathered only when",
+    ),
+    "float32": (SendsFloat32, "'embedding' is gathered in torch.float32. Cast"),
+    "low gradients": (
+        bug(Right, set_gradient=set_low_gradient),
+        "dtype torch.bfloat16 and its shard torch.float32",
+    ),
+    "casts once": (CastsOnce, "bfloat16, forward computes with the weights from before"),
+    "rounds": (RoundsItsShards, "'embedding.weight' loses small updates"),
+    "low shards": (
+        bug(Right, master=lambda self, shard: shard.to(self.compute_dtype or shard.dtype)),
+        "the shard of 'embedding.weight' is torch.bfloat16",
+    ),
 }
 
 
-@pytest.mark.parametrize("name", SENTENCES)
+@pytest.mark.parametrize("name", BUGS)
 def test_each_mistake_is_named(failures, name):
-    assert re.search(SENTENCES[name], " ".join(failures[name]) or "nothing")
+    assert re.search(BUGS[name][1], failures[name])
 
 
 @pytest.mark.parametrize("options", [{}, {"prefetch": 1}])
 def test_ours_passes_where_most_is_asked(options, capsys):
     check_fsdp(FSDP, world_size=3, thorough=True, **options)
-    shown = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("✓ ") for line in shown[:-1])
-    assert shown[-1] == "FSDP: 12 cases right on 3 ranks"
+    *held, verdict = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("✓ ") for line in held)
+    assert verdict == f"FSDP: {len(held)} cases right on 3 ranks"
 
 
 def test_parts_can_be_asked_for():
-    check_fsdp(broken_fsdp.NoPrefetch, only=("shards", "forward"))
-    with pytest.raises(AssertionError, match="NoPrefetch, rank 0, 1: the all-gather of 'up'"):
-        check_fsdp(broken_fsdp.NoPrefetch, only=("prefetch",))
+    no_prefetch = BUGS["no prefetch"][0]
+    check_fsdp(no_prefetch, only=("shards", "forward"))
+    with pytest.raises(AssertionError, match="rank 0, 1: the all-gather of 'up'"):
+        check_fsdp(no_prefetch, only=("prefetch",))
     with pytest.raises(ValueError, match="'speed' is unknown; allowed: shards, forward"):
-        check_fsdp(broken_fsdp.Right, only=("speed",))
+        check_fsdp(Right, only=("speed",))

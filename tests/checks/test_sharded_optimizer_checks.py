@@ -2,61 +2,231 @@
 
 import re
 
-import broken_sharded_optimizer
 import pytest
+import torch
+import torch.distributed as dist
+from each_candidate import bug
+from torch.distributed import broadcast
+from torch.optim import Optimizer
 
-from cs336_systems.checks.sharded_optimizer_checks import cases, check_sharded_optimizer
+from cs336_systems.checks.sharded_optimizer_checks import check_sharded_optimizer, properties
 from cs336_systems.parallel import ShardedOptimizer
 
-BROKEN, CASES = broken_sharded_optimizer, cases(thorough=True)
-# What the sentence about each mistake must name.
-SENTENCES = {
-    "Right": "nothing",
-    "NoOptimizer": "no torch.optim.Optimizer",
-    "KeepsOnlyItsShard": "param_groups hold 4 parameters and were given 8",
-    "NoSettingsOutside": "param_groups have no 'lr'",
-    "LosesTheSettings": "parameter 0 .* the settings were AdamW's defaults",
-    "ForgetsToSend": "parameter 0 .* updated on rank 0 alone.* broadcast",
-    "SendsFromTheWrongRank": "parameter 0 .* as before the step, on every rank.* src=owner",
-    "ForgetsToWait": "8 of 8 broadcasts may still be under way",
-    "UpdatesTwice": "updated twice",
-    "SharesNothing": "ranks 0, 1 keep states of parameter 0 .* only the parameters that this rank owns",
-    "DealsByTurns": "rank 0 keeps 94% of the states. Deal by bytes",
-    "FillsGradients": "without a gradient was given one",
-    "DecaysWithoutGradient": "without a gradient was changed",
-    "IgnoresTheClosure": "called the closure 0 times",
-    "RunsTheClosureTwice": "called the closure 2 times",
-    "ClosureWithoutGradients": "under no_grad",
-    "LosesTheLoss": "returned None",
-    "ClearsItsShard": r"after zero_grad\(\) 4 of 8 gradients",
-    "LosesGroupSettings": "with two groups, parameter 0 .* each with its settings",
-    "DeafToSchedulers": "change of .* as a scheduler makes it",
-    "ForgetsLaterGroups": "group that was added after a step are not trained",
-    "StartsAnewWithEachGroup": "after add_param_group, parameter 0 .* keep the first one's states",
-    "SharesOnlyTheFirstGroup": "ranks 0, 1 keep states of parameter 4",
-    "MixesUpDtypes": "parameter 0 .* not what one optimizer alone makes of it",
+PROPERTIES = properties(thorough=True)
+
+
+class Right(Optimizer):
+    """The handout's, as a reader may write it."""
+
+    def __init__(self, params, optimizer_cls, **kwargs):
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.optimizer_cls, self.kwargs = optimizer_cls, kwargs
+        self.owner, self.load, self.inside = {}, [0] * self.world_size, None
+        self.started = False
+        super().__init__(params, kwargs)
+        self.started = True
+
+    def deal(self, parameters):
+        for parameter in parameters:
+            rank = self.load.index(min(self.load))
+            self.load[rank] += parameter.nbytes
+            self.owner[parameter] = rank
+
+    def is_mine(self, parameter):
+        return self.owner[parameter] == self.rank
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self.deal(group["params"])
+        mine = {**group, "params": [p for p in group["params"] if self.is_mine(p)]}
+        if self.inside is None:
+            self.inside = self.optimizer_cls([mine], **self.kwargs)
+        else:
+            self.inside.add_param_group(mine)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = self.run(closure)
+        self.update_settings()
+        self.inside.step()
+        self.send()
+        return loss
+
+    def update_settings(self):
+        for group, mine in zip(self.param_groups, self.inside.param_groups, strict=True):
+            mine.update({name: value for name, value in group.items() if name != "params"})
+
+    def run(self, closure):
+        if closure is not None:
+            with torch.enable_grad():
+                return closure()
+
+    def send(self):
+        handles = [broadcast(p.data, src=rank, async_op=True) for p, rank in self.owner.items()]
+        for handle in handles:
+            handle.wait()
+
+
+class KeepsOnlyItsShard(Right):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        self.param_groups[-1]["params"] = [p for p in self.param_groups[-1]["params"] if self.is_mine(p)]
+
+
+class NoSettingsOutside(Right):
+    def __init__(self, params, optimizer_cls, **kwargs):
+        super().__init__(params, optimizer_cls, **kwargs)
+        for group in self.param_groups:
+            group.pop("lr")
+
+
+class UpdatesTwice(Right):
+    def send(self):
+        self.inside.step()
+        super().send()
+
+
+class FillsGradients(Right):
+    keeps = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        without = [parameter for parameter in self.owner if parameter.grad is None and closure is None]
+        for parameter in without:
+            parameter.grad = torch.zeros_like(parameter)
+        loss = super().step(closure)
+        for parameter in without:
+            parameter.grad = parameter.grad if self.keeps else None
+        return loss
+
+
+class RunsTheClosureTwice(Right):
+    def run(self, closure):
+        super().run(closure)
+        return super().run(closure)
+
+
+class LosesGroupSettings(Right):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        for group in self.param_groups:
+            group.update(self.kwargs)
+
+
+class LosesTheSettings(Right):
+    def update_settings(self):
+        pass
+
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        self.inside = self.optimizer_cls([p for p in param_group["params"] if self.is_mine(p)])
+
+
+class ForgetsLaterGroups(Right):
+    def add_param_group(self, param_group):
+        if not self.started:
+            super().add_param_group(param_group)
+            return
+        Optimizer.add_param_group(self, param_group)
+        self.inside.add_param_group({**param_group, "params": []})
+
+
+class StartsAnewWithEachGroup(Right):
+    def add_param_group(self, param_group):
+        super().add_param_group(param_group)
+        self.inside.state.clear()
+
+
+class MixesUpDtypes(Right):
+    def send(self):
+        for parameter, rank in self.owner.items():
+            message = parameter.data.bfloat16()
+            broadcast(message, src=rank)
+            if rank != self.rank:
+                parameter.data.copy_(message)
+
+
+def nothing(self, *_):
+    pass
+
+
+def send_all(way):
+    return lambda self: [way(self, parameter, rank) for parameter, rank in self.owner.items()]
+
+
+BUGS = {
+    "right": (Right, "^$"),
+    "no optimizer": (bug(Right, __new__=lambda cls, *_, **__: object()), "no torch.optim.Optimizer"),
+    "only its shard": (KeepsOnlyItsShard, "param_groups hold 4 parameters and were given 8"),
+    "no settings outside": (NoSettingsOutside, "param_groups have no 'lr'"),
+    "no settings": (LosesTheSettings, "parameter 0 .* the settings were AdamW's defaults"),
+    "sends nothing": (bug(Right, send=nothing), "parameter 0 .* updated on rank 0 alone.* broadcast"),
+    "wrong source": (
+        bug(Right, send=send_all(lambda self, p, rank: broadcast(p.data, src=(rank + 1) % self.world_size))),
+        "parameter 0 .* as before the step, on every rank.* src=owner",
+    ),
+    "no wait": (
+        bug(Right, send=send_all(lambda self, p, rank: broadcast(p.data, src=rank, async_op=True))),
+        "8 of 8 broadcasts may still be under way",
+    ),
+    "twice": (UpdatesTwice, "updated twice"),
+    "shares nothing": (
+        bug(Right, is_mine=lambda self, parameter: True, send=nothing),
+        "ranks 0, 1 keep states of parameter 0 .* only the parameters that this rank owns",
+    ),
+    "in turn": (
+        bug(
+            Right, deal=lambda self, ps: self.owner.update((p, n % self.world_size) for n, p in enumerate(ps))
+        ),
+        "rank 0 keeps 94% of the states. Assign by bytes",
+    ),
+    "fills gradients": (FillsGradients, "without a gradient was given one"),
+    "decays": (bug(FillsGradients, keeps=False), "without a gradient was changed"),
+    "no closure": (bug(Right, run=nothing), "called the closure 0 times"),
+    "closure twice": (RunsTheClosureTwice, "called the closure 2 times"),
+    "no gradients": (bug(Right, run=lambda self, closure: closure and closure()), "under no_grad"),
+    "loses the loss": (
+        bug(Right, run=lambda self, closure: [Right.run(self, closure), None][1]),
+        "returned None",
+    ),
+    "clears its shard": (
+        bug(Right, zero_grad=lambda self, set_to_none=True: self.inside.zero_grad(set_to_none)),
+        r"after zero_grad\(\) 4 of 8 gradients",
+    ),
+    "loses group settings": (LosesGroupSettings, "with two groups, parameter 0 .* each with its settings"),
+    "deaf to schedulers": (bug(Right, update_settings=nothing), "change of .* as a scheduler makes it"),
+    "forgets later groups": (ForgetsLaterGroups, "group that was added after a step is not trained"),
+    "starts anew": (
+        StartsAnewWithEachGroup,
+        "after add_param_group, parameter 0 .* keep the first one's states",
+    ),
+    "shares the first group": (
+        bug(Right, is_mine=lambda self, parameter: self.started or Right.is_mine(self, parameter)),
+        "ranks 0, 1 keep states of parameter 4",
+    ),
+    "mixes up dtypes": (MixesUpDtypes, "parameter 0 .* not what one optimizer alone makes of it"),
 }
 
 
-@pytest.mark.parametrize("name", SENTENCES)
+@pytest.mark.parametrize("name", BUGS)
 def test_each_mistake_is_named(failures, name):
-    assert re.search(SENTENCES[name], " ".join(failures[name]) or "nothing")
+    assert re.search(BUGS[name][1], failures[name])
 
 
 def test_ours_passes_where_most_is_asked(capsys):
     check_sharded_optimizer(ShardedOptimizer, world_size=3, thorough=True, bucket_size_mb=1e-3)
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 12
-    assert all(line.startswith("✓ ") for line in shown[:-1])
-    assert shown[-1] == "ShardedOptimizer: 11 cases right on 3 ranks"
+    *held, verdict = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("✓ ") for line in held)
+    assert verdict == "ShardedOptimizer: 11 cases right on 3 ranks"
 
 
 def test_states_can_be_asked_for_alone(capsys):
-    check_sharded_optimizer(broken_sharded_optimizer.ForgetsToSend, only_states=True)
-    assert "ForgetsToSend: 3 cases right" in capsys.readouterr().out
+    check_sharded_optimizer(BUGS["sends nothing"][0], only_states=True)
+    assert "3 cases right" in capsys.readouterr().out
 
 
 def test_a_mistake_follows_what_holds(capsys):
-    with pytest.raises(AssertionError, match=r"^DealsByTurns, rank 0, 1: rank 0 keeps 94%"):
-        check_sharded_optimizer(broken_sharded_optimizer.DealsByTurns)
+    with pytest.raises(AssertionError, match="^WrongRight, rank 0, 1: rank 0 keeps 94%"):
+        check_sharded_optimizer(BUGS["in turn"][0])
     assert len(capsys.readouterr().out.splitlines()) == 2

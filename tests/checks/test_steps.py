@@ -1,5 +1,8 @@
 """A step of an exercise says what it found, and nothing leaves it."""
 
+import contextlib
+import signal
+import sys
 import time
 
 import pytest
@@ -45,11 +48,57 @@ def test_a_mistake_is_told_and_goes_no_further(error, capsys):
     assert "off by 2" in capsys.readouterr().out
 
 
-def test_what_hangs_is_stopped(capsys):
+def catches_everything():
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("endless", [lambda: time.sleep(5), catches_everything])
+def test_what_hangs_is_stopped(endless, capsys):
     with step("sum", timeout_s=0.05) as check:
-        time.sleep(5)
+        endless()
     assert check.passed is False
     assert "0.05 s" in capsys.readouterr().out
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize("error", [SystemExit(1), KeyboardInterrupt(), GeneratorExit(), Unprintable()])
+def test_what_would_end_the_kernel_is_a_sentence(error, capsys):
+    with step("sum") as check:
+        raise error
+    assert check.passed is False
+    assert type(error).__name__ in capsys.readouterr().out
+
+
+def test_a_user_can_interrupt(capsys):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), step("sum"):
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_long_output_is_cut_and_the_verdict_is_not(capsys):
+    with step("sum") as check:
+        for n in range(600_000):
+            print("line", n)
+        print("line", file=sys.stderr)
+        check("of one block", True)
+    shown = capsys.readouterr()
+    assert len(shown.out) < 30_000
+    assert shown.out.endswith("✓ of one block\nsum: right\n")
+    assert shown.err == "line\n"
+
+
+def test_what_the_assignment_does_not_ask_for_is_noted(capsys):
+    with step("sum") as check:
+        check.note("of no block", False, "then it is 0")
+    assert check.passed
+    assert "of no block: then it is 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("error", [NotImplementedError(), AssertionError("off by 2")])

@@ -2,41 +2,92 @@
 
 import re
 
-import broken_tensor_parallel
 import pytest
+import torch.distributed as dist
+from each_candidate import bug
+from torch import nn
+from torch.nn import functional as F
 
 from cs336_systems.checks import tensor_parallel_checks
 from cs336_systems.checks.tensor_parallel_checks import check_tensor_parallel
 from cs336_systems.model import SwiGLU
 from cs336_systems.parallel import TensorParallelSwiGLU
+from cs336_systems.parallel.tensor_parallel import _Sum, _SumGradient
 
-BROKEN, CASES = broken_tensor_parallel, tensor_parallel_checks.CASES
-# What the sentence about each mistake must name.
-SENTENCES = {
-    "Parts": "nothing",
-    "ForgetsToSum": "output is only this rank's term. All-reduce",
-    "Averages": "output is the mean",
-    "ForgetsTheInputGradient": "gradient of the input is only what comes through this rank's slice",
-    "SumsBothWays": "gradient of w1 is 2 times too large",
-    "SumsOutsideAutograd": "w1 has no gradient",
-    "CutsW2ByRows": r"w2 is \(3, 10\), not \(6, 5\). Cut it into columns",
-    "EveryoneTakesTheFirstSlice": "rank 1: w3 is not the slice of rank 1",
-    "KeepsTheSlicesElsewhere": "`.w1` is no nn.Parameter",
+PROPERTIES = tensor_parallel_checks.PROPERTIES
+
+
+class _SumBothWays(_Sum):
+    """What torch.distributed.nn's all_reduce does."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        total = grad.contiguous().clone()
+        dist.all_reduce(total)
+        return total, None
+
+
+class Right(TensorParallelSwiGLU):
+    """The layer in parts that can go wrong one by one."""
+
+    def __init__(self, full, group):
+        super().__init__(full, group)
+        self.change(full)
+
+    def change(self, full):
+        pass
+
+    def enter(self, x):
+        return _SumGradient.apply(x, self.group)
+
+    def leave(self, term):
+        return _Sum.apply(term, self.group)
+
+    def forward(self, x):
+        x = self.enter(x)
+        return self.leave(F.linear(F.silu(F.linear(x, self.w1)) * F.linear(x, self.w3), self.w2))
+
+
+class SumsOutsideAutograd(Right):
+    def leave(self, term):
+        total = term.detach()
+        dist.all_reduce(total)
+        return total.requires_grad_()
+
+
+def cut_w2_by_rows(self, full):
+    self.w2 = nn.Parameter(full.w2.weight.detach().chunk(dist.get_world_size(), 0)[dist.get_rank()])
+
+
+def take_the_first_slice(self, full):
+    self.w3 = nn.Parameter(full.w3.weight.detach().chunk(dist.get_world_size(), 0)[0])
+
+
+BUGS = {
+    "right": (Right, "^$"),
+    "no sum": (bug(Right, leave=lambda self, x: x), "output is only this rank's term. All-reduce"),
+    "average": (bug(Right, leave=lambda self, x: Right.leave(self, x) / 2), "output is the mean"),
+    "no input gradient": (bug(Right, enter=lambda self, x: x), "gradient of the input is only what comes"),
+    "both ways": (
+        bug(Right, leave=lambda self, x: _SumBothWays.apply(x, self.group)),
+        "gradient of w1 is 2 times too large",
+    ),
+    "outside autograd": (SumsOutsideAutograd, "w1 has no gradient"),
+    "rows": (bug(Right, change=cut_w2_by_rows), r"w2 is \(3, 10\), not \(6, 5\). Cut it into columns"),
+    "first slice": (bug(Right, change=take_the_first_slice), "rank 1: w3 is not the slice of rank 1"),
+    "elsewhere": (bug(Right, change=lambda self, full: delattr(self, "w1")), "`.w1` is no nn.Parameter"),
 }
 
 
-@pytest.mark.parametrize("name", SENTENCES)
+@pytest.mark.parametrize("name", BUGS)
 def test_each_mistake_is_named(failures, name):
-    assert re.search(SENTENCES[name], " ".join(failures[name]) or "nothing")
+    assert re.search(BUGS[name][1], failures[name])
 
 
 def test_what_a_class_raises_is_told():
-    class Nothing(TensorParallelSwiGLU):
-        def forward(self, x):
-            raise NotImplementedError
-
-    with pytest.raises(AssertionError, match=r"Nothing did not get through: .*NotImplementedError"):
-        check_tensor_parallel(Nothing)
+    nothing = bug(TensorParallelSwiGLU, forward=lambda self, x: [][0])
+    with pytest.raises(AssertionError, match="did not get through: .*IndexError"):
+        check_tensor_parallel(nothing)
 
 
 def test_a_width_that_the_ranks_cannot_share():

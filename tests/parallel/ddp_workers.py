@@ -14,8 +14,8 @@ from exact_steps import exact_steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from cs336_systems.checks.ddp_checks import cases
-from cs336_systems.checks.on_ranks import run_cases
+from cs336_systems.checks.ddp_checks import properties
+from cs336_systems.checks.on_ranks import try_properties
 from cs336_systems.measure.collective_calls import watch_collectives
 from cs336_systems.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, TorchDDP
 
@@ -29,11 +29,12 @@ WRAPPERS = {
 }
 
 
-def every_case_of_the_checker(context):
+def every_property_of_the_checker(context):
     """Every wrapper passes check_ddp at its most thorough; of one rank and of four, the two unlike most."""
     names = WRAPPERS if context.world_size == 2 else ("flat", "some buckets")
     for name, wrap in ((name, WRAPPERS[name]) for name in names):
-        assert run_cases(context, cloudpickle.dumps(wrap), cases(thorough=True)) == [], name
+        asked = cloudpickle.dumps((wrap, properties(thorough=True)))
+        assert try_properties(context, asked) == [], name
 
 
 def same_on_all_ranks(tensors):
@@ -256,7 +257,7 @@ def no_copy(context):
     model.finish_gradient_synchronization()
 
 
-ANY_WORLD_SIZE = [every_case_of_the_checker, bitwise, odd_layouts]
+ANY_WORLD_SIZE = [every_property_of_the_checker, bitwise, odd_layouts]
 TWO_RANKS = [buckets, mixed_dtypes, overlap, passes_apart, disagreement, refusals, garbage, no_copy]
 
 

@@ -1,7 +1,6 @@
-"""As near to float64 as PyTorch: what the checkers of attention, of fused kernels and of sums share.
+"""Errors against float64 of at most twice PyTorch's own: for attention, fused kernels and sums.
 
-In the same dtype on the same tensors, nobody may be more than twice as far from the float64 result as
-PyTorch's own operations. No tolerance to choose, and none to tune until a wrong kernel passes.
+PyTorch's operations get the same tensors in the same dtype, so there is no tolerance to choose.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,9 +19,8 @@ def random_on(device: str | torch.device | None, seed: int | None) -> torch.Gene
     generator = torch.Generator(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if seed is None:
         generator.seed()
-    else:
-        generator.manual_seed(seed)
-    return generator
+        return generator
+    return generator.manual_seed(seed)
 
 
 def compare(
@@ -37,19 +35,18 @@ def compare(
     by_magnitude: bool = False,
     rounding: float | None = None,
     allowed_error: float | None = None,
-    suspect: Callable[[str, Tensor, Tensor, float], str] = lambda *_: "",
+    diagnose: Callable[[str, Tensor, Tensor, float], str] = lambda *_: "",
 ) -> Iterator[dict[str, str | float]]:
     """Compare function(*inputs), and the gradients of what requires one, with the formula in float64.
 
     Args:
         where, output: of messages, "{output} of {where} is off by ...".
-        torchs_own: PyTorch's own, where it is not the formula in the dtype of the inputs.
-        by_magnitude: errors are relative to the formula of the magnitudes: of sums whose terms cancel nobody
-            can know more than a rounding of the terms.
-        rounding: the relative error that is nobody's fault, even where PyTorch happens to be luckier; by
+        torchs_own: the reference for errors; None is the formula in the dtype of the inputs.
+        by_magnitude: errors are relative to the formula of the magnitudes, for sums whose terms cancel.
+        rounding: least relative error that is allowed, even where PyTorch is more accurate by chance; by
             default twice what rounding the inputs to float32 changes.
         allowed_error: relative, instead of twice PyTorch's own.
-        suspect: of a result by its name, the exact one and its error, the usual reason.
+        diagnose: of a result by its name, the exact one and its error, the usual reason.
 
     Yields:
         Of the output, and of "dx" for each such input x, the relative error, PyTorch's, and their ratio.
@@ -69,30 +66,30 @@ def compare(
     sizes = results(formula, lambda x: x.double().abs()) if by_magnitude else exact
     names = [output, *(f"d{name}" for name, x in inputs.items() if x.requires_grad)]
     for name, *found, size in zip(names, ours, torchs, rounded, exact, sizes, strict=True):
-        told, wanted = f"{name} of {where}", found[-1]
-        assert found[0] is not None, f"{told} is missing"
+        label, wanted = f"{name} of {where}", found[-1]
+        assert found[0] is not None, f"{label} is missing"
         kinds = [f"{tuple(x.shape)}, {x.dtype}" for x in found]
-        assert kinds[0] == kinds[1], f"{told} is {kinds[0]}; wanted: {kinds[1]}"
+        assert kinds[0] == kinds[1], f"{label} is {kinds[0]}; wanted: {kinds[1]}"
         size = size.norm().clamp_min(torch.finfo(torch.float32).tiny)
         error, torch_error, changed, _ = (((x.double() - wanted).norm() / size).item() for x in found)
         torch_error = max(torch_error, rounding or 2 * changed, 2 * EPS)
-        yardstick = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
+        reference = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
         allowed = allowed_error or ALLOWED_RATIO * torch_error
         assert error <= allowed, (
-            f"{told} is off by {error:.2g} (relative); allowed: {allowed:.2g}, {yardstick}"
-            f"{suspect(name, found[0], wanted, error)}"
+            f"{label} is off by {error:.2g} (relative); allowed: {allowed:.2g}, {reference}"
+            f"{diagnose(name, found[0], wanted, error)}"
         )
         yield {"tensor": name, "error": error, "torch_error": torch_error, "ratio": error / torch_error}
 
 
 def _output_and_gradients(
-    function: Callable[..., Tensor], inputs: dict[str, Tensor], d_output: Tensor, told: str
+    function: Callable[..., Tensor], inputs: dict[str, Tensor], d_output: Tensor, what: str
 ) -> list[Tensor | None]:
     own = {name: x.detach().clone().requires_grad_(x.requires_grad) for name, x in inputs.items()}
     output = function(*own.values())
-    assert_tensor(told, output, d_output)
+    assert_tensor(what, output, d_output)
     for name, x in own.items():
-        assert torch.equal(x, inputs[name]), f"{told}: {name} was overwritten; clone it first"
+        assert torch.equal(x, inputs[name]), f"{what}: {name} was overwritten; clone it first"
     differentiable = [x for x in own.values() if x.requires_grad]
     if differentiable and output.shape == d_output.shape:
         output.backward(d_output.to(output.dtype))

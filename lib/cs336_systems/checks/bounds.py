@@ -1,71 +1,113 @@
-"""In Triton's interpreter a kernel that reaches beyond its tensors is told so, and stopped before it does.
+"""In Triton's interpreter an access outside a kernel's tensors is an AssertionError, before it happens.
 
-On a CPU such a store hits whatever the allocator keeps there, and ends the process, a notebook's kernel too.
+On a CPU such a store overwrites whatever the allocator keeps there, and ends the process, a notebook's kernel
+too. Pointers, block pointers and tensor descriptors are watched where all of them end: in the interpreter's
+native functions, which take arrays of addresses and of masks.
 """
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor
 
-# Methods of the interpreter, what they do, and which of their arguments are the addresses and the mask.
+# Native functions, what they do, and which of their arguments are the addresses and the mask.
 _ACCESSES = {
-    "create_masked_load": ("loads", 0, 1),
-    "create_masked_store": ("stores", 0, 2),
-    "create_atomic_rmw": ("adds", 1, 3),
+    "load": ("loads", 0, 1),
+    "store": ("stores", 0, 2),
+    "atomic_rmw": ("adds", 1, 3),
+    "atomic_cas": ("exchanges", 0, None),
 }
+_LEAST_ADDRESS = 2**32  # an integer argument from here on may be an address
 
 
 @contextlib.contextmanager
-def inside_tensors() -> Iterator[None]:
-    """Interpreted kernels raise an AssertionError instead of an access outside the tensors they are given."""
+def inside_tensors(report: Callable[[str], None] = print) -> Iterator[None]:
+    """Interpreted kernels cannot reach beyond the tensors they are given.
+
+    A kernel that cannot be watched runs unwatched, and `report` gets a line that says so at the end.
+    """
     interpreter = sys.modules.get("triton.runtime.interpreter")
     if interpreter is None:
         yield
         return
-    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    running: dict[str, Any] = {"name": "", "extents": []}  # the kernel, and where its tensors lie
-    arguments_of = executor._init_args_hst
+    running = _Kernel()
+    with contextlib.ExitStack() as patches:
+        try:
+            native, executor = interpreter._interpreter, interpreter.GridExecutor
+            functions = {name: getattr(native, name) for name in dir(native)}
+            functions |= {name: running.watch(functions[name], *how) for name, how in _ACCESSES.items()}
+            to_host = running.note_tensors(executor._init_args_hst)
+            patches.enter_context(patch.object(interpreter, "_interpreter", SimpleNamespace(**functions)))
+            patches.enter_context(patch.object(executor, "_init_args_hst", to_host))
+        except (AttributeError, KeyError) as error:  # another version of Triton
+            running.unwatched["kernels"] = error
+        try:
+            yield
+        finally:
+            for name, error in running.unwatched.items():
+                report(f"· {name}: not watched for accesses outside its tensors ({error})")
 
-    def to_host(self: Any, *given: Any) -> Any:
-        positional, by_name = host = arguments_of(self, *given)
-        tensors = _tensors([*positional, *by_name.values()])
-        running.update(name=self.fn.__name__, extents=[_extent(x) for x in tensors if x.numel()])
-        return host
 
-    def watched(original: Callable, does: str, addresses: int, mask: int) -> Callable:
-        def access(self: Any, *args: Any) -> Any:
-            places = args[addresses].data
-            places = places[np.broadcast_to(args[mask].data.astype(bool), places.shape)]
-            inside = np.zeros(places.shape, bool)
-            for first, end in running["extents"]:
-                inside |= (places >= first) & (places < end)
-            assert inside.all(), (
-                f"{running['name']} {does} {np.sum(~inside)} numbers outside its tensors: "
+class _Kernel:
+    """The kernel that runs, and where its tensors lie. An error of the watcher is never one of the kernel."""
+
+    def __init__(self) -> None:
+        self.name, self.extents = "kernel", list[tuple[int, int]]()
+        self.unwatched: dict[str, Exception] = {}
+
+    def note_tensors(self, original: Callable) -> Callable:
+        def to_host(executor: Any, *given: Any) -> Any:
+            host = original(executor, *given)
+            try:
+                self.name = executor.fn.__name__
+                positional, by_name = host
+                self.extents = list(_extents([*positional, *by_name.values()]))
+            except Exception as error:
+                self.unwatched[self.name] = error
+            return host
+
+        return to_host
+
+    def watch(self, original: Callable, does: str, addresses: int, mask: int | None) -> Callable:
+        def access(*args: Any, **by_name: Any) -> Any:
+            outside = 0
+            try:
+                if self.name not in self.unwatched:
+                    places = np.asarray(args[addresses])
+                    asked = True if mask is None else np.asarray(args[mask]).astype(bool)
+                    outside = self._outside(places[np.broadcast_to(asked, places.shape)])
+            except Exception as error:
+                self.unwatched[self.name] = error
+            assert not outside, (
+                f"{self.name} {does} {outside} numbers outside its tensors: "
                 "is the place right, and are both edges masked?"
             )
-            return original(self, *args)
+            return original(*args, **by_name)
 
         return access
 
-    replaced = {name: watched(getattr(builder, name), *how) for name, how in _ACCESSES.items()}
-    with patch.multiple(builder, **replaced), patch.object(executor, "_init_args_hst", to_host):
-        yield
+    def _outside(self, places: np.ndarray) -> int:
+        inside = np.zeros(places.shape, bool)
+        for first, end in self.extents:
+            inside |= (places >= first) & (places < end)
+        return int(np.sum(~inside))
 
 
-def _tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+def _extents(arguments: Iterable[Any]) -> Iterator[tuple[int, int]]:
+    """The addresses of each tensor's first number and behind its last."""
     for x in arguments:
         if isinstance(x, tuple):
-            yield from _tensors(x)
-        elif isinstance(x := getattr(x, "base", x), Tensor):  # of a descriptor or a wrapper: its tensor
-            yield x
-
-
-def _extent(x: Tensor) -> tuple[int, int]:
-    """The addresses of its first number and behind its last."""
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+            yield from _extents(x)
+            continue
+        x = getattr(x, "base", x)  # of a descriptor or a wrapper: its tensor
+        integers = isinstance(x, Tensor) and x.numel() and x.element_size() == 8 and not x.is_floating_point()
+        if (x.max() if integers else x if isinstance(x, int) else 0) >= _LEAST_ADDRESS:
+            raise ValueError("it may take addresses from integers")
+        if isinstance(x, Tensor) and x.numel():
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            yield x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()

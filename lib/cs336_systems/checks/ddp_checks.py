@@ -1,19 +1,15 @@
-"""What a correct data-parallel wrapper does, said in sentences to whoever wrote one."""
+"""Properties of a data-parallel wrapper, with error messages for its author."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from cs336_systems.checks.on_ranks import Case, Message, check_on_ranks, close, observed
-from cs336_systems.checks.one_process import Losses, follow_one_process, gradient_mistake
+from cs336_systems.checks import data_parallel as shared
+from cs336_systems.checks.data_parallel import Toy, Wrap
+from cs336_systems.checks.on_ranks import Message, Property, check_on_ranks, close, holds, observed
 from cs336_systems.parallel import WorkerContext
-
-Wrap = Callable[[nn.Module], nn.Module]
-_SHARE = 3  # samples of one rank in one backward pass
 
 
 def check_ddp(
@@ -29,168 +25,80 @@ def check_ddp(
     """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
 
     The class may be defined in a notebook. It is called as `ddp_class(module, **wrapper_arguments)` and needs
-    `.module`, `forward` and `finish_gradient_synchronization()`.
+    `.module`, `forward` and `finish_gradient_synchronization()`. What holds is printed.
 
     Args:
         thorough: also ask for what the assignment does not: parameters unused on some ranks or on all,
-            several backward passes before a step, and gradient accumulation under a `no_sync()` context.
+            several backward passes before a step, accumulation under `no_sync()`, float16, users' hooks.
         some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
 
     Raises:
         AssertionError: what is wrong, where, and how to mend it.
     """
-    check_on_ranks(
-        ddp_class, wrapper_arguments, cases(thorough, some_unused, overlapped), world_size, timeout_s
-    )
+    asked = properties(thorough, some_unused, overlapped)
+    check_on_ranks(ddp_class, wrapper_arguments, asked, world_size, timeout_s)
 
 
-def cases(thorough: bool, some_unused: bool = False, overlapped: bool = False) -> list[Case]:
+def properties(thorough: bool, some_unused: bool = False, overlapped: bool = False) -> list[Property]:
     """What `check_ddp` tries, in this order."""
-    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    adamw = partial(torch.optim.AdamW, lr=0.01)
-    plans: list[tuple[Losses, int]] = [(_one_pass, 0)]
+    several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
+    alternating = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
+    plans: dict[str, dict[str, Any]] = {"one backward pass a step": {}}
     if thorough:
-        plans += [(_several_passes, 0), (_several_passes, 2), (_unused, 0)]
+        plans["three backward passes before finish_gradient_synchronization()"] = several
+        plans["three backward passes, two of them under no_sync()"] = several | {"silent": 2}
+        plans["parameters that in a step only rank 0 uses, or no rank does"] = alternating
     elif some_unused:
-        plans += [(_unused_elsewhere, 0)]
-    trainings = [
-        partial(_weights_follow_one_process, losses=losses, silent=silent, make_optimizer=optimizer)
-        for losses, silent in plans
-        for optimizer in (sgd, adamw)
+        plans["parameters that only rank 0 uses"] = {"options": lambda rank, *_: {"rarely": rank == 0}}
+    trained = [
+        Property(
+            f"{how}, with {name}",
+            partial(shared.follow, weights=_weights, how=how, optimizer=name, **options),
+        )
+        for how, options in plans.items()
+        for name in ("SGD", "AdamW")
     ]
-    overlap = [_sends_during_backward] if overlapped else []
-    return [_starts_from_rank_0, _averages_gradients, *overlap, *trainings]
-
-
-class _Toy(nn.Module):
-    """Tied, frozen and (on request) unused parameters, and buffers, in the fewest lines."""
-
-    def __init__(self, seed: int):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.first = nn.Linear(4, 8)
-        self.tied_1 = nn.Linear(8, 8, bias=False)
-        self.tied_2 = nn.Linear(8, 8)
-        self.tied_2.weight = self.tied_1.weight
-        self.frozen = nn.Parameter(torch.randn(8), requires_grad=False)
-        self.last = nn.Linear(8, 2)
-        self.rarely = nn.Linear(8, 2)
-        self.register_buffer("shift", torch.randn(8))
-        self.register_buffer("mask", torch.rand(8) < 0.5)
-
-    def forward(self, x: Tensor, rarely: bool = True) -> Tensor:
-        x = self.first(x).tanh() * self.frozen + torch.where(self.mask, self.shift, -self.shift)
-        x = self.tied_2(self.tied_1(x).tanh()).tanh()
-        if not rarely:
-            return self.last(x)
-        return self.rarely(x) + self.last(x)  # so gradients come in another order than parameters, reversed
-
-
-def _loss(model: nn.Module, rank: int, step: int, **options: bool) -> Tensor:
-    """The loss on one rank's share of a step's batch; every process can compute every share."""
-    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
-    inputs, targets = (
-        torch.randn(_SHARE, width, generator=generator, device="cpu").to(next(model.parameters()).device)
-        for width in (4, 2)
-    )
-    return F.mse_loss(model(inputs, **options), targets)
-
-
-def _one_pass(model: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
-    """one backward pass a step"""
-    yield _loss(model, rank, step)
-
-
-def _several_passes(model: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
-    """three backward passes before finish_gradient_synchronization()"""
-    for part in range(3):
-        yield _loss(model, rank, step + 100 * part, rarely=part != 1)
-
-
-def _unused(model: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
-    """parameters that in a step only rank 0 uses, or no rank does"""
-    yield _loss(model, rank, step, rarely=step % 2 == 1 and rank == 0)
-
-
-def _unused_elsewhere(model: nn.Module, rank: int, step: int) -> Iterator[Tensor]:
-    """parameters that only rank 0 uses"""
-    yield _loss(model, rank, step, rarely=rank == 0)
-
-
-def _starts_from_rank_0(context: WorkerContext, wrap: Wrap) -> str | None:
-    module = _Toy(seed=context.rank)
-    expected, wrapped = _Toy(seed=0).state_dict(), wrap(module)
-    if getattr(wrapped, "module", None) is not module:
-        return "`.module` is not the module that was wrapped. Set self.module = module in __init__."
-    buffers = dict(module.named_buffers())
-    for name, value in module.state_dict().items():
-        if not torch.equal(value, expected[name]):
-            kind = "buffer" if name in buffers else "parameter"
-            return (
-                f"after wrapping, the {kind} {name!r} is not that of rank 0. "
-                f"Broadcast every {kind} from rank 0 in __init__."
-            )
-    return None
-
-
-def _averages_gradients(context: WorkerContext, wrap: Wrap) -> str | None:
-    own, total, wrapped = _Toy(seed=0), _Toy(seed=0), wrap(_Toy(seed=0))
-    _loss(own, context.rank, 0).backward()
-    for rank in range(context.world_size):
-        _loss(total, rank, 0).backward()
-    _loss(wrapped, context.rank, 0).backward()
-    wrapped.finish_gradient_synchronization()
-    names = [name for name, _ in own.named_parameters()]
-    parameters = zip(names, wrapped.module.parameters(), own.parameters(), total.parameters(), strict=True)
-    return next(filter(None, (_mistake(*each, context.world_size) for each in parameters)), None)
-
-
-def _sends_during_backward(context: WorkerContext, wrap: Wrap) -> str | None:
-    wrapped, sent = wrap(_Toy(seed=0)), list[Message]()
-    with observed(sent.append):
-        _loss(wrapped, context.rank, 0).backward()
-        early = len(sent)
-        wrapped.finish_gradient_synchronization()
-    if any(message.work is None for message in sent):
-        return "backward waits for each message. Send with async_op=True, and wait() at the end."
-    if early < len(sent):
-        return (
-            f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization(), "
-            "when backward is over. Send, while backward goes on, all that may leave."
-        )
-    return None
-
-
-def _mistake(
-    name: str, parameter: nn.Parameter, own: nn.Parameter, total: nn.Parameter, ranks: int
-) -> str | None:
-    if not close(parameter, own):
-        return (
-            f"finish_gradient_synchronization() changed the parameter itself, {name!r}, before any "
-            "optimizer step. All-reduce parameter.grad, not the parameter."
-        )
-    if own.grad is None and parameter.grad is not None:
-        return f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
-    if own.grad is None:
-        return None
-    if parameter.grad is None:
-        return f"{name!r} has no gradient after finish_gradient_synchronization()."
-    return gradient_mistake(name, parameter.grad, own.grad, total.grad, ranks)
-
-
-def _weights_follow_one_process(
-    context: WorkerContext,
-    wrap: Wrap,
-    *,
-    losses: Losses,
-    silent: int,
-    make_optimizer: Callable[..., torch.optim.Optimizer],
-) -> str | None:
-    alone, wrapped = _Toy(seed=0), wrap(_Toy(seed=context.rank))
-    how = f"{losses.__doc__}{f', {silent} of them under no_sync()' if silent else ''}"
-    return follow_one_process(context, alone, wrapped, losses, make_optimizer, _weights, how, silent)
+    return [starts_from_rank_0, averages, *([overlaps] if overlapped else []), *trained]
 
 
 def _weights(wrapped: nn.Module) -> dict[str, Tensor]:
-    return dict(wrapped.module.named_parameters())
+    return wrapped.module.state_dict()
+
+
+@holds("parameters and buffers are rank 0's")
+def starts_from_rank_0(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
+    hint = "Broadcast every parameter and buffer from rank 0 in __init__."
+    return shared.starts_from_rank_0(context, wrap, Toy, _weights, hint)
+
+
+@holds("gradients are the mean over the ranks")
+def averages(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
+    wrapped = wrap(Toy(seed=0))
+    shared.one_step(context, wrapped)
+    before, gradients = Toy(seed=0), {}
+    for (name, old), parameter in zip(before.named_parameters(), wrapped.module.parameters(), strict=True):
+        gradients[name] = parameter.grad
+        if not close(parameter, old):
+            yield f"{name!r} has changed before any optimizer step. All-reduce parameter.grad, not parameter."
+        if not old.requires_grad and parameter.grad is not None:
+            yield f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
+        if old.requires_grad and parameter.grad is None:
+            yield f"{name!r} has no gradient after finish_gradient_synchronization()."
+    yield from shared.average_mistakes(context, Toy, gradients)
+
+
+@holds("messages leave during backward, which waits for none")
+def overlaps(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
+    wrapped, sent = wrap(Toy(seed=0)), list[Message]()
+    with observed(sent.append):
+        shared.loss_of(wrapped, context.rank, 0).backward()
+        early = len(sent)
+        wrapped.finish_gradient_synchronization()
+    if any(message.work is None for message in sent):
+        yield "backward waits for each message. Send with async_op=True, and wait() at the end."
+    if early < len(sent):
+        yield (
+            f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization(), "
+            "when backward is over. Send, while backward goes on, all that may leave."
+        )

@@ -1,10 +1,10 @@
-"""The steps of writing FlashAttention in Triton, each with the properties that a right answer has.
+"""The steps of writing FlashAttention in Triton: their properties, and the usual reason where one fails.
 
-A property that fails is shown with its usual reason. The kernels here only carry tensors to the functions
-that are being written, and bring back what these return.
+The kernels here only carry tensors to the functions that are being written, and back.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention, check_logsumexp
 from cs336_systems.checks.steps import Step, assert_tensor
 
-_TILE, _D = 16, 16  # what tl.dot takes at least
+_TILE = 16  # what tl.dot takes at least
 _LOG2_E = 1.4426950408889634
 
 
@@ -47,27 +47,28 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
     m, total and acc. scale_log2 is the scale of the scores times log2(e): exponentials are powers of two.
     """
 
-    def agrees(tiles: int, scale: float, hidden: bool) -> bool:
-        q, k, v = (torch.randn(n, _TILE, _D, device=device) for n in (1, tiles, tiles))
+    def agrees(tiles: int, scale: float = 0.25, hide: slice | None = None, hidden: int = -1) -> bool:
+        q, k, v = (torch.randn(n, _TILE, _TILE, device=device) for n in (1, tiles, tiles))
         visible = torch.ones(tiles, _TILE, _TILE, dtype=torch.int32, device=device)
-        if hidden:
-            visible[-1, :, 1:] = 0
-        m, total = (torch.full((_TILE,), torch.nan, device=device) for _ in range(2))
-        acc = torch.full((_TILE, _D), torch.nan, device=device)
+        if hide:
+            visible[hidden, :, hide] = 0
+        m, total = torch.full((2, _TILE), torch.nan, device=device)
+        acc = torch.full((_TILE, _TILE), torch.nan, device=device)
         _visit_kernel[1,](q, k, v, visible, m, total, acc, scale * _LOG2_E, visit, tiles, _TILE)
         scores = (scale * q @ k.mT).masked_fill(visible == 0, -torch.inf).movedim(0, 1).flatten(1)
         wanted = scores.softmax(-1) @ v.flatten(0, 1)
         # A maximum that is not the scores' own gives the same output, if sum and output share it.
         return torch.allclose(acc / total[:, None], wanted, rtol=1e-3, atol=1e-4)
 
-    check("one tile is a softmax", agrees(1, 0.25, False), "p = exp2(s * scale_log2 - m_new)")
     together = "do total and acc both shrink by exp2(m - m_new)?"
-    check("a second tile corrects the first", agrees(2, 0.25, False), together)
-    check("so do all that follow", agrees(5, 2.0, False), together)
-    check("hidden keys weigh nothing", agrees(2, 0.25, True), "is a hidden score -inf?")
-    check(
-        "large scores stay finite", agrees(2, 100.0, False), "is each row's maximum subtracted before exp2?"
-    )
+    check("one tile is a softmax", agrees(1), "p = exp2(s * scale_log2 - m_new)")
+    check("a second tile corrects the first", agrees(2), together)
+    check("so do all that follow", agrees(5, 2.0), together)
+    check("hidden keys weigh nothing", agrees(2, hide=slice(1, None)), "is a hidden score -inf?")
+    finite = agrees(2, 100.0)
+    check("large scores stay finite", finite, "is each row's maximum subtracted before exp2?")
+    hint = "exp2(-inf - -inf) is NaN: while the maximum is -inf, subtract 0"
+    check("a first tile may be hidden", agrees(2, hide=slice(None), hidden=0), hint)
 
 
 @triton.jit
@@ -118,13 +119,13 @@ def check_gradients(check: Step, gradients: JITFunction, device: str | torch.dev
     It takes q, k, v, do (16, 16), lse and delta (16,), visible (16, 16) of bool; returns P and dS (16, 16),
     where S = scale * q k^T.
     """
-    q, k, v, do = torch.randn(4, _TILE, _D, device=device)
+    q, k, v, do = torch.randn(4, _TILE, _TILE, device=device)
     visible = torch.ones(_TILE, _TILE, dtype=torch.int32, device=device).tril()
     scores = (0.25 * q @ k.T).masked_fill(visible == 0, -torch.inf).requires_grad_()
     wanted_p = scores.softmax(-1)
     (wanted_ds,) = torch.autograd.grad(wanted_p @ v, scores, do)
     lse, delta = scores.detach().logsumexp(-1), (do * (wanted_p.detach() @ v)).sum(-1)
-    p, ds = (torch.full((_TILE, _TILE), torch.nan, device=device) for _ in range(2))
+    p, ds = torch.full((2, _TILE, _TILE), torch.nan, device=device)
     _gradients_kernel[1,](q, k, v, do, visible, lse, delta, p, ds, 0.25, gradients, _TILE)
     check("P is the softmax", torch.allclose(p, wanted_p, rtol=1e-3, atol=1e-5), "p = exp(s - lse), s scaled")
     check("hidden scores have none", not p[visible == 0].any(), "is a hidden score -inf?")
@@ -134,33 +135,33 @@ def check_gradients(check: Step, gradients: JITFunction, device: str | torch.dev
 
 def check_forward(check: Step, attention: AttentionFunction, device: str | torch.device = "cpu") -> None:
     """Properties of `attention(q, k, v, is_causal)`, forward only."""
-    cases = {
-        "agrees with attention in float64": AttentionCase("one tile", (1,), 16, 16, 16),
-        "over many tiles": AttentionCase("many tiles", (1,), 64, 128, 32),
-        "each sequence sees its own keys": AttentionCase("three sequences", (3,), 32, 48, 16),
-        "lengths that no tile divides": AttentionCase("odd lengths", (2,), 45, 77, 16),
-        "heads that are no power of two": AttentionCase("head of 24", (2,), 32, 32, 24),
-        "large scores": AttentionCase("large scores", (2,), 64, 64, 32, logit_scale=30.0),
-        "causal": AttentionCase("causal", (2,), 64, 64, 16, is_causal=True),
-        "causal, odd lengths": AttentionCase("causal, odd lengths", (2,), 77, 50, 16, is_causal=True),
-    }
-    for name, case in cases.items():
-        check(name, *_verdict(check_attention, attention, cases=[case], device=device, backward=False))
+    compared = partial(_compared, attention, device=device, backward=False)
+    check("agrees with attention in float64", *compared("one tile", (1,), 16, 16, 16))
+    check("over many tiles", *compared("many tiles", (1,), 64, 128, 32))
+    check("each sequence sees its own keys", *compared("three sequences", (3,), 32, 48, 16))
+    check("lengths that no tile divides", *compared("odd lengths", (2,), 45, 77, 16))
+    check("heads that are no power of two", *compared("head of 24", (2,), 32, 32, 24))
+    check("large scores", *compared("large scores", (2,), 64, 64, 32, logit_scale=30.0))
+    check("causal", *compared("causal", (2,), 64, 64, 16, is_causal=True))
+    check("causal, odd lengths", *compared("causal, odd lengths", (2,), 77, 50, 16, is_causal=True))
     check("reads nothing out of bounds", *_reads_inside(attention, device))
+    check.note("a first tile may weigh nothing", *compared("padding first", (1,), 16, 400, 16, n_padding=260))
 
 
 def check_backward(check: Step, attention: AttentionFunction, device: str | torch.device = "cpu") -> None:
     """Properties of the gradients of `attention(q, k, v, is_causal)`, and of the logsumexp kept for them."""
+    compared = partial(_compared, attention, device=device)
     check("keeps one logsumexp a row", *_verdict(check_logsumexp, attention, device=device))
-    cases = {
-        "dQ, dK and dV agree with float64": AttentionCase("one tile", (1,), 16, 16, 16),
-        "sums go over all tiles": AttentionCase("many tiles", (2,), 64, 128, 32),
-        "lengths that no tile divides": AttentionCase("odd lengths", (2,), 45, 77, 24),
-        "large scores": AttentionCase("large scores", (2,), 64, 64, 32, logit_scale=30.0),
-        "causal": AttentionCase("causal", (2,), 77, 50, 16, is_causal=True),
-    }
-    for name, case in cases.items():
-        check(name, *_verdict(check_attention, attention, cases=[case], device=device))
+    check("dQ, dK and dV agree with float64", *compared("one tile", (1,), 16, 16, 16))
+    check("sums go over all tiles", *compared("many tiles", (2,), 64, 128, 32))
+    check("lengths that no tile divides", *compared("odd lengths", (2,), 45, 77, 24))
+    check("large scores", *compared("large scores", (2,), 64, 64, 32, logit_scale=30.0))
+    check("causal", *compared("causal", (2,), 77, 50, 16, is_causal=True))
+
+
+def _compared(attention: AttentionFunction, *case: Any, device: Any, backward: bool = True, **options: Any):
+    cases = [AttentionCase(*case, **options)]
+    return _verdict(check_attention, attention, cases=cases, device=device, backward=backward)
 
 
 def _verdict(checker: Callable, *args: Any, **kwargs: Any) -> tuple[bool, str]:
@@ -174,20 +175,16 @@ def _verdict(checker: Callable, *args: Any, **kwargs: Any) -> tuple[bool, str]:
 def _reads_inside(attention: AttentionFunction, device: str | torch.device) -> tuple[bool, str]:
     """Whether NaN before and after the tensors reaches the output."""
     surrounded = torch.full((3, 4, 2 * 50 * 16), torch.nan, device=device)
-    q, k, v = (x[1].view(2, 50, 16) for x in surrounded)
-    for x in (q, k, v):
-        x.normal_()
+    q, k, v = (x[1].view(2, 50, 16).normal_() for x in surrounded)
     before = surrounded.clone()
-    finite = attention(q, k, v, False).isfinite().all()
-    if not finite:
+    if not attention(q, k, v, False).isfinite().all():
         return False, "NaN beside the tensors came in: does every load have a mask, with other=0.0?"
-    untouched = torch.equal(surrounded.nan_to_num(), before.nan_to_num())
-    return untouched, "an input was overwritten"
+    return torch.equal(surrounded.nan_to_num(), before.nan_to_num()), "an input was overwritten"
 
 
 def check_delta(check: Step, delta: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Properties of `delta(do, o)`, the D of the backward pass: (..., n_queries) from (..., n_queries, d)."""
-    do, o = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    do, o = torch.randn(2, 2, 5, 8)
     check.keeps(do=do, o=o)
     wanted, found = torch.einsum("bqd,bqd->bq", do, o), delta(do, o)
     assert_tensor("one number a row", found, wanted)
@@ -196,6 +193,5 @@ def check_delta(check: Step, delta: Callable[[Tensor, Tensor], Tensor]) -> None:
     if shape == (2, 5):
         check.close("rowsum(dO * O)", found, wanted, "the sum goes over the columns of a row", atol=1e-5)
         dtype = delta(do.bfloat16(), o.bfloat16()).dtype
-        check(
-            "in float32, of 16-bit tensors too", dtype == torch.float32, f"it is {dtype}; cast, then multiply"
-        )
+        right, hint = dtype == torch.float32, f"it is {dtype}; cast, then multiply"
+        check("in float32, of 16-bit tensors too", right, hint)

@@ -4,7 +4,7 @@
     check_fused("rms_norm", my_rms_norm)
     check_weighted_sum(my_weighted_sum)
 
-The yardstick is the same of PyTorch's own operations, see `accuracy`.
+The reference is the same of PyTorch's own operations, see `accuracy`.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cs336_systems.checks.accuracy import compare, random_on
+from cs336_systems.functional import at_least_float32
 from cs336_systems.names import check_choice, load
 
 IGNORED = -100
@@ -23,12 +24,14 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class Fused:
-    """A fused kernel. function: ours, "package.module:name"; plain: the same of PyTorch's operations.
+    """A fused kernel.
 
-    tensors: names of its inputs; those that begin with a capital have no gradient.
-    make: shape and generator -> the inputs.
-    shapes: to check; see `make` of each.
-    by_magnitude: what errors are relative to, see `accuracy.compare`.
+    Attributes:
+        function: ours, "package.module:name".
+        plain: the same of PyTorch's operations.
+        tensors: names of its inputs; those that begin with a capital have no gradient.
+        make: shape and generator -> the inputs.
+        shapes: to check, of which `make` makes inputs.
     """
 
     function: str
@@ -36,7 +39,6 @@ class Fused:
     tensors: tuple[str, ...]
     make: Callable[[tuple[int, ...], torch.Generator], list[Tensor]]
     shapes: tuple[tuple[int, ...], ...]
-    by_magnitude: bool = False
 
     def inputs(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
         """Random inputs on the generator's device, those with a gradient in the dtype."""
@@ -45,25 +47,16 @@ class Fused:
             return [x.to(dtype) if own.islower() else x for own, x in made]
 
 
-def plain_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps=1e-5)
-
-
-def plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Computed in float32 at least, as in the model."""
     cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
 
 
-def plain_swiglu(a: Tensor, b: Tensor) -> Tensor:
-    return F.silu(a) * b
-
-
-def plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def _plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """From logits in the dtype of the hidden states, in float32 from there on, as in the model."""
-    logits = (hidden @ weight.T).flatten(0, -2)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten())
+    return F.cross_entropy(at_least_float32(hidden @ weight.T).flatten(0, -2), targets.flatten())
 
 
 def _rotary_inputs(shape: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
@@ -84,42 +77,41 @@ def _loss_inputs(shape: tuple[int, ...], generator: torch.Generator) -> list[Ten
 FUSED: dict[str, Fused] = {
     "rms_norm": Fused(
         "cs336_systems.kernels.rms_norm:rms_norm",
-        plain_rms_norm,
+        lambda x, weight: F.rms_norm(x, weight.shape, weight, eps=1e-5),
         ("x", "weight"),
         lambda shape, generator: [torch.randn(size, generator=generator) for size in (shape, shape[-1:])],
         ((64, 128), (37, 100), (2, 3, 5, 33), (1, 1500), (300, 40), (7,)),
     ),
     "rotary": Fused(
         "cs336_systems.kernels.rotary:rotary",
-        plain_rotary,
+        _plain_rotary,
         ("x", "Cos", "Sin"),
         _rotary_inputs,
         ((2, 3, 40, 64), (2, 37, 20), (1, 2), (70, 128), (2, 1, 2, 9, 6)),
     ),
     "swiglu": Fused(
         "cs336_systems.kernels.swiglu:swiglu",
-        plain_swiglu,
+        lambda a, b: F.silu(a) * b,
         ("a", "b"),
         lambda shape, generator: [2 * torch.randn(shape, generator=generator) for _ in range(2)],
         ((64, 128), (37, 101), (2, 3, 5, 33), (1, 4999), (7,)),
     ),
     "linear_cross_entropy": Fused(
         "cs336_systems.training.linear_cross_entropy:linear_cross_entropy",
-        plain_linear_cross_entropy,
+        _plain_linear_cross_entropy,
         ("hidden", "weight", "Targets"),
         _loss_inputs,
         # Of a single token a few probabilities decide, and so chance, who is how far off.
         ((2, 33, 64, 300), (30, 20, 1000), (50, 17, 37)),
     ),
 }
-# Odd sizes, a row, a column, and as many leading dimensions as one likes.
-WEIGHTED_SUM = Fused(
+# Odd sizes, a row, a column, and several leading dimensions.
+_WEIGHTED_SUM = Fused(
     "cs336_systems.kernels.weighted_sum:weighted_sum",
     lambda x, w: (x * w).sum(-1),
     ("x", "w"),
     FUSED["rms_norm"].make,
     ((64, 128), (37, 100), (1, 1500), (300, 1), (2, 3, 5, 33), (7,)),
-    by_magnitude=True,
 )
 
 
@@ -148,8 +140,8 @@ def check_fused(
         ValueError: the name is unknown.
     """
     check_choice("kernel", name, FUSED)
-    function = function or load(FUSED[name].function)
-    return _check(name, FUSED[name], function, shapes, dtype, random_on(device, None))
+    kernel, generator = FUSED[name], random_on(device, None)
+    return _check(name, kernel, function or load(kernel.function), shapes, dtype, generator)
 
 
 def check_weighted_sum(
@@ -167,7 +159,7 @@ def check_weighted_sum(
         shapes: of x.
         seed: of the inputs; None draws new ones at every call.
     """
-    return _check("x", WEIGHTED_SUM, weighted_sum, shapes, dtype, random_on(device, seed))
+    return _check("x", _WEIGHTED_SUM, weighted_sum, shapes, dtype, random_on(device, seed), by_magnitude=True)
 
 
 def _check(
@@ -177,16 +169,15 @@ def _check(
     shapes: Iterable[tuple[int, ...]] | None,
     dtype: torch.dtype,
     generator: torch.Generator,
+    **options: bool,
 ) -> pd.DataFrame:
     lines = []
     for shape in shapes or kernel.shapes:
         inputs = dict(zip(kernel.tensors, kernel.inputs(shape, dtype, generator), strict=True))
+        output = kernel.plain(*inputs.values())
+        d_output = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
         for tensor, x in inputs.items():
             x.requires_grad_(tensor.islower())
-        output = kernel.plain(*inputs.values()).detach()
-        d_output = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
-        how = {"where": f"{name} {shape}", "by_magnitude": kernel.by_magnitude}
-        lines += [
-            {"shape": str(shape)} | line for line in compare(function, kernel.plain, inputs, d_output, **how)
-        ]
+        compared = compare(function, kernel.plain, inputs, d_output, where=f"{name} {shape}", **options)
+        lines += [{"shape": str(shape)} | line for line in compared]
     return pd.DataFrame(lines)

@@ -1,7 +1,6 @@
-"""A class of the reader's tried by several processes: what the checkers of parallel training share."""
+"""Properties of a reader's class, tried by several processes: the runner, and what the properties use."""
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,70 +13,78 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cs336_systems.checks.steps import show
 from cs336_systems.parallel import WorkerContext, WorkerError, stream
 
-# What is wrong on this rank, or None. All ranks run all of a case: who leaves early lets the others wait.
-Case = Callable[[WorkerContext, Any], str | None]
 _WATCHED = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single")
 _WATCHED += ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
+# What is wrong on this rank and how to mend it, the likeliest reason first. Only the first is asked for, so
+# all communication comes before it: a rank that returns early deadlocks the rest.
+Mistakes = Callable[[WorkerContext, Any], Iterator[str]]
+
+
+@dataclass(frozen=True)
+class Property:
+    """What a class has to do: a name, printed when it holds, and what finds its mistakes."""
+
+    name: str
+    mistakes: Mistakes
+
+
+def holds(name: str) -> Callable[[Mistakes], Property]:
+    """Makes a property of the function that finds its mistakes."""
+    return partial(Property, name)
 
 
 def check_on_ranks(
     candidate: Callable[..., Any],
     arguments: dict[str, Any],
-    cases: Sequence[Case],
+    properties: Sequence[Property],
     world_size: int = 2,
     timeout_s: float = 60.0,
 ) -> None:
-    """Run the cases in `world_size` CPU processes, up to the first that fails on any rank.
-
-    A case that is a function with a docstring prints it when it has passed.
+    """Try the properties in `world_size` CPU processes, up to the first that does not hold on every rank.
 
     Args:
-        candidate: what the cases try, given these arguments; it may be defined in a notebook.
-        cases: functions of importable modules, or partials of them.
+        candidate: what is tried, given these arguments; it may be defined in a notebook.
 
     Raises:
         AssertionError: what is wrong, where, and how to mend it.
     """
     name = getattr(candidate, "__name__", repr(candidate))
-    pickled = cloudpickle.dumps(partial(candidate, **arguments))
-    passed = stream(run_cases, world_size, pickled, cases, backend="gloo", timeout_s=timeout_s)
+    pickled = cloudpickle.dumps((partial(candidate, **arguments), properties))
+    held = stream(try_properties, world_size, pickled, backend="gloo", timeout_s=timeout_s)
     try:
         while True:
-            print(f"✓ {next(passed)}")
+            show(f"✓ {next(held)}")
     except StopIteration as end:
         failures = end.value[0]
     except WorkerError as error:
         raise AssertionError(f"{name} did not get through: {error}") from error
     if failures:
         raise AssertionError("\n".join(f"{name}, {failure}" for failure in failures))
-    print(f"{name}: {len(cases)} cases right on {world_size} ranks")
+    show(f"{name}: {len(properties)} cases right on {world_size} ranks")
 
 
-def run_cases(context: WorkerContext, candidate: bytes, cases: Sequence[Case]) -> list[str]:
-    """The worker of `check_on_ranks`: what is wrong in the first case that fails on any rank, or nothing."""
+def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
+    """The worker of `check_on_ranks`: what is wrong in the first property that fails on any rank.
+
+    Args:
+        pickled: by cloudpickle, the candidate and its properties.
+    """
     with _watched_messages():  # before the class is loaded, whichever way it imports the functions
-        loaded = cloudpickle.loads(candidate)
-        for case in cases:
-            sentences = from_all(_mistake(context, loaded, case))
-            if any(sentences):
-                seen_by = {
-                    sentence: [str(rank) for rank, other in enumerate(sentences) if other == sentence]
-                    for sentence in filter(None, sentences)
-                }
-                return [f"rank {', '.join(ranks)}: {sentence}" for sentence, ranks in seen_by.items()]
-            if inspect.isfunction(case) and case.__doc__:
-                context.send(case.__doc__)
+        candidate, properties = cloudpickle.loads(pickled)
+        for each in properties:
+            works: list[Work] = []
+            with observed(lambda message, works=works: works.extend(filter(None, [message.work]))):
+                mistake = next(each.mistakes(context, candidate), None)
+            # What is still under way may or may not have arrived, so it is the better explanation.
+            by_rank = from_all(_unfinished(works) or mistake)
+            if any(by_rank):
+                ranks = {text: [str(n) for n, own in enumerate(by_rank) if own == text] for text in by_rank}
+                return [f"rank {', '.join(where)}: {text}" for text, where in ranks.items() if text]
+            context.send(each.name)
     return []
-
-
-def _mistake(context: WorkerContext, candidate: Any, case: Case) -> str | None:
-    works: list[Work] = []
-    with observed(lambda message: works.extend(filter(None, [message.work]))):
-        sentence = case(context, candidate)
-    # What is still under way may or may not have arrived, so it is the better explanation.
-    return _unfinished(works) or sentence
 
 
 def from_all(own: Any) -> list[Any]:
@@ -87,11 +94,10 @@ def from_all(own: Any) -> list[Any]:
     return gathered
 
 
-def unlike(found: Tensor, wanted: Tensor, suspects: dict[str, Tensor], otherwise: str) -> str | None:
-    """None where a tensor is the wanted one; else the sentence of what it is instead, of the suspects."""
-    if close(found, wanted):
-        return None
-    return next((sentence for sentence, other in suspects.items() if close(found, other)), otherwise)
+def unlike(found: Tensor, wanted: Tensor, diagnoses: dict[str, Tensor], otherwise: str) -> Iterator[str]:
+    """Nothing where a tensor is the wanted one; else the diagnosis whose tensor it is."""
+    if not close(found, wanted):
+        yield next((text for text, other in diagnoses.items() if close(found, other)), otherwise)
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -99,7 +105,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 class Work:
-    """The handle of an asynchronous message, which remembers whether anybody asked it to finish."""
+    """The handle of an asynchronous message, which remembers whether it was asked to finish."""
 
     _DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
@@ -116,10 +122,10 @@ class Work:
         return work.wait(*args)
 
 
-def _unfinished(works: Sequence[Work]) -> str | None:
+def _unfinished(works: Sequence[Work]) -> str:
     names = [work.name for work in works if not work.waited_for]
     if not names:
-        return None
+        return ""
     return (
         f"{len(names)} of {len(works)} {names[0].replace('_', '-')}s may still be under way at the end. Keep "
         f"every handle that {names[0]}(..., async_op=True) returns, and wait() for it."
@@ -143,7 +149,7 @@ _observers: list[Callable[[Message], None]] = []
 
 @contextlib.contextmanager
 def observed(observer: Callable[[Message], None]) -> Iterator[None]:
-    """In a case: the observer is told each message that the candidate has started."""
+    """The observer is called with each message that the candidate starts."""
     _observers.append(observer)
     try:
         yield
@@ -155,23 +161,20 @@ def observed(observer: Callable[[Message], None]) -> Iterator[None]:
 def _watched_messages() -> Iterator[None]:
     under_way: list[str] = []  # an old name of a function calls the new one, which is no message of its own
 
-    def watched(name: str, original: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            under_way.append(name)
-            try:
-                work = original(*args, **kwargs)
-            finally:
-                under_way.pop()
-            if under_way:
-                return work
-            work = None if work is None else Work(name, work)
-            for observer in _observers:
-                observer(Message(name, _largest([*args, *kwargs.values()]), work))
+    def watched(name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+        under_way.append(name)
+        try:
+            work = original(*args, **kwargs)
+        finally:
+            under_way.pop()
+        if under_way:
             return work
+        work = None if work is None else Work(name, work)
+        for observer in _observers:
+            observer(Message(name, _largest([*args, *kwargs.values()]), work))
+        return work
 
-        return call
-
-    replaced = {name: watched(name, getattr(dist, name)) for name in _WATCHED if hasattr(dist, name)}
+    replaced = {name: partial(watched, name, getattr(dist, name)) for name in _WATCHED if hasattr(dist, name)}
     # The name that everybody uses, and the one under which a function is pickled.
     with patch.multiple(dist, **replaced), patch.multiple(dist.distributed_c10d, **replaced):
         yield

@@ -55,24 +55,20 @@ def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor],
 def check_ring(check: Step, all_reduce: Ring, tensors_sent: Callable[[int], float]) -> None:
     """Properties of a ring all-reduce; `tensors_sent(n)` is what each rank should send, in whole tensors."""
     for n in (2, 3, 4, 8):
-        whole = [10.0**rank + torch.arange(24.0, dtype=torch.float64) for rank in range(n)]
-        given = [tensor.clone() for tensor in whole]
-        results, sent = run_ring(all_reduce, given)
-        found = f"{n} ranks: "
-        total = sum(whole)
-        check(f"{found}all end with the sum", all(map(total.equal, results)), _suspect(results[0], total))
-        check(f"{found}what they were given is unchanged", all(map(torch.equal, given, whole)), "clone it")
+        given = [10.0**rank + torch.arange(24.0, dtype=torch.float64) for rank in range(n)]
+        own, total = [tensor.clone() for tensor in given], sum(given)
+        results, sent = run_ring(all_reduce, own)
+        check(f"{n} ranks: all end with the sum", all(map(total.equal, results)), _why(results[0], total))
+        check(f"{n} ranks: what they were given is unchanged", all(map(torch.equal, own, given)), "clone it")
         bytes_sent = {sum(message.nbytes for message in log) for log in sent}
         wanted = round(tensors_sent(n) * total.nbytes)
-        told = ", ".join(map(str, sorted(bytes_sent)))
-        check(f"{found}each sends {wanted} bytes", bytes_sent == {wanted}, f"they send {told}")
+        found = f"they send {', '.join(map(str, sorted(bytes_sent)))}"
+        check(f"{n} ranks: each sends {wanted} bytes", bytes_sent == {wanted}, found)
     results, sent = run_ring(all_reduce, [torch.ones(3)])
     check("one rank alone sends nothing", not sent[0] and results[0].equal(torch.ones(3)))
 
 
-def _suspect(result: Tensor, total: Tensor) -> str:
-    if result is None:
-        return "does it return the sum?"
+def _why(result: Tensor, total: Tensor) -> str:
     if (result > total).any():
         return "something is added twice: is what is passed on the tensor that arrived, not the sum so far?"
     return "something is missing: n - 1 messages arrive, and a rank's own tensor counts too"

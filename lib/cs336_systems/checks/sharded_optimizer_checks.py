@@ -1,20 +1,20 @@
-"""What a correct sharded optimizer does, said in sentences to whoever wrote one."""
+"""Properties of a sharded optimizer, with error messages for its author."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cs336_systems.checks.on_ranks import Case, check_on_ranks, from_all
+from cs336_systems.checks.on_ranks import Property, check_on_ranks, from_all, holds
 from cs336_systems.parallel import WorkerContext
 
 _WIDTH = 16
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 # Of one parameter on one rank after a step.
 _RIGHT, _AS_BEFORE, _WRONG = "right", "as before", "wrong"
-
 Make = Callable[..., Optimizer]
 
 
@@ -38,21 +38,21 @@ def check_sharded_optimizer(
     Raises:
         AssertionError: what is wrong, where, and how to mend it.
     """
-    asked = [_is_an_optimizer, _states_are_shared, _zero_grad] if only_states else cases(thorough)
+    asked = [is_an_optimizer, shares_states, clears_gradients] if only_states else properties(thorough)
     check_on_ranks(optimizer_class, wrapper_arguments, asked, world_size)
 
 
-def cases(thorough: bool) -> list[Case]:
+def properties(thorough: bool) -> list[Property]:
     """What `check_sharded_optimizer` tries, in this order."""
-    asked = [_is_an_optimizer, _weights_after_a_step, _states_are_shared, _more_steps, _closure, _zero_grad]
-    asked += [_no_gradient, _groups, _later_group]
-    return [*asked, _two_dtypes, _few_parameters] if thorough else asked
+    asked = [is_an_optimizer, updates_everywhere, shares_states, goes_on, runs_closures, clears_gradients]
+    asked += [leaves_others_alone, keeps_groups, takes_later_groups]
+    return [*asked, *_UNUSUAL] if thorough else asked
 
 
 class _Pair:
     """The same parameters twice, with their optimizers: one alone, and the candidate's.
 
-    Matrices and vectors alternate: dealt by turns, all large ones would fall to one rank.
+    Matrices and vectors alternate: assigned in turn, all large ones would fall to one rank.
 
     Attributes:
         alone, sharded: the parameters of `optimizer` and of `candidate`.
@@ -88,12 +88,12 @@ class _Pair:
         """The same on every rank, as data parallelism leaves them."""
         generator = torch.Generator().manual_seed(self.step_number)
         self.step_number += 1
+        self.before = [x.detach().clone() for x in self.sharded]
         for number, (one, other) in enumerate(zip(self.alone, self.sharded, strict=True)):
-            self.before[number] = other.detach().clone()
             gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
             one.grad, other.grad = (None, None) if number == without else (gradient, gradient.clone())
 
-    def step(self, **options: Any) -> str | None:
+    def step(self, **options: Any) -> str:
         """A step of both: the first parameter that is then not right everywhere."""
         self.set_gradients(**options)
         self.optimizer.step()
@@ -105,121 +105,108 @@ class _Pair:
         states = [optimizer.state for optimizer in self.inside]
         return [number for number, x in enumerate(self.sharded) if any(state.get(x) for state in states)]
 
-    def statuses(self) -> list[list[str]]:
+    def statuses(self) -> list[tuple[str, ...]]:
         """For each parameter, what it is on each rank."""
-        own = []
-        for one, other, before in zip(self.alone, self.sharded, self.before, strict=True):
-            same = torch.equal(one, other)
-            own.append(_RIGHT if same else _AS_BEFORE if torch.equal(other, before) else _WRONG)
-        return [list(statuses) for statuses in zip(*from_all(own), strict=True)]
+        own = [
+            _RIGHT if torch.equal(one, other) else _AS_BEFORE if torch.equal(other, before) else _WRONG
+            for one, other, before in zip(self.alone, self.sharded, self.before, strict=True)
+        ]
+        return list(zip(*from_all(own), strict=True))
 
-    def mistake(self) -> str | None:
-        """The first parameter that is not right everywhere, and the usual reason."""
+    def mistake(self) -> str:
+        """The first parameter that is not right everywhere, and the usual reason; or ""."""
         for number, statuses in enumerate(self.statuses()):
-            name = self.name(number)
-            if all(status == _AS_BEFORE for status in statuses):
+            name, found = self.name(number), set(statuses)
+            if found == {_AS_BEFORE}:
                 return (
-                    f"{name} is as before the step, on every rank. Its owner has to update it and then "
-                    "to send it: broadcast with src=owner, for any other rank sends the old value."
+                    f"{name} is as before the step, on every rank. Its owner updates and sends it, src=owner."
                 )
-            if _RIGHT in statuses and _AS_BEFORE in statuses:
+            if found == {_RIGHT, _AS_BEFORE}:
                 where = ", ".join(str(rank) for rank, status in enumerate(statuses) if status == _RIGHT)
-                return (
-                    f"{name} is updated on rank {where} alone. After its own step, each rank has to send "
-                    "what it updated to the others: broadcast every parameter from its owner."
-                )
-            if _WRONG in statuses:
+                return f"{name} is updated on rank {where} alone. broadcast each parameter from its owner."
+            if _WRONG in found:
                 return f"{name} is not what one optimizer alone makes of it."
-        return None
+        return ""
+
+    def sharing_mistake(self) -> str:
+        """The first parameter whose states not one rank keeps, or a rank that keeps too many; or ""."""
+        kept = from_all(self.with_states())
+        for number in range(len(self.sharded)):
+            keepers = [str(rank) for rank, numbers in enumerate(kept) if number in numbers]
+            if len(keepers) != 1:
+                who = f"ranks {', '.join(keepers)}" if keepers else "no rank"
+                return (
+                    f"{who} keep states of {self.name(number)} where one rank should. Give the optimizer "
+                    "inside only the parameters that this rank owns."
+                )
+        sizes = [parameter.nbytes for parameter in self.sharded]
+        shares = [sum(sizes[number] for number in numbers) for numbers in kept]
+        if max(shares) <= sum(sizes) / len(shares) + max(sizes):
+            return ""
+        rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
+        return f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number."
 
     def name(self, number: int) -> str:
         return f"parameter {number} of {len(self.sharded)}, of shape {tuple(self.sharded[number].shape)},"
 
 
-def _is_an_optimizer(context: WorkerContext, make: Make) -> str | None:
-    """It is a torch.optim.Optimizer, and its groups hold all parameters"""
+def _told(*mistakes: str) -> Iterator[str]:
+    return filter(None, mistakes)
+
+
+@holds("It is a torch.optim.Optimizer, and its groups hold all parameters")
+def is_an_optimizer(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make)
-    optimizer = pair.candidate
-    if not isinstance(optimizer, Optimizer):
-        return (
-            "it is no torch.optim.Optimizer, so learning rate schedulers refuse it. Derive the class from it "
-            "and call super().__init__(params, kwargs)."
-        )
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if {id(parameter) for parameter in held} != {id(parameter) for parameter in pair.sharded}:
-        return (
+    if not isinstance(pair.candidate, Optimizer):
+        yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
+    groups = pair.candidate.param_groups
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    if held != {id(parameter) for parameter in pair.sharded}:
+        yield (
             f"its param_groups hold {len(held)} parameters and were given {len(pair.sharded)}. zero_grad and "
             "clipping look there: only the optimizer inside holds this rank's shard alone."
         )
-    if "lr" not in optimizer.param_groups[0]:
-        return "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
-    return None
+    if "lr" not in groups[0]:
+        yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
 
 
-def _weights_after_a_step(context: WorkerContext, make: Make) -> str | None:
-    """After a step every rank has the weights that one optimizer gives"""
+@holds("After a step every rank has the weights that one optimizer gives")
+def updates_everywhere(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make)
     mistake = pair.step()
-    if mistake and "not what" in mistake:
-        for reason, settings, steps in (
-            ("the settings were AdamW's defaults. Hand **kwargs to optimizer_cls", {}, 1),
-            ("it had been updated twice. Let one rank update it, once", _SETTINGS, 2),
-        ):
-            if any(from_all(_is_as_if(pair, settings, steps))):
-                return f"{mistake} It is as if {reason}."
-    return mistake
+    for reason, settings, steps in (
+        ("the settings were AdamW's defaults. Hand **kwargs to optimizer_cls", {}, 1),
+        ("it had been updated twice. Let one rank update it, once", _SETTINGS, 2),
+    ):
+        other = _Pair(lambda params, kind, **settings: kind(params, **settings), settings=settings)
+        other.set_gradients()
+        for _ in range(steps):
+            other.optimizer.step()
+        both = zip(pair.sharded, pair.alone, other.alone, strict=True)
+        as_if = any(torch.equal(x, y) and not torch.equal(x, right) for x, right, y in both)
+        if any(from_all(as_if)) and "not what" in mistake:
+            mistake += f" It is as if {reason}."
+    yield from _told(mistake)
 
 
-def _is_as_if(pair: _Pair, settings: dict[str, Any], steps: int) -> bool:
-    """Whether a parameter is not right, but is what these settings give, or the step repeated."""
-    other = _Pair(lambda params, kind, **settings: kind(params, **settings), settings=settings)
-    other.set_gradients()
-    for _ in range(steps):
-        other.optimizer.step()
-    both = zip(pair.sharded, pair.alone, other.alone, strict=True)
-    return any(torch.equal(found, as_if) and not torch.equal(found, right) for found, right, as_if in both)
-
-
-def _states_are_shared(context: WorkerContext, make: Make) -> str | None:
-    """The states of each parameter are kept by one rank, and by bytes all keep about as much"""
+@holds("The states of each parameter are kept by one rank, and by bytes all keep about as much")
+def shares_states(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make)
     pair.step()
-    return _sharing_mistake(pair)
+    return _told(pair.sharing_mistake())
 
 
-def _sharing_mistake(pair: _Pair) -> str | None:
-    kept = from_all(pair.with_states())
-    for number in range(len(pair.sharded)):
-        keepers = [rank for rank, numbers in enumerate(kept) if number in numbers]
-        if len(keepers) != 1:
-            who = "no rank" if not keepers else f"ranks {', '.join(map(str, keepers))}"
-            return (
-                f"{who} keep states of {pair.name(number)} where one rank should. Give the optimizer inside "
-                "only the parameters that this rank owns."
-            )
-    sizes = [parameter.nbytes for parameter in pair.sharded]
-    shares = [sum(sizes[number] for number in numbers) for numbers in kept]
-    if max(shares) > sum(sizes) / len(shares) + max(sizes):
-        rank = shares.index(max(shares))
-        return (
-            f"rank {rank} keeps {max(shares) / sum(sizes):.0%} of the states. Deal by bytes, not by number: "
-            "each parameter to the rank that has least so far."
-        )
-    return None
-
-
-def _more_steps(context: WorkerContext, make: Make) -> str | None:
-    """So it goes on, with AdamW and with SGD, bit for bit"""
+@holds("So it goes on, with AdamW and with SGD, bit for bit")
+def goes_on(context: WorkerContext, make: Make) -> Iterator[str]:
     for kind, settings in ((AdamW, _SETTINGS), (SGD, {"lr": 0.1, "momentum": 0.9})):
         pair = _Pair(make, kind, settings)
         for number in range(4):
-            if mistake := pair.step():
-                return f"with {kind.__name__}, after step {number + 1}: {mistake}"
-    return None
+            if mistake := pair.step():  # the same on all ranks
+                yield f"with {kind.__name__}, after step {number + 1}: {mistake}"
 
 
-def _closure(context: WorkerContext, make: Make) -> str | None:
-    """step(closure) runs the closure, once, before the update, and returns its loss"""
+@holds("step(closure) runs the closure, once, before the update, and returns its loss")
+def runs_closures(context: WorkerContext, make: Make) -> Iterator[str]:
     pair, calls = _Pair(make), []
 
     def closure() -> Tensor:
@@ -229,97 +216,81 @@ def _closure(context: WorkerContext, make: Make) -> str | None:
 
     loss = pair.candidate.step(closure)
     pair.optimizer.step()
-    returned = None if loss is None else float(loss)
-    for times, with_gradients, what in from_all((len(calls), all(calls), returned)):
-        if times != 1:
-            return f"step(closure) called the closure {times} times. Call it once, on every rank."
-        if not with_gradients:
-            return (
-                "step(closure) called the closure under no_grad, where loss.backward() does not work. Call "
-                "it under torch.enable_grad()."
-            )
-        if what != 3:
-            return f"step(closure) returned {what}, and the closure 3.0. Return the closure's loss."
-    return pair.mistake()
+    mistake = pair.mistake()
+    if len(calls) != 1:
+        yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
+    if not all(calls):
+        yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
+    if loss is None or float(loss) != 3:
+        yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
+    yield from _told(mistake)
 
 
-def _zero_grad(context: WorkerContext, make: Make) -> str | None:
-    """zero_grad() clears every gradient, not only those of the shard"""
+@holds("zero_grad() clears every gradient, not only those of the shard")
+def clears_gradients(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make)
     pair.step()
     pair.candidate.zero_grad()
     left = [parameter.grad for parameter in pair.sharded if parameter.grad is not None]
     if any(gradient.any() for gradient in left):
-        count = f"{len(left)} of {len(pair.sharded)}"
-        return f"after zero_grad() {count} gradients are there. Clear those of all parameters."
-    return None
+        yield f"after zero_grad() {len(left)} of {len(pair.sharded)} gradients are there. Clear all of them."
 
 
-def _no_gradient(context: WorkerContext, make: Make) -> str | None:
-    """A parameter without a gradient is left alone: no decay, no states, and still no gradient"""
+@holds("A parameter without a gradient is left alone: no decay, no states, and still no gradient")
+def leaves_others_alone(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make)
-    for _ in range(2):
-        mistake = pair.step(without=2)
-    parameter = pair.sharded[2]
-    if any(from_all(parameter.grad is not None)):
-        return "a parameter without a gradient was given one. Leave its .grad None."
-    if any(from_all(not torch.equal(parameter, pair.alone[2]))):
-        return "a parameter without a gradient was changed. Leave its .grad None: with zeros it decays."
-    if any(from_all(2 in pair.with_states())):
-        return "a parameter without a gradient has states. Leave its .grad None."
-    return mistake
+    mistakes = [pair.step(without=2) for _ in range(2)]
+    found = pair.sharded[2].grad is not None, not torch.equal(pair.sharded[2], pair.alone[2])
+    given, changed, stateful = map(any, zip(*from_all((*found, 2 in pair.with_states())), strict=True))
+    for wrong, what in ((given, "was given one"), (changed, "was changed"), (stateful, "has states")):
+        if wrong:
+            yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
+    yield from _told(*mistakes)
 
 
-def _groups(context: WorkerContext, make: Make) -> str | None:
-    """Groups keep their settings, and what a scheduler changes in them arrives"""
-
+@holds("Groups keep their settings, and what a scheduler changes in them arrives")
+def keeps_groups(context: WorkerContext, make: Make) -> Iterator[str]:
     def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
         return [{"params": params[::2], "weight_decay": 0.5}, {"params": params[1::2], "lr": 0.01}]
 
     pair = _Pair(make, groups=groups)
     if mistake := pair.step():
-        return (
-            f"with two groups, {mistake} Hand the optimizer inside groups too, each with its settings and "
-            "this rank's part of its parameters."
-        )
+        yield f"with two groups, {mistake} Hand the optimizer inside groups, each with its settings."
     for each in (pair.optimizer, pair.candidate):
         each.param_groups[0]["lr"] = 1e-3
     if mistake := pair.step():
-        return (
+        yield (
             f"after a change of param_groups[0]['lr'], as a scheduler makes it, {mistake} Copy the groups' "
             "settings into those of the optimizer inside before its step."
         )
-    return None
 
 
-def _later_group(context: WorkerContext, make: Make) -> str | None:
-    """A group that is added after some steps is trained with its settings, and sharded like the first"""
+@holds("A group that is added after some steps is trained with its settings, and sharded like the first")
+def takes_later_groups(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make, groups=lambda params: params[:4])
     pair.step()
     for each, parameters in ((pair.optimizer, pair.alone), (pair.candidate, pair.sharded)):
         each.add_param_group({"params": parameters[4:], "lr": 0.01})
     groups = len(pair.candidate.param_groups)
-    for _ in range(2):
-        mistake = pair.step()
-    if any(count != 2 for count in from_all(groups)):
-        return f"after add_param_group there are {groups} groups. Call super().add_param_group."
-    if all(status == _AS_BEFORE for of_one in pair.statuses()[4:] for status in of_one):
-        return (
-            "the parameters of a group that was added after a step are not trained. In add_param_group deal "
-            "them out too, and add this rank's part to the optimizer inside."
-        )
+    mistake = [pair.step() for _ in range(2)][-1]
+    later, sharing = {status for of_one in pair.statuses()[4:] for status in of_one}, pair.sharing_mistake()
+    if groups != 2:
+        yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
+    if later == {_AS_BEFORE}:
+        yield "a group that was added after a step is not trained. The optimizer inside needs its part."
     if mistake:
-        return (
-            f"after add_param_group, {mistake} Give the new group its settings, keep the first one's states."
-        )
-    return _sharing_mistake(pair)
+        yield f"after add_param_group, {mistake} Give it its settings, keep the first one's states."
+    yield from _told(sharing)
 
 
-def _two_dtypes(context: WorkerContext, make: Make) -> str | None:
-    """Parameters of two dtypes are updated, each in its own"""
-    return _Pair(make, dtypes=(torch.float32, torch.bfloat16)).step()
+def _one_step(context: WorkerContext, make: Make, **options: Any) -> Iterator[str]:
+    return _told(_Pair(make, **options).step())
 
 
-def _few_parameters(context: WorkerContext, make: Make) -> str | None:
-    """A rank that owns nothing takes part"""
-    return _Pair(make, count=1).step()
+_UNUSUAL = [
+    Property(
+        "Parameters of two dtypes are updated, each in its own",
+        partial(_one_step, dtypes=(torch.float32, torch.bfloat16)),
+    ),
+    Property("A rank that owns nothing takes part", partial(_one_step, count=1)),
+]

@@ -8,6 +8,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,9 +19,12 @@ from torch import Tensor
 from cs336_systems.checks.bounds import inside_tensors
 
 _VERDICTS = {True: "right", False: "not right", None: "not yet"}
-# As a stub raises it, here, in another process or inside a kernel; PyTorch's own have something to say.
+# As a stub raises it, here, in another process or inside a kernel; PyTorch's own have a message.
 _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILINE)
 _NONE = "; a missing `return`, a gradient that is not there, a message without async_op=True?"
+TIMEOUT_S = 60.0
+_MOST_PRINTED = 20_000  # characters that a step passes on of what the code inside prints
+_AGAIN_S = 5.0  # a time limit that was caught comes again after so long
 
 
 class Step:
@@ -34,38 +38,41 @@ class Step:
         self.passed: bool | None = True
         self._kept: list[tuple[str, Tensor, Tensor]] = []
 
-    def __call__(self, property: str, holds: Any, suspect: str = "") -> None:
-        """Show a property; `holds` is anything that is true or false, `suspect` the usual reason if false."""
-        if holds := bool(holds):
-            print(f"✓ {property}")
-        else:
-            print(f"✗ {property}" + (f": {suspect}" if suspect else ""))
+    def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
+        """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
+        holds = bool(holds)
+        show(f"✓ {property}" if holds else f"✗ {property}" + (f": {diagnosis}" if diagnosis else ""))
         self.passed = self.passed and holds
 
-    def close(self, property: str, found: Any, wanted: Tensor, suspect: str = "", **tolerance: float) -> None:
-        """Show whether a tensor, or a number, is the wanted one, as torch.allclose tells it.
+    def note(self, property: str, holds: Any, hint: str) -> None:
+        """Show a property that the assignment does not ask for: without it the step can still be right."""
+        show(f"✓ {property}" if holds else f"· not asked for, {property}: {hint}")
+
+    def close(
+        self, property: str, found: Any, wanted: Tensor, diagnosis: str = "", **tolerance: float
+    ) -> None:
+        """Show whether a tensor, or a number, is the wanted one by torch.allclose.
 
         Raises:
-            AssertionError: it is nothing, no tensor, of another shape or dtype, elsewhere, or not finite.
+            AssertionError: it is None, no tensor, of another shape, dtype or device, or not finite.
         """
         if isinstance(found, int | float):
             found = torch.tensor(found, dtype=wanted.dtype)
         assert_tensor(property, found, wanted)
-        told, asked = (f"{tuple(x.shape)}, {x.dtype}" for x in (found, wanted))
-        assert told == asked, f"{property}: it is {told}; wanted: {asked}"
+        kind, wanted_kind = (f"{tuple(x.shape)}, {x.dtype}" for x in (found, wanted))
+        assert kind == wanted_kind, f"{property}: it is {kind}; wanted: {wanted_kind}"
         finite = bool(found.isfinite().all()) or not wanted.isfinite().all()
-        assert finite, f"{property}: it has NaN or infinities" + (f"; {suspect}" if suspect else "")
-        self(property, torch.allclose(found, wanted, **tolerance), suspect)
+        assert finite, f"{property}: it has NaN or infinities" + (f"; {diagnosis}" if diagnosis else "")
+        self(property, torch.allclose(found, wanted, **tolerance), diagnosis)
 
-    def equal(self, property: str, found: Any, wanted: Any, suspect: str = "") -> None:
+    def equal(self, property: str, found: Any, wanted: Any, diagnosis: str = "") -> None:
         """Show whether what was returned is what was wanted, and if not, what it was.
 
         Raises:
-            AssertionError: it is nothing.
+            AssertionError: it is None.
         """
-        _assert_something(property, found)
-        told = f"{found!r:.80}" + (f"; {suspect}" if suspect else "")
-        self(property, found == wanted, told)
+        assert_something(property, found)
+        self(property, found == wanted, f"{found!r:.80}" + (f"; {diagnosis}" if diagnosis else ""))
 
     def keeps(self, **tensors: Tensor) -> None:
         """The step is right only if these hold in the end what they hold now."""
@@ -79,60 +86,123 @@ class Step:
 
 
 def assert_tensor(what: str, found: Any, wanted: Tensor) -> None:
-    """An AssertionError in a sentence where what was returned is no tensor, or one of another device."""
-    _assert_something(what, found)
+    """AssertionError: what was returned is None, no tensor, or on another device."""
+    assert_something(what, found)
     assert isinstance(found, Tensor), f"{what}: {type(found).__name__} is returned; wanted: a tensor"
     assert found.device == wanted.device, f"{what}: it is on {found.device}; wanted: on {wanted.device}"
 
 
-def _assert_something(what: str, found: Any) -> None:
+def assert_something(what: str, found: Any) -> None:
+    """AssertionError: what was returned is None."""
     assert found is not None, f"{what}: nothing is returned; is a `return` missing?"
 
 
+def show(line: str) -> None:
+    """Print a line that no step cuts off."""
+    print(line, file=getattr(sys.stdout, "uncut", sys.stdout))
+
+
 @contextlib.contextmanager
-def step(name: str, timeout_s: float = 120.0) -> Iterator[Step]:
-    """Check one step of an exercise. Nothing that is raised inside leaves it, save when nbgrader grades.
+def step(name: str, timeout_s: float | None = None) -> Iterator[Step]:
+    """Check one step of an exercise. What is raised inside ends there, save a real Ctrl-C and under nbgrader.
 
     What is not written yet (a bare NotImplementedError, in another process too) is "not yet", anything else
-    that is raised is a mistake: an AssertionError speaks for itself, of other errors the type is told.
-    Kernels in Triton's interpreter cannot reach beyond their tensors.
+    that is raised is a mistake: of an AssertionError the message is shown, of others the type too. Kernels in
+    Triton's interpreter cannot reach beyond their tensors; of very long output only the beginning is printed.
 
     Args:
-        name: of the step, said in its verdict.
-        timeout_s: seconds after which the code inside counts as hanging.
+        name: printed with the verdict.
+        timeout_s: seconds after which the Python code inside counts as hanging; None is TIMEOUT_S.
     """
     found, mistake = Step(), ""
     try:
-        with _time_limit(timeout_s), inside_tensors():
+        with _Interrupts(timeout_s or TIMEOUT_S) as interrupts, _short_output(), inside_tensors(show):
             yield found
             found.overwritten()
-    except Exception as error:
-        while type(error).__name__ == "InterpreterError" and error.__cause__:  # around what was raised
-            error = error.__cause__
-        mistake = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and interrupts.by_user:
+            raise
+        mistake = _sentence(error)
         found.passed = None if _NOT_WRITTEN.search(mistake) else False
     if mistake and found.passed is False:
-        told = mistake.partition("\n\n")[0]  # without the stacks of other processes
-        print(f"✗ {told}" + (_NONE if "NoneType" in told else ""))
-    print(f"{name}: {_VERDICTS[found.passed]}")
+        first = mistake.partition("\n\n")[0]  # without the stacks of other processes
+        show(f"✗ {first:.2000}" + (_NONE if "NoneType" in first else ""))
+    verdict = f"{name}: {_VERDICTS[found.passed]}"
+    show(verdict)
     if not found.passed and os.environ.get("NBGRADER_EXECUTION"):  # nbgrader gives no point for an error
-        raise AssertionError(f"{name}: {_VERDICTS[found.passed]}")
+        raise AssertionError(verdict)
+
+
+def _sentence(error: BaseException) -> str:
+    while type(error).__name__ == "InterpreterError" and error.__cause__:  # around what was raised
+        error = error.__cause__
+    kind = type(error).__name__
+    if not isinstance(error, Exception | _TimeIsUp):
+        return f"{kind} was raised, which would end the notebook's kernel; raise an Exception, or return"
+    try:
+        text = str(error)
+    except Exception:
+        text = "its message cannot be printed"
+    return text if text and isinstance(error, AssertionError | _TimeIsUp) else f"{kind}: {text}"
+
+
+class _TimeIsUp(BaseException):
+    """No Exception: a solution that catches those goes on for ever."""
+
+
+class _Interrupts:
+    """Raises _TimeIsUp after some seconds, and notes whether the user interrupts.
+
+    Only Python code can be stopped, on the main thread, where the platform has timers.
+    """
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s, self.by_user = timeout_s, False
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        self._works = hasattr(signal, "setitimer") and on_main_thread
+
+    def __enter__(self) -> "_Interrupts":
+        if self._works:
+            self._before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGALRM)}
+            signal.signal(signal.SIGALRM, self._stop)
+            if callable(self._before[signal.SIGINT]):
+                signal.signal(signal.SIGINT, self._interrupt)
+            signal.setitimer(signal.ITIMER_REAL, self._timeout_s, _AGAIN_S)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._works:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for each, handler in self._before.items():
+                signal.signal(each, handler)
+
+    def _stop(self, *_: Any) -> None:
+        raise _TimeIsUp(f"not done within {self._timeout_s:g} s; does a loop never end?")
+
+    def _interrupt(self, *how: Any) -> None:
+        self.by_user = True
+        self._before[signal.SIGINT](*how)
+
+
+class _Cut:
+    """A stream that passes on the first characters; lines of the checkers go to `uncut` itself."""
+
+    def __init__(self, uncut: Any):
+        self.uncut, self._left = uncut, _MOST_PRINTED
+
+    def write(self, text: str) -> int:
+        if self._left > 0:
+            self.uncut.write(text[: self._left])
+            if self._left <= len(text):
+                self.uncut.write("\n... the rest of what is printed here is not shown\n")
+            self._left -= len(text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.uncut, name)
 
 
 @contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """A TimeoutError here after so many seconds; without one where there are no signals, or on a thread."""
-    if not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+def _short_output() -> Iterator[None]:
+    with contextlib.redirect_stdout(_Cut(sys.stdout)), contextlib.redirect_stderr(_Cut(sys.stderr)):
         yield
-        return
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"not done within {seconds:g} s; does a loop never end?")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,94 @@
+"""Interpreted kernels cannot reach beyond their tensors, in whichever form they address them."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="there is no triton for this platform")
+
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from cs336_systems.checks import bounds, step
+
+
+@triton.jit
+def by_pointers(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(pointer=x_ptr + at, mask=at < seen, other=0.0)
+    tl.store(y_ptr + at, value=x, mask=at < n)
+
+
+@triton.jit
+def by_block_pointers(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
+    x = tl.make_block_ptr(x_ptr, (seen,), (1,), (0,), (BLOCK,), (0,))
+    y = tl.make_block_ptr(y_ptr, (n,), (1,), (0,), (BLOCK,), (0,))
+    tl.store(y, tl.load(x, boundary_check=(0,), padding_option="zero"), boundary_check=(0,))
+
+
+@triton.jit
+def by_nan_padding(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
+    x = tl.make_block_ptr(x_ptr, (seen,), (1,), (0,), (BLOCK,), (0,))
+    loaded = tl.load(x, boundary_check=(0,), padding_option="nan")
+    tl.atomic_add(y_ptr + tl.arange(0, BLOCK), loaded, mask=tl.arange(0, BLOCK) < n)
+
+
+@triton.jit
+def by_descriptors(x_ptr, y_ptr, n, seen, BLOCK: tl.constexpr):
+    x = tl.make_tensor_descriptor(x_ptr, shape=[1, seen], strides=[seen, 1], block_shape=[1, BLOCK])
+    y = tl.make_tensor_descriptor(y_ptr, [1, n], [n, 1], [1, BLOCK])
+    y.store([0, 0], x.load([0, 0]))
+
+
+FORMS = [by_pointers, by_block_pointers, by_nan_padding, by_descriptors]
+
+
+@pytest.mark.parametrize("kernel", FORMS)
+def test_a_right_kernel_passes(kernel, capsys):
+    x, y = torch.randn(20), torch.zeros(20)
+    with step("copy") as check:
+        kernel[1,](x, y, 20, 20, BLOCK=32)
+        check.close("a copy", y, x)
+    assert capsys.readouterr().out == "✓ a copy\ncopy: right\n"
+
+
+@pytest.mark.parametrize("kernel", FORMS)
+def test_one_that_reaches_beyond_is_named(kernel, capsys):
+    with step("copy") as check:
+        kernel[1,](torch.randn(20), torch.zeros(20), 20, 24, BLOCK=32)
+    assert check.passed is False
+    assert f"{kernel.__name__} loads 4 numbers outside its tensors" in capsys.readouterr().out
+
+
+@triton.jit
+def by_table(table_ptr, y_ptr):
+    at = tl.arange(0, 4)
+    x_ptr = tl.load(table_ptr).to(tl.pointer_type(tl.float32))
+    tl.store(y_ptr + at, tl.load(x_ptr + at))
+
+
+def test_a_table_of_addresses_is_not_watched(capsys):
+    x, y = torch.randn(4), torch.zeros(4)
+    with step("copy") as check:
+        by_table[1,](torch.tensor([x.data_ptr()]), y)
+        check.close("a copy", y, x)
+    assert check.passed
+    assert "· by_table: not watched" in capsys.readouterr().out
+
+
+def test_a_watcher_that_fails_does_not_judge(monkeypatch, capsys):
+    x, y = torch.randn(20), torch.zeros(20)
+    monkeypatch.setattr(bounds, "_extents", lambda arguments: 1 / 0)
+    with step("copy") as check:
+        by_pointers[1,](x, y, 20, 20, BLOCK=32)
+        check.close("a copy", y, x)
+    assert check.passed
+    assert "· by_pointers: not watched" in capsys.readouterr().out
+
+
+def test_another_interpreter_is_not_watched(monkeypatch, capsys):
+    monkeypatch.delattr(interpreter.GridExecutor, "_init_args_hst")
+    with step("copy") as check:
+        check("it goes on", True)
+    assert check.passed
+    assert "not watched" in capsys.readouterr().out
