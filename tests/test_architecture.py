@@ -1,4 +1,4 @@
-"""Rooms of the library: what may import what, what a room offers, what the registry names."""
+"""Rooms of the library: what may import what, what a room offers."""
 
 import ast
 from collections import Counter
@@ -10,9 +10,9 @@ import nbformat
 import pytest
 from library_imports import imported
 
-from cs336_systems import names
+import cs336_systems
 
-PACKAGE = Path(names.__file__).parent
+PACKAGE = Path(cs336_systems.__file__).parent
 NOTEBOOKS = sorted((PACKAGE.parents[1] / "notebooks").glob("*.ipynb"))
 ROOMS = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
 # A room imports from those before it, and from itself; all that is not listed is the core.
@@ -76,22 +76,6 @@ def test_a_room_offers_what_it_lists(name):
     missing = [offered for offered in module.__all__ if not hasattr(module, offered)]
     assert missing == []
     assert len(set(module.__all__)) == len(module.__all__)
-
-
-def registered():
-    for kind in ("ATTENTION", "WRAPPERS"):
-        for name, entry in getattr(names, kind).items():
-            needs_triton = names.TRITON in getattr(entry, "needs", ())
-            skip = pytest.mark.skipif(needs_triton and find_spec("triton") is None, reason="needs triton")
-            yield pytest.param(entry.function, id=f"{kind}-{name}", marks=skip)
-    for name, strategy in names.SHARDINGS.items():
-        for function in filter(None, (strategy.wrapper, strategy.optimizer)):
-            yield pytest.param(function, id=f"SHARDINGS-{name}-{function.rpartition(':')[2]}")
-
-
-@pytest.mark.parametrize("function", list(registered()))
-def test_what_the_registry_names_can_be_loaded(function):
-    assert callable(names.load(function))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -1,7 +1,6 @@
 """Every model size of both editions of the assignment: the only place where dimensions are written down."""
 
 from dataclasses import dataclass
-from numbers import Integral
 
 
 @dataclass(frozen=True)
@@ -63,10 +62,3 @@ def model_size(name: str, edition: int = 2025) -> ModelConfig:
         allowed = ", ".join(sizes)
         raise ValueError(f"model size {name!r} is not in edition {edition}{hint}; allowed: {allowed}")
     return sizes[name]
-
-
-def check_positive_integers(**values: int) -> None:
-    """Refuse a dimension that is none, with a ValueError that names it."""
-    for name, value in values.items():
-        if not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"{name} must be a positive integer; got {value!r}")

@@ -14,8 +14,9 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cs336_systems.arguments import check_positive_integers
 from cs336_systems.attention import attention
-from cs336_systems.configs import ModelConfig, check_positive_integers
+from cs336_systems.configs import ModelConfig
 from cs336_systems.functional import at_least_float32, silu
 
 Device = torch.device | str | None

@@ -8,7 +8,7 @@ _EXPORTS = {
     "answers": "Claim answer between claim gib ms note_kernels one percent plural ratio_text show_source",
     "compare": "beside_reference longest_warmup published_rows side_by_side times_in with_model with_wrapper",
     "files": "REPOSITORY_FIGURES figures_dir find",
-    "labels": "MISSING SCOPES column_label context_label named_value ordered significant value_label",
+    "labels": "MISSING column_label context_label named_value ordered significant value_label",
     "machine": "MachineCard load_card machine_card",
     "page": "Page",
     "plots": "bars heatmap lines ratio stacked_bars tradeoff waterfall",

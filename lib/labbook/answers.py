@@ -13,7 +13,6 @@ from html import escape
 import numpy as np
 import pandas as pd
 
-from cs336_systems import names
 from labbook.frames import varying_values
 from labbook.labels import significant
 
@@ -85,8 +84,9 @@ def note_kernels(*frames: pd.DataFrame) -> None:
         frames: rows as loaded, with their provenance. Of a table with implementations only the rows of ours.
     """
     from cs336_systems.attention import kernel_digest
+    from cs336_systems.attention.implementations import ATTENTION, TRITON
 
-    ours = [name for name, entry in names.ATTENTION.items() if names.TRITON in entry.needs]
+    ours = [name for name, entry in ATTENTION.items() if TRITON in entry.needs]
     rows = pd.concat([frame.loc[_runs(frame, ours), "kernels"] for frame in frames])
     sources = rows.fillna("").str[:8].value_counts().to_dict()
     today = kernel_digest()[:8]

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from cs336_systems import names
 from cs336_systems.configs import model_size
 from labbook.labels import value_label
 from labbook.rows import load_rows, published
@@ -96,5 +95,4 @@ def with_model(frame: pd.DataFrame) -> pd.DataFrame:
 
 def with_wrapper(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of data-parallel training with a column `wrapper`: by its label."""
-    labels = {name: wrapper.label for name, wrapper in (names.WRAPPERS | names.SHARDINGS).items()}
-    return frame.assign(wrapper=frame["implementation"].replace(labels))
+    return frame.assign(wrapper=frame["implementation"].map(value_label))

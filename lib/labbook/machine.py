@@ -11,10 +11,12 @@ from pathlib import Path
 
 import torch
 
-from cs336_systems.names import DTYPES, torch_dtype
 from labbook.files import COMMITTED, REPOSITORY_FIGURES, figures_dir, find, write_atomically
 from labbook.requirements import GIB, core_count, memory_bytes, why_no_tf32
 from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
+
+_DTYPES = {"float32": torch.float32, "tf32": torch.float32}
+_DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def _describe(device: torch.device) -> dict:
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
     """Rate of a large square matmul for each dtype that the device is made for, on random numbers."""
     rates: dict[str, float] = {}
-    for dtype in DTYPES:
+    for dtype in _DTYPES:
         if dtype == "tf32" and why_no_tf32(device):
             continue
         if device.type == "cuda":
@@ -167,7 +169,7 @@ def _matmul_tflops(device: torch.device) -> dict[str, float]:
 
 def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> float:
     """TFLOP/s of one (size, size) by (size, size) matmul: 2 size^3 operations in the median time."""
-    a, b = (torch.randn(size, size, device=device, dtype=torch_dtype(dtype)) for _ in range(2))
+    a, b = (torch.randn(size, size, device=device, dtype=_DTYPES[dtype]) for _ in range(2))
     out = torch.empty_like(a)
     with matmul_precision(dtype):
         timing = time_steps(lambda: torch.mm(a, b, out=out), device=device, warmup_steps=3, steps=steps)

@@ -18,12 +18,11 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
-from cs336_systems.names import BLUE, GREEN, VERMILLION
 from labbook import figure, labels
 from labbook.figure import Drawing, panels_of, plain_numbers, plot, sheet
 from labbook.frames import compared, key_columns, require_one_row_each
 from labbook.labels import STATUS_LABELS, column_label, ordered, significant, value_label
-from labbook.style import INK, MUTED, PAPER, ZONE, machine_looks, palette
+from labbook.style import BLUE, GREEN, INK, MUTED, PAPER, VERMILLION, ZONE, machine_looks, palette
 
 _BAND = ("p20_ms", "p80_ms")
 _MANY_POINTS = 40  # beyond which markers would hide their line

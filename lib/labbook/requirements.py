@@ -8,8 +8,6 @@ from pathlib import Path
 import psutil
 import torch
 
-from cs336_systems import names
-
 GIB = 2**30
 
 
@@ -69,15 +67,3 @@ def why_no_triton(device: torch.device) -> str:
     if device.type == "cuda" or INTERPRETED:
         return ""
     return "where there is a GPU our kernels run on it; on a CPU in the interpreter (TRITON_INTERPRET=1)"
-
-
-def why_no_attention(name: str, dtype: str, device: torch.device) -> str:
-    """Why one of names.ATTENTION cannot run in this dtype on the device; others need nothing."""
-    needs = names.ATTENTION[name].needs if name in names.ATTENTION else frozenset()
-    if names.SIXTEEN_BITS in needs and names.DTYPES[dtype].bytes != 2:
-        return f"{name} takes 16-bit tensors only"
-    return (
-        (why_no_tf32(device) if dtype == "tf32" else "")
-        or (why_no_compile(device) if names.COMPILER in needs else "")
-        or (why_no_triton(device) if names.TRITON in needs else "")
-    )

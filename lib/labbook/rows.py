@@ -18,7 +18,6 @@ from typing import Any
 import pandas as pd
 import torch
 
-from cs336_systems.names import ATTENTION, TRITON, check_choice
 from labbook import files
 from labbook import machine as here
 from labbook.files import REPOSITORY_FIGURES, figures_dir, find
@@ -26,7 +25,7 @@ from labbook.schema import COLUMNS, TABLES
 from labbook.validation import Row, RowError, check_batch, checked
 
 # What runs our attention kernels: these implementations, and these tables.
-_WITH_KERNELS = {name for name, implementation in ATTENTION.items() if TRITON in implementation.needs}
+_WITH_KERNELS = ("flash_compiled", "flash_triton")
 _OF_KERNELS = ("tile_times", "kernel_resources")
 _REPAIR = "restore the file from git, or move it away and measure again"
 
@@ -103,7 +102,7 @@ def published(name: str) -> pd.DataFrame:
     path = find("published", f"{name}.csv")
     if not path.is_file():
         tables = sorted(file.stem for file in (REPOSITORY_FIGURES / "published").glob("*.csv"))
-        check_choice("published table", name, tables)
+        _check_choice("published table", name, tables)
     return pd.read_csv(path)
 
 
@@ -113,8 +112,13 @@ def _path(root: Path, machine: str, slug: str, table: str) -> Path:
             raise ValueError(
                 f"{what} {name!r} cannot name a folder; allowed: letters, digits, '.', '_' and '-'"
             )
-    check_choice("table", table, TABLES)
+    _check_choice("table", table, TABLES)
     return root / machine / slug / f"{table}.csv"
+
+
+def _check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{what} {value!r} is unknown; allowed: {', '.join(allowed)}")
 
 
 def _name(path: Path) -> str:

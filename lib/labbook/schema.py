@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems import names
-
 STATUSES = ("ok", "oom", "skipped", "error")
 _PROTOCOLS = ("do_bench", "cuda_graph", "wall_clock", "leaderboard")
-_DTYPES = tuple(names.DTYPES)
+_DTYPES = ("float32", "tf32", "bfloat16", "float16")
+_PASSES = ("forward", "backward", "forward_backward", "train_step")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 _MOMENTS = ("initialised", "before step", "after step", "peak")
 _LANES = ("compute", "communication", "NVTX", "CUDA API", "kernels")
 _COMPARED = ("weights", "replicas")
@@ -111,7 +111,7 @@ class Table:
 # fmt: off
 COLUMNS: dict[str, Column] = {
     # What was measured.
-    "implementation": Column(str, "what ran: a name from the tables in names.py"),
+    "implementation": Column(str, "what ran"),
     "attention": Column(str, "attention implementation inside a model"),
     "edition": Column(int, "edition of the assignment"),
     "model_size": Column(str, "name of the model's size in its edition"),
@@ -124,7 +124,7 @@ COLUMNS: dict[str, Column] = {
     "d_head": Column(int, "width of one attention head"),
     "is_causal": Column(bool, "a query sees only keys up to its own position"),
     "dtype": Column(str, "tf32: float32, TF32 matmuls; 16 bits of a model: autocast", allowed=_DTYPES),
-    "pass": Column(str, "what one step does", allowed=tuple(names.PASSES)),
+    "pass": Column(str, "what one step does", allowed=_PASSES),
     "warmup_steps": Column(int, "steps run before the measured ones"),
     "synchronized": Column(bool, "the clock stopped only when the step's kernels were done"),
     "step_index": Column(int, "number of a step in its run, from 0; of training, from 1"),
@@ -137,7 +137,7 @@ COLUMNS: dict[str, Column] = {
     "backend": Column(str, "communication backend"),
     "rank": Column(int, "which process of a group"),
     "bucket_size_mb": Column(float, "largest gradient bucket", "MB"),
-    "collective": Column(str, "collective operation", allowed=tuple(names.COLLECTIVES)),
+    "collective": Column(str, "collective operation", allowed=_COLLECTIVES),
     "message_mb": Column(float, "largest buffer of a collective on one rank", "MB"),
     "optimizer": Column(str, "optimizer of a training run"),
     "compared": Column(str, "weights with one process's, replicas with each other", allowed=_COMPARED),

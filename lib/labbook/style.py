@@ -7,9 +7,16 @@ import numpy as np
 import seaborn as sns
 from matplotlib.colors import to_hex
 
-from cs336_systems.names import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from labbook.labels import family_of, ordered
 
+# Okabe & Ito, "Color Universal Design" (2008), told apart with every kind of colour vision; and three more.
+BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
+VERMILLION, PURPLE, BLACK, GREY = "#D55E00", "#CC79A7", "#22272E", "#6B7077"
+WINE, BROWN, YELLOW = "#7A1F5C", "#604418", "#F0E442"
+COLORS = {
+    "blue": BLUE, "sky": SKY, "green": GREEN, "orange": ORANGE, "vermillion": VERMILLION, "purple": PURPLE,
+    "black": BLACK, "grey": GREY, "wine": WINE, "brown": BROWN, "yellow": YELLOW,
+}  # fmt: skip
 INK, MUTED, GRID, PAPER = BLACK, "#6B7280", "#E5E7EB", "#FFFFFF"
 ZONE = "#F3F4F6"  # where nothing could be measured
 _FRAME = "#C4C9D1"
@@ -39,10 +46,12 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
     values = ordered(values, column)
     if column == "where":
         return {where: _MACHINES[where.partition(":")[0]] for where in values}
-    if column in ("model_size", "model") or (len(values) > 1 and not any(isinstance(v, str) for v in values)):
-        return dict(zip(values, ramp(len(values)), strict=True))
     family = family_of(values, column)
-    fixed = {value: family[value].color for value in values if value in family}
+    if family and not any(named.color for named in family.values()):
+        return dict(zip(values, ramp(len(values)), strict=True))
+    if len(values) > 1 and not any(isinstance(value, str) for value in values):
+        return dict(zip(values, ramp(len(values)), strict=True))
+    fixed = {value: COLORS[family[value].color] for value in values if value in family}
     spare = cycle([color for color in _SPARE if color not in fixed.values()] or _SPARE)
     return {value: fixed.get(value) or next(spare) for value in values}
 

@@ -10,9 +10,12 @@ from memory_probes import LiveBytes, saved_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems import accounting, names
+from cs336_systems import accounting
+from cs336_systems.accounting.flops import PASSES
+from cs336_systems.attention.implementations import ATTENTION_PASSES
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.configs import MODEL_SIZES, ModelConfig, model_size
+from cs336_systems.dtypes import DTYPES, torch_dtype
 from cs336_systems.functional import cross_entropy
 from cs336_systems.measure.model_steps import autocast
 from cs336_systems.model import TransformerLM, build_model
@@ -109,7 +112,7 @@ def test_flops_breakdown_is_that_of_the_modules():
 
 
 def test_passes_add_up():
-    flops = {pass_: accounting.step_flops(TINY, 2, 16, pass_) for pass_ in names.PASSES}
+    flops = {pass_: accounting.step_flops(TINY, 2, 16, pass_) for pass_ in PASSES}
     assert flops["forward_backward"] == flops["forward"] + flops["backward"] == 3 * flops["forward"]
     assert flops["train_step"] == flops["forward_backward"] + accounting.optimizer_flops(TINY)
 
@@ -144,7 +147,7 @@ def test_static_bytes_are_those_of_a_training_step():
     config=small_configs,
     batch_size=st.integers(1, 3),
     context_length=st.integers(2, 24),
-    dtype=st.sampled_from(sorted(names.DTYPES)),
+    dtype=st.sampled_from(sorted(DTYPES)),
 )
 def test_activation_bytes_are_what_autograd_saves(config, batch_size, context_length, dtype):
     model = build_model(config, context_length)
@@ -211,7 +214,7 @@ def test_peak_bytes_with_checkpoints_are_what_lives_at_once(size, context_length
 
 def an_attention_problem(batch_size: int, context_length: int, d_head: int, dtype: str):
     shape = (batch_size, context_length, d_head)
-    return tuple(torch.randn(shape, dtype=names.torch_dtype(dtype), requires_grad=True) for _ in range(3))
+    return tuple(torch.randn(shape, dtype=torch_dtype(dtype), requires_grad=True) for _ in range(3))
 
 
 @settings(max_examples=25)
@@ -219,7 +222,7 @@ def an_attention_problem(batch_size: int, context_length: int, d_head: int, dtyp
     batch_size=st.integers(1, 4),
     context_length=st.integers(2, 40),
     d_head=st.integers(1, 24),
-    dtype=st.sampled_from(sorted(names.DTYPES)),
+    dtype=st.sampled_from(sorted(DTYPES)),
     is_causal=st.booleans(),
 )
 def test_attention_saved_bytes_are_what_autograd_saves(batch_size, context_length, d_head, dtype, is_causal):
@@ -255,7 +258,7 @@ def test_fused_attention_counts_the_scores_not_masked_and_each_tensor_once(is_ca
     scores = 3 * sum(1 for i in range(13) for j in range(13) if j <= i or not is_causal)
     assert accounting.flash_scores(3, 13, is_causal) == scores
     # 4 d a score forward, and with the backward 3.5 times that (Dao 2023, section 4.1).
-    flops = {p: accounting.flash_flops(3, 13, 64, p, is_causal) for p in names.ATTENTION_PASSES}
+    flops = {p: accounting.flash_flops(3, 13, 64, p, is_causal) for p in ATTENTION_PASSES}
     assert flops["forward"] == 4 * 64 * scores
     assert flops["forward_backward"] == flops["forward"] + flops["backward"] == 3.5 * flops["forward"]
     tensor, rows = 3 * 13 * 64 * 2, 3 * 13 * 4  # bfloat16 of q, float32 of a logsumexp

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs336_systems.accounting.collective_costs import (
+    COLLECTIVES,
     algorithm_bandwidth_gbps,
     best_bucket_bytes,
     bus_bandwidth_gbps,
@@ -19,7 +20,6 @@ from cs336_systems.accounting.collective_costs import (
     ring_seconds,
     torch_bucket_bytes,
 )
-from cs336_systems.names import COLLECTIVES
 
 RANKS = st.integers(2, 64)
 BYTES = st.floats(1, 1e12)

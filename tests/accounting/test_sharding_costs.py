@@ -5,13 +5,13 @@ import pytest
 
 from cs336_systems.accounting import sharding_costs
 from cs336_systems.accounting.flops import parameter_count
+from cs336_systems.accounting.sharding_costs import STRATEGIES
 from cs336_systems.bench import benchmark_sharding
 from cs336_systems.configs import ModelConfig, model_size
 from cs336_systems.model import build_model
-from cs336_systems.names import SHARDINGS
 
 XL = model_size("xl", 2025)
-FSDP = [name for name, strategy in SHARDINGS.items() if "parameters" in strategy.shards]
+FSDP = [name for name, strategy in STRATEGIES.items() if "parameters" in strategy.shards]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_the_states_that_a_step_ends_with_add_up_as_in_the_paper():
                 for category, size in sharding_costs.held_bytes(XL, name, ranks, 4, 512)["after step"].items()
                 if category != "rest"
             )
-            for name in SHARDINGS
+            for name in STRATEGIES
         }
         assert ended["ddp"] == pytest.approx(4 * whole, rel=1e-3)
         assert ended["zero"] == ended["sharded"] == pytest.approx(2 * whole + 2 * whole / ranks, rel=1e-3)
@@ -47,7 +47,7 @@ def test_the_step_sends_what_the_paper_says():
     whole = 4 * parameter_count(XL)
     for ranks in (2, 8):
         around = (ranks - 1) / ranks
-        sent = {name: sharding_costs.sent_bytes(XL, name, ranks) for name in SHARDINGS}
+        sent = {name: sharding_costs.sent_bytes(XL, name, ranks) for name in STRATEGIES}
         assert sent["ddp"] == {"all_reduce": 2 * around * whole}
         assert sent["zero"] == {"all_reduce": 2 * around * whole, "broadcast": around * whole}
         for name in FSDP:
@@ -57,7 +57,7 @@ def test_the_step_sends_what_the_paper_says():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", SHARDINGS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_memory_is_what_two_ranks_hold(measured, strategy, dtype):
     rows = measured["sharding_memory"].query("implementation == @strategy and dtype == @dtype")
     assert list(rows["moment"].unique()) == list(sharding_costs.MOMENTS)
@@ -71,10 +71,10 @@ def test_memory_is_what_two_ranks_hold(measured, strategy, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", SHARDINGS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_messages_are_what_two_ranks_send(measured, strategy, dtype):
     rows = measured["sharding_messages"].query("implementation == @strategy and dtype == @dtype")
-    assert set(rows["collective"]) >= set(SHARDINGS[strategy].sends)
+    assert set(rows["collective"]) >= set(STRATEGIES[strategy].sends)
     assert rows["predicted_sent_mb"].to_numpy() == pytest.approx(
         rows["sent_mb"].to_numpy(), rel=5e-3, abs=1e-4
     )
@@ -115,7 +115,7 @@ def test_units_are_gathered_in_the_order_of_the_model(strategy):
     assert units["backward"] == {
         name: size for name, size in reversed(units["forward"].items()) if name in units["backward"]
     }
-    if SHARDINGS[strategy].unit == "block":
+    if STRATEGIES[strategy].unit == "block":
         assert order == sorted(order)
     sent = sharding_costs.sent_bytes(config, strategy, 2)
     gathered = sum(sum(of_pass.values()) for of_pass in units.values())

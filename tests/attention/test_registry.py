@@ -6,15 +6,13 @@ import pytest
 import torch
 
 from cs336_systems import attention as attention_room
-from cs336_systems import names
 from cs336_systems.attention import attention, digest
-from cs336_systems.attention.baselines import sdpa_backend
+from cs336_systems.attention.implementations import ATTENTION, TRITON, Implementation, sdpa_backend
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import check_attention
-from labbook.labels import family_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IN_MODEL = [name for name, entry in names.ATTENTION.items() if entry.in_model]
+IN_MODEL = [name for name, entry in ATTENTION.items() if entry.in_model]
 
 
 def random_inputs(*shape, n_keys=None):
@@ -24,7 +22,7 @@ def random_inputs(*shape, n_keys=None):
 
 @pytest.mark.parametrize("implementation", ["auto", *IN_MODEL])
 def test_all_compute_the_same(implementation):
-    if implementation in names.ATTENTION and names.TRITON in names.ATTENTION[implementation].needs:
+    if implementation in ATTENTION and TRITON in ATTENTION[implementation].needs:
         pytest.importorskip("triton")
     q, k, v = random_inputs(2, 2, 20, 16, n_keys=30)
     output = attention(q, k, v, is_causal=True, implementation=implementation)
@@ -45,17 +43,16 @@ def negated(q, k, v, is_causal=False):
 
 
 def test_a_new_implementation_is_one_line(monkeypatch):
-    """As if its author had written a file, this one, and a line in names.ATTENTION."""
-    line = names.Attention("Negated", "#123456", f"{__name__}:negated", in_model=True)
-    monkeypatch.setitem(names.ATTENTION, "negated", line)
-    monkeypatch.setattr(names, "MODEL_ATTENTION", (*names.MODEL_ATTENTION, "negated"))  # as on import
+    """As if its author had written a file, this one, and a line in ATTENTION."""
+    line = Implementation(lambda: negated, in_model=True)
+    monkeypatch.setitem(ATTENTION, "negated", line)
+    monkeypatch.setattr(attention_room, "MODEL_ATTENTION", (*attention_room.MODEL_ATTENTION, "negated"))
     q, k, v = random_inputs(2, 9, 4)
     torch.testing.assert_close(attention(q, k, v, implementation="negated"), -plain_attention(q, k, v))
     with pytest.raises(AssertionError, match="O of case"):
         check_attention("negated")
     with pytest.raises(ValueError, match=r"unknown.*auto.*negated"):
         attention(q, k, v, implementation="unknown")
-    assert family_of(["sdpa", "negated"], "implementation")["negated"] is line
 
 
 @pytest.mark.parametrize("shape", [(40, 16), (2, 1, 3, 40, 16)], ids=lambda shape: f"{len(shape)} dimensions")

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
-from cs336_systems import accounting, names
+from cs336_systems import accounting
 from cs336_systems.attention import plain
+from cs336_systems.attention.implementations import ATTENTION, COMPILER
 from cs336_systems.bench.attention_bench import sweep_attention
+from cs336_systems.dtypes import torch_dtype
 from labbook import timing
 from labbook.requirements import why_no_compile
 from labbook.timing import MIB, release_memory
@@ -30,7 +32,7 @@ def benchmark_attention(**options) -> dict:
 def test_each_pass_is_timed_and_saves_what_the_closed_form_says(pass_, dtype, is_causal):
     row = benchmark_attention(**RUN, pass_=pass_, dtype=dtype, is_causal=is_causal)
     saved = accounting.attention_saved_bytes(2, 64, 16, dtype, is_causal)
-    output = 2 * 64 * 16 * names.DTYPES[dtype].bytes
+    output = 2 * 64 * 16 * torch_dtype(dtype).itemsize
     assert (row["status"], row["steps"], row["pass"], row["is_causal"]) == ("ok", 2, pass_, is_causal)
     assert row["saved_for_backward_mib"] * MIB == saved
     assert row["memory_before_backward_mib"] * MIB == saved + output
@@ -68,15 +70,15 @@ def test_the_sweep_goes_on_after_running_out_of_memory(monkeypatch):
     assert "8.00 GiB" in cells[0][0]["reason"]
 
 
-@pytest.mark.parametrize("name", names.ATTENTION)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_every_attention_of_the_registry_gives_a_row(name):
     """Where it cannot run the row says why; on a machine without a compiler that is half of them."""
-    needs_compiler = names.COMPILER in names.ATTENTION[name].needs
+    needs_compiler = COMPILER in ATTENTION[name].needs
     if needs_compiler and not why_no_compile(torch.device("cpu")):
         pytest.skip("compiling it takes long; the GPU test below does")
     row = benchmark_attention(**RUN, implementation=name, is_causal=True)
     assert row["status"] == "ok" or row["reason"]
-    if not names.ATTENTION[name].needs and not names.ATTENTION[name].sdpa_backend:
+    if not ATTENTION[name].needs and not ATTENTION[name].sdpa_backend:
         assert row["status"] == "ok", row["reason"]
 
 

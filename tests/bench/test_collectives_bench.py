@@ -4,8 +4,8 @@ import bench_workers
 import pytest
 
 from cs336_systems.accounting import bus_factor
+from cs336_systems.accounting.collective_costs import COLLECTIVES
 from cs336_systems.bench import benchmark_collectives
-from cs336_systems.names import COLLECTIVES
 from cs336_systems.parallel import launch, stream
 from labbook import save_rows
 

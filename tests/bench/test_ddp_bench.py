@@ -3,7 +3,7 @@
 import pytest
 
 from cs336_systems.bench import DDP_SLUGS, benchmark_ddp
-from cs336_systems.names import WRAPPERS
+from cs336_systems.parallel.strategies import WRAPPERS
 from labbook import save_rows
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cs336_systems import names
 from cs336_systems.attention.baselines import sdpa as right
+from cs336_systems.attention.implementations import ATTENTION
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, Cell, time_cell, why_wrong
 
@@ -130,7 +130,7 @@ def test_the_leaderboard_tells_backends_apart():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", names.ATTENTION)
+@pytest.mark.parametrize("name", ATTENTION)
 def test_every_implementation_on_a_gpu(name):
     rows = time_cell(Cell(name, 1024, 64))
     assert statuses(rows) == {"ok"}

@@ -4,13 +4,14 @@ import pandas as pd
 import pytest
 import sharding_workers
 
+from cs336_systems.accounting.sharding_costs import SHARDED
 from cs336_systems.bench import SHARDING_SLUG, already_measured, benchmark_sharding, profile_sharding
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import model_size
 from cs336_systems.measure.gathers import gather_times
 from cs336_systems.measure.profile import Profile, ProfileError
-from cs336_systems.names import SHARDED, SHARDINGS
 from cs336_systems.parallel import launch
+from cs336_systems.parallel.strategies import SHARDINGS
 from labbook import load_rows, save_rows
 
 SMALL = {"backend": "gloo", "context_length": 8, "batch_size": 2}

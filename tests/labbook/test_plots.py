@@ -8,12 +8,11 @@ from matplotlib.lines import Line2D
 from matplotlib.text import Text
 
 from cs336_systems.measure.kernel_names import CLASSES
-from cs336_systems.names import ATTENTION
 from labbook import bars, heatmap, lines, ratio, stacked_bars, tradeoff
-from labbook.labels import FAMILIES
+from labbook.style import BLUE, VERMILLION
 
 BY_CONTEXT = {"x": "context_length", "hue": "implementation"}
-PLAIN, COMPILED = ATTENTION["plain"].color.lower(), ATTENTION["compiled"].color.lower()
+PLAIN, COMPILED = BLUE.lower(), VERMILLION.lower()
 
 
 @pytest.fixture
@@ -203,7 +202,7 @@ def test_stacks_add_up_ranges_from_the_first_class_on(shares):
     chart = stacked_bars(shares, "context_length")
     first = chart.axes[0].containers[0]
     assert first.datavalues.tolist() == [80, 160]
-    assert to_hex(first[0].get_facecolor()) == FAMILIES["class"][0][CLASSES[0]].color.lower()
+    assert to_hex(first[0].get_facecolor()) == BLUE.lower()
     assert first[0].get_y() == 0
     assert {"100 ms", "200 ms"} <= set(texts(chart))
     assert legend(chart) == list(CLASSES)

@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 
-from cs336_systems.names import GREEN, VERMILLION
 from cs336_systems.report import limit_lines, region, ring_timeline
+from labbook.style import GREEN, VERMILLION
 
 
 def ratios(devices, batches):

@@ -10,7 +10,7 @@ from matplotlib.text import Text
 from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.report import kernel_timeline, memory_timeline, nsys_timeline, overlap_timeline
 from cs336_systems.report.timelines import CALLS, EXPOSED, HIDDEN, STAGES
-from labbook.labels import FAMILIES
+from labbook.style import GREEN, WINE
 
 
 @pytest.fixture
@@ -75,9 +75,8 @@ def test_kernels_are_on_their_streams_under_the_host_s_ranges(step):
     assert lanes(chart) == ["host: step", "host: stage", "host: block", "stream 7", "stream 20"]
     assert {"A step", "measure", "forward", "backward", "layers.0"} <= set(texts(chart))
     assert legend(chart) == ["attention", "softmax", "communication"]
-    colors = FAMILIES["class"][0]
-    assert spans(chart, colors["attention"].color) == [(2, 5)]
-    assert spans(chart, colors["communication"].color) == [(6, 9)]
+    assert spans(chart, GREEN) == [(2, 5)]
+    assert spans(chart, WINE) == [(6, 9)]
     late = kernel_timeline(*step, depth=1, between_ms=(6, 9))
     assert lanes(late) == ["host: step", "host: stage", "stream 20"]
     assert legend(late) == ["communication"]

@@ -4,9 +4,8 @@ A 16-bit type means that the tensors themselves have it; the softmax inside is f
 "sequence" of fused attention is one head of one batch entry.
 """
 
-from cs336_systems import names
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, dtype_bytes
-from cs336_systems.configs import check_positive_integers
+from cs336_systems.arguments import check_choice, check_positive_integers
 
 # Fused attention: matmuls, and tensors as large as q that it reads or writes.
 _MATMULS = {"forward": 2, "backward": 5, "forward_backward": 7}
@@ -152,4 +151,4 @@ def flash_bytes(
 
 def _check(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> None:
     check_positive_integers(batch_size=batch_size, context_length=context_length, d_head=d_head)
-    names.check_choice("pass of attention", pass_, names.ATTENTION_PASSES)
+    check_choice("pass of attention", pass_, _MATMULS)

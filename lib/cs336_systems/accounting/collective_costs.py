@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from cs336_systems.configs import check_positive_integers
-from cs336_systems.names import COLLECTIVES, check_choice
+from cs336_systems.arguments import check_choice, check_positive_integers
 
 MB = 2**20
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 
 def bus_factor(collective: str, world_size: int) -> float:

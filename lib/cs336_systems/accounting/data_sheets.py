@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from cs336_systems.names import check_choice
+from cs336_systems.arguments import check_choice
 
 _TABLE = Path(__file__).resolve().parents[3] / "figures" / "published" / "hardware.csv"
 

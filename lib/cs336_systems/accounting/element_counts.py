@@ -1,15 +1,16 @@
 """How many elements the tensors of a step have: the words in which the memory formulas are written."""
 
-from cs336_systems import names
-from cs336_systems.configs import ModelConfig, check_positive_integers
+from cs336_systems.arguments import check_choice, check_positive_integers
+from cs336_systems.configs import ModelConfig
+from cs336_systems.dtypes import DTYPES
 
-DTYPE_BYTES = {name: dtype.bytes for name, dtype in names.DTYPES.items()}
+DTYPE_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 FLOAT32_BYTES = DTYPE_BYTES["float32"]
 
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of an element."""
-    names.check_choice("dtype", dtype, DTYPE_BYTES)
+    check_choice("dtype", dtype, DTYPE_BYTES)
     return DTYPE_BYTES[dtype]
 
 

@@ -5,12 +5,13 @@ matmul of an (m, k) and a (k, n) matrix counts 2 m k n operations: a multiplicat
 term.
 """
 
-from cs336_systems import names
 from cs336_systems.accounting.element_counts import Elements
+from cs336_systems.arguments import check_choice
 from cs336_systems.configs import ModelConfig
 
 # One AdamW update of one number, as `optimizer.AdamW` does it: decay 1, mean 3, mean square 4, root 1,
 # bias correction 1, epsilon 1, step 3.
+PASSES = ("forward", "backward", "forward_backward", "train_step")
 ADAMW_FLOPS_PER_PARAMETER = 14
 
 
@@ -68,7 +69,7 @@ def optimizer_flops(config: ModelConfig) -> int:
 
 def step_flops(config: ModelConfig, batch_size: int, context_length: int, pass_: str) -> int:
     """Operations of one measured step: "backward" is alone, "train_step" is with the optimizer."""
-    names.check_choice("pass", pass_, names.PASSES)
+    check_choice("pass", pass_, PASSES)
     forward = forward_flops(config, batch_size, context_length)
     times = {"forward": 1, "backward": 2}.get(pass_, 3)
     return times * forward + (optimizer_flops(config) if pass_ == "train_step" else 0)

@@ -10,10 +10,10 @@ the allocator and the matrix library keep for themselves.
 
 from itertools import takewhile
 
-from cs336_systems import names
 from cs336_systems.accounting.checkpoint_costs import Held, Plan, held_after_forward, held_in_backward
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Elements
-from cs336_systems.accounting.flops import parameter_count
+from cs336_systems.accounting.flops import PASSES, parameter_count
+from cs336_systems.arguments import check_choice
 from cs336_systems.configs import ModelConfig
 
 
@@ -124,7 +124,7 @@ def peak_moments(
     plan: Plan | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes alive at each moment that can be the peak; which one it is depends on the shape."""
-    names.check_choice("pass", pass_, names.PASSES)
+    check_choice("pass", pass_, PASSES)
     n = Elements(config, batch_size, context_length, dtype)
     plan = tuple(range(n.layers)) if plan is None else plan
     resident = parameter_bytes(config)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from cs336_systems.names import check_choice
+from cs336_systems.arguments import check_choice
 
 SIMULATED = ("all_reduce", "all_gather", "reduce_scatter")
 ALGORITHMS = ("ring", "whole_ring", "halving", "tree", "torus")

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import sympy as sp
 
-from cs336_systems.names import check_choice
+from cs336_systems.arguments import check_choice
 
 B, D, F = sp.symbols("B D F", positive=True)  # tokens of the whole batch, d_model, d_ff
 N, X, Y = sp.symbols("N X Y", positive=True)  # devices: all, along the axis of data, along that of tensors
@@ -171,7 +171,7 @@ def memory_bytes(scheme: str) -> dict[str, sp.Expr]:
 
     Training with AdamW on float32 copies of the weights; activations as autograd saves them around torch's
     silu: x, w1 x, silu(w1 x), w3 x and silu(w1 x) * w3 x. FSDP holds besides, while the layer is at work, its
-    gathered weights and its whole gradients: "gathered". The others are named as in names.CATEGORIES.
+    gathered weights and its whole gradients: "gathered".
     """
     check_choice("scheme", scheme, SCHEMES)
     sharded = X * Y if "fsdp" in scheme else Y

@@ -15,15 +15,56 @@ because small: temporaries with one number a row, padding, and what the allocato
 for themselves.
 """
 
-from cs336_systems import names
+from dataclasses import dataclass
+
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Elements, dtype_bytes
 from cs336_systems.accounting.flops import parameter_breakdown, parameter_count
 from cs336_systems.accounting.model_memory import saved_by_block, saved_by_head
-from cs336_systems.configs import ModelConfig, check_positive_integers
+from cs336_systems.arguments import check_choice, check_positive_integers
+from cs336_systems.configs import ModelConfig
 
 MOMENTS = ("initialised", "before step", "after step", "peak")
-CATEGORIES = (*names.SHARDED, "rest")
+SHARDED = ("parameters", "gradients", "optimizer state")
+CATEGORIES = (*SHARDED, "rest")
 TOKEN_BYTES = 2 * 8  # an id and a target, 64-bit integers
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a strategy sends and what it shards.
+
+    sends: collectives in which all parameters or all gradients travel in a step.
+    shards: what a rank holds only its share of, of SHARDED. What shards parameters computes in 16 bits
+        itself; the others run the forward under autocast.
+    unit: what is gathered at once, a "weight" or a "block"; "" where nothing is.
+    ahead: how many units are gathered ahead of use in backward.
+    copies: a message is gathered into a buffer, and copied from there to the weights.
+    replicates, stays: parts of the parameters, in the words of `parameter_breakdown`, that are not sharded
+        after all; and that stay gathered from forward to backward.
+    """
+
+    sends: tuple[str, ...]
+    shards: tuple[str, ...] = ()
+    unit: str = ""
+    ahead: int = 0
+    copies: bool = False
+    replicates: tuple[str, ...] = ()
+    stays: tuple[str, ...] = ()
+
+
+_STATE, _FSDP = SHARDED[2:], {"sends": ("all_gather", "reduce_scatter"), "shards": SHARDED}
+_OURS = _FSDP | {"replicates": ("norms",), "stays": ("lm_head",)}
+STRATEGIES: dict[str, Strategy] = {
+    "ddp": Strategy(("all_reduce",)),
+    "zero": Strategy(("all_reduce", "broadcast"), _STATE),
+    "sharded": Strategy(("all_reduce", "all_gather"), _STATE),
+    "sharded_scatter": Strategy(("reduce_scatter", "all_gather"), _STATE),
+    "fsdp2": Strategy(
+        **_FSDP, unit="block", ahead=1, copies=True, stays=("token_embeddings", "norms", "lm_head")
+    ),
+    "fsdp_weight": Strategy(**_OURS, unit="weight", ahead=2),
+    "fsdp_block": Strategy(**_OURS, unit="block", ahead=1),
+}
 
 
 def sent_bytes(
@@ -88,7 +129,7 @@ def held_bytes(
     check_positive_integers(world_size=world_size)
     whole, apart = parameter_count(config), _count(config, entry.replicates)
     shared = FLOAT32_BYTES * (apart + (whole - apart) / world_size)
-    share = {name: shared if name in entry.shards else FLOAT32_BYTES * whole for name in names.SHARDED}
+    share = {name: shared if name in entry.shards else FLOAT32_BYTES * whole for name in SHARDED}
     tokens = TOKEN_BYTES * batch_size * context_length
     held = {
         "parameters": share["parameters"] + FLOAT32_BYTES * context_length * config.d_head,
@@ -97,7 +138,7 @@ def held_bytes(
         "rest": tokens,
     }
     heads_last = device == "cuda" and dtype_bytes(dtype) == FLOAT32_BYTES
-    kernels = {"casts": entry.casts, "fused_attention": True, "heads_last": heads_last}
+    kernels = {"casts": "parameters" in entry.shards, "fused_attention": True, "heads_last": heads_last}
     n = Elements(config, batch_size, context_length, dtype, **kernels)
     moments = peak_moments(n, entry, world_size).values()
     gradients, rest = max(moments, key=sum)
@@ -110,7 +151,7 @@ def held_bytes(
     }
 
 
-def peak_moments(n: Elements, entry: names.Sharding, world_size: int) -> dict[str, tuple[float, float]]:
+def peak_moments(n: Elements, entry: Strategy, world_size: int) -> dict[str, tuple[float, float]]:
     """Bytes of gradients, and of the rest, at each moment that can be the peak.
 
     loss: everything saved, and three temporaries of the logits' size.
@@ -151,6 +192,6 @@ def _count(config: ModelConfig, parts: tuple[str, ...]) -> int:
     return sum(parameter_breakdown(config)[part] for part in parts)
 
 
-def _entry(strategy: str) -> names.Sharding:
-    names.check_choice("implementation", strategy, names.SHARDINGS)
-    return names.SHARDINGS[strategy]
+def _entry(strategy: str) -> Strategy:
+    check_choice("implementation", strategy, STRATEGIES)
+    return STRATEGIES[strategy]

@@ -5,10 +5,11 @@ from importlib.util import find_spec
 
 from torch import Tensor
 
-from cs336_systems import names
+from cs336_systems.arguments import check_choice
 from cs336_systems.attention.config import select_config
 from cs336_systems.attention.digest import kernel_digest
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
+from cs336_systems.attention.implementations import ATTENTION, ATTENTION_PASSES, MODEL_ATTENTION, OURS, TRITON
 from cs336_systems.attention.inputs import DTYPES, MAX_HEAD_SIZE, check_tensors
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.nvtx import annotate
@@ -18,7 +19,10 @@ if HAS_TRITON:
     from cs336_systems.attention.flash_triton import FlashAttentionTriton
 
 __all__ = [
+    "ATTENTION",
+    "ATTENTION_PASSES",
     "HAS_TRITON",
+    "OURS",
     "FlashAttentionPyTorch",
     "FlashAttentionTriton",
     "attention",
@@ -38,8 +42,7 @@ def attention(
         k, v: (..., n_keys, d).
         is_causal: query i sees key j only if j <= i (aligned at the first position, also when
             n_queries != n_keys).
-        implementation: one of names.ATTENTION that is `in_model`, or "auto": the fastest that can run these
-            tensors.
+        implementation: one of MODEL_ATTENTION; "auto" is the fastest that can run these tensors.
 
     Returns:
         (..., n_queries, d), in q's dtype.
@@ -58,22 +61,22 @@ def attention(
 
 
 def _load(implementation: str) -> Callable[..., Tensor]:
-    names.check_choice("attention implementation", implementation, names.MODEL_ATTENTION)
-    entry = names.ATTENTION[implementation]
-    if names.TRITON in entry.needs and not HAS_TRITON:
+    check_choice("attention implementation", implementation, MODEL_ATTENTION)
+    entry = ATTENTION[implementation]
+    if TRITON in entry.needs and not HAS_TRITON:
         raise ImportError(f"attention implementation {implementation!r} needs triton, not installed here")
-    return names.load(entry.function)
+    return entry.load()
 
 
 # Loaded here, because torch.compile, which may be what calls `attention` first, cannot trace an import.
 _loaded = {
     name: _load(name)
-    for name, entry in names.ATTENTION.items()
-    if entry.in_model and (HAS_TRITON or names.TRITON not in entry.needs)
+    for name, entry in ATTENTION.items()
+    if entry.in_model and (HAS_TRITON or TRITON not in entry.needs)
 }
 
 
 def _fastest(q: Tensor, k: Tensor) -> str:
     kernels = HAS_TRITON and q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= MAX_HEAD_SIZE
     empty = 0 in q.shape or 0 in k.shape
-    return names.OURS if kernels and not empty else "sdpa"
+    return OURS if kernels and not empty else "sdpa"

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cs336_systems import names
 from cs336_systems.attention.plain import causal_mask, plain_attention
 
 
@@ -28,17 +26,6 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         )
     output = F.scaled_dot_product_attention(_as_bhnd(q), _as_bhnd(k), _as_bhnd(v), is_causal=is_causal)
     return output.reshape(*q.shape[:-1], v.shape[-1])
-
-
-def sdpa_backend(name: str) -> AbstractContextManager:
-    """Switches on the backend of scaled_dot_product_attention that this attention stands for, if any.
-
-    Entering it takes longer than a short kernel runs, so it goes around a measurement and not into it.
-    """
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backend = names.ATTENTION[name].sdpa_backend
-    return sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext()
 
 
 def torch_softmax(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:

@@ -26,7 +26,7 @@ from cs336_systems.attention.config import (
     Tile,
     select_config,
 )
-from cs336_systems.names import torch_dtype
+from cs336_systems.dtypes import torch_dtype
 
 # Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
 MANY_SMS = 2**20  # enough for every walk to be split, and for every item to have a program
@@ -34,7 +34,7 @@ SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448
 
 
 def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelConfig:
-    """The configuration of a GPU of this capability (90 for Hopper) for one of names.DTYPES."""
+    """The configuration of a GPU of this capability (90 for Hopper) for one of DTYPES."""
     return select_config(torch_dtype(dtype), d_head, divmod(capability, 10), 1, dtype == "tf32")
 
 

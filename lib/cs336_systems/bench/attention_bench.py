@@ -7,11 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems import accounting, names
-from cs336_systems.attention.baselines import sdpa_backend
+from cs336_systems import accounting
+from cs336_systems.arguments import check_choice
+from cs336_systems.attention.implementations import (
+    ATTENTION,
+    ATTENTION_PASSES,
+    COMPILER,
+    SIXTEEN_BITS,
+    TRITON,
+    sdpa_backend,
+)
+from cs336_systems.dtypes import DTYPES, torch_dtype
 from cs336_systems.measure.saved_tensors import saved_bytes
 from labbook import timing
-from labbook.requirements import why_no_attention, why_no_memory
+from labbook.requirements import why_no_compile, why_no_memory, why_no_tf32, why_no_triton
 from labbook.timing import MIB, Timing
 from labbook.validation import measured_in_order
 
@@ -36,7 +45,7 @@ def sweep_attention(
     Args:
         passes: "forward", which saves for backward as in training; "backward", alone; or "forward_backward".
         dtypes: of the tensors; "tf32" is float32 with TF32 matmuls.
-        implementations: of names.ATTENTION.
+        implementations: of attention.implementations.ATTENTION.
         warmup_steps, steps: as in `time_steps`.
 
     Yields:
@@ -51,8 +60,8 @@ def sweep_attention(
     passes = tuple(passes)
     how = {"device": timing.resolve_device(device), "warmup_steps": warmup_steps, "steps": steps}
     for name, dtype, d_head, n in itertools.product(implementations, dtypes, d_heads, context_lengths):
-        names.check_choice("implementation", name, names.ATTENTION)
-        names.check_choice("dtype", dtype, names.DTYPES)
+        check_choice("implementation", name, ATTENTION)
+        check_choice("dtype", dtype, DTYPES)
         what = (name, dtype, (batch_size, n, d_head), is_causal)
         yield measured_in_order(lambda what=what: [_benchmark(pass_, *what, **how) for pass_ in passes])
 
@@ -61,12 +70,12 @@ def _benchmark(
     pass_: str, name: str, dtype: str, shape: tuple[int, int, int], is_causal: bool, **how: Any
 ) -> Row:
     """The row of one pass."""
-    names.check_choice("pass", pass_, names.ATTENTION_PASSES)
+    check_choice("pass", pass_, ATTENTION_PASSES)
     key = {"implementation": name, "is_causal": is_causal, "dtype": dtype, "pass": pass_}
     key |= dict(zip(("batch_size", "context_length", "d_head"), shape, strict=True))
     key["warmup_steps"] = how["warmup_steps"]
     reason = why_no_attention(name, dtype, how["device"])
-    if names.ATTENTION[name].holds_scores:
+    if ATTENTION[name].holds_scores:
         needed = accounting.attention_peak_bytes(*shape, pass_, dtype, is_causal)
         reason = reason or why_no_memory(needed, how["device"])
     if reason:
@@ -85,11 +94,11 @@ def _benchmark(
 def _measure(
     pass_: str, name: str, dtype: str, shape: tuple[int, int, int], is_causal: bool, **how: Any
 ) -> Row:
-    factory = {"device": how["device"], "dtype": names.torch_dtype(dtype)}
+    factory = {"device": how["device"], "dtype": torch_dtype(dtype)}
     inputs = [torch.randn(shape, **factory, requires_grad=True) for _ in range(3)]
     gradient = torch.randn(shape, **factory)
-    entry = names.ATTENTION[name]
-    function = names.load(entry.function)
+    entry = ATTENTION[name]
+    function = entry.load()
 
     def forward() -> Tensor:
         for tensor in inputs:
@@ -104,7 +113,7 @@ def _measure(
         "backward": (backward, forward),
         "forward_backward": (lambda: backward(forward()), None),
     }[pass_]
-    timer = timing.time_compiled if names.COMPILER in entry.needs else timing.time_steps
+    timer = timing.time_compiled if COMPILER in entry.needs else timing.time_steps
     timed = timer(step, prepare=prepare, **how)
     if timed.status != "ok":
         return timed.as_row()
@@ -114,3 +123,15 @@ def _measure(
     saved, in_use = saved_bytes(forward, inputs)
     memory = {"saved_for_backward_mib": saved / MIB, "memory_before_backward_mib": in_use / MIB}
     return timed.as_row() | memory
+
+
+def why_no_attention(name: str, dtype: str, device: torch.device) -> str:
+    """Why one of ATTENTION cannot run in this dtype on the device; others need nothing."""
+    needs = ATTENTION[name].needs if name in ATTENTION else frozenset()
+    if SIXTEEN_BITS in needs and torch_dtype(dtype).itemsize != 2:
+        return f"{name} takes 16-bit tensors only"
+    return (
+        (why_no_tf32(device) if dtype == "tf32" else "")
+        or (why_no_compile(device) if COMPILER in needs else "")
+        or (why_no_triton(device) if TRITON in needs else "")
+    )

@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems import accounting, names
+from cs336_systems import accounting
 from cs336_systems.accounting.checkpoint_costs import Plan, block_count, peak, recomputed
+from cs336_systems.arguments import check_choice
+from cs336_systems.attention.implementations import MODEL_ATTENTION
+from cs336_systems.bench.attention_bench import why_no_attention
 from cs336_systems.bench.memory_bench import one_block
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
@@ -19,7 +22,7 @@ from cs336_systems.measure.model_steps import ModelSteps, autocast
 from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import build_model
 from cs336_systems.training.checkpointing import KeepsMatmuls, forward_with, strategy
-from labbook.requirements import why_no_attention, why_no_memory
+from labbook.requirements import why_no_memory
 from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
 
 
@@ -60,9 +63,9 @@ def sweep_checkpointing(
 
     Args:
         strategies: names that `training.strategy` knows.
-        attention_implementation: one of names.MODEL_ATTENTION.
+        attention_implementation: one of MODEL_ATTENTION.
     """
-    names.check_choice("attention implementation", attention_implementation, names.MODEL_ATTENTION)
+    check_choice("attention implementation", attention_implementation, MODEL_ATTENTION)
     device, attention = resolve_device(device), {"attention_implementation": attention_implementation}
     shape = {"context_length": context_length, "batch_size": batch_size, "dtype": dtype}
     key = model_key(config, pass_="forward_backward", warmup_steps=warmup_steps, **shape, **attention)

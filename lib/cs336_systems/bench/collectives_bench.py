@@ -8,8 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cs336_systems.accounting.collective_costs import MB, algorithm_bandwidth_gbps, bus_bandwidth_gbps
-from cs336_systems.names import COLLECTIVES, check_choice
+from cs336_systems.accounting.collective_costs import (
+    COLLECTIVES,
+    MB,
+    algorithm_bandwidth_gbps,
+    bus_bandwidth_gbps,
+)
+from cs336_systems.arguments import check_choice
 from cs336_systems.parallel import WorkerContext, stream
 from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER
 from labbook.ranks import time_together
@@ -19,7 +24,7 @@ def benchmark_collectives(
     world_size: int,
     *,
     backend: str = "auto",
-    collectives: Iterable[str] = tuple(COLLECTIVES),
+    collectives: Iterable[str] = COLLECTIVES,
     **options: Any,
 ) -> Iterator[list[dict[str, Any]]]:
     """Time collectives of float32 in `world_size` processes; yields a row for each size and collective.
@@ -40,7 +45,7 @@ def benchmark_collectives(
 def time_collectives(
     context: WorkerContext,
     *,
-    collectives: Iterable[str] = tuple(COLLECTIVES),
+    collectives: Iterable[str] = COLLECTIVES,
     message_mb: Iterable[float] = (1, 10, 100),
     warmup_steps: int = 5,
     steps: int = 10,

@@ -7,14 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from cs336_systems import names
+from cs336_systems.arguments import check_choice
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.bench.overlap_bench import profile_overlap
 from cs336_systems.configs import model_size as find_size
+from cs336_systems.dtypes import DTYPES
 from cs336_systems.measure.model_steps import ModelSteps
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
+from cs336_systems.parallel.strategies import WITH_BUCKETS, WRAPPERS
 from labbook.ranks import measure_on_all, peaks, reset_peaks, time_together
 
 Row = dict[str, Any]
@@ -59,7 +61,7 @@ def benchmark_ddp(
 
     Args:
         batch_sizes: sequences in the global batch, shared equally by the ranks.
-        implementations: names in names.WRAPPERS; those with buckets run with every bucket size, "single" in a
+        implementations: names in WRAPPERS; those with buckets run with every bucket size, "single" in a
             world of one.
         profile: afterwards, look at the kernels of a step too, which takes seconds a row. Of "torch", and of
             all timelines, the first bucket size only.
@@ -69,7 +71,7 @@ def benchmark_ddp(
     """
     config = find_size(model_size, edition)
     dtypes, batch_sizes, implementations = tuple(dtypes), tuple(batch_sizes), tuple(implementations)
-    check_run(world_size, batch_sizes, dtypes, implementations, names.WRAPPERS)
+    check_run(world_size, batch_sizes, dtypes, implementations, WRAPPERS)
     if "single" in implementations and world_size > 1:
         raise ValueError(f"'single' is one process; this is one of {world_size}; allowed: the others")
     variants = bucket_variants(implementations, tuple(bucket_sizes_mb))
@@ -89,7 +91,7 @@ def bucket_variants(
     return [
         (name, size)
         for name in implementations
-        for size in (bucket_sizes_mb if names.WRAPPERS[name].has_buckets else [None])
+        for size in (bucket_sizes_mb if name in WITH_BUCKETS else [None])
     ]
 
 
@@ -102,9 +104,9 @@ def check_run(
 ) -> None:
     """Refuse (ValueError) unknown names, and a batch that the ranks cannot share equally."""
     for name in implementations:
-        names.check_choice("implementation", name, known)
+        check_choice("implementation", name, known)
     for dtype in dtypes:
-        names.check_choice("dtype", dtype, names.DTYPES)
+        check_choice("dtype", dtype, DTYPES)
     for size in batch_sizes:
         if size % world_size:
             sentence = f"batch_size {size} cannot be shared by {world_size} ranks equally"
@@ -114,7 +116,7 @@ def check_run(
 def wrap(module: nn.Module, implementation: str, bucket_size_mb: float | None) -> nn.Module:
     """The module in the wrapper of this name."""
     options = {} if bucket_size_mb is None else {"bucket_size_mb": bucket_size_mb}
-    return names.load(names.WRAPPERS[implementation].function)(module, **options)
+    return WRAPPERS[implementation](module, **options)
 
 
 class DataParallelSteps(ModelSteps):

@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
+from cs336_systems.arguments import check_choice
 from cs336_systems.bench.ddp_bench import bucket_variants, check_run, wrap
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import build_model
-from cs336_systems.names import WRAPPERS, check_choice
 from cs336_systems.optimizer import AdamW
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
+from cs336_systems.parallel.strategies import WRAPPERS
 
 Row = dict[str, Any]
 

@@ -16,19 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs336_systems import names
 from cs336_systems.accounting import attention_peak_bytes
-from cs336_systems.attention.baselines import sdpa_backend
+from cs336_systems.arguments import check_choice
+from cs336_systems.attention.implementations import ATTENTION, ATTENTION_PASSES, COMPILER, OURS, sdpa_backend
+from cs336_systems.bench.attention_bench import why_no_attention
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention
+from cs336_systems.dtypes import torch_dtype
 from labbook import timing
 from labbook.clocks import watched_clocks
-from labbook.requirements import why_no_attention, why_no_compile, why_no_memory
+from labbook.requirements import why_no_compile, why_no_memory
 from labbook.timing import MIB, Timing, time_cold_cache
 from labbook.validation import measured_in_order, pass_order_errors
 
 DO_BENCH, CUDA_GRAPH, WALL_CLOCK, LEADERBOARD = "do_bench", "cuda_graph", "wall_clock", "leaderboard"
 # A CUDA graph cannot split a step: there is no backward by itself.
-PASSES = dict.fromkeys((DO_BENCH, WALL_CLOCK), names.ATTENTION_PASSES)
+PASSES = dict.fromkeys((DO_BENCH, WALL_CLOCK), ATTENTION_PASSES)
 PASSES |= dict.fromkeys((CUDA_GRAPH, LEADERBOARD), ("forward_backward",))
 # do_bench's milliseconds of warm-up and of repetitions; the handout says those of the leaderboard. Of the
 # others more would change nothing, so small is the spread of an H200.
@@ -93,10 +95,10 @@ def time_cell(
     Raises:
         ValueError: the implementation is unknown and no function is given; or the protocol is unknown.
     """
-    names.check_choice("protocol", cell.protocol, PASSES)
+    check_choice("protocol", cell.protocol, PASSES)
     if function is None:
-        names.check_choice("implementation", cell.implementation, names.ATTENTION)
-        function = names.load(names.ATTENTION[cell.implementation].function)
+        check_choice("implementation", cell.implementation, ATTENTION)
+        function = ATTENTION[cell.implementation].load()
     device = timing.resolve_device(device)
     cell = cell.on(device)
     warmup_ms, repeat_ms = durations_ms or DURATIONS_MS[cell.protocol]
@@ -120,8 +122,8 @@ def time_cell(
 
 
 def backend_of(name: str) -> AbstractContextManager:
-    """`attention.baselines.sdpa_backend`; nothing for an attention that the registry does not know."""
-    return sdpa_backend(name) if name in names.ATTENTION else nullcontext()
+    """`implementations.sdpa_backend`; nothing for an attention that the registry does not know."""
+    return sdpa_backend(name) if name in ATTENTION else nullcontext()
 
 
 def why_not(
@@ -131,7 +133,7 @@ def why_not(
 
     A verdict of check_attention is remembered for each function, dtype, head size and device.
     """
-    if name in names.ATTENTION and names.COMPILER in names.ATTENTION[name].needs:
+    if name in ATTENTION and COMPILER in ATTENTION[name].needs:
         torch._dynamo.reset()  # it stops compiling after eight sizes
     if reason := why_no_attention(name, dtype, device):
         return Timing(status="skipped", reason=reason)
@@ -147,17 +149,17 @@ def why_wrong(name: str, function: AttentionFunction, dtype: str, d_head: int, d
     baselines need only be right by and large.
     """
     cases = [AttentionCase("whole tiles", (2,), 256, 256, d_head, is_causal=True)]
-    strict = name == names.OURS or name not in names.ATTENTION
+    strict = name == OURS or name not in ATTENTION
     if strict and dtype != "tf32":
         cases.append(AttentionCase("large scores", (8,), 128, 128, d_head, is_causal=True, logit_scale=30.0))
-    allowed = None if strict else BASELINE_ERROR[names.torch_dtype(dtype)]
+    allowed = None if strict else BASELINE_ERROR[torch_dtype(dtype)]
     allowed = TF32_ERROR if dtype == "tf32" else allowed
 
     def switched(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
         with backend_of(name):  # not around the check itself, whose yardstick is PyTorch's choice
             return function(q, k, v, is_causal)
 
-    how = {"dtype": names.torch_dtype(dtype), "device": device, "allowed_error": allowed}
+    how = {"dtype": torch_dtype(dtype), "device": device, "allowed_error": allowed}
     try:
         check_attention(switched, cases=cases, **how)
     except Exception as error:  # a wrong result, or whatever a compiler or a launcher raises
@@ -167,7 +169,7 @@ def why_wrong(name: str, function: AttentionFunction, dtype: str, d_head: int, d
 
 def _too_large(cell: Cell, pass_: str, device: torch.device) -> Timing | None:
     """The status of an attention whose scores do not fit into a CPU's memory, without trying."""
-    known = names.ATTENTION.get(cell.implementation)
+    known = ATTENTION.get(cell.implementation)
     if not known or not known.holds_scores:
         return None
     shape = cell.batch_size * cell.num_heads, cell.context_length, cell.d_head
@@ -187,7 +189,7 @@ def _timed(
     def measure() -> Timing:
         if cell.protocol == LEADERBOARD:
             return _time_leaderboard(cell, function, device, durations)
-        factory = {"device": device, "dtype": names.torch_dtype(cell.dtype)}
+        factory = {"device": device, "dtype": torch_dtype(cell.dtype)}
         q, k, v = (torch.randn(cell.shape, **factory, requires_grad=True) for _ in range(3))
         do = torch.randn(cell.shape, **factory)
         if cell.protocol == CUDA_GRAPH:
@@ -222,10 +224,10 @@ def _time_graph(step: Callable[[], Any]) -> Timing:
 def leaderboard_step(cell: Cell, function: AttentionFunction, device: torch.device) -> Callable[[], None]:
     """What flash_leaderboard's harness times: its score is the mean."""
     shape = (3, cell.num_heads, cell.context_length, cell.d_head)  # one leaf, in three slices
-    leaf = torch.randn(shape, device=device, dtype=names.torch_dtype(cell.dtype), requires_grad=True)
+    leaf = torch.randn(shape, device=device, dtype=torch_dtype(cell.dtype), requires_grad=True)
     q, k, v = leaf
-    known = names.ATTENTION.get(cell.implementation)
-    if not known or names.COMPILER not in known.needs:  # else it is compiled already
+    known = ATTENTION.get(cell.implementation)
+    if not known or COMPILER not in known.needs:  # else it is compiled already
         function = torch.compile(function)
 
     def step() -> None:

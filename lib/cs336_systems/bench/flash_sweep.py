@@ -17,10 +17,10 @@ from typing import Any
 import pandas as pd
 import torch
 
-from cs336_systems import names
+from cs336_systems.arguments import check_choice
 from cs336_systems.attention.digest import kernel_digest
+from cs336_systems.attention.implementations import ATTENTION, OURS
 from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, PASSES, Cell, time_cell
-from cs336_systems.names import OURS
 from labbook.timing import resolve_device
 
 # Each protocol, and the notebook whose rows it fills.
@@ -52,10 +52,10 @@ def protocol_cells(
     Raises:
         ValueError: the name of the protocol or of an implementation is unknown; the message lists the names.
     """
-    names.check_choice("protocol", protocol, PROTOCOLS)
+    check_choice("protocol", protocol, PROTOCOLS)
     implementations = tuple(implementations)
     for name in implementations:
-        names.check_choice("implementation", name, names.ATTENTION)
+        check_choice("implementation", name, ATTENTION)
     if protocol == "leaderboard":  # the handout's one size
         task = Cell("", 16_384, 64, num_heads=16, protocol=LEADERBOARD)
         cells = [replace(task, implementation=name) for name in implementations or WITH_MANY_HEADS]

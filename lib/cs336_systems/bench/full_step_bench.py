@@ -16,17 +16,20 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import get_total_norm
 
-from cs336_systems import names
-from cs336_systems.attention.baselines import sdpa_backend
+from cs336_systems.attention.implementations import ATTENTION, sdpa_backend
+from cs336_systems.bench.attention_bench import why_no_attention
 from cs336_systems.bench.ddp_bench import check_run
 from cs336_systems.bench.model_bench import OF_ANY_TIMING, model_key
 from cs336_systems.bench.overlap_bench import profile_steps, timeline_rows
 from cs336_systems.configs import ModelConfig
+from cs336_systems.dtypes import torch_dtype
 from cs336_systems.measure.overlap import step_lanes
 from cs336_systems.measure.profile import one_step, stages
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
+from cs336_systems.parallel.strategies import SHARDINGS
+from cs336_systems.training.full_steps import FULL_STEPS, FullStep
 from cs336_systems.training.selective import Item, choose
 from labbook.ranks import (
     measure_on_all,
@@ -35,7 +38,7 @@ from labbook.ranks import (
     slowest,
     time_together,
 )
-from labbook.requirements import why_no_attention, why_no_compile
+from labbook.requirements import why_no_compile
 from labbook.timing import MIB, release_memory, time_steps
 
 Row = dict[str, Any]
@@ -54,12 +57,12 @@ def benchmark_full_step(
     context_length: int = 128,
     batch_size: int = 2,
     dtype: str = "bfloat16",
-    implementations: Iterable[str] = tuple(names.FULL_STEPS),
+    implementations: Iterable[str] = tuple(FULL_STEPS),
     warmup_steps: int = 1,
     steps: int = 5,
     profile: bool = False,
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Train with each of names.FULL_STEPS in turn, all in one launch and from the same weights.
+    """Train with each of FULL_STEPS in turn, all in one launch and from the same weights.
 
     Yields pairs of a table's name and its rows, as they come; all of one implementation:
 
@@ -81,11 +84,11 @@ def benchmark_full_step(
     """
     implementations = tuple(implementations)
     config = replace(config, num_layers=num_layers or config.num_layers)
-    check_run(world_size, [batch_size], [dtype], implementations, names.FULL_STEPS)
+    check_run(world_size, [batch_size], [dtype], implementations, FULL_STEPS)
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
     step = (context_length, batch_size, "train_step", dtype)
     keys = [
-        model_key(config, *step, name, warmup_steps, names.FULL_STEPS[name].attention)
+        model_key(config, *step, name, warmup_steps, FULL_STEPS[name].attention)
         | {"num_layers": config.num_layers}
         | group
         for name in implementations
@@ -98,21 +101,21 @@ class ShardedModel:
     """A model on one rank's share of a batch of random tokens, built and sharded as a row's key says."""
 
     def __init__(self, config: ModelConfig, key: Row, context: WorkerContext):
-        self.parts = parts = names.FULL_STEPS[key["implementation"]]
-        sharding = names.SHARDINGS[parts.sharding]
+        self.parts = parts = FULL_STEPS[key["implementation"]]
+        sharding = SHARDINGS[parts.sharding]
         self.config, self.length = config, key["context_length"]
         self.share = key["batch_size"] // context.world_size
         torch.manual_seed(0)  # the same weights, and the same tokens, whatever is compared
-        backend = names.ATTENTION[parts.attention].sdpa_backend
+        backend = ATTENTION[parts.attention].sdpa_backend
         options = {"attention_implementation": "sdpa" if backend else parts.attention}
         model = build_model(config, self.length, device=context.device, **options)
-        names.load(parts.prepare)(model)
+        parts.prepare(model)
         checkpointed = math.ceil(parts.checkpoints * config.num_layers)
         model.layers = nn.ModuleList(
             _wrapped(block, parts, n < checkpointed) for n, block in enumerate(model.layers)
         )
-        compute_dtype = names.torch_dtype(key["dtype"]) if names.DTYPES[key["dtype"]].bytes < 4 else None
-        self.model = names.load(sharding.wrapper)(model, compute_dtype, **dict(sharding.options))
+        compute_dtype = torch_dtype(key["dtype"]) if torch_dtype(key["dtype"]).itemsize < 4 else None
+        self.model = sharding.wrap(model, compute_dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         shape = (2, key["batch_size"], self.length)
         batch = torch.randint(config.vocab_size, shape, device=context.device)
@@ -143,7 +146,7 @@ class ShardedModel:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
-def _wrapped(block: nn.Module, parts: names.FullStep, checkpoints: bool) -> nn.Module:
+def _wrapped(block: nn.Module, parts: FullStep, checkpoints: bool) -> nn.Module:
     compiled = partial(torch.compile, dynamic=False) if parts.compiles else lambda module: module
     if not checkpoints:
         return compiled(block)
@@ -160,7 +163,7 @@ def _measure_all(
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     reason = ""
     for key in keys:
-        missing = _why_not(names.FULL_STEPS[key["implementation"]], key["dtype"], context.device)
+        missing = _why_not(FULL_STEPS[key["implementation"]], key["dtype"], context.device)
         values: Row = {"status": "skipped", "reason": missing}
         if not missing:
             measure = partial(_measure, context, config, key, steps, profile)
@@ -169,7 +172,7 @@ def _measure_all(
         context.send(("full_step_times", [key | values]))
 
 
-def _why_not(parts: names.FullStep, dtype: str, device: torch.device) -> str:
+def _why_not(parts: FullStep, dtype: str, device: torch.device) -> str:
     if parts.attention == "sdpa_cudnn" and device.type != "cuda":
         return "cuDNN's attention needs a GPU"
     return why_no_attention(parts.attention, dtype, device) or (
@@ -220,7 +223,7 @@ def _choose_memory(context: WorkerContext, run: ShardedModel, key: Row) -> list[
     from cs336_systems.training.fused_block import KEEPABLE, kept_bytes
 
     tokens, layers = run.share * run.length, run.model.module.layers
-    sizes = kept_bytes(run.config, tokens, names.DTYPES[key["dtype"]].bytes)
+    sizes = kept_bytes(run.config, tokens, torch_dtype(key["dtype"]).itemsize)
     times = dict(zip(KEEPABLE, slowest(_recompute_ms(run, key["dtype"], KEEPABLE), context), strict=True))
     everything = len(layers) * sum(math.ceil(sizes[name] / MIB) for name in KEEPABLE)
     budget = everything // 2 * MIB  # on a CPU
@@ -246,7 +249,7 @@ def _recompute_ms(run: ShardedModel, dtype: str, keepable: Iterable[str]) -> lis
     """Median time of what backward repeats for each, on random numbers of the shape."""
     from cs336_systems.training.fused_block import recomputation
 
-    device, type_ = run.tokens.device, names.torch_dtype(dtype)
+    device, type_ = run.tokens.device, torch_dtype(dtype)
     small = replace(run.config, num_layers=1, vocab_size=1)
     block = build_model(small, run.length, device=device, dtype=type_).layers[0]
     x = torch.randn(run.share, run.length, run.config.d_model, device=device, dtype=type_)

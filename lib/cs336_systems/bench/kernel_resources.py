@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
+from cs336_systems.arguments import check_choice
 from cs336_systems.attention.compile_resources import SHARED_LIMIT, compile_tiles, config_for_capability
 from cs336_systems.attention.config import GLUON_KERNELS, HOPPER_KERNELS, KERNELS, PLANES_KERNELS
-from cs336_systems.names import check_choice
 from labbook.rows import load_rows, save_rows
 
 PLACE = {"slug": "flash_forward", "machine": "ahead_of_time", "table": "kernel_resources"}

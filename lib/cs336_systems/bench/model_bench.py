@@ -9,18 +9,23 @@ from typing import Any
 
 import torch
 
-from cs336_systems import accounting, names
+from cs336_systems import accounting
+from cs336_systems.arguments import check_choice
+from cs336_systems.attention.implementations import MODEL_ATTENTION
+from cs336_systems.bench.attention_bench import why_no_attention
 from cs336_systems.configs import ModelConfig
-from cs336_systems.measure.model_steps import ModelSteps
+from cs336_systems.dtypes import DTYPES
+from cs336_systems.measure.model_steps import PASSES, ModelSteps
 from cs336_systems.model import build_model
 from labbook import timing
-from labbook.requirements import why_no_attention, why_no_compile, why_no_memory
+from labbook.requirements import why_no_compile, why_no_memory
 from labbook.timing import Timing
 from labbook.validation import measured_in_order
 
 Row = dict[str, Any]
 
 # Empty in the key of what was seen in a step beside its time.
+IMPLEMENTATIONS = ("eager", "compiled", "compiled_blocks")  # how a model's own code runs
 OF_ANY_TIMING = {"pass": None, "warmup_steps": None}
 
 
@@ -66,7 +71,7 @@ def sweep_model(
         dtypes: "float32"; "tf32", float32 with TF32 matmuls; "bfloat16" or "float16", autocast.
         implementations: "eager"; "compiled", torch.compile of the whole model; or "compiled_blocks", of its
             blocks, which share the code compiled for one.
-        attention_implementation: one of names.MODEL_ATTENTION.
+        attention_implementation: one of MODEL_ATTENTION.
         device: "auto", "cpu" or "cuda".
         warmup_steps, steps: as in `time_steps`.
         warmups: shorter warm-ups, each of which gets rows too, from the same run: what `steps` steps after so
@@ -139,8 +144,8 @@ class ModelBenchmark:
     attention_implementation: str = "plain"
 
     def __post_init__(self) -> None:
-        names.check_choice("implementation", self.implementation, names.MODEL_IMPLEMENTATIONS)
-        names.check_choice("attention implementation", self.attention_implementation, names.MODEL_ATTENTION)
+        check_choice("implementation", self.implementation, IMPLEMENTATIONS)
+        check_choice("attention implementation", self.attention_implementation, MODEL_ATTENTION)
         self.device = timing.resolve_device(self.device)
         self.model: torch.nn.Module | None = None
 
@@ -151,8 +156,8 @@ class ModelBenchmark:
 
         Out of memory, while building too, and what the machine cannot do are a status.
         """
-        names.check_choice("pass", pass_, names.PASSES)
-        names.check_choice("dtype", dtype, names.DTYPES)
+        check_choice("pass", pass_, PASSES)
+        check_choice("dtype", dtype, DTYPES)
         if reason := self._why_not(pass_, batch_size, context_length, dtype):
             return Timing(status="skipped", reason=reason)
         if self.model is None:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from cs336_systems import accounting, names
+from cs336_systems import accounting
+from cs336_systems.arguments import check_choice
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import model_size
 from cs336_systems.measure import nsys, torch_trace
@@ -64,7 +65,7 @@ def choose_source(device: torch.device, source: str = "auto") -> str:
     Raises:
         ValueError: the source is unknown, or nsys is asked for without a GPU.
     """
-    names.check_choice("source", source, ("auto", "nsys", "torch"))
+    check_choice("source", source, ("auto", "nsys", "torch"))
     if source == "nsys" and device.type != "cuda":
         raise ValueError(f"source 'nsys' sees GPU kernels only; allowed on a {device.type}: auto, torch")
     if source == "auto":

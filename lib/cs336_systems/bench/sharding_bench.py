@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from cs336_systems import names
 from cs336_systems.accounting import sharding_costs
 from cs336_systems.bench.ddp_bench import DataParallelSteps, check_run
 from cs336_systems.bench.model_bench import OF_ANY_TIMING, model_key
 from cs336_systems.bench.overlap_bench import profile_steps, timeline_rows
 from cs336_systems.configs import model_size as find_size
+from cs336_systems.dtypes import torch_dtype
 from cs336_systems.measure import allocations
 from cs336_systems.measure.allocations import MemoryHistory
 from cs336_systems.measure.collective_calls import Message, watch_collectives
@@ -31,6 +31,7 @@ from cs336_systems.measure.profile import Profile, ProfileError
 from cs336_systems.measure.saved_tensors import storage_bytes
 from cs336_systems.model import build_model
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
+from cs336_systems.parallel.strategies import SHARDINGS
 from labbook.ranks import (
     measure_on_all,
     one_step_ms,
@@ -55,7 +56,7 @@ def benchmark_sharding(
     measured: Collection[tuple[str, str]] = (),
     **what: Any,
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Train with each of names.SHARDINGS in turn, in one launch; PyTorch's fused AdamW updates in all.
+    """Train with each of SHARDINGS in turn, in one launch; PyTorch's fused AdamW updates in all.
 
         for table, rows in benchmark_sharding(2):
             page.save(rows, table, slug=SHARDING_SLUG)
@@ -127,7 +128,7 @@ def sharding_keys(
     context_length: int = 128,
     batch_size: int = 4,
     dtypes: Iterable[str] = ("float32",),
-    implementations: Iterable[str] = tuple(names.SHARDINGS),
+    implementations: Iterable[str] = tuple(SHARDINGS),
     attention_implementation: str = "sdpa",
     warmup_steps: int = 2,
 ) -> list[Row]:
@@ -135,7 +136,7 @@ def sharding_keys(
 
     Args:
         batch_size: sequences in the global batch, shared equally by the ranks.
-        implementations: names in names.SHARDINGS.
+        implementations: names in SHARDINGS.
         warmup_steps: of each round, before those that are timed or profiled.
         backend: as in `launch`.
 
@@ -143,7 +144,7 @@ def sharding_keys(
         ValueError: a name is unknown, or a batch cannot be shared equally.
     """
     config, dtypes, implementations = find_size(model_size, edition), tuple(dtypes), tuple(implementations)
-    check_run(world_size, [batch_size], dtypes, implementations, names.SHARDINGS)
+    check_run(world_size, [batch_size], dtypes, implementations, SHARDINGS)
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
     step = (context_length, batch_size, "train_step")
     return [
@@ -157,23 +158,21 @@ class ShardedSteps(DataParallelSteps):
     """The steps of a fresh model, its parameters or its optimizer sharded as a row's key says."""
 
     def __init__(self, key: Row, context: WorkerContext):
-        strategy = names.SHARDINGS[key["implementation"]]
+        strategy = SHARDINGS[key["implementation"]]
         share = key["batch_size"] // context.world_size
         config, length = find_size(key["model_size"], key["edition"]), key["context_length"]
         model = build_model(config, length, attention_implementation=key["attention"], device=context.device)
         ModelSteps.__init__(self, model, share, length, "float32" if strategy.casts else key["dtype"])
         self.optimizer = None  # the one that it made would keep whole parameters alive
-        options = dict(strategy.options)
-        if strategy.casts and names.DTYPES[key["dtype"]].bytes < 4:
-            options["compute_dtype"] = names.torch_dtype(key["dtype"])
-        wrap = names.load(strategy.wrapper)
-        make = names.load(strategy.optimizer) if strategy.optimizer else _unsharded
-        if strategy.is_for_optimizer:
-            self.optimizer = make(model.parameters(), AdamW, fused=True)
-            self.model = wrap(model, self.optimizer, **options)
+        dtype, options = torch_dtype(key["dtype"]), {}
+        if strategy.casts and dtype.itemsize < 4:
+            options["compute_dtype"] = dtype
+        if strategy.wraps_optimizer:
+            self.optimizer = strategy.make_optimizer(model.parameters(), AdamW, fused=True)
+            self.model = strategy.wrap(model, self.optimizer)
         else:
-            self.model = wrap(model, **options)
-            self.optimizer = make(self.model.parameters(), AdamW, fused=True)
+            self.model = strategy.wrap(model, **options)
+            self.optimizer = strategy.make_optimizer(self.model.parameters(), AdamW, fused=True)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Of every tensor what this rank has."""
@@ -181,10 +180,6 @@ class ShardedSteps(DataParallelSteps):
             category: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
             for category, tensors in super().tensors().items()
         }
-
-
-def _unsharded(parameters: Iterable[Tensor], optimizer: type, **settings: Any) -> torch.optim.Optimizer:
-    return optimizer(parameters, **settings)
 
 
 def _measure_all(context: WorkerContext, keys: list[Row], steps: int, rounds: int) -> None:
@@ -298,7 +293,7 @@ def _memory_rows(
 def _at_peak(history: MemoryHistory) -> dict[str, int]:
     stages = allocations.stage_peaks(history)
     peak = stages.loc[stages["total"].idxmax()]
-    owned = {category: int(peak[category] * MIB) for category in names.SHARDED}
+    owned = {category: int(peak[category] * MIB) for category in sharding_costs.SHARDED}
     return owned | {"rest": int(peak["total"] * MIB) - sum(owned.values())}
 
 

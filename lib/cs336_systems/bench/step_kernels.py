@@ -13,14 +13,17 @@ from typing import Any
 import torch
 
 from cs336_systems.accounting.step_kernel_costs import chip_of, kernel_shape, least_work
+from cs336_systems.arguments import check_choice
 from cs336_systems.checks.fused_checks import FUSED, check_fused
 from cs336_systems.configs import ModelConfig
-from cs336_systems.names import DTYPES, STEP_KERNELS, check_choice, load, torch_dtype
+from cs336_systems.dtypes import torch_dtype
 from labbook import timing
 from labbook.requirements import why_no_compile, why_no_triton
 from labbook.timing import Timing, one_line, time_cold_cache
 from labbook.validation import measured_in_order
 
+# The fused kernels of a training step, and what they are compared with.
+IMPLEMENTATIONS = ("eager", "compiled", "liger", "triton")
 PASSES = ("forward", "forward_backward")
 CHECKED_TOKENS = 256  # float64 logits of many more would not fit
 
@@ -30,7 +33,7 @@ def sweep_step_kernels(
     *,
     num_tokens: Sequence[int],
     kernels: Sequence[str] = tuple(FUSED),
-    implementations: Sequence[str] = tuple(STEP_KERNELS),
+    implementations: Sequence[str] = IMPLEMENTATIONS,
     dtypes: Sequence[str] = ("bfloat16",),
 ) -> Iterator[list[dict[str, Any]]]:
     """Check, then time every combination with a cold cache; yields rows of step_kernel_times.
@@ -44,7 +47,7 @@ def sweep_step_kernels(
     for kernel in kernels:
         check_choice("kernel", kernel, FUSED)
     for name in implementations:
-        check_choice("implementation", name, STEP_KERNELS)
+        check_choice("implementation", name, IMPLEMENTATIONS)
     for kernel, dtype, name, tokens in itertools.product(kernels, dtypes, implementations, num_tokens):
         key = {"kernel": kernel, "implementation": name, "edition": config.edition, "model_size": config.name}
         key |= {"num_rows": tokens, "dtype": dtype}
@@ -59,10 +62,10 @@ def _row(
 ) -> dict:
     measure = partial(_time, kernel, name, shape, dtype, pass_, device)
     timed = timing.timing_or_status(measure, device, _why_not(name, device))
-    work = least_work(kernel, shape, DTYPES[dtype].bytes, backward=pass_ != "forward")
+    work = least_work(kernel, shape, torch_dtype(dtype).itemsize, backward=pass_ != "forward")
     row = {"moved_mb": work.moved_bytes / 1e6, "gflop": work.flops / 1e9} | timed.as_row()
     chip = chip_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    if chip and timed.status == "ok" and DTYPES[dtype].bytes == 2:
+    if chip and timed.status == "ok" and torch_dtype(dtype).itemsize == 2:
         limit_ms = 1e3 * work.seconds(chip)
         row |= {"limit_ms": limit_ms, "limit_share": limit_ms / timed.p50_ms}
     return row
@@ -80,8 +83,9 @@ def _function(kernel: str, name: str) -> Callable[..., torch.Tensor]:
         torch._dynamo.reset()
         return torch.compile(FUSED[kernel].plain, dynamic=False)
     if name != "liger":
-        return load(FUSED[kernel].function) if name == "triton" else FUSED[kernel].plain
-    liger = load("liger_kernel.transformers:functional")
+        return FUSED[kernel].load() if name == "triton" else FUSED[kernel].plain
+    from liger_kernel.transformers import functional as liger
+
     return {
         "rms_norm": partial(liger.liger_rms_norm, eps=1e-5, in_place=False),
         # It turns q and k, here a single head, at once, and the pairs (j, j + d / 2).

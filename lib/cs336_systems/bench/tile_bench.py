@@ -10,7 +10,7 @@ from torch import Tensor
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.config import HOPPER_KERNELS, Tile
 from cs336_systems.attention.launcher import Backward, Forward, config_for, layout
-from cs336_systems.names import torch_dtype
+from cs336_systems.dtypes import torch_dtype
 from labbook.timing import Timing, matmul_precision, one_line, resolve_device, time_steps
 
 STUDIED = ("forward", "dq", "dkdv")  # "backward" is the last two in one launch

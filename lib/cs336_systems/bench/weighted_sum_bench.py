@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs336_systems.arguments import check_choice
+from cs336_systems.dtypes import torch_dtype
 from cs336_systems.kernels.weighted_sum import forward_from_descriptor, weighted_sum
-from cs336_systems.names import WEIGHTED_SUMS, check_choice, torch_dtype
 from labbook import timing
 from labbook.requirements import why_no_compile, why_no_triton
 from labbook.timing import Timing, time_cold_cache
@@ -34,7 +35,7 @@ def sweep_weighted_sum(
     *,
     num_rows: Sequence[int],
     d_model: int,
-    implementations: Sequence[str] = tuple(WEIGHTED_SUMS),
+    implementations: Sequence[str] = tuple(FUNCTIONS),
     passes: Sequence[str] = PASSES,
     dtypes: Sequence[str] = ("float32",),
     device: str | torch.device = "auto",
@@ -46,7 +47,7 @@ def sweep_weighted_sum(
     """
     device = timing.resolve_device(device)
     for name in implementations:
-        check_choice("implementation", name, WEIGHTED_SUMS)
+        check_choice("implementation", name, FUNCTIONS)
     for pass_ in passes:
         check_choice("pass", pass_, PASSES)
     for dtype, name, rows in itertools.product(dtypes, implementations, num_rows):

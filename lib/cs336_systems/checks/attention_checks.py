@@ -1,4 +1,4 @@
-"""What "correct" means for an attention function: one of names.ATTENTION, or the one you wrote.
+"""What "correct" means for an attention function: one of ATTENTION, or the one you wrote.
 
     from cs336_systems.checks import check_attention
     check_attention(MyFlashAttention.apply)
@@ -16,8 +16,9 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cs336_systems import names
+from cs336_systems.arguments import check_choice
 from cs336_systems.attention.baselines import sdpa
+from cs336_systems.attention.implementations import ATTENTION
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.attention.plain import causal_mask
 from cs336_systems.checks.accuracy import EPS, compare, random_on
@@ -81,7 +82,7 @@ def check_attention(
 
     Args:
         attention: called as attention(q, k, v, is_causal), returns O (..., n_queries, d); or a name in
-            names.ATTENTION.
+            ATTENTION.
         cases: BASIC (what the handout asks), EVERYTHING, or your own.
         device: None is the GPU when there is one.
         backward: check dQ, dK and dV too.
@@ -97,8 +98,8 @@ def check_attention(
             far from float64 as PyTorch's own, or an input was overwritten; with the usual reason.
     """
     if isinstance(attention, str):
-        names.check_choice("attention", attention, names.ATTENTION)
-        attention = names.load(names.ATTENTION[attention].function)
+        check_choice("attention", attention, ATTENTION)
+        attention = ATTENTION[attention].load()
     generator, lines = random_on(device, seed), []
     for case in cases:
         *inputs, do = _random_inputs(case, generator, dtype)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cs336_systems.arguments import check_choice
 from cs336_systems.checks.accuracy import compare, random_on
 from cs336_systems.functional import at_least_float32
-from cs336_systems.names import check_choice, load
+from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 
 IGNORED = -100
 
@@ -27,14 +28,14 @@ class Fused:
     """A fused kernel.
 
     Attributes:
-        function: ours, "package.module:name".
+        load: imports ours and returns it.
         plain: the same of PyTorch's operations.
         tensors: names of its inputs; those that begin with a capital have no gradient.
         make: shape and generator -> the inputs.
         shapes: to check, of which `make` makes inputs.
     """
 
-    function: str
+    load: Callable[[], Callable[..., Tensor]]
     plain: Callable[..., Tensor]
     tensors: tuple[str, ...]
     make: Callable[[tuple[int, ...], torch.Generator], list[Tensor]]
@@ -74,30 +75,55 @@ def _loss_inputs(shape: tuple[int, ...], generator: torch.Generator) -> list[Ten
     return [hidden, weight * 2 / d**0.5, targets.masked_fill(ignored, IGNORED)]
 
 
+# Importing kernels needs Triton.
+def _rms_norm() -> Callable[..., Tensor]:
+    from cs336_systems.kernels.rms_norm import rms_norm
+
+    return rms_norm
+
+
+def _rotary() -> Callable[..., Tensor]:
+    from cs336_systems.kernels.rotary import rotary
+
+    return rotary
+
+
+def _swiglu() -> Callable[..., Tensor]:
+    from cs336_systems.kernels.swiglu import swiglu
+
+    return swiglu
+
+
+def _weighted_sum() -> Callable[..., Tensor]:
+    from cs336_systems.kernels.weighted_sum import weighted_sum
+
+    return weighted_sum
+
+
 FUSED: dict[str, Fused] = {
     "rms_norm": Fused(
-        "cs336_systems.kernels.rms_norm:rms_norm",
+        _rms_norm,
         lambda x, weight: F.rms_norm(x, weight.shape, weight, eps=1e-5),
         ("x", "weight"),
         lambda shape, generator: [torch.randn(size, generator=generator) for size in (shape, shape[-1:])],
         ((64, 128), (37, 100), (2, 3, 5, 33), (1, 1500), (300, 40), (7,)),
     ),
     "rotary": Fused(
-        "cs336_systems.kernels.rotary:rotary",
+        _rotary,
         _plain_rotary,
         ("x", "Cos", "Sin"),
         _rotary_inputs,
         ((2, 3, 40, 64), (2, 37, 20), (1, 2), (70, 128), (2, 1, 2, 9, 6)),
     ),
     "swiglu": Fused(
-        "cs336_systems.kernels.swiglu:swiglu",
+        _swiglu,
         lambda a, b: F.silu(a) * b,
         ("a", "b"),
         lambda shape, generator: [2 * torch.randn(shape, generator=generator) for _ in range(2)],
         ((64, 128), (37, 101), (2, 3, 5, 33), (1, 4999), (7,)),
     ),
     "linear_cross_entropy": Fused(
-        "cs336_systems.training.linear_cross_entropy:linear_cross_entropy",
+        lambda: linear_cross_entropy,
         _plain_linear_cross_entropy,
         ("hidden", "weight", "Targets"),
         _loss_inputs,
@@ -107,7 +133,7 @@ FUSED: dict[str, Fused] = {
 }
 # Odd sizes, a row, a column, and several leading dimensions.
 _WEIGHTED_SUM = Fused(
-    "cs336_systems.kernels.weighted_sum:weighted_sum",
+    _weighted_sum,
     lambda x, w: (x * w).sum(-1),
     ("x", "w"),
     FUSED["rms_norm"].make,
@@ -141,7 +167,7 @@ def check_fused(
     """
     check_choice("kernel", name, FUSED)
     kernel, generator = FUSED[name], random_on(device, None)
-    return _check(name, kernel, function or load(kernel.function), shapes, dtype, generator)
+    return _check(name, kernel, function or kernel.load(), shapes, dtype, generator)
 
 
 def check_weighted_sum(

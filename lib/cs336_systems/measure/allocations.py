@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems import names
 from cs336_systems.measure.profile import ProfileError, range_paths
 from labbook.timing import MIB
 
-CATEGORIES = tuple(names.CATEGORIES)
+# What memory is used for in training; sharding shares the first three.
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
 
 Owners = Mapping[int, tuple[str, int]]  # address of a storage: its category and its bytes
 Change = tuple[float, int, int, str]  # time in microseconds, address, bytes (negative: freed), code

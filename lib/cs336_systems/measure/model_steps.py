@@ -7,15 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cs336_systems import names
+from cs336_systems.arguments import check_choice
+from cs336_systems.dtypes import DTYPES, torch_dtype
 from cs336_systems.functional import cross_entropy
 from cs336_systems.nvtx import annotate
 from cs336_systems.optimizer import AdamW
 
+PASSES = ("forward", "backward", "forward_backward", "train_step")
+
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:
     """Autocast to a 16-bit dtype; nothing for float32 and tf32."""
-    tensors = names.torch_dtype(dtype)
+    tensors = torch_dtype(dtype)
     return nullcontext() if tensors == torch.float32 else torch.autocast(device.type, tensors)
 
 
@@ -40,7 +43,7 @@ class ModelSteps:
         dtype: str = "float32",
         call: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
     ):
-        names.check_choice("dtype", dtype, names.DTYPES)
+        check_choice("dtype", dtype, DTYPES)
         self.model, self.dtype, self.call = model, dtype, call
         embeddings = model.token_embeddings.weight
         self.device = embeddings.device
@@ -64,7 +67,7 @@ class ModelSteps:
         Raises:
             ValueError: the pass is unknown.
         """
-        names.check_choice("pass", pass_, names.PASSES)
+        check_choice("pass", pass_, PASSES)
         return getattr(self, pass_), self.loss if pass_ == "backward" else None
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from cs336_systems.names import check_choice
+from cs336_systems.arguments import check_choice
 
 BACKENDS = ("auto", "gloo", "nccl")
 _PRELOADED = ["torch.distributed.fsdp", "pandas", "einops", "cloudpickle"]  # not ours: it may be edited

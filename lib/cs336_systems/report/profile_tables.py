@@ -8,11 +8,12 @@ from cs336_systems import accounting
 from cs336_systems.configs import model_size
 from cs336_systems.measure.allocations import MIB
 from cs336_systems.measure.profile import stages
-from labbook.labels import SCOPES
 
 _RUN = ["profiler", "implementation", "attention", "edition", "model_size", "batch_size", "context_length"]
 _RUN += ["dtype"]
 _SCOPE = [*_RUN, "scope"]
+# What the time of a profiled model is a share of.
+SCOPES = ("inference", "forward + backward", "training step")
 
 # What tells one recording of memory from another, and what its peak is the sum of.
 RECORDING = ["edition", "model_size", "batch_size", "context_length", "dtype", "pass"]
@@ -57,7 +58,7 @@ def _sums(scoped: pd.DataFrame, columns: list[str]) -> pd.DataFrame:
 
 
 def attention_parts(kernels: pd.DataFrame) -> pd.DataFrame:
-    """Time, operations and bytes of labels.ATTENTION_PARTS in each inference run, over all layers.
+    """Time, operations and bytes of each part of attention in each inference run, over all layers.
 
     Returns:
         The run; part; total_ms, measured; flops and bytes, of `accounting`, for float32.

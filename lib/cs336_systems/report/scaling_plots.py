@@ -10,11 +10,10 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from cs336_systems.names import BLACK, GREEN, VERMILLION
 from labbook.figure import Drawing, panels_of, plain_numbers, plot, sheet
 from labbook.labels import column_label, ordered, value_label
 from labbook.plots import lines
-from labbook.style import INK, PAPER, palette
+from labbook.style import BLACK, GREEN, INK, PAPER, VERMILLION, palette
 
 COMPUTE, COMMUNICATION = "bound by compute", "bound by communication"
 _TINTS = {COMMUNICATION: "#F9E2D3", COMPUTE: "#D3EEE3"}  # light enough to write on

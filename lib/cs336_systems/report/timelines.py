@@ -11,10 +11,22 @@ from matplotlib.patheffects import withStroke
 
 from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.measure.overlap import LANES, covered, exposed
-from cs336_systems.names import BLACK, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION
 from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import ordered, significant, value_label
-from labbook.style import INK, MUTED, PAPER, ZONE, palette
+from labbook.style import (
+    BLACK,
+    GREEN,
+    GREY,
+    INK,
+    MUTED,
+    ORANGE,
+    PAPER,
+    PURPLE,
+    SKY,
+    VERMILLION,
+    ZONE,
+    palette,
+)
 
 _LEVELS = ("step", "stage", "block", "module", "inside", "part")
 # Copies to and from one long tensor are launched while the model communicates.

@@ -5,6 +5,7 @@
 
 from cs336_systems.training import checkpointing, numerics
 from cs336_systems.training.checkpointing import forward_with, strategy
+from cs336_systems.training.full_steps import FULL_STEPS
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 from cs336_systems.training.numerics import (
     ACCUMULATIONS,
@@ -18,6 +19,7 @@ from cs336_systems.training.selective import Item, choose
 
 __all__ = [
     "ACCUMULATIONS",
+    "FULL_STEPS",
     "Accumulation",
     "Item",
     "autocast_dtypes",

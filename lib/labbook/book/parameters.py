@@ -8,22 +8,22 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 
 import yaml
 from nbformat import NotebookNode
 from papermill.translators import PythonTranslator
 
-from cs336_systems import names
 from cs336_systems.configs import MODEL_SIZES
 from labbook.machine import machines
 
 # Words that parameters of every notebook take, by the name of one of them; "module:name" is loaded on use.
 _WORDS: dict[str, Iterable[Any] | str] = {
-    "dtype": names.DTYPES,
-    "pass": names.PASSES,
-    "collective": names.COLLECTIVES,
-    "attention": names.MODEL_ATTENTION,
+    "dtype": "cs336_systems.dtypes:DTYPES",
+    "pass": "cs336_systems.measure.model_steps:PASSES",
+    "collective": "cs336_systems.accounting.collective_costs:COLLECTIVES",
+    "attention": "cs336_systems.attention.implementations:MODEL_ATTENTION",
     "edition": MODEL_SIZES,
     "device": ("auto", "cpu", "cuda"),
     "source": ("auto", "nsys", "torch"),
@@ -156,7 +156,7 @@ def _allowed(stem: str, parameter: Parameter, edition: int, slug: str) -> list[A
         return list(MODEL_SIZES.get(edition, MODEL_SIZES[2025]))
     words = _implementations(slug) if stem == "implementation" else _WORDS.get(stem, ())
     if words:
-        found = names.load(words) if isinstance(words, str) else words
+        found = resolve_name(words) if isinstance(words, str) else words
         return list(found() if callable(found) else found)
     default = parameter.default if isinstance(parameter.default, list) else [parameter.default]
     also = re.search(r"\balso: ([^;]+)", parameter.comment)
@@ -164,15 +164,18 @@ def _allowed(stem: str, parameter: Parameter, edition: int, slug: str) -> list[A
     return [_pattern(word) for word in [*default, *listed]] if isinstance(default[0], str) else []
 
 
-def _implementations(slug: str) -> Iterable[str]:
-    """What is compared in the notebook of a problem."""
+def _implementations(slug: str) -> str:
+    """Where the names are of what is compared in the notebook of a problem."""
     if "ddp" in slug:
-        return names.WRAPPERS
+        return "cs336_systems.parallel.strategies:WRAPPERS"
     if "accounting" in slug:
-        return names.SHARDINGS
-    own = {"torch_compile": names.MODEL_IMPLEMENTATIONS, "weighted_sum": names.WEIGHTED_SUMS}
-    own |= {"leaderboard": names.FULL_STEPS}
-    return own.get(slug, names.ATTENTION)
+        return "cs336_systems.parallel.strategies:SHARDINGS"
+    own = {
+        "torch_compile": "bench.model_bench:IMPLEMENTATIONS",
+        "weighted_sum": "bench.weighted_sum_bench:FUNCTIONS",
+        "leaderboard": "training.full_steps:FULL_STEPS",
+    }
+    return f"cs336_systems.{own.get(slug, 'attention.implementations:ATTENTION')}"
 
 
 def _pattern(word: Any) -> Any:

@@ -64,7 +64,7 @@ def test_the_locale_does_not_count():
     subprocess.run([sys.executable, "-c", LOCALE], check=True, env=os.environ | ascii_only)
 
 
-OTHERS = ("names", "bench/ddp_bench", "parallel/ddp")
+OTHERS = ("bench/ddp_bench", "parallel/ddp")
 MEASURING = ("__init__", "bench/attention_bench", "attention/triton_forward")
 
 

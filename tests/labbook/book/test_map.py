@@ -9,12 +9,13 @@ import pytest
 from nbformat import v4
 from PIL import Image
 
-from cs336_systems.names import ATTENTION
 from labbook import lines
 from labbook.book import batch
 from labbook.book import map as overview
 from labbook.book.problems import PROBLEMS
+from labbook.labels import vocabulary
 from labbook.rows import save_rows
+from labbook.style import COLORS
 
 REPOSITORY = batch.NOTEBOOKS.parent
 NAME = "13_mixed_precision_accumulation"
@@ -126,11 +127,12 @@ def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, figures, 
 
 
 def test_a_small_picture_keeps_the_colours_of_thin_lines(tmp_path):
-    names = list(ATTENTION)[:6]
+    attention = vocabulary().families["attention"][0]
+    names = list(attention)[:6]
     points = [{"x": x, "y": x * n, "implementation": name} for n, name in enumerate(names, 1) for x in (1, 2)]
     (tmp_path / "six.png").write_bytes(lines(pd.DataFrame(points), "x", "y", "implementation").png())
     small = Image.open(io.BytesIO(overview._small(tmp_path / "six.png"))).convert("RGB")
-    for color in (ATTENTION[name].color for name in names):
+    for color in (COLORS[attention[name].color] for name in names):
         wanted = [int(color[i : i + 2], 16) for i in (1, 3, 5)]
         assert np.abs(np.asarray(small).astype(int) - wanted).sum(axis=-1).min() < 18  # of 765
 

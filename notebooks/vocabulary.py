@@ -1,0 +1,220 @@
+"""How names are shown: labels, colours, orders. labbook.labels runs this file when it first needs it.
+
+Nothing that is measured imports it, so that a colour makes no measurement stale. A value without a colour is
+drawn in one of a ramp from light to dark, as values with an order are.
+"""
+
+from cs336_systems.configs import MODEL_SIZES
+from labbook.labels import column, family, label, order
+
+# value | label | colour, in the order of legends and tables
+family(
+    "implementation attention",
+    """
+    plain           | plain                    | blue
+    torch_softmax   | plain, torch.softmax     | yellow
+    compiled        | compiled                 | vermillion
+    sdpa            | SDPA                     | grey
+    sdpa_efficient  | SDPA, efficient          | orange
+    sdpa_flash      | FlashAttention-2         | purple
+    flex            | FlexAttention            | sky
+    sdpa_cudnn      | cuDNN                    | black
+    flash_pytorch   | Flash (PyTorch)          | brown
+    flash_compiled  | Flash (compiled backward)| wine
+    flash_triton    | Flash (ours)             | green
+    """,
+)
+family(  # a model's own code, run as it is or compiled
+    "implementation",
+    """
+    eager           | eager                    | blue
+    compiled        | compiled                 | vermillion
+    compiled_blocks | compiled per block       | orange
+    """,
+)
+family(
+    "implementation",
+    """
+    eager             | eager                  | blue
+    compiled          | compiled               | vermillion
+    matmul            | matmul                 | purple
+    triton            | Triton                 | green
+    triton_descriptor | Triton, descriptor     | sky
+    """,
+)
+family(
+    "implementation wrapper",
+    """
+    single          | one process              | grey
+    naive           | naive                    | orange
+    flat            | flat                     | sky
+    overlapped      | overlapped               | green
+    bucketed        | bucketed                 | blue
+    torch           | PyTorch's DDP            | black
+    """,
+)
+family(
+    "implementation wrapper",
+    """
+    ddp             | DDP                      | blue
+    zero            | PyTorch's ZeRO           | grey
+    sharded         | ShardedOptimizer         | orange
+    sharded_scatter | ZeRO 1 (paper)           | vermillion
+    fsdp2           | FSDP2                    | black
+    fsdp_weight     | FSDP by weight           | sky
+    fsdp_block      | FSDP by block            | green
+    """,
+)
+family(  # the fused kernels of a training step
+    "implementation",
+    """
+    eager           | eager                    | blue
+    compiled        | compiled                 | vermillion
+    liger           | Liger-Kernel             | purple
+    triton          | Triton                   | green
+    """,
+)
+family(  # the leaderboard's training step
+    "implementation",
+    """
+    fsdp2_compiled  | FSDP2, compiled          | black
+    fsdp2_partly    | FSDP2, 60 % checkpointed | grey
+    fsdp_compiled   | FSDP, compiled           | purple
+    fused_kernels   | fused kernels            | sky
+    manual_backward | manual backward          | orange
+    selective       | selective recomputation  | green
+    """,
+)
+family(
+    "collective",
+    """
+    all_reduce      | all-reduce               | blue
+    all_gather      | all-gather               | green
+    reduce_scatter  | reduce-scatter           | orange
+    broadcast       | broadcast                | purple
+    """,
+)
+family(
+    "dtype",
+    """
+    float32         | float32                  | blue
+    tf32            | TF32                     | sky
+    bfloat16        | bfloat16                 | vermillion
+    float16         | float16                  | purple
+    """,
+)
+family(
+    "pass",
+    """
+    forward          | forward                 | sky
+    backward         | backward                | orange
+    forward_backward | forward + backward      | blue
+    train_step       | train step              | black
+    """,
+)
+family(  # of kernels, measure.kernel_names.CLASSES
+    "class",
+    """
+    matmul          | matmul                   | blue
+    attention       | attention                | green
+    softmax         | softmax                  | vermillion
+    normalisation   | normalisation            | purple
+    elementwise     | elementwise              | sky
+    reduction       | reduction                | orange
+    copy/cast       | copy/cast                | yellow
+    embedding/index | embedding/index          | brown
+    optimizer       | optimizer                | black
+    communication   | communication            | wine
+    other           | other                    | grey
+    """,
+)
+family(  # what memory is used for in training
+    "category",
+    """
+    parameters      | parameters               | blue
+    gradients       | gradients                | orange
+    optimizer state | optimizer state          | sky
+    activations     | activations              | green
+    temporary       | temporary                | vermillion
+    other           | other                    | grey
+    """,
+)
+family(  # what the time of a profiled model is a share of
+    "scope",
+    """
+    inference          | inference             | blue
+    forward + backward | forward + backward    | vermillion
+    training step      | training step         | green
+    """,
+)
+family(  # the parts of attention
+    "part",
+    """
+    scores          | scores                   | blue
+    scale and mask  | scale and mask           | vermillion
+    softmax         | softmax                  | green
+    values          | values                   | orange
+    """,
+)
+family(  # one code, compiled or not, with matmuls of a dtype
+    "variant",
+    """
+    eager                        | eager                        | blue
+    compiled                     | compiled                     | vermillion
+    compiled per block           | compiled per block           | orange
+    eager, TF32                  | eager, TF32                  | sky
+    compiled, TF32               | compiled, TF32               | purple
+    compiled per block, TF32     | compiled per block, TF32     | green
+    eager, bfloat16              | eager, bfloat16              | brown
+    compiled, bfloat16           | compiled, bfloat16           | black
+    compiled per block, bfloat16 | compiled per block, bfloat16 | wine
+    """,
+)
+family(  # who wrote an entry of a leaderboard
+    "whose",
+    """
+    ours              | ours                   | green
+    PyTorch's own     | PyTorch's own          | black
+    others, published | others, published      | grey
+    """,
+)
+_SIZES = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
+_SIZES.sort(key=lambda config: config.num_layers * config.d_model**2)
+family("model_size", "\n".join(config.name for config in _SIZES))
+family("model", "\n".join(config.label for config in _SIZES))
+
+label("h200", "H200")
+label("sqrt_n", "every √N")
+
+# A column's name on an axis or in a header, where the name itself, made readable, would not do; and in front
+# of a number that would not say what it is: "warm-up 5" in a legend or above a panel.
+column("std_ms", "standard deviation (ms)")
+column("mean_ms", "mean time (ms)")
+column("p50_ms", "median time (ms)")
+column("reference_ms", "median on the reference machine (ms)")
+column("step_ms", "time of the step (ms)")
+column("no_comm_ms", "without communication (ms)")
+column("compile_s", "time to compile (s)")
+column("total_ms", "total time (ms)")
+column("size_mib", "memory (MiB)")
+column("context_length", "context length (tokens)", "context")
+column("batch_size", short="batch")
+column("d_head", "head dimension", "d =")
+column("is_causal", "causal")
+column("num_rows", "rows")
+column("world_size", "processes", "processes")
+column("step_index", "step")
+column("sm_clock_mhz", "SM clock (MHz)")
+column("message_mb", "size of the message (MB)")
+column("warmup_steps", "warm-up steps", "warm-up")
+column("where", "machine")
+
+# Loaded rows are sorted by their keys: in these columns by the place of a word here, in others by the value.
+order("dtype", "float32 | tf32 | bfloat16 | float16")
+order("pass", "forward | backward | forward_backward | train_step")
+order("protocol", "do_bench | cuda_graph | wall_clock | leaderboard")
+order("collective", "all_reduce | all_gather | reduce_scatter | broadcast")
+order("compared", "weights | replicas")
+order("lane", "compute | communication | NVTX | CUDA API | kernels")
+order("moment", "initialised | before step | after step | peak")
+order("kind", "saved | gradient")
