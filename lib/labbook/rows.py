@@ -25,7 +25,7 @@ from labbook.schema import COLUMNS, TABLES
 from labbook.validation import Row, RowError, check_batch, checked
 
 # What runs our attention kernels: these implementations, and these tables.
-_WITH_KERNELS = ("flash_compiled", "flash_triton")
+_WITH_KERNELS = {"flash_compiled", "flash_triton"}
 _OF_KERNELS = ("tile_times", "kernel_resources")
 _REPAIR = "restore the file from git, or move it away and measure again"
 
