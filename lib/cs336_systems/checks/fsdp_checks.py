@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from cs336_systems.arguments import check_choice
 from cs336_systems.checks import data_parallel as shared
 from cs336_systems.checks.data_parallel import Wrap, loss_of, one_step, tokens_of
 from cs336_systems.checks.on_ranks import Message, Property, check_on_ranks, close, from_all, holds, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
-from cs336_systems.names import check_choice
 from cs336_systems.parallel import WorkerContext
 
 _SIZES = {"up": (12, 36), "wide": (36, 48), "down": (48, 12), "head": (12, 60)}
