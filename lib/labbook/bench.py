@@ -103,7 +103,7 @@ def measure(
             yields what rank 0 sends. Each case then has the columns `world_size` and `backend`, `setup` is
             called as setup(case, context) on each rank, and of every step the slowest rank counts.
         device: where the cases run; over ranks each has its own.
-        warmup_steps, steps: as in `timing.time_steps`.
+        warmup_steps, steps: as in `timing.time_steps`; a case's column `warmup_steps` goes before.
         timeout_s: time limit of one start of processes.
 
     Raises:
@@ -144,8 +144,8 @@ def _one_process(
                 continue
             step = made[case.get("pass", "")]
 
-            def timed(step: Step = step) -> tuple[Timing, Mapping[str, Any]]:
-                times = step.timed(device, warmup_steps, steps)
+            def timed(step: Step = step, case: Case = case) -> tuple[Timing, Mapping[str, Any]]:
+                times = step.timed(device, case.get("warmup_steps", warmup_steps), steps)
                 return times, step.values() if step.values and times.status == "ok" else {}
 
             found = timing.timing_or_status(timed, device, errors=errors)
@@ -182,7 +182,6 @@ def _over_ranks(
 
 def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict) -> None:
     """What each rank does with the cases, all in the same order; rank 0 sends the rows of each group."""
-    how = {"warmup_steps": options["warmup_steps"], "steps": options["steps"]}
     for group in groups:
         rows = []
         with (options["around"] or _matmul_precision)(group[0]):
@@ -192,7 +191,10 @@ def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict
             for case in group:
                 step = made[case.get("pass", "")]
                 ranks.reset_peaks(context)
-                times = ranks.time_together(step.run, context, **how)
+                warmup_steps = case.get("warmup_steps", options["warmup_steps"])
+                times = ranks.time_together(
+                    step.run, context, warmup_steps=warmup_steps, steps=options["steps"]
+                )
                 values = ranks.peaks(context) | dict(step.values() if step.values else {})
                 rows.append(_row(case, times, values))
             del made, step
