@@ -11,8 +11,8 @@ A case that runs out of memory is a row with the status "oom", and every later c
 process its memory is given back, over several ranks the processes are started again for the rest.
 """
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Any
@@ -83,7 +83,7 @@ def measure(
     *,
     skip: Callable[[Case], str] | None = None,
     kept: Callable[[Case], bool] | None = None,
-    around: Callable[[Case], contextlib.AbstractContextManager] | None = None,
+    around: Callable[[Case], AbstractContextManager] | None = None,
     errors: type[Exception] | tuple[()] = (),
     stream: Callable[..., Iterator[Any]] | None = None,
     device: str | torch.device = "auto",
@@ -97,7 +97,7 @@ def measure(
         setup: called with the first of such cases, returns the step of each `pass` ("" without that column).
         skip: why a case cannot be measured, or ""; its row has the status "skipped" and that reason.
         kept: whether a case is on record already; then it is left out.
-        around: a context for set-up and timing; by default the matmul precision of the case's `dtype`.
+        around: a context for set-up and timing, within that of the matmul precision of the case's `dtype`.
         errors: exceptions of a set-up or step that are a row with the status "error" and its message.
         stream: starts worker processes: stream(worker, world_size, *args, backend=..., timeout_s=...), which
             yields what rank 0 sends. Each case then has the columns `world_size` and `backend`, `setup` is
@@ -136,7 +136,7 @@ def _one_process(
 ) -> list[Row]:
     """Rows of the cases of one set-up; out of memory in one leaves the others as they are."""
     device, rows = group[0].device, []
-    with (around or _matmul_precision)(group[0]):
+    with _context(group[0], around):
         made = timing.timing_or_status(lambda: setup(group[0]), device, errors=errors)
         for case in group:
             if isinstance(made, Timing):  # the set-up itself failed
@@ -184,7 +184,7 @@ def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict
     """What each rank does with the cases, all in the same order; rank 0 sends the rows of each group."""
     for group in groups:
         rows = []
-        with (options["around"] or _matmul_precision)(group[0]):
+        with _context(group[0], options["around"]):
             for case in group:
                 case.device = context.device
             made = setup(group[0], context)
@@ -206,8 +206,10 @@ def _processes(case: Case) -> tuple[int, str]:
     return case["world_size"], case["backend"]
 
 
-def _matmul_precision(case: Case) -> contextlib.AbstractContextManager:
-    return timing.matmul_precision(case.get("dtype", "float32"))
+@contextmanager
+def _context(case: Case, around: Callable[[Case], AbstractContextManager] | None) -> Iterator[None]:
+    with timing.matmul_precision(case.get("dtype", "float32")), around(case) if around else nullcontext():
+        yield
 
 
 def _row(case: Case, timed: Timing, values: Mapping[str, Any] | None = None) -> Row:

@@ -8,7 +8,7 @@ import torch
 from cs336_systems.bench import model_bench
 from cs336_systems.bench.model_bench import ModelBenchmark, cold_start_steps, sweep_model
 from cs336_systems.configs import ModelConfig, model_size
-from cs336_systems.measure import model_steps
+from cs336_systems.training import steps as model_steps
 from labbook import timing
 from labbook.timing import Timing
 

@@ -19,7 +19,7 @@ from cs336_systems.measure.allocations import (
     timeline_rows,
 )
 from cs336_systems.measure.memory_recording import code_of, read_memory_trace, read_snapshot, record_memory
-from cs336_systems.measure.model_steps import ModelSteps
+from cs336_systems.training.steps import ModelSteps
 from cs336_systems.measure.profile import ProfileError
 from cs336_systems.model import build_model
 
@@ -141,7 +141,7 @@ def test_the_line_is_the_innermost_of_ours():
     assert code_of([TORCH]) == code_of([]) == "", "backward runs none"
     in_windows = LINE | {"filename": "C:\\lib\\cs336_systems\\attention\\plain.py"}
     assert code_of([in_windows]) == "attention/plain.py:90 forward"
-    recorder = LINE | {"filename": "/lib/cs336_systems/measure/model_steps.py"}
+    recorder = LINE | {"filename": "/lib/cs336_systems/training/steps.py"}
     assert code_of([recorder, LINE]) == "model.py:90 forward"
 
 

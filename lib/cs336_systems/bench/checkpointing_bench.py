@@ -18,7 +18,7 @@ from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
 from cs336_systems.measure.allocations import MIB, stage_peaks
 from cs336_systems.measure.memory_recording import record_memory
-from cs336_systems.measure.model_steps import ModelSteps, autocast
+from cs336_systems.training.steps import ModelSteps, autocast
 from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import build_model
 from cs336_systems.training.checkpointing import KeepsMatmuls, forward_with, strategy

@@ -25,7 +25,7 @@ from cs336_systems.measure.allocations import MemoryHistory
 from cs336_systems.measure.collective_calls import Message, watch_collectives
 from cs336_systems.measure.gathers import gather_times, needs_recorded
 from cs336_systems.measure.memory_recording import record_memory
-from cs336_systems.measure.model_steps import ModelSteps
+from cs336_systems.training.steps import ModelSteps
 from cs336_systems.measure.overlap import step_lanes
 from cs336_systems.measure.profile import Profile, ProfileError
 from cs336_systems.measure.saved_tensors import storage_bytes

@@ -8,7 +8,6 @@ __getattr__, __all__ = lazy_exports(
         "allocations": "timeline_of_rows",
         "gathers": "gather_times",
         "memory_recording": "record_memory record_snapshot",
-        "model_steps": "ModelSteps",
         "nsys": "read_export why_no_nsys",
         "nsys_rows": "nsys_timeline",
         "op_bytes": "operations sum_of_rooflines_ms",

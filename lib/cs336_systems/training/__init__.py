@@ -16,12 +16,15 @@ from cs336_systems.training.numerics import (
     running_sum,
 )
 from cs336_systems.training.selective import Item, choose
+from cs336_systems.training.steps import ModelSteps, attention_steps
 
 __all__ = [
     "ACCUMULATIONS",
     "FULL_STEPS",
     "Accumulation",
     "Item",
+    "ModelSteps",
+    "attention_steps",
     "autocast_dtypes",
     "binades",
     "checkpointing",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cs336_systems.configs import model_size
-from cs336_systems.measure.model_steps import ModelSteps
+from cs336_systems.training.steps import ModelSteps
 from cs336_systems.model import build_model
 
 
