@@ -17,10 +17,10 @@ from cs336_systems.attention.plain import plain_attention
 from cs336_systems.configs import MODEL_SIZES, ModelConfig, model_size
 from cs336_systems.dtypes import DTYPES, torch_dtype
 from cs336_systems.functional import cross_entropy
-from cs336_systems.training.steps import autocast
 from cs336_systems.model import TransformerLM, build_model
 from cs336_systems.optimizer import AdamW
 from cs336_systems.training import checkpointing
+from cs336_systems.training.steps import autocast
 from labbook.timing import release_memory
 
 TINY = model_size("tiny")

@@ -16,11 +16,11 @@ from cs336_systems.functional import cross_entropy
 from cs336_systems.measure import torch_trace
 from cs336_systems.measure.allocations import MIB, stage_peaks
 from cs336_systems.measure.memory_recording import read_memory_trace
-from cs336_systems.training.steps import ModelSteps
 from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate, recording
 from cs336_systems.training.checkpointing import every_k, forward_with, none, recursive, run, sqrt_n, strategy
+from cs336_systems.training.steps import ModelSteps
 
 NAMES = ("none", "every 1", "every 2", "every 3", "sqrt_n", "recursive", "from start")
 PLANS = {name: strategy(name) for name in NAMES}

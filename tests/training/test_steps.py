@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from cs336_systems.configs import model_size
-from cs336_systems.training.steps import ModelSteps
 from cs336_systems.model import build_model
+from cs336_systems.training.steps import ModelSteps
 
 
 def test_a_pass_does_what_it_says_and_agrees_with_the_others():

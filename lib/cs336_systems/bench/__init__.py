@@ -24,6 +24,5 @@ __getattr__, __all__ = lazy_exports(
         "step_kernels": "sweep_step_kernels",
         "step_logs": "log_gathers log_messages",
         "tile_bench": "sweep_tiles",
-        "weighted_sum_bench": "sweep_weighted_sum",
     },
 )

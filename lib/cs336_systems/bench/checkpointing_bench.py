@@ -18,10 +18,10 @@ from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
 from cs336_systems.measure.allocations import MIB, stage_peaks
 from cs336_systems.measure.memory_recording import record_memory
-from cs336_systems.training.steps import ModelSteps, autocast
 from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import build_model
 from cs336_systems.training.checkpointing import KeepsMatmuls, forward_with, strategy
+from cs336_systems.training.steps import ModelSteps, autocast
 from labbook.requirements import why_no_memory
 from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
 

@@ -12,11 +12,11 @@ from cs336_systems.bench.model_bench import model_key
 from cs336_systems.bench.overlap_bench import profile_overlap
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.dtypes import DTYPES
-from cs336_systems.training.steps import ModelSteps
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
 from cs336_systems.parallel.strategies import WITH_BUCKETS, WRAPPERS
+from cs336_systems.training.steps import ModelSteps
 from labbook.ranks import measure_on_all, peaks, reset_peaks, time_together
 
 Row = dict[str, Any]

@@ -14,9 +14,9 @@ from torch import Tensor
 from cs336_systems.bench.ddp_bench import check_run
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import model_size as find_size
-from cs336_systems.training.steps import ModelSteps
 from cs336_systems.model import build_model
 from cs336_systems.parallel import WorkerContext, bucket_bytes, choose_backend, stream
+from cs336_systems.training.steps import ModelSteps
 from labbook.ranks import measure_on_all, slowest, time_together
 
 Row = dict[str, Any]

@@ -12,9 +12,9 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.measure import allocations
 from cs336_systems.measure.allocations import MIB, MemoryHistory
 from cs336_systems.measure.memory_recording import record_memory
-from cs336_systems.training.steps import ModelSteps, autocast
 from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import TransformerBlock, build_model
+from cs336_systems.training.steps import ModelSteps, autocast
 from labbook import timing
 from labbook.requirements import why_no_memory
 

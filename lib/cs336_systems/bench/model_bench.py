@@ -15,8 +15,8 @@ from cs336_systems.attention.implementations import MODEL_ATTENTION
 from cs336_systems.bench.attention_bench import why_no_attention
 from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import DTYPES
-from cs336_systems.training.steps import PASSES, ModelSteps
 from cs336_systems.model import build_model
+from cs336_systems.training.steps import PASSES, ModelSteps
 from labbook import timing
 from labbook.requirements import why_no_compile, why_no_memory
 from labbook.timing import Timing

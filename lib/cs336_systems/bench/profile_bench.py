@@ -21,11 +21,11 @@ from cs336_systems.arguments import check_choice
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import model_size
 from cs336_systems.measure import nsys, torch_trace
-from cs336_systems.training.steps import ModelSteps
 from cs336_systems.measure.nsys_rows import nsys_timeline
 from cs336_systems.measure.profile import Profile, ProfileError, kernel_rows, kernel_table, range_table
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate, recording
+from cs336_systems.training.steps import ModelSteps
 from labbook import timing
 from labbook.requirements import why_no_memory
 from labbook.timing import matmul_precision, resolve_device

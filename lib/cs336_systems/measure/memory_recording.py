@@ -16,9 +16,9 @@ import torch
 
 from cs336_systems.measure import torch_trace
 from cs336_systems.measure.allocations import MemoryHistory, Owners, read_history
-from cs336_systems.training.steps import ModelSteps
 from cs336_systems.measure.profile import ProfileError
 from cs336_systems.nvtx import recording
+from cs336_systems.training.steps import ModelSteps
 from labbook.files import make_folder
 
 

@@ -21,7 +21,7 @@ from labbook.machine import machines
 # Words that parameters of every notebook take, by the name of one of them; "module:name" is loaded on use.
 _WORDS: dict[str, Iterable[Any] | str] = {
     "dtype": "cs336_systems.dtypes:DTYPES",
-    "pass": "cs336_systems.measure.model_steps:PASSES",
+    "pass": "cs336_systems.training.steps:PASSES",
     "collective": "cs336_systems.accounting.collective_costs:COLLECTIVES",
     "attention": "cs336_systems.attention.implementations:MODEL_ATTENTION",
     "edition": MODEL_SIZES,
