@@ -20,6 +20,11 @@ class ModelConfig:
     def d_head(self) -> int:
         return self.d_model // self.num_heads
 
+    def columns(self) -> dict[str, int | str]:
+        """The key columns of a row about the model."""
+        keys = {"edition": self.edition, "model_size": self.name}
+        return keys | {"d_model": self.d_model, "num_heads": self.num_heads}
+
     @property
     def label(self) -> str:
         """Name with its edition: "xl" is two different models, so it never stands alone."""

@@ -224,7 +224,7 @@ BUGS = [
     Bug("bytes that are read do not count", "measure/op_bytes.py", "measure/test_op_bytes.py",
         "Operation(name, flops, in_bytes + out_bytes)",
         "Operation(name, flops, out_bytes)"),
-    Bug("a train step without its optimizer", "training/steps.py", "measure/test_model_steps.py",
+    Bug("a train step without its optimizer", "training/steps.py", "training/test_steps.py",
         'return getattr(self, pass_), self.loss if pass_ == "backward" else None',
         'return getattr(self, "forward_backward" if pass_ == "train_step" else pass_), self.loss if pass_ == "backward" else None'),
     Bug("rows of shorter warm-ups report the longest", "bench/model_bench.py", "bench/test_model_bench.py",
