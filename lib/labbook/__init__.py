@@ -5,7 +5,9 @@ from typing import Any
 
 # What notebooks import, by the module that has it; each is imported on its first use.
 _EXPORTS = {
-    "answers": "Claim answer between claim gib ms note_kernels one percent plural ratio_text show_source",
+    "answers": "Claim answer between claim gib ms note_kernels one percent plural ratio_text show_source "
+    "solution",
+    "bench": "Case Step grid",
     "compare": "beside_reference longest_warmup published_rows side_by_side times_in with_model with_wrapper",
     "files": "REPOSITORY_FIGURES figures_dir find",
     "labels": "MISSING column_label context_label named_value ordered significant value_label",
@@ -13,7 +15,7 @@ _EXPORTS = {
     "page": "Page",
     "plots": "bars heatmap lines ratio stacked_bars tradeoff waterfall",
     "ranks": "one_step_ms slowest time_together",
-    "requirements": "why_no_compile why_no_triton",
+    "requirements": "why_no_compile why_no_memory why_no_tf32 why_no_triton",
     "rows": "load_rows published save_rows",
     "tables": "pivot show",
     "timing": "MIB Timing matmul_precision release_memory resolve_device run_or_out_of_memory "

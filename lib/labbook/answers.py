@@ -6,7 +6,7 @@ And what else a notebook shows as Markdown: the library's own code, and which ke
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -43,15 +43,26 @@ def answer(deliverable: str, text: str, *claims: Claim) -> None:
     Raises:
         AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
     """
+    _show(f"**({deliverable})** {text}{_checked(f'answer ({deliverable})', claims)}")
+
+
+def solution(exercise: int, text: str, *claims: Claim) -> None:
+    """Show, folded, the answer to an exercise. Raises as `answer`."""
+    folded = _checked(f"exercise {exercise}", claims)
+    summary = f"<details><summary>Answer to exercise {exercise}</summary>"
+    _show(f"{summary}\n\n{text}{folded}\n\n</details>")
+
+
+def _checked(what: str, claims: Sequence[Claim]) -> str:
+    """The claims, folded, if each holds."""
     broken = [one.description for one in claims if not one.holds]
     if broken:
-        raise AssertionError(f"answer ({deliverable}) does not hold: " + "; ".join(broken))
-    folded = ""
-    if claims:
-        lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in claims)
-        summary = f"{plural(len(claims), 'claim')} checked"
-        folded = f"\n\n<details><summary>{summary}</summary>\n<ul>\n{lines}\n</ul>\n</details>"
-    _show(f"**({deliverable})** {text}{folded}")
+        raise AssertionError(f"{what} does not hold: " + "; ".join(broken))
+    if not claims:
+        return ""
+    lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in claims)
+    summary = f"{plural(len(claims), 'claim')} checked"
+    return f"\n\n<details><summary>{summary}</summary>\n<ul>\n{lines}\n</ul>\n</details>"
 
 
 def _show(markdown: str) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas as pd
 
+from labbook import bench
 from labbook.book.batch import check_parameters
 from labbook.compare import beside_reference
 from labbook.files import figures_dir, make_folder, write_atomically
@@ -33,7 +34,8 @@ class Page:
         self._printed: set[str] = set()
         self.reference: str = parameters.get("reference", "h200")
         self.reference_card: MachineCard = load_card(self.reference)
-        self.card: MachineCard = machine_card(parameters.get("device", "auto"))
+        self.device: str = parameters.get("device", "auto")
+        self.card: MachineCard = machine_card(self.device)
         print(self.card.line())
 
     def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
@@ -58,6 +60,11 @@ class Page:
             if line not in self._printed:
                 print(line)
             self._printed.add(line)
+
+    def measure(self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **how: Any) -> None:
+        """Time each case on this machine and save its rows as they come; `how` as in `bench.measure`."""
+        for rows in bench.measure(cases, setup, device=self.device, **how):
+            self.save(rows, table)
 
     def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.

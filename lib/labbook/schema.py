@@ -119,6 +119,7 @@ COLUMNS: dict[str, Column] = {
     "num_heads": Column(int, "attention heads"),
     "num_layers": Column(int, "blocks of a model that may have fewer than its size says"),
     "num_rows": Column(int, "rows of a matrix"),
+    "most_partials": Column(int, "most lines of partial sums, one a program"),
     "batch_size": Column(int, "sequences in a batch"),
     "context_length": Column(int, "tokens in a sequence"),
     "d_head": Column(int, "width of one attention head"),
@@ -278,6 +279,9 @@ TABLES: dict[str, Table] = {
     "determinism": Table(
         ("implementation", "batch_size", "context_length", "d_head", "dtype", "pass", "deterministic"),
         ("runs", "distinct_results"),
+    ),
+    "weighted_sum_launches": Table(
+        ("implementation", "num_rows", "d_model", "most_partials"), (*TIMES, "peak_memory_mib")
     ),
     "weighted_sum_times": Table(
         ("implementation", "num_rows", "d_model", "dtype", "pass"), (*TIMES, "peak_memory_mib")
