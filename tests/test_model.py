@@ -1,6 +1,8 @@
 """The Transformer against an independent reading of the handout, and by its properties."""
 
 import math
+from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch.nn import functional as F
 from cs336_systems.configs import model_size
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import Embedding, Linear, RMSNorm, TransformerLM, build_model
+from cs336_systems.optimizer import AdamW
+from cs336_systems.training import linear_cross_entropy
 
 DIMENSIONS = {
     "vocab_size": 50,
@@ -162,6 +166,42 @@ def test_the_meta_device_costs_nothing_and_can_be_filled_later():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
     torch.testing.assert_close(later(some_tokens()), direct(some_tokens()), rtol=0, atol=0)
+
+
+def test_a_meta_model_can_be_given_its_weights():
+    """The rotary tables are not among them."""
+    direct, later = a_model(), a_model(device="meta")
+    later.load_state_dict(direct.state_dict(), assign=True)
+    torch.testing.assert_close(later(some_tokens()), direct(some_tokens()), rtol=0, atol=0)
+    assert not any(buffer.is_meta for buffer in later.buffers())
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_what_is_float32_does_not_follow_the_default_dtype(default):
+    """Model, loss, optimizer and our kernels: the same numbers under another default."""
+
+    def results():
+        model, tokens = a_model(dtype=torch.float32), some_tokens()
+        loss = cross_entropy(model(tokens), tokens)
+        loss.backward()
+        AdamW(model.parameters()).step()
+        kernels = [model.lm_head(model.embed(tokens)).detach()]
+        if find_spec("triton"):
+            use_kernels = import_module("cs336_systems.training.fused_block").use_fused_blocks
+            kernels.append(use_kernels(model)(tokens, tokens).detach())
+        hidden = model.embed(tokens)
+        kernels.append(linear_cross_entropy(hidden, model.lm_head.weight, tokens).detach())
+        return [loss.detach(), *kernels, *(p.detach() for p in model.parameters()), *model.buffers()]
+
+    wanted = results()
+    torch.set_default_dtype(default)
+    try:
+        found = results()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
 
 
 def test_one_pair_of_rotary_tables_serves_all_layers():

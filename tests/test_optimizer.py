@@ -67,6 +67,20 @@ def test_100_steps_with_groups_are_torchs():
     assert_same_over_100_steps(ours, own, theirs, other)
 
 
+def test_complex_weights_are_torchs():
+    """Gradients whose conjugation is lazy, which torch's refuses, too."""
+    ours, theirs = parameters(dtype=torch.complex64), parameters(dtype=torch.complex64)
+    own, other = AdamW(ours, lr=0.1), torch.optim.AdamW(theirs, lr=0.1)
+    for seed in range(5):
+        give_gradients(ours, seed)
+        for parameter, twin in zip(ours, theirs, strict=True):
+            parameter.grad = (parameter.grad * (1 + 2j)).conj()
+            twin.grad = parameter.grad.resolve_conj()
+        own.step()
+        other.step()
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-7)
+
+
 def test_a_parameter_without_gradient_is_left_alone():
     params = parameters()
     give_gradients(params, seed=1)

@@ -1,6 +1,7 @@
-"""Softmax, SiLU and cross-entropy, written out in plain torch."""
+"""The functions of the model and its loss, written out in plain torch."""
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 
@@ -26,6 +27,31 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), also called swish (Elfwing et al. 2017)."""
     return x * torch.sigmoid(x)
+
+
+def swiglu(a: Tensor, b: Tensor) -> Tensor:
+    """silu(a) * b: the gate of a feed-forward layer (Shazeer 2020)."""
+    return silu(a) * b
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019), in x's type.
+
+    Computed in float32 even for 16-bit input, whose squares overflow (float16) or lose digits (bfloat16).
+    """
+    wide = at_least_float32(x)
+    normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normalised * weight).to(x.dtype)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[2k], x[2k+1]) at position p by the angle whose cosine is cos[p, k] (Su et al. 2021).
+
+    x is (..., s, d), cos and sin are (s, d / 2); the same shape and type as `x`.
+    """
+    even, odd = rearrange(x, "... (pair two) -> two ... pair", two=2)
+    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    return rearrange(turned, "... pair two -> ... (pair two)").to(x.dtype)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from cs336_systems.arguments import check_positive_integers
 from cs336_systems.attention import attention
 from cs336_systems.configs import ModelConfig
-from cs336_systems.functional import at_least_float32, silu
+from cs336_systems.functional import cross_entropy, rms_norm, rotary, swiglu
 
 Device = torch.device | str | None
 DType = torch.dtype | None
@@ -66,10 +66,9 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
+    """`functional.rms_norm`, its weight (d,)."""
 
-    Computed in float32 even for 16-bit input, whose squares overflow (float16) or lose digits (bfloat16).
-    """
+    norm = staticmethod(rms_norm)
 
     def __init__(self, d: int, eps: float = 1e-5, *, device: Device = None, dtype: DType = None):
         super().__init__()
@@ -81,17 +80,17 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = at_least_float32(x)
-        normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normalised * self.weight).to(x.dtype)
+        return self.norm(x, self.weight, self.eps)
 
 
 class RotaryEmbedding(nn.Module):
-    """Turns the pair (x[2k], x[2k+1]) at position p by the angle p * theta^(-2k/d) (Su et al. 2021).
+    """`functional.rotary` by the angle p * theta^(-2k/d) at position p.
 
     One instance serves every layer. Its two tables, (context_length, d_head / 2), are not learnt and so stay
     out of the state dict; they are float32 whatever the parameters are.
     """
+
+    rotate = staticmethod(rotary)
 
     def __init__(self, context_length: int, d_head: int, theta: float = 10_000.0, *, device: Device = None):
         super().__init__()
@@ -105,9 +104,9 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        device = self.cos.device
-        frequencies = self.theta ** -(torch.arange(0, self.d_head, 2, device=device) / self.d_head)
-        angles = torch.arange(len(self.cos), device=device)[:, None] * frequencies
+        options = {"device": self.cos.device, "dtype": torch.float32}
+        frequencies = self.theta ** -(torch.arange(0, self.d_head, 2, **options) / self.d_head)
+        angles = torch.arange(len(self.cos), **options)[:, None] * frequencies
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
 
@@ -119,13 +118,25 @@ class RotaryEmbedding(nn.Module):
             self.cos, self.sin = (table.to(self.cos.device) for table in tables)
         return self
 
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of the positions of x (..., s, d), counted from 0.
+
+        Raises:
+            ValueError: x has more positions than the tables.
+        """
+        positions = x.shape[-2]
+        if positions > len(self.cos):
+            raise ValueError(
+                f"x has {positions} positions; allowed: at most {len(self.cos)}, the context length"
+            )
+        if self.cos.is_meta and not x.is_meta:  # load_state_dict(assign=True) fills parameters alone
+            self.to_empty(device=x.device)
+            self.reset_parameters()
+        return self.cos[:positions], self.sin[:positions]
+
     def forward(self, x: Tensor) -> Tensor:
-        """(..., s, d_head) -> the same shape and type, positions counted from 0."""
-        sequence = x.shape[-2]
-        cos, sin = self.cos[:sequence], self.sin[:sequence]
-        even, odd = rearrange(x, "... (pair two) -> two ... pair", two=2)
-        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
-        return rearrange(turned, "... pair two -> ... (pair two)").to(x.dtype)
+        """(..., s, d_head) -> the same shape and type."""
+        return self.rotate(x, *self.tables(x))
 
 
 class CausalSelfAttention(nn.Module):
@@ -160,6 +171,8 @@ class CausalSelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """w2(silu(w1 x) * w3 x): a feed-forward layer with a gate (Shazeer 2020)."""
 
+    gate = staticmethod(swiglu)
+
     def __init__(self, d_model: int, d_ff: int, **factory: Any):
         super().__init__()
         self.w1 = Linear(d_model, d_ff, **factory)
@@ -167,11 +180,19 @@ class SwiGLU(nn.Module):
         self.w3 = Linear(d_model, d_ff, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(silu(self.w1(x)) * self.w3(x))
+        return self.w2(self.gate(self.w1(x), self.w3(x)))
+
+
+def run_block(block: "TransformerBlock", x: Tensor) -> Tensor:
+    """Attention, then feed-forward; each reads a normalised copy of the residual stream and adds to it."""
+    x = x + block.attn(block.ln1(x))
+    return x + block.ffn(block.ln2(x))
 
 
 class TransformerBlock(nn.Module):
-    """Attention, then feed-forward; each reads a normalised copy of the residual stream and adds to it."""
+    """(..., s, d_model) -> the same shape: `run_block`."""
+
+    run = staticmethod(run_block)
 
     def __init__(
         self,
@@ -192,12 +213,14 @@ class TransformerBlock(nn.Module):
         self.ffn = SwiGLU(d_model, d_ff, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln1(x))
-        return x + self.ffn(self.ln2(x))
+        return self.run(self, x)
 
 
 class TransformerLM(nn.Module):
     """Token ids in, logits of the next token out.
+
+    What RMSNorm, RotaryEmbedding, SwiGLU and TransformerBlock compute with (`norm`, `rotate`, `gate`, `run`)
+    is an attribute: `training.fused` puts kernels there.
 
     Args:
         context_length: the longest sequence it will be given; only the rotary tables depend on it.
@@ -249,12 +272,20 @@ class TransformerLM(nn.Module):
             raise ValueError(f"sequence of {sequence} tokens; this model takes at most {self.context_length}")
         return self.token_embeddings(token_ids)
 
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """(b, s) integers -> (b, s, vocab_size) logits; raises what `embed` raises."""
+    def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(b, s) integers -> (b, s, vocab_size) logits, or with (b, s) targets the mean loss.
+
+        Raises what `embed` raises.
+        """
         x = self.embed(token_ids)
         for layer in self.layers:
             x = layer(x)
-        return self.lm_head(self.ln_final(x))
+        x = self.ln_final(x)
+        if targets is None:
+            return self.lm_head(x)
+        if getattr(self.lm_head, "takes_targets", False):
+            return self.lm_head(x, targets)
+        return cross_entropy(self.lm_head(x), targets)
 
 
 def build_model(config: ModelConfig, context_length: int, **options: Any) -> TransformerLM:

@@ -87,6 +87,7 @@ def _hook_modules(model: nn.Module, hooks: ExitStack) -> None:
             if not torch.compiler.is_compiling():
                 opened.pop().__exit__(None, None, None)
 
+        enter.only_observes = leave.only_observes = True
         hooks.callback(module.register_forward_pre_hook(enter).remove)
         # always_call: a forward that raises (out of memory) must still close its range.
         hooks.callback(module.register_forward_hook(leave, always_call=True).remove)

@@ -65,6 +65,10 @@ class AdamW(Optimizer):
         mean, mean_square = state["exp_avg"], state["exp_avg_sq"]
         beta1, beta2 = group["betas"]
 
+        if parameter.is_complex():  # a pair of real numbers each, as in torch.optim.AdamW
+            tensors = parameter, gradient.resolve_conj(), mean, mean_square
+            parameter, gradient, mean, mean_square = map(torch.view_as_real, tensors)
+
         parameter.mul_(1 - group["lr"] * group["weight_decay"])
         mean.lerp_(gradient, 1 - beta1)
         mean_square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -11,6 +11,7 @@ import triton
 
 from cs336_systems.attention.compile_resources import _ask_ptxas, _Chip
 from cs336_systems.kernels import cross_entropy, rms_norm, rotary, swiglu
+from cs336_systems.kernels.tensors import row_tile
 
 TOKENS, WIDTH, GATE, VOCABULARY = 32_768, 4096, 11_008, 151_936
 
@@ -22,7 +23,10 @@ def launches(dtype):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x, w, r = make(TOKENS, WIDTH), make(WIDTH), make(TOKENS, dtype=torch.float32)
-    partial, tile = make(264, WIDTH, dtype=torch.float32), rms_norm.tile(TOKENS, WIDTH)
+    partial, tile = (
+        make(264, WIDTH, dtype=torch.float32),
+        row_tile(TOKENS, WIDTH, rms_norm.TILE, rms_norm.WIDEST, 32),
+    )
     sizes = (WIDTH, TOKENS, WIDTH, 1e-5)
     yield "rms_norm forward", rms_norm.rms_norm_forward_kernel, (x, w, x, r, *sizes), tile
     sizes = (WIDTH, WIDTH, TOKENS, WIDTH, 125)
@@ -40,7 +44,10 @@ def launches(dtype):
     arguments = (*[a] * 6, TOKENS * GATE)
     yield "swiglu backward", swiglu.swiglu_backward_kernel, arguments, block | {"WITH_C": True}
     logits, targets = make(4096, VOCABULARY), make(4096, dtype=torch.int64)
-    sizes, tile = (VOCABULARY, 4096, VOCABULARY, -100), cross_entropy.tile(4096, VOCABULARY)
+    sizes, tile = (
+        (VOCABULARY, 4096, VOCABULARY, -100),
+        row_tile(4096, VOCABULARY, cross_entropy.TILE, cross_entropy.TILE, 16),
+    )
     yield "cross_entropy", cross_entropy.cross_entropy_kernel, (logits, targets, r, *sizes), tile
 
 

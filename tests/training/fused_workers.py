@@ -1,4 +1,4 @@
-"""Workers for test_fused_block.py."""
+"""Workers for test_fused_model.py."""
 
 import copy
 

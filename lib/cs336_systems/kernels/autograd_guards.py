@@ -1,11 +1,11 @@
-"""What autograd.Functions whose backward is a kernel, and so has no derivative, need from autograd."""
+"""Where code that launches kernels must not go past autograd or PyTorch's dispatcher."""
 
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -13,16 +13,21 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     torch's `once_differentiable` raises only where an upstream gradient requires grad. After `.sum()` that is
     a constant, but gradients depend on the inputs all the same: a second derivative would be silently wrong.
-    Here the RuntimeError comes whenever they are differentiated; create_graph=True alone is allowed. A
+    Here the RuntimeError comes whenever they are differentiated; create_graph=True alone is allowed. The
+    backward runs outside of torch.autocast, as its forward chose the dtypes. A
     backward that uses nothing but the upstream gradient, linearly (a collective, a rotation), may keep
     torch's decorator.
     """
 
     @wraps(backward)
     def guarded(ctx, *upstream: Tensor) -> Any:
-        if (
-            not torch.is_grad_enabled() or torch.compiler.is_compiling()
-        ):  # compilers refuse second derivatives
+        if torch.compiler.is_compiling():  # compilers refuse second derivatives themselves
+            return backward(ctx, *upstream)
+        device = "cpu" if upstream[0].is_meta else upstream[0].device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return guarded(ctx, *upstream)
+        if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
@@ -39,3 +44,15 @@ def _undifferentiable(function: str, gradients: Any) -> tuple[Tensor | None, ...
         f"{function} has no second derivative: its gradient, made with create_graph=True, was differentiated"
     )
     return torch._C._functions.DelayedError(message.encode(), len(leaves))(*leaves)
+
+
+def needs_dispatcher(*arguments: Any) -> bool:
+    """Whether a direct launch would miss something that the dispatcher does for one of these tensors."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    for x in arguments:
+        if isinstance(x, Tensor):
+            is_plain = type(x) is Tensor or type(x) is nn.Parameter
+            if not is_plain or not x.data_ptr() or x.is_neg():
+                return True
+    return False

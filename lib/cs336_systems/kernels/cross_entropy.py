@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import device_context
-from cs336_systems.kernels.tensors import check_kernel_inputs, stored_dtype
+from cs336_systems.kernels.runtime import kernel_function, launch
+from cs336_systems.kernels.tensors import check_kernel_inputs, row_tile, stored_dtype
 
 TILE = 8192  # logits that a program has in registers at a time
-# The maximum to begin with: of -inf and logits of -inf the difference is no number.
+# The first maximum: -inf - -inf would be NaN.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -57,13 +57,6 @@ def cross_entropy_kernel(
         tl.store(place, tl.where(counts[:, None], dz, 0.0).to(logits_ptr.dtype.element_ty), mask=inside)
 
 
-def tile(n_rows: int, vocabulary: int) -> dict[str, int]:
-    """ROWS, COLUMNS and num_warps: of a large vocabulary a part of one row, 16 logits a thread."""
-    columns = min(TILE, triton.next_power_of_2(vocabulary))
-    rows = min(TILE // columns, triton.next_power_of_2(n_rows))
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 4), 16)}
-
-
 def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
     """Losses (n,) in float32, and in place of the logits the gradient of the sum of the losses.
 
@@ -74,24 +67,34 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) ->
 
     Raises:
         TypeError: another dtype. ValueError: shapes or strides that do not fit, an empty vocabulary, devices.
+        RuntimeError: autograd would have to differentiate the overwriting.
     """
-    check_kernel_inputs("logits", logits)
     if targets.dtype != torch.int64 or targets.device != logits.device:
         raise TypeError(f"targets are {targets.dtype} on {targets.device}; allowed: int64 on {logits.device}")
-    if logits.dim() != 2 or targets.shape != logits.shape[:1] or logits.shape[1] < 1:
-        shapes = f"{tuple(logits.shape)}, {tuple(targets.shape)}"
-        raise ValueError(f"logits, targets have shapes {shapes}; allowed: (n, vocabulary) and (n,)")
-    if logits.stride(1) != 1:
-        raise ValueError(f"logits have strides {logits.stride()}; allowed: 1 along the vocabulary")
+    fits = logits.dim() == 2 and targets.shape == logits.shape[:1] and logits.shape[1] >= 1
+    allowed = f"(n, vocabulary), with targets (n,); the targets have the shape {tuple(targets.shape)}"
+    check_kernel_inputs("logits", logits, fits=fits, allowed=allowed)
+    if logits.stride(1) != 1 or (len(logits) > 1 and logits.stride(0) < logits.shape[1]):
+        raise ValueError(f"logits have strides {logits.stride()}; allowed: 1 in a row, and rows apart")
+    if not torch.compiler.is_compiling() and logits.is_neg():
+        raise ValueError("logits are a lazily negated view; allowed: logits.resolve_neg()")
+    if torch.is_grad_enabled() and logits.requires_grad:
+        raise RuntimeError(
+            "logits require grad and are overwritten; allowed: detached, or in torch.no_grad()"
+        )
+    return _overwrite(logits, targets, ignore_index)
+
+
+@kernel_function(mutates=("logits",))
+def _overwrite(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     stored = logits.to(stored_dtype(logits.dtype))
     if n:
-        options = tile(n, vocabulary)
-        with device_context(logits.device):
-            cross_entropy_kernel[(triton.cdiv(n, options["ROWS"]),)](
-                stored, targets.contiguous(), losses, stored.stride(0), n, vocabulary, ignore_index, **options
-            )
+        options = row_tile(n, vocabulary, TILE, TILE, 16)
+        grid = (triton.cdiv(n, options["ROWS"]),)
+        sizes = stored.stride(0), n, vocabulary, ignore_index
+        launch(cross_entropy_kernel, grid, stored, targets.contiguous(), losses, *sizes, **options)
     if stored is not logits:
         logits.copy_(stored)
     return losses

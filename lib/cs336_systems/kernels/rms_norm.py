@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cs336_systems.kernels.runtime import device_context, sm_count
-from cs336_systems.kernels.tensors import as_rows, check_kernel_inputs, stored_dtype
+from cs336_systems.kernels.autograd_guards import first_order_only
+from cs336_systems.kernels.runtime import kernel_function, launch, sm_count
+from cs336_systems.kernels.tensors import as_rows, check_kernel_inputs, row_tile, stored_dtype
 
 TILE = 4096  # elements of a tile, where a row has no more
 WIDEST = 32_768  # the longest row whose elements fit into the registers of one program
@@ -71,25 +71,20 @@ def rms_norm_backward_kernel(
     tl.store(partial_ptr + part.to(tl.int64) * d + columns, total, mask=columns < d)
 
 
-def tile(n_rows: int, d: int) -> dict[str, int]:
-    """ROWS, COLUMNS and num_warps: whole rows, no more of them than there are, 16 elements a thread."""
-    columns = triton.next_power_of_2(d)
-    rows = max(1, min(TILE // columns, triton.next_power_of_2(n_rows)))
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 4), 32)}
-
-
+@kernel_function
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y (n, d) and r (n,) in float32, of the rows x (n, d), which may lie apart, and weight (d,)."""
     n_rows, d = x.shape
-    options = tile(n_rows, d)
+    options = row_tile(n_rows, d, TILE, WIDEST, 32)
     y = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
     r = torch.empty(n_rows, dtype=torch.float32, device=x.device)
-    with device_context(x.device):
-        grid = (max(1, triton.cdiv(n_rows, options["ROWS"])),)
-        rms_norm_forward_kernel[grid](x, weight.contiguous(), y, r, x.stride(0), n_rows, d, eps, **options)
+    grid = (max(1, triton.cdiv(n_rows, options["ROWS"])),)
+    sizes = x.stride(0), n_rows, d, eps
+    launch(rms_norm_forward_kernel, grid, x, weight.contiguous(), y, r, *sizes, **options)
     return y.to(x.dtype), r
 
 
+@kernel_function
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor, r: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -98,20 +93,18 @@ def backward(
     residual: (n, d), added to dx: the gradient that reaches x past the norm.
     """
     n_rows, d = x.shape
-    options = tile(n_rows, d)
+    options = row_tile(n_rows, d, TILE, WIDEST, 32)
     tiles = triton.cdiv(n_rows, options["ROWS"])
     rows_each = options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * sm_count(x.device))
     partials = max(1, triton.cdiv(n_rows, max(1, rows_each)))
     dx = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
     partial = torch.empty((partials, d), dtype=torch.float32, device=x.device)
     tile_bytes = options["ROWS"] * options["COLUMNS"] * (dy.element_size() + x.element_size())
-    stages = 3 if 2 * tile_bytes <= PREFETCHED else 1
-    with device_context(x.device):
-        rms_norm_backward_kernel[(partials,)](
-            dy, x, weight.contiguous(), r, None if residual is None else residual.contiguous(), dx, partial,
-            dy.stride(0), x.stride(0), n_rows, d, rows_each,
-            STAGES=stages, HAS_RESIDUAL=residual is not None, **options,
-        )  # fmt: skip
+    options["STAGES"] = 3 if 2 * tile_bytes <= PREFETCHED else 1
+    tensors = dy, x, weight.contiguous(), r, None if residual is None else residual.contiguous(), dx, partial
+    sizes = dy.stride(0), x.stride(0), n_rows, d, rows_each
+    has_residual = residual is not None
+    launch(rms_norm_backward_kernel, (partials,), *tensors, *sizes, HAS_RESIDUAL=has_residual, **options)
     return dx.to(x.dtype), partial.sum(0).to(weight.dtype)
 
 
@@ -125,7 +118,7 @@ class RMSNormTriton(torch.autograd.Function):
         return y.reshape(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy: Tensor):
         x, weight, r = ctx.saved_tensors
         dx, dw = backward(as_rows(dy), as_rows(x), weight, r)
@@ -142,10 +135,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     Raises:
         TypeError: another dtype. ValueError: shapes that do not fit, a d that is 0 or over WIDEST, devices.
     """
-    check_kernel_inputs("x, weight", x, weight)
-    if x.dim() < 1 or weight.shape != x.shape[-1:] or not 1 <= x.shape[-1] <= WIDEST:
-        raise ValueError(
-            f"x, weight have shapes {tuple(x.shape)}, {tuple(weight.shape)}; "
-            f"allowed: (..., d) and (d,), d from 1 to {WIDEST}"
-        )
+    fits = x.dim() >= 1 and weight.shape == x.shape[-1:] and 1 <= x.shape[-1] <= WIDEST
+    allowed = f"(..., d) and (d,), d from 1 to {WIDEST}"
+    check_kernel_inputs("x, weight", x, weight, fits=fits, allowed=allowed)
     return RMSNormTriton.apply(x, weight, eps)

@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cs336_systems.kernels.runtime import device_context
+from cs336_systems.kernels.runtime import kernel_function, launch
 from cs336_systems.kernels.tensors import check_kernel_inputs, stored_dtype
 
 TILE = 2048  # elements of a tile, where a head has no more
@@ -49,6 +48,7 @@ def rotary_kernel(
         y_tile += stride_yh
 
 
+@kernel_function
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """x (..., s, d) turned by the angles of the tables (s or more, d / 2), or back; in x's layout, mostly."""
     x4 = x[(None,) * (4 - x.dim())] if x.dim() <= 4 else x.flatten(0, -4)
@@ -59,26 +59,25 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     rows = max(1, min(TILE // (2 * pairs), triton.next_power_of_2(sequence)))
     y4 = torch.empty_like(x4, dtype=stored_dtype(x.dtype))
     if x.numel():
-        with device_context(x.device):
-            rotary_kernel[(batch * triton.cdiv(sequence, rows),)](
-                x4, cos.contiguous(), sin.contiguous(), y4, *x4.stride()[:3], *y4.stride()[:3],
-                heads, sequence, d, INVERSE=inverse, ROWS=rows, PAIRS=pairs, num_warps=4,
-            )  # fmt: skip
+        sizes = *x4.stride()[:3], *y4.stride()[:3], heads, sequence, d
+        options = {"INVERSE": inverse, "ROWS": rows, "PAIRS": pairs, "num_warps": 4}
+        grid = (batch * triton.cdiv(sequence, rows),)
+        launch(rotary_kernel, grid, x4, cos.contiguous(), sin.contiguous(), y4, *sizes, **options)
     return y4.to(x.dtype).reshape(x.shape)
 
 
 class RotaryTriton(torch.autograd.Function):
-    """`apply(x, cos, sin)`: see `rotary`. Saves the tables, which are there anyway."""
+    """`apply(x, cos, sin, inverse)`: see `rotary`. Saves the tables, which are there anyway."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin, inverse=False)
+        ctx.inverse = inverse
+        return rotate(x, cos, sin, inverse)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy: Tensor):
-        return rotate(dy, *ctx.saved_tensors, inverse=True), None, None
+        return RotaryTriton.apply(dy, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -91,11 +90,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         TypeError: another dtype. ValueError: shapes that do not fit, an odd d, devices.
     """
-    check_kernel_inputs("x, cos, sin", x, cos, sin)
     fits = x.dim() >= 2 and x.shape[-1] % 2 == 0 and x.shape[-1] > 0 and cos.shape == sin.shape
-    if not fits or cos.dim() != 2 or cos.shape[1] != x.shape[-1] // 2 or cos.shape[0] < x.shape[-2]:
-        raise ValueError(
-            f"x, cos, sin have shapes {tuple(x.shape)}, {tuple(cos.shape)}, {tuple(sin.shape)}; "
-            "allowed: (..., s, d) with an even d, and twice (s or more, d / 2)"
-        )
-    return RotaryTriton.apply(x, cos, sin)
+    fits = fits and cos.dim() == 2 and cos.shape[1] == x.shape[-1] // 2 and cos.shape[0] >= x.shape[-2]
+    allowed = "(..., s, d) with an even d, and twice (s or more, d / 2)"
+    check_kernel_inputs("x, cos, sin", x, cos, sin, fits=fits, allowed=allowed)
+    return RotaryTriton.apply(x, cos, sin, False)

@@ -1,15 +1,21 @@
-"""What every Triton kernel here needs from the machine: compiler or interpreter, device, alignment."""
+"""What every Triton kernel goes through: compiler or interpreter, device, PyTorch's dispatcher."""
 
 import contextlib
+import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from torch._C._dynamo import guards
+from torch._subclasses import FakeTensor
 from triton.runtime import JITFunction
+
+from cs336_systems.kernels.autograd_guards import needs_dispatcher
 
 INTERPRETED = triton.knobs.runtime.interpret
 # Triton's own functions choose between compiler and interpreter when Triton is first imported.
@@ -35,6 +41,46 @@ def _mend_index() -> None:
 
 if INTERPRETED and triton.__version__.startswith("3.6."):  # 3.7 does so itself
     _mend_index()
+
+
+def kernel_function(function: Callable[..., Any] | None = None, *, mutates: Sequence[str] = ()) -> Any:
+    """Decorates a function of tensors that launches kernels: a custom operator where PyTorch must see them.
+
+    Kernels take addresses, so PyTorch's dispatcher does nothing for them. The direct call is the fast path.
+    While torch.compile or make_fx traces, under FakeTensorMode and other modes, for subclasses of Tensor and
+    for tensors without memory (fake, meta) or with a lazy negation, the operator runs. The function is its
+    own fake implementation: there `launch` does nothing.
+
+    Args:
+        mutates: names of its tensors that it overwrites; their version counters count that.
+    """
+    if function is None:
+        return partial(kernel_function, mutates=mutates)
+    name = f"{function.__module__.rpartition('.')[2]}_{function.__name__}"
+    operator = torch.library.custom_op(f"cs336_systems::{name}", function, mutates_args=mutates)
+    operator.register_fake(function)
+    overwritten = [list(inspect.signature(function).parameters).index(each) for each in mutates]
+
+    @wraps(function)
+    def call(*arguments: Any) -> Any:
+        if needs_dispatcher(*arguments):
+            return operator(*arguments)
+        result = function(*arguments)
+        for x in (arguments[index] for index in overwritten):
+            if not x.is_inference():
+                torch.autograd.graph.increment_version(x)
+        return result
+
+    return call
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """kernel[grid](*arguments, **options) on the device of the first tensor; of a fake one nothing runs."""
+    x = next(x for x in arguments if isinstance(x, Tensor))
+    if x.is_meta or isinstance(x, FakeTensor):
+        return
+    with device_context(x.device):
+        kernel[grid](*arguments, **options)
 
 
 def check_device(names: str, x: Tensor) -> None:

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cs336_systems.kernels.runtime import device_context
+from cs336_systems.kernels.autograd_guards import first_order_only
+from cs336_systems.kernels.runtime import kernel_function, launch
 from cs336_systems.kernels.tensors import check_kernel_inputs, stored_dtype
 
 BLOCK = 2048  # elements of a program: 16 a thread
@@ -44,23 +44,23 @@ def swiglu_backward_kernel(
         tl.store(c_ptr + i, (a * s * b).to(c_ptr.dtype.element_ty), mask=i < n)
 
 
+@kernel_function
 def forward(a: Tensor, b: Tensor) -> Tensor:
     """c of a and b, all of one shape; contiguous."""
     a, b = a.contiguous(), b.contiguous()
     c = torch.empty_like(a, dtype=stored_dtype(a.dtype))
-    with device_context(a.device):
-        swiglu_forward_kernel[_grid(a)](a, b, c, a.numel(), BLOCK=BLOCK)
+    launch(swiglu_forward_kernel, _grid(a), a, b, c, a.numel(), BLOCK=BLOCK)
     return c.to(a.dtype)
 
 
-def backward(dc: Tensor, a: Tensor, b: Tensor, *, with_c: bool = False) -> tuple[Tensor, ...]:
+@kernel_function
+def backward(dc: Tensor, a: Tensor, b: Tensor, with_c: bool = False) -> list[Tensor]:
     """da, db and, if it is asked for, c of dc, a and b, all of one shape; contiguous."""
     dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
     made = [torch.empty_like(a, dtype=stored_dtype(a.dtype)) for _ in range(3 if with_c else 2)]
-    with device_context(a.device):
-        outputs = made if with_c else [*made, None]
-        swiglu_backward_kernel[_grid(a)](dc, a, b, *outputs, a.numel(), BLOCK=BLOCK, WITH_C=with_c)
-    return tuple(x.to(a.dtype) for x in made)
+    outputs = made if with_c else [*made, None]
+    launch(swiglu_backward_kernel, _grid(a), dc, a, b, *outputs, a.numel(), BLOCK=BLOCK, WITH_C=with_c)
+    return [x.to(a.dtype) for x in made]
 
 
 def _grid(a: Tensor) -> tuple[int]:
@@ -76,9 +76,9 @@ class SwiGLUTriton(torch.autograd.Function):
         return forward(a, b)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dc: Tensor):
-        return backward(dc, *ctx.saved_tensors)
+        return tuple(backward(dc, *ctx.saved_tensors))
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -87,9 +87,5 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
     Raises:
         TypeError: dtypes that differ or are not supported. ValueError: shapes or devices that differ.
     """
-    check_kernel_inputs("a, b", a, b)
-    if a.dtype != b.dtype:
-        raise TypeError(f"a, b have dtypes {a.dtype}, {b.dtype}; allowed: the same one")
-    if a.shape != b.shape:
-        raise ValueError(f"a, b have shapes {tuple(a.shape)}, {tuple(b.shape)}; allowed: the same one")
+    check_kernel_inputs("a, b", a, b, fits=a.shape == b.shape, allowed="the same one", same_dtype=True)
     return SwiGLUTriton.apply(a, b)

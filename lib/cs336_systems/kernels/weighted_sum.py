@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from cs336_systems.attention.inputs import DTYPES
-from cs336_systems.kernels.runtime import INTERPRETED, check_device, device_context
+from cs336_systems.kernels.autograd_guards import first_order_only
+from cs336_systems.kernels.runtime import kernel_function, launch
+from cs336_systems.kernels.tensors import check_kernel_inputs, row_tile, stored_dtype
 
 TILE = 4096  # elements of a tile: 128 bytes a thread are on their way at once
 WIDEST = 1024  # columns of a tile
@@ -83,83 +83,69 @@ def backward_kernel(
     tl.store(partial_ptr + part.to(tl.int64) * d + columns, partial, mask=in_row)
 
 
-def tile_sizes(n_rows: int, d: int) -> tuple[int, int]:
-    """Rows and columns of a tile: whole rows up to WIDEST columns, and no more rows than there are."""
-    columns = min(triton.next_power_of_2(d), WIDEST)
-    return min(TILE // columns, triton.next_power_of_2(n_rows)), columns
-
-
+@kernel_function
 def forward(x: Tensor, weight: Tensor) -> Tensor:
     """y (n_rows,) of x (n_rows, d) and weight (d,), any strides; sums in float32."""
-    if _truncates(x.dtype):
-        return forward(x.float(), weight.float()).to(x.dtype)
     n_rows, d = x.shape
-    rows, columns = tile_sizes(n_rows, d)
-    y = x.new_empty(n_rows)
-    with device_context(x.device):
-        forward_kernel[(triton.cdiv(n_rows, rows),)](
-            x, weight, y, *x.stride(), *weight.stride(), n_rows, d, ROWS=rows, COLUMNS=columns
-        )
-    return y
+    options = row_tile(n_rows, d, TILE, WIDEST, 4)
+    y = torch.empty(n_rows, dtype=stored_dtype(x.dtype), device=x.device)
+    grid = (triton.cdiv(n_rows, options["ROWS"]),)
+    launch(forward_kernel, grid, x, weight, y, *x.stride(), *weight.stride(), n_rows, d, **options)
+    return y.to(x.dtype)
 
 
 def forward_from_descriptor(x: Tensor, weight: Tensor) -> Tensor:
     """As `forward`, for an x that TMA can load: contiguous, with rows of a multiple of 16 bytes."""
     n_rows, d = x.shape
-    rows, columns = tile_sizes(n_rows, d)
-    y = x.new_empty(n_rows)
-    descriptor = TensorDescriptor.from_tensor(x, [rows, columns])
-    with device_context(x.device):
-        forward_descriptor_kernel[(triton.cdiv(n_rows, rows),)](
-            descriptor, weight.contiguous(), y, n_rows, d, ROWS=rows, COLUMNS=columns
-        )
+    options = row_tile(n_rows, d, TILE, WIDEST, 4)
+    y = torch.empty(n_rows, dtype=x.dtype, device=x.device)
+    descriptor = TensorDescriptor.from_tensor(x, [options["ROWS"], options["COLUMNS"]])
+    grid = (triton.cdiv(n_rows, options["ROWS"]),)
+    launch(forward_descriptor_kernel, grid, descriptor, weight.contiguous(), y, n_rows, d, **options)
     return y
 
 
+@kernel_function
 def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """dx (n_rows, d) and dw (d,), from dy (n_rows,), x (n_rows, d) and weight (d,), any strides."""
-    if _truncates(x.dtype):
-        dx, dw = backward(dy.float(), x.float(), weight.float())
-        return dx.to(x.dtype), dw.to(x.dtype)
     n_rows, d = x.shape
-    rows, columns = tile_sizes(n_rows, d)
+    options = row_tile(n_rows, d, TILE, WIDEST, 4)
     rows_each = triton.cdiv(n_rows, partial_sums(n_rows, d))
     partials = triton.cdiv(n_rows, rows_each)
-    dx = torch.empty((n_rows, d), dtype=x.dtype, device=x.device)
+    dx = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
     partial = torch.empty((partials, d), dtype=torch.float32, device=x.device)
-    with device_context(x.device):
-        backward_kernel[(partials, triton.cdiv(d, columns))](
-            x, weight, dy, dx, partial,
-            *x.stride(), *weight.stride(), *dy.stride(), n_rows, d, rows_each, ROWS=rows, COLUMNS=columns,
-        )  # fmt: skip
-    return dx, partial.sum(0).to(weight.dtype)
-
-
-def _truncates(dtype: torch.dtype) -> bool:
-    """The interpreter cuts float32 down to bfloat16 where a GPU rounds."""
-    return INTERPRETED and dtype == torch.bfloat16
+    strides = *x.stride(), *weight.stride(), *dy.stride()
+    grid = (partials, triton.cdiv(d, options["COLUMNS"]))
+    launch(backward_kernel, grid, x, weight, dy, dx, partial, *strides, n_rows, d, rows_each, **options)
+    return dx.to(x.dtype), partial.sum(0).to(weight.dtype)
 
 
 def partial_sums(n_rows: int, d: int) -> int:
     """How many rows of partial sums: one a tile of rows, until there are enough programs to fill a GPU."""
-    return min(triton.cdiv(n_rows, tile_sizes(n_rows, d)[0]), MOST_PARTIALS)
+    return min(triton.cdiv(n_rows, row_tile(n_rows, d, TILE, WIDEST, 4)["ROWS"]), MOST_PARTIALS)
 
 
 class WeightedSum(torch.autograd.Function):
     """Sum of each row of x, its elements weighted, without x * weight in memory: `apply(x, weight)`.
 
     x is (..., d) with any leading dimensions, none included, and weight (d,); the result is (...), in x's
-    dtype, summed in float32. Raises as `check_inputs`.
+    dtype, summed in float32.
+
+    Raises:
+        TypeError: dtypes that differ or are not supported.
+        ValueError: devices or shapes that do not fit, an empty tensor, a device that kernels do not run on.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        check_inputs(x, weight)
+        fits = x.dim() >= 1 and weight.shape == x.shape[-1:] and 0 not in x.shape
+        allowed = "(..., d) and (d,), no dimension of size 0"
+        check_kernel_inputs("x, weight", x, weight, fits=fits, allowed=allowed, same_dtype=True)
         ctx.save_for_backward(x, weight)
         return forward(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape[:-1])
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy: Tensor):
         x, weight = ctx.saved_tensors
         dx, dw = backward(dy.reshape(-1), x.reshape(-1, x.shape[-1]), weight)
@@ -167,25 +153,3 @@ class WeightedSum(torch.autograd.Function):
 
 
 weighted_sum = WeightedSum.apply
-
-
-def check_inputs(x: Tensor, weight: Tensor) -> None:
-    """Refuse tensors that are no rows and a weight for each of their columns.
-
-    Raises:
-        TypeError: dtypes that differ or are not supported.
-        ValueError: devices or shapes that do not fit, an empty tensor, a device that kernels do not run on.
-    """
-    if x.dtype != weight.dtype or x.dtype not in DTYPES:
-        raise TypeError(
-            f"x, weight have dtypes {x.dtype}, {weight.dtype}; "
-            f"allowed: both the same, one of {', '.join(map(str, DTYPES))}"
-        )
-    if x.device != weight.device:
-        raise ValueError(f"x, weight are on devices {x.device}, {weight.device}; allowed: the same one")
-    if x.dim() < 1 or weight.shape != x.shape[-1:] or 0 in x.shape:
-        raise ValueError(
-            f"x, weight have shapes {tuple(x.shape)}, {tuple(weight.shape)}; "
-            "allowed: (..., d) and (d,), no dimension of size 0"
-        )
-    check_device("x, weight", x)

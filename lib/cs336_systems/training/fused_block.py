@@ -9,19 +9,30 @@ caller says what is kept: what is not costs its matmuls once more. Residuals are
 before them, and what was made again is freed as soon as it is done with.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn.modules.module import _has_any_global_hook
 
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.inputs import DTYPES
 from cs336_systems.configs import ModelConfig
 from cs336_systems.kernels import rms_norm, rotary, swiglu
-from cs336_systems.model import TransformerBlock, TransformerLM
-from cs336_systems.training.fused import use_fused_kernels
+from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
+from cs336_systems.model import (
+    CausalSelfAttention,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    TransformerBlock,
+    TransformerLM,
+    run_block,
+)
+from cs336_systems.training.fused import is_as_written, use_fused_kernels
 
 KEEPABLE = ("qkv", "h", "ab")
 
@@ -50,16 +61,19 @@ def weights(block: TransformerBlock) -> Weights:
 
 
 class BlockFunction(torch.autograd.Function):
-    """`apply(x, cos, sin, num_heads, eps, keep, *Weights)`; x and the result are (b, s, d_model)."""
+    """`apply(x, cos, sin, num_heads, eps1, eps2, keep, *Weights)`; x and the result are (b, s, d_model).
+
+    cos and sin have as many rows as x has positions.
+    """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos, sin, num_heads: int, eps: float, keep, *given) -> Tensor:
+    def forward(ctx, x: Tensor, cos, sin, num_heads: int, eps1: float, eps2: float, keep, *given) -> Tensor:
         w, rows = Weights(*given), x.reshape(-1, x.shape[-1])
-        ctx.shape, ctx.eps = (*x.shape[:-1], num_heads, -1), eps
-        q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps)[0], w, cos, sin, ctx.shape)
+        ctx.shape, ctx.eps = (*x.shape[:-1], num_heads, -1), (eps1, eps2)
+        q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps1)[0], w, cos, sin, ctx.shape)
         o, logsumexp, *rest = flash_forward(q, k, v, True)
         h = torch.addmm(rows, _rows(o), w.o.T)
-        n2, _ = rms_norm.forward(h, w.ln2, eps)
+        n2, _ = rms_norm.forward(h, w.ln2, eps2)
         a, b = n2 @ w.w1.T, n2 @ w.w3.T
         c = swiglu.forward(a, b)
         qkv = (q, k, v) if "qkv" in keep else (None, None, None)
@@ -68,7 +82,7 @@ class BlockFunction(torch.autograd.Function):
         return torch.addmm(h, c, w.w2.T).view(x.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, dy: Tensor):
         x, o, logsumexp, q, k, v, h, a, b, cos, sin, *given = ctx.saved_tensors
         count = len(Weights._fields)
@@ -76,37 +90,37 @@ class BlockFunction(torch.autograd.Function):
 
         if h is None:
             h = torch.addmm(x, _rows(o), w.o.T)
-        n2, r2 = rms_norm.forward(h, w.ln2, ctx.eps)
+        n2, r2 = rms_norm.forward(h, w.ln2, ctx.eps[1])
         if a is None:
             a, b = n2 @ w.w1.T, n2 @ w.w3.T
-        da, db, c = swiglu.backward(dy @ w.w2, a, b, with_c=True)
+        da, db, c = swiglu.backward(dy @ w.w2, a, b, True)
         del a, b
         d_w2 = dy.T @ c
         del c
         d_w1, d_w3 = da.T @ n2, db.T @ n2
         dn2 = (da @ w.w1).addmm_(db, w.w3)
         del n2, da, db
-        dh, d_ln2 = rms_norm.backward(dn2, h, w.ln2, r2, residual=dy)
+        dh, d_ln2 = rms_norm.backward(dn2, h, w.ln2, r2, dy)
         del h, dn2
 
         d_o = dh.T @ _rows(o)
-        n1, r1 = rms_norm.forward(x, w.ln1, ctx.eps)
+        n1, r1 = rms_norm.forward(x, w.ln1, ctx.eps[0])
         if q is None:
             q, k, v = _qkv(n1, w, cos, sin, ctx.shape)
         dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx.shape), q, k, v, o, logsumexp, True, *rest)
         del q, k, v
-        dq, dk = (rotary.rotate(turned, cos, sin, inverse=True) for turned in (dq, dk))
+        dq, dk = (rotary.rotate(turned, cos, sin, True) for turned in (dq, dk))
         dq, dk, dv = _rows(dq), _rows(dk), _rows(dv)
         d_q, d_k, d_v = dq.T @ n1, dk.T @ n1, dv.T @ n1
         dn1 = (dq @ w.q).addmm_(dk, w.k).addmm_(dv, w.v)
-        dx, d_ln1 = rms_norm.backward(dn1, x, w.ln1, r1, residual=dh)
+        dx, d_ln1 = rms_norm.backward(dn1, x, w.ln1, r1, dh)
         gradients = Weights(d_ln1, d_q, d_k, d_v, d_o, d_ln2, d_w1, d_w2, d_w3)
-        return dx.view(*ctx.shape[:2], -1), None, None, None, None, None, *gradients
+        return dx.view(*ctx.shape[:2], -1), *[None] * 6, *gradients
 
 
 def _qkv(n1: Tensor, w: Weights, cos: Tensor, sin: Tensor, shape: tuple) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = (_heads(n1 @ weight.T, shape) for weight in (w.q, w.k, w.v))
-    return *(rotary.rotate(each, cos, sin, inverse=False) for each in (q, k)), v
+    return *(rotary.rotate(each, cos, sin, False) for each in (q, k)), v
 
 
 def _heads(rows: Tensor, shape: tuple) -> Tensor:
@@ -119,22 +133,45 @@ def _rows(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
-class FusedTransformerBlock(TransformerBlock):
-    """A block that computes with `BlockFunction`. keep: some of KEEPABLE, not to be made again."""
+# In the order of block.modules(), after the block itself.
+_PARTS = (RMSNorm, CausalSelfAttention, RotaryEmbedding, *[Linear] * 4, RMSNorm, SwiGLU, *[Linear] * 3)
 
-    keep: Collection[str] = ()
 
-    def forward(self, x: Tensor) -> Tensor:
-        cos, sin = (table[: x.shape[-2]] for table in (self.attn.rope.cos, self.attn.rope.sin))
-        options = self.attn.num_heads, self.ln1.eps, self.keep
-        return BlockFunction.apply(x.contiguous(), cos, sin, *options, *weights(self))
+def run_fused(block: TransformerBlock, x: Tensor) -> Tensor:
+    """`model.run_block` through BlockFunction, or as it is where that would compute something else.
+
+    That is so for modules that are not as `model` wrote them (adapters, hooks, parametrizations), dtypes that
+    differ, in autocast, and under torch.compile or FakeTensorMode. block.keep: some of KEEPABLE.
+    """
+    if not _is_as_written(block, x):
+        return run_block(block, x)
+    options = block.attn.num_heads, block.ln1.eps, block.ln2.eps, getattr(block, "keep", ())
+    return BlockFunction.apply(x.contiguous(), *block.attn.rope.tables(x), *options, *weights(block))
+
+
+def _is_as_written(block: TransformerBlock, x: Tensor) -> bool:
+    if needs_dispatcher(x, *block.parameters()) or torch.is_autocast_enabled(x.device.type):
+        return False
+    parts = [*block.modules()][1:]
+    if len(parts) != len(_PARTS) or not all(map(is_as_written, parts, _PARTS)) or _has_any_global_hook():
+        return False
+    functions = block.ln1.norm, block.ln2.norm, block.attn.rope.rotate, block.ffn.gate
+    w = weights(block)
+    return (
+        functions == (rms_norm.rms_norm, rms_norm.rms_norm, rotary.rotary, swiglu.swiglu)
+        and x.dim() == 3
+        and x.numel() > 0
+        and {x.dtype, w.ln1.dtype, w.ln2.dtype}.issubset(DTYPES)
+        and {each.dtype for each in w if each.dim() == 2} == {x.dtype}
+        and {each.device for each in w} == {x.device}
+    )
 
 
 def use_fused_blocks(model: TransformerLM) -> TransformerLM:
-    """`use_fused_kernels(model)`, and BlockFunction in its blocks; FSDP and optimizers find all as before."""
+    """`use_fused_kernels(model)`, and `run_fused` in its blocks; FSDP and optimizers find all as before."""
     use_fused_kernels(model)
     for layer in model.layers:
-        layer.__class__ = FusedTransformerBlock
+        layer.run = run_fused
     return model
 
 

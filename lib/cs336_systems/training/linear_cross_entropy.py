@@ -13,10 +13,10 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cs336_systems.attention.inputs import DTYPES
 from cs336_systems.functional import at_least_float32
+from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
 
 IGNORED = -100  # the target that does not count, as in PyTorch
 
@@ -49,7 +49,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, chunk_tokens: int) -> Tensor:
         rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        total = torch.zeros((), device=hidden.device)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_rows = torch.empty_like(rows) if wants_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         for first in range(0, len(rows), chunk_tokens):
@@ -68,7 +68,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return total / count
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx, d_loss: Tensor):
         d_rows, d_weight, count = ctx.saved_tensors
         factor = d_loss.float() / count.clamp(min=1)
@@ -106,7 +106,7 @@ def linear_cross_entropy(
         TypeError: dtypes that differ or are not supported.
         ValueError: shapes or devices that do not fit, chunk_tokens under 1, on a CPU a target too large.
     """
-    device = hidden.device.type
+    device = "cpu" if hidden.is_meta else hidden.device.type  # autocast does not know meta
     if torch.is_autocast_enabled(device):
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
     _check(hidden, weight, targets, chunk_tokens)
@@ -131,7 +131,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -
         raise ValueError(f"hidden, weight, targets are on devices {devices}; allowed: the same one")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
-    if not targets.is_cuda:
+    if not targets.is_cuda and not needs_dispatcher(targets):  # traced and fake tensors hold no numbers
         wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= len(weight)))]
         if len(wrong):
             raise ValueError(f"a target is {wrong[0]}; allowed: {IGNORED}, or 0 to {len(weight) - 1}")

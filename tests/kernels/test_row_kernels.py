@@ -1,38 +1,45 @@
-"""Fused RMSNorm, rotary embedding, SwiGLU: right for every shape, layout and dtype; GPU or interpreter."""
+"""weighted_sum, rms_norm, rotary, swiglu: right for every shape, layout and dtype; GPU or interpreter."""
+
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.checks import FUSED, check_fused
+from cs336_systems.checks import FUSED, check_fused, check_weighted_sum
 
 pytest.importorskip("triton")
 from cs336_systems.kernels import rms_norm as rms_norm_kernels
 from cs336_systems.kernels import rotary as rotary_kernels
 from cs336_systems.kernels import swiglu as swiglu_kernels
+from cs336_systems.kernels import weighted_sum as weighted_sum_kernels
 from cs336_systems.kernels.rms_norm import WIDEST, rms_norm
 from cs336_systems.kernels.rotary import rotary
 from cs336_systems.kernels.swiglu import swiglu
+from cs336_systems.kernels.weighted_sum import forward_from_descriptor, partial_sums, weighted_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-KERNELS = ["rms_norm", "rotary", "swiglu"]
-FUNCTIONS = dict(zip(KERNELS, (rms_norm, rotary, swiglu), strict=True))
+FUNCTIONS = {"rms_norm": rms_norm, "rotary": rotary, "swiglu": swiglu, "weighted_sum": weighted_sum}
+CHECKS = {name: partial(check_fused, name) for name in FUNCTIONS if name != "weighted_sum"}
+CHECKS["weighted_sum"] = partial(check_weighted_sum, weighted_sum)
+over_kernels = pytest.mark.parametrize("name", FUNCTIONS)
+over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @pytest.mark.usefixtures("nan_memory")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", KERNELS)
+@over_dtypes
+@over_kernels
 def test_error_at_most_twice_pytorchs(name, dtype):
-    check_fused(name, dtype=dtype)
+    CHECKS[name](dtype=dtype)
 
 
-@settings(max_examples=10)
-@given(st.sampled_from(KERNELS), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(6, 40))
+@settings(max_examples=15)
+@given(st.sampled_from([*FUNCTIONS]), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(6, 40))
 def test_any_shape(name, leading, d):
     """From six columns on: of fewer, and of sums that cancel, chance decides who is how far off."""
-    check_fused(name, shapes=[(*leading, 2 * d if name == "rotary" else d)])
+    CHECKS[name](shapes=[(*leading, 2 * d if name == "rotary" else d)])
 
 
 LAYOUTS = {
@@ -42,26 +49,32 @@ LAYOUTS = {
     "every second column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
     "one element off alignment": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
     "the same rows everywhere": lambda x: x[:1].expand(x.shape),
+    "lazily negated": lambda x: torch.imag(torch.complex(x, -x).conj()),
     "no rows": lambda x: x[:0],
     "one row": lambda x: x[:1, :1, :1],
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("name", KERNELS)
+@over_kernels
 def test_any_layout(name, layout):
     """Of the first input and of the gradient that comes in."""
-    x, *others = FUSED[name].make((2, 3, 9, 12), torch.Generator().manual_seed(torch.seed()))
+    kernel = FUSED["rms_norm" if name == "weighted_sum" else name]
+    plain = (lambda x, w: x @ w) if name == "weighted_sum" else kernel.plain
+    x, *others = kernel.make((2, 3, 9, 12), torch.Generator().manual_seed(torch.seed()))
     x = layout(x.to(DEVICE))
+    if name == "weighted_sum" and not x.numel():
+        return  # refused
     others = [y.to(DEVICE) for y in others]
     if name == "swiglu":
         others = [others[0].expand(2, 3, 9, 12)[: x.shape[0], : x.shape[1], : x.shape[2]]]
     given_x = x.detach().requires_grad_()
     dy = layout(torch.randn(2, 3, 9, 12, device=DEVICE))
-    y, wanted = FUNCTIONS[name](given_x, *others), FUSED[name].plain(given_x, *others)
-    torch.testing.assert_close(y, wanted)
+    dy = dy[..., 0] if name == "weighted_sum" else dy
+    y, wanted = FUNCTIONS[name](given_x, *others), plain(given_x, *others)
+    torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
     (dx,), (wanted_dx,) = (torch.autograd.grad(result, given_x, dy) for result in (y, wanted))
-    torch.testing.assert_close(dx, wanted_dx)
+    torch.testing.assert_close(dx, wanted_dx, rtol=1e-5, atol=1e-5)
 
 
 def test_heads_in_the_models_layout_are_not_copied(monkeypatch):
@@ -81,17 +94,37 @@ def test_many_rows_a_program(d, monkeypatch):
     """RMSNorm's backward walks down several tiles of rows, the last one short; 5000 columns are a tile."""
     monkeypatch.setattr(rms_norm_kernels, "TILE", 256)
     n_rows = 8 * 5 + 3 if d == 20 else 5
-    assert rms_norm_kernels.tile(n_rows, d)["ROWS"] == (8 if d == 20 else 1)
     check_fused("rms_norm", shapes=[(n_rows, d)])
     monkeypatch.setattr(rms_norm_kernels, "sm_count", lambda device: 100)  # more programs than tiles
     check_fused("rms_norm", shapes=[(n_rows, d)])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_rows_a_partial_sum(monkeypatch):
+    """Programs that walk down several tiles, the last one short and one of them with nothing left to do."""
+    x = torch.randn(8 * 5 + 3, 512, device=DEVICE)
+    monkeypatch.setattr(weighted_sum_kernels, "MOST_PARTIALS", 7)
+    assert partial_sums(*x.shape) == 6
+    monkeypatch.setattr(weighted_sum_kernels, "MOST_PARTIALS", 2)
+    assert partial_sums(*x.shape) == 2
+    dy, weight = torch.randn(len(x), device=DEVICE), torch.randn(512, device=DEVICE)
+    dx, dw = weighted_sum_kernels.backward(dy, x, weight)
+    torch.testing.assert_close(dw, dy @ x, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dx, dy[:, None] * weight)
+
+
+@pytest.mark.parametrize("shape", [(37, 100), (5, 2048)])
+def test_from_a_descriptor(shape):
+    x, weight = torch.randn(shape, device=DEVICE), torch.randn(shape[1], device=DEVICE)
+    every_second = torch.stack((weight, weight + 1), -1)[:, 0]
+    for w in (weight, every_second):
+        torch.testing.assert_close(forward_from_descriptor(x, w), x @ weight, rtol=1e-4, atol=1e-4)
+
+
+@over_dtypes
 def test_backward_makes_what_the_block_needs_beside_it(dtype):
     a, b, dc = torch.randn(3, 7, 50, device=DEVICE).to(dtype)
-    found = swiglu_kernels.backward(dc, a, b, with_c=True)
-    wanted = (*swiglu_kernels.backward(dc, a, b), swiglu_kernels.forward(a, b))
+    found = swiglu_kernels.backward(dc, a, b, True)
+    wanted = [*swiglu_kernels.backward(dc, a, b), swiglu_kernels.forward(a, b)]
     assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
 
     dy, x, residual = torch.randn(3, 7, 50, device=DEVICE).to(dtype)
@@ -107,11 +140,12 @@ def test_several_tiles_of_positions(monkeypatch):
     check_fused("rotary", shapes=[(2, 3, 9, 20)])
 
 
-def test_same_bits_every_time():
-    x, weight, dy = (
-        torch.randn(size, device=DEVICE, requires_grad=True) for size in ((90, 64), 64, (90, 64))
-    )
-    first, second = (torch.autograd.grad(rms_norm(x, weight), (x, weight), dy) for _ in range(2))
+@pytest.mark.parametrize("name", ["rms_norm", "weighted_sum"])
+def test_same_bits_every_time(name):
+    x, weight = (torch.randn(size, device=DEVICE, requires_grad=True) for size in ((90, 64), 64))
+    y = FUNCTIONS[name](x, weight)
+    dy = torch.randn_like(y)
+    first, second = (torch.autograd.grad(y, (x, weight), dy, retain_graph=True) for _ in range(2))
     assert all(map(torch.equal, first, second))
 
 
@@ -136,6 +170,8 @@ def test_large_and_small_numbers():
     torch.testing.assert_close(c.detach(), torch.nn.functional.silu(a.detach()))
     (da,) = torch.autograd.grad(c.sum(), a)
     torch.testing.assert_close(da, torch.tensor([0, 0, 0.5, 1, 1], device=DEVICE))
+    halves = torch.full((1, 4096), 30.0, device=DEVICE, dtype=torch.float16)
+    assert weighted_sum(halves, halves[0] / 900) == 4096, "products of 1, added up in float32"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +189,10 @@ def test_large_and_small_numbers():
         (lambda z: rotary(z(6), z(4, 3), z(4, 3)), ValueError, "allowed"),
         (lambda z: rotary(z(4, 6).long(), z(4, 3), z(4, 3)), TypeError, "int64"),
         (lambda z: swiglu(z(2, 3), z(3)), ValueError, r"\(2, 3\), \(3,\); allowed: the same one"),
-        (lambda z: swiglu(z(3), z(3).half()), TypeError, "float32, torch.float16; allowed: the same one"),
+        (lambda z: swiglu(z(3), z(3).half()), TypeError, "float32, torch.float16; allowed: all the same"),
+        (lambda z: weighted_sum(z(2, 3), z(4)), ValueError, r"\(2, 3\), \(4,\); allowed: \(..., d\) and"),
+        (lambda z: weighted_sum(z(0, 3), z(3)), ValueError, "no dimension of size 0"),
+        (lambda z: weighted_sum(z(2, 3).half(), z(3)), TypeError, "float16, torch.float32"),
     ],
 )
 def test_bad_input_is_named(call, error, sentence):
@@ -161,25 +200,27 @@ def test_bad_input_is_named(call, error, sentence):
         call(lambda *shape: torch.zeros(*shape, device=DEVICE))
 
 
-def test_beside_a_gpu_tensors_of_the_cpu_are_refused(monkeypatch):
+@pytest.mark.parametrize("function", [swiglu, weighted_sum])
+def test_beside_a_gpu_tensors_of_the_cpu_are_refused(function, monkeypatch):
     monkeypatch.setattr("cs336_systems.kernels.runtime.INTERPRETED", False)
     with pytest.raises(ValueError, match="on cpu; allowed: a CUDA GPU"):
-        swiglu(torch.zeros(2, 3), torch.zeros(2, 3))
+        function(torch.zeros(3, 3), torch.zeros(3, 3)[0 if function is weighted_sum else slice(None)])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@over_dtypes
 @pytest.mark.parametrize(
-    ("name", "shape"),
+    ("name", "shapes"),
     [
-        ("rms_norm", (4096, 4096)),
-        ("rms_norm", (70, WIDEST)),
-        ("rotary", (1, 32, 4096, 128)),
-        ("swiglu", (4096, 11008)),
+        ("rms_norm", [(4096, 4096), (70, WIDEST)]),
+        ("rotary", [(1, 32, 4096, 128)]),
+        ("swiglu", [(4096, 11008)]),
+        ("weighted_sum", [(100_003, 1000), (2, 8191, 1024), (3, 100_001)]),
     ],
 )
-def test_the_8b_models_sizes(name, shape, dtype):
-    check_fused(name, shapes=[shape], dtype=dtype)
+def test_large_on_a_gpu(name, shapes, dtype):
+    """The 8B model's sizes, and more rows than programs."""
+    CHECKS[name](shapes=shapes, dtype=dtype)
 
 
 @pytest.mark.gpu
@@ -190,3 +231,7 @@ def test_offsets_past_the_largest_int32():
     tables = torch.ones(2**19 + 1, 64, device="cuda"), torch.zeros(2**19 + 1, 64, device="cuda")
     heads = x.view(-1, 32, 128).transpose(0, 1)
     assert (rotary(heads, *tables)[-1, -1] == 1).all()
+    weight = torch.full((4096,), 2.0**-12, device="cuda", dtype=torch.float16)
+    assert (weighted_sum(x, weight) == 1).all()
+    dx, _ = weighted_sum_kernels.backward(torch.ones(len(x), device="cuda", dtype=x.dtype), x, weight)
+    assert (dx[-1] == weight).all()

@@ -1,0 +1,108 @@
+"""What PyTorch does for its own operators it does for ours: tracing, fake tensors, second derivatives."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+pytest.importorskip("triton")
+from cs336_systems.kernels.cross_entropy import cross_entropy_
+from cs336_systems.kernels.rms_norm import rms_norm
+from cs336_systems.kernels.rotary import rotary
+from cs336_systems.kernels.swiglu import swiglu
+from cs336_systems.kernels.weighted_sum import weighted_sum
+from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def loss(hidden, weight):
+    targets = torch.arange(len(hidden), device=hidden.device) % len(weight)
+    return linear_cross_entropy(hidden, weight, targets, chunk_tokens=4)
+
+
+# Functions of two tensors with a gradient, and the shapes of these.
+KERNELS = {
+    "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), (6, 8), (8,)),
+    "swiglu": (swiglu, (6, 8), (6, 8)),
+    "rotary": (lambda x, other: rotary(x, x[:, :4].detach(), x[:, 4:].detach()) + other, (6, 8), (6, 8)),
+    "weighted_sum": (weighted_sum, (6, 8), (8,)),
+    "linear_cross_entropy": (loss, (6, 8), (12, 8)),
+}
+over_kernels = pytest.mark.parametrize("name", KERNELS)
+
+
+def inputs(name):
+    return [torch.randn(shape, device=DEVICE) for shape in KERNELS[name][1:]]
+
+
+def with_gradients(function, tensors):
+    """Result and gradients of the sum of its squares."""
+    own = [x.detach().requires_grad_() for x in tensors]
+    result = function(*own)
+    return [result.detach(), *torch.autograd.grad(result.square().sum(), own)]
+
+
+@over_kernels
+def test_fake_tensors_have_the_layouts_of_real_ones(name):
+    tensors = inputs(name)
+    real = with_gradients(KERNELS[name][0], tensors)
+    with FakeTensorMode() as mode:
+        fake = with_gradients(KERNELS[name][0], [mode.from_tensor(x) for x in tensors])
+    for found, wanted in zip(fake, real, strict=True):
+        assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+    assert KERNELS[name][0](*(x.to("meta") for x in tensors)).shape == real[0].shape
+
+
+@over_kernels
+def test_traced_and_compiled(name):
+    tensors, others = inputs(name), inputs(name)
+    function = KERNELS[name][0]
+    wanted = with_gradients(function, others)
+    traced = make_fx(lambda *given: with_gradients(function, given))(*tensors)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for found in (traced(*others), with_gradients(compiled, others)):
+        torch.testing.assert_close(found, wanted)
+
+
+@over_kernels
+def test_a_gradient_of_a_gradient_is_right_or_refused(name):
+    function = KERNELS[name][0]
+    x, w = (tensor.requires_grad_() for tensor in inputs(name))
+    gradients = torch.autograd.grad(function(x, w).sum(), (x, w), create_graph=True)
+    if name == "rotary":  # a linear function: nothing of its gradient depends on x
+        assert not any(gradient.requires_grad for gradient in gradients)
+        return
+    for gradient in gradients:
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            gradient.sum().backward(retain_graph=True)
+
+
+def test_a_rotation_can_be_differentiated_twice():
+    x = torch.randn(6, 8, device=DEVICE, requires_grad=True)
+    cos, sin = torch.randn(2, 6, 4, device=DEVICE)
+    (gradient,) = torch.autograd.grad(rotary(x, cos, sin).pow(3).sum(), x, create_graph=True)
+    (found,) = torch.autograd.grad(gradient.sum(), x)
+    rotated = rotary(x, cos, sin)
+    ones = rotary(torch.ones_like(x), cos, sin)
+    (wanted,) = torch.autograd.grad(rotated, x, 6 * rotated.detach() * ones)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_overwritten_logits_are_noticed():
+    x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
+    probabilities, targets = x.softmax(-1), torch.zeros(4, dtype=torch.long, device=DEVICE)
+    with pytest.raises(RuntimeError, match="require grad"):
+        cross_entropy_(probabilities, targets)
+    with torch.no_grad():
+        cross_entropy_(probabilities, targets)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        probabilities.sum().backward()
+    with torch.inference_mode():
+        assert cross_entropy_(torch.randn(4, 8, device=DEVICE), targets).shape == (4,)
+    traced = make_fx(lambda z: (cross_entropy_(z, targets), z.clone()))(torch.randn(4, 8, device=DEVICE))
+    logits = torch.randn(4, 8, device=DEVICE)
+    wanted = logits.clone()
+    losses = cross_entropy_(wanted, targets)
+    torch.testing.assert_close(traced(logits), (losses, wanted))
