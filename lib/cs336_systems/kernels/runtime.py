@@ -27,7 +27,7 @@ current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def _mend_index() -> None:
-    """Let range() in a kernel take a number: an array of one element, which NumPy from 2.4 on makes no int of."""
+    """Let range() in a kernel take an array of one element, of which NumPy from 2.4 on makes no int."""
     from triton.runtime import interpreter
 
     prepare = interpreter._patch_lang_tensor
