@@ -3,10 +3,10 @@ PY := .venv/bin/python
 # Tests at the same time: up to four, of one thread each. On a GPU one after the other: they would share its memory.
 WORKERS = $(shell $(PY) -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, os.cpu_count()))')
 
-.PHONY: help setup run list test planted claims lab learn notebooks figures bench clean
+.PHONY: help setup run list test test-bounds planted claims lab learn notebooks figures bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 
 setup: ## make or renew .venv (every target below does it by itself)
 	@sh lib/setup.sh
@@ -20,6 +20,9 @@ list: setup ## the notebooks, their parameters and defaults
 test: setup ## lint, tests, and every notebook against its own outputs
 	$(PY) -m ruff check . && $(PY) -m ruff format --check --quiet .
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n $(WORKERS) --dist loadfile --nbval --nbval-current-env tests notebooks $(ARGS)
+
+test-bounds: ## part of the tests with the oldest, the newest and mixed versions that pyproject.toml allows (for owners)
+	@sh lib/bounds.sh $(ARGS)
 
 planted: setup ## plant known bugs one at a time in a copy: does a test catch each? (for owners; takes long)
 	@$(PY) -m tests.planted $(ARGS)

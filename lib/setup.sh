@@ -1,12 +1,15 @@
 #!/bin/sh
 # Makes .venv what pyproject.toml and lib/pins.txt say. Does nothing, and needs no network, when it already is.
 # PYTHON=... chooses the interpreter, TORCH=... the torch requirement (for example TORCH=torch==2.11.0).
+# CS336_VENV and CS336_PINS: another environment of other versions, for lib/bounds.sh.
 set -eu
 cd "$(dirname "$0")/.."
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
-python=.venv/bin/python
-stamp=.venv/cs336-stamp
-pinned_torch=$(grep '^torch==' lib/pins.txt)
+venv=${CS336_VENV:-.venv}
+pins=${CS336_PINS:-lib/pins.txt}
+python=$venv/bin/python
+stamp=$venv/cs336-stamp
+pinned_torch=$(grep '^torch==' "$pins")
 
 say() { printf 'set-up: %s\n' "$*"; }
 die() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
@@ -18,7 +21,7 @@ kept() {  # does .venv stand on a Python that suits, and on the one asked for?
 }
 
 # One set-up at a time in a checkout (macOS has no flock: there it is up to the user).
-exec 9<lib/pins.txt
+exec 9<"$pins"
 if command -v flock >/dev/null 2>&1; then
     flock 9 2>/dev/null || say "this file system has no locks: run one set-up at a time"
 fi
@@ -26,8 +29,8 @@ fi
 gpu=no
 if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then gpu=yes; fi
 
-# What .venv depends on; the checkout's own path too, because a moved .venv points to the old place.
-wanted="$(cat lib/pins.txt pyproject.toml lib/setup.sh | cksum) ${TORCH:-} $PWD"
+# What the environment depends on; the checkout's own path too, because a moved .venv points to the old place.
+wanted="$(cat "$pins" pyproject.toml lib/setup.sh | cksum) ${TORCH:-} $PWD"
 if [ -f "$stamp" ] && kept; then
     # A CUDA build serves a node without a GPU as well (a cluster's login node), not the other way round.
     if [ "$(cat "$stamp")" = "$wanted gpu=yes" ] || [ "$(cat "$stamp")" = "$wanted gpu=$gpu" ]; then exit 0; fi
@@ -53,9 +56,9 @@ if ! kept || ! "$python" -m pip --version >/dev/null 2>&1; then
             die "$base cannot make a virtual environment: sudo apt-get install $package"
         fi
     fi
-    say "making .venv with $base ($("$base" --version))"
-    rm -rf .venv
-    "$base" -m venv .venv
+    say "making $venv with $base ($("$base" --version))"
+    rm -rf "$venv"
+    "$base" -m venv "$venv"
 fi
 rm -f "$stamp"
 
@@ -80,9 +83,9 @@ install_torch() {
     else
         # The plain name means a CUDA build of several GB. The CPU build is on PyTorch's own index, which uv knows.
         say "no GPU here: installing the CPU build of $pinned_torch"
-        "$python" -m pip install -qq -c lib/pins.txt "$pinned_torch+cpu" 2>/dev/null || {
+        "$python" -m pip install -qq -c "$pins" "$pinned_torch+cpu" 2>/dev/null || {
             "$python" -m pip install -qq uv &&
-                "$python" -m uv pip install -q --python "$python" --torch-backend=cpu -c lib/pins.txt "$pinned_torch"
+                "$python" -m uv pip install -q --python "$python" --torch-backend=cpu -c "$pins" "$pinned_torch"
         }
     fi
 }
@@ -91,10 +94,10 @@ install_torch || die "no build of $pinned_torch for this machine could be instal
 
 say "installing the workbook and what it stands on"
 if [ -n "${TORCH:-}" ]; then  # another torch brings its own triton: pin everything but these two
-    grep -v -E '^(torch|triton)==' lib/pins.txt >.venv/pins.txt
+    grep -v -E '^(torch|triton)==' "$pins" >"$venv/pins.txt"
 else
-    cp lib/pins.txt .venv/pins.txt
+    cp "$pins" "$venv/pins.txt"
 fi
-"$python" -m pip install -qq -c .venv/pins.txt -e '.[dev]' || die "pip failed (reason above); make continues where it stopped"
+"$python" -m pip install -qq -c "$venv/pins.txt" -e '.[dev]' || die "pip failed (reason above); make continues where it stopped"
 printf '%s' "$wanted gpu=$gpu" >"$stamp"
 say "ready: $("$python" -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)')"
