@@ -52,8 +52,8 @@ def shipped_tiles() -> pd.DataFrame:
         ValueError: the tiles have changed since.
     """
     table = load_rows(**PLACE)
-    for (kernel, *place), rows in table.groupby(["kernel", "dtype", "d_head", "capability"]):
-        tiles = [tile.row() for tile in config_for_capability(*place).all_tiles(kernel)]
+    for (kernel, dtype, *sizes), rows in table.groupby(["kernel", "dtype", "d_head", "capability"]):
+        tiles = [tile.row() for tile in config_for_capability(dtype, *map(int, sizes)).all_tiles(kernel)]
         recorded = rows.astype(object).where(rows.notna(), None)[[*tiles[0]] if tiles else ["kernel"]]
         if set(recorded.itertuples(index=False, name=None)) != {tuple(tile.values()) for tile in tiles}:
             raise ValueError(f"rows of {kernel} are of older tiles; write them anew: python -m {__name__}")
