@@ -134,18 +134,20 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
     )
 
 
-def ms(milliseconds: float) -> str:
-    """A time with three significant digits: 63.5 µs, 9.53 ms, 12.3 s."""
-    if abs(milliseconds) < 0.1:
+def ms(milliseconds: float, like: float | None = None) -> str:
+    """A time with three significant digits: 63.5 µs, 9.53 ms, 12.3 s. In the unit that `like` would have."""
+    size = abs(milliseconds if like is None else like)
+    if size < 0.1:
         return f"{significant(milliseconds * 1e3)} µs"
-    if abs(milliseconds) < 1e4:
+    if size < 1e4:
         return f"{significant(milliseconds)} ms"
     return f"{significant(milliseconds / 1e3)} s"
 
 
-def gib(mib: float) -> str:
-    """Memory, given in MiB as rows have it: 68.9 MiB, 16.1 GiB."""
-    return f"{significant(mib)} MiB" if abs(mib) < 1024 else f"{significant(mib / 1024)} GiB"
+def gib(mib: float, like: float | None = None) -> str:
+    """Memory, given in MiB as rows have it: 68.9 MiB, 16.1 GiB. In the unit that `like` would have."""
+    in_mib = abs(mib if like is None else like) < 1024
+    return f"{significant(mib)} MiB" if in_mib else f"{significant(mib / 1024)} GiB"
 
 
 def ratio_text(ratio: float) -> str:
@@ -164,6 +166,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def between(values, unit=ms) -> str:
-    """The range of some numbers: "9.53 ms to 81.2 ms", or one text when they round to the same."""
-    low, high = unit(min(values)), unit(max(values))
-    return low if low == high else f"{low} to {high}"
+    """The range of some numbers in one unit: "9.53 ms to 81.2 ms", or one text when they round to the same."""
+    least, most = min(values), max(values)
+    low = unit(least, like=most) if unit in (ms, gib) else unit(least)
+    return unit(most) if low == unit(most) else f"{low} to {unit(most)}"

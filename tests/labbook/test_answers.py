@@ -95,6 +95,8 @@ def test_the_one_row_is_found_and_none_or_several_are_refused(rows):
         (answers.percent(0.1234), "12.3%"),
         (answers.plural(2, "step"), "2 steps"),
         (answers.between([9.531, 81.2, 20.0]), "9.53 ms to 81.2 ms"),
+        (answers.between([0.0983, 0.103]), "0.0983 ms to 0.103 ms"),
+        (answers.between([512, 2048], answers.gib), "0.500 GiB to 2.00 GiB"),
         (answers.between([1.0, 1.001], answers.ratio_text), "1.00×"),
     ],
 )
