@@ -166,7 +166,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def between(values, unit=ms) -> str:
-    """The range of some numbers in one unit: "9.53 ms to 81.2 ms", or one text when they round to the same."""
+    """The range of some numbers in one unit: "9.53 ms to 81.2 ms", or one where they round to the same."""
     least, most = min(values), max(values)
     low = unit(least, like=most) if unit in (ms, gib) else unit(least)
     return unit(most) if low == unit(most) else f"{low} to {unit(most)}"
