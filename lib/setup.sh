@@ -94,7 +94,7 @@ install_torch || die "no build of $pinned_torch for this machine could be instal
 
 say "installing the workbook and what it stands on"
 if [ -n "${TORCH:-}" ]; then  # another torch brings its own triton: pin everything but these two
-    grep -v -E '^(torch|triton)==' "$pins" >"$venv/pins.txt"
+    sed -E '/^(torch|triton)==/d' "$pins" >"$venv/pins.txt"
 else
     cp "$pins" "$venv/pins.txt"
 fi
