@@ -173,7 +173,7 @@ BUGS = {
     "twice": (UpdatesTwice, "updated twice"),
     "shares nothing": (
         bug(Right, is_mine=lambda self, parameter: True, send=nothing),
-        "ranks 0, 1 keep states of parameter 0 .* only the parameters that this rank owns",
+        "0, 1 keep states of parameter 0 .* only the parameters that this rank owns",
     ),
     "in turn": (
         bug(
@@ -196,14 +196,17 @@ BUGS = {
     ),
     "loses group settings": (LosesGroupSettings, "with two groups, parameter 0 .* each with its settings"),
     "deaf to schedulers": (bug(Right, update_settings=nothing), "change of .* as a scheduler makes it"),
-    "forgets later groups": (ForgetsLaterGroups, "group that was added after a step is not trained"),
+    "forgets later groups": (
+        ForgetsLaterGroups,
+        "after add_param_group, parameter 4 .* as before .* inside its part",
+    ),
     "starts anew": (
         StartsAnewWithEachGroup,
-        "after add_param_group, parameter 0 .* keep the first one's states",
+        "after add_param_group, parameter 0 .* keep the first group's states",
     ),
     "shares the first group": (
         bug(Right, is_mine=lambda self, parameter: self.started or Right.is_mine(self, parameter)),
-        "ranks 0, 1 keep states of parameter 4",
+        "0, 1 keep states of parameter 4",
     ),
     "mixes up dtypes": (MixesUpDtypes, "parameter 0 .* not what one optimizer alone makes of it"),
 }

@@ -29,73 +29,61 @@ _LEAST_ADDRESS = 2**32  # an integer argument from here on may be an address
 def inside_tensors(report: Callable[[str], None] = print) -> Iterator[None]:
     """Interpreted kernels cannot reach beyond the tensors they are given.
 
-    A kernel that cannot be watched runs unwatched, and `report` gets a line that says so at the end.
+    An error of the watcher is never one of the kernel, which runs unwatched; `report` gets a line about it.
     """
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None:
-        yield
-        return
-    running = _Kernel()
-    with contextlib.ExitStack() as patches:
-        try:
-            native, executor = interpreter._interpreter, interpreter.GridExecutor
-            functions = {name: getattr(native, name) for name in dir(native)}
-            functions |= {name: running.watch(functions[name], *how) for name, how in _ACCESSES.items()}
-            to_host = running.note_tensors(executor._init_args_hst)
-            patches.enter_context(patch.object(interpreter, "_interpreter", SimpleNamespace(**functions)))
-            patches.enter_context(patch.object(executor, "_init_args_hst", to_host))
-        except (AttributeError, KeyError) as error:  # another version of Triton
-            running.unwatched["kernels"] = error
-        try:
-            yield
-        finally:
-            for name, error in running.unwatched.items():
-                report(f"· {name}: not watched for accesses outside its tensors ({error})")
+    name, extents, unwatched = "kernels", list[tuple[int, int]](), dict[str, Exception]()
 
-
-class _Kernel:
-    """The kernel that runs, and where its tensors lie. An error of the watcher is never one of the kernel."""
-
-    def __init__(self) -> None:
-        self.name, self.extents = "kernel", list[tuple[int, int]]()
-        self.unwatched: dict[str, Exception] = {}
-
-    def note_tensors(self, original: Callable) -> Callable:
-        def to_host(executor: Any, *given: Any) -> Any:
-            host = original(executor, *given)
-            try:
-                self.name = executor.fn.__name__
-                positional, by_name = host
-                self.extents = list(_extents([*positional, *by_name.values()]))
-            except Exception as error:
-                self.unwatched[self.name] = error
-            return host
-
-        return to_host
-
-    def watch(self, original: Callable, does: str, addresses: int, mask: int | None) -> Callable:
+    def watched(original: Callable, does: str, addresses: int, mask: int | None) -> Callable:
         def access(*args: Any, **by_name: Any) -> Any:
             outside = 0
             try:
-                if self.name not in self.unwatched:
+                if name not in unwatched:
                     places = np.asarray(args[addresses])
                     asked = True if mask is None else np.asarray(args[mask]).astype(bool)
-                    outside = self._outside(places[np.broadcast_to(asked, places.shape)])
+                    outside = _outside(places[np.broadcast_to(asked, places.shape)], extents)
             except Exception as error:
-                self.unwatched[self.name] = error
+                unwatched[name] = error
             assert not outside, (
-                f"{self.name} {does} {outside} numbers outside its tensors: "
+                f"{name} {does} {outside} numbers outside its tensors: "
                 "is the place right, and are both edges masked?"
             )
             return original(*args, **by_name)
 
         return access
 
-    def _outside(self, places: np.ndarray) -> int:
-        inside = np.zeros(places.shape, bool)
-        for first, end in self.extents:
-            inside |= (places >= first) & (places < end)
-        return int(np.sum(~inside))
+    def to_host(executor: Any, *given: Any) -> Any:
+        nonlocal name, extents
+        host = arguments_of(executor, *given)
+        try:
+            name = executor.fn.__name__
+            extents = list(_extents([*host[0], *host[1].values()]))
+        except Exception as error:
+            unwatched[name] = error
+        return host
+
+    with contextlib.ExitStack() as patches:
+        try:
+            native, arguments_of = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
+            functions = {each: getattr(native, each) for each in dir(native)}
+            functions |= {each: watched(functions[each], *how) for each, how in _ACCESSES.items()}
+            patches.enter_context(patch.object(interpreter, "_interpreter", SimpleNamespace(**functions)))
+            patches.enter_context(patch.object(interpreter.GridExecutor, "_init_args_hst", to_host))
+        except (AttributeError, KeyError) as error:
+            if interpreter:  # of another version of Triton
+                unwatched[name] = error
+        try:
+            yield
+        finally:
+            for each, error in unwatched.items():
+                report(f"· {each}: not watched for accesses outside its tensors ({error})")
+
+
+def _outside(places: np.ndarray, extents: list[tuple[int, int]]) -> int:
+    inside = np.zeros(places.shape, bool)
+    for first, end in extents:
+        inside |= (places >= first) & (places < end)
+    return int(np.sum(~inside))
 
 
 def _extents(arguments: Iterable[Any]) -> Iterator[tuple[int, int]]:

@@ -11,10 +11,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from cs336_systems.checks.on_ranks import Property, check_on_ranks, from_all, holds
 from cs336_systems.parallel import WorkerContext
 
-_WIDTH = 16
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
-# Of one parameter on one rank after a step.
-_RIGHT, _AS_BEFORE, _WRONG = "right", "as before", "wrong"
+_SHAPES = ((16, 16), (16,))  # they alternate: assigned in turn, all large ones would fall to one rank
 Make = Callable[..., Optimizer]
 
 
@@ -50,12 +48,9 @@ def properties(thorough: bool) -> list[Property]:
 
 
 class _Pair:
-    """The same parameters twice, with their optimizers: one alone, and the candidate's.
-
-    Matrices and vectors alternate: assigned in turn, all large ones would fall to one rank.
+    """The same parameters twice, with their optimizers: one `alone`, and the candidate, which is `sharded`.
 
     Attributes:
-        alone, sharded: the parameters of `optimizer` and of `candidate`.
         inside: the optimizers that the candidate has made.
     """
 
@@ -63,17 +58,16 @@ class _Pair:
         self,
         make: Make,
         kind: type[Optimizer] = AdamW,
-        settings: dict[str, Any] = _SETTINGS,
         *,
         count: int = 8,
         dtypes: tuple[torch.dtype, ...] = (torch.float32,),
         groups: Callable[[list[nn.Parameter]], Any] = list,
+        **settings: Any,
     ):
         torch.manual_seed(0)
-        shapes = [(_WIDTH, _WIDTH), (_WIDTH,)]
-        self.before = [torch.randn(shapes[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
+        self.before = [torch.randn(_SHAPES[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
         self.alone, self.sharded = ([nn.Parameter(x.clone()) for x in self.before] for _ in range(2))
-        self.step_number, self.inside = 0, []
+        self.steps, self.inside = 0, []
         made = self.inside
 
         class Recording(kind):
@@ -81,77 +75,66 @@ class _Pair:
                 super().__init__(*args, **settings)
                 made.append(self)
 
+        settings = settings or _SETTINGS
         self.optimizer = kind(groups(self.alone), **settings)
         self.candidate = make(groups(self.sharded), Recording, **settings)
 
-    def set_gradients(self, *, without: int | None = None) -> None:
+    def each(self, act: Callable[[Optimizer, list[nn.Parameter]], None]) -> None:
+        act(self.optimizer, self.alone)
+        act(self.candidate, self.sharded)
+
+    def set_gradients(self, without: int | None = None) -> None:
         """The same on every rank, as data parallelism leaves them."""
-        generator = torch.Generator().manual_seed(self.step_number)
-        self.step_number += 1
+        generator = torch.Generator().manual_seed(self.steps)
+        self.steps += 1
         self.before = [x.detach().clone() for x in self.sharded]
         for number, (one, other) in enumerate(zip(self.alone, self.sharded, strict=True)):
             gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
             one.grad, other.grad = (None, None) if number == without else (gradient, gradient.clone())
 
-    def step(self, **options: Any) -> str:
-        """A step of both: the first parameter that is then not right everywhere."""
-        self.set_gradients(**options)
-        self.optimizer.step()
-        self.candidate.step()
-        return self.mistake()
+    def step(self, without: int | None = None) -> list[str]:
+        """A step of both, and the mistakes after it, the same on every rank."""
+        self.set_gradients(without)
+        self.each(lambda optimizer, _: optimizer.step())
+        return self.mistakes()
 
-    def with_states(self) -> list[int]:
-        """Numbers of the parameters that have states on this rank."""
-        states = [optimizer.state for optimizer in self.inside]
-        return [number for number, x in enumerate(self.sharded) if any(state.get(x) for state in states)]
-
-    def statuses(self) -> list[tuple[str, ...]]:
-        """For each parameter, what it is on each rank."""
+    def mistakes(self) -> list[str]:
+        """What is wrong with the parameters that are not right everywhere."""
         own = [
-            _RIGHT if torch.equal(one, other) else _AS_BEFORE if torch.equal(other, before) else _WRONG
+            "right" if torch.equal(one, other) else "old" if torch.equal(other, before) else "wrong"
             for one, other, before in zip(self.alone, self.sharded, self.before, strict=True)
         ]
-        return list(zip(*from_all(own), strict=True))
+        by_parameter, mistakes = zip(*from_all(own), strict=True), []
+        for name, found in zip(self.names(), by_parameter, strict=True):
+            if set(found) == {"old"}:
+                mistakes.append(f"{name} is as before the step, on every rank. Send it with src=owner.")
+            elif set(found) == {"right", "old"}:
+                where = ", ".join(str(rank) for rank, status in enumerate(found) if status == "right")
+                mistakes.append(f"{name} is updated on rank {where} alone. Then broadcast it from its owner.")
+            elif "wrong" in found:
+                mistakes.append(f"{name} is not what one optimizer alone makes of it.")
+        return mistakes
 
-    def mistake(self) -> str:
-        """The first parameter that is not right everywhere, and the usual reason; or ""."""
-        for number, statuses in enumerate(self.statuses()):
-            name, found = self.name(number), set(statuses)
-            if found == {_AS_BEFORE}:
-                return (
-                    f"{name} is as before the step, on every rank. Its owner updates and sends it, src=owner."
-                )
-            if found == {_RIGHT, _AS_BEFORE}:
-                where = ", ".join(str(rank) for rank, status in enumerate(statuses) if status == _RIGHT)
-                return f"{name} is updated on rank {where} alone. broadcast each parameter from its owner."
-            if _WRONG in found:
-                return f"{name} is not what one optimizer alone makes of it."
-        return ""
+    def has_states(self) -> list[bool]:
+        """Of each parameter, on this rank."""
+        return [any(optimizer.state.get(x) for optimizer in self.inside) for x in self.sharded]
 
-    def sharing_mistake(self) -> str:
-        """The first parameter whose states not one rank keeps, or a rank that keeps too many; or ""."""
-        kept = from_all(self.with_states())
-        for number in range(len(self.sharded)):
-            keepers = [str(rank) for rank, numbers in enumerate(kept) if number in numbers]
-            if len(keepers) != 1:
-                who = f"ranks {', '.join(keepers)}" if keepers else "no rank"
-                return (
-                    f"{who} keep states of {self.name(number)} where one rank should. Give the optimizer "
-                    "inside only the parameters that this rank owns."
-                )
-        sizes = [parameter.nbytes for parameter in self.sharded]
-        shares = [sum(sizes[number] for number in numbers) for numbers in kept]
-        if max(shares) <= sum(sizes) / len(shares) + max(sizes):
-            return ""
-        rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
-        return f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number."
+    def sharing_mistakes(self) -> list[str]:
+        kept, sizes, mistakes = from_all(self.has_states()), [x.nbytes for x in self.sharded], []
+        for name, keeps in zip(self.names(), zip(*kept, strict=True), strict=True):
+            if sum(keeps) != 1:
+                who = ", ".join(str(rank) for rank, does in enumerate(keeps) if does) or "none"
+                mend = "Give the optimizer inside only the parameters that this rank owns."
+                mistakes.append(f"of ranks, {who} keep states of {name} not one. {mend}")
+        shares = [sum(size for size, keeps in zip(sizes, own, strict=True) if keeps) for own in kept]
+        if max(shares) > sum(sizes) / len(shares) + max(sizes):
+            rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
+            mistakes.append(f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number.")
+        return mistakes
 
-    def name(self, number: int) -> str:
-        return f"parameter {number} of {len(self.sharded)}, of shape {tuple(self.sharded[number].shape)},"
-
-
-def _told(*mistakes: str) -> Iterator[str]:
-    return filter(None, mistakes)
+    def names(self) -> list[str]:
+        n = len(self.sharded)
+        return [f"parameter {i} of {n}, of shape {tuple(x.shape)}," for i, x in enumerate(self.sharded)]
 
 
 @holds("It is a torch.optim.Optimizer, and its groups hold all parameters")
@@ -160,12 +143,10 @@ def is_an_optimizer(context: WorkerContext, make: Make) -> Iterator[str]:
     if not isinstance(pair.candidate, Optimizer):
         yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
     groups = pair.candidate.param_groups
-    held = {id(parameter) for group in groups for parameter in group["params"]}
-    if held != {id(parameter) for parameter in pair.sharded}:
-        yield (
-            f"its param_groups hold {len(held)} parameters and were given {len(pair.sharded)}. zero_grad and "
-            "clipping look there: only the optimizer inside holds this rank's shard alone."
-        )
+    held, wanted = sum(len(group["params"]) for group in groups), len(pair.sharded)
+    if held != wanted:
+        mend = "Only the optimizer inside holds a shard alone."
+        yield f"its param_groups hold {held} parameters and were given {wanted}. {mend}"
     if "lr" not in groups[0]:
         yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
 
@@ -173,36 +154,40 @@ def is_an_optimizer(context: WorkerContext, make: Make) -> Iterator[str]:
 @holds("After a step every rank has the weights that one optimizer gives")
 def updates_everywhere(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make)
-    mistake = pair.step()
+    mistakes = pair.step()
     for reason, settings, steps in (
-        ("the settings were AdamW's defaults. Hand **kwargs to optimizer_cls", {}, 1),
-        ("it had been updated twice. Let one rank update it, once", _SETTINGS, 2),
+        ("the settings were AdamW's defaults. Hand **kwargs to optimizer_cls", {"lr": 1e-3}, 1),
+        ("it had been updated twice. Let one rank update it, once", {}, 2),
     ):
-        other = _Pair(lambda params, kind, **settings: kind(params, **settings), settings=settings)
+        other = _Pair(lambda params, kind, **settings: kind(params, **settings), **settings)
         other.set_gradients()
         for _ in range(steps):
             other.optimizer.step()
         both = zip(pair.sharded, pair.alone, other.alone, strict=True)
         as_if = any(torch.equal(x, y) and not torch.equal(x, right) for x, right, y in both)
-        if any(from_all(as_if)) and "not what" in mistake:
-            mistake += f" It is as if {reason}."
-    yield from _told(mistake)
+        if any(from_all(as_if)) and "not what" in mistakes[0]:
+            mistakes[0] += f" It is as if {reason}."
+    yield from mistakes
 
 
 @holds("The states of each parameter are kept by one rank, and by bytes all keep about as much")
 def shares_states(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make)
     pair.step()
-    return _told(pair.sharing_mistake())
+    yield from pair.sharing_mistakes()
+
+
+def _steps(context: WorkerContext, make: Make, n: int = 4, **options: Any) -> Iterator[str]:
+    pair = _Pair(make, **options)
+    for number in range(n):
+        how = f"with {type(pair.optimizer).__name__}, after step {number + 1}:"
+        yield from (f"{how} {mistake}" for mistake in pair.step())
 
 
 @holds("So it goes on, with AdamW and with SGD, bit for bit")
 def goes_on(context: WorkerContext, make: Make) -> Iterator[str]:
-    for kind, settings in ((AdamW, _SETTINGS), (SGD, {"lr": 0.1, "momentum": 0.9})):
-        pair = _Pair(make, kind, settings)
-        for number in range(4):
-            if mistake := pair.step():  # the same on all ranks
-                yield f"with {kind.__name__}, after step {number + 1}: {mistake}"
+    yield from _steps(context, make)
+    yield from _steps(context, make, kind=SGD, lr=0.1, momentum=0.9)
 
 
 @holds("step(closure) runs the closure, once, before the update, and returns its loss")
@@ -216,14 +201,14 @@ def runs_closures(context: WorkerContext, make: Make) -> Iterator[str]:
 
     loss = pair.candidate.step(closure)
     pair.optimizer.step()
-    mistake = pair.mistake()
+    mistakes = pair.mistakes()
     if len(calls) != 1:
         yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
     if not all(calls):
         yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
     if loss is None or float(loss) != 3:
         yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
-    yield from _told(mistake)
+    yield from mistakes
 
 
 @holds("zero_grad() clears every gradient, not only those of the shard")
@@ -239,58 +224,47 @@ def clears_gradients(context: WorkerContext, make: Make) -> Iterator[str]:
 @holds("A parameter without a gradient is left alone: no decay, no states, and still no gradient")
 def leaves_others_alone(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make)
-    mistakes = [pair.step(without=2) for _ in range(2)]
-    found = pair.sharded[2].grad is not None, not torch.equal(pair.sharded[2], pair.alone[2])
-    given, changed, stateful = map(any, zip(*from_all((*found, 2 in pair.with_states())), strict=True))
-    for wrong, what in ((given, "was given one"), (changed, "was changed"), (stateful, "has states")):
-        if wrong:
+    mistakes = pair.step(without=2) + pair.step(without=2)
+    x = pair.sharded[2]
+    own = x.grad is not None, not torch.equal(x, pair.alone[2]), pair.has_states()[2]
+    found = zip(*from_all(own), strict=True)
+    for wrong, what in zip(found, ("was given one", "was changed", "has states"), strict=True):
+        if any(wrong):
             yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
-    yield from _told(*mistakes)
+    yield from mistakes
 
 
 @holds("Groups keep their settings, and what a scheduler changes in them arrives")
 def keeps_groups(context: WorkerContext, make: Make) -> Iterator[str]:
-    def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
-        return [{"params": params[::2], "weight_decay": 0.5}, {"params": params[1::2], "lr": 0.01}]
-
-    pair = _Pair(make, groups=groups)
-    if mistake := pair.step():
+    settings = {"weight_decay": 0.5}, {"lr": 0.01}
+    pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
+    for mistake in pair.step():
         yield f"with two groups, {mistake} Hand the optimizer inside groups, each with its settings."
-    for each in (pair.optimizer, pair.candidate):
-        each.param_groups[0]["lr"] = 1e-3
-    if mistake := pair.step():
-        yield (
-            f"after a change of param_groups[0]['lr'], as a scheduler makes it, {mistake} Copy the groups' "
-            "settings into those of the optimizer inside before its step."
-        )
+    pair.each(lambda optimizer, _: optimizer.param_groups[0].update(lr=1e-3))
+    for mistake in pair.step():
+        changed = "after a change of param_groups[0]['lr'], as a scheduler makes it,"
+        yield f"{changed} {mistake} Copy settings into the groups of the optimizer inside before its step."
 
 
 @holds("A group that is added after some steps is trained with its settings, and sharded like the first")
 def takes_later_groups(context: WorkerContext, make: Make) -> Iterator[str]:
     pair = _Pair(make, groups=lambda params: params[:4])
     pair.step()
-    for each, parameters in ((pair.optimizer, pair.alone), (pair.candidate, pair.sharded)):
-        each.add_param_group({"params": parameters[4:], "lr": 0.01})
-    groups = len(pair.candidate.param_groups)
-    mistake = [pair.step() for _ in range(2)][-1]
-    later, sharing = {status for of_one in pair.statuses()[4:] for status in of_one}, pair.sharing_mistake()
+    pair.each(lambda optimizer, x: optimizer.add_param_group({"params": x[4:], "lr": 0.01}))
+    groups, _, mistakes = len(pair.candidate.param_groups), pair.step(), pair.step()
+    sharing = pair.sharing_mistakes()
     if groups != 2:
         yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
-    if later == {_AS_BEFORE}:
-        yield "a group that was added after a step is not trained. The optimizer inside needs its part."
-    if mistake:
-        yield f"after add_param_group, {mistake} Give it its settings, keep the first one's states."
-    yield from _told(sharing)
-
-
-def _one_step(context: WorkerContext, make: Make, **options: Any) -> Iterator[str]:
-    return _told(_Pair(make, **options).step())
+    for mistake in mistakes:
+        mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
+        yield f"after add_param_group, {mistake} {mend}"
+    yield from sharing
 
 
 _UNUSUAL = [
     Property(
         "Parameters of two dtypes are updated, each in its own",
-        partial(_one_step, dtypes=(torch.float32, torch.bfloat16)),
+        partial(_steps, n=1, dtypes=(torch.float32, torch.bfloat16)),
     ),
-    Property("A rank that owns nothing takes part", partial(_one_step, count=1)),
+    Property("A rank that owns nothing takes part", partial(_steps, n=1, count=1)),
 ]

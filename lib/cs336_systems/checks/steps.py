@@ -71,7 +71,7 @@ class Step:
         Raises:
             AssertionError: it is None.
         """
-        assert_something(property, found)
+        _assert_something(property, found)
         self(property, found == wanted, f"{found!r:.80}" + (f"; {diagnosis}" if diagnosis else ""))
 
     def keeps(self, **tensors: Tensor) -> None:
@@ -87,13 +87,12 @@ class Step:
 
 def assert_tensor(what: str, found: Any, wanted: Tensor) -> None:
     """AssertionError: what was returned is None, no tensor, or on another device."""
-    assert_something(what, found)
+    _assert_something(what, found)
     assert isinstance(found, Tensor), f"{what}: {type(found).__name__} is returned; wanted: a tensor"
     assert found.device == wanted.device, f"{what}: it is on {found.device}; wanted: on {wanted.device}"
 
 
-def assert_something(what: str, found: Any) -> None:
-    """AssertionError: what was returned is None."""
+def _assert_something(what: str, found: Any) -> None:
     assert found is not None, f"{what}: nothing is returned; is a `return` missing?"
 
 
@@ -114,13 +113,13 @@ def step(name: str, timeout_s: float | None = None) -> Iterator[Step]:
         name: printed with the verdict.
         timeout_s: seconds after which the Python code inside counts as hanging; None is TIMEOUT_S.
     """
-    found, mistake = Step(), ""
+    found, mistake, by_user = Step(), "", []
     try:
-        with _Interrupts(timeout_s or TIMEOUT_S) as interrupts, _short_output(), inside_tensors(show):
+        with _limited(timeout_s or TIMEOUT_S, by_user), inside_tensors(show):
             yield found
             found.overwritten()
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and interrupts.by_user:
+        if by_user:
             raise
         mistake = _sentence(error)
         found.passed = None if _NOT_WRITTEN.search(mistake) else False
@@ -131,6 +130,10 @@ def step(name: str, timeout_s: float | None = None) -> Iterator[Step]:
     show(verdict)
     if not found.passed and os.environ.get("NBGRADER_EXECUTION"):  # nbgrader gives no point for an error
         raise AssertionError(verdict)
+
+
+class _TimeIsUp(BaseException):
+    """Not an Exception: a solution may catch those, and go on."""
 
 
 def _sentence(error: BaseException) -> str:
@@ -146,42 +149,35 @@ def _sentence(error: BaseException) -> str:
     return text if text and isinstance(error, AssertionError | _TimeIsUp) else f"{kind}: {text}"
 
 
-class _TimeIsUp(BaseException):
-    """No Exception: a solution that catches those goes on for ever."""
-
-
-class _Interrupts:
-    """Raises _TimeIsUp after some seconds, and notes whether the user interrupts.
+@contextlib.contextmanager
+def _limited(timeout_s: float, by_user: list[bool]) -> Iterator[None]:
+    """Cut the output, raise _TimeIsUp after some seconds, and note in `by_user` that the user interrupts.
 
     Only Python code can be stopped, on the main thread, where the platform has timers.
     """
 
-    def __init__(self, timeout_s: float):
-        self._timeout_s, self.by_user = timeout_s, False
-        on_main_thread = threading.current_thread() is threading.main_thread()
-        self._works = hasattr(signal, "setitimer") and on_main_thread
+    def stop(*_: Any) -> None:
+        raise _TimeIsUp(f"not done within {timeout_s:g} s; does a loop never end?")
 
-    def __enter__(self) -> "_Interrupts":
-        if self._works:
-            self._before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGALRM)}
-            signal.signal(signal.SIGALRM, self._stop)
-            if callable(self._before[signal.SIGINT]):
-                signal.signal(signal.SIGINT, self._interrupt)
-            signal.setitimer(signal.ITIMER_REAL, self._timeout_s, _AGAIN_S)
-        return self
+    def interrupt(*how: Any) -> None:
+        by_user.append(True)
+        before[signal.SIGINT](*how)
 
-    def __exit__(self, *_: Any) -> None:
-        if self._works:
+    can_stop = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGALRM)} if can_stop else {}
+    try:
+        if can_stop:
+            signal.signal(signal.SIGALRM, stop)
+            if callable(before[signal.SIGINT]):
+                signal.signal(signal.SIGINT, interrupt)
+            signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
+        with contextlib.redirect_stdout(_Cut(sys.stdout)), contextlib.redirect_stderr(_Cut(sys.stderr)):
+            yield
+    finally:
+        if can_stop:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            for each, handler in self._before.items():
-                signal.signal(each, handler)
-
-    def _stop(self, *_: Any) -> None:
-        raise _TimeIsUp(f"not done within {self._timeout_s:g} s; does a loop never end?")
-
-    def _interrupt(self, *how: Any) -> None:
-        self.by_user = True
-        self._before[signal.SIGINT](*how)
+        for each, handler in before.items():
+            signal.signal(each, handler)
 
 
 class _Cut:
@@ -200,9 +196,3 @@ class _Cut:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.uncut, name)
-
-
-@contextlib.contextmanager
-def _short_output() -> Iterator[None]:
-    with contextlib.redirect_stdout(_Cut(sys.stdout)), contextlib.redirect_stderr(_Cut(sys.stderr)):
-        yield
