@@ -14,7 +14,7 @@ import torch
 
 from cs336_systems.accounting.step_kernel_costs import chip_of, kernel_shape, least_work
 from cs336_systems.arguments import check_choice
-from cs336_systems.checks.fused_checks import FUSED, check_fused
+from cs336_systems.checks.fused_checks import FUSED, check_fused, fused_kernel
 from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import torch_dtype
 from labbook import timing
@@ -83,7 +83,7 @@ def _function(kernel: str, name: str) -> Callable[..., torch.Tensor]:
         torch._dynamo.reset()
         return torch.compile(FUSED[kernel].plain, dynamic=False)
     if name != "liger":
-        return FUSED[kernel].load() if name == "triton" else FUSED[kernel].plain
+        return fused_kernel(kernel) if name == "triton" else FUSED[kernel].plain
     from liger_kernel.transformers import functional as liger
 
     return {

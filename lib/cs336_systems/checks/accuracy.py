@@ -43,8 +43,7 @@ def compare(
         where, output: of messages, "{output} of {where} is off by ...".
         torchs_own: the reference for errors; None is the formula in the dtype of the inputs.
         by_magnitude: errors are relative to the formula of the magnitudes, for sums whose terms cancel.
-        rounding: least relative error that is allowed, even where PyTorch is more accurate by chance; by
-            default twice what rounding the inputs to float32 changes.
+        rounding: the rounding floor (relative); None is twice what rounding the inputs to float32 changes.
         allowed_error: relative, instead of twice PyTorch's own.
         diagnose: of a result by its name, the exact one and its error, the usual reason.
 

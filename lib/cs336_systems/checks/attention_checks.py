@@ -81,21 +81,18 @@ def check_attention(
     """Compare an attention function and its gradients with float64, on fresh random inputs.
 
     Args:
-        attention: called as attention(q, k, v, is_causal), returns O (..., n_queries, d); or a name in
-            ATTENTION.
+        attention: called as attention(q, k, v, is_causal), returns O (..., n_queries, d); or of ATTENTION.
         cases: BASIC (what the handout asks), EVERYTHING, or your own.
         device: None is the GPU when there is one.
         backward: check dQ, dK and dV too.
-        allowed_error: relative, instead of twice PyTorch's own; for arithmetic that PyTorch's does not share,
-            such as TF32.
+        allowed_error: relative, instead of twice PyTorch's own, for arithmetic such as TF32.
         seed: of the inputs; None draws new ones at every call.
 
     Returns:
         One line a case and tensor: its relative error, PyTorch's, and their ratio.
 
     Raises:
-        AssertionError: a result is missing, of the wrong shape or dtype, not finite, or more than twice as
-            far from float64 as PyTorch's own, or an input was overwritten; with the usual reason.
+        AssertionError: see `accuracy.compare`; with the usual reason.
     """
     if isinstance(attention, str):
         check_choice("attention", attention, ATTENTION)

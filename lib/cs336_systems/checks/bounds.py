@@ -40,8 +40,8 @@ def inside_tensors(report: Callable[[str], None] = print) -> Iterator[None]:
             try:
                 if name not in unwatched:
                     places = np.asarray(args[addresses])
-                    asked = True if mask is None else np.asarray(args[mask]).astype(bool)
-                    outside = _outside(places[np.broadcast_to(asked, places.shape)], extents)
+                    wanted = True if mask is None else np.asarray(args[mask]).astype(bool)
+                    outside = _outside(places[np.broadcast_to(wanted, places.shape)], extents)
             except Exception as error:
                 unwatched[name] = error
             assert not outside, (

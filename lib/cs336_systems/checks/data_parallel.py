@@ -1,4 +1,4 @@
-"""What the checks of DDP and FSDP share: a toy, its loss, and training beside one process."""
+"""What the checks of DDP and FSDP share: a toy, its loss, and training compared with one process."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -111,7 +111,7 @@ def follow(
     silent: int = 0,
     options: Callable[[int, int, int], dict[str, bool]] = lambda *_: {},
 ) -> Iterator[str]:
-    """Train the candidate beside one process with the whole batch: the first weight in which they differ.
+    """Train the candidate, and one process with the whole batch: the first weight in which they differ.
 
     Args:
         how: of the message.

@@ -24,20 +24,17 @@ def check_ddp(
 ) -> None:
     """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
 
-    The class may be defined in a notebook. It is called as `ddp_class(module, **wrapper_arguments)` and needs
-    `.module`, `forward` and `finish_gradient_synchronization()`. What holds is printed.
+    It is called as `ddp_class(module, **wrapper_arguments)` and needs `.module`, `forward` and
+    `finish_gradient_synchronization()`; see `check_on_ranks`.
 
     Args:
         thorough: also ask for what the assignment does not: parameters unused on some ranks or on all,
             several backward passes before a step, accumulation under `no_sync()`, float16, users' hooks.
         some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
-
-    Raises:
-        AssertionError: what is wrong, where, and how to mend it.
     """
-    asked = properties(thorough, some_unused, overlapped)
-    check_on_ranks(ddp_class, wrapper_arguments, asked, world_size, timeout_s)
+    tried = properties(thorough, some_unused, overlapped)
+    check_on_ranks(ddp_class, wrapper_arguments, tried, world_size, timeout_s)
 
 
 def properties(thorough: bool, some_unused: bool = False, overlapped: bool = False) -> list[Property]:

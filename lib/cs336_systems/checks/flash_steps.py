@@ -178,7 +178,7 @@ def _reads_inside(attention: AttentionFunction, device: str | torch.device) -> t
     q, k, v = (x[1].view(2, 50, 16).normal_() for x in surrounded)
     before = surrounded.clone()
     if not attention(q, k, v, False).isfinite().all():
-        return False, "NaN beside the tensors came in: does every load have a mask, with other=0.0?"
+        return False, "NaN from outside the tensors came in: does every load have a mask, with other=0.0?"
     return torch.equal(surrounded.nan_to_num(), before.nan_to_num()), "an input was overwritten"
 
 

@@ -34,9 +34,8 @@ def check_fsdp(
 ) -> None:
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
-    The class may be defined in a notebook. It is called as `fsdp_class(module, compute_dtype=None,
-    **wrapper_arguments)` and needs `.module`, `forward`, `finish_gradient_synchronization()` and
-    `gather_full_parameters()`. What holds is printed, property by property.
+    It is called as `fsdp_class(module, compute_dtype=None, **wrapper_arguments)` and needs `.module`,
+    `forward`, `finish_gradient_synchronization()` and `gather_full_parameters()`; see `check_on_ranks`.
 
     Args:
         only: the groups of properties to ask for, of PROPERTIES; () asks for all.
@@ -44,7 +43,6 @@ def check_fsdp(
             and frozen weights, several backward passes, `no_sync()`, float16, users' hooks.
 
     Raises:
-        AssertionError: what is wrong, where, and how to mend it.
         ValueError: a group is unknown.
     """
     for word in only:
@@ -54,7 +52,7 @@ def check_fsdp(
 
 def properties(only: Sequence[str] = (), thorough: bool = False) -> list[Property]:
     """What `check_fsdp` tries, in this order."""
-    asked = [each for word in only or PROPERTIES for each in PROPERTIES[word]]
+    tried = [each for word in only or PROPERTIES for each in PROPERTIES[word]]
     follow = partial(shared.follow, weights=_whole)
     several = partial(follow, make=_model, passes=3)
     unusual = {
@@ -65,7 +63,7 @@ def properties(only: Sequence[str] = (), thorough: bool = False) -> list[Propert
         "two backward passes under no_sync(), then one that communicates": partial(several, silent=2),
     }
     added = [Property(name, partial(mistakes, how=name)) for name, mistakes in unusual.items()]
-    return [*asked, *added] if thorough else asked
+    return [*tried, *added] if thorough else tried
 
 
 def _model(seed: int) -> nn.Sequential:
@@ -172,7 +170,7 @@ def _of_wrong_kind(wrapped: nn.Module) -> Iterator[str]:
             yield f"{gradient} dtype {dtype} and its shard {parameter.dtype}. Cast after the reduce-scatter."
 
 
-@holds("gradients are reduce-scattered: nobody receives more than its share")
+@holds("gradients are reduce-scattered: no rank receives more than its share")
 def reduces(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
     wrapped, messages = wrap(_model(seed=0)), list[Message]()
     with observed(messages.append):
@@ -340,7 +338,7 @@ def low_precision(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
     yield from (f"with compute_dtype={_LOW}, {mistake}" for mistake in mistakes)
 
 
-# What can be asked for, in the order in which an FSDP is written.
+# The groups that can be asked for, in the order in which an FSDP is written.
 PROPERTIES = {
     "shards": [starts_from_rank_0, keeps_shards],
     "forward": [forward],

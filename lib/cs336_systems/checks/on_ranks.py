@@ -18,7 +18,7 @@ from cs336_systems.parallel import WorkerContext, WorkerError, stream
 
 _WATCHED = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single")
 _WATCHED += ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
-# What is wrong on this rank and how to mend it, the likeliest reason first. Only the first is asked for, so
+# What is wrong on this rank and how to mend it, the likeliest reason first. Only the first is used, so
 # all communication comes before it: a rank that returns early deadlocks the rest.
 Mistakes = Callable[[WorkerContext, Any], Iterator[str]]
 
@@ -43,7 +43,7 @@ def check_on_ranks(
     world_size: int = 2,
     timeout_s: float = 60.0,
 ) -> None:
-    """Try the properties in `world_size` CPU processes, up to the first that does not hold on every rank.
+    """Try properties in CPU processes, up to the first that does not hold on every rank; print what holds.
 
     Args:
         candidate: what is tried, given these arguments; it may be defined in a notebook.
@@ -67,11 +67,7 @@ def check_on_ranks(
 
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
-    """The worker of `check_on_ranks`: what is wrong in the first property that fails on any rank.
-
-    Args:
-        pickled: by cloudpickle, the candidate and its properties.
-    """
+    """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
     with _watched_messages():  # before the class is loaded, whichever way it imports the functions
         candidate, properties = cloudpickle.loads(pickled)
         for each in properties:
@@ -105,7 +101,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 class Work:
-    """The handle of an asynchronous message, which remembers whether it was asked to finish."""
+    """The handle of an asynchronous message, which remembers whether it was waited for."""
 
     _DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
@@ -134,14 +130,11 @@ def _unfinished(works: Sequence[Work]) -> str:
 
 @dataclass(frozen=True)
 class Message:
-    """A message that the candidate has started: the function's name, and the handle that it returned, if any.
-
-    buffer: the largest of the message; of a list of tensors, an empty one that stands for all together.
-    """
+    """A message that the candidate has started, by this function of torch.distributed."""
 
     name: str
-    buffer: Tensor
-    work: Work | None
+    buffer: Tensor  # the largest; of a list of tensors, an empty one that stands for all together
+    work: Work | None  # the handle that was returned, if any
 
 
 _observers: list[Callable[[Message], None]] = []

@@ -26,25 +26,21 @@ def check_sharded_optimizer(
 ) -> None:
     """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
 
-    The class may be defined in a notebook. It is called as `optimizer_class(params, optimizer_cls,
-    **kwargs)`. What holds is printed, property by property.
+    It is called as `optimizer_class(params, optimizer_cls, **kwargs)`; see `check_on_ranks`.
 
     Args:
         only_states: ask only whether it is an optimizer whose states are shared, not yet for the weights.
         thorough: also ask for what the assignment does not: two dtypes, and fewer parameters than ranks.
-
-    Raises:
-        AssertionError: what is wrong, where, and how to mend it.
     """
-    asked = [is_an_optimizer, shares_states, clears_gradients] if only_states else properties(thorough)
-    check_on_ranks(optimizer_class, wrapper_arguments, asked, world_size)
+    tried = [is_an_optimizer, shares_states, clears_gradients] if only_states else properties(thorough)
+    check_on_ranks(optimizer_class, wrapper_arguments, tried, world_size)
 
 
 def properties(thorough: bool) -> list[Property]:
     """What `check_sharded_optimizer` tries, in this order."""
-    asked = [is_an_optimizer, updates_everywhere, shares_states, goes_on, runs_closures, clears_gradients]
-    asked += [leaves_others_alone, keeps_groups, takes_later_groups]
-    return [*asked, *_UNUSUAL] if thorough else asked
+    tried = [is_an_optimizer, updates_everywhere, shares_states, goes_on, runs_closures, clears_gradients]
+    tried += [leaves_others_alone, keeps_groups, takes_later_groups]
+    return [*tried, *_UNUSUAL] if thorough else tried
 
 
 class _Pair:

@@ -18,12 +18,8 @@ LayerClass = Callable[[SwiGLU, dist.ProcessGroup | None], nn.Module]
 def check_tensor_parallel(layer_class: LayerClass) -> None:
     """Try a tensor-parallel SwiGLU layer in two CPU processes, against the whole layer.
 
-    The class may be defined in a notebook. It is called as `layer_class(full, group)` with the whole layer,
-    equal on every rank, and needs parameters `.w1` and `.w3` (its rows of the whole ones), `.w2` (its
-    columns), and `forward(x)`.
-
-    Raises:
-        AssertionError: what is wrong, where, and how to mend it.
+    It is called as `layer_class(full, group)` with the whole layer, equal on every rank, and needs parameters
+    `.w1` and `.w3` (its rows of the whole ones), `.w2` (its columns), and `forward(x)`; see `check_on_ranks`.
     """
     check_on_ranks(layer_class, {}, PROPERTIES)
 
