@@ -29,11 +29,6 @@ def silu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(x)
 
 
-def swiglu(a: Tensor, b: Tensor) -> Tensor:
-    """silu(a) * b: the gate of a feed-forward layer (Shazeer 2020)."""
-    return silu(a) * b
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019), in x's type.
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from cs336_systems.arguments import check_positive_integers
 from cs336_systems.attention import attention
 from cs336_systems.configs import ModelConfig
-from cs336_systems.functional import cross_entropy, rms_norm, rotary, swiglu
+from cs336_systems.functional import cross_entropy, rms_norm, rotary, silu
 
 Device = torch.device | str | None
 DType = torch.dtype | None
@@ -171,7 +171,7 @@ class CausalSelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """w2(silu(w1 x) * w3 x): a feed-forward layer with a gate (Shazeer 2020)."""
 
-    gate = staticmethod(swiglu)
+    gate = None
 
     def __init__(self, d_model: int, d_ff: int, **factory: Any):
         super().__init__()
@@ -180,6 +180,8 @@ class SwiGLU(nn.Module):
         self.w3 = Linear(d_model, d_ff, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:  # not as a function of both: it would keep w1 x alive
+            return self.w2(silu(self.w1(x)) * self.w3(x))
         return self.w2(self.gate(self.w1(x), self.w3(x)))
 
 
@@ -280,12 +282,12 @@ class TransformerLM(nn.Module):
         x = self.embed(token_ids)
         for layer in self.layers:
             x = layer(x)
-        x = self.ln_final(x)
+        hidden = self.ln_final(x)
         if targets is None:
-            return self.lm_head(x)
+            return self.lm_head(hidden)
         if getattr(self.lm_head, "takes_targets", False):
-            return self.lm_head(x, targets)
-        return cross_entropy(self.lm_head(x), targets)
+            return self.lm_head(hidden, targets)
+        return cross_entropy(self.lm_head(hidden), targets)
 
 
 def build_model(config: ModelConfig, context_length: int, **options: Any) -> TransformerLM:

@@ -23,7 +23,7 @@ __getattr__, __all__ = lazy_exports(
         "parameter_count roofline_seconds step_flops utilisation",
         "data_sheets": "Hardware hardware hardware_names",
         "model_memory": "activation_bytes block_activation_breakdown gradient_bytes "
-        "head_activation_breakdown optimizer_bytes parameter_bytes peak_bytes peak_moments",
+        "head_activation_breakdown optimizer_bytes parameter_bytes peak_bytes peak_phases",
         "network": "Links Task collective_finish run_tasks spans",
         "scaling": "scaling",
         "sharding_costs": "sharding_costs",

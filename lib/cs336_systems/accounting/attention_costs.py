@@ -1,13 +1,14 @@
 """Attention alone, q, k, v of (batch, context, d_head): plain, and fused, which never writes its scores down.
 
 A 16-bit type means that the tensors themselves have it; the softmax inside is float32 all the same. A
-"sequence" of fused attention is one head of one batch entry.
+"sequence" of fused attention is one head of one batch entry. pass_: forward, backward, forward_backward.
 """
 
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, dtype_bytes
 from cs336_systems.arguments import check_choice, check_positive_integers
 
-# Fused attention: matmuls, and tensors as large as q that it reads or writes.
+# Plain attention: forwards that a pass is worth. Fused: matmuls, and tensors as large as q that it moves.
+_FORWARDS = {"forward": 1, "backward": 2, "forward_backward": 3}
 _MATMULS = {"forward": 2, "backward": 5, "forward_backward": 7}
 _TENSORS = {"forward": 4, "backward": 8, "forward_backward": 12}
 
@@ -15,8 +16,7 @@ _TENSORS = {"forward": 4, "backward": 8, "forward_backward": 12}
 def attention_flops(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
     """Operations in the matmuls: 4 B T^2 d forward, twice that backward; the masked half is included."""
     _check(batch_size, context_length, d_head, pass_)
-    times = {"forward": 1, "backward": 2, "forward_backward": 3}[pass_]
-    return times * 4 * batch_size * context_length**2 * d_head
+    return _FORWARDS[pass_] * 4 * batch_size * context_length**2 * d_head
 
 
 def attention_saved_bytes(
@@ -27,12 +27,10 @@ def attention_saved_bytes(
     float32: 12 B T d + 8 B T^2 + 4 B T, the mask T^2 more. It grows with the square of the context.
     """
     _check(batch_size, context_length, d_head)
-    width = dtype_bytes(dtype)
-    rows = batch_size * context_length
-    inputs = 3 * width * rows * d_head
+    width, rows = dtype_bytes(dtype), batch_size * context_length
     exponentials_and_sums = FLOAT32_BYTES * rows * (context_length + 1)
-    weights = width * rows * context_length
-    return inputs + exponentials_and_sums + weights + (context_length**2 if is_causal else 0)
+    inputs_and_weights = width * rows * (3 * d_head + context_length)
+    return inputs_and_weights + exponentials_and_sums + is_causal * context_length**2
 
 
 def attention_peak_bytes(
@@ -47,7 +45,7 @@ def attention_peak_breakdown(
     batch_size: int, context_length: int, d_head: int, pass_: str = "forward_backward",
     dtype: str = "float32", is_causal: bool = False,
 ) -> dict[str, int]:  # fmt: skip
-    """What is alive at the moment of most memory, for a context at least as long as a head is wide.
+    """What is alive at the peak, for a context at least as long as a head is wide.
 
     Both peaks lie in the softmax, at its division, and are 12 bytes a score forward and 24 backward, whatever
     the type: 16-bit scores are half as wide, and the quotient's rounded copy takes up the other half.
@@ -56,20 +54,17 @@ def attention_peak_breakdown(
     rows = batch_size * context_length
     operand = dtype_bytes(dtype) * rows * d_head
     scores = FLOAT32_BYTES * rows * context_length
-    alive = {"q, k, v": 3 * operand}
     if pass_ == "forward":
-        alive |= {"scores": scores, "exponentials": scores, "their quotient": scores}
+        alive = {"scores": scores, "exponentials": scores, "their quotient": scores}
     else:
-        alive |= {
+        alive = {
             "output, its gradient, gradient of v": 3 * operand,
             "exponentials": scores,
             "gradient of the weights": scores,
             "temporaries of the division's derivative": 4 * scores,
         }
-    return alive | {
-        "row sums": FLOAT32_BYTES * rows,
-        "causal mask": context_length**2 if is_causal else 0,
-    }
+    small = {"row sums": FLOAT32_BYTES * rows, "causal mask": is_causal * context_length**2}
+    return {"q, k, v": 3 * operand} | alive | small
 
 
 def attention_traffic_bytes(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
@@ -80,11 +75,9 @@ def attention_traffic_bytes(batch_size: int, context_length: int, d_head: int, p
     read for the matmul with v), backward 23, of which 17 belong to the softmax.
     """
     _check(batch_size, context_length, d_head, pass_)
-    rows = batch_size * context_length
-    forward = (12 * context_length + 4 * d_head + 4) * rows
-    backward = (23 * context_length + 10 * d_head + 5) * rows
+    forward, backward = 12 * context_length + 4 * d_head + 4, 23 * context_length + 10 * d_head + 5
     elements = {"forward": forward, "backward": backward, "forward_backward": forward + backward}
-    return FLOAT32_BYTES * elements[pass_]
+    return FLOAT32_BYTES * elements[pass_] * batch_size * context_length
 
 
 def attention_part_flops(batch_size: int, context_length: int, d_head: int) -> dict[str, int]:
@@ -110,12 +103,9 @@ def attention_part_bytes(batch_size: int, context_length: int, d_head: int) -> d
     rows = batch_size * context_length
     scores = rows * context_length
     matmul = FLOAT32_BYTES * (scores + 2 * rows * d_head)
-    return {
-        "scores": matmul,
-        "scale and mask": FLOAT32_BYTES * 6 * scores + context_length**2,
-        "softmax": FLOAT32_BYTES * (8 * scores + 4 * rows),
-        "values": matmul,
-    }
+    scale_and_mask = FLOAT32_BYTES * 6 * scores + context_length**2
+    softmax = FLOAT32_BYTES * (8 * scores + 4 * rows)
+    return {"scores": matmul, "scale and mask": scale_and_mask, "softmax": softmax, "values": matmul}
 
 
 def flash_flops(
@@ -131,7 +121,7 @@ def flash_flops(
 
 def flash_scores(sequences: int, context_length: int, is_causal: bool = True) -> int:
     """Scores not masked away, T (T + 1) / 2 a sequence if causal: exponentials, forward and backward each."""
-    check_positive_integers(sequences=sequences, context_length=context_length)
+    _check(sequences, context_length)
     keys = context_length * (context_length + 1) // 2 if is_causal else context_length**2
     return sequences * keys
 
@@ -144,11 +134,11 @@ def flash_bytes(
     Each row's logsumexp, in float32, is written forward and read backward.
     """
     _check(sequences, context_length, d_head, pass_)
-    rows = sequences * context_length
     logsumexps = 2 if pass_ == "forward_backward" else 1
-    return rows * (_TENSORS[pass_] * dtype_bytes(dtype) * d_head + logsumexps * FLOAT32_BYTES)
+    row = _TENSORS[pass_] * dtype_bytes(dtype) * d_head + logsumexps * FLOAT32_BYTES
+    return sequences * context_length * row
 
 
-def _check(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> None:
+def _check(batch_size: int, context_length: int, d_head: int = 1, pass_: str = "forward") -> None:
     check_positive_integers(batch_size=batch_size, context_length=context_length, d_head=d_head)
     check_choice("pass of attention", pass_, _MATMULS)

@@ -8,21 +8,21 @@ from typing import Any, NamedTuple
 Plan = tuple[Any, ...]
 
 
-class Held(NamedTuple):
+class Saved(NamedTuple):
     """Whole blocks, with everything that they save, and segments of which only the input is kept."""
 
     blocks: int
     inputs: int
 
 
-def held_after_forward(plan: Plan) -> Held:
+def saved_after_forward(plan: Plan) -> Saved:
     """What forward leaves behind."""
     inputs = sum(isinstance(part, tuple) for part in plan)
-    return Held(len(plan) - inputs, inputs)
+    return Saved(len(plan) - inputs, inputs)
 
 
-def held_in_backward(plan: Plan) -> list[Held]:
-    """For every block in order: what is held besides it while backward is at that block.
+def saved_in_backward(plan: Plan) -> list[Saved]:
+    """For every block in order: what is saved besides it while backward is at that block.
 
     Backward takes the parts of a plan from the last to the first. While it is at one, the parts before it
     still hold what forward kept of them, and a segment has just been run again: it is a plan of its own.
@@ -30,10 +30,12 @@ def held_in_backward(plan: Plan) -> list[Held]:
     found, blocks, inputs = [], 0, 0  # of the parts before
     for part in plan:
         if isinstance(part, tuple):
-            found += [Held(blocks + held.blocks, inputs + held.inputs) for held in held_in_backward(part)]
+            found += [
+                Saved(blocks + inner.blocks, inputs + inner.inputs) for inner in saved_in_backward(part)
+            ]
             inputs += 1
         else:
-            found.append(Held(blocks, inputs))
+            found.append(Saved(blocks, inputs))
             blocks += 1
     return found
 
@@ -46,13 +48,11 @@ def block_count(plan: Plan) -> int:
 def peak(plan: Plan, inside: float, boundary: float) -> float:
     """Most bytes saved for backward at any time, when every block of the plan is alike.
 
-    Args:
-        inside: bytes that one block saves besides its input.
-        boundary: bytes of a block's input.
+    inside: bytes that one block saves besides its input. boundary: bytes of a block's input.
     """
     whole = inside + boundary
-    held = held_in_backward(plan)
-    return max((blocks * whole + inputs * boundary + whole for blocks, inputs in held), default=0)
+    saved = saved_in_backward(plan)
+    return max((blocks * whole + inputs * boundary + whole for blocks, inputs in saved), default=0)
 
 
 def recomputed(plan: Plan) -> int:
@@ -74,9 +74,6 @@ def _reruns(segment: Plan) -> int:
 
 def best_k(count: int, inside: float, boundary: float) -> int:
     """The segment length with the lowest peak for `count` equal blocks, without nesting."""
-
-    def peak_of(k: int) -> float:
-        segments = tuple((0,) * min(k, count - start) for start in range(0, count, k))
-        return peak(segments, inside, boundary)
-
-    return min(range(1, count + 1), key=peak_of)
+    lengths = range(1, count + 1)
+    plans = {k: tuple((0,) * min(k, count - first) for first in range(0, count, k)) for k in lengths}
+    return min(lengths, key=lambda k: peak(plans[k], inside, boundary))

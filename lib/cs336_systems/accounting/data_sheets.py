@@ -9,11 +9,13 @@ import pandas as pd
 from cs336_systems.arguments import check_choice
 
 _TABLE = Path(__file__).resolve().parents[3] / "figures" / "published" / "hardware.csv"
+_UNITS = {"bf16_tflops": ("flops_per_s", 1e12), "memory_gb": ("memory_bytes", 1e9)}
+_UNITS |= {f"{name}_gbps": (f"{name}_bytes_per_s", 1e9) for name in ("memory", "inside", "between")}
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device of a machine, and the links that it shares with nobody.
+    """One device of a machine, and its private links.
 
     flops_per_s: dense, bfloat16. axes: of the torus that devices of one host or pod form; 1 for a switch.
     inside_devices: the most that can be joined so. inside_bytes_per_s, between_bytes_per_s: what one device
@@ -39,21 +41,10 @@ class Hardware:
 
 @cache
 def _machines() -> dict[str, Hardware]:
-    rows = pd.read_csv(_TABLE).to_dict("records")
-    return {
-        row["name"]: Hardware(
-            name=row["name"],
-            flops_per_s=1e12 * row["bf16_tflops"],
-            memory_bytes=1e9 * row["memory_gb"],
-            memory_bytes_per_s=1e9 * row["memory_gbps"],
-            inside_bytes_per_s=1e9 * row["inside_gbps"],
-            axes=row["axes"],
-            inside_devices=row["inside_devices"],
-            between_bytes_per_s=1e9 * row["between_gbps"],
-            source=row["source"],
-        )
-        for row in rows
-    }
+    table = pd.read_csv(_TABLE)
+    for column, (name, unit) in _UNITS.items():
+        table[name] = unit * table.pop(column)
+    return {row["name"]: Hardware(**row) for row in table.to_dict("records")}
 
 
 def hardware_names() -> list[str]:

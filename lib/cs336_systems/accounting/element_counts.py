@@ -1,4 +1,4 @@
-"""How many elements the tensors of a step have: the words in which the memory formulas are written."""
+"""Element counts of a step's tensors, used by the memory formulas."""
 
 from cs336_systems.arguments import check_choice, check_positive_integers
 from cs336_systems.configs import ModelConfig
@@ -14,7 +14,7 @@ def dtype_bytes(dtype: str) -> int:
     return DTYPE_BYTES[dtype]
 
 
-class Elements:
+class Counts:
     """Element counts for a batch of B sequences of T tokens, and the bytes of one element.
 
     Args:
@@ -25,16 +25,9 @@ class Elements:
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        batch_size: int,
-        context_length: int,
-        dtype: str = "float32",
-        *,
-        casts: bool = False,
-        fused_attention: bool = False,
-        heads_last: bool = False,
-    ):
+        self, config: ModelConfig, batch_size: int, context_length: int, dtype: str = "float32", *,
+        casts: bool = False, fused_attention: bool = False, heads_last: bool = False,
+    ):  # fmt: skip
         check_positive_integers(batch_size=batch_size, context_length=context_length)
         self.config, self.layers = config, config.num_layers
         self.width = dtype_bytes(dtype)  # bytes of an element that is computed in `dtype`

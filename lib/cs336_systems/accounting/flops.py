@@ -5,7 +5,7 @@ matmul of an (m, k) and a (k, n) matrix counts 2 m k n operations: a multiplicat
 term.
 """
 
-from cs336_systems.accounting.element_counts import Elements
+from cs336_systems.accounting.element_counts import Counts
 from cs336_systems.arguments import check_choice
 from cs336_systems.configs import ModelConfig
 
@@ -41,7 +41,7 @@ def flops_breakdown(config: ModelConfig, batch_size: int, context_length: int) -
     projections 8 L B T D^2; scores and their matmul with the values 2 L B T^2 D each, the masked half
     included, because eager attention computes it; feed-forward 6 L B T D F; output head 2 B T D V.
     """
-    n = Elements(config, batch_size, context_length)
+    n = Counts(config, batch_size, context_length)
     d, layers = config.d_model, config.num_layers
     return {
         "attention_projections": layers * 8 * n.tokens * n.projection,

@@ -10,8 +10,8 @@ the allocator and the matrix library keep for themselves.
 
 from itertools import takewhile
 
-from cs336_systems.accounting.checkpoint_costs import Held, Plan, held_after_forward, held_in_backward
-from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Elements
+from cs336_systems.accounting.checkpoint_costs import Plan, Saved, saved_after_forward, saved_in_backward
+from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Counts
 from cs336_systems.accounting.flops import PASSES, parameter_count
 from cs336_systems.arguments import check_choice
 from cs336_systems.configs import ModelConfig
@@ -35,16 +35,16 @@ def optimizer_bytes(config: ModelConfig) -> int:
 def block_activation_breakdown(
     config: ModelConfig, batch_size: int, context_length: int, dtype: str = "float32"
 ) -> dict[str, int]:
-    """Bytes that one TransformerBlock saves for its backward pass, by name, in the order of the forward.
+    """`saved_by_block` of one TransformerBlock, by name, in the order of the forward."""
+    return saved_by_block(Counts(config, batch_size, context_length, dtype))
+
+
+def saved_by_block(n: Counts) -> dict[str, int]:
+    """Bytes that one TransformerBlock saves for its backward pass.
 
     Parameters themselves are not counted; the 16-bit copies that autocast makes of them are. Autocast also
     copies the input of linear layers, once for every layer that reads it.
     """
-    return saved_by_block(Elements(config, batch_size, context_length, dtype))
-
-
-def saved_by_block(n: Elements) -> dict[str, int]:
-    """`block_activation_breakdown` of any elements."""
     autocast = n.copy_width > 0
     fused = {"attention output": n.width * n.stream, "logsumexp of scores": FLOAT32_BYTES * n.rows}
     plain = {
@@ -77,12 +77,12 @@ def saved_by_block(n: Elements) -> dict[str, int]:
 def head_activation_breakdown(
     config: ModelConfig, batch_size: int, context_length: int, dtype: str = "float32"
 ) -> dict[str, int]:
-    """Bytes saved for backward after the last block: final norm, output head and cross-entropy."""
-    return saved_by_head(Elements(config, batch_size, context_length, dtype))
+    """`saved_by_head` by name: final norm, output head and cross-entropy."""
+    return saved_by_head(Counts(config, batch_size, context_length, dtype))
 
 
-def saved_by_head(n: Elements) -> dict[str, int]:
-    """`head_activation_breakdown` of any elements."""
+def saved_by_head(n: Counts) -> dict[str, int]:
+    """Bytes saved for backward after the last block."""
     return {
         "ln_final input": FLOAT32_BYTES * n.stream,
         "ln_final 1/rms": FLOAT32_BYTES * n.tokens,
@@ -101,7 +101,7 @@ def activation_bytes(
 
     Token ids and targets, the rotary tables and the parameters are not counted: they are there anyway.
     """
-    n = Elements(config, batch_size, context_length, dtype)
+    n = Counts(config, batch_size, context_length, dtype)
     return n.layers * sum(saved_by_block(n).values()) + sum(saved_by_head(n).values())
 
 
@@ -116,27 +116,27 @@ def peak_bytes(
             without gradients; "train_step" has AdamW's state from the start.
         plan: which blocks are checkpointed, see `checkpoint_costs`; by default none is.
     """
-    return max(peak_moments(config, batch_size, context_length, pass_, dtype, plan).values())
+    return max(peak_phases(config, batch_size, context_length, pass_, dtype, plan).values())
 
 
-def peak_moments(
+def peak_phases(
     config: ModelConfig, batch_size: int, context_length: int, pass_: str, dtype: str = "float32",
     plan: Plan | None = None,
 ) -> dict[str, int]:  # fmt: skip
-    """Bytes alive at each moment that can be the peak; which one it is depends on the shape."""
+    """Bytes alive in each phase that can have the peak; which one has it depends on the shape."""
     check_choice("pass", pass_, PASSES)
-    n = Elements(config, batch_size, context_length, dtype)
+    n = Counts(config, batch_size, context_length, dtype)
     plan = tuple(range(n.layers)) if plan is None else plan
     resident = parameter_bytes(config)
-    moments = _forward_moments(n) if pass_ == "forward" else _training_moments(n, plan)
+    phases = _forward_phases(n) if pass_ == "forward" else _training_phases(n, plan)
     if pass_ == "train_step":
         resident += optimizer_bytes(config)
         # AdamW's one temporary is as large as the largest weight.
-        moments["optimizer"] = gradient_bytes(config) + FLOAT32_BYTES * max(n.head, n.feed_forward)
-    return {name: resident + moment for name, moment in moments.items()}
+        phases["optimizer"] = gradient_bytes(config) + FLOAT32_BYTES * max(n.head, n.feed_forward)
+    return {name: resident + alive for name, alive in phases.items()}
 
 
-def _forward_moments(n: Elements) -> dict[str, int]:
+def _forward_phases(n: Counts) -> dict[str, int]:
     """Without autograd only temporaries live, and the 16-bit weights that autocast keeps to the end.
 
     attention, at the softmax's division: the stream, its norm, projected q, k, v, rotated q, k; 12 bytes a
@@ -158,51 +158,51 @@ def _forward_moments(n: Elements) -> dict[str, int]:
     }
 
 
-def _training_moments(n: Elements, plan: Plan) -> dict[str, int]:
+def _training_phases(n: Counts, plan: Plan) -> dict[str, int]:
     """Going back, saved activations leave and gradients arrive, so the peak is near one of the two ends.
 
     in forward: what it would need without autograd, and what the blocks before have saved.
     loss: everything saved, and three temporaries of the logits' size.
     output head: everything saved, the gradients of its weight and input.
     final norm: what the blocks saved, its input, and five temporaries of the stream's size.
-    a block: what is held besides it, the gradients of the blocks behind it and of the head.
+    a block: what is saved besides it, the gradients of the blocks behind it and of the head.
     embedding: all gradients, and that of the stream.
     """
-    beside = held_in_backward(plan)
-    if len(beside) != n.layers:
-        raise ValueError(f"the plan has {len(beside)} blocks, and the model {n.layers}")
+    others = saved_in_backward(plan)
+    if len(others) != n.layers:
+        raise ValueError(f"the plan has {len(others)} blocks, and the model {n.layers}")
     stream = FLOAT32_BYTES * n.stream
     block_saves = sum(saved_by_block(n).values())
 
-    def saved_by(held: Held) -> int:
-        return held.blocks * block_saves + held.inputs * stream
+    def bytes_of(saved: Saved) -> int:
+        return saved.blocks * block_saves + saved.inputs * stream
 
-    def held_by_forward(plan: Plan) -> int:
-        """What blocks saved, less the weights' copies: `_forward_moments` has those of all blocks."""
-        held = held_after_forward(plan)
-        return saved_by(held) - n.copy_width * held.blocks * n.block_weights
+    def saved_by_forward(plan: Plan) -> int:
+        """What blocks saved, less the weights' copies: `_forward_phases` has those of all blocks."""
+        saved = saved_after_forward(plan)
+        return bytes_of(saved) - n.copy_width * saved.blocks * n.block_weights
 
-    saved_by_blocks = saved_by(held_after_forward(plan))
+    saved_by_blocks = bytes_of(saved_after_forward(plan))
     saved = saved_by_blocks + sum(saved_by_head(n).values())
-    forward = _forward_moments(n)
-    moments = {
-        "attention, forward": forward["attention"] + held_by_forward(plan[:-1]),
-        "output head, forward": forward["output head"] + held_by_forward(plan),
+    forward = _forward_phases(n)
+    phases = {
+        "attention, forward": forward["attention"] + saved_by_forward(plan[:-1]),
+        "output head, forward": forward["output head"] + saved_by_forward(plan),
         "loss": saved + 3 * FLOAT32_BYTES * n.logits,
         "output head": saved + (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream,
         "final norm": saved_by_blocks + FLOAT32_BYTES * (6 * n.stream + n.head),
         "embedding": gradient_bytes(n.config) + stream,
     }
     last = n.layers - 1
-    for block, held in enumerate(beside):
+    for block, of_others in enumerate(others):
         where = {last: "last block", 0: "first block"}.get(block, f"block {block}")
         gradients = FLOAT32_BYTES * (n.head + (last - block) * n.block_weights)
-        for part, alive in _block_moments(n).items():
-            moments[f"{part}, {where}"] = saved_by(held) + alive + gradients
-    return moments
+        for part, alive in _block_phases(n).items():
+            phases[f"{part}, {where}"] = bytes_of(of_others) + alive + gradients
+    return phases
 
 
-def _block_moments(n: Elements) -> dict[str, int]:
+def _block_phases(n: Counts) -> dict[str, int]:
     """Bytes alive in one block's backward pass, apart from the other blocks and their gradients.
 
     feed-forward: all the block saved but w2's copy, and both gradients of silu(w1 x) * w3 x.

@@ -1,4 +1,4 @@
-"""What a sharding strategy costs a rank: bytes held at four moments of training, and bytes sent in a step.
+"""What a sharding strategy costs a rank: bytes in memory at four moments of training, and bytes sent in a step.
 
 With P the bytes of float32 parameters and W ranks, AdamW's state is 2P; a category is whole or shared:
 
@@ -17,7 +17,7 @@ for themselves.
 
 from dataclasses import dataclass
 
-from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Elements, dtype_bytes
+from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Counts, dtype_bytes
 from cs336_systems.accounting.flops import parameter_breakdown, parameter_count
 from cs336_systems.accounting.model_memory import saved_by_block, saved_by_head
 from cs336_systems.arguments import check_choice, check_positive_integers
@@ -139,9 +139,8 @@ def held_bytes(
     }
     heads_last = device == "cuda" and dtype_bytes(dtype) == FLOAT32_BYTES
     kernels = {"casts": "parameters" in entry.shards, "fused_attention": True, "heads_last": heads_last}
-    n = Elements(config, batch_size, context_length, dtype, **kernels)
-    moments = peak_moments(n, entry, world_size).values()
-    gradients, rest = max(moments, key=sum)
+    n = Counts(config, batch_size, context_length, dtype, **kernels)
+    gradients, rest = max(peak_phases(n, entry, world_size).values(), key=sum)
     nothing = {"gradients": 0.0, "optimizer state": 0.0}
     return {
         "initialised": held | nothing,
@@ -151,8 +150,8 @@ def held_bytes(
     }
 
 
-def peak_moments(n: Elements, entry: Strategy, world_size: int) -> dict[str, tuple[float, float]]:
-    """Bytes of gradients, and of the rest, at each moment that can be the peak.
+def peak_phases(n: Counts, entry: Strategy, world_size: int) -> dict[str, tuple[float, float]]:
+    """Bytes of gradients, and of the rest, in each phase that can have the peak.
 
     loss: everything saved, and three temporaries of the logits' size.
     output head: the gradients of its input and of its weight.
@@ -170,8 +169,8 @@ def peak_moments(n: Elements, entry: Strategy, world_size: int) -> dict[str, tup
     in_block = 2 * n.width * n.hidden + stream + n.width * n.feed_forward
     if "gradients" not in entry.shards:
         whole = FLOAT32_BYTES * parameter_count(n.config)
-        moments = {"loss": loss, "output head": output_head, "last block": blocks + in_block}
-        return {name: (whole, rest) for name, rest in moments.items()}
+        phases = {"loss": loss, "output head": output_head, "last block": blocks + in_block}
+        return {name: (whole, rest) for name, rest in phases.items()}
     unit = n.width * (n.feed_forward if entry.unit == "weight" else n.block_weights)
     head, stays = n.width * n.head, n.width * _count(n.config, entry.stays)
     some = FLOAT32_BYTES * n.head / world_size
