@@ -43,7 +43,7 @@ figures: setup ## redraw every plot from the rows
 	@$(PY) -m cs336_systems figures $(ARGS)
 
 bench: setup ## the attention kernels against PyTorch's own; rows are saved (a GPU for times worth reading)
-	@$(PY) -m cs336_systems bench $(ARGS)
+	@$(PY) -m cs336_systems.bench.flash_sweep $(ARGS)
 
 clean: ## remove what runs and tests left behind (not .venv, not figures)
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis notebooks/.ipynb_checkpoints

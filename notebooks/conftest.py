@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from labbook.book.problems import why_not_here
+from labbook.book.notebooks import why_not_here
 
 _REASONS = {path.name: why_not_here(path.stem) for path in Path(__file__).parent.glob("*.ipynb")}
 _SCRATCH = tempfile.TemporaryDirectory(prefix="cs336-figures-")

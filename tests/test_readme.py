@@ -7,11 +7,10 @@ import nbformat
 import pytest
 
 from cs336_systems.__main__ import main
-from labbook.book.problems import START
 
 REPOSITORY = Path(__file__).parents[1]
 NOTEBOOKS = REPOSITORY / "notebooks"
-CELLS = nbformat.read(NOTEBOOKS / f"{START}.ipynb", as_version=4).cells
+CELLS = nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4).cells
 TEXTS = {
     REPOSITORY: (REPOSITORY / "README.md").read_text(encoding="utf-8"),
     NOTEBOOKS: "\n".join(cell.source for cell in CELLS if cell.cell_type == "markdown"),

@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 
 from labbook import bench
-from labbook.book.batch import check_parameters
+from labbook.book.parameters import check_parameters
 from labbook.compare import beside_reference
 from labbook.files import figures_dir, make_folder, write_atomically
 from labbook.labels import named_value, significant

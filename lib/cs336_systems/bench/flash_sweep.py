@@ -1,14 +1,11 @@
 """What the handout's protocols compare, cell by cell, and which of it a machine has not measured yet.
 
-The command `bench` is these four, its rows saved as they come so that an interrupted run continues:
+    python -m cs336_systems.bench.flash_sweep [leaderboard|models|grid ...]
 
-    cells = protocol_cells("grid", implementations, device)
-    left = missing(cells, load_rows(PROTOCOLS["grid"], machine, "flash_times"), device)
-    for rows in time_cells(left, device):
-        save_rows(rows, PROTOCOLS["grid"], "flash_times")
-    print(summary(load_rows(...)))
+measures what is missing; its rows are saved as they come, so that an interrupted run continues.
 """
 
+import argparse
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, fields, replace
@@ -21,6 +18,9 @@ from cs336_systems.arguments import check_choice
 from cs336_systems.attention.digest import kernel_digest
 from cs336_systems.attention.implementations import ATTENTION, OURS
 from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, PASSES, Cell, time_cell
+from labbook.machine import machine_card
+from labbook.page import row_lines
+from labbook.rows import load_rows, save_rows
 from labbook.timing import resolve_device
 
 # Each protocol, and the notebook whose rows it fills.
@@ -126,3 +126,28 @@ def summary(rows: pd.DataFrame) -> pd.DataFrame:
     ms = rows.pivot(index=_SIZE, columns="implementation", values="p50_ms")
     ratio = ms.div(ms.get(OURS, float("nan")), axis="index")
     return pd.concat({"ms": ms.round(3), "times ours": ratio.round(2)}, axis="columns")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Time the attention kernels against PyTorch's own.")
+    parser.add_argument(
+        "protocols", nargs="*", choices=[*PROTOCOLS, []], metavar="PROTOCOL", help="default: all"
+    )
+    parser.add_argument("--implementations", nargs="+", default=[], choices=ATTENTION, metavar="NAME")
+    parser.add_argument("--force", action="store_true", help="measure also what is on record")
+    options = parser.parse_args(arguments)
+    machine, table = machine_card().slug, "flash_times"
+    for protocol in options.protocols or PROTOCOLS:
+        slug, cells = PROTOCOLS[protocol], protocol_cells(protocol, options.implementations)
+        known = load_rows(slug, machine, table)
+        left = missing(cells, known[:0] if options.force else known)
+        print(f"{protocol}: {len(cells)} cells, {len(left)} of them to measure")
+        for rows in time_cells(left):
+            save_rows(rows, slug, table, machine)
+            print("\n".join(row_lines(rows, table)), flush=True)
+        if len(known := load_rows(slug, machine, table)):
+            print(f"\n{slug}: median ms (times ours)\n{summary(known).to_string()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

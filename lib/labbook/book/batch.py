@@ -3,25 +3,20 @@
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import yaml
 
-from labbook.book.parameters import Parameter, parameter_errors, parse_value, read_parameters
+from labbook.book import notebooks
+from labbook.book.notebooks import BatchError, Parameter, load_notebooks, resolve, unknown
+from labbook.book.parameters import convert, parameter_errors, parse_value
 
-REPOSITORY = Path(__file__).resolve().parents[3]
-NOTEBOOKS = REPOSITORY / "notebooks"
-RUNS = REPOSITORY / "runs"
 PROFILES = ("cpu", "gpu", "multi-gpu")
-
-
-class BatchError(ValueError):
-    """A plan that cannot be carried out as asked."""
+Known = Mapping[str, Mapping[str, Parameter]]  # the parameters of notebooks
 
 
 @dataclass(frozen=True)
@@ -46,17 +41,6 @@ class Job:
         return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
-def load_notebooks() -> dict[str, dict[str, Parameter]]:
-    """Every notebook by its name without `.ipynb`, with its parameters."""
-    found = {}
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
-        try:
-            found[path.stem] = read_parameters(nbformat.read(path, as_version=4))
-        except Exception as error:  # nbformat has an exception for every way of being no notebook
-            raise BatchError(f"{path.name} cannot be run: {error}") from None
-    return found
-
-
 def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Job]:
     """The jobs of a profile, everything about them checked.
 
@@ -68,76 +52,53 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     Raises:
         BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
     """
-    notebooks = load_notebooks()
-    entries = _entries(profile, _read_yaml(NOTEBOOKS / "batch.yaml"))
-    if unknown := dict.fromkeys(name for name, _ in entries if name not in notebooks):
-        lines = [f"batch.yaml: {_unknown('notebook', name, notebooks)}" for name in unknown]
-        raise BatchError("\n".join(lines))
+    known = load_notebooks()
+    # Numbers as text, to be read as those of the command line are
+    entries = list(_entries(profile, notebooks.read_yaml("batch.yaml", yaml.BaseLoader)))
+    if strange := dict.fromkeys(name for name, _ in entries if name not in known):
+        raise BatchError("\n".join(f"batch.yaml: {unknown('notebook', name, known)}" for name in strange))
     if only:
-        names = resolve(only, notebooks)
-        planned = {name for name, _ in entries}
+        names, planned = resolve(only, known), {name for name, _ in entries}
         entries = [entry for entry in entries if entry[0] in names]
-        entries += [(name, {}) for name in dict.fromkeys(names) if name not in planned]
-    given = _parse_overrides(overrides, {name: notebooks[name] for name, _ in entries})
-    jobs, errors = [], {}
-    for name, parameters in entries:
+        entries += [(name, {}) for name in names if name not in planned]
+    given = _parse_overrides(overrides, {name: known[name] for name, _ in entries})
+    jobs, errors = {}, {}  # as sets that keep their order
+    for name, texts in entries:
+        values = {key: convert(known[name][key].default, text) if key in known[name] else text
+                  for key, text in texts.items()}  # fmt: skip
         for changed in _grid(given.get(name, {})):
-            job = Job(NOTEBOOKS / f"{name}.ipynb", parameters | changed)
-            if job not in jobs:
-                jobs.append(job)
-                found = parameter_errors(notebooks[name], job.parameters, name.partition("_")[2])
-                errors |= dict.fromkeys(f"{name}: {error}" for error in found)
+            job = Job(notebooks.NOTEBOOKS / f"{name}.ipynb", values | changed)
+            jobs.setdefault(job.name, job)
+            found = parameter_errors(known[name], job.parameters, name.partition("_")[2])
+            errors |= dict.fromkeys(f"{name}: {error}" for error in found)
     if errors:
         raise BatchError("\n".join(errors))
-    return jobs
+    return [*jobs.values()]
 
 
-def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
-    """Refuse, inside a notebook, what it cannot run with: papermill itself takes any value.
-
-    Args:
-        slug: of the notebook's problem.
-        values: by name, as `globals()` has them; other names than its parameters are left alone.
-
-    Raises:
-        BatchError: a line for each wrong value, naming what is allowed.
-    """
-    (path,) = NOTEBOOKS.glob(f"[0-9][0-9]_{slug}.ipynb")
-    known = read_parameters(nbformat.read(path, as_version=4))
-    given = {name: values[name] for name in known if name in values}
-    if errors := parameter_errors(known, given, slug):
-        raise BatchError("\n".join(errors))
-
-
-def _read_yaml(path: Path) -> dict[str, list]:
-    try:
-        profiles = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise BatchError(f"{path.name} cannot be read: {error}") from None
-    if not isinstance(profiles, dict) or not all(isinstance(entries, list) for entries in profiles.values()):
-        raise BatchError(f"{path.name}: allowed: profiles ({', '.join(PROFILES)}), each a list")
-    return profiles
-
-
-def _entries(profile: str, profiles: dict[str, list], seen: tuple[str, ...] = ()) -> list[tuple[str, dict]]:
+def _entries(
+    profile: str, profiles: dict[str, Any], seen: tuple[str, ...] = ()
+) -> Iterable[tuple[str, dict]]:
     """(notebook, parameters) for each point of each grid of a profile, with the profiles that it includes."""
     if profile not in profiles or profile in seen:
         what = "includes itself" if profile in seen else "is unknown"
         raise BatchError(f"profile {profile!r} {what}; allowed: {', '.join(profiles)}")
-    entries = []
-    for entry in profiles[profile]:
+    if not isinstance(profiles[profile] or [], list):
+        raise BatchError(f"batch.yaml, {profile}: {profiles[profile]!r}; allowed: a list")
+    for entry in profiles[profile] or []:
         match entry:
-            case {"profile": other, **rest} if not rest:
-                entries += _entries(other, profiles, (*seen, profile))
+            case {"profile": str(other), **rest} if not rest:
+                yield from _entries(other, profiles, (*seen, profile))
             case {"notebook": str(name), **rest} if rest.keys() <= {"parameters", "grid"}:
-                grid = rest.get("grid", {})
-                if not all(isinstance(values, list) and values for values in grid.values()):
+                values, grid = rest.get("parameters", {}), rest.get("grid", {})
+                if not isinstance(values, dict) or not isinstance(grid, dict):
+                    raise BatchError(f"batch.yaml, {name}: {rest!r}; allowed: a value for each name")
+                if not all(isinstance(each, list) and each for each in grid.values()):
                     raise BatchError(f"batch.yaml, {name}: grid is {grid!r}; allowed: a list of values each")
-                entries += [(name, rest.get("parameters", {}) | point) for point in _grid(grid)]
+                yield from ((name, values | point) for point in _grid(grid))
             case _:
                 allowed = "notebook with parameters and grid, or profile"
                 raise BatchError(f"batch.yaml, {profile}: {entry!r}; allowed: {allowed}")
-    return entries
 
 
 def _grid(values: dict[str, list]) -> Iterable[dict[str, Any]]:
@@ -145,37 +106,18 @@ def _grid(values: dict[str, list]) -> Iterable[dict[str, Any]]:
     return (dict(zip(values, point, strict=True)) for point in product(*values.values()))
 
 
-def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
-    """The notebooks meant by numbers ("11"), slugs, names or paths."""
-    meant = {}
-    for name in notebooks:
-        number, _, slug = name.partition("_")
-        meant |= {name: name, number: name, slug: name}
-    stems = [Path(word).name.removesuffix(".ipynb") for word in words]
-    for stem in stems:
-        if stem not in meant:
-            raise BatchError(_unknown("notebook", stem, notebooks))
-    return [meant[stem] for stem in stems]
-
-
-def _unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
-    return f"unknown {kind} {name!r}; allowed: {', '.join(allowed)}"
-
-
-def _parse_overrides(
-    overrides: Sequence[str], notebooks: dict[str, dict[str, Parameter]]
-) -> dict[str, dict[str, list]]:
+def _parse_overrides(overrides: Sequence[str], known: Known) -> dict[str, dict[str, list]]:
     """The values of each `name=value` for each of the notebooks that has the name."""
     parsed: dict[str, dict[str, list]] = {}
     for override in overrides:
         name, equals, text = override.partition("=")
-        having = [notebook for notebook, known in notebooks.items() if name in known]
+        having = [notebook for notebook, parameters in known.items() if name in parameters]
         if not equals or not having:
-            names = sorted({name for known in notebooks.values() for name in known})
-            raise BatchError(f"-p {override}: {_unknown('parameter', name, names)}")
+            names = sorted({name for parameters in known.values() for name in parameters})
+            raise BatchError(f"-p {override}: {unknown('parameter', name, names)}")
         for notebook in having:
             try:
-                value = parse_value(notebooks[notebook][name], text)
+                value = parse_value(known[notebook][name], text)
             except ValueError as error:
                 raise BatchError(f"{notebook}: {error}") from None
             parsed.setdefault(notebook, {}).setdefault(name, []).append(value)

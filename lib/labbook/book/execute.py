@@ -25,58 +25,55 @@ _LOOK_EVERY_S = 0.25
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an execution ended. `status` is "ok", "error" (then `reason` says why) or "interrupted"."""
+    """How an execution ended. `status` is "ok", "error" or "skipped"; then `reason` says why.
+
+    host_memory_mib: the most that the kernel and its children held.
+    """
 
     status: str
-    reason: str
-    seconds: float
-    peak_memory_mib: float
+    reason: str = ""
+    seconds: float = 0.0
+    host_memory_mib: float = 0.0
 
 
-def execute(
-    source: Path, output: Path, parameters: dict[str, Any], *, stop: threading.Event | None = None
-) -> Outcome:
+def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     """Execute a notebook with this Python; `output` is replaced when it has ended, well or with an error.
 
     Args:
         source: the notebook; its folder is the kernel's working directory.
         output: where the executed notebook goes. What was there stays until the new one is complete.
         parameters: values for its `parameters` cell.
-        stop: set it from another thread to end the execution; everything started here is killed.
 
-    Returns:
-        The outcome; `peak_memory_mib` is the most host memory that the kernel and its children held, in MiB.
+    Raises:
+        KeyboardInterrupt: Ctrl-C; everything that was started here has been killed.
     """
-    stop = stop or threading.Event()
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
     command = [sys.executable, "-m", __name__, str(source), str(partial), json.dumps(parameters)]
-    started, peak = time.perf_counter(), 0
+    started, peak, code = time.perf_counter(), 0, None
     with tempfile.TemporaryFile() as log:
         # Its stdin is our life sign: when we are killed the pipe closes, and it ends itself and its kernel
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            while process.poll() is None and not stop.wait(_LOOK_EVERY_S):
+            while (code := process.poll()) is None:
+                time.sleep(_LOOK_EVERY_S)
                 peak = max(peak, _resident_bytes(process.pid))
         finally:
-            if process.poll() is None:
-                stop.set()
-                kill_tree(process.pid)
             process.stdin.close()
-            code = process.wait()
+            if code is None:
+                kill_tree(process.pid)
+                process.wait()
+                partial.unlink(missing_ok=True)
         log.seek(0)
         said = log.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
-    seconds = time.perf_counter() - started
-    if stop.is_set():
-        partial.unlink(missing_ok=True)
-        return Outcome("interrupted", "stopped", seconds, peak / MIB)
     if partial.exists():
         os.replace(partial, output)
+    seconds = round(time.perf_counter() - started, 1)
     if code == 0:
-        return Outcome("ok", "", seconds, peak / MIB)
+        return Outcome("ok", "", seconds, round(peak / MIB))
     reason = said[-1] if code > 0 else f"killed by {signal.Signals(-code).name}, perhaps out of memory"
-    return Outcome("error", reason, seconds, peak / MIB)
+    return Outcome("error", reason, seconds, round(peak / MIB))
 
 
 def kill_tree(pid: int) -> None:

@@ -1,7 +1,7 @@
-"""The workbook at a glance: the handout's problems, the notebook of each, and what it found.
+"""The workbook at a glance: what each notebook asks, as its first cell says, and what it found.
 
-What a notebook found is the output of its cell tagged `headline`, an answer. The picture beside it is the
-one that another cell with the tag draws for the reference machine, or else the first that the notebook draws.
+What it found is the output of its cell tagged `headline`, an answer. The picture beside it is the one that
+another cell with the tag draws for the reference machine, or else the first that the notebook draws.
 """
 
 import ast
@@ -16,19 +16,16 @@ import pandas as pd
 from nbformat import NotebookNode
 from PIL import Image
 
-from labbook.book import batch
-from labbook.book.problems import PROBLEMS, Problem
+from labbook.book import notebooks
 from labbook.files import REPOSITORY_FIGURES, figures_dir, find, write_atomically
-from labbook.labels import MISSING
 from labbook.rows import load_rows
 from labbook.schema import COLUMNS, MODEL, PROVENANCE, TABLES, TIMES
 from labbook.tables import show
 
-HEADLINE = "headline"  # the tag
+MARKS = ("*Handout problem", "**The question.**", "*Read before:*", "*Time:*")
 _WIDTH, _COLORS = 800, 64  # of a picture: enough to read it, and all of them stay below 1 MB together
 _SHOWN_WIDTH = 600  # pixels on the page
 _MAP = re.compile(r"(<!-- map[^>]*-->\n).*?(<!-- end of map -->)", re.DOTALL)
-_ABOUT = ("*Handout problem", "*Read before:*", "*Time:*")
 
 
 @dataclass(frozen=True)
@@ -38,46 +35,51 @@ class Entry:
     read_before: numbers of other notebooks. minutes: to read it, and to work through it.
     """
 
-    problem: Problem
+    name: str
+    editions: tuple[str, ...]
     question: str
-    read_before: tuple[int, ...]
-    minutes: tuple[int, ...]
+    read_before: tuple[str, ...]
+    minutes: tuple[str, ...]
     headline: str
     figure: str
 
+    @property
+    def slug(self) -> str:
+        return self.name.partition("_")[2]
+
+    @property
+    def title(self) -> str:
+        return self.name.replace("_", " · ", 1)
+
 
 def read_map() -> dict[str, Entry]:
-    """The notebooks there are, by name, in the order of the problems."""
-    paths = {problem: batch.NOTEBOOKS / f"{problem.name}.ipynb" for problem in PROBLEMS}
-    return {problem.name: _read_entry(problem, path) for problem, path in paths.items() if path.exists()}
+    """The notebooks there are, by name, without those that only show what the others found."""
+    paths = [path for path in sorted(notebooks.NOTEBOOKS.glob("*.ipynb")) if not notebooks.is_last(path.stem)]
+    return {path.stem: _read_entry(path) for path in paths}
 
 
-def _read_entry(problem: Problem, path: Path) -> Entry:
+def _read_entry(path: Path) -> Entry:
     notebook = nbformat.read(path, as_version=4)
-    about = first_cell(notebook)
+    handout, question, before, time = first_cell(notebook).values()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    tagged = [cell for cell in code if HEADLINE in cell.metadata.get("tags", [])]
+    tagged = [cell for cell in code if "headline" in cell.metadata.get("tags", [])]
     return Entry(
-        problem,
-        about["question"],
-        tuple(map(int, re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", about["*Read before:*"])))),
-        tuple(map(int, re.findall(r"\d+", about["*Time:*"].replace("an hour", "60 minutes")))),
+        path.stem,
+        tuple(re.findall(r"\b20\d\d\b", handout)),
+        question,
+        tuple(re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before))),
+        tuple(re.findall(r"\d+", time.replace("an hour", "60 minutes"))),
         next((text for cell in tagged for text in _answers(cell)), ""),
         next((stem for cell in [*tagged, *code] for stem in _drawn(cell)), ""),
     )
 
 
 def first_cell(notebook: NotebookNode) -> dict[str, str]:
-    """What the first cell says: its "question", and what follows each mark of _ABOUT."""
+    """What follows each of MARKS in the first cell, up to the next mark or the end of the paragraph."""
     source = notebook.cells[0].source if notebook.cells else ""
-    marks = "|".join(map(re.escape, _ABOUT))
-    told = {mark: "" for mark in _ABOUT}
-    for part in re.split(rf"\n\s*\n|\n(?={marks})|\s(?={marks})", source):
-        for mark in _ABOUT:
-            if part.startswith(mark):
-                told[mark] = " ".join(part.removeprefix(mark).split())
-    question = re.search(r"\*\*The question\.\*\* (.+?)(?:\n\s*\n|$)", source, re.DOTALL)
-    return told | {"question": " ".join(question[1].split()) if question else ""}
+    ends = "|".join([r"\n\s*\n", *(rf"\s{re.escape(mark)}" for mark in MARKS), "$"])
+    found = {mark: re.search(rf"{re.escape(mark)}(.+?)(?={ends})", source, re.DOTALL) for mark in MARKS}
+    return {mark: " ".join(match[1].split()) if match else "" for mark, match in found.items()}
 
 
 def _answers(cell: NotebookNode) -> list[str]:
@@ -95,40 +97,35 @@ def _drawn(cell: NotebookNode) -> list[str]:
 
 
 def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "") -> str:
-    """Every problem: its notebook, its question, what to read before it, how long it takes. In Markdown.
+    """Every notebook by chapter: its question, what to read before it, how long it takes. In Markdown.
 
     Args:
         entries: from `read_map`.
-        machine: say also how many rows this machine has of each problem.
+        machine: say also how many rows this machine has of each notebook.
         folder: of the notebooks, from where the table stands: "notebooks/".
     """
+    chapters = notebooks.read_yaml("book.yaml").get("chapters", {})  # by the number of their first notebook
     columns = ["notebook", "edition", "its question", "read before", "minutes: read, work"]
     columns += [f"rows of {machine}"] if machine else []
     lines = [f"| {' | '.join(columns)} |", "|" + ":--|" * 5 + "--:|" * (len(columns) - 5)]
-    chapter = ""
-    for problem in PROBLEMS:
-        if problem.chapter != chapter:
-            chapter = problem.chapter
+    for name, entry in entries.items():
+        if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** |" + " |" * (len(columns) - 1))
-        cells = _map_line(problem, entries, folder)
+        before = [
+            f"[{n}]({folder}{each}.ipynb)" for n in entry.read_before for each in entries if each[:2] == n
+        ]
+        cells = [
+            f"[{entry.title.replace('_', '_<wbr>')}]({folder}{name}.ipynb)",  # long names may be broken
+            "both" if len(entry.editions) > 1 else "".join(entry.editions),
+            re.sub(r"\]\((\d\d_)", rf"]({folder}\1", in_short(entry.question)),
+            ", ".join(before),
+            ", ".join(entry.minutes),
+        ]
         if machine:
-            rows = row_count(problem.slug, machine)
-            cells.append(f"{rows:,}" if rows else MISSING)
+            rows = row_count(entry.slug, machine)
+            cells.append(f"{rows:,}" if rows else "–")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _map_line(problem: Problem, entries: dict[str, Entry], folder: str) -> list[str]:
-    edition = "both" if len(problem.editions) > 1 else str(problem.editions[0])
-    title = problem.title.replace("_", "_<wbr>")  # long names may be broken
-    entry = entries.get(problem.name)
-    if entry is None:
-        return [title, edition, "*not yet*", "", ""]
-    names = {each.problem.number: each.problem.name for each in entries.values()}
-    before = [f"[{n}]({folder}{names[n]}.ipynb)" for n in entry.read_before if n in names]
-    question = re.sub(r"\]\((\d\d_)", rf"]({folder}\1", in_short(entry.question))
-    minutes = ", ".join(map(str, entry.minutes))
-    return [f"[{title}]({folder}{problem.name}.ipynb)", edition, question, ", ".join(before), minutes]
 
 
 def in_short(question: str) -> str:
@@ -140,7 +137,7 @@ def in_short(question: str) -> str:
 
 
 def row_count(slug: str, machine: str) -> int:
-    """How many rows a machine has of a problem, in all its tables."""
+    """How many rows a machine has of a notebook, in all its tables."""
     roots = (figures_dir(), REPOSITORY_FIGURES)
     tables = {path.stem for root in roots for path in (root / machine / slug).glob("*.csv")}
     return sum(len(load_rows(slug, machine, table)) for table in tables & TABLES.keys())
@@ -152,11 +149,10 @@ def show_headline(entry: Entry, machine: str) -> None:
 
     if not entry.headline:
         return
-    problem = entry.problem
-    display(Markdown(f"### [{problem.title}]({problem.name}.ipynb)\n\n*{entry.question}*"))
-    picture = find(machine, problem.slug, f"{entry.figure}.png")
+    display(Markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*"))
+    picture = find(machine, entry.slug, f"{entry.figure}.png")
     if picture.is_file():
-        shown = {"width": _SHOWN_WIDTH, "alt": f"{problem.slug}: {entry.figure}"}
+        shown = {"width": _SHOWN_WIDTH, "alt": f"{entry.slug}: {entry.figure}"}
         bundle = {"image/png": _small(picture), "text/plain": "<figure>"}
         display(bundle, raw=True, metadata={"image/png": shown})
     display(Markdown(entry.headline))
@@ -204,11 +200,11 @@ def show_tables() -> None:
 
 def renew_map() -> None:
     """Write the map into the README beside the folder of notebooks, between its two comments."""
-    readme = batch.NOTEBOOKS.parent / "README.md"
-    write_atomically(readme, with_map(readme.read_text(encoding="utf-8"), read_map()))
+    readme = notebooks.NOTEBOOKS.parent / "README.md"
+    write_atomically(readme, with_map(readme.read_text(encoding="utf-8")))
 
 
-def with_map(readme: str, entries: dict[str, Entry]) -> str:
+def with_map(readme: str) -> str:
     """The README's text with the map as it is now."""
-    table = map_table(entries, folder="notebooks/")
+    table = map_table(read_map(), folder="notebooks/")
     return _MAP.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", readme)

@@ -1,86 +1,58 @@
 """Carrying out a batch: one process a notebook, a record of each on disk, a summary and an index."""
 
-import html
+import importlib.metadata
 import importlib.util
 import json
 import sys
-import threading
 from collections.abc import Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict
+from html import escape
 from pathlib import Path
 from typing import Any
 
+import filelock
 import nbformat
-import pandas as pd
 import tqdm
 
-from labbook.book.batch import BatchError, Job
+from labbook.book.batch import Job
 from labbook.book.execute import Outcome, execute
+from labbook.book.notebooks import BatchError, is_last, read_parameters, why_not_here
 from labbook.book.pages import render
-from labbook.book.problems import START, why_not_here
-from labbook.files import figures_dir, make_folder, write_atomically
+from labbook.files import make_folder, write_atomically
 from labbook.fingerprint import fingerprint
-from labbook.machine import MachineCard
 from labbook.timing import one_line
 
-_COLUMNS = ["notebook", "parameters", "status", "seconds", "host MiB", "GPU MiB"]
+Record = dict[str, Any]  # how a job ended, as kept beside its executed notebook: an Outcome, and these
+_KEYS = {"notebook", "parameters", "code", *Outcome.__dataclass_fields__}
 _INDEX = """\
 <!DOCTYPE html>
 <html lang="en">
 <meta charset="utf-8">
-<title>The workbook on {title}</title>
+<title>The workbook on {machine}</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
 table {{ border-collapse: collapse; }}
-th, td {{ border: none; border-bottom: 1px solid #ddd; padding: .35rem .75rem; text-align: left; }}
-td:nth-child(n+4) {{ text-align: right; white-space: nowrap; }}
+th, td {{ border-bottom: 1px solid #ddd; padding: .35rem .75rem; text-align: left; }}
 </style>
-<h1>The workbook on {title}</h1>
-<p>{subtitle}</p>
-{table}
+<h1>The workbook on {machine}</h1>
+<p>{card}</p>
+<table>
+<tr><th>notebook<th>parameters<th>status<th>seconds<th>host MiB
+{lines}
+</table>
 """
 
 
-@dataclass(frozen=True)
-class Record:
-    """How one job ended, as kept beside its executed notebook.
-
-    `reason` says why of an error, or warns, of an executed notebook, that it has no page.
-    """
-
-    notebook: str
-    parameters: dict[str, Any]
-    fingerprint: str
-    status: str
-    reason: str
-    seconds: float
-    host_memory_mib: float
-    gpu_memory_mib: float | None
-    finished_at: str
-
-    def fields(self) -> tuple[str, ...]:
-        """The record as one line of the summary."""
-        line = Job(Path(self.notebook), self.parameters).line()
-        gpu = "" if self.gpu_memory_mib is None else f"{self.gpu_memory_mib:,.0f}"
-        return (self.notebook, line, self.status, f"{self.seconds:.1f}", f"{self.host_memory_mib:,.0f}", gpu)
-
-
-def run_batch(
-    jobs: Sequence[Job], folder: Path, card: MachineCard, *, at_once: int = 1, force: bool = False
-) -> list[Record]:
+def run_batch(jobs: Sequence[Job], folder: Path, card: str, *, force: bool = False) -> list[Record]:
     """Execute jobs, leaving out what is done and unchanged; a failing notebook does not stop the others.
 
     Each ends as `<name>.ipynb`, `.html` and `.json` in the folder, whose index.html is renewed each time, so
-    that a killed run continues where it was. Ctrl-C ends the running notebooks and raises KeyboardInterrupt.
+    that a killed run continues where it was. Of two runs at once one waits for what the other executes.
 
     Args:
         jobs: from `batch.plan`.
         folder: of this machine, `runs/<machine>`.
-        card: this machine's.
-        at_once: notebooks at the same time; more than one disturbs their timings.
+        card: what this machine is, for the index.
         force: execute also what is done.
 
     Returns:
@@ -89,54 +61,50 @@ def run_batch(
     Raises:
         BatchError: there is no Jupyter kernel to run on.
         PermissionError: the folder cannot be written to.
+        KeyboardInterrupt: Ctrl-C; what was running has ended.
     """
     if importlib.util.find_spec("ipykernel") is None:
         raise BatchError(f"no Jupyter kernel: {sys.executable} lacks ipykernel; run: pip install ipykernel")
     make_folder(folder, "name one that can: --output FOLDER")
-    records = {} if force else {job.name: record for job in jobs if (record := _done(job, folder))}
-    left = [job for job in jobs if job.name not in records]
-    stop = threading.Event()
-    with (
-        tqdm.tqdm(total=len(jobs), initial=len(records), unit="notebook", disable=None) as bar,
-        ThreadPoolExecutor(at_once) as pool,
-    ):
-        try:
-            pending = {pool.submit(_run_job, job, folder, card, stop): job.name for job in left}
-            while pending:
-                finished, _ = wait(pending, timeout=1, return_when=FIRST_COMPLETED)
-                for future in finished:
-                    record = records[pending.pop(future)] = future.result()
-                    name, line, *_ = record.fields()
-                    bar.write(f"{record.status:5} {record.seconds:7.1f} s  {name} {line} {record.reason}")
-                    bar.update()
-                    index(folder, card.line())
-                bar.set_postfix_str(" ".join(name for future, name in pending.items() if future.running()))
-        finally:
-            stop.set()  # on Ctrl-C what runs is killed and what waits ends at once; then the pool closes
-    index(folder, card.line())
-    return [records[job.name] for job in jobs]
+    records = []
+    with tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:
+        for job in bar:
+            bar.set_postfix_str(job.name)
+            with filelock.FileLock(folder / f".{job.name}.lock"):
+                record = load_record(folder / f"{job.name}.json")
+                if force or (why := _why_again(job, record, folder)) is not None:
+                    if record and not force:
+                        bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
+                    record = _run_job(job, folder)
+                    bar.write(_line(record))
+                elif not (folder / f"{job.name}.html").exists():  # what it lacked may be there now
+                    record = _save(record | {"reason": _make_page(folder / f"{job.name}.ipynb")}, job, folder)
+            records.append(record)
+            _write_index(folder, card)
+    return records
 
 
-def _run_job(job: Job, folder: Path, card: MachineCard, stop: threading.Event) -> Record | None:
-    if stop.is_set():
-        return None
-    output, started = folder / f"{job.name}.ipynb", datetime.now(UTC)
-    mark = _fingerprint(job)
+def _why_again(job: Job, record: Record | None, folder: Path) -> str | None:
+    """Why a job has to run, given the record of the last time; None when it is done."""
+    if record is None or not (folder / f"{job.name}.ipynb").exists():
+        return "its notebook is gone"
+    if record["status"] != "ok":
+        return f"it ended with status {record['status']}"
+    if is_last(job.notebook.stem):
+        return "it shows what the others found"
+    return why(record["code"], _code(job)) or None
+
+
+def _run_job(job: Job, folder: Path) -> Record:
+    output, code = folder / f"{job.name}.ipynb", _code(job)
     if reason := why_not_here(job.notebook.stem):
-        outcome = Outcome("skipped", reason, 0.0, 0.0)
+        record = asdict(Outcome("skipped", reason))
     else:
-        outcome = execute(job.notebook, output, job.parameters, stop=stop)
-    if outcome.status == "interrupted":
-        return None
-    warning = _make_page(output) if outcome.status != "skipped" and output.exists() else ""
-    gpu = _gpu_memory_mib(card, started) if card.gpu != "none" else None
-    record = Record(
-        job.notebook.stem, job.parameters, mark, outcome.status, outcome.reason or warning,
-        round(outcome.seconds, 1), round(outcome.peak_memory_mib), gpu,
-        datetime.now(UTC).isoformat(timespec="seconds"),
-    )  # fmt: skip
-    _save_record(record, folder / f"{job.name}.json")
-    return record
+        record = asdict(execute(job.notebook, output, job.parameters))
+        warning = _make_page(output) if output.exists() else ""
+        record["reason"] = record["reason"] or warning
+    about = {"notebook": job.notebook.stem, "parameters": job.line(), "code": code}
+    return _save(about | record, job, folder)
 
 
 def _make_page(notebook: Path) -> str:
@@ -149,70 +117,57 @@ def _make_page(notebook: Path) -> str:
     return ""
 
 
-def _save_record(record: Record, path: Path) -> None:
-    write_atomically(path, json.dumps(asdict(record), indent=2) + "\n")
-
-
-def _fingerprint(job: Job) -> str:
-    return fingerprint(nbformat.read(job.notebook, as_version=4), job.parameters)
-
-
-def _gpu_memory_mib(card: MachineCard, since: datetime) -> float | None:
-    """The largest peak among the rows that were saved since; None when none has one."""
-    peaks = []
-    for path in (figures_dir() / card.slug).glob("*/*.csv"):
-        if path.stat().st_mtime >= since.timestamp():
-            with suppress(ValueError):  # whoever loads a damaged file says so
-                rows = pd.read_csv(path).reindex(columns=["measured_at", "peak_memory_mib"])
-                new = pd.to_datetime(rows["measured_at"], format="ISO8601") >= since
-                peaks.append(float(rows.loc[new, "peak_memory_mib"].max()))
-    peak = pd.Series(peaks, dtype=float).max()
-    return None if pd.isna(peak) else float(peak)
+def _save(record: Record, job: Job, folder: Path) -> Record:
+    write_atomically(folder / f"{job.name}.json", json.dumps(record, indent=2) + "\n")
+    return record
 
 
 def load_record(path: Path) -> Record | None:
     """The record in a file; None when it is not there or damaged, and its job runs again."""
     try:
-        return Record(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
+    return record if isinstance(record, dict) and record.keys() == _KEYS else None
 
 
-def _done(job: Job, folder: Path) -> Record | None:
-    if job.notebook.stem == START:  # shows what all others brought, and is never done
-        return None
-    path, notebook = folder / f"{job.name}.json", folder / f"{job.name}.ipynb"
-    record = load_record(path)
-    kept = record and record.status == "ok" and notebook.exists()
-    if not kept or record.fingerprint != _fingerprint(job):
-        return None
-    if not notebook.with_suffix(".html").exists():  # what it lacked may be there now
-        record = replace(record, reason=_make_page(notebook))
-        _save_record(record, path)
-    return record
+def _code(job: Job) -> dict[str, str]:
+    """What the outcome of a job depends on, by name."""
+    notebook = nbformat.read(job.notebook, as_version=4)
+    values = {name: parameter.default for name, parameter in read_parameters(notebook).items()}
+    found = {f"parameter {name}": json.dumps(value) for name, value in (values | job.parameters).items()}
+    return found | {
+        "torch": importlib.metadata.version("torch"),
+        "code": fingerprint(notebook, job.parameters),
+    }
 
 
-def index(folder: Path, subtitle: str) -> None:
+def why(before: dict[str, str], now: dict[str, str]) -> str:
+    changed = [name for name in before | now if before.get(name) != now.get(name)]
+    return f"{', '.join(changed)} changed since" if changed else ""
+
+
+def _write_index(folder: Path, card: str) -> None:
     """Write index.html: every executed notebook of the folder, with a link to its page."""
     lines = []
     for path in sorted(folder.glob("*.json")):
         if record := load_record(path):
-            line = dict(zip(_COLUMNS, map(html.escape, record.fields()), strict=True))
-            page = path.with_suffix(".html")
-            if page.exists():
-                line["notebook"] = f'<a href="{html.escape(page.name)}">{line["notebook"]}</a>'
-            if record.reason:
-                line["status"] = f"<b>{line['status']}</b>: {html.escape(record.reason)}"
-            lines.append(line)
-    table = pd.DataFrame(lines, columns=_COLUMNS).to_html(index=False, escape=False, border=0)
-    write_atomically(folder / "index.html", _INDEX.format(title=folder.name, subtitle=subtitle, table=table))
+            name, page = escape(record["notebook"]), path.with_suffix(".html")
+            link = f'<a href="{escape(page.name)}">{name}</a>' if page.exists() else name
+            status = f"<b>{record['status']}</b>: {escape(record['reason'])}" if record["reason"] else "ok"
+            numbers = f"<td>{record['seconds']:.1f}<td>{record['host_memory_mib']:,.0f}"
+            lines.append(f"<tr><td>{link}<td>{escape(record['parameters'])}<td>{status}{numbers}")
+    text = _INDEX.format(machine=escape(folder.name), card=escape(card), lines="\n".join(lines))
+    write_atomically(folder / "index.html", text)
+
+
+def _line(record: Record) -> str:
+    """A record as a line of text, and its reason below."""
+    numbers = f"{record['status']:7} {record['seconds']:7.1f} s {record['host_memory_mib']:7,.0f} MiB"
+    line = f"{numbers}  {record['notebook']} {record['parameters']}".rstrip()
+    return f"{line}\n    {record['reason']}" if record["reason"] else line
 
 
 def summary(records: Sequence[Record]) -> str:
-    """The records as a table of plain text, a failure's reason under its line."""
-    table = pd.DataFrame([record.fields() for record in records], columns=_COLUMNS)
-    texts = table.to_string(index=False, max_colwidth=60).splitlines()
-    reasons = ["", *(record.reason for record in records)]
-    return "\n".join(
-        f"{text}\n    {reason}" if reason else text for text, reason in zip(texts, reasons, strict=True)
-    )
+    """How each ended, how long it took, and how much host memory; a failure's reason under its line."""
+    return "\n".join(map(_line, records))

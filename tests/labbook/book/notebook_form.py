@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from library_imports import imported
 from nbformat import NotebookNode
 
-from labbook.book.map import first_cell
-from labbook.book.parameters import read_parameters
-from labbook.book.problems import PROBLEMS, START
+from labbook.book.map import MARKS, first_cell
+from labbook.book.notebooks import is_last, read_parameters
 from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution, tidy
 
 SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summary", "Exercises")
-NAMES = (START, *(problem.name for problem in PROBLEMS))
 # The heart of a problem, a kernel or a wrapper, is one cell of up to 45 lines; most cells are far shorter.
 MOST_LINES, MEDIAN_LINES, MOST_IMPORTS, MOST_BYTES = 45, 6, 7, 2**20
 _ABSOLUTE_PATH = re.compile(r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w./]+|\bC:\\")
@@ -32,14 +30,14 @@ def problems(notebook: NotebookNode, name: str) -> list[str]:
     """
     rules = [_name(name), _execution(notebook), _parameters(notebook), _cells(notebook), _imports(notebook)]
     rules += [_exercises(notebook), _outputs(notebook), _metadata(notebook)]
-    if name != START:
+    if not is_last(name):
         rules += [_title(notebook, name), _sections(notebook), _answers(notebook)]
     return [problem for rule in rules for problem in rule]
 
 
 def _name(name: str) -> Iterator[str]:
-    if name not in NAMES:
-        yield f"{name} is no notebook of the workbook; allowed: {', '.join(NAMES)}"
+    if not re.fullmatch(r"\d\d_[a-z][a-z0-9_]*", name):
+        yield f"{name} is no name of a notebook; allowed: two digits and the problem, NN_slug"
 
 
 def _code(notebook: NotebookNode) -> list[NotebookNode]:
@@ -66,9 +64,8 @@ def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
     for what, text in about.items():
         if not text:
             yield f"the first cell has no {what.strip('*:')}"
-    editions = tuple(map(int, re.findall(r"\b20\d\d\b", about["*Handout problem"])))
-    if editions not in [problem.editions for problem in PROBLEMS if problem.name == name]:
-        yield f"the first cell names the editions {editions}"
+    if not re.match(rf"`{slug}`, Spring (2025|2026)\b", about[MARKS[0]]):
+        yield f"the first cell tells of {about[MARKS[0]]!r}; allowed: `{slug}` and its editions"
 
 
 def _sections(notebook: NotebookNode) -> Iterator[str]:

@@ -1,31 +1,25 @@
 """Batches: what is done is not done again, what fails does not stop the rest, and a killed run continues."""
 
-import dataclasses
 import json
 import signal
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
 import nbformat
 import psutil
 import pytest
 
-from labbook.book import runs
+from labbook.book import notebooks, runs
 from labbook.book.batch import BatchError, Job
 from labbook.book.execute import Outcome
-from labbook.machine import MachineCard
-from labbook.rows import load_rows, save_rows
-
-RATES = {"float32": 1.0}
-CARD = MachineCard("cpu-test", "none", None, None, "a CPU", 2, 8.0, "3", "2", "3", RATES, 1.0, "now")
 
 
 @pytest.fixture
-def jobs(tmp_path, write_notebook):
-    paths = {n: tmp_path / f"{n}_nb.ipynb" for n in (11, 12, 13)}
+def jobs(tmp_path, write_notebook, monkeypatch):
+    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+    (tmp_path / "book.yaml").write_text("last: [00_start_here]\nneeds: {no_such_package: [13_nb]}")
+    paths = {n: tmp_path / f"{n}_nb.ipynb" for n in (11, 12, 14)}
     return [Job(write_notebook(path, "print(steps)"), {"steps": n}) for n, path in paths.items()]
 
 
@@ -34,64 +28,71 @@ def executed(monkeypatch):
     """Executions without a kernel: the list of what was executed; notebooks with 12 in their name fail."""
     done = []
 
-    def execute(source, output, parameters, *, stop):
+    def execute(source, output, parameters):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
-        failed = source.stem.startswith("12")
-        return Outcome("error" if failed else "ok", "cell [1]: Bad: <luck>" if failed else "", 1.25, 100.4)
+        return (
+            Outcome("error", "cell [1]: Bad: <luck>", 1.25, 100.4) if "12" in source.stem else Outcome("ok")
+        )
 
     monkeypatch.setattr(runs, "execute", execute)
     return done
 
 
-def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_path):
-    folder = tmp_path / "runs" / "cpu-test"
-    records = runs.run_batch(jobs, folder, CARD)
-    assert [record.status for record in records] == ["ok", "error", "ok"]
-    assert executed == ["11_nb", "12_nb", "13_nb"]
-    again = runs.run_batch(jobs, folder, CARD)
+def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_path, capsys):
+    folder = tmp_path / "runs"
+    records = runs.run_batch(jobs, folder, "a CPU")
+    assert [record["status"] for record in records] == ["ok", "error", "ok"]
+    assert executed == ["11_nb", "12_nb", "14_nb"]
+    again = runs.run_batch(jobs, folder, "a CPU")
     assert executed[3:] == ["12_nb"]
     assert [again[0], again[2]] == [records[0], records[2]]
-    runs.run_batch(jobs[:1], folder, CARD, force=True)
+    runs.run_batch(jobs[:1], folder, "a CPU", force=True)
     assert executed[4:] == ["11_nb"]
+    page = (folder / "index.html").read_text()
+    assert all((folder / f"{job.name}.html").exists() and f'href="{job.name}.html"' in page for job in jobs)
+    assert "<b>error</b>: cell [1]: Bad: &lt;luck&gt;" in page
+    assert "steps=12\n    cell [1]: Bad: <luck>" in runs.summary(records)
 
 
 def test_a_page_that_cannot_be_made_is_a_warning_and_made_when_it_can(jobs, executed, tmp_path, monkeypatch):
     folder = tmp_path / "runs"
     page = folder / f"{jobs[0].name}.html"
-    runs.run_batch(jobs[:1], folder, CARD)
+    runs.run_batch(jobs[:1], folder, "a CPU")
     assert page.exists()
     with monkeypatch.context() as lacking:
         lacking.setattr("nbconvert.HTMLExporter.from_filename", lambda *_: 1 / 0)
-        records = runs.run_batch(jobs, folder, CARD, force=True)
-        assert [record.status for record in records] == ["ok", "error", "ok"]
-        assert "ZeroDivisionError" in records[0].reason
-        assert records[0].reason in runs.summary(records)
-        assert records[1].reason == "cell [1]: Bad: <luck>"
+        records = runs.run_batch(jobs, folder, "a CPU", force=True)
+        assert [record["status"] for record in records] == ["ok", "error", "ok"]
+        assert "ZeroDivisionError" in records[0]["reason"]
+        assert records[0]["reason"] in runs.summary(records)
+        assert records[1]["reason"] == "cell [1]: Bad: <luck>"
         assert not page.exists(), "the page of an earlier execution is left"
         lacking.setattr(runs, "execute", None)  # a notebook without a page is done
-        assert runs.run_batch(jobs[:1], folder, CARD) == records[:1]
-    again = runs.run_batch(jobs[:1], folder, CARD)
-    assert (again[0].reason, page.exists()) == ("", True)
+        assert runs.run_batch(jobs[:1], folder, "a CPU") == records[:1]
+    again = runs.run_batch(jobs[:1], folder, "a CPU")
+    assert (again[0]["reason"], page.exists()) == ("", True)
     assert runs.load_record(page.with_suffix(".json")) == again[0]
 
 
-def test_what_cannot_run_is_skipped_with_its_reason_and_the_start_is_never_done(
-    jobs, executed, tmp_path, monkeypatch, write_notebook
+def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
+    jobs, executed, tmp_path, write_notebook
 ):
-    jobs[2] = Job(write_notebook(tmp_path / "00_start_here.ipynb"))
-    monkeypatch.setattr(runs, "why_not_here", lambda name: "needs a moon" if name == "12_nb" else "")
-    records = runs.run_batch(jobs, tmp_path / "runs", CARD)
-    assert [record.status for record in records] == ["ok", "skipped", "ok"]
-    assert "needs a moon" in runs.summary(records)
-    runs.run_batch(jobs, tmp_path / "runs", CARD)
+    jobs[1:] = [Job(write_notebook(tmp_path / f"{name}.ipynb")) for name in ("13_nb", "00_start_here")]
+    records = runs.run_batch(jobs, tmp_path / "runs", "a CPU")
+    assert [record["status"] for record in records] == ["ok", "skipped", "ok"]
+    assert "no_such_package" in runs.summary(records)
+    runs.run_batch(jobs, tmp_path / "runs", "a CPU")
     assert executed == ["11_nb", "00_start_here", "00_start_here"]
 
 
+def edit(old, new):
+    return lambda job, output: job.notebook.write_text(job.notebook.read_text().replace(old, new))
+
+
 CHANGES = {
-    "another notebook": lambda job, output: job.notebook.write_text(
-        job.notebook.read_text().replace("print(", "print(2 * ")
-    ),
+    "its code": edit("print(", "print(2 * "),
+    "a default": edit("rate = 0.5", "rate = 0.25"),
     "no output": lambda job, output: output.unlink(),
     "a damaged record": lambda job, output: output.with_suffix(".json").write_text('{"notebook":'),
     "a foreign record": lambda job, output: output.with_suffix(".json").write_text('{"of": "another"}'),
@@ -100,59 +101,33 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changed_is_done_again(jobs, executed, tmp_path, change):
-    runs.run_batch(jobs[:1], tmp_path / "runs", CARD)
+    runs.run_batch(jobs[:1], tmp_path / "runs", "a CPU")
     CHANGES[change](jobs[0], tmp_path / "runs" / f"{jobs[0].name}.ipynb")
-    runs.run_batch(jobs[:1], tmp_path / "runs", CARD)
-    assert executed == ["11_nb", "11_nb"]
+    for _ in range(2):
+        runs.run_batch(jobs[:1], tmp_path / "runs", "a CPU")
+        assert executed == ["11_nb", "11_nb"]
 
 
-def test_files_index_and_summary(jobs, executed, tmp_path):
-    folder = tmp_path / "runs" / "cpu-test"
-    text = runs.summary(runs.run_batch(jobs, folder, CARD))
-    assert text.splitlines()[1].split() == ["11_nb", "steps=11", "ok", "1.2", "100"]
-    assert "cell [1]: Bad: <luck>" in text
-    page = (folder / "index.html").read_text()
-    assert all((folder / f"{job.name}.html").exists() and f'href="{job.name}.html"' in page for job in jobs)
-    assert "<b>error</b>: cell [1]: Bad: &lt;luck&gt;" in page
-
-
-def test_on_a_gpu_the_peak_is_taken_from_the_rows_just_saved(tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
-    gpu = dataclasses.replace(CARD, gpu="GPU", slug="gpu-test")
-    row = {"machine": "gpu-test", "gpu": "GPU", "implementation": "eager", "d_model": 8, "dtype": "float32"}
-    row |= dict.fromkeys(("mean_ms", "p20_ms", "p50_ms", "p80_ms"), 1.0)
-    row |= {"pass": "forward", "std_ms": 0.0, "steps": 1}
-
-    def save(**values):
-        save_rows([row | values], "weighted_sum", "weighted_sum_times", machine="gpu-test")
-
-    save(num_rows=1, peak_memory_mib=99.0, measured_at="2001-01-01T00:00:00Z")
-    before = datetime.now(UTC)
-    assert runs._gpu_memory_mib(gpu, before) is None
-    for number in (2, 3):
-        save(num_rows=number, peak_memory_mib=10.0 * number)
-    assert runs._gpu_memory_mib(gpu, before) == 30
-    folder = tmp_path / "gpu-test" / "weighted_sum"
-    (folder / "empty.csv").touch()  # of a run killed before its first row
-    (folder / "damaged.csv").write_text('measured_at,peak_memory_mib\n"2026,1')
-    assert runs._gpu_memory_mib(gpu, before) == 30
+def test_why_it_is_done_again_is_said_in_a_line(jobs, executed, tmp_path, capsys):
+    runs.run_batch(jobs[:1], tmp_path / "runs", "a CPU")
+    CHANGES["a default"](jobs[0], None)
+    capsys.readouterr()
+    runs.run_batch(jobs[:1], tmp_path / "runs", "a CPU")
+    assert "again: 11_nb steps=11: parameter rate" in capsys.readouterr().out
 
 
 def test_what_is_missing_is_said_before_anything_starts(jobs, executed, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(PermissionError, match="--output"):
-        runs.run_batch(jobs, tmp_path / "file" / "runs", CARD)
+        runs.run_batch(jobs, tmp_path / "file" / "runs", "a CPU")
     monkeypatch.setattr(runs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BatchError, match="ipykernel"):
-        runs.run_batch(jobs, tmp_path / "runs", CARD)
+        runs.run_batch(jobs, tmp_path / "runs", "a CPU")
     assert executed == []
 
 
-SAVE = """\
+STEP = """\
 import os, time
-from labbook.rows import save_rows
-row = {"accumulation": f"float{steps}", "steps": steps, "total": 1.0}
-save_rows([row], "mixed_precision_accumulation", "accumulation", machine="cpu-test")
 open(f"started-{steps}", "a").write(f"{os.getpid()}\\n")
 time.sleep(60 if steps == 2 and not os.path.exists("finish") else 0)
 """
@@ -160,21 +135,17 @@ RUN = """\
 import signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands on "ignore"
-sys.path.insert(0, sys.argv[2])
-from test_runs import CARD
 from labbook.book import runs
 from labbook.book.batch import Job
-runs.fingerprint = lambda *_: "unchanged"
 folder = Path(sys.argv[1])
-runs.run_batch([Job(folder / "11_nb.ipynb", {"steps": n}) for n in (1, 2)], folder / "runs", CARD)
+runs.run_batch([Job(folder / "11_nb.ipynb", {"steps": n}) for n in (1, 2)], folder / "runs", "a CPU")
 """
 
 
-def test_a_killed_run_continues_and_no_row_is_lost_or_doubled(tmp_path, write_notebook, monkeypatch):
-    """Killed while the second job runs, once for good and once with Ctrl-C, and then left alone."""
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path / "figures"))
-    write_notebook(tmp_path / "11_nb.ipynb", SAVE, parameters="steps = 0  # which")
-    command = [sys.executable, "-c", RUN, str(tmp_path), str(Path(__file__).parent)]
+def test_a_killed_run_continues_and_two_at_once_do_everything_once(tmp_path, write_notebook):
+    """Killed while the second job runs, once for good and once with Ctrl-C; then twice at the same time."""
+    write_notebook(tmp_path / "11_nb.ipynb", STEP, parameters="steps = 0  # which")
+    command = [sys.executable, "-c", RUN, str(tmp_path)]
 
     def started(job):
         path = tmp_path / f"started-{job}"
@@ -188,13 +159,11 @@ def test_a_killed_run_continues_and_no_row_is_lost_or_doubled(tmp_path, write_no
         assert run.wait(20) != 0
         assert len(started(2)) == number
     (tmp_path / "finish").touch()
-    subprocess.run(command, check=True)
+    assert [run.wait(60) for run in [subprocess.Popen(command) for _ in range(2)]] == [0, 0]
 
     assert (len(started(1)), len(started(2))) == (1, 3), "what was done is not done again"
     assert not any(psutil.pid_exists(pid) for pid in started(1) + started(2)), "a kernel is left"
-    rows = load_rows("mixed_precision_accumulation", "cpu-test", "accumulation")
-    assert sorted(rows["steps"]) == [1, 2]
     records = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").glob("*.json"))]
     assert [record["status"] for record in records] == ["ok", "ok"]
-    notebooks = {path.stem for path in (tmp_path / "runs").glob("*.ipynb")}
-    assert notebooks == {path.stem for path in (tmp_path / "runs").glob("*.json")}, "half a notebook is left"
+    executed = {path.stem for path in (tmp_path / "runs").glob("*.ipynb")}
+    assert executed == {path.stem for path in (tmp_path / "runs").glob("*.json")}, "half a notebook is left"

@@ -1,0 +1,167 @@
+"""The workbook's commands: run it, list its notebooks, renew them, copies to learn from."""
+
+import os
+import signal
+import sys
+import tempfile
+from argparse import ArgumentParser, Namespace
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import nbformat
+
+from labbook.book import batch, notebooks
+from labbook.book.execute import execute
+from labbook.book.notebooks import BatchError
+from labbook.book.tidy import tidy, write_copies
+from labbook.files import figures_dir, make_folder, write_atomically
+from labbook.machine import machine_card
+
+
+def main(arguments: list[str] | None = None, program: str | None = None) -> int:
+    """Exit code: 0 all well, 1 a notebook failed, 2 refused before starting, 130 interrupted."""
+    options = _parser(program).parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's way of saying Ctrl-C
+    if given := os.environ.get("CS336_FIGURES"):  # notebooks run in another folder
+        os.environ["CS336_FIGURES"] = str(Path(given).resolve())
+    try:
+        return options.command(options)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever reads has seen enough: `list | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        return 0
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser(program: str | None) -> ArgumentParser:
+    parser = ArgumentParser(prog=program, description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="command")
+    for function in (_run, _list, _card, _notebooks, _figures, _learn):
+        name, text = function.__name__[1:], function.__doc__
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(command=function)
+        if function is _run:
+            command.add_argument("--profile", choices=batch.PROFILES, help="default: what this machine has")
+            command.add_argument(
+                "--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name"
+            )
+            several = "for every notebook that has it; the same name again makes a grid"
+            command.add_argument("-p", action="append", default=[], metavar="NAME=VALUE", help=several)
+            command.add_argument(
+                "--force", action="store_true", help="execute also what is done and unchanged"
+            )
+            command.add_argument("--dry-run", action="store_true", help="print what would be executed")
+            folder = notebooks.NOTEBOOKS.parent / "runs"
+            command.add_argument(
+                "--output", type=Path, default=folder, metavar="FOLDER", help="default: runs"
+            )
+        elif function is _card:
+            command.add_argument("--refresh", action="store_true", help="measure again")
+        elif function is not _list:
+            command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
+    return parser
+
+
+def _run(options: Namespace) -> int:
+    """execute the notebooks that batch.yaml asks of this machine, where they are not done and unchanged"""
+    import torch
+
+    from labbook.book import runs
+
+    gpus = torch.cuda.device_count()
+    profile = options.profile or batch.PROFILES[min(gpus, 2)]
+    jobs = batch.plan(profile, only=options.only, overrides=options.p)
+    if options.dry_run:
+        print("\n".join(f"{job.notebook.stem} {job.line()}" for job in jobs))
+        return 0
+    needed = batch.PROFILES.index(profile)
+    if gpus < needed:
+        allowed = ", ".join(batch.PROFILES[: gpus + 1])
+        raise BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}")
+    if not needed:
+        if asking := [job for job in jobs if job.parameters.get("device") == "cuda"]:
+            name = asking[0].notebook.stem
+            raise BatchError(f"{name}: device 'cuda' without a GPU; allowed: auto, cpu")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the notebooks inherit it
+    # In a process of its own: one that has touched CUDA holds GPU memory until it ends.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        card = pool.submit(machine_card).result()
+    print(card.line())
+    make_folder(figures_dir() / card.slug)  # what cannot be kept is not measured
+    folder = options.output.resolve() / card.slug
+    records = runs.run_batch(jobs, folder, card.line(), force=options.force)
+    print(f"\n{runs.summary(records)}\n\n{folder / 'index.html'}")
+    return int(any(record["status"] not in ("ok", "skipped") for record in records))
+
+
+def _list(options: Namespace) -> int:
+    """the notebooks, their parameters and defaults"""
+    for name, parameters in notebooks.load_notebooks().items():
+        print(name)
+        for parameter in parameters.values():
+            print(f"    {parameter.name} = {parameter.default!r}  # {parameter.comment}")
+    return 0
+
+
+def _card(options: Namespace) -> int:
+    """this machine's card: what it is and was measured to do"""
+    print(machine_card(refresh=options.refresh).line())
+    return 0
+
+
+def _notebooks(options: Namespace) -> int:
+    """execute notebooks in place, on the CPU, as they are committed"""
+    from labbook.book.map import renew_map
+
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    paths = _paths(options.names)
+    paths += [path for path in _paths([]) if notebooks.is_last(path.stem) and path not in paths]
+    with (
+        tempfile.TemporaryDirectory() as scratch
+    ):  # outputs show the committed rows and this run, nothing else
+        os.environ["CS336_FIGURES"] = scratch
+        code = _execute(paths, in_place=True)
+    renew_map()
+    return code
+
+
+def _figures(options: Namespace) -> int:
+    """redraw the plots of notebooks from the rows, whatever measured them"""
+    return _execute(_paths(options.names), in_place=False)
+
+
+def _learn(options: Namespace) -> int:
+    """write the learner's copies, solutions cleared, to learn/"""
+    for line in write_copies(_paths(options.names), notebooks.NOTEBOOKS.parent / "learn"):
+        print(line)
+    return 0
+
+
+def _paths(words: list[str]) -> list[Path]:
+    """The notebooks that are meant, or all; those come last that show what the others found."""
+    known = notebooks.load_notebooks()
+    names = sorted(notebooks.resolve(words, known) or known, key=notebooks.is_last)
+    return [notebooks.NOTEBOOKS / f"{name}.ipynb" for name in names]
+
+
+def _execute(paths: list[Path], *, in_place: bool) -> int:
+    """Execute notebooks with their defaults; the exit code."""
+    failed = 0
+    for path in paths:
+        if reason := notebooks.why_not_here(path.stem):
+            print(f"skipped {path.stem}: {reason}")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            executed = Path(folder) / path.name
+            outcome = execute(path, executed, {})
+            if in_place and outcome.status == "ok":
+                tidied = tidy(nbformat.read(executed, as_version=4))
+                write_atomically(path, nbformat.writes(tidied) + "\n")
+        print(f"{outcome.status:5} {outcome.seconds:7.1f} s  {path.stem} {outcome.reason}", flush=True)
+        failed += outcome.status != "ok"
+    return int(failed > 0)

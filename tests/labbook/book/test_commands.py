@@ -1,0 +1,132 @@
+"""The commands as a person types them, with the executions left out."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from labbook.book import commands, notebooks, runs
+from labbook.book.execute import Outcome
+
+
+@pytest.fixture
+def folder(tmp_path, write_notebook, monkeypatch):
+    """A workbook of two notebooks in place of the real one."""
+    for name in ("11_one", "12_two", "00_start_here"):
+        write_notebook(tmp_path / f"{name}.ipynb", "print(steps)")
+    (tmp_path / "batch.yaml").write_text(
+        "cpu: [{notebook: 11_one}]\ngpu: [{notebook: 12_two}]\nmulti-gpu: []"
+    )
+    (tmp_path / "book.yaml").write_text("last: [00_start_here]\nneeds: {no_such_package: [12_two]}")
+    (tmp_path / "parameters.yaml").write_text("{}")
+    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("CS336_FIGURES", str(tmp_path / "figures"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    return tmp_path
+
+
+@pytest.fixture
+def outcome(monkeypatch):
+    """How executions end, without any: outcome(status, reason)."""
+
+    def set_outcome(*fields):
+        monkeypatch.setattr(runs, "execute", lambda *_: Outcome(*fields))
+
+    set_outcome("ok")
+    return set_outcome
+
+
+def command(*arguments) -> int:
+    return commands.main([*map(str, arguments)])
+
+
+def test_list_shows_parameters_with_defaults_and_comments(folder, capsys):
+    assert command("list") == 0
+    assert "edition = 2025  # edition of the assignment" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    started = [sys.executable, "-m", "cs336_systems", "list"]
+    with subprocess.Popen(started, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(("gpus", "planned"), [(0, "11_one"), (1, "12_two"), (2, "")])
+def test_the_profile_is_what_the_machine_has(folder, monkeypatch, capsys, gpus, planned):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert command("run", "--dry-run") == 0
+    assert capsys.readouterr().out.strip() == planned
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "allowed"),
+    [
+        (["--profile", "gpu"], "'gpu'", "cpu"),
+        (["--only", "99"], "'99'", "11_one, 12_two"),
+        (["-p", "stpes=1"], "'stpes'", "steps"),
+        (["-p", "device=cuda"], "'cuda'", "auto, cpu"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(folder, capsys, arguments, given, allowed):
+    assert command("run", *arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert given in said.partition("allowed:")[0]
+    assert allowed in said.partition("allowed:")[2]
+
+
+@pytest.mark.parametrize(("status", "reason"), [("ok", ""), ("error", "cell [1]: Bad: luck")])
+def test_run_ends_with_a_summary_and_tells_failure_by_its_exit_code(folder, outcome, capsys, status, reason):
+    outcome(status, reason)
+    assert command("run", "--output", folder / "runs", "--only", "11", "12") == (status == "error")
+    said = capsys.readouterr().out
+    assert all(word in said for word in ("11_one", status, reason, "no_such_package"))
+    (index,) = (folder / "runs").glob("*/index.html")
+    assert said.rstrip().endswith(str(index))
+
+
+def test_figures_are_where_the_command_was_given_and_looked_at_before_it_runs(
+    folder, outcome, monkeypatch, capsys
+):
+    """A notebook runs in another folder."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("CS336_FIGURES", "mine")
+    assert command("run", "--output", folder / "runs") == 0
+    assert os.environ["CS336_FIGURES"] == str(folder / "mine")
+    monkeypatch.setattr(os, "access", lambda path, mode: "mine" not in str(path))
+    assert command("run", "--output", folder / "runs") == 2
+    assert "CS336_FIGURES" in capsys.readouterr().err
+
+
+def test_ctrl_c_says_how_to_go_on(folder, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "run_batch", interrupted)
+    assert command("run", "--output", folder / "runs") == 130
+    assert "the same command continues" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("status", ["ok", "error"])
+def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(folder, monkeypatch, status):
+    executed = []
+
+    def execute(source, output, parameters):
+        executed.append(source.stem)
+        text = source.read_text().replace('"metadata": {}', '"metadata": {"papermill": {"duration": 1}}')
+        output.write_text(text.replace("print(steps)", "print(steps)  # executed"))
+        return Outcome(status)
+
+    monkeypatch.setattr(commands, "execute", execute)
+    monkeypatch.setattr("labbook.book.map.renew_map", lambda: executed.append("README"))
+    before = (folder / "12_two.ipynb").read_text()
+    assert command("notebooks", "11") == (status != "ok")
+    assert executed == ["11_one", "00_start_here", "README"], "the maps quote the notebooks"
+    assert (folder / "12_two.ipynb").read_text() == before
+    after = (folder / "11_one.ipynb").read_text()
+    assert ("# executed" in after) == (status == "ok")
+    assert "papermill" not in after
