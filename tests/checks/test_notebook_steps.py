@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("triton", reason="there is no triton for this platform")
 
 from cs336_systems.checks import steps
-from labbook.book.batch import NOTEBOOKS
+from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import CHECKER, has_solution
 
 # The steps that this file has to cover; others have tests beside their checkers.

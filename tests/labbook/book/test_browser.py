@@ -10,7 +10,7 @@ import sys
 import nbformat
 import pytest
 
-from labbook.book.batch import NOTEBOOKS
+from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import write_copies
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

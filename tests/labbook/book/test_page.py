@@ -3,7 +3,7 @@
 import pytest
 
 from labbook import Page, lines
-from labbook.book.batch import BatchError
+from labbook.book.notebooks import BatchError
 from labbook.page import row_lines
 
 SLUG = "mixed_precision_accumulation"

@@ -5,7 +5,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
-from labbook.book.batch import NOTEBOOKS
+from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import CHECKER, cleared, has_solution, tidy, write_copies
 
 SOLUTION = """\
