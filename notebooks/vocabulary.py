@@ -5,7 +5,7 @@ drawn in one of a ramp from light to dark, as values with an order are.
 """
 
 from cs336_systems.configs import MODEL_SIZES
-from labbook.labels import column, family, label, order
+from labbook.labels import column, family, synonyms
 
 # value | label | colour, in the order of legends and tables
 family(
@@ -183,11 +183,17 @@ _SIZES.sort(key=lambda config: config.num_layers * config.d_model**2)
 family("model_size", "\n".join(config.name for config in _SIZES))
 family("model", "\n".join(config.label for config in _SIZES))
 
-label("h200", "H200")
-label("sqrt_n", "every √N")
+family("", "h200 | H200")
+family("", "sqrt_n | every √N")
 
-# A column's name on an axis or in a header, where the name itself, made readable, would not do; and in front
-# of a number that would not say what it is: "warm-up 5" in a legend or above a panel.
+
+def _tokens(count: float) -> str:
+    """128, 1K, 16K."""
+    return f"{count // 1024:.0f}K" if count >= 1024 and count % 1024 == 0 else f"{count:g}"
+
+
+# A column's name on an axis or in a header, where the name itself, made readable, would not do; in front of a
+# number that would not say what it is: "warm-up 5" in a legend or above a panel; how its numbers are written.
 column("std_ms", "standard deviation (ms)")
 column("mean_ms", "mean time (ms)")
 column("p50_ms", "median time (ms)")
@@ -197,11 +203,11 @@ column("no_comm_ms", "without communication (ms)")
 column("compile_s", "time to compile (s)")
 column("total_ms", "total time (ms)")
 column("size_mib", "memory (MiB)")
-column("context_length", "context length (tokens)", "context")
+column("context_length", "context length (tokens)", "context", _tokens)
 column("batch_size", short="batch")
 column("d_head", "head dimension", "d =")
 column("is_causal", "causal")
-column("num_rows", "rows")
+column("num_rows", "rows", text="{:,.0f}".format)
 column("world_size", "processes", "processes")
 column("step_index", "step")
 column("sm_clock_mhz", "SM clock (MHz)")
@@ -209,12 +215,6 @@ column("message_mb", "size of the message (MB)")
 column("warmup_steps", "warm-up steps", "warm-up")
 column("where", "machine")
 
-# Loaded rows are sorted by their keys: in these columns by the place of a word here, in others by the value.
-order("dtype", "float32 | tf32 | bfloat16 | float16")
-order("pass", "forward | backward | forward_backward | train_step")
-order("protocol", "do_bench | cuda_graph | wall_clock | leaderboard")
-order("collective", "all_reduce | all_gather | reduce_scatter | broadcast")
-order("compared", "weights | replicas")
-order("lane", "compute | communication | NVTX | CUDA API | kernels")
-order("moment", "initialised | before step | after step | peak")
-order("kind", "saved | gradient")
+synonyms("where machine gpu source")
+synonyms("model model_size edition d_model num_heads")
+synonyms("wrapper implementation")

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from cs336_systems.configs import model_size
 from labbook.labels import value_label
 from labbook.rows import load_rows, published
 from labbook.schema import KEYS
 
 # Rows that differ in nothing else measured the same.
 _SAME = [name for name in KEYS if name != "warmup_steps"]
-
 _PASS_COLUMNS = {"forward_ms": "forward", "backward_ms": "backward", "train_step_ms": "train_step"}
 _MODES = {"compiled_tf32": ("compiled", "tf32")}  # how published tables call an implementation and a dtype
 
@@ -22,7 +20,6 @@ def side_by_side(
     """The reference's rows and this machine's, with a column `where` that plots understand.
 
     Args:
-        slug: the notebook's slug.
         machine: slug of this machine; where it is the reference, its rows appear once.
         sharing: of the reference only rows that agree in these columns with one of this machine's.
     """
@@ -40,8 +37,7 @@ def beside_reference(mine: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     """This machine's rows, and what the reference took for the same, after the longest of its warm-ups.
 
     Returns:
-        The rows; if any has a partner, with columns `reference_ms`, the reference's median, and
-        `reference_status`.
+        The rows; if any has a partner, with `reference_ms`, the reference's median, and `reference_status`.
     """
     keys = [name for name in _SAME if name in mine and name in theirs]
     theirs = longest_warmup(theirs).reindex(columns=[*keys, "p50_ms", "status"])
@@ -69,8 +65,7 @@ def published_rows(name: str) -> pd.DataFrame:
     A time called a median is `p50_ms`, any other `mean_ms`; a mode is float32 unless it says TF32.
     """
     frame = published(name)
-    passes = [column for column in _PASS_COLUMNS if column in frame]
-    if passes:
+    if passes := [column for column in _PASS_COLUMNS if column in frame]:
         keys = [column for column in frame if column not in passes]
         frame = frame.melt(keys, passes, var_name="pass", value_name="mean_ms").dropna(subset="mean_ms")
         frame["pass"] = frame["pass"].map(_PASS_COLUMNS)
@@ -85,14 +80,3 @@ def published_rows(name: str) -> pd.DataFrame:
     told = [frame[column] for column in ("gpu", "source") if column in frame]
     where = ["published: " + ", ".join(parts) for parts in zip(*told, strict=True)]
     return frame.assign(where=where or "published").reset_index(drop=True)
-
-
-def with_model(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows with a column `model`: size and edition in one label, for "xl" is another model in each."""
-    keys = zip(frame["model_size"], frame["edition"], strict=True)
-    return frame.assign(model=[model_size(*key).label for key in keys])
-
-
-def with_wrapper(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of data-parallel training with a column `wrapper`: by its label."""
-    return frame.assign(wrapper=frame["implementation"].map(value_label))

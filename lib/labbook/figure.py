@@ -2,7 +2,7 @@
 
 import io
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.legend import Legend
+from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
@@ -26,6 +27,7 @@ _SHOWN_WIDTH = 883  # pixels on the page, so that it stays sharp on a dense scre
 _EDGE = 0.14  # inches between what is drawn and the edge of the figure
 _TITLE = {"size": 14, "weight": "bold", "va": "top", "linespacing": 1.4}
 _SUBTITLE = {"size": 10, "color": MUTED, "va": "top", "linespacing": 1.5}
+_TITLE_LINE, _SUBTITLE_LINE = 0.33, 0.26  # inches
 _MOST_TICKS = 12
 NO_ROWS = "no rows yet: run this notebook's Measure section, or `python -m cs336_systems run`"
 
@@ -83,59 +85,49 @@ def plot(draw: Callable[..., Drawing | None]) -> Callable[..., Chart]:
     ) -> Chart:  # fmt: skip
         with mpl.rc_context(STYLE):
             drawing = None if frame.empty else draw(frame, *args, **options)
-            drawing, subtitle = (drawing, subtitle) if drawing else (_placeholder(), "")
-            _label_outer(drawing.chart.axes, xlabel or drawing.xlabel, ylabel or drawing.ylabel)
+            if drawing is None:
+                chart, ((axes, _),) = sheet(height=1.2)
+                axes.set(facecolor=ZONE, xticks=[], yticks=[])
+                axes.text(0.5, 0.5, NO_ROWS, ha="center", va="center", color=MUTED)
+                return _with_header(chart, (), title, "")
+            panels = drawing.chart.axes
+            for axes in panels:
+                place = axes.get_subplotspec()
+                below = [each for each in panels if each.get_subplotspec().colspan == place.colspan][-1]
+                axes.set_xlabel((xlabel or drawing.xlabel) if axes is below else "")
+                axes.set_ylabel((ylabel or drawing.ylabel) if place.is_first_col() else "")
             return _with_header(drawing.chart, drawing.legend, title, subtitle)
 
     return drawn
 
 
-def _placeholder() -> Drawing:
-    """What stands where a plot will be once its rows are measured."""
-    chart, (axes,) = sheet(height=1.2)
-    axes.set_axis_off()
-    axes.axhspan(0, 1, color=ZONE)
-    axes.text(0.5, 0.5, NO_ROWS, ha="center", va="center", color=MUTED)
-    return Drawing(chart)
-
-
-def _label_outer(panels: Sequence[Axes], xlabel: str, ylabel: str) -> None:
-    for axes in panels:
-        place = axes.get_subplotspec()
-        below = [each for each in panels if each.get_subplotspec().colspan == place.colspan][-1]
-        axes.set(xlabel=xlabel if axes is below else "", ylabel=ylabel if place.is_first_col() else "")
-
-
 def _with_header(chart: Chart, handles: Sequence[Artist], title: str, subtitle: str) -> Chart:
     """Put title and legend above the panels, which keep their size; lay out once, then freeze."""
     chart.title, panels = title, chart.get_figheight()
-    finding, told = _lines(chart, title, 84, **_TITLE), _lines(chart, subtitle, 117, **_SUBTITLE)
-    top = _EDGE + 0.33 * len(finding) + 0.26 * len(told) + 0.06
+    finding, told = _heading(chart, title, 84, **_TITLE), _heading(chart, subtitle, 117, **_SUBTITLE)
+    tops = [_EDGE, _TITLE_LINE * bool(title) * (1 + finding.get_text().count("\n"))]
+    tops += [0.06 + _SUBTITLE_LINE * bool(subtitle) * (1 + told.get_text().count("\n"))]
     legend = _legend(chart, handles) if handles else None
-    height = panels + top + (legend.get_window_extent().height / chart.dpi + 0.04 if legend else 0)
+    height = panels + sum(tops) + (legend.get_window_extent().height / chart.dpi + 0.04 if legend else 0)
     chart.set_figheight(height)
-    left, line = _EDGE / WIDTH, 1 - _EDGE / height
-    chart.text(left, line, "\n".join(finding), **_TITLE)
-    line -= 0.33 * len(finding) / height
-    chart.text(left, line, "\n".join(told), **_SUBTITLE)
+    below, line, bottom = (1 - top / height for top in np.cumsum(tops))
+    finding.set_y(below)
+    told.set_y(line)
     if legend:
-        legend.set_bbox_to_anchor((left, 1 - top / height))
+        legend.set_bbox_to_anchor((_EDGE / WIDTH, bottom))
     chart.get_layout_engine().set(rect=(0, 0, 1, panels / height))
     chart.draw_without_rendering()
     chart.set_layout_engine("none")
     return chart
 
 
-def _lines(chart: Chart, text: str, columns: int, **font: Any) -> list[str]:
-    """The text in lines of so many characters, or of as many fewer as do not run off the figure."""
-    probe = chart.text(0, 0, "", **font)
-    while True:
-        lines = textwrap.wrap(text, columns)
-        probe.set_text("\n".join(lines))
-        if probe.get_window_extent().width < (WIDTH - 2 * _EDGE) * chart.dpi:
-            probe.remove()
-            return lines
+def _heading(chart: Chart, text: str, columns: int, **font: Any) -> Text:
+    """The text at the left, in lines of so many characters, or as many fewer as do not run off."""
+    heading = chart.text(_EDGE / WIDTH, 0, "\n".join(textwrap.wrap(text, columns)), **font)
+    while _runs_off(heading, chart):
         columns -= 1
+        heading.set_text("\n".join(textwrap.wrap(text, columns)))
+    return heading
 
 
 def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
@@ -146,36 +138,32 @@ def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
             columnspacing=1.6, handletextpad=0.6,
         )  # fmt: skip
         legend.set_in_layout(False)
-        if columns == 1 or legend.get_window_extent().width < (WIDTH - 2 * _EDGE) * chart.dpi:
-            break
+        if columns == 1 or not _runs_off(legend, chart):
+            return legend
         legend.remove()
-    return legend
 
 
-def panels_of(frame: pd.DataFrame, facet: str | None) -> dict[Hashable, pd.DataFrame]:
-    """The rows of each panel, by the value of `facet` in reading order; one nameless panel without it."""
-    if facet is None:
-        return {None: frame}
-    return {value: frame[frame[facet] == value] for value in ordered(frame[facet], facet)}
+def _runs_off(artist: Artist, chart: Chart) -> bool:
+    return artist.get_window_extent().width >= (WIDTH - 2 * _EDGE) * chart.dpi
 
 
 def sheet(
-    panels: Iterable[Hashable] = (None,), facet: str | None = None, *, height: float = 3.7,
-    sharey: bool = True,
-) -> tuple[Chart, list[Axes]]:  # fmt: skip
-    """A chart and its axes: one wide panel, or small multiples named after their value of `facet`."""
-    panels = list(panels)
-    columns = len(panels) if len(panels) <= 3 else 2 if len(panels) == 4 else 3
-    rows = -(-len(panels) // columns)
+    frame: pd.DataFrame | None = None, facet: str | None = None, *, height: float = 3.7, sharey: bool = True
+) -> tuple[Chart, list[tuple[Axes, pd.DataFrame]]]:
+    """A chart, and its panels with their rows: a wide one, or one for each value of `facet`."""
+    values = ordered(frame[facet], facet) if facet else [None]
+    columns = len(values) if len(values) <= 3 else 2 if len(values) == 4 else 3
+    rows = -(-len(values) // columns)
     chart = Chart(figsize=(WIDTH, rows * min(height, 3.3 if columns > 1 else height)), layout="constrained")
     chart.get_layout_engine().set(w_pad=_EDGE, h_pad=_EDGE, wspace=0.03, hspace=0.05)
-    grid = list(chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten())
-    for axes in grid[len(panels) :]:
+    grid = chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
+    for axes in grid[len(values) :]:
         axes.remove()
-    for axes, value in zip(grid, panels, strict=False):
+    for axes, value in zip(grid, values, strict=False):
         axes.set_title(named_value(facet, value) if facet else "")
         axes.tick_params(axis="x", labelsize=9 if columns == 3 else 10)
-    return chart, grid[: len(panels)]
+    panels = [frame[frame[facet] == value] if facet else frame for value in values]
+    return chart, list(zip(grid, panels, strict=False))
 
 
 def x_places(values: pd.Series, column: str) -> pd.Series:
@@ -207,9 +195,8 @@ def log_y(axes: Axes, values: pd.Series) -> None:
         return
     axes.set_yscale("log")
     decades = np.log10(values.max() / values.min())
-    axes.yaxis.set_major_locator(
-        LogLocator(subs=(1,) if decades > 3 else (1, 3) if decades > 1.6 else (1, 2, 5), numticks=20)
-    )
+    subs = (1,) if decades > 3 else (1, 3) if decades > 1.6 else (1, 2, 5)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axes.yaxis.set_minor_locator(NullLocator())
     plain_numbers(axes.yaxis)
 
@@ -218,7 +205,6 @@ def plain_numbers(axis: Axis) -> None:
     """1,250 and 0.05 instead of powers of ten; below a thousandth 1e-04."""
 
     def text(value: float, _: int) -> str:
-        small = 0 < abs(value) < 9e-4
-        return f"{value:.1e}".replace(".0e", "e") if small else f"{value:,.6g}"
+        return f"{value:.1e}".replace(".0e", "e") if 0 < abs(value) < 9e-4 else f"{value:,.6g}"
 
     axis.set_major_formatter(FuncFormatter(text))

@@ -4,15 +4,8 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from labbook.labels import UNITS
+from labbook.labels import UNITS, vocabulary
 from labbook.schema import COLUMNS, KEYS
-
-# Columns that name one thing in several ways: whoever compares one of them does not hold the others fixed.
-_SYNONYMS = (
-    {"where", "machine", "gpu", "source"},
-    {"model", "model_size", "edition", "d_model", "num_heads"},
-    {"wrapper", "implementation"},
-)
 
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
@@ -44,15 +37,15 @@ def varying_values(group: pd.DataFrame, columns: Iterable[str]) -> str:
 
 
 def compared(frame: pd.DataFrame, hue: str, baseline: object, y: str) -> pd.DataFrame:
-    """Put each row beside the baseline's row that is equal to it in every key but `hue`.
+    """The rows that the baseline has an equal of, in every key but `hue` and its synonyms.
 
     Returns:
-        The rows with such a partner, with `baseline` (its y), `baseline_status` and `ratio`, baseline / y.
+        The rows with `baseline` (its y), `baseline_status` and `ratio`, baseline / y.
 
     Raises:
         ValueError: there are no such rows; the message names what they differ in.
     """
-    same = next((names for names in _SYNONYMS if hue in names), {hue})
+    same = next((names for names in vocabulary().synonyms if hue in names), {hue})
     keys = [column for column in key_columns(frame) if column not in same]
     base, others = frame[frame[hue] == baseline], frame[frame[hue] != baseline]
     columns = {y: "baseline", "status": "baseline_status"}

@@ -13,10 +13,7 @@ from labbook.labels import family_of, ordered
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 VERMILLION, PURPLE, BLACK, GREY = "#D55E00", "#CC79A7", "#22272E", "#6B7077"
 WINE, BROWN, YELLOW = "#7A1F5C", "#604418", "#F0E442"
-COLORS = {
-    "blue": BLUE, "sky": SKY, "green": GREEN, "orange": ORANGE, "vermillion": VERMILLION, "purple": PURPLE,
-    "black": BLACK, "grey": GREY, "wine": WINE, "brown": BROWN, "yellow": YELLOW,
-}  # fmt: skip
+COLORS = {name.lower(): color for name, color in globals().items() if name.isupper()}  # as vocabularies say
 INK, MUTED, GRID, PAPER = BLACK, "#6B7280", "#E5E7EB", "#FFFFFF"
 ZONE = "#F3F4F6"  # where nothing could be measured
 _FRAME = "#C4C9D1"
@@ -42,23 +39,18 @@ STYLE = {
 
 
 def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, str]:
-    """A colour for each value of a column: the registry's, a ramp for what is ordered, or a spare one."""
+    """A colour for each value of a column: the vocabulary's, a ramp for what is ordered, or a spare one."""
     values = ordered(values, column)
     if column == "where":
         return {where: _MACHINES[where.partition(":")[0]] for where in values}
     family = family_of(values, column)
-    if family and not any(named.color for named in family.values()):
-        return dict(zip(values, ramp(len(values)), strict=True))
-    if len(values) > 1 and not any(isinstance(value, str) for value in values):
-        return dict(zip(values, ramp(len(values)), strict=True))
+    numbers = len(values) > 1 and not any(isinstance(value, str) for value in values)
+    if numbers or (family and not any(named.color for named in family.values())):
+        shades = sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, len(values)))
+        return dict(zip(values, map(to_hex, shades), strict=True))  # lightness alone tells them apart
     fixed = {value: COLORS[family[value].color] for value in values if value in family}
     spare = cycle([color for color in _SPARE if color not in fixed.values()] or _SPARE)
     return {value: fixed.get(value) or next(spare) for value in values}
-
-
-def ramp(steps: int) -> list[str]:
-    """Light to dark, for ordered values: lightness alone tells them apart."""
-    return [to_hex(color) for color in sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, steps))]
 
 
 def machine_looks(places: Iterable[str]) -> dict[str, tuple]:

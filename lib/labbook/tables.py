@@ -57,23 +57,16 @@ def _own_status(value: str) -> str:
 
 
 def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None) -> pd.Series:
-    """One column of text: numbers, and the word for why there is none."""
-    fmt = fmt or f"{{:,.{_decimals(numbers.dropna())}f}}"
+    """One column of text: numbers, and the word for why there is none.
+
+    Without a format: three significant digits of the smallest, five of the largest, 3 decimals at most.
+    """
+    sizes = [math.floor(math.log10(abs(n))) for n in numbers if n and math.isfinite(n)] or [2]
+    fmt = fmt or f"{{:,.{max(0, min(2 - min(sizes), 4 - max(sizes), 3))}f}}"
     statuses = [None] * len(numbers) if statuses is None else statuses
-    texts = [
-        STATUS_LABELS.get(status, MISSING) if pd.isna(number) else fmt.format(number)
-        for number, status in zip(numbers, statuses, strict=True)
-    ]
+    words = [STATUS_LABELS.get(status, MISSING) for status in statuses]
+    texts = [word if pd.isna(n) else fmt.format(n) for n, word in zip(numbers, words, strict=True)]
     return pd.Series(texts, numbers.index, dtype=object)
-
-
-def _decimals(numbers: Iterable[float]) -> int:
-    """Three significant digits of the smallest number, at most five of the largest, at most 3 decimals."""
-    sizes = [abs(number) for number in numbers if number and math.isfinite(number)]
-    if not sizes:
-        return 0
-    wanted, most = 2 - math.floor(math.log10(min(sizes))), 4 - math.floor(math.log10(max(sizes)))
-    return max(0, min(wanted, most, 3))
 
 
 def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> None:

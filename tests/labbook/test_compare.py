@@ -8,8 +8,6 @@ from labbook.compare import (
     published_rows,
     side_by_side,
     times_in,
-    with_model,
-    with_wrapper,
 )
 from labbook.tables import pivot
 
@@ -69,10 +67,3 @@ def test_published_rows_are_milliseconds_of_passes_from_somewhere():
     frame = published_rows("mixed_precision_ms")
     assert (frame["p50_ms"].isna() != frame["mean_ms"].isna()).all()
     assert published_rows("mixed_precision_accumulation")["where"].eq("published").all()
-
-
-def test_models_and_wrappers_have_labels():
-    frame = pd.DataFrame({"model_size": ["xl", "xl"], "edition": [2025, 2026]})
-    assert list(with_model(frame)["model"]) == ["xl (2025)", "xl (2026)"]
-    frame = pd.DataFrame({"implementation": ["single", "naive", "torch"]})
-    assert list(with_wrapper(frame)["wrapper"]) == ["one process", "naive", "PyTorch's DDP"]

@@ -1,31 +1,59 @@
+"""How columns, values and numbers are written, ordered and coloured."""
+
+import itertools
+
 import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.colors import to_rgb
 
-from labbook.labels import (
-    column_label,
-    context_label,
-    machine_label,
-    named_value,
-    ordered,
-    significant,
-    value_label,
-)
-from labbook.schema import COLUMNS
+from labbook import labels
+from labbook.labels import column_label, named_value, ordered, significant, value_label, vocabulary
+from labbook.style import COLORS, VERMILLION, palette
+
+FAMILIES = [(name, family) for name, families in vocabulary().families.items() for family in families]
+# Complete deuteranopia, protanopia and tritanopia on linear RGB (Machado, Oliveira & Fernandes 2009).
+VISION = {
+    "deuteranopia": "0.367322 0.860646 -0.227968 0.280085 0.672501 0.047413 -0.01182 0.04294 0.968881",
+    "protanopia": "0.152286 1.052583 -0.204868 0.114503 0.786281 0.099216 -0.003882 -0.048116 1.051998",
+    "tritanopia": "1.255528 -0.076749 -0.178779 -0.078411 0.930809 0.147602 0.004733 0.691367 0.3039",
+}
+
+
+def seen(color, vision):
+    """CIE Lab coordinates of a colour as seen with a colour vision deficiency."""
+    rgb = np.array(to_rgb(color))
+    linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
+    rgb = np.clip(np.reshape(VISION[vision].split(), (3, 3)).astype(float) @ linear, 0, 1)
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    xyz = to_xyz @ rgb / np.array([0.9505, 1.0, 1.089])
+    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_colours_of_a_family_are_told_apart_by_every_eye(vision):
+    for name, family in FAMILIES:
+        colors = {value: COLORS[named.color] for value, named in family.items() if named.color}
+        for one, other in itertools.combinations(colors, 2):
+            distance = np.linalg.norm(seen(colors[one], vision) - seen(colors[other], vision))
+            assert distance > 15, f"{name}: {one} and {other} look alike with {vision}: {distance:.1f}"
+
+
+def test_values_without_a_fixed_colour_get_one_that_is_free_and_sizes_darken():
+    assert palette(["mine", "compiled"], "implementation")["compiled"] == VERMILLION
+    assert len(set(palette(["eager", "compiled", "mine", "yours"], "implementation").values())) == 4
+    assert len(palette([f"case {i}" for i in range(30)], "strategy")) == 30
+    for values, column in ((range(7), "d_head"), (["small", "medium", "large", "xl"], "model_size")):
+        lightness = [seen(color, "tritanopia")[0] for color in palette(values, column).values()]
+        assert np.all(np.diff(lightness) < -5)
 
 
 def test_columns_carry_their_unit():
-    for name, column in COLUMNS.items():
-        assert not column.unit or column_label(name).endswith(f"({column.unit})")
-    assert column_label("extra_memory_gib") == "extra memory (GiB)"
-    assert column_label("model_size") == "model size"
-
-
-def test_contexts_are_written_in_powers_of_two():
-    texts = [context_label(n) for n in (128, 512, 1024, 16384, 65536, 1000, 1536)]
-    assert texts == ["128", "512", "1K", "16K", "64K", "1000", "1536"]
+    found = [column_label(name) for name in ("extra_memory_gib", "rate_gbps", "model_size", "where")]
+    assert found == ["extra memory (GiB)", "rate (GB/s)", "model size", "machine"]
 
 
 @given(st.floats(1e-6, 1e9))
@@ -51,8 +79,15 @@ def test_values_are_in_the_order_a_reader_expects():
 
 
 def test_a_value_that_stands_alone_says_what_it_is():
-    assert named_value("context_length", 2048) == "context 2K"
+    contexts = [named_value("context_length", n) for n in (128, 2048, 65536, 1000, 1536)]
+    assert contexts == [f"context {text}" for text in ("128", "2K", "64K", "1000", "1536")]
     assert named_value("bucket_size_mb", 25.0) == "bucket size 25 MB"
     assert named_value("implementation", "sdpa") == "SDPA"
     assert [named_value("is_causal", flag) for flag in (True, np.False_)] == ["causal", "not causal"]
-    assert machine_label("reference: H200") == "H200 (reference)"
+    assert value_label("reference: H200", "where") == "H200 (reference)"
+
+
+def test_without_a_vocabulary_names_stand_for_themselves(monkeypatch):
+    monkeypatch.setattr(labels, "vocabulary", lambda: labels.Vocabulary({}, {}, {}, []))
+    assert (column_label("p50_ms"), value_label("sdpa")) == ("p50 (ms)", "sdpa")
+    assert ordered(["forward", "backward"], "pass") == ["forward", "backward"]

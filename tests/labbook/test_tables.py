@@ -6,10 +6,6 @@ import pytest
 from labbook.tables import as_html, as_text, pivot, show
 
 
-def html(frame):
-    return as_html(as_text(frame))
-
-
 @pytest.fixture
 def shown(monkeypatch) -> list[dict]:
     shown = []
@@ -26,35 +22,26 @@ def test_a_pivot_writes_out_memory_and_units(rows):
     assert pivot(rows.iloc[1:], "implementation", "context_length").loc["plain"].tolist()[0] == "–"
 
 
-def test_two_values_stand_side_by_side_and_fmt_rules(rows):
+def test_several_keys_and_values_and_a_format(rows):
     table = pivot(rows, ["implementation", "pass"], "context_length", ["p50_ms", "p80_ms"], fmt="{:.1f}")
-    assert table.index.names == ["implementation", "pass"]
     assert table.loc[("plain", "forward")].tolist() == ["1.0", "4.0", "OOM", "1.2", "4.8", "OOM"]
-
-
-def test_a_later_value_has_no_empty_columns(rows):
     half = rows.assign(p80_ms=rows["p80_ms"].where(rows["context_length"] == 512))
     half = half[half["status"] == "ok"].assign(p20_ms=float("nan"))
     table = pivot(half, "implementation", "context_length", ["p20_ms", "p80_ms"])
-    assert [place for _, place in table.columns] == ["256", "512", "1K", "512"]
-
-
-def test_an_index_may_have_gaps_and_keeps_the_order_of_its_values(rows):
-    frame = rows[rows["context_length"] == 256].assign(bucket_size_mb=[25.0, None], p50_ms=[2.0, 1.0])
-    table = pivot(frame, ["bucket_size_mb", "implementation"], "context_length")
+    assert [place for _, place in table.columns] == ["256", "512", "1K", "512"], "no empty columns"
+    gaps = rows[rows["context_length"] == 256].assign(bucket_size_mb=[25.0, None], p50_ms=[2.0, 1.0])
+    table = pivot(gaps, ["bucket_size_mb", "implementation"], "context_length")
     assert table.index.tolist() == [("25", "plain"), ("–", "compiled")]
-
-
-def test_two_rows_in_one_cell_are_refused(rows):
     with pytest.raises(ValueError, match="implementation"):
         pivot(rows, "pass", "context_length")
 
 
 def test_html_has_the_cells_of_the_text_words_to_the_left(rows):
     table = pivot(rows, ["pass", "implementation"], "context_length")
-    assert re.findall("<td>(.*)</td>", html(table)) == list(table.to_numpy().flatten())
-    assert html(table).count("forward") == 1  # the pass is written once for both lines
-    text = html(pd.DataFrame({"why": ["because"], "calls": [12]}))
+    html = as_html(as_text(table))
+    assert re.findall("<td>(.*)</td>", html) == list(table.to_numpy().flatten())
+    assert html.count("forward") == 1  # the pass is written once for both lines
+    text = as_html(as_text(pd.DataFrame({"why": ["because"], "calls": [12]})))
     assert '<div style="text-align: left">because</div>' in text
     assert "<td>12</td>" in text
 
@@ -65,13 +52,10 @@ def test_raw_rows_get_readable_headers_and_numbers(rows):
     assert table["median time (ms)"].tolist()[2] == "OOM"
 
 
-def test_markup_is_escaped_and_a_folded_table_shows_its_caption(shown):
+def test_markup_is_escaped_a_folded_table_shows_its_caption_and_no_rows_say_so(rows, shown):
     show(pd.DataFrame({"code": ["<b>&"]}), "a < b", folded=True)
     assert "&lt;b&gt;&amp;" in shown[0]["text/html"]
     assert shown[0]["text/html"].startswith("<details><summary>a &lt; b</summary>")
-
-
-def test_no_rows_say_so(rows, shown):
     show(rows.iloc[:0])
     show(pivot(rows.iloc[:0], "implementation", "context_length"))
-    assert all("no rows" in text for bundle in shown for text in bundle.values())
+    assert all("no rows" in text for bundle in shown[1:] for text in bundle.values())

@@ -3,7 +3,16 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.report.ddp_tables import fastest, fit_collective, of_run, on_gpus, stages, strong_and_weak
+from cs336_systems.report.ddp_tables import (
+    fastest,
+    fit_collective,
+    of_run,
+    on_gpus,
+    stages,
+    strong_and_weak,
+    with_model,
+    with_wrapper,
+)  # fmt: skip
 
 
 def row(implementation, p50_ms, world_size=2, batch_size=4, bucket=None, **other):
@@ -88,3 +97,10 @@ def test_the_fit_takes_the_rows_asked_for():
     )
     assert fit.latency_s == pytest.approx(1e-3)
     assert fit.seconds_per_byte == pytest.approx(1e-4 / 2**20)
+
+
+def test_models_and_wrappers_have_labels():
+    frame = pd.DataFrame({"model_size": ["xl", "xl"], "edition": [2025, 2026]})
+    assert list(with_model(frame)["model"]) == ["xl (2025)", "xl (2026)"]
+    frame = pd.DataFrame({"implementation": ["single", "naive", "torch"]})
+    assert list(with_wrapper(frame)["wrapper"]) == ["one process", "naive", "PyTorch's DDP"]

@@ -5,8 +5,20 @@ from typing import Any
 import pandas as pd
 
 from cs336_systems.accounting.collective_costs import MB, AlphaBeta, fit_alpha_beta
+from cs336_systems.configs import model_size
 from cs336_systems.measure.overlap import overlap_values
-from labbook.compare import with_model, with_wrapper
+from labbook.labels import value_label
+
+
+def with_model(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows with a column `model`: size and edition in one label, for "xl" is another model in each."""
+    keys = zip(frame["model_size"], frame["edition"], strict=True)
+    return frame.assign(model=[model_size(*key).label for key in keys])
+
+
+def with_wrapper(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of data-parallel training with a column `wrapper`: by its label."""
+    return frame.assign(wrapper=frame["implementation"].map(value_label))
 
 
 def fit_collective(

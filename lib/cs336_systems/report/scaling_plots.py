@@ -10,7 +10,7 @@ from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from labbook.figure import Drawing, panels_of, plain_numbers, plot, sheet
+from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import column_label, ordered, value_label
 from labbook.plots import lines
 from labbook.style import BLACK, GREEN, INK, PAPER, VERMILLION, palette
@@ -31,9 +31,8 @@ def region(
         points: the same columns, simulated or measured, drawn over it as dots.
         marks: places to name, in every panel.
     """
-    by_value = panels_of(grid, facet)
-    chart, panels = sheet(by_value, facet, height=4.2)
-    for axes, (value, rows) in zip(panels, by_value.items(), strict=True):
+    chart, panels = sheet(grid, facet, height=4.2)
+    for axes, rows in panels:
         table = rows.pivot(index=y, columns=x, values=ratio)
         place = (table.columns.to_numpy(float), table.index.to_numpy(float), table.to_numpy(float))
         axes.contourf(*place, levels=[0, 1, np.inf], colors=[*_TINTS.values()], zorder=0)
@@ -47,7 +46,7 @@ def region(
             axis.set_major_formatter(FuncFormatter(_count))
         axes.grid(False)
         if points is not None:
-            dots = points if facet is None else points[points[facet] == value]
+            dots = points if facet is None else points[points[facet] == rows[facet].iloc[0]]
             colors = np.where(dots[ratio] >= 1, GREEN, VERMILLION)
             axes.scatter(
                 dots[x], dots[y], c=colors, s=30, edgecolors=PAPER, linewidths=0.8, zorder=3, clip_on=False
@@ -103,10 +102,9 @@ def ring_timeline(sends: pd.DataFrame, by: str, color: str) -> Drawing:
             by) and text (written into it).
         by: column of the algorithms.
     """
-    by_value = panels_of(sends, by)
     colors = palette(sorted(sends[color].astype(str)), color)
-    chart, panels = sheet(by_value, by, height=3.1)
-    for axes, rows in zip(panels, by_value.values(), strict=True):
+    chart, panels = sheet(sends, by, height=3.1)
+    for axes, rows in panels:
         devices = ordered(rows["device"])
         for row in rows.to_dict("records"):
             width = row["end"] - row["start"]

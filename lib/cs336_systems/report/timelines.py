@@ -68,7 +68,7 @@ def kernel_timeline(
     levels = range(min(depth, int(ranges["depth"].max())) + 1 if len(ranges) else 0)
     streams = sorted(set(kernels["stream"]))
     colors = palette(kernels["class"], "class")
-    chart, (axes,) = sheet(height=0.56 * (len(levels) + len(streams)) + 0.9)
+    chart, ((axes, _),) = sheet(height=0.56 * (len(levels) + len(streams)) + 0.9)
     axes.set(xlim=(start, end), ylim=(len(levels) + len(streams) - 0.4, -0.6))
     for level in levels:
         _draw_ranges(axes, level, ranges[ranges["depth"] == level])
@@ -122,7 +122,7 @@ def nsys_timeline(frame: pd.DataFrame, *, between_ms: tuple[float, float] | None
     levels = range(int(ranges["depth"].max()) + 1)
     below = {"CUDA API": len(levels), "kernels": len(levels) + 1}
     colors = CALLS | STAGES | {"optimizer step": STAGES["optimizer"]}
-    chart, (axes,) = sheet(height=0.56 * (len(levels) + 2) + 0.9)
+    chart, ((axes, _),) = sheet(height=0.56 * (len(levels) + 2) + 0.9)
     axes.set(xlim=(start, end), ylim=(len(levels) + 1.6, -0.6))
     for level in levels:
         _draw_ranges(axes, level, ranges[ranges["depth"] == level])
@@ -158,7 +158,7 @@ def overlap_timeline(
     start, end = between_ms or (0.0, frame["end_ms"].max())
     frame = frame[(frame["end_ms"] > start) & (frame["start_ms"] < end)]
     places = ordered(frame[by], by)
-    chart, (axes,) = sheet(height=0.72 * max(len(places), 1.5) + 0.75)
+    chart, ((axes, _),) = sheet(height=0.72 * max(len(places), 1.5) + 0.75)
     axes.set(xlim=(start, end), ylim=(len(places) - 0.45, -0.5))
     for place, value in enumerate(places):
         _draw_step(axes, place, frame[frame[by] == value])
@@ -196,7 +196,7 @@ def memory_timeline(held: pd.DataFrame) -> Drawing:
     parts, unit = (parts / 1024, "GiB") if gib else (parts, "MiB")
     used = [name for name in CATEGORIES if parts[name].max() > 0]
     colors, at, top = palette(used, "category"), held["at_ms"], parts.sum(axis=1)
-    chart, (axes,) = sheet(height=4.2)
+    chart, ((axes, _),) = sheet(height=4.2)
     axes.stackplot(at, parts[used].T.to_numpy(), colors=[*colors.values()], step="post", lw=0, zorder=2)
     axes.set(xlim=(at.min(), at.max()), ylim=(0, top.max() * 1.17))
     _shade_stages(axes, held)
