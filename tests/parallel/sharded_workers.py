@@ -289,7 +289,7 @@ def refusals(context):
         (make(weights, nn.Linear), "allowed: a subclass of torch.optim.Optimizer"),
         (make(weights, torch.optim.LBFGS), "LBFGS, whose step needs a closure"),
         (make([]), "empty parameter list"),
-        (make([*weights, elsewhere]), "meta; allowed: one device"),
+        (make([*weights, elsewhere]), "allowed: parameters with values"),
         (make([weights[0], view]), "two parameters share their memory"),
         (make(weights, bucket_size_mb=0), "bucket_size_mb is 0; allowed"),
         (make(weights, lr=-1), "Invalid learning rate"),

@@ -42,15 +42,3 @@ def test_it_needs_a_process_group_and_peers():
         FSDP(nn.Linear(2, 2))
     with pytest.raises(WorkerError, match="the number of ranks is 1; allowed: 2 or more"):
         launch(fsdp_workers.bitwise, 1, backend="gloo")
-
-
-def test_checkpoints_move_between_numbers_of_ranks_and_survive_a_kill(tmp_path):
-    of_two, of_four = tmp_path / "of two", tmp_path / "of four"
-    weights = launch(fsdp_workers.save, 2, of_two, backend="gloo", timeout_s=120)[0]
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        launch(fsdp_workers.die_while_saving, 2, tmp_path / "killed", backend="gloo", timeout_s=120)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["killed.unfinished", "of two"]
-    for world_size, arguments in ((4, (of_two, of_four)), (2, (of_four,))):
-        loaded = launch(fsdp_workers.load, world_size, *arguments, backend="gloo", timeout_s=120)[0]
-        for name, expected in weights.items():
-            torch.testing.assert_close(loaded[name], expected, msg=name)

@@ -11,7 +11,7 @@ from cs336_systems.accounting import MB
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
 from cs336_systems.parallel import FSDP, BucketedDDP, OverlappedDDP, WorkerContext, launch
-from cs336_systems.parallel.fsdp_units import Unit
+from cs336_systems.parallel.parameter_group import ParameterGroup
 
 Rows = list[dict[str, Any]]
 CONTEXT_LENGTH = 16
@@ -87,7 +87,7 @@ def log_gathers(world_size: int, options: Mapping[str, Mapping[str, Any]], *, nu
 class _LoggedFSDP(FSDP):
     """Notes what happens to its units, once it has a log."""
 
-    def _note(self, event: str, unit: Unit) -> None:
+    def _note(self, event: str, unit: ParameterGroup) -> None:
         if self.log is None:
             return
         index = self._order.index(unit)
@@ -97,18 +97,18 @@ class _LoggedFSDP(FSDP):
         row |= {"messages": len(unit.weights), "mb": unit.nbytes / MB}
         self.log.append(row | {"held_mb": sum(other.nbytes for other in self._gathered) / MB})
 
-    def _collect(self, unit: Unit, following: Sequence[Unit]) -> None:
+    def _collect(self, unit: ParameterGroup, following: Sequence[ParameterGroup]) -> None:
         started = [other for other in (unit, *following) if not other.is_gathered]
         super()._collect(unit, following)
         for other in started:
             self._note("gather", other)
         self._note("use", unit)
 
-    def _free(self, unit: Unit) -> None:
+    def _free(self, unit: ParameterGroup) -> None:
         super()._free(unit)
         self._note("free", unit)
 
-    def _start_reduction(self, unit: Unit) -> None:
+    def _start_reduction(self, unit: ParameterGroup) -> None:
         super()._start_reduction(unit)
         self._note("reduce", unit)
 
@@ -123,7 +123,7 @@ def _log_gathers(context: WorkerContext, options: dict[str, Mapping[str, Any]], 
             wrapped.of_pass = "backward"
             loss.backward()
             wrapped.finish_gradient_synchronization()
-        total = sum(unit.nbytes for unit in wrapped._units) / MB
+        total = sum(unit.nbytes for unit in wrapped._groups) / MB
         rows += [{"implementation": name} | row | {"total_mb": total} for row in wrapped.log]
     return rows
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # PyTorch 2.13 renamed both and warns about the old names. Named, not bound, so that calls can be watched.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
@@ -35,15 +36,17 @@ class AllReduceMean:
 
     def __init__(self, tensor: Tensor, backend: str):
         self.tensor = tensor
-        # NCCL divides on the fly; Gloo sums, and the division is ours.
-        self.divides = backend == "nccl"
-        operation = dist.ReduceOp.AVG if self.divides else dist.ReduceOp.SUM
-        self.work = dist.all_reduce(tensor, op=operation, async_op=True)
+        operation = dist.ReduceOp.AVG  # NCCL divides on the fly
+        if backend != "nccl":  # Gloo sums. Of float16 the sum may overflow where the mean does not
+            tensor.div_(dist.get_world_size())
+            operation = dist.ReduceOp.SUM
+        self.work = self._send(tensor, operation)
+
+    def _send(self, tensor: Tensor, operation: dist.ReduceOp) -> dist.Work:
+        return dist.all_reduce(tensor, op=operation, async_op=True)
 
     def wait(self) -> None:
         self.work.wait()
-        if not self.divides:
-            self.tensor.div_(dist.get_world_size())
 
 
 class DataParallel(nn.Module):
@@ -55,8 +58,10 @@ class DataParallel(nn.Module):
     would in one process. Buffers are not synchronised again: each rank keeps its own running statistics.
 
     Raises:
-        RuntimeError: there is no process group.
-        ValueError: nothing is trainable, or the ranks disagree about the parameters. Raised on every rank.
+        RuntimeError: there is no process group. Later: a parameter was replaced since wrapping, or backward
+            has raised and its gradients were not cleared.
+        ValueError: nothing is trainable, a tensor has no memory (on the meta device, or lazy), a part is
+            wrapped already, or the ranks disagree about the parameters. Raised on every rank.
     """
 
     def __init__(self, module: nn.Module):
@@ -66,8 +71,9 @@ class DataParallel(nn.Module):
         # parameters() names a tied weight once.
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._wrapped = list(module.parameters())
         self._unused: set[int] = set()  # indices in _trainable whose gradient is a zero of ours
-        self._synchronizes = True
+        self._synchronizes, self._end_is_announced, self._is_over = True, False, False
         self._backend = dist.get_backend()  # asked once: a message should cost the CPU little
         check_ranks_agree(self._description())
         self._check_module()
@@ -75,11 +81,40 @@ class DataParallel(nn.Module):
 
     def _check_module(self) -> None:
         """Refuse what cannot be wrapped, knowing that all ranks have the same."""
+        name = type(self.module).__name__
         if not self._trainable:
-            raise ValueError(f"{type(self.module).__name__} has no trainable parameter; allowed: one or more")
+            raise ValueError(f"{name} has no trainable parameter; allowed: one or more")
+        if any(map(has_no_memory, (*self.module.parameters(), *self.module.buffers()))):
+            raise ValueError(f"{name} has a tensor without values (meta, or lazy); allowed: with values")
+        if any(isinstance(part, DataParallel) for part in self.module.modules()):
+            raise ValueError(f"a part of {name} is wrapped already; allowed: one wrapper around all")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._end_is_announced and torch._C._current_autograd_node() is None:  # it never came
+            if any(parameter.grad is not None for parameter in self._trainable):
+                raise RuntimeError(
+                    "a backward pass has raised an error, and some of its gradients are there or under way; "
+                    "allowed: zero_grad() of the wrapper, then the next batch"
+                )
+            self.zero_grad()
         return self.module(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module; gradients that are under way are given up."""
+        self._end_is_announced = False
+        self._unused.clear()
+        super().zero_grad(set_to_none)
+
+    def _announce_end(self) -> None:
+        """Called in backward: `_backward_ends` is to be called at its end, unless it raises."""
+        if not self._end_is_announced:
+            self._end_is_announced = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._end_is_announced = False
+        # Inside a node it was only a part of the pass, as checkpoint(use_reentrant=True) runs them.
+        self._is_over = torch._C._current_autograd_node() is None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -95,8 +130,12 @@ class DataParallel(nn.Module):
         """Call between backward and the optimizer's step: every `.grad` becomes the mean over the ranks."""
         if any(parameter.grad is not None for parameter in self._frozen):
             raise RuntimeError("a parameter that was frozen when wrapped has a gradient; unfreeze, then wrap")
+        if [*map(id, self.module.parameters())] != [*map(id, self._wrapped)]:
+            raise RuntimeError(
+                "the module has other parameters than when it was wrapped; allowed: replace them, then wrap"
+            )
         self._average_gradients()
-        self._drop_unused()
+        self._settle()
 
     def _average_gradients(self) -> None:
         """Leave the means in every `.grad`."""
@@ -111,32 +150,40 @@ class DataParallel(nn.Module):
             gradient = parameter.grad = torch.zeros_like(parameter)
         if gradient.is_sparse:
             raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
-        if not gradient.is_contiguous():
-            gradient = parameter.grad = gradient.contiguous()
+        if not gradient.is_contiguous() or gradient.is_conj() or gradient.is_neg():  # the latter two are lazy
+            gradient = parameter.grad = gradient.resolve_conj().resolve_neg().contiguous()
         return gradient.detach() if gradient.requires_grad else gradient
 
-    def _drop_unused(self) -> None:
-        """Take back the zeros where no rank has a gradient. All take part: no rank knows of others' gaps."""
+    def _settle(self) -> None:
+        """What no rank knows alone: which gradients no rank has, and of which a shard is not finite."""
         used = torch.ones(len(self._trainable), dtype=torch.uint8, device=self._trainable[0].device)
         if self._unused:
             used[list(self._unused)] = 0
-        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        anywhere = torch.cat([used, self._not_finite().to(used)])
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
         if self._unused:  # only then is the result read, which makes the CPU wait for a GPU
-            anywhere = used.tolist()
+            was_used = anywhere.tolist()
             for index in self._unused:
-                if not anywhere[index]:
+                if not was_used[index]:
                     self._trainable[index].grad = None
             self._unused.clear()
+        self._spread(anywhere[len(used) :])
+
+    def _not_finite(self) -> Tensor:
+        """Which gradients have an infinity or a NaN here and maybe not elsewhere; none where all have all."""
+        return torch.empty(0)
+
+    def _spread(self, not_finite: Tensor) -> None:
+        """Let every rank see, in its gradients, that one of them is not finite on some rank."""
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
         parameters = [
-            f"{name} {tuple(parameter.shape)} {parameter.dtype}" + " frozen" * (not parameter.requires_grad)
+            f"{name} {shape_of(parameter)} {parameter.dtype}" + " frozen" * (not parameter.requires_grad)
             for name, parameter in self.module.named_parameters()
         ]
         buffers = [
-            f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
-            for name, buffer in self.module.named_buffers()
+            f"buffer {name} {shape_of(buffer)} {buffer.dtype}" for name, buffer in self.module.named_buffers()
         ]
         return [type(self).__name__, *parameters, *buffers]
 
@@ -165,6 +212,15 @@ def average_flat(gradients: list[Tensor], backend: str) -> None:
         means = flat.split([gradient.numel() for gradient in group])
         for gradient, mean in zip(group, means, strict=True):
             gradient.copy_(mean.view_as(gradient))
+
+
+def has_no_memory(tensor: Tensor) -> bool:
+    """On the meta device, or of a lazy module that has not seen an input."""
+    return is_lazy(tensor) or tensor.is_meta
+
+
+def shape_of(tensor: Tensor) -> tuple[int, ...] | None:
+    return None if is_lazy(tensor) else tuple(tensor.shape)
 
 
 def check_process_group(what: Any) -> None:

@@ -1,11 +1,15 @@
 """Fully sharded data parallelism: each rank keeps its rows of every weight, and gathers the others' to use.
 
-The order of forward is noted in the first pass. From then on, whoever begins to compute finds its weights
-there, as they were asked for while the one or two before it computed; in backward likewise, in the reverse
-order. Two things bound the memory: a unit is freed when it is done, in forward and in backward, and no more
-than `prefetch` units are gathered ahead of use.
+The order of forward is noted in the first pass. From then on, a parameter group is gathered while the one or
+two before it compute; in backward likewise, in the reverse order. Two things bound the memory: a group is
+freed when it is done, in forward and in backward, and no more than `prefetch` groups are gathered ahead.
+
+In backward, a hook on the results of a module starts its gather early. What makes it right is another: what
+autograd keeps of a gathered weight is a note, and reading it gathers the weight again, however backward got
+there (`_pack`, `_unpack`). A weight that is not gathered has no values that a module could compute with.
 """
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,44 +25,59 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.functional import at_least_float32
 from cs336_systems.parallel.ddp import DataParallel, average_flat
-from cs336_systems.parallel.fsdp_units import Lane, Reduction, Unit
+from cs336_systems.parallel.elementwise import is_shard, refuse_other_optimizers
+from cs336_systems.parallel.parameter_group import CommunicationStream, ParameterGroup, Reduction
 
 Types = Sequence[type[nn.Module] | str]
 # Where a parameter is: the module whose forward needs it, the module that holds it, and its name there.
-_Place = tuple[nn.Module, nn.Module, str]
+_Home = tuple[nn.Module, nn.Module, str]
+
+
+class _Saved(NamedTuple):
+    """What autograd keeps in place of a tensor that the forward of a group has saved for backward."""
+
+    tensor: Any
+    version: int = 0  # of the tensor; of the shards, if it is a weight
+    group: ParameterGroup | None = None  # whose weight it is
+    position: int = 0  # in the order of forward
+    dtype: torch.dtype | None = None  # of a copy that autocast made of the weight
+    unpack: Callable[[Any], Tensor] | None = None  # of hooks around ours, as of activation checkpointing
 
 
 class FSDP(DataParallel):
     """Parameters, gradients and optimizer state sharded over the ranks (ZeRO 3, Rajbhandari et al. 2020).
 
     Wrapping gives every rank rank 0's values, and then leaves it its rows of every parameter of the modules
-    of `shard_types`; the rest (norms) stays whole on all ranks. `parameters()` are then these shards, and any
-    optimizer updates them, made before or after wrapping. Whole weights exist while their unit computes: all
-    that is in a module of `unit_types`, or else of one module of `shard_types`. Modules that share a weight
-    are one unit.
+    of `shard_types`; the rest (norms) stays whole on all ranks. `parameters()` are then these shards. An
+    optimizer may be made before or after wrapping; its first step refuses one that does not update each
+    element by itself (see `elementwise`). Whole weights exist while their group computes: all that is in a
+    module of `unit_types`, or else of one module of `shard_types`. Modules that share a weight are one group.
 
     All ranks have to run the same modules in the same order; up to the end of the first step that is checked
-    before every message. A unit's module must be called (a method of it, or a part of it, does not gather the
-    whole), and what it hands on must be its result.
+    before every message. Under autocast a copy of a trainable weight is made again for backward; that of a
+    frozen one is kept.
 
     Several backward passes may precede `finish_gradient_synchronization()`. Each reduces, and the shards add
     up in the dtype of the parameters. Under `no_sync()` nothing is reduced: whole gradients stay on this rank
     and add up in compute_dtype. To give up passes that are not finished, call `zero_grad()` of the wrapper:
-    an optimizer's knows only the shards.
+    an optimizer's knows only the shards. A gradient with an infinity or a NaN on one rank gets a NaN on all,
+    so that a GradScaler skips the step on all.
 
     Args:
         compute_dtype: to which weights are cast before they are gathered, and floating-point arguments of
             their modules. Gradients are reduced in it. Shards and their gradients keep the dtype that the
             module's parameters have.
         shard_types: modules whose parameters are sharded: classes, or their names, which are ours, PyTorch's
-            and the course's alike.
-        unit_types: modules that are gathered as one, likewise; () gathers each weight on its own.
-        prefetch: how many units are gathered ahead of use, 0, 1 or 2; of larger units, in backward at most 1.
+            and the course's alike. A class that is derived from one of them is another.
+        unit_types: modules that are gathered as one, or derived from them; () gathers each weight on its own.
+        prefetch: how many groups are gathered ahead of use, 0, 1 or 2; of larger ones, in backward at most 1.
 
     Raises:
-        RuntimeError: there is no process group.
-        ValueError: an argument is not allowed, there is one rank only, nothing can be sharded or trained,
-            parameters of several devices or dtypes would be sharded, or the ranks disagree. On every rank.
+        RuntimeError: there is no process group. In forward, a weight is used outside its module; in backward,
+            it was written to since forward, or the pass is to be differentiated itself (create_graph).
+        ValueError: an argument is not allowed, there is one rank only, nothing can be sharded or trained, a
+            parameter has hooks or is sharded already, parameters of several devices or dtypes would be
+            sharded, or the ranks disagree. On every rank.
     """
 
     def __init__(
@@ -78,20 +97,26 @@ class FSDP(DataParallel):
         self._shard_types, self._unit_types = _names(shard_types), _names(unit_types)
         super().__init__(module)
         device = self._trainable[0].device
-        lanes = Lane(device, self._backend), Lane(device, self._backend)
+        streams = CommunicationStream(device, self._backend), CommunicationStream(device, self._backend)
+        names = {other: name or type(module).__name__ for name, other in module.named_modules()}
         groups = group_by_module(self._sharded)
-        self._units = [Unit(places, compute_dtype, lanes) for _, places in groups]
+        self._groups = [
+            ParameterGroup(" and ".join(names[user] for user in users), homes, compute_dtype, streams)
+            for users, homes in groups
+        ]
         self._indices = {parameter: index for index, parameter in enumerate(self._trainable)}
         self._replicated = [n for n, weight in enumerate(self._trainable) if weight not in self._sharded]
         # In backward, gradients take the memory of the second block ahead, and it computes for longer.
         self._ahead_in_backward = min(prefetch, 1) if self._unit_types else prefetch
-        self._gathered: dict[Unit, None] = {}
+        self._gathered: dict[ParameterGroup, None] = {}
         self._reductions: deque[Reduction] = deque()
-        self._order: list[Unit] = []  # in which forward uses them
+        self._order: list[ParameterGroup] = []  # in which forward uses them
         self._positions: dict[nn.Module, int] = {}  # in that order
-        self._end_is_announced = self._has_agreed = False
-        for unit, (modules, _) in zip(self._units, groups, strict=True):
-            self._add_hooks(unit, modules)
+        self._caches_casts: list[bool] = []  # what to restore, of the modules whose forward is under way
+        self._has_agreed = self._is_in_forward = False
+        for group, (modules, _) in zip(self._groups, groups, strict=True):
+            self._add_hooks(group, modules)
+        refuse_other_optimizers(self._sharded)
 
     def _description(self) -> list[str]:
         settings = f"compute_dtype {self._compute_dtype}, prefetch {self._ahead}, "
@@ -103,7 +128,7 @@ class FSDP(DataParallel):
             raise ValueError(
                 f"the number of ranks is {world_size}; allowed: 2 or more, which share the weights"
             )
-        name, self._sharded = type(self.module).__name__, self._places_to_shard()
+        name, self._sharded = type(self.module).__name__, self._homes_to_shard()
         if not self._sharded:
             types = " or ".join(self._shard_types)
             raise ValueError(f"{name} has nothing to shard; allowed: a module with a parameter in a {types}")
@@ -114,178 +139,273 @@ class FSDP(DataParallel):
         if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
             given = " and ".join(sorted(map(str, dtypes)))
             raise ValueError(f"the weights of {name} are {given}; allowed: one floating-point dtype")
+        self._check_hooks()
+        if any(is_shard(parameter) for parameter in self._sharded):
+            raise ValueError(f"{name} is sharded already; allowed: a module is wrapped once")
 
-    def _places_to_shard(self) -> dict[nn.Parameter, list[_Place]]:
-        """Every parameter to shard, with all its places."""
-        found: dict[nn.Parameter, dict[_Place, None]] = {}  # the places as an ordered set
+    def _check_hooks(self) -> None:
+        """Hooks on a shard would never be called: autograd knows only the whole weight."""
+        for parameter in self._sharded:
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise ValueError(
+                    "a parameter that FSDP shards has a hook (register_hook, "
+                    "register_post_accumulate_grad_hook), which it would not call; allowed: none"
+                )
+
+    def _homes_to_shard(self) -> dict[nn.Parameter, list[_Home]]:
+        """Every parameter to shard, with all its homes."""
+        found: dict[nn.Parameter, dict[_Home, None]] = {}  # the homes as an ordered set
         sharded = set()
 
         def walk(module: nn.Module, unit: nn.Module | None) -> None:
             # torch.compile(block) holds the block, and is what is called.
             inner = getattr(module, "_orig_mod", module)
             if unit is None or getattr(unit, "_orig_mod", None) is not module:
-                unit = module if _is_one_of(inner, self._unit_types) else unit
+                kinds = {kind.__name__ for kind in type(inner).__mro__}
+                unit = unit if kinds.isdisjoint(self._unit_types) else module
             needs = module if unit is None else unit
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() > 0:
                     found.setdefault(parameter, {})[needs, module, name] = None
-                    if _is_one_of(module, self._shard_types):
+                    if type(module).__name__ in self._shard_types:
                         sharded.add(parameter)
             for child in module.children():
                 walk(child, unit)
 
         walk(self.module, None)
-        return {parameter: list(places) for parameter, places in found.items() if parameter in sharded}
+        return {parameter: list(homes) for parameter, homes in found.items() if parameter in sharded}
 
-    def _add_hooks(self, unit: Unit, modules: list[nn.Module]) -> None:
+    def _add_hooks(self, group: ParameterGroup, modules: list[nn.Module]) -> None:
         # torch.compile leaves these calls as they are.
         before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))
         for module in modules:
-            module.register_forward_pre_hook(partial(before, unit), prepend=True, with_kwargs=True)
-            module.register_forward_hook(partial(after, unit), always_call=True)
+            module.register_forward_pre_hook(partial(before, group), prepend=True, with_kwargs=True)
+            module.register_forward_hook(partial(after, group), always_call=True)
         this = weakref.ref(self)  # Python cannot collect a cycle through a tensor's hooks
-        position = self._units.index(unit)
-        for number in unit.trainable:
-            weight = unit.weights[number].whole
+        position = self._groups.index(group)
+        for number in group.trainable:
+            weight = group.weights[number].whole
             weight.register_post_accumulate_grad_hook(partial(_after_accumulation, this, position, number))
 
-    # These run for every unit in every pass, and a training step in 16 bits may wait for Python.
+    # These run for every group in every pass, and a training step in 16 bits may wait for Python.
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_autograd_node() is None:  # else backward computes it once more
-            self._free_all()  # what an earlier pass left gathered is stale after the optimizer's step
-            self._end_is_announced = False
-        return self.module(*args, **kwargs)
+        if torch._C._current_autograd_node() is not None:  # backward computes it once more
+            return self.module(*args, **kwargs)
+        self._free_all()  # what an earlier pass left gathered is stale after the optimizer's step
+        self._is_in_forward = True
+        for group in self._groups:
+            group.hide()
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._is_in_forward = False
+            for group in self._groups:
+                group.reshard()
 
     def _before_forward(
-        self, unit: Unit, module: nn.Module, args: tuple, kwargs: dict
+        self, group: ParameterGroup, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        unit.users += 1
-        following: Sequence[Unit] = ()
+        group.users += 1
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        casts = torch.is_autocast_enabled(self._trainable[0].device.type)
+        torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, outer, casts), self._unpack)
+        self._caches_casts.append(torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)  # the cache would keep a copy of every whole weight
+        following: Sequence[ParameterGroup] = ()
         if torch._C._current_autograd_node() is None:  # else backward computes it once more
-            position = self._positions.setdefault(module, len(self._order))
-            if position == len(self._order):
-                self._order.append(unit)
-            following = self._order[position + 1 : position + 1 + self._ahead]
-        self._collect(unit, following)
-        unit.show_whole()
+            group.position = self._positions.setdefault(module, len(self._order))
+            if group.position == len(self._order):
+                self._order.append(group)
+            following = self._order[group.position + 1 : group.position + 1 + self._ahead]
+        self._collect(group, following)
+        group.unshard()
         if self._compute_dtype is not None:
             args, kwargs = _cast(args, self._compute_dtype), _cast(kwargs, self._compute_dtype)
-        if len(unit.trainable) < len(unit.weights) and torch.is_grad_enabled():
+        if len(group.trainable) < len(group.weights) and torch.is_grad_enabled():
             # No gradient tells when a frozen weight is done: those of the arguments do.
             inputs = _with_gradient((args, kwargs))
             if inputs:
-                register_multi_grad_hook(inputs, lambda _: self._backward_is_done_with(unit))
+                register_multi_grad_hook(inputs, lambda _: self._backward_is_done_with(group))
         return args, kwargs
 
-    def _after_forward(self, unit: Unit, module: nn.Module, args: tuple, output: Any) -> None:
-        unit.users -= 1
-        if unit.users:
+    def _after_forward(self, group: ParameterGroup, module: nn.Module, args: tuple, output: Any) -> None:
+        group.users -= 1
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch.set_autocast_cache_enabled(self._caches_casts.pop())
+        if group.users:
             return
-        unit.show_shards()
+        group.hide() if self._is_in_forward else group.reshard()
         outputs = _with_gradient(output)
         if torch.is_grad_enabled():
             position = self._positions.get(module, 0)
             for tensor in outputs:
-                tensor.register_hook(lambda _: self._before_backward(unit, position))
-        if unit.is_in_backward or not unit.is_gathered:
+                tensor.register_hook(lambda _: self._before_backward(group, position))
+        if group.is_in_backward or not group.is_gathered:
             return
-        # Backward begins with the last unit, so that one stays. In the first pass nobody knows which it is.
-        is_last = self._has_agreed and unit is self._order[-1] and torch._C._current_autograd_node() is None
+        # Backward begins with the last group, so that one stays. In the first pass nobody knows which it is.
+        is_last = self._has_agreed and group is self._order[-1] and torch._C._current_autograd_node() is None
         if not (is_last and outputs):
-            self._free(unit)
+            self._free(group)
 
-    def _before_backward(self, unit: Unit, position: int) -> None:
-        if unit.is_in_backward and unit.is_gathered:
+    def _pack(self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor) -> _Saved:
+        pointer = tensor.untyped_storage().data_ptr()
+        for group in self._gathered:
+            if group.pointer == pointer:
+                return _Saved(tensor.detach(), group.versions, group, group.position)
+        if casts and (cast := self._cast_of_weight(tensor)):
+            return cast
+        if outer is not None:
+            return _Saved(outer[0](tensor), unpack=outer[1])
+        return _Saved(tensor.detach(), tensor._version)
+
+    def _cast_of_weight(self, tensor: Tensor) -> _Saved | None:
+        """The note for a copy in 16 bits that autocast has made of a whole weight, or for a view of it."""
+        node = tensor.grad_fn
+        while node is not None and not hasattr(node, "variable"):
+            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+        leaf = getattr(node, "variable", None)
+        if leaf is None or leaf.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
+            return None
+        for group in self._gathered:
+            if group.pointer == leaf.untyped_storage().data_ptr():
+                strided = (leaf.detach(), tensor.size(), tensor.stride(), tensor.storage_offset())
+                return _Saved(strided, group.versions, group, group.position, tensor.dtype)
+        return None
+
+    def _unpack(self, saved: _Saved) -> Tensor:
+        if saved.unpack is not None:
+            return saved.unpack(saved.tensor)
+        whole = saved.tensor if saved.dtype is None else saved.tensor[0]
+        if saved.group is None:
+            if whole._version != saved.version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace "
+                    f"operation: a tensor of shape {tuple(whole.shape)}, saved in a module that FSDP gathers"
+                )
+            return whole
+        if torch._C._current_graph_task_id() == -1:  # somebody looks at the graph
+            return whole
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"a backward pass through {saved.group.name} of an FSDP is to be differentiated; allowed: "
+                "create_graph=False, as its weights will be gone (the other wrappers can)"
+            )
+        if saved.group.versions_now() != saved.version:
+            raise RuntimeError(
+                f"a weight of {saved.group.name} was modified by an inplace operation between forward and "
+                "backward; allowed: an optimizer's step, or loading, after backward"
+            )
+        self._before_backward(saved.group, saved.position)
+        return whole if saved.dtype is None else whole.to(saved.dtype).as_strided(*saved.tensor[1:])
+
+    def _before_backward(self, group: ParameterGroup, position: int) -> None:
+        if group.is_in_backward and group.is_gathered:
             return
         self._announce_end()
-        self._collect(unit, self._order[max(position - self._ahead_in_backward, 0) : position][::-1])
-        unit.is_in_backward = True
+        self._collect(group, self._order[max(position - self._ahead_in_backward, 0) : position][::-1])
+        group.is_in_backward = True
 
-    def _collect(self, unit: Unit, following: Sequence[Unit]) -> None:
-        for other in (unit, *following):
+    def _collect(self, group: ParameterGroup, following: Sequence[ParameterGroup]) -> None:
+        for other in (group, *following):
+            if other.is_gathered and other.versions != other.versions_now():
+                self._free(other)  # it was gathered ahead of an optimizer's step
             if not other.is_gathered:
                 self._agree("gather", other)
                 other.start_gather()
                 self._gathered[other] = None
-        unit.wait_for_gather()
+        group.wait_for_gather()
 
-    def _gradient_is_ready(self, unit: Unit, number: int) -> None:
+    def _gradient_is_ready(self, group: ParameterGroup, number: int) -> None:
         self._announce_end()
-        unit.ready.add(number)
-        if len(unit.ready) < len(unit.trainable):
+        group.ready.add(number)
+        if len(group.ready) < len(group.trainable):
             return
-        unit.ready.clear()
-        if len(unit.trainable) == len(unit.weights):
-            self._backward_is_done_with(unit)
+        group.ready.clear()
+        if len(group.trainable) == len(group.weights):
+            self._backward_is_done_with(group)
         if self._synchronizes:
-            self._start_reduction(unit)
+            self._start_reduction(group)
 
-    def _backward_is_done_with(self, unit: Unit) -> None:
-        if unit.is_gathered and not unit.users:
-            self._free(unit)
+    def _backward_is_done_with(self, group: ParameterGroup) -> None:
+        if group.is_gathered and not group.users:
+            self._free(group)
 
-    def _start_reduction(self, unit: Unit) -> None:
-        self._agree("reduce", unit)
-        for number in unit.trainable:
-            weight = unit.weights[number]
+    def _start_reduction(self, group: ParameterGroup) -> None:
+        self._agree("reduce", group)
+        for number in group.trainable:
+            weight = group.weights[number]
             if weight.whole.grad is not None:
                 self._unused.discard(self._indices[weight.parameter])
             elif weight.parameter.grad is None:
                 self._unused.add(self._indices[weight.parameter])
         self._wait_for_reductions(max(self._ahead_in_backward, 1) - 1)  # or whole gradients would pile up
-        self._reductions.append(unit.start_reduction())
+        self._reductions.append(group.start_reduction())
 
     def _wait_for_reductions(self, leave: int = 0) -> None:
         while len(self._reductions) > leave:
             self._reductions.popleft().wait()
 
-    def _announce_end(self) -> None:
-        if not self._end_is_announced:
-            self._end_is_announced = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-
     def _backward_ends(self) -> None:
-        self._end_is_announced = False
-        # Inside a node it was only a part of the pass, as checkpoint(use_reentrant=True) runs them.
-        if torch._C._current_autograd_node() is None:
+        super()._backward_ends()
+        if self._is_over:
             self._free_all()
 
-    def _free(self, unit: Unit) -> None:
-        unit.free()
-        del self._gathered[unit]
+    def _free(self, group: ParameterGroup) -> None:
+        group.free()
+        del self._gathered[group]
 
     def _free_all(self) -> None:
-        for unit in list(self._gathered):
-            self._free(unit)
+        for group in list(self._gathered):
+            self._free(group)
 
     def _average_gradients(self) -> None:
         self._agree("finish")
-        for unit in self._units:
-            if unit.has_gradients:  # of passes under no_sync(), or of some of its weights
-                self._start_reduction(unit)
+        for group in self._groups:
+            if group.has_gradients:  # of passes under no_sync(), or of some of its weights
+                self._start_reduction(group)
         self._agree("average what is not sharded")
         average_flat([self._gradient(index) for index in self._replicated], self._backend)
         self._wait_for_reductions()
         self._free_all()
         self._has_agreed = True
-        for unit in self._units:
-            for weight in unit.weights:
+        self._check_hooks()
+        for group in self._groups:
+            for weight in group.weights:
                 if weight.parameter.requires_grad != weight.whole.requires_grad:
                     raise RuntimeError(
                         "a weight was frozen or unfrozen since it was wrapped; do so, then wrap"
                     )
 
-    def _agree(self, what: str, unit: Unit | None = None) -> None:
+    def _not_finite(self) -> Tensor:
+        gradients = [weight.grad for weight in self._trainable]
+        there = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+        largest = dict(zip(map(id, there), torch._foreach_norm(there, math.inf), strict=True))
+        zero = torch.zeros((), device=self._trainable[0].device)
+        return ~torch.stack([largest.get(id(g), zero).float() for g in gradients]).isfinite()
+
+    def _spread(self, not_finite: Tensor) -> None:
+        """Without asking the GPU, add NaN to an element of each gradient that is not finite somewhere."""
+        gradients = [weight.grad for weight in self._trainable]
+        here = [n for n, gradient in enumerate(gradients) if gradient is not None and gradient.numel()]
+        elsewhere = [n for n in range(len(gradients)) if n not in set(here)]
+        nan = torch.where(not_finite.bool(), math.nan, 0.0)
+        if elsewhere and here:  # this rank has no row of them
+            nan[here[0]] += nan[elsewhere].sum()
+        firsts = [gradients[n].view(-1)[:1] for n in here]
+        nans = [nan[n : n + 1].to(first.dtype) for n, first in zip(here, firsts, strict=True)]
+        torch._foreach_add_(firsts, nans)
+
+    def _agree(self, what: str, group: ParameterGroup | None = None) -> None:
         """In the first step, compare with the other ranks before a message that they may not expect."""
         if self._has_agreed:
             return
-        mine = what if unit is None else f"{what} unit {self._units.index(unit)}"
+        mine = what if group is None else f"{what} group {self._groups.index(group)}"
         everyone = [mine] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise ValueError(
-                    f"the ranks part: rank 0 is to {everyone[0]} and rank {rank} to {other}; allowed: the "
+                    f"the ranks diverge: rank 0 is to {everyone[0]} and rank {rank} to {other}; allowed: the "
                     "same modules in the same order on all ranks"
                 )
 
@@ -300,6 +420,9 @@ class FSDP(DataParallel):
                 )
         return super()._apply(change, recurse)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._groups[0].__reduce_ex__(protocol)  # refuses
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> NamedTuple:
@@ -311,8 +434,8 @@ class FSDP(DataParallel):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module, and forget the gradients that are not yet in the shards."""
         self._wait_for_reductions()
-        for unit in self._units:
-            for weight in unit.weights:
+        for group in self._groups:
+            for weight in group.weights:
                 weight.whole.grad = None
         super().zero_grad(set_to_none)
 
@@ -325,8 +448,8 @@ class FSDP(DataParallel):
         """
         whole = {
             weight.parameter: tensor
-            for unit in self._units
-            for weight, tensor in zip(unit.weights, unit.gather_full(), strict=True)
+            for group in self._groups
+            for weight, tensor in zip(group.weights, group.gather_full(), strict=True)
         }
         return {
             name.replace("_orig_mod.", ""): whole.get(parameter, parameter.detach())
@@ -335,7 +458,7 @@ class FSDP(DataParallel):
 
     def full_shapes(self) -> dict[nn.Parameter, torch.Size]:
         """Of every parameter that is sharded, the shape of the whole."""
-        return {weight.parameter: weight.whole.shape for unit in self._units for weight in unit.weights}
+        return {weight.parameter: weight.whole.shape for group in self._groups for weight in group.weights}
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -356,11 +479,11 @@ class FSDP(DataParallel):
 
 def _after_accumulation(this: weakref.ref, position: int, number: int, _: Tensor) -> None:
     if wrapper := this():
-        wrapper._gradient_is_ready(wrapper._units[position], number)
+        wrapper._gradient_is_ready(wrapper._groups[position], number)
 
 
 def group_by_module(
-    places: dict[nn.Parameter, list[_Place]],
+    homes: dict[nn.Parameter, list[_Home]],
 ) -> list[tuple[list[nn.Module], dict[nn.Parameter, list[tuple[nn.Module, str]]]]]:
     """Parameters that are needed together: those of one module, and of all modules that share one of them.
 
@@ -368,7 +491,7 @@ def group_by_module(
         For each group the modules that need it, and of its parameters the modules that hold them, with names.
     """
     groups: dict[nn.Module, tuple[dict[nn.Module, None], dict]] = {}  # the modules as an ordered set
-    for parameter, found in places.items():
+    for parameter, found in homes.items():
         modules, held = {}, {}
         for user, *_ in found:
             before = groups.get(user, ({user: None}, {}))
@@ -383,10 +506,6 @@ def group_by_module(
 
 def _names(types: Types) -> tuple[str, ...]:
     return tuple(getattr(kind, "__name__", kind) for kind in types)
-
-
-def _is_one_of(module: nn.Module, names: tuple[str, ...]) -> bool:
-    return any(kind.__name__ in names for kind in type(module).__mro__)
 
 
 def _with_gradient(value: Any) -> list[Tensor]:

@@ -33,8 +33,6 @@ class _Pass:
     missing: list[int]  # of each bucket, how many gradients are not ready
     ready: set[int] = field(default_factory=set)  # indices of gradients that this pass has made
     in_flight: list[AllReduceMean] = field(default_factory=list)  # one for each bucket that was sent
-    end_is_announced: bool = False  # autograd will call when the pass is over
-    is_over: bool = False
 
 
 class OverlappedDDP(DataParallel):
@@ -74,6 +72,7 @@ class OverlappedDDP(DataParallel):
 
     def _start_pass(self) -> None:
         self._pass = _Pass(missing=[len(bucket) for bucket in self._buckets])
+        self._end_is_announced = self._is_over = False
 
     def _gradient_is_ready(self, index: int) -> None:
         self._unused.discard(index)
@@ -82,18 +81,17 @@ class OverlappedDDP(DataParallel):
         if not self._synchronizes:
             return
         state, number = self._pass, self._bucket_of[index]
-        if not state.end_is_announced:
-            state.end_is_announced = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+        self._announce_end()
         state.ready.add(index)
         state.missing[number] -= 1
         if state.missing[number] == 0 and number == len(state.in_flight):
             self._send()
 
-    def _backward_ends(self) -> None:
-        self._pass.end_is_announced = False
-        # Inside a node it was only a part of the pass, as checkpoint(use_reentrant=True) runs them.
-        self._pass.is_over = torch._C._current_autograd_node() is None
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of every module; a pass that was not finished is given up, once its messages have come."""
+        if self._pass.ready:  # all ranks send all messages of a pass, or they would mix up those of the next
+            self._complete_pass()
+        super().zero_grad(set_to_none)
 
     def _send(self, incomplete_too: bool = False) -> None:
         """Start the all-reduces of the buckets that come next: as many as are complete, or all."""
@@ -134,7 +132,7 @@ def _before_accumulation(this: weakref.ref, index: int, _: Tensor) -> None:
     # What is being averaged must not be added to. And ranks whose passes reach different parameters have to
     # send the gradients of one pass before those of the next.
     wrapper = this()
-    if wrapper and (wrapper._pass.is_over or index in wrapper._pass.ready):
+    if wrapper and (wrapper._is_over or index in wrapper._pass.ready):
         wrapper._start_another_pass()
 
 

@@ -11,10 +11,11 @@ gradients, then, after the update, all-gather of the parameters.
     optimizer.step()
 """
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.ddp import REDUCE_SCATTER
+from cs336_systems.parallel.ddp import REDUCE_SCATTER, AllReduceMean
 from cs336_systems.parallel.overlapped import BucketedDDP, Buckets, in_order_of_completion
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import Segments
@@ -22,19 +23,12 @@ from cs336_systems.parallel.shards import Segments
 _OPEN_BUCKETS = 3  # that a gradient may still join: more leave less padding, and leave later
 
 
-class ReduceScatterMean:
-    """As `AllReduceMean`, but after `wait()` only this rank's segment of the tensor holds the mean."""
+class ReduceScatterMean(AllReduceMean):
+    """A reduce-scatter in flight: after `wait()`, this rank's segment of the tensor holds the mean."""
 
-    def __init__(self, tensor: Tensor, backend: str):
-        self.own = tensor.chunk(dist.get_world_size())[dist.get_rank()]
-        self.divides = backend == "nccl"
-        operation = dist.ReduceOp.AVG if self.divides else dist.ReduceOp.SUM
-        self.work = getattr(dist, REDUCE_SCATTER)(self.own, tensor, op=operation, async_op=True)
-
-    def wait(self) -> None:
-        self.work.wait()
-        if not self.divides:
-            self.own.div_(dist.get_world_size())
+    def _send(self, tensor: Tensor, operation: dist.ReduceOp) -> dist.Work:
+        own = tensor.chunk(dist.get_world_size())[dist.get_rank()]
+        return getattr(dist, REDUCE_SCATTER)(own, tensor, op=operation, async_op=True)
 
 
 class ReduceScatterDDP(BucketedDDP):
@@ -105,3 +99,12 @@ class ReduceScatterDDP(BucketedDDP):
         for parameter, owner in zip(self._trainable, self._owners, strict=True):
             if owner != dist.get_rank():
                 parameter.grad = None
+
+    def _not_finite(self) -> Tensor:
+        finite = [p.grad is None or bool(p.grad.isfinite().all()) for p in self._trainable]
+        return ~torch.tensor(finite)
+
+    def _spread(self, not_finite: Tensor) -> None:
+        """Let the ranks that do not own a gradient have NaN, so that a GradScaler skips their step too."""
+        for index in not_finite.nonzero().flatten().tolist():
+            self._trainable[index].grad = torch.full_like(self._trainable[index], torch.nan)

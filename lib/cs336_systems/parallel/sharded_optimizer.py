@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from cs336_systems.parallel.ddp import ALL_GATHER, check_process_group, check_ranks_agree
+from cs336_systems.parallel.ddp import ALL_GATHER, check_process_group, check_ranks_agree, has_no_memory
 from cs336_systems.parallel.overlapped import check_bucket_size
 from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, deal_tensors
 
@@ -83,6 +83,12 @@ class ShardedOptimizer(Optimizer):
 
         told = [f"{getattr(optimizer_cls, '__name__', optimizer_cls)} {_plain(kwargs)}"]
         self._on_all_ranks(make, [*told, f"buckets of {bucket_size_mb} MB"])
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a ShardedOptimizer cannot be copied or pickled; allowed: its state_dict(), or "
+            "consolidated_state_dict()"
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Deal out another group's parameters as well; the shards so far stay as they are."""
@@ -262,6 +268,8 @@ def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
+    if any(map(has_no_memory, parameters)):
+        raise ValueError("a parameter has no memory (meta, or lazy); allowed: parameters with values")
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1:
         raise ValueError(f"the parameters are on {', '.join(devices)}; allowed: one device")
