@@ -384,7 +384,10 @@ def disagreement(context):
         (lambda: FSDP(nn.LayerNorm(4)), "LayerNorm has nothing to shard; allowed: a module with"),
         (lambda: FSDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
         (lambda: FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())), "torch.float16 and torch.fl"),
-        (lambda: FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))), "allowed: with values"),
+        (
+            lambda: FSDP(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))),
+            "allowed: with values",
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             make()

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from cs336_systems.parallel.elementwise import is_shard
+
 # PyTorch 2.13 renamed both and warns about the old names. Named, not bound, so that calls can be watched.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 REDUCE_SCATTER = (
@@ -67,6 +69,10 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module):
         super().__init__()
         check_process_group(self)
+        if any(isinstance(m, DataParallel) for m in module.modules()) or any(
+            map(is_shard, module.parameters())
+        ):
+            raise ValueError(f"{type(module).__name__} is wrapped already, or a part; allowed: one wrapper")
         self.module = module
         # parameters() names a tied weight once.
         self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -86,18 +92,19 @@ class DataParallel(nn.Module):
             raise ValueError(f"{name} has no trainable parameter; allowed: one or more")
         if any(map(has_no_memory, (*self.module.parameters(), *self.module.buffers()))):
             raise ValueError(f"{name} has a tensor without values (meta, or lazy); allowed: with values")
-        if any(isinstance(part, DataParallel) for part in self.module.modules()):
-            raise ValueError(f"a part of {name} is wrapped already; allowed: one wrapper around all")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._end_is_announced and torch._C._current_autograd_node() is None:  # it never came
+        self._give_up_failed_pass()
+        return self.module(*args, **kwargs)
+
+    def _give_up_failed_pass(self) -> None:
+        if self._end_is_announced and torch._C._current_autograd_node() is None:  # the end never came
             if any(parameter.grad is not None for parameter in self._trainable):
                 raise RuntimeError(
                     "a backward pass has raised an error, and some of its gradients are there or under way; "
                     "allowed: zero_grad() of the wrapper, then the next batch"
                 )
             self.zero_grad()
-        return self.module(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module; gradients that are under way are given up."""

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from cs336_systems.functional import at_least_float32
 from cs336_systems.parallel.ddp import DataParallel, average_flat
-from cs336_systems.parallel.elementwise import is_shard, refuse_other_optimizers
+from cs336_systems.parallel.elementwise import refuse_other_optimizers
 from cs336_systems.parallel.parameter_group import CommunicationStream, ParameterGroup, Reduction
 
 Types = Sequence[type[nn.Module] | str]
@@ -42,6 +42,12 @@ class _Saved(NamedTuple):
     position: int = 0  # in the order of forward
     dtype: torch.dtype | None = None  # of a copy that autocast made of the weight
     unpack: Callable[[Any], Tensor] | None = None  # of hooks around ours, as of activation checkpointing
+
+
+class _Hook(partial):
+    """Of a module: so that it cannot be copied or pickled."""
+
+    __reduce_ex__ = ParameterGroup.__reduce_ex__
 
 
 class FSDP(DataParallel):
@@ -118,6 +124,8 @@ class FSDP(DataParallel):
             self._add_hooks(group, modules)
         refuse_other_optimizers(self._sharded)
 
+    __reduce_ex__ = ParameterGroup.__reduce_ex__  # refuses
+
     def _description(self) -> list[str]:
         settings = f"compute_dtype {self._compute_dtype}, prefetch {self._ahead}, "
         return [*super()._description(), settings + f"{self._shard_types} in {self._unit_types}"]
@@ -140,8 +148,6 @@ class FSDP(DataParallel):
             given = " and ".join(sorted(map(str, dtypes)))
             raise ValueError(f"the weights of {name} are {given}; allowed: one floating-point dtype")
         self._check_hooks()
-        if any(is_shard(parameter) for parameter in self._sharded):
-            raise ValueError(f"{name} is sharded already; allowed: a module is wrapped once")
 
     def _check_hooks(self) -> None:
         """Hooks on a shard would never be called: autograd knows only the whole weight."""
@@ -179,8 +185,8 @@ class FSDP(DataParallel):
         # torch.compile leaves these calls as they are.
         before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))
         for module in modules:
-            module.register_forward_pre_hook(partial(before, group), prepend=True, with_kwargs=True)
-            module.register_forward_hook(partial(after, group), always_call=True)
+            module.register_forward_pre_hook(_Hook(before, group), prepend=True, with_kwargs=True)
+            module.register_forward_hook(_Hook(after, group), always_call=True)
         this = weakref.ref(self)  # Python cannot collect a cycle through a tensor's hooks
         position = self._groups.index(group)
         for number in group.trainable:
@@ -192,11 +198,12 @@ class FSDP(DataParallel):
         if torch._C._current_autograd_node() is not None:  # backward computes it once more
             return self.module(*args, **kwargs)
         self._free_all()  # what an earlier pass left gathered is stale after the optimizer's step
+        self._give_up_failed_pass()
         self._is_in_forward = True
         for group in self._groups:
             group.hide()
         try:
-            return super().forward(*args, **kwargs)
+            return self.module(*args, **kwargs)
         finally:
             self._is_in_forward = False
             for group in self._groups:
@@ -234,7 +241,8 @@ class FSDP(DataParallel):
         torch.set_autocast_cache_enabled(self._caches_casts.pop())
         if group.users:
             return
-        group.hide() if self._is_in_forward else group.reshard()
+        if not group.is_in_backward:
+            group.hide() if self._is_in_forward else group.reshard()
         outputs = _with_gradient(output)
         if torch.is_grad_enabled():
             position = self._positions.get(module, 0)
@@ -304,6 +312,7 @@ class FSDP(DataParallel):
         self._announce_end()
         self._collect(group, self._order[max(position - self._ahead_in_backward, 0) : position][::-1])
         group.is_in_backward = True
+        group.unshard()  # a part of its forward may be computed once more
 
     def _collect(self, group: ParameterGroup, following: Sequence[ParameterGroup]) -> None:
         for other in (group, *following):
@@ -352,6 +361,7 @@ class FSDP(DataParallel):
 
     def _free(self, group: ParameterGroup) -> None:
         group.free()
+        group.hide() if self._is_in_forward else group.reshard()
         del self._gathered[group]
 
     def _free_all(self) -> None:
@@ -420,9 +430,6 @@ class FSDP(DataParallel):
                 )
         return super()._apply(change, recurse)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._groups[0].__reduce_ex__(protocol)  # refuses
-
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> NamedTuple:
@@ -434,6 +441,7 @@ class FSDP(DataParallel):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module, and forget the gradients that are not yet in the shards."""
         self._wait_for_reductions()
+        self._free_all()
         for group in self._groups:
             for weight in group.weights:
                 weight.whole.grad = None
