@@ -39,8 +39,10 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
         if HIDE_INPUT in (tags or []):  # JupyterLab folds it; nbconvert's page does by the tag
             cell.metadata["jupyter"] = NotebookNode(source_hidden=True)
-        if has_solution(cell) or CHECKER in (tags or []):
-            cell.metadata["nbgrader"] = _nbgrader(cell)
+        if (solution := has_solution(cell)) or CHECKER in (tags or []):
+            kind = {"solution": solution, "grade": not solution, "locked": not solution, "task": False}
+            kind |= {} if solution else {"points": 1}
+            cell.metadata["nbgrader"] = NotebookNode(schema_version=3, grade_id=cell["id"], **kind)
         for output in cell.get("outputs", []):
             if "metadata" in output:  # the size of an image matters
                 output.metadata = {k: v for k, v in output.metadata.items() if k == "image/png" and v}
@@ -50,14 +52,6 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
 def has_solution(cell: NotebookNode) -> bool:
     """Whether it holds what a learner is to write."""
     return cell.cell_type == "code" and "### BEGIN SOLUTION" in cell.source
-
-
-def _nbgrader(cell: NotebookNode) -> NotebookNode:
-    """What makes a cell nbgrader's: a solution to write, or a locked check of it that counts one point."""
-    solution = has_solution(cell)
-    kind = {"solution": solution, "grade": not solution, "locked": not solution, "task": False}
-    points = {} if solution else {"points": 1}
-    return NotebookNode(schema_version=3, grade_id=cell["id"], **kind, **points)
 
 
 def cleared(notebook: NotebookNode) -> NotebookNode:
@@ -96,21 +90,15 @@ def _names(source: str) -> tuple[set[str], set[str]]:
     for statement in ast.parse(source).body:
         nodes = list(ast.walk(statement))
         names = [node for node in nodes if isinstance(node, ast.Name)]
-        own = {node.arg for node in nodes if isinstance(node, ast.arg)}
-        own |= _targets(nodes, ast.comprehension)  # nobody else's either
-        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)} - own
+        loops = [each.target for each in nodes if isinstance(each, ast.comprehension | ast.For)]
+        within = {each.id for loop in loops for each in ast.walk(loop) if isinstance(each, ast.Name)}
+        within |= {node.arg for node in nodes if isinstance(node, ast.arg)}  # nobody else's
+        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
         if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            own, stored = own | stored, {statement.name}  # what it assigns inside is its own
-        read = {name.id for name in names if isinstance(name.ctx, ast.Load)}
-        reads |= read - own - makes - _targets(nodes, ast.For)
-        makes |= stored
+            within, stored = within | stored, {statement.name}  # what it assigns inside is its own
+        reads |= {name.id for name in names if isinstance(name.ctx, ast.Load)} - within - makes
+        makes |= stored if isinstance(statement, ast.For) else stored - within
     return reads, makes
-
-
-def _targets(nodes: list[ast.AST], kind: type) -> set[str]:
-    """The names that loops of a kind go through values with."""
-    targets = [each for node in nodes if isinstance(node, kind) for each in ast.walk(node.target)]
-    return {each.id for each in targets if isinstance(each, ast.Name)}
 
 
 def write_copies(notebooks: Sequence[Path], folder: Path) -> Iterator[str]:
