@@ -45,8 +45,8 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     """The jobs of a profile, everything about them checked.
 
     Args:
-        profile: "cpu", "gpu" or "multi-gpu".
-        only: notebooks to keep, as number ("11"), slug or name; what the profile lacks runs with defaults.
+        profile: one of PROFILES.
+        only: the notebooks to keep, as `resolve` takes them; what the profile lacks runs with defaults.
         overrides: "name=value", for every notebook that has the parameter; a name given twice is a grid.
 
     Raises:

@@ -19,7 +19,6 @@ from typing import Any
 
 import psutil
 
-MIB = 2**20
 _LOOK_EVERY_S = 0.25
 
 
@@ -39,13 +38,7 @@ class Outcome:
 def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     """Execute a notebook with this Python; `output` is replaced when it has ended, well or with an error.
 
-    Args:
-        source: the notebook; its folder is the kernel's working directory.
-        output: where the executed notebook goes. What was there stays until the new one is complete.
-        parameters: values for its `parameters` cell.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C; everything that was started here has been killed.
+    Its folder is the kernel's working directory. Ctrl-C ends everything that was started here.
     """
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
     command = [sys.executable, "-m", __name__, str(source), str(partial), json.dumps(parameters)]
@@ -58,7 +51,8 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
         try:
             while (code := process.poll()) is None:
                 time.sleep(_LOOK_EVERY_S)
-                peak = max(peak, _resident_bytes(process.pid))
+                with suppress(psutil.NoSuchProcess):
+                    peak = max(peak, sum(each.memory_info().rss for each in _descendants(process.pid)))
         finally:
             process.stdin.close()
             if code is None:
@@ -69,33 +63,27 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
         said = log.read().decode(errors="replace").strip().splitlines() or [f"exit code {code}"]
     if partial.exists():
         os.replace(partial, output)
-    seconds = round(time.perf_counter() - started, 1)
-    if code == 0:
-        return Outcome("ok", "", seconds, round(peak / MIB))
-    reason = said[-1] if code > 0 else f"killed by {signal.Signals(-code).name}, perhaps out of memory"
-    return Outcome("error", reason, seconds, round(peak / MIB))
+    if code < 0:
+        said = [f"killed by {signal.Signals(-code).name}, perhaps out of memory"]
+    how = ("error", said[-1]) if code else ("ok", "")
+    return Outcome(*how, round(time.perf_counter() - started, 1), round(peak / 2**20))
 
 
 def kill_tree(pid: int) -> None:
     """Kill a process and all its descendants, itself last: it may be the one that calls."""
-    with suppress(psutil.NoSuchProcess):
-        top = psutil.Process(pid)
-        for process in [*top.children(recursive=True), top]:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
+    for process in [*_descendants(pid), psutil.Process(pid)]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
-def _resident_bytes(pid: int) -> int:
-    """Memory of the descendants of a process."""
-    total = 0
+def _descendants(pid: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
-        for child in psutil.Process(pid).children(recursive=True):
-            total += child.memory_info().rss
-    return total
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 def _main(source: str, output: str, parameters: str) -> int:
-    """Run it with papermill, in its own folder; print one line if that fails, saying what and where."""
+    """Run it with papermill; print one line if that fails, saying what and where."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Here and not above: only this process needs the Jupyter libraries, which take a second to import.
     import papermill

@@ -48,15 +48,7 @@ def run_batch(jobs: Sequence[Job], folder: Path, card: str, *, force: bool = Fal
 
     Each ends as `<name>.ipynb`, `.html` and `.json` in the folder, whose index.html is renewed each time, so
     that a killed run continues where it was. Of two runs at once one waits for what the other executes.
-
-    Args:
-        jobs: from `batch.plan`.
-        folder: of this machine, `runs/<machine>`.
-        card: what this machine is, for the index.
-        force: execute also what is done.
-
-    Returns:
-        The record of every job, in the order of the jobs.
+    `card` says in the index what machine it is; `force` executes also what is done.
 
     Raises:
         BatchError: there is no Jupyter kernel to run on.
