@@ -12,9 +12,8 @@ def row(name, length, ms, pass_="forward"):
     return {"implementation": name, "pass": pass_, "p50_ms": ms, **size, **status}
 
 
-def passes(name, length, forward, backward, both):
-    times = {"forward": forward, "backward": backward, "forward_backward": both}
-    return [row(name, length, ms, pass_) for pass_, ms in times.items()]
+def passes(name, length, *times):
+    return [row(name, length, *pair) for pair in zip(times, ("forward", "backward", "forward_backward"))]  # noqa: B905
 
 
 def beside(rows, *baselines):
@@ -27,8 +26,8 @@ def test_the_fastest_with_a_time_is_chosen_at_every_size():
     rows += [row("ours", 64, 2.0), row("a", 64, None), row("b", 64, 4.0)]
     rows += [row("ours", 128, 2.0), row("a", 128, None), row("ours", 256, 2.0), row("a", 512, 1.0)]
     lines = beside(rows, "a", "b").fillna({"baseline": "nobody", "ratio": 0})
-    columns = ["context_length", "baseline", "ratio"]
-    assert lines[columns].to_numpy().tolist() == [[32, "b", 0.5], [64, "b", 2.0], [128, "nobody", 0]]
+    found = lines[["context_length", "baseline", "ratio"]].to_numpy().tolist()
+    assert found == [[32, "b", 0.5], [64, "b", 2.0], [128, "nobody", 0]]
 
 
 def test_passes_that_do_not_add_up_are_the_hosts_time_and_so_is_all_that_is_shorter():
@@ -57,60 +56,47 @@ def test_times_tell_whose_kernels_are_faster_where_the_slower_is_the_gpus(ours, 
 
 
 def test_every_cell_that_falls_short_has_a_reason():
-    both = [(0.1, 0.09), (1.0, 0.8), (4.0, 2.0), (None, 9.0), (4.0, 8.0)]
     rows = passes("ours", 16, 0.01, 0.01, 0.1) + passes("a", 16, 0.01, 0.01, 0.09)
-    for power, (ours, theirs) in enumerate(both[1:]):
+    for power, (ours, theirs) in enumerate([(1.0, 0.8), (4.0, 2.0), (None, 9.0), (4.0, 8.0)]):
         rows += [row("ours", 32 * 2**power, ours, "forward_backward")]
         rows += [row("a", 32 * 2**power, theirs, "forward_backward")]
-    lines = beside(rows, "a").query("`pass` == 'forward_backward'")
-    short = fallen_short(lines)
+    short = fallen_short(beside(rows, "a").query("`pass` == 'forward_backward'"))
     assert short["reason"].tolist() == [HOST, KERNELS, KERNELS, "ours: oom, out of memory"]
     table = grouped(short).set_index("reason")
     assert table["cells"].sum() == len(short)
     assert table.loc[KERNELS, ["context_lengths", "ratio"]].tolist() == ["32, 64", "0.500 to 0.800"]
-    nothing = beside([row("ours", 32, 1.0), row("a", 32, 2.0)], "a")
-    assert grouped(fallen_short(nothing)).empty
+    assert grouped(fallen_short(beside([row("ours", 32, 1.0), row("a", 32, 2.0)], "a"))).empty
 
 
-def version(rung, p50_ms, predicted=(None, None), kept=True, spread=0.01):
+def version(rung, p50_ms, predicted=(None, None), kept=True, spread=0.01, **more):
     times = {"p20_ms": p50_ms * (1 - spread), "p50_ms": p50_ms, "p80_ms": p50_ms * (1 + spread)}
-    low, high = predicted
-    gains = {"predicted_gain_low": low, "predicted_gain_high": high}
-    return {"rung": rung, "technique": f"v{rung}", "kept": kept, "status": "ok", **gains, **times}
+    gains = dict(zip(("predicted_gain_low", "predicted_gain_high"), predicted, strict=True))
+    return {"rung": rung, "technique": f"v{rung}", "kept": kept, "status": "ok", **gains, **times, **more}
 
 
 def test_gains_are_over_the_last_version_kept():
     rows = [version(3, 2.0, (1.9, 2.1)), version(0, 8.0), version(1, 4.0, (1, 1.1))]
-    table = ablation(pd.DataFrame([*rows, version(2, 5.0, (1.1, 1.2), kept=False)]))
-    assert table["technique"].tolist() == ["v0", "v1", "v2", "v3"]
-    assert table["gain"].tolist()[1:] == [2.0, 0.8, 2.0]
-    assert table["outcome"].tolist()[1:] == ["more", "a loss", "as predicted"]
+    rows += [version(2, 5.0, (1.1, 1.2), kept=False), version(4, 1.5, status="error", reason="off by 0.4")]
+    table = ablation(pd.DataFrame([*rows, version(5, 1.0, (2, 2))]))
+    assert table["technique"].tolist() == ["v0", "v1", "v2", "v3", "v4", "v5"]
+    assert table["gain"].drop(4).tolist()[1:] == [2.0, 0.8, 2.0, 2.0]
+    outcomes = table["outcome"].tolist()[1:]
+    assert outcomes == ["more", "a loss", "as predicted", "error: off by 0.4", "as predicted"]
 
 
 @pytest.mark.parametrize(
-    ("ms", "spread", "outcome"),
+    ("ms", "spread", "predicted", "outcome"),
     [
-        (10.5, 0.01, "a loss"),
-        (10.2, 0.02, "less"),
-        (10.2, 0.06, "undecided"),
-        (9.3, 0.06, "as predicted"),
-        (9.8, 0.001, "less"),
-        (8.0, 0.01, "more"),
+        (10.5, 0.01, (1.05, 1.1), "a loss"),
+        (10.2, 0.02, (1.05, 1.1), "less"),
+        (10.2, 0.06, (1.05, 1.1), "undecided"),
+        (9.3, 0.06, (1.05, 1.1), "as predicted"),
+        (9.8, 0.001, (1.05, 1.1), "less"),
+        (8.0, 0.01, (1.05, 1.1), "more"),
+        (8.0, 0.01, (None, None), "not predicted"),
+        (12.0, 0.01, (None, None), "a loss"),
     ],
 )
-def test_a_gain_is_judged_by_the_spread(ms, spread, outcome):
-    rows = [version(0, 10.0, spread=spread), version(1, ms, (1.05, 1.1), spread=spread)]
+def test_a_gain_is_judged_by_the_spread(ms, spread, predicted, outcome):
+    rows = [version(0, 10.0, spread=spread), version(1, ms, predicted, spread=spread)]
     assert ablation(pd.DataFrame(rows))["outcome"].tolist()[1] == outcome
-
-
-@pytest.mark.parametrize(("ms", "outcome"), [(8.0, "not predicted"), (12.0, "a loss")])
-def test_without_a_prediction_only_a_loss_is_judged(ms, outcome):
-    table = ablation(pd.DataFrame([version(0, 10.0), version(1, ms)]))
-    assert table["outcome"].tolist()[1] == outcome
-
-
-def test_what_failed_says_why():
-    failed = version(1, float("nan"), (1, 2)) | {"status": "error", "reason": "off by 0.4"}
-    table = ablation(pd.DataFrame([version(0, 8.0), failed, version(2, 4.0, (2, 2))]))
-    assert "off by 0.4" in table["outcome"].tolist()[1]
-    assert table["gain"].tolist()[2] == 2.0

@@ -1,12 +1,12 @@
-"""Pictures of scaling: dots and regions agree with the ratio, messages lie in their device's lane."""
+"""Pictures of scaling and of steps: dots and regions agree with the ratio, messages lie in their lane."""
 
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import to_hex
 
-from cs336_systems.report import limit_lines, region, ring_timeline
-from labbook.style import GREEN, VERMILLION
+from cs336_systems.report import limit_lines, region, ring_timeline, tradeoff, waterfall
+from labbook.style import BLUE, GREEN, VERMILLION
 
 
 def ratios(devices, batches):
@@ -16,36 +16,33 @@ def ratios(devices, batches):
 
 def test_the_border_is_where_the_ratio_is_one_and_dots_have_the_colour_of_their_side():
     grid, points = ratios(np.geomspace(1, 1e4, 30), np.geomspace(1, 1e6, 30)), ratios([10, 100], [30, 3000])
-    chart = region(grid, "n", "b", points=points, marks={"here": (10, 1000)}, title="Region")
-    (axes,) = chart.axes
+    (axes,) = region(grid, "n", "b", points=points, marks={"here": (10, 1000)}).axes
     _, border, dots = axes.collections
     corners = border.get_paths()[0].vertices
     assert np.log10(corners[:, 1]) == pytest.approx(np.log10(corners[:, 0]), abs=0.05)
-    places = [tuple(place) for place in dots.get_offsets()]
-    colors = dict(zip(places, map(to_hex, dots.get_facecolors()), strict=True))
-    sides = {place: place[1] >= place[0] for place in colors}
-    assert colors == {place: (GREEN if inside else VERMILLION).lower() for place, inside in sides.items()}
-    assert "here" in [text.get_text() for text in axes.texts]
+    for (n, b), color in zip(dots.get_offsets(), dots.get_facecolors(), strict=True):
+        assert to_hex(color) == (GREEN if b >= n else VERMILLION).lower()
 
 
 def test_a_message_is_a_box_from_its_start_to_its_end_in_the_lane_of_its_sender():
-    sends = pd.DataFrame(
-        [("whole", 0, 0.0, 1.0, 0), ("whole", 1, 0.0, 1.0, 1), ("parts", 1, 0.5, 1.0, 0)],
-        columns=["algorithm", "device", "start", "end", "part"],
-    ).assign(text=["a", "b", "c"])
-    chart = ring_timeline(sends, "algorithm", "part", title="Ring")
-    assert [len(axes.patches) for axes in chart.axes] == [2, 1]
+    sends = [("whole", 0, 0.0, 1.0, 0, "a"), ("whole", 1, 0.0, 1.0, 1, "b"), ("parts", 1, 0.5, 1.0, 0, "c")]
+    sends = pd.DataFrame(sends, columns=["algorithm", "device", "start", "end", "part", "text"])
+    chart = ring_timeline(sends, "algorithm", "part")
     boxes = [box for axes in chart.axes for box in axes.patches]
-    for box, row in zip(boxes, sends.itertuples(), strict=True):
-        assert (box.get_x(), box.get_x() + box.get_width()) == (row.start, row.end)
-    first, second, third = (to_rgb(box.get_facecolor()[:3]) for box in boxes)
+    assert [len(axes.patches) for axes in chart.axes] == [2, 1]
+    assert [(box.get_x(), box.get_width()) for box in boxes] == [(0, 1), (0, 1), (0.5, 0.5)]
+    first, second, third = (to_hex(box.get_facecolor()) for box in boxes)
     assert first == third != second  # of one part
 
 
-def test_a_limit_is_a_level_across_the_panel_and_marks_are_named():
-    frame = pd.DataFrame({"n": [1, 2, 4], "memory_gb": [80.0, 40.0, 20.0]})
-    marks = {"two are enough": (2, 40.0)}
-    chart = limit_lines(frame, "n", "memory_gb", limit=("one GPU", 50.0), marks=marks, title="Limit")
-    (axes,) = chart.axes
+def test_a_limit_is_a_level_a_waterfall_has_its_changes_and_points_in_one_place_share_a_name():
+    frame = pd.DataFrame({"n": [1, 2, 4], "memory_gb": [80.0, 40.0, 60.0]})
+    (axes,) = limit_lines(frame, "n", "memory_gb", limit=("one GPU", 50.0)).axes
     assert [50.0, 50.0] in [list(line.get_ydata()) for line in axes.get_lines()]
-    assert {"one GPU", "two are enough"} <= {text.get_text() for text in axes.texts}
+    (axes,) = waterfall(frame, "n", "memory_gb").axes
+    changes = [(bar.get_y(), bar.get_height(), to_hex(bar.get_facecolor())) for bar in axes.patches]
+    blue, green, red = (color.lower() for color in (BLUE, GREEN, VERMILLION))
+    assert changes == [(0, 80, blue), (80, -40, green), (40, 20, red), (0, 60, blue)]
+    rows = {"gib": [38.0, 38.01, 102.0, None], "ms": [1.8, 1.8, 1.7, 1.0], "which": list("abcd")}
+    (axes,) = tradeoff(pd.DataFrame(rows), "gib", "ms", "which").axes
+    assert [text.get_text() for text in axes.texts] == ["a, b", "c"]

@@ -10,8 +10,9 @@ from cs336_systems.attention.config import select_config
 from cs336_systems.attention.digest import kernel_digest
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.implementations import ATTENTION, ATTENTION_PASSES, MODEL_ATTENTION, OURS, TRITON
-from cs336_systems.attention.inputs import DTYPES, MAX_HEAD_SIZE, check_tensors
+from cs336_systems.attention.inputs import MAX_HEAD_SIZE, check_tensors
 from cs336_systems.attention.plain import plain_attention
+from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.nvtx import annotate
 
 HAS_TRITON = find_spec("triton") is not None  # not on macOS
@@ -77,6 +78,6 @@ _loaded = {
 
 
 def _fastest(q: Tensor, k: Tensor) -> str:
-    kernels = HAS_TRITON and q.is_cuda and q.dtype in DTYPES and q.shape[-1] <= MAX_HEAD_SIZE
+    kernels = HAS_TRITON and q.is_cuda and q.dtype in KERNEL_DTYPES and q.shape[-1] <= MAX_HEAD_SIZE
     empty = 0 in q.shape or 0 in k.shape
     return OURS if kernels and not empty else "sdpa"

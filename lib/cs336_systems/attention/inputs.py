@@ -5,8 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cs336_systems.dtypes import KERNEL_DTYPES
+
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_HEAD_SIZE = 256
 
 
@@ -47,10 +48,10 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_that_they_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise what `accepted` raises of tensors."""
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in DTYPES:
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in KERNEL_DTYPES:
         raise TypeError(
             f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; "
-            f"allowed: all three the same, one of {', '.join(map(str, DTYPES))}"
+            f"allowed: all three the same, one of {', '.join(map(str, KERNEL_DTYPES))}"
         )
     if not q.device == k.device == v.device:
         raise ValueError(

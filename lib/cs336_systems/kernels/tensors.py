@@ -6,7 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cs336_systems.attention.inputs import DTYPES
+from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.kernels.runtime import INTERPRETED, check_device
 
 
@@ -16,12 +16,12 @@ def check_kernel_inputs(
     """Refuse tensors, called by these names, that no kernel takes; `allowed` describes the shapes that fit.
 
     Raises:
-        TypeError: a dtype that is not one of DTYPES, or not the others'.
+        TypeError: a dtype that is not one of KERNEL_DTYPES, or not the others'.
         ValueError: shapes that do not fit, devices that differ. RuntimeError: as `check_device`.
     """
     dtypes = {x.dtype for x in tensors}
-    if not dtypes.issubset(DTYPES) or (same_dtype and len(dtypes) > 1):
-        one_of = ("all the same, one of " if same_dtype else "") + ", ".join(map(str, DTYPES))
+    if not dtypes.issubset(KERNEL_DTYPES) or (same_dtype and len(dtypes) > 1):
+        one_of = ("all the same, one of " if same_dtype else "") + ", ".join(map(str, KERNEL_DTYPES))
         raise TypeError(f"{names} have dtypes {_listed(x.dtype for x in tensors)}; allowed: {one_of}")
     if any(x.device != tensors[0].device for x in tensors):
         raise ValueError(
