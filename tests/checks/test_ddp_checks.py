@@ -14,7 +14,7 @@ from torch.distributed import all_reduce
 
 from cs336_systems.checks.data_parallel import float16_means, hooks_run
 from cs336_systems.checks.ddp_checks import check_ddp, properties
-from cs336_systems.checks.steps import step
+from cs336_systems.checks.exercise import step
 
 PROPERTIES = [*properties(thorough=False, overlapped=True), float16_means, hooks_run]
 

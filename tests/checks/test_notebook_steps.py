@@ -20,7 +20,7 @@ import torch
 
 pytest.importorskip("triton", reason="there is no triton for this platform")
 
-from cs336_systems.checks import steps
+from cs336_systems.checks import exercise
 from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import CHECKER, has_solution
 
@@ -254,7 +254,7 @@ def test_one_that_returns_nothing(number, name):
 
 @pytest.mark.parametrize(("number", "name"), FUNCTIONS)
 def test_one_that_never_ends(number, name, monkeypatch):
-    monkeypatch.setattr(steps, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(exercise, "TIMEOUT_S", 0.2)
     (told,) = crosses(number, name, lambda right: lambda *args, **kwargs: time.sleep(60))
     assert "does a loop never end" in told
 

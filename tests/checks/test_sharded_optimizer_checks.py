@@ -230,6 +230,6 @@ def test_states_can_be_asked_for_alone(capsys):
 
 
 def test_a_mistake_follows_what_holds(capsys):
-    with pytest.raises(AssertionError, match="^WrongRight, rank 0, 1: rank 0 keeps 94%"):
+    with pytest.raises(AssertionError, match=r"^WrongRight, rank 0, 1: rank 0 keeps 94%"):
         check_sharded_optimizer(BUGS["in turn"][0])
     assert len(capsys.readouterr().out.splitlines()) == 2

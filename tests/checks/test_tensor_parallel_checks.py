@@ -86,7 +86,7 @@ def test_each_mistake_is_named(failures, name):
 
 def test_what_a_class_raises_is_told():
     nothing = bug(TensorParallelSwiGLU, forward=lambda self, x: [][0])
-    with pytest.raises(AssertionError, match="did not get through: .*IndexError"):
+    with pytest.raises(AssertionError, match=r"did not get through: .*IndexError"):
         check_tensor_parallel(nothing)
 
 

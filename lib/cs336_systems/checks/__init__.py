@@ -7,12 +7,12 @@ __getattr__, __all__ = lazy_exports(
     {
         "attention_checks": "BASIC EVERYTHING AttentionCase check_attention check_logsumexp",
         "ddp_checks": "check_ddp",
+        "exercise": "step",
         "flash_steps": "check_backward check_delta check_forward check_gradients check_mask check_visit",
         "fsdp_checks": "check_fsdp",
         "fused_checks": "FUSED check_fused check_weighted_sum",
         "ring_checks": "check_ring run_ring",
         "sharded_optimizer_checks": "check_sharded_optimizer",
-        "steps": "step",
         "tensor_parallel_checks": "check_tensor_parallel",
     },
 )

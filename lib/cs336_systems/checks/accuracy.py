@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from cs336_systems.checks.steps import assert_tensor
+from cs336_systems.checks.exercise import assert_tensor
 
 ALLOWED_RATIO = 2.0
 EPS = torch.finfo(torch.float32).eps

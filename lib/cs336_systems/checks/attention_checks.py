@@ -22,7 +22,7 @@ from cs336_systems.attention.implementations import ATTENTION
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.attention.plain import causal_mask
 from cs336_systems.checks.accuracy import EPS, compare, random_on
-from cs336_systems.checks.steps import assert_tensor
+from cs336_systems.checks.exercise import assert_tensor
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from triton.runtime import JITFunction
 
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention, check_logsumexp
-from cs336_systems.checks.steps import Step, assert_tensor
+from cs336_systems.checks.exercise import Step, assert_tensor
 
 _TILE = 16  # what tl.dot takes at least
 _LOG2_E = 1.4426950408889634

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cs336_systems.checks.steps import show
+from cs336_systems.checks.exercise import show
 from cs336_systems.parallel import WorkerContext, WorkerError, stream
 
 _WATCHED = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single")

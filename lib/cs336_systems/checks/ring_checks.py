@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from cs336_systems.checks.steps import Step
+from cs336_systems.checks.exercise import Step
 
 _MOST_MESSAGES = 10_000  # of a rank
 Ring = Callable[[Tensor, int, int], Generator[Tensor, Tensor, Tensor]]
