@@ -158,10 +158,7 @@ class KeepsTheWhole(Right):
             weight.shard.data = torch.cat([weight.shard.data] * dist.get_world_size())
 
     def gather_full_parameters(self):
-        torch.manual_seed(0)
-        for layer in self.module:
-            getattr(layer, "reset_parameters", int)()
-        return dict(self.module.named_parameters())
+        return dict(type(self.module)(0).named_parameters())
 
 
 class ShardsTheNormToo(Right):
@@ -279,7 +276,7 @@ BUGS = {
         "it has no 'embedding.weight', but w",
     ),
     "whole": (KeepsTheWhole, "'embedding.weight' still has 288 of 288 elements.* rows, 144"),
-    "norms": (ShardsTheNormToo, "'9.weight' was sharded. Leave"),
+    "norms": (ShardsTheNormToo, "'norm.weight' was sharded. Leave"),
     "not put back": (ForgetsToPutShardsBack, r"after forward, parameters\(\) are not the shards"),
     "no wait": (
         bug(Right, collect=lambda self, weight, following: [x.gather() for x in (weight, *following)]),
@@ -291,7 +288,7 @@ BUGS = {
     ),
     "no average": (bug(Right, reduce=scaled(2)), "'embedding.weight' is the sum over the ranks. Divide"),
     "two averages": (bug(Right, reduce=scaled(0.5)), "'embedding.weight' is averaged twice"),
-    "own norm": (bug(Right, average=nothing), "'9.weight' is still this rank's own"),
+    "own norm": (bug(Right, average=nothing), "'norm.weight' is still this rank's own"),
     "own rows": (KeepsItsOwnRows, "'embedding.weight' is not the mean"),
     "no wait for reductions": (
         bug(Right, wait=nothing),

@@ -173,7 +173,7 @@ BUGS = {
     "twice": (UpdatesTwice, "updated twice"),
     "shares nothing": (
         bug(Right, is_mine=lambda self, parameter: True, send=nothing),
-        "0, 1 keep states of parameter 0 .* only the parameters that this rank owns",
+        "parameter 0 .* states on 2 ranks.* only the parameters that this rank owns",
     ),
     "in turn": (
         bug(
@@ -206,7 +206,7 @@ BUGS = {
     ),
     "shares the first group": (
         bug(Right, is_mine=lambda self, parameter: self.started or Right.is_mine(self, parameter)),
-        "0, 1 keep states of parameter 4",
+        "parameter 4 .* states on 2 ranks",
     ),
     "mixes up dtypes": (MixesUpDtypes, "parameter 0 .* not what one optimizer alone makes of it"),
 }

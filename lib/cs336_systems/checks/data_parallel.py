@@ -30,10 +30,10 @@ class Toy(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.first = Embedding(VOCABULARY + 1, 3)
+        self.frozen = Linear(5, 3).requires_grad_(False)
         self.rarely = Linear(3, VOCABULARY + 1)  # its gradient comes before those of the layers behind it
         self.up = Linear(3, 5)
         self.norm = RMSNorm(5)
-        self.frozen = Linear(5, 3).requires_grad_(False)
         self.last = Linear(3, VOCABULARY + 1)
         self.last.weight = self.first.weight
         self.register_buffer("shift", torch.randn(5))

@@ -54,7 +54,7 @@ def properties(only: Sequence[str] = (), thorough: bool = False) -> list[Propert
     """What `check_fsdp` tries, in this order."""
     tried = [each for word in only or PROPERTIES for each in PROPERTIES[word]]
     follow = partial(shared.follow, weights=_whole)
-    several = partial(follow, make=_model, passes=3)
+    several = partial(follow, make=_Layers, passes=3)
     unusual = {
         "odd numbers of rows, tied, frozen and unused weights": partial(
             follow, options=lambda *_: {"rarely": False}
@@ -66,20 +66,22 @@ def properties(only: Sequence[str] = (), thorough: bool = False) -> list[Propert
     return [*tried, *added] if thorough else tried
 
 
-def _model(seed: int) -> nn.Sequential:
-    """Five layers and a norm. No two weights have as many elements, by which messages are told apart."""
-    torch.manual_seed(seed)
-    model = nn.Sequential(OrderedDict(embedding=Embedding(shared.VOCABULARY, 12)))
-    for name, size in _SIZES.items():
-        model.add_module(name, Linear(*size))
-        model.add_module(f"tanh_{name}", nn.Tanh())
-    return model.append(RMSNorm(60))
+class _Layers(nn.Sequential):
+    """Five layers and a norm. No two weights have as many elements, which identifies messages."""
+
+    def __init__(self, seed: int):
+        torch.manual_seed(seed)
+        super().__init__(OrderedDict(embedding=Embedding(shared.VOCABULARY, 12)))
+        for name, size in _SIZES.items():
+            self.add_module(name, Linear(*size))
+            self.add_module(f"tanh_{name}", nn.Tanh())
+        self.add_module("norm", RMSNorm(60))
 
 
 @cache
 def _layers_by_size() -> dict[int, str]:
     """The layers, by the number of elements of their weights."""
-    module = _model(seed=0)
+    module = _Layers(seed=0)
     return {getattr(module, layer).weight.numel(): layer for layer in LAYERS}
 
 
@@ -95,16 +97,16 @@ def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
 @holds("gather_full_parameters() returns rank 0's values, whole, by name")
 def starts_from_rank_0(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
     hint = "Broadcast before sharding; put the shards together in the order of the ranks, without padding."
-    return shared.starts_from_rank_0(context, wrap, _model, _whole, hint)
+    return shared.starts_from_rank_0(context, wrap, _Layers, _whole, hint)
 
 
 @holds("of every Linear and Embedding weight a rank keeps its share, as what parameters() returns")
 def keeps_shards(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped = wrap(_model(seed=0))
+    wrapped = wrap(_Layers(seed=0))
     sizes = {name: parameter.numel() for name, parameter in wrapped.module.named_parameters()}
     if {id(p) for p in wrapped.parameters()} != {id(p) for p in wrapped.module.parameters()}:
         yield "its parameters() are not the module's. Put each shard where the module has its weight."
-    for name, n in ((name, parameter.numel()) for name, parameter in _model(seed=0).named_parameters()):
+    for name, n in ((name, parameter.numel()) for name, parameter in _Layers(seed=0).named_parameters()):
         is_sharded, share = name.removesuffix(".weight") in LAYERS, -(-n // context.world_size)
         if name not in sizes:
             yield f"the module has no parameter {name!r} any more. Its shard belongs there."
@@ -116,7 +118,7 @@ def keeps_shards(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
 
 @holds("forward computes with the whole weights, and leaves the shards in place")
 def forward(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped, tokens = wrap(_model(seed=0)), tokens_of(context.rank, 0)
+    wrapped, tokens = wrap(_Layers(seed=0)), tokens_of(context.rank, 0)
     sizes, gathers, early = [parameter.numel() for parameter in wrapped.parameters()], {}, []
 
     def before(layer: str, *_: Any) -> None:
@@ -133,13 +135,13 @@ def forward(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
         yield f"{early[0]!r} computes while its weight may be on its way. wait() for its all-gather before."
     if sizes != [parameter.numel() for parameter in wrapped.parameters()]:
         yield "after forward, parameters() are not the shards any more. Put them back behind each layer."
-    if not close(outputs, _model(seed=0)(tokens)):
+    if not close(outputs, _Layers(seed=0)(tokens)):
         yield "its forward is not the module's. Does every layer compute with its own, whole weight?"
 
 
 @holds("every .grad has its parameter's shape and dtype, and is the mean over the ranks")
 def gradients(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped = wrap(_model(seed=0))
+    wrapped = wrap(_Layers(seed=0))
     before = _whole(wrapped)
     one_step(context, wrapped)
     mistakes = list(_of_wrong_kind(wrapped))
@@ -154,7 +156,7 @@ def gradients(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
     # With a learning rate of 1 the update is the gradient, however the ranks share it.
     updates = {name: before[name] - after[name] for name in before}
     hint = " Does each rank get the rows of its shard, and does backward compute with the whole weights?"
-    yield from shared.average_mistakes(context, _model, updates, hint)
+    yield from shared.average_mistakes(context, _Layers, updates, hint)
 
 
 def _of_wrong_kind(wrapped: nn.Module) -> Iterator[str]:
@@ -172,7 +174,7 @@ def _of_wrong_kind(wrapped: nn.Module) -> Iterator[str]:
 
 @holds("gradients are reduce-scattered: no rank receives more than its share")
 def reduces(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped, messages = wrap(_model(seed=0)), list[Message]()
+    wrapped, messages = wrap(_Layers(seed=0)), list[Message]()
     with observed(messages.append):
         one_step(context, wrapped)
     for message in messages:
@@ -183,20 +185,20 @@ def reduces(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
 
 @holds("the weights follow one process that has the whole batch, with SGD and with AdamW")
 def trains(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    alike = partial(shared.follow, context, wrap, weights=_whole, make=_model)
+    alike = partial(shared.follow, context, wrap, weights=_whole, make=_Layers)
     runs = _stale(context, wrap), alike(optimizer="SGD"), alike(optimizer="AdamW")
     yield from filter(None, [next(run, None) for run in runs])
 
 
 def _stale(context: WorkerContext, wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
     """Which weights from before an optimizer's step forward computes with, as far as its outputs tell."""
-    wrapped, tokens = wrap(_model(seed=0), compute_dtype=dtype), tokens_of(context.rank, 0)
+    wrapped, tokens = wrap(_Layers(seed=0), compute_dtype=dtype), tokens_of(context.rank, 0)
     older = {
         name: tensor for name, tensor in _whole(wrapped).items() if name.removesuffix(".weight") in LAYERS
     }
     one_step(context, wrapped)
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
-    now, probe, errors = _whole(wrapped), _model(seed=0), {}
+    now, probe, errors = _whole(wrapped), _Layers(seed=0), {}
     candidates = {"": now, "the weights": now | older}
     if dtype is None:  # otherwise rounding hides a single one
         candidates |= {repr(name): now | {name: tensor} for name, tensor in older.items()}
@@ -240,7 +242,7 @@ class _WholeWeights:
 
 @holds("whole weights are freed after use, in forward and in backward")
 def frees(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped, whole, mistakes = wrap(_model(seed=0)), _WholeWeights(), []
+    wrapped, whole, mistakes = wrap(_Layers(seed=0)), _WholeWeights(), []
     still = "the whole weights of these layers still have memory:"
     mend = (
         "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor for backward."
@@ -266,7 +268,7 @@ def frees(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
 
 @holds("the all-gathers are under way before they are needed, at most two layers ahead")
 def prefetches(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped, events = wrap(_model(seed=0)), list[tuple[str, str]]()
+    wrapped, events = wrap(_Layers(seed=0)), list[tuple[str, str]]()
 
     def on_message(message: Message) -> None:
         if layer := _gathered(message):
@@ -308,7 +310,7 @@ def prefetches(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
 
 @holds(f"with compute_dtype={_LOW}, weights travel in it; shards, gradients and updates stay float32")
 def low_precision(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped, messages, outputs = wrap(_model(seed=0), compute_dtype=_LOW), list[Message](), []
+    wrapped, messages, outputs = wrap(_Layers(seed=0), compute_dtype=_LOW), list[Message](), []
     wrapped.module.register_forward_hook(lambda _, inputs, output: outputs.append(output))
     with observed(messages.append):
         one_step(context, wrapped)

@@ -119,9 +119,8 @@ class _Pair:
         kept, sizes, mistakes = from_all(self.has_states()), [x.nbytes for x in self.sharded], []
         for name, keeps in zip(self.names(), zip(*kept, strict=True), strict=True):
             if sum(keeps) != 1:
-                who = ", ".join(str(rank) for rank, does in enumerate(keeps) if does) or "none"
                 mend = "Give the optimizer inside only the parameters that this rank owns."
-                mistakes.append(f"of ranks, {who} keep states of {name} not one. {mend}")
+                mistakes.append(f"{name} has states on {sum(keeps)} ranks, not on one. {mend}")
         shares = [sum(size for size, keeps in zip(sizes, own, strict=True) if keeps) for own in kept]
         if max(shares) > sum(sizes) / len(shares) + max(sizes):
             rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
