@@ -15,6 +15,6 @@ def failures(request):
     """
     module = request.module
     cloudpickle.register_pickle_by_value(module)  # as if defined in a notebook
-    pickled = {name: cloudpickle.dumps((made, module.PROPERTIES)) for name, (made, _) in module.BUGS.items()}
+    pickled = {name: cloudpickle.dumps((wrong, module.PROPERTIES)) for name, wrong in module.BUGS.items()}
     cloudpickle.unregister_pickle_by_value(module)
     return launch(try_each, 2, pickled, backend="gloo", timeout_s=200)[0]

@@ -151,70 +151,55 @@ def nothing(self, *_):
     pass
 
 
+def in_turn(self, parameters):
+    self.owner.update((p, n % self.world_size) for n, p in enumerate(parameters))
+
+
 def send_all(way):
     return lambda self: [way(self, parameter, rank) for parameter, rank in self.owner.items()]
 
 
-BUGS = {
-    "right": (Right, "^$"),
-    "no optimizer": (bug(Right, __new__=lambda cls, *_, **__: object()), "no torch.optim.Optimizer"),
-    "only its shard": (KeepsOnlyItsShard, "param_groups hold 4 parameters and were given 8"),
-    "no settings outside": (NoSettingsOutside, "param_groups have no 'lr'"),
-    "no settings": (LosesTheSettings, "parameter 0 .* the settings were AdamW's defaults"),
-    "sends nothing": (bug(Right, send=nothing), "parameter 0 .* updated on rank 0 alone.* broadcast"),
-    "wrong source": (
-        bug(Right, send=send_all(lambda self, p, rank: broadcast(p.data, src=(rank + 1) % self.world_size))),
-        "parameter 0 .* as before the step, on every rank.* src=owner",
+BUGS = {  # what is said about each
+    "^$": Right,
+    "no torch.optim.Optimizer": bug(Right, __new__=lambda cls, *_, **__: object()),
+    "param_groups hold 4 parameters and were given 8": KeepsOnlyItsShard,
+    "param_groups have no 'lr'": NoSettingsOutside,
+    "parameter 0 .* the settings were AdamW's defaults": LosesTheSettings,
+    "parameter 0 .* updated on rank 0 alone.* broadcast": bug(Right, send=nothing),
+    "parameter 0 .* as before the step, on every rank.* src=owner": bug(
+        Right, send=send_all(lambda self, p, rank: broadcast(p.data, src=(rank + 1) % self.world_size))
     ),
-    "no wait": (
-        bug(Right, send=send_all(lambda self, p, rank: broadcast(p.data, src=rank, async_op=True))),
-        "8 of 8 broadcasts may still be under way",
+    "8 of 8 broadcasts may still be under way": bug(
+        Right, send=send_all(lambda self, p, rank: broadcast(p.data, src=rank, async_op=True))
     ),
-    "twice": (UpdatesTwice, "updated twice"),
-    "shares nothing": (
-        bug(Right, is_mine=lambda self, parameter: True, send=nothing),
-        "parameter 0 .* states on 2 ranks.* only the parameters that this rank owns",
+    "updated twice": UpdatesTwice,
+    "parameter 0 .* states on 2 ranks.* only the parameters that this rank owns": bug(
+        Right, is_mine=lambda self, parameter: True, send=nothing
     ),
-    "in turn": (
-        bug(
-            Right, deal=lambda self, ps: self.owner.update((p, n % self.world_size) for n, p in enumerate(ps))
-        ),
-        "rank 0 keeps 94% of the states. Assign by bytes",
+    "rank 0 keeps 94% of the states. Assign by bytes": bug(Right, deal=in_turn),
+    "without a gradient was given one": FillsGradients,
+    "without a gradient was changed": bug(FillsGradients, keeps=False),
+    "called the closure 0 times": bug(Right, run=nothing),
+    "called the closure 2 times": RunsTheClosureTwice,
+    "under no_grad": bug(Right, run=lambda self, closure: closure and closure()),
+    "returned None": bug(Right, run=lambda self, closure: [Right.run(self, closure), None][1]),
+    r"after zero_grad\(\) 4 of 8 gradients": bug(
+        Right, zero_grad=lambda self, set_to_none=True: self.inside.zero_grad(set_to_none)
     ),
-    "fills gradients": (FillsGradients, "without a gradient was given one"),
-    "decays": (bug(FillsGradients, keeps=False), "without a gradient was changed"),
-    "no closure": (bug(Right, run=nothing), "called the closure 0 times"),
-    "closure twice": (RunsTheClosureTwice, "called the closure 2 times"),
-    "no gradients": (bug(Right, run=lambda self, closure: closure and closure()), "under no_grad"),
-    "loses the loss": (
-        bug(Right, run=lambda self, closure: [Right.run(self, closure), None][1]),
-        "returned None",
+    "with two groups, parameter 0 .* each with its settings": LosesGroupSettings,
+    "change of .* as a scheduler makes it": bug(Right, update_settings=nothing),
+    "after add_param_group, parameter 4 .* as before .* inside its part": ForgetsLaterGroups,
+    "after add_param_group, parameter 0 .* keep the first group's states": StartsAnewWithEachGroup,
+    "parameter 4 .* states on 2 ranks": bug(
+        Right, is_mine=lambda self, parameter: self.started or Right.is_mine(self, parameter)
     ),
-    "clears its shard": (
-        bug(Right, zero_grad=lambda self, set_to_none=True: self.inside.zero_grad(set_to_none)),
-        r"after zero_grad\(\) 4 of 8 gradients",
-    ),
-    "loses group settings": (LosesGroupSettings, "with two groups, parameter 0 .* each with its settings"),
-    "deaf to schedulers": (bug(Right, update_settings=nothing), "change of .* as a scheduler makes it"),
-    "forgets later groups": (
-        ForgetsLaterGroups,
-        "after add_param_group, parameter 4 .* as before .* inside its part",
-    ),
-    "starts anew": (
-        StartsAnewWithEachGroup,
-        "after add_param_group, parameter 0 .* keep the first group's states",
-    ),
-    "shares the first group": (
-        bug(Right, is_mine=lambda self, parameter: self.started or Right.is_mine(self, parameter)),
-        "parameter 4 .* states on 2 ranks",
-    ),
-    "mixes up dtypes": (MixesUpDtypes, "parameter 0 .* not what one optimizer alone makes of it"),
+    "parameter 0 .* not what one optimizer alone makes of it": MixesUpDtypes,
 }
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_each_mistake_is_named(failures, name):
-    assert re.search(BUGS[name][1], failures[name])
+@pytest.mark.parametrize("sentence", BUGS)
+def test_each_mistake_is_named(failures, sentence):
+    assert re.search(sentence, failures[sentence])
 
 
 def test_ours_passes_where_most_is_asked(capsys):
@@ -225,11 +210,11 @@ def test_ours_passes_where_most_is_asked(capsys):
 
 
 def test_states_can_be_asked_for_alone(capsys):
-    check_sharded_optimizer(BUGS["sends nothing"][0], only_states=True)
+    check_sharded_optimizer(bug(Right, send=nothing), only_states=True)
     assert "3 cases right" in capsys.readouterr().out
 
 
 def test_a_mistake_follows_what_holds(capsys):
     with pytest.raises(AssertionError, match=r"^WrongRight, rank 0, 1: rank 0 keeps 94%"):
-        check_sharded_optimizer(BUGS["in turn"][0])
+        check_sharded_optimizer(bug(Right, deal=in_turn))
     assert len(capsys.readouterr().out.splitlines()) == 2

@@ -63,25 +63,24 @@ def take_the_first_slice(self, full):
     self.w3 = nn.Parameter(full.w3.weight.detach().chunk(dist.get_world_size(), 0)[0])
 
 
-BUGS = {
-    "right": (Right, "^$"),
-    "no sum": (bug(Right, leave=lambda self, x: x), "output is only this rank's term. All-reduce"),
-    "average": (bug(Right, leave=lambda self, x: Right.leave(self, x) / 2), "output is the mean"),
-    "no input gradient": (bug(Right, enter=lambda self, x: x), "gradient of the input is only what comes"),
-    "both ways": (
-        bug(Right, leave=lambda self, x: _SumBothWays.apply(x, self.group)),
-        "gradient of w1 is 2 times too large",
+BUGS = {  # what is said about each
+    "^$": Right,
+    "output is only this rank's term. All-reduce": bug(Right, leave=lambda self, x: x),
+    "output is the mean": bug(Right, leave=lambda self, x: Right.leave(self, x) / 2),
+    "gradient of the input is only what comes": bug(Right, enter=lambda self, x: x),
+    "gradient of w1 is 2 times too large": bug(
+        Right, leave=lambda self, x: _SumBothWays.apply(x, self.group)
     ),
-    "outside autograd": (SumsOutsideAutograd, "w1 has no gradient"),
-    "rows": (bug(Right, change=cut_w2_by_rows), r"w2 is \(3, 10\), not \(6, 5\). Cut it into columns"),
-    "first slice": (bug(Right, change=take_the_first_slice), "rank 1: w3 is not the slice of rank 1"),
-    "elsewhere": (bug(Right, change=lambda self, full: delattr(self, "w1")), "`.w1` is no nn.Parameter"),
+    "w1 has no gradient": SumsOutsideAutograd,
+    r"w2 is \(3, 10\), not \(6, 5\). Cut it into columns": bug(Right, change=cut_w2_by_rows),
+    "rank 1: w3 is not the slice of rank 1": bug(Right, change=take_the_first_slice),
+    "`.w1` is no nn.Parameter": bug(Right, change=lambda self, full: delattr(self, "w1")),
 }
 
 
-@pytest.mark.parametrize("name", BUGS)
-def test_each_mistake_is_named(failures, name):
-    assert re.search(BUGS[name][1], failures[name])
+@pytest.mark.parametrize("sentence", BUGS)
+def test_each_mistake_is_named(failures, sentence):
+    assert re.search(sentence, failures[sentence])
 
 
 def test_what_a_class_raises_is_told():
