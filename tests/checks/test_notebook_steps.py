@@ -9,7 +9,6 @@ import contextlib
 import io
 import linecache
 import symtable
-import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -20,7 +19,6 @@ import torch
 
 pytest.importorskip("triton", reason="there is no triton for this platform")
 
-from cs336_systems.checks import exercise
 from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import CHECKER, has_solution
 
@@ -83,6 +81,8 @@ WRONG = [
     ("24", "online_softmax", "s.amax(-1)", "s.max()", "own maximum"),
     ("24", "visit_keys", "correction * total", "total", "shrink"),
     ("24", "visit_keys", "tl.exp2", "tl.exp", "exp2"),
+    ("24", "visit_keys", "s = tl.where(visible, s, -float(\"inf\"))", "pass", "is a hidden score -inf"),
+    ("24", "visit_keys", "tl.where(m_new == -float(\"inf\"), 0.0, m_new)", "m_new", "first tile may"),
     ("24", "is_visible", ">= keys", "> keys", "sees itself"),
     ("24", "is_visible", "visible = keys < n_keys", "visible = keys >= 0", "beyond the last"),
     ("24", "forward_kernel", "/ total[:, None]", "", "agrees with attention"),
@@ -250,13 +250,6 @@ def crosses(number, name, wrap):
 def test_one_that_returns_nothing(number, name):
     (told,) = crosses(number, name, lambda right: lambda *args, **kwargs: None)
     assert "return" in told
-
-
-@pytest.mark.parametrize(("number", "name"), FUNCTIONS)
-def test_one_that_never_ends(number, name, monkeypatch):
-    monkeypatch.setattr(exercise, "TIMEOUT_S", 0.2)
-    (told,) = crosses(number, name, lambda right: lambda *args, **kwargs: time.sleep(60))
-    assert "does a loop never end" in told
 
 
 def each(change):
