@@ -34,9 +34,6 @@ def some_tokens(batch_size: int = 3, sequence: int = 16) -> torch.Tensor:
     return torch.randint(DIMENSIONS["vocab_size"], (batch_size, sequence), generator=generator)
 
 
-# The whole model
-
-
 ATTENTION = [f"attn.{part}_proj" for part in ("q", "k", "v", "output")]
 OF_A_BLOCK = ["ln1", "ln2", *ATTENTION, "ffn.w1", "ffn.w2", "ffn.w3"]
 HANDOUT_NAMES = {
@@ -132,16 +129,9 @@ def test_autocast_computes_in_16_bit_and_keeps_parameters_and_gradients_in_32(dt
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_a_model_can_be_built_in_another_type(dtype):
-    model = a_model(dtype=dtype)
-    assert {b.dtype for b in model.buffers()} == {torch.float32}
-    assert {p.dtype for p in model.parameters()} == {model(some_tokens()).dtype} == {dtype}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_rotary_tables_stay_float32_when_a_model_is_cast(dtype):
-    model = a_model().to(dtype)
-    assert {p.dtype for p in model.parameters()} == {dtype}
-    assert {b.dtype for b in model.buffers()} == {torch.float32}
+    for model in (a_model(dtype=dtype), a_model().to(dtype)):
+        assert {b.dtype for b in model.buffers()} == {torch.float32}
+        assert {p.dtype for p in model.parameters()} == {model(some_tokens()).dtype} == {dtype}
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -187,7 +177,7 @@ def test_what_is_float32_does_not_follow_the_default_dtype(default):
         AdamW(model.parameters()).step()
         kernels = [model.lm_head(model.embed(tokens)).detach()]
         if find_spec("triton"):
-            use_kernels = import_module("cs336_systems.training.fused_block").use_fused_blocks
+            use_kernels = import_module("cs336_systems.training.fused").use_fused_blocks
             kernels.append(use_kernels(model)(tokens, tokens).detach())
         hidden = model.embed(tokens)
         kernels.append(linear_cross_entropy(hidden, model.lm_head.weight, tokens).detach())
@@ -217,9 +207,6 @@ def test_it_is_built_on_the_gpu_and_gives_the_same_logits_there():
     torch.testing.assert_close(on_gpu(some_tokens().cuda()).cpu(), model(some_tokens()), rtol=1e-3, atol=1e-4)
 
 
-# Initialisation
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_drawn_from_truncated_normals(dtype):
     torch.manual_seed(0)
@@ -238,19 +225,6 @@ def test_weights_are_drawn_from_truncated_normals(dtype):
     assert torch.equal(RMSNorm(7).weight, torch.ones(7))
 
 
-# Its parts
-
-
-def test_rmsnorm_survives_squares_that_float16_cannot_hold():
-    x = 1000 * torch.randn(4, 64)
-    output = RMSNorm(64)(x.half())
-    assert output.dtype == torch.float16
-    torch.testing.assert_close(output.float(), RMSNorm(64)(x), rtol=2e-3, atol=2e-3)
-
-
-# Refusals
-
-
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
@@ -258,7 +232,6 @@ def test_rmsnorm_survives_squares_that_float16_cannot_hold():
         ({"num_heads": 8}, "d_head.*3"),
         ({"num_layers": 0}, "num_layers.*0"),
         ({"d_ff": 40.0}, "d_ff.*40.0"),
-        ({"context_length": -1}, "context_length.*-1"),
     ],
 )
 def test_impossible_dimensions_are_refused(changes, match):

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs336_systems.accounting.collective_costs import (
-    COLLECTIVES,
     algorithm_bandwidth_gbps,
     best_bucket_bytes,
     bus_bandwidth_gbps,
@@ -38,10 +37,8 @@ def test_bus_factors_are_those_of_nccl_tests():
     ("call", "words"),
     [
         (lambda: bus_factor("reduce", 2), "all_reduce"),
-        (lambda: bus_factor("broadcast", 0), "world_size must be a positive integer"),
         (lambda: ring_seconds("all_reduce", 1.0, 2, hop_s=0, link_bytes_per_s=-1), "link_bytes_per_s is -1"),
         (lambda: fit_alpha_beta([1, 1], [1, 2]), "two or more different sizes"),
-        (lambda: fit_alpha_beta([1, 2], [1]), "one time for each size"),
         (lambda: fit_alpha_beta([0, 2], [1, float("nan")]), "finite and above 0"),
     ],
 )
@@ -58,12 +55,6 @@ def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather(n, size, hop, r
     )
     assert reduce == pytest.approx(scatter + gather)
     assert gather == pytest.approx((n - 1) * (hop + size / n / rate))
-
-
-@given(RANKS, BYTES, st.floats(1e3, 1e12), st.sampled_from(list(COLLECTIVES)))
-def test_without_latency_the_bus_bandwidth_is_the_links_rate(n, size, rate, collective):
-    seconds = ring_seconds(collective, size, n, hop_s=0, link_bytes_per_s=rate)
-    assert bus_bandwidth_gbps(collective, size, seconds, n) == pytest.approx(rate / 1e9)
 
 
 @given(
@@ -124,14 +115,6 @@ def test_no_size_beats_the_best(total, link, factor):
     least = equal_buckets_exposed_seconds(total, total / best, **link)
     assert equal_buckets_exposed_seconds(total, total / (factor * best), **link) >= least * (1 - 1e-9)
     assert least == pytest.approx(2 * math.sqrt(total * link["latency_s"] / link["bytes_per_s"]), rel=1e-6)
-
-
-def test_a_small_last_bucket_leaves_little():
-    """A slow backward: each bucket is gone before the next is ready, and only the last one counts."""
-    link = {"backward_s": 100.0, "latency_s": 0.5, "bytes_per_s": 100.0}
-    assert exposed_seconds([90, 10], **link) == pytest.approx(0.6)
-    assert exposed_seconds([10, 90], **link) == pytest.approx(1.4)
-    assert exposed_seconds([100], **link) == pytest.approx(1.5)
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 400).map(lambda size: size / 2**20))

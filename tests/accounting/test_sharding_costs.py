@@ -121,15 +121,3 @@ def test_units_are_gathered_in_the_order_of_the_model(strategy):
     gathered = sum(sum(of_pass.values()) for of_pass in units.values())
     assert sent["all_gather"] == pytest.approx(gathered / 2, rel=1e-3)
     assert sharding_costs.gathered_units(config, "ddp") == {"forward": {}, "backward": {}}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("ddp2", 2, 1, 8), "implementation 'ddp2' is unknown; allowed: ddp, zero"),
-        (("ddp", 0, 1, 8), "world_size must be a positive integer"),
-    ],
-)
-def test_it_refuses_what_is_none(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        sharding_costs.held_bytes(XL, *arguments)

@@ -11,7 +11,7 @@ import triton
 
 from cs336_systems.attention.compile_resources import _ask_ptxas, _Chip
 from cs336_systems.kernels import cross_entropy, rms_norm, rotary, swiglu
-from cs336_systems.kernels.tensors import row_tile
+from cs336_systems.kernels.runtime import row_tile
 
 TOKENS, WIDTH, GATE, VOCABULARY = 32_768, 4096, 11_008, 151_936
 

@@ -15,7 +15,7 @@ SEQUENCE = 16
 
 def trains_as_one_process(context):
     """FSDP of a model on fused blocks that keep little: the weights of the plain one, on the whole batch."""
-    from cs336_systems.training.fused_block import use_fused_blocks
+    from cs336_systems.training.fused import use_fused_blocks
 
     torch.manual_seed(0)
     plain = build_model(CONFIG, SEQUENCE, device=context.device)

@@ -16,8 +16,8 @@ from cs336_systems.parallel import launch
 
 pytest.importorskip("triton")
 from cs336_systems.training import fused_block
-from cs336_systems.training.fused import use_fused_kernels
-from cs336_systems.training.fused_block import KEEPABLE, kept_bytes, use_fused_blocks
+from cs336_systems.training.fused import use_fused_blocks, use_fused_kernels
+from cs336_systems.training.fused_block import KEEPABLE, kept_bytes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig("test", 2026, d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=97)

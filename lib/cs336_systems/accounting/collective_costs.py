@@ -83,9 +83,9 @@ class AlphaBeta:
 
 
 def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
-    """Fit latency and bandwidth by least squares of the *relative* errors, neither below zero.
+    """Fit latency and bandwidth, neither below zero, by least squares of the *relative* errors.
 
-    With absolute errors, the largest message would decide alone and the latency would be noise.
+    With absolute errors the largest message alone would decide.
     """
     sizes, times = np.asarray(message_bytes, float), np.asarray(seconds, float)
     values = np.concatenate([sizes, times])
@@ -108,13 +108,10 @@ def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> 
 def exposed_seconds(
     bucket_bytes: Sequence[float], *, backward_s: float, latency_s: float, bytes_per_s: float
 ) -> float:
-    """Time from the end of backward to the arrival of the last bucket.
+    """Time from the end of backward to the arrival of the last bucket; buckets in the order they are ready.
 
     Backward makes gradients at a steady rate of bytes: matmuls take time in proportion to the parameters.
-    The bytes of all buckets take `backward_s`.
-
-    Args:
-        bucket_bytes: sizes of the buckets in the order in which they become ready, one or more above zero.
+    The bytes of all buckets, one or more above zero, take `backward_s`.
     """
     total, made, free_at = sum(bucket_bytes), 0.0, 0.0
     for size in bucket_bytes:
@@ -130,11 +127,9 @@ def equal_buckets_exposed_seconds(
     """The same for equal buckets, in closed form; `buckets` need not be a whole number.
 
     A bucket takes m = o + s / (n w) to send and c = B / n to compute. The last is ready at B. If sending is
-    the slower of the two, a backlog of m - c grows with every bucket: m + (n - 1) max(0, m - c).
-
-    Args:
-        backward_s: B; by default s / w, the handout's assumption that a bucket's gradients take as long to
-            compute as its bytes to send. Then the overhead is n o + s / (n w).
+    the slower of the two, a backlog of m - c grows with every bucket: m + (n - 1) max(0, m - c). backward_s,
+    B, is by default s / w, the handout's assumption that a bucket's gradients take as long to compute as its
+    bytes to send. Then the overhead is n o + s / (n w).
     """
     backward_s = total_bytes / bytes_per_s if backward_s is None else backward_s
     message_s = latency_s + total_bytes / (buckets * bytes_per_s)
@@ -142,19 +137,15 @@ def equal_buckets_exposed_seconds(
 
 
 def best_bucket_bytes(total_bytes: float, *, latency_s: float, bytes_per_s: float) -> float:
-    """The bucket size with least overhead under the handout's assumption, sqrt(s w o).
-
-    The overhead n o + s / (n w) is least where its two parts are equal: n = sqrt(s / (w o)), a bucket s / n.
-    """
+    """The bucket size s / n with least overhead n o + s / (n w): where its parts are equal, sqrt(s w o)."""
     return math.sqrt(total_bytes * bytes_per_s * latency_s)
 
 
 def torch_bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:
     """Sizes of the messages of PyTorch's DDP, the first one first, as `overlapped.bucket_bytes` of ours.
 
-    PyTorch closes a bucket as soon as it holds bucket_size_mb or more. `BucketedDDP` closes one before it
-    would hold more, so the same number makes more and smaller messages. (PyTorch's small first bucket of
-    1 MB comes with its default size only, not with one that is asked for.)
+    PyTorch closes a bucket as soon as it holds bucket_size_mb or more, `BucketedDDP` before it would hold
+    more. (PyTorch's small first bucket of 1 MB comes with its default size only.)
     """
     limit = int(bucket_size_mb * MB)
     buckets: list[int] = []

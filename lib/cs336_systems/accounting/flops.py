@@ -58,7 +58,7 @@ def forward_flops(config: ModelConfig, batch_size: int, context_length: int) -> 
 
 
 def backward_flops(config: ModelConfig, batch_size: int, context_length: int) -> int:
-    """Operations in the matmuls of one backward pass: two for every one of the forward."""
+    """The same of one backward pass: two for every one of the forward."""
     return 2 * forward_flops(config, batch_size, context_length)
 
 

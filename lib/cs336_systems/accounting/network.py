@@ -3,9 +3,8 @@
 The devices form a mesh, an array of their clocks. In a round of a collective some of them send over their
 own link. A message starts when both ends have come to its round; the sender goes on when its last byte has
 left, the receiver when that byte has also passed the hop. So a slow link, a slow device or one that comes
-late delays exactly those who wait for it. All devices of a round are one numpy operation, and equal rounds
-that took every device equally long are not repeated but counted: 100,000 devices take seconds. (Not with a
-slow link in a single ring of them: then no round is like the one before until it has gone all the way.)
+late delays exactly those who wait for it. A round is one numpy operation, and equal rounds that took every
+device equally long are counted instead of repeated: 100,000 devices take seconds (not with a slow link).
 
 Simulated here: ring (Patarasuk and Yuan 2009), recursive halving and doubling, binomial tree (Thakur et al.
 2005), rings on every axis of a torus (Jouppi et al. 2023), and the ring that passes whole tensors on.
@@ -55,8 +54,7 @@ def collective_finish(
     """Seconds at which each device of a mesh is done with a collective, an array of the mesh's shape.
 
     Args:
-        collective: "all_reduce", "all_gather" or "reduce_scatter".
-        message_bytes: the largest buffer on a device, as in `collective_costs`.
+        collective: one of SIMULATED; message_bytes: the largest buffer on a device.
         mesh: devices along each axis.
         links: of every axis; those of one axis may stand alone.
         axis: along which it runs, in every line of the mesh at once.
@@ -80,8 +78,8 @@ def collective_finish(
         return np.max(ends, axis=0)
     check_choice("axis", axis, range(len(mesh)))
     devices, along = mesh[axis], links[axis]
-    laps = {"ring": _ring, "whole_ring": _whole_ring, "halving": _halving, "tree": _tree}[algorithm]
-    for way_rounds in laps(collective, message_bytes, devices, along.directions):
+    phases = {"ring": _ring, "whole_ring": _whole_ring, "halving": _halving, "tree": _tree}[algorithm]
+    for way_rounds in phases(collective, message_bytes, devices, along.directions):
         # The directions of a ring share nothing but their start and their end.
         share = replace(along, bytes_per_s=along.bytes_per_s / len(way_rounds))
         clocks = np.max([_run(clocks, rounds, share, axis) for rounds in way_rounds], axis=0)
@@ -108,11 +106,11 @@ class _Round:
     times: int = 1
 
 
-# What an algorithm yields: the laps one after the other, in each the rounds of every direction.
-Laps = Iterator[list[list[_Round]]]
+# What an algorithm yields: phases one after the other, in each the rounds of every direction.
+Phases = Iterator[list[list[_Round]]]
 
 
-def _ring(collective: str, size: float, devices: int, directions: int) -> Laps:
+def _ring(collective: str, size: float, devices: int, directions: int) -> Phases:
     everyone, part = np.arange(devices), size / devices
     ways = []
     for way in (1, -1)[:directions]:
@@ -124,12 +122,12 @@ def _ring(collective: str, size: float, devices: int, directions: int) -> Laps:
     yield from [ways] * (2 if collective == "all_reduce" else 1)
 
 
-def _whole_ring(collective: str, size: float, devices: int, directions: int) -> Laps:
+def _whole_ring(collective: str, size: float, devices: int, directions: int) -> Phases:
     everyone = np.arange(devices)
     yield [[_Round(everyone, (everyone + 1) % devices, size, devices - 1)]]
 
 
-def _halving(collective: str, size: float, devices: int, directions: int) -> Laps:
+def _halving(collective: str, size: float, devices: int, directions: int) -> Phases:
     if devices & (devices - 1):
         raise ValueError(f"devices for 'halving' is {devices}; allowed: powers of 2")
     everyone, part = np.arange(devices), size / devices
@@ -142,7 +140,7 @@ def _halving(collective: str, size: float, devices: int, directions: int) -> Lap
         yield [doubling]
 
 
-def _tree(collective: str, size: float, devices: int, directions: int) -> Laps:
+def _tree(collective: str, size: float, devices: int, directions: int) -> Phases:
     gaps = [1 << level for level in range((devices - 1).bit_length())]
     parents = [np.arange(0, devices - gap, 2 * gap) for gap in gaps]
     up = [_Round(parent + gap, parent, size) for gap, parent in zip(gaps, parents, strict=True)]

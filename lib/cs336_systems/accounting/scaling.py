@@ -38,13 +38,9 @@ _ON_ONE_AXIS = {
 
 @dataclass(frozen=True)
 class Message:
-    """A collective of the layer; a message is its largest buffer on a device, as in `collective_costs`.
+    """A collective of the layer: all_reduce, all_gather or reduce_scatter, along the axis "x" or "y".
 
-    Attributes:
-        collective: "all_reduce", "all_gather" or "reduce_scatter".
-        axis: "x" or "y", along which it runs.
-        devices: that take part.
-        size: of the message, in bytes.
+    devices: that take part. size: of its largest buffer on a device, in bytes.
     """
 
     collective: str
@@ -63,10 +59,8 @@ class Message:
 class Costs:
     """A pass of the layer on one device.
 
-    Attributes:
-        messages: its collectives, in their order.
-        compute_s: its share of the FLOPs over its rate: every scheme shares them evenly.
-        x_s, y_s: what its messages along each axis take, without latency.
+    messages: its collectives, in their order. compute_s: its share of the FLOPs over its rate: every scheme
+    shares them evenly. x_s, y_s: what its messages along each axis take, without latency.
     """
 
     messages: tuple[Message, ...]
@@ -117,22 +111,16 @@ def costs(scheme: str, pass_: str) -> Costs:
         for axis, rate in (("x", W_X), ("y", W_Y))
     }
     mesh = _ON_ONE_AXIS.get(scheme, {})
-    return Costs(
-        tuple(replace(each, devices=each.devices.subs(mesh), size=each.size.subs(mesh)) for each in sent),
-        (FLOPS[pass_] / (X * Y * C)).subs(mesh),
-        seconds["x"].subs(mesh),
-        seconds["y"].subs(mesh),
-    )
+    messages = (replace(each, devices=each.devices.subs(mesh), size=each.size.subs(mesh)) for each in sent)
+    times = (FLOPS[pass_] / (X * Y * C), seconds["x"], seconds["y"])
+    return Costs(tuple(messages), *(each.subs(mesh) for each in times))
 
 
 @cache
 def largest_devices(scheme: str, pass_: str, *, overlapped: bool = False) -> sp.Expr:
-    """The most devices on which a pass is bound by compute; infinite where nothing is sent.
+    """The most devices, no whole number, on which a pass is bound by compute; infinite where nothing is sent.
 
-    A bound need not be a whole number.
-
-    Args:
-        overlapped: of FSDP + TP, both axes send at once; without, one after the other.
+    overlapped: of FSDP + TP, both axes send at once; without, one after the other.
     """
     if scheme == "fsdp_tp":
         x, y = largest_mesh(pass_, overlapped=overlapped)
@@ -193,7 +181,7 @@ def evaluate(expression: sp.Expr | float, values: Mapping[str, Any] | None = Non
     """
     values = {**(values or {}), **more}
     for name, value in values.items():
-        _check(name, value)
+        _check_value(name, value)
     if {"N", "X", "Y"} <= values.keys() and np.any(np.asarray(values["X"]) * values["Y"] != values["N"]):
         mesh = f"the mesh is {values['X']} x {values['Y']}"
         raise ValueError(f"{mesh}; allowed: one that {values['N']} devices fill, X * Y = N")
@@ -207,12 +195,11 @@ def evaluate(expression: sp.Expr | float, values: Mapping[str, Any] | None = Non
     return found if np.ndim(found) else float(found)
 
 
-def _check(name: str, value: Any) -> None:
+def _check_value(name: str, value: Any) -> None:
     check_choice("symbol", name, SYMBOLS)
     number = np.asarray(value)
-    numeric = number.dtype.kind in "iuf" and np.isfinite(number).all()
-    if name in _COUNTS:
-        if not (numeric and (number >= 1).all() and (number == np.floor(number)).all()):
-            raise ValueError(f"{name} is {value}; allowed: a whole number, 1 or more")
-    elif not (numeric and (number > 0).all()):
+    fits = number.dtype.kind in "iuf" and np.isfinite(number).all() and (number > 0).all()
+    if name in _COUNTS and not (fits and (number == np.floor(number)).all()):
+        raise ValueError(f"{name} is {value}; allowed: a whole number, 1 or more")
+    if not fits:
         raise ValueError(f"{name} is {value}; allowed: a number above 0")

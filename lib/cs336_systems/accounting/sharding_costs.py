@@ -1,4 +1,4 @@
-"""What a sharding strategy costs a rank: bytes in memory at four moments of training, and bytes sent in a step.
+"""What a sharding strategy costs a rank: bytes in memory, at four moments, and bytes sent in a step.
 
 With P the bytes of float32 parameters and W ranks, AdamW's state is 2P; a category is whole or shared:
 
@@ -10,9 +10,8 @@ With P the bytes of float32 parameters and W ranks, AdamW's state is 2P; a categ
 
 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5
 and 7.) FSDP in 16 bits gathers and reduces half as much; what stays gathered from forward to backward is
-gathered once. Everything else, the rest, is activations, gathered weights and what is being sent. Left out
-because small: temporaries with one number a row, padding, and what the allocator and the matrix library keep
-for themselves.
+gathered once. The rest is activations, gathered weights and what is being sent. Left out because small:
+temporaries with one number a row, padding, what the allocator and the matrix library keep.
 """
 
 from dataclasses import dataclass
@@ -78,9 +77,8 @@ def sent_bytes(
     check_positive_integers(world_size=world_size)
     numbers, around = parameter_count(config), (world_size - 1) / world_size
     if "parameters" not in entry.shards:
-        passes = {"all_reduce": 2}
-        whole = FLOAT32_BYTES * numbers
-        return {name: passes.get(name, 1) * around * whole for name in entry.sends}
+        whole = around * FLOAT32_BYTES * numbers
+        return {name: whole * (2 if name == "all_reduce" else 1) for name in entry.sends}
     stays, apart = (_count(config, parts) for parts in (entry.stays, entry.replicates))
     travel = dtype_bytes(dtype) * (numbers - apart)
     sent = {"all_gather": 2 * travel - dtype_bytes(dtype) * stays, "reduce_scatter": travel}
@@ -104,12 +102,9 @@ def gathered_units(config: ModelConfig, strategy: str, dtype: str = "float32") -
         forward["token_embeddings"] += d + config.vocab_size * d
     elif entry.unit:
         forward["lm_head"] = config.vocab_size * d
-    backward = [name for name in reversed(forward) if name not in entry.stays]
-    width = dtype_bytes(dtype)
-    return {
-        name: {unit: width * forward[unit] for unit in units}
-        for name, units in (("forward", forward), ("backward", backward))
-    }
+    forward = {unit: dtype_bytes(dtype) * size for unit, size in forward.items()}
+    backward = {unit: size for unit, size in reversed(forward.items()) if unit not in entry.stays}
+    return {"forward": forward, "backward": backward}
 
 
 def held_bytes(

@@ -1,4 +1,4 @@
-"""What the fused kernels of a training step must do at the least: bytes moved, FLOPs, and so the time.
+"""Lower bounds for the fused kernels of a training step: bytes moved, FLOPs, and so the time.
 
 A kernel reads every input and writes every output once, whoever wrote it.
 """

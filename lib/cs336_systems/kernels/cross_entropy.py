@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import kernel_function, launch
-from cs336_systems.kernels.tensors import check_kernel_inputs, row_tile, stored_dtype
+from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile, stored_dtype
 
 TILE = 8192  # logits that a program has in registers at a time
 # The first maximum: -inf - -inf would be NaN.

@@ -16,8 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.autograd_guards import first_order_only
-from cs336_systems.kernels.runtime import kernel_function, launch, sm_count
-from cs336_systems.kernels.tensors import as_rows, check_kernel_inputs, row_tile, stored_dtype
+from cs336_systems.kernels.runtime import (
+    check_kernel_inputs,
+    kernel_function,
+    launch,
+    row_tile,
+    sm_count,
+    stored_dtype,
+)
+from cs336_systems.kernels.tensors import as_rows
 
 TILE = 4096  # elements of a tile, where a row has no more
 WIDEST = 32_768  # the longest row whose elements fit into the registers of one program

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import kernel_function, launch
-from cs336_systems.kernels.tensors import check_kernel_inputs, stored_dtype
+from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, stored_dtype
 
 TILE = 2048  # elements of a tile, where a head has no more
 

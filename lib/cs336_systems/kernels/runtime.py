@@ -16,6 +16,7 @@ from torch._subclasses import FakeTensor
 from triton.runtime import JITFunction
 
 from cs336_systems.kernels.autograd_guards import needs_dispatcher
+from cs336_systems.kernels.tensors import check_tensors
 
 INTERPRETED = triton.knobs.runtime.interpret
 # Triton's own functions choose between compiler and interpreter when Triton is first imported.
@@ -81,6 +82,27 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
         return
     with device_context(x.device):
         kernel[grid](*arguments, **options)
+
+
+def check_kernel_inputs(names: str, *tensors: Tensor, **shapes: Any) -> None:
+    """As `check_tensors`, and `check_device`."""
+    check_tensors(names, *tensors, **shapes)
+    check_device(names, tensors[0])
+
+
+def row_tile(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -> dict[str, int]:
+    """ROWS, COLUMNS, num_warps of a tile: whole rows up to `widest` columns, no more rows than there are."""
+    columns = min(triton.next_power_of_2(d), widest)
+    rows = max(1, min(elements // columns, triton.next_power_of_2(n_rows)))
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 4), most_warps)}
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a kernel's output before it is cast to `dtype`: nearly always that one.
+
+    The interpreter truncates float32 to bfloat16 where a GPU rounds; PyTorch rounds.
+    """
+    return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
 
 
 def check_device(names: str, x: Tensor) -> None:

@@ -12,8 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.autograd_guards import first_order_only
-from cs336_systems.kernels.runtime import kernel_function, launch
-from cs336_systems.kernels.tensors import check_kernel_inputs, stored_dtype
+from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, stored_dtype
 
 BLOCK = 2048  # elements of a program: 16 a thread
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.kernels.autograd_guards import first_order_only
-from cs336_systems.kernels.runtime import kernel_function, launch
-from cs336_systems.kernels.tensors import check_kernel_inputs, row_tile, stored_dtype
+from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile, stored_dtype
 
 TILE = 4096  # elements of a tile: 128 bytes a thread are on their way at once
 WIDEST = 1024  # columns of a tile

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from cs336_systems.attention.implementations import OURS
+from cs336_systems.training.fused import use_fused_blocks, use_fused_kernels, use_fused_loss
 
 
 @dataclass(frozen=True)
@@ -28,29 +29,11 @@ class FullStep:
     selects: bool = False
 
 
-def _loss(model: nn.Module) -> None:
-    from cs336_systems.training.fused import use_fused_loss
-
-    use_fused_loss(model)
-
-
-def _kernels(model: nn.Module) -> None:
-    from cs336_systems.training.fused import use_fused_kernels
-
-    use_fused_kernels(model)
-
-
-def _blocks(model: nn.Module) -> None:
-    from cs336_systems.training.fused_block import use_fused_blocks
-
-    use_fused_blocks(model)
-
-
 FULL_STEPS: dict[str, FullStep] = {
-    "fsdp2_compiled": FullStep("fsdp2", _loss, "sdpa_cudnn", checkpoints=1, compiles=True),
-    "fsdp2_partly": FullStep("fsdp2", _loss, "sdpa_cudnn", checkpoints=0.6, compiles=True),
-    "fsdp_compiled": FullStep("fsdp_block", _loss, "sdpa_cudnn", checkpoints=1, compiles=True),
-    "fused_kernels": FullStep("fsdp_block", _kernels, checkpoints=1),
-    "manual_backward": FullStep("fsdp_block", _blocks),
-    "selective": FullStep("fsdp_block", _blocks, selects=True),
+    "fsdp2_compiled": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", checkpoints=1, compiles=True),
+    "fsdp2_partly": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", checkpoints=0.6, compiles=True),
+    "fsdp_compiled": FullStep("fsdp_block", use_fused_loss, "sdpa_cudnn", checkpoints=1, compiles=True),
+    "fused_kernels": FullStep("fsdp_block", use_fused_kernels, checkpoints=1),
+    "manual_backward": FullStep("fsdp_block", use_fused_blocks),
+    "selective": FullStep("fsdp_block", use_fused_blocks, selects=True),
 }

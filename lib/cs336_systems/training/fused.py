@@ -9,9 +9,6 @@ Parameters, their names and the state dict stay, and so do the modules' types.
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cs336_systems.kernels.rms_norm import rms_norm
-from cs336_systems.kernels.rotary import rotary
-from cs336_systems.kernels.swiglu import swiglu
 from cs336_systems.model import Linear, RMSNorm, RotaryEmbedding, SwiGLU, TransformerLM
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 
@@ -40,12 +37,30 @@ def use_fused_loss(model: TransformerLM) -> TransformerLM:
 
 
 def use_fused_kernels(model: TransformerLM) -> TransformerLM:
-    """Change the model in place: norms, rotary embeddings, gates and the loss compute with kernels."""
+    """Change the model in place: norms, rotary embeddings, gates and the loss compute with kernels.
+
+    Raises:
+        ImportError: Triton is not installed.
+    """
+    from cs336_systems.kernels.rms_norm import rms_norm
+    from cs336_systems.kernels.rotary import rotary
+    from cs336_systems.kernels.swiglu import swiglu
+
     kernels = {RMSNorm: ("norm", rms_norm), RotaryEmbedding: ("rotate", rotary), SwiGLU: ("gate", swiglu)}
     for module in model.modules():
         if type(module) in kernels:
             setattr(module, *kernels[type(module)])
     return use_fused_loss(model)
+
+
+def use_fused_blocks(model: TransformerLM) -> TransformerLM:
+    """`use_fused_kernels(model)`, and a backward by hand in its blocks, see `training.fused_block`."""
+    from cs336_systems.training.fused_block import run_fused
+
+    use_fused_kernels(model)
+    for layer in model.layers:
+        layer.run = run_fused
+    return model
 
 
 def is_as_written(module: nn.Module, kind: type[nn.Module]) -> bool:

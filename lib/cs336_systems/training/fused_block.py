@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.inputs import DTYPES
 from cs336_systems.configs import ModelConfig
+from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.kernels import rms_norm, rotary, swiglu
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
 from cs336_systems.model import (
@@ -29,11 +29,11 @@ from cs336_systems.model import (
     RotaryEmbedding,
     SwiGLU,
     TransformerBlock,
-    TransformerLM,
     run_block,
 )
-from cs336_systems.training.fused import is_as_written, use_fused_kernels
+from cs336_systems.training.fused import is_as_written, use_fused_blocks
 
+__all__ = ["KEEPABLE", "BlockFunction", "kept_bytes", "recomputation", "run_fused", "use_fused_blocks"]
 KEEPABLE = ("qkv", "h", "ab")
 
 
@@ -161,18 +161,10 @@ def _is_as_written(block: TransformerBlock, x: Tensor) -> bool:
         functions == (rms_norm.rms_norm, rms_norm.rms_norm, rotary.rotary, swiglu.swiglu)
         and x.dim() == 3
         and x.numel() > 0
-        and {x.dtype, w.ln1.dtype, w.ln2.dtype}.issubset(DTYPES)
+        and {x.dtype, w.ln1.dtype, w.ln2.dtype}.issubset(KERNEL_DTYPES)
         and {each.dtype for each in w if each.dim() == 2} == {x.dtype}
         and {each.device for each in w} == {x.device}
     )
-
-
-def use_fused_blocks(model: TransformerLM) -> TransformerLM:
-    """`use_fused_kernels(model)`, and `run_fused` in its blocks; FSDP and optimizers find all as before."""
-    use_fused_kernels(model)
-    for layer in model.layers:
-        layer.run = run_fused
-    return model
 
 
 def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str, int]:

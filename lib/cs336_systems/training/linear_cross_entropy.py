@@ -1,12 +1,10 @@
 """The last linear layer and the loss together, without ever holding the logits of all tokens.
 
-Logits of 65,536 tokens over a vocabulary of 151,936 are 18.5 GiB in bfloat16, and autograd would hold their
-gradient beside them. Here a chunk of tokens goes through the layer, its logits become their gradient in
-place, and that is multiplied back at once into the gradients of the hidden states and of the weight: all of
-backward but a factor happens in forward (Hsu et al. 2024, Liger Kernel). Memory: one chunk of logits, and the
-gradient of the weight in float32. FLOPs: those of the plain model.
-
-The factor, d(loss) / count, comes last and in float32: float16 has no room for softmax / 65,536.
+A chunk of tokens goes through the layer, its logits become their gradient in place, and that is multiplied
+back at once into the gradients of the hidden states and of the weight: all of backward but a factor happens
+in forward (Hsu et al. 2024, Liger Kernel). Memory: one chunk of logits, and the gradient of the weight in
+float32. FLOPs: those of the plain model. The factor, d(loss) / count, comes last and in float32: float16 has
+no room for softmax / 65,536.
 """
 
 from importlib.util import find_spec
@@ -14,9 +12,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.inputs import DTYPES
 from cs336_systems.functional import at_least_float32
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
+from cs336_systems.kernels.tensors import check_tensors
 
 IGNORED = -100  # the target that does not count, as in PyTorch
 
@@ -117,18 +115,15 @@ def linear_cross_entropy(
 
 
 def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:
-    given = ", ".join(str(x.dtype) for x in (hidden, weight, targets))
-    if hidden.dtype != weight.dtype or hidden.dtype not in DTYPES or targets.dtype != torch.int64:
-        allowed = f"the same twice, one of {', '.join(map(str, DTYPES))}, and torch.int64"
-        raise TypeError(f"hidden, weight, targets have dtypes {given}; allowed: {allowed}")
-    shapes = ", ".join(str(tuple(x.shape)) for x in (hidden, weight, targets))
     fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:]
-    if not fits or 0 in weight.shape or targets.shape != hidden.shape[:-1]:
-        allowed = "(..., d), (vocabulary, d) and (...), d and vocabulary at least 1"
-        raise ValueError(f"hidden, weight, targets have shapes {shapes}; allowed: {allowed}")
-    if not hidden.device == weight.device == targets.device:
-        devices = ", ".join(str(x.device) for x in (hidden, weight, targets))
-        raise ValueError(f"hidden, weight, targets are on devices {devices}; allowed: the same one")
+    allowed = "(..., d) and (vocabulary, d), d and vocabulary at least 1"
+    fits = fits and 0 not in weight.shape
+    check_tensors("hidden, weight", hidden, weight, fits=fits, allowed=allowed, same_dtype=True)
+    if targets.dtype != torch.int64:
+        raise TypeError(f"targets are {targets.dtype}; allowed: torch.int64")
+    if targets.shape != hidden.shape[:-1] or targets.device != hidden.device:
+        allowed = f"{tuple(hidden.shape[:-1])} on {hidden.device}"
+        raise ValueError(f"targets are {tuple(targets.shape)} on {targets.device}; allowed: {allowed}")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
     if not targets.is_cuda and not needs_dispatcher(targets):  # traced and fake tensors hold no numbers
