@@ -56,7 +56,8 @@ def properties(thorough: bool, some_unused: bool = False, overlapped: bool = Fal
         for how, options in plans.items()
         for name in ("SGD", "AdamW")
     ]
-    return [starts_from_rank_0, averages, *([overlaps] if overlapped else []), *trained]
+    unusual = [shared.float16_means, shared.hooks_run] if thorough else []
+    return [starts_from_rank_0, averages, *([overlaps] if overlapped else []), *trained, *unusual]
 
 
 def _weights(wrapped: nn.Module) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ _VERDICTS = {True: "right", False: "not right", None: "not yet"}
 # As a stub raises it, here, in another process or inside a kernel; PyTorch's own have a message.
 _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILINE)
 _NONE = "; a missing `return`, a gradient that is not there, a message without async_op=True?"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 75.0  # more than the time limit of ranks, whose message says where they are
 _MOST_PRINTED = 20_000  # characters that a step passes on of what the code inside prints
 _AGAIN_S = 5.0  # a time limit that was caught comes again after so long
 

@@ -63,7 +63,7 @@ def properties(only: Sequence[str] = (), thorough: bool = False) -> list[Propert
         "two backward passes under no_sync(), then one that communicates": partial(several, silent=2),
     }
     added = [Property(name, partial(mistakes, how=name)) for name, mistakes in unusual.items()]
-    return [*tried, *added] if thorough else tried
+    return [*tried, *added, shared.float16_means, shared.hooks_run] if thorough else tried
 
 
 class _Layers(nn.Sequential):
