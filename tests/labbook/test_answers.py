@@ -28,26 +28,10 @@ def test_only_a_truth_value_is_a_claim():
         claim("text", pd.Series([True]))
 
 
-SOURCE = '''
-def area(r):
-    """Docstring
-    of two lines."""
-    # A comment that stays.
-    return 3 * r * r
-
-
-class Shape:
-    """Gone."""
-
-    sides = "not a docstring"
-'''
-
-
 def test_of_the_source_that_is_shown_docstrings_leave_and_everything_else_stays():
-    code, namespace = without_docstrings(SOURCE), {}
-    assert [part in code for part in ("Docstring", "Gone", "# A comment that stays.")] == [False, False, True]
-    exec(code, namespace)
-    assert (namespace["area"](2), namespace["Shape"].sides) == (12, "not a docstring")
+    kept = ["class A:", '    b = "no docstring"', "    def c(self):", "        # A comment.", "        return 3"]
+    source = [kept[0], '    """One."""', *kept[1:3], '        """Two,', '        three."""', *kept[3:]]
+    assert without_docstrings("\n".join(source)) == "\n".join(kept)
 
 
 def test_the_one_row_is_found_and_none_or_several_are_refused(rows):

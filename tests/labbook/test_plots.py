@@ -66,14 +66,6 @@ def test_a_cell_shows_the_same_small_picture_once(every_kind, monkeypatch):
         assert chart.svg() == chart.svg(), kind
 
 
-def test_a_long_title_stays_on_the_picture(rows):
-    title = "WIDE WORDS take MORE than others: " * 3
-    chart = lines(rows, **BY_CONTEXT, title=title, subtitle=title)
-    assert all(text.get_window_extent().x1 < chart.bbox.x1 for text in chart.texts)
-    with pytest.raises(TypeError, match="titel"):
-        lines(rows, **BY_CONTEXT, titel="Finding")
-
-
 def test_lines_are_of_their_colour_and_values(rows):
     found = drawn(lines(rows.iloc[::-1], **BY_CONTEXT))
     assert set(found) == {PLAIN, COMPILED}
@@ -102,14 +94,6 @@ def test_machines_are_told_apart(places):
     assert len({str((line._dash_pattern, line.get_marker())) for line in chart.axes[0].get_lines()}) == 3
     groups = bars(places, **BY_CONTEXT).axes[0].containers
     assert len({bar.get_hatch() for group in groups for bar in group}) == 3
-
-
-def test_panels_share_their_limits(rows):
-    both = pd.concat([rows, rows.assign(d_head=128, p50_ms=10 * rows["p50_ms"])])
-    first, second = lines(both, **BY_CONTEXT, facet="d_head", logy=False).axes
-    assert first.get_ylim() == second.get_ylim()
-    first, second = lines(both, **BY_CONTEXT, facet="d_head", sharey=False).axes
-    assert first.get_ylim()[1] < second.get_ylim()[1]
 
 
 def test_a_ratio_divides_and_has_its_line_at_one(rows):

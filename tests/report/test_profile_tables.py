@@ -15,7 +15,7 @@ from cs336_systems.report import (
     shares,
     softmax_over_matmuls,
     two_profilers,
-)
+)  # fmt: skip
 from cs336_systems.report.profile_tables import PARTS
 
 KEY = {
