@@ -29,7 +29,7 @@ def test_only_a_truth_value_is_a_claim():
 
 
 def test_of_the_source_that_is_shown_docstrings_leave_and_everything_else_stays():
-    kept = ["class A:", '    b = "no docstring"', "    def c(self):", "        # A comment.", "        return"]
+    kept = ["class A:", '    b = "no docstring"', "    def c():", "        # A comment.", "        return"]
     source = [kept[0], '    """One."""', *kept[1:3], '        """Two,', '        three."""', *kept[3:]]
     assert without_docstrings("\n".join(source)) == "\n".join(kept)
 
