@@ -48,7 +48,8 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
     if numbers or (family and not any(named.color for named in family.values())):
         shades = sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, len(values)))
         return dict(zip(values, map(to_hex, shades), strict=True))  # lightness alone tells them apart
-    fixed = {value: COLORS[family[value].color] for value in values if value in family}
+    named = {value: family[value].color for value in values if value in family}
+    fixed = {value: COLORS.get(color, color) for value, color in named.items()}
     spare = cycle([color for color in _SPARE if color not in fixed.values()] or _SPARE)
     return {value: fixed.get(value) or next(spare) for value in values}
 
