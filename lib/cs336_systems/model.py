@@ -1,8 +1,8 @@
 """The Transformer language model of the assignment: pre-norm, RMSNorm, rotary positions, SwiGLU.
 
-Shapes in the comments: batch b, sequence s, heads h, head width d_head. Every module that owns
-numbers has `reset_parameters()`, so that a model built on the meta device can be filled later. `factory` is
-the device and dtype of parameters.
+Shapes: batch b, sequence s, heads h, head width d_head. Every module that owns numbers has
+`reset_parameters()`, so that a model built on the meta device can be filled later. `factory` is the device
+and dtype of parameters.
 """
 
 import math
@@ -143,22 +143,15 @@ class CausalSelfAttention(nn.Module):
     """Multi-head attention of every position over itself and its past."""
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        rope: RotaryEmbedding,
-        *,
-        attention_implementation: str = "plain",
-        **factory: Any,
-    ):
+        self, d_model: int, num_heads: int, rope: RotaryEmbedding, *,
+        attention_implementation: str = "plain", **factory: Any,
+    ):  # fmt: skip
         super().__init__()
         self.num_heads = num_heads
         self.attention_implementation = attention_implementation
         self.rope = rope
-        self.q_proj = Linear(d_model, d_model, **factory)
-        self.k_proj = Linear(d_model, d_model, **factory)
-        self.v_proj = Linear(d_model, d_model, **factory)
-        self.output_proj = Linear(d_model, d_model, **factory)
+        for name in ("q_proj", "k_proj", "v_proj", "output_proj"):
+            setattr(self, name, Linear(d_model, d_model, **factory))
 
     def forward(self, x: Tensor) -> Tensor:
         projections = self.q_proj(x), self.k_proj(x), self.v_proj(x)
@@ -197,15 +190,9 @@ class TransformerBlock(nn.Module):
     run = staticmethod(run_block)
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        d_ff: int,
-        rope: RotaryEmbedding,
-        *,
-        attention_implementation: str = "plain",
-        **factory: Any,
-    ):
+        self, d_model: int, num_heads: int, d_ff: int, rope: RotaryEmbedding, *,
+        attention_implementation: str = "plain", **factory: Any,
+    ):  # fmt: skip
         super().__init__()
         self.ln1 = RMSNorm(d_model, **factory)
         self.attn = CausalSelfAttention(
@@ -234,22 +221,13 @@ class TransformerLM(nn.Module):
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        context_length: int,
-        d_model: int,
-        num_layers: int,
-        num_heads: int,
-        d_ff: int,
-        rope_theta: float = 10_000.0,
-        *,
-        attention_implementation: str = "plain",
-        device: Device = None,
-        dtype: DType = None,
-    ):
+        self, vocab_size: int, context_length: int, d_model: int, num_layers: int, num_heads: int, d_ff: int,
+        rope_theta: float = 10_000.0, *,
+        attention_implementation: str = "plain", device: Device = None, dtype: DType = None,
+    ):  # fmt: skip
         super().__init__()
-        check_positive_integers(vocab_size=vocab_size, context_length=context_length, d_model=d_model)
-        check_positive_integers(num_layers=num_layers, num_heads=num_heads, d_ff=d_ff)
+        sizes = {"vocab_size": vocab_size, "context_length": context_length, "d_model": d_model}
+        check_positive_integers(**sizes, num_layers=num_layers, num_heads=num_heads, d_ff=d_ff)
         if d_model % num_heads:
             raise ValueError(f"num_heads must divide d_model; got d_model={d_model}, num_heads={num_heads}")
         self.context_length = context_length

@@ -82,14 +82,13 @@ class AdamW(Optimizer):
 
 def _check_settings(settings: dict) -> None:
     for name in ("lr", "eps", "weight_decay"):
-        if not _between(settings[name], 0, math.inf):
+        if not _is_between(settings[name], 0, math.inf):
             raise ValueError(f"{name} must be a finite number of at least 0; got {settings[name]!r}")
     betas = settings["betas"]
-    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
-    if not is_pair or not all(_between(beta, 0, 1) for beta in betas):
+    if not isinstance(betas, tuple | list) or [_is_between(beta, 0, 1) for beta in betas] != [True, True]:
         raise ValueError(f"betas must be two numbers in [0, 1); got {betas!r}")
 
 
-def _between(value: object, low: float, high: float) -> bool:
-    """Whether low <= value < high; false for NaN and for what is no number."""
+def _is_between(value: object, low: float, high: float) -> bool:
+    """Whether low <= value < high; false for NaN and for non-numeric values."""
     return isinstance(value, Real) and low <= value < high
