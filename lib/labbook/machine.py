@@ -180,7 +180,7 @@ def _copy_gbps(device: torch.device) -> float:
     """GB/s of a copy too large for any cache, the bytes read and the bytes written counted."""
     on_cuda = device.type == "cuda"
     size = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4) if on_cuda else min(GIB // 2, memory_bytes() // 16)
-    source = torch.ones(size // 4, device=device)
+    source = torch.ones(size // 4, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
     timing = time_steps(lambda: target.copy_(source), device=device, warmup_steps=1, steps=3)
     return float(f"{2 * source.nbytes / timing.p50_ms / 1e6:.4g}")

@@ -5,7 +5,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cs336_systems.checks import FUSED, check_attention, check_fused
+
 pytest.importorskip("triton")
+from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.kernels.cross_entropy import cross_entropy_
 from cs336_systems.kernels.rms_norm import rms_norm
 from cs336_systems.kernels.rotary import rotary
@@ -88,6 +91,17 @@ def test_a_rotation_can_be_differentiated_twice():
     ones = rotary(torch.ones_like(x), cos, sin)
     (wanted,) = torch.autograd.grad(rotated, x, 6 * rotated.detach() * ones)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_the_default_dtype_changes_nothing(default):
+    torch.set_default_dtype(default)
+    try:
+        for name in FUSED:
+            check_fused(name, shapes=[(30, 20, 64) if name == "linear_cross_entropy" else (30, 64)])
+        check_attention(FlashAttentionTriton.apply)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_overwritten_logits_are_noticed():

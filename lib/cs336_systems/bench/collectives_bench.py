@@ -76,8 +76,10 @@ def time_collectives(
 
 
 def _operation(collective: str, elements: int, context: WorkerContext) -> Callable[[], None]:
-    whole = torch.zeros(elements, device=context.device)  # zeros: sums of sums stay finite
-    part = torch.zeros(elements // context.world_size, device=context.device)
+    whole = torch.zeros(
+        elements, device=context.device, dtype=torch.float32
+    )  # zeros: sums of sums stay finite
+    part = torch.zeros(elements // context.world_size, device=context.device, dtype=torch.float32)
     operations: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: getattr(dist, ALL_GATHER)(whole, part),

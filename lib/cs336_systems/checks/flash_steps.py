@@ -48,12 +48,14 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
     """
 
     def agrees(tiles: int, scale: float = 0.25, hide: slice | None = None, hidden: int = -1) -> bool:
-        q, k, v = (torch.randn(n, _TILE, _TILE, device=device) for n in (1, tiles, tiles))
+        q, k, v = (
+            torch.randn(n, _TILE, _TILE, device=device, dtype=torch.float32) for n in (1, tiles, tiles)
+        )
         visible = torch.ones(tiles, _TILE, _TILE, dtype=torch.int32, device=device)
         if hide:
             visible[hidden, :, hide] = 0
-        m, total = torch.full((2, _TILE), torch.nan, device=device)
-        acc = torch.full((_TILE, _TILE), torch.nan, device=device)
+        m, total = torch.full((2, _TILE), torch.nan, device=device, dtype=torch.float32)
+        acc = torch.full((_TILE, _TILE), torch.nan, device=device, dtype=torch.float32)
         _visit_kernel[1,](q, k, v, visible, m, total, acc, scale * _LOG2_E, visit, tiles, _TILE)
         scores = (scale * q @ k.mT).masked_fill(visible == 0, -torch.inf).movedim(0, 1).flatten(1)
         wanted = scores.softmax(-1) @ v.flatten(0, 1)
@@ -119,13 +121,13 @@ def check_gradients(check: Step, gradients: JITFunction, device: str | torch.dev
     It takes q, k, v, do (16, 16), lse and delta (16,), visible (16, 16) of bool; returns P and dS (16, 16),
     where S = scale * q k^T.
     """
-    q, k, v, do = torch.randn(4, _TILE, _TILE, device=device)
+    q, k, v, do = torch.randn(4, _TILE, _TILE, device=device, dtype=torch.float32)
     visible = torch.ones(_TILE, _TILE, dtype=torch.int32, device=device).tril()
     scores = (0.25 * q @ k.T).masked_fill(visible == 0, -torch.inf).requires_grad_()
     wanted_p = scores.softmax(-1)
     (wanted_ds,) = torch.autograd.grad(wanted_p @ v, scores, do)
     lse, delta = scores.detach().logsumexp(-1), (do * (wanted_p.detach() @ v)).sum(-1)
-    p, ds = torch.full((2, _TILE, _TILE), torch.nan, device=device)
+    p, ds = torch.full((2, _TILE, _TILE), torch.nan, device=device, dtype=torch.float32)
     _gradients_kernel[1,](q, k, v, do, visible, lse, delta, p, ds, 0.25, gradients, _TILE)
     check("P is the softmax", torch.allclose(p, wanted_p, rtol=1e-3, atol=1e-5), "p = exp(s - lse), s scaled")
     check("hidden scores have none", not p[visible == 0].any(), "is a hidden score -inf?")
@@ -174,7 +176,7 @@ def _verdict(checker: Callable, *args: Any, **kwargs: Any) -> tuple[bool, str]:
 
 def _reads_inside(attention: AttentionFunction, device: str | torch.device) -> tuple[bool, str]:
     """Whether NaN before and after the tensors reaches the output."""
-    surrounded = torch.full((3, 4, 2 * 50 * 16), torch.nan, device=device)
+    surrounded = torch.full((3, 4, 2 * 50 * 16), torch.nan, device=device, dtype=torch.float32)
     q, k, v = (x[1].view(2, 50, 16).normal_() for x in surrounded)
     before = surrounded.clone()
     if not attention(q, k, v, False).isfinite().all():
@@ -184,7 +186,7 @@ def _reads_inside(attention: AttentionFunction, device: str | torch.device) -> t
 
 def check_delta(check: Step, delta: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Properties of `delta(do, o)`, the D of the backward pass: (..., n_queries) from (..., n_queries, d)."""
-    do, o = torch.randn(2, 2, 5, 8)
+    do, o = torch.randn(2, 2, 5, 8, dtype=torch.float32)
     check.keeps(do=do, o=o)
     wanted, found = torch.einsum("bqd,bqd->bq", do, o), delta(do, o)
     assert_tensor("one number a row", found, wanted)

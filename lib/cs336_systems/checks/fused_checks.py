@@ -76,7 +76,7 @@ def _plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor)
 
 
 def _rotary_inputs(shape: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
-    angles = torch.rand(shape[-2] + 3, shape[-1] // 2, generator=generator) * 1000
+    angles = 1000 * torch.rand(shape[-2] + 3, shape[-1] // 2, generator=generator, dtype=torch.float32)
     return [torch.randn(shape, generator=generator), angles.cos(), angles.sin()]
 
 
