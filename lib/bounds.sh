@@ -12,9 +12,7 @@ lowest=$(grep -oE '"[A-Za-z0-9_-]+>=[0-9.]+' pyproject.toml | grep -v setuptools
 
 python_of() {  # the first that runs: version managers leave shims that only fail
     case $1 in oldest) set -- 11 12 13 14 ;; newest) set -- 14 13 12 11 ;; *) set -- 12 13 14 11 ;; esac
-    for minor; do
-        if "python3.$minor" -c '' 2>/dev/null; then echo "python3.$minor" && return; fi
-    done
+    for minor; do "python3.$minor" -c '' 2>/dev/null && echo "python3.$minor" && return; done
 }
 
 pins_of() {

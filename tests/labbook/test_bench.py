@@ -37,7 +37,7 @@ def test_cases_that_differ_in_their_pass_share_one_set_up_and_get_a_row_each():
 
     def setup(case):
         made.append(case.size)
-        backward = Step(time.sleep, prepare=lambda: 0.003, values=lambda: {"saved_mib": case.size})
+        backward = Step(time.sleep, prepare=lambda: 0.05, values=lambda: {"saved_mib": case.size})
         return {"forward": Step(lambda: time.sleep(0.001)), "backward": backward}
 
     rows = flat(measure(grid(size=[1, 2], pass_=["forward", "backward"]), setup, **QUICK))
