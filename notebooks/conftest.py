@@ -20,5 +20,5 @@ def pytest_report_header() -> list[str]:
 def pytest_runtest_setup() -> object:
     """Outputs are compared with the committed ones, so a kernel starts without rows of one's own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CS336_FIGURES", _SCRATCH.name)
+        patch.setenv("LABBOOK_FIGURES", _SCRATCH.name)
         return (yield)

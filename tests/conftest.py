@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _scratch_figures(tmp_path_factory: pytest.TempPathFactory):
     """Whatever a test measures stays out of the repository's figures."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CS336_FIGURES", str(tmp_path_factory.mktemp("figures")))
+        patch.setenv("LABBOOK_FIGURES", str(tmp_path_factory.mktemp("figures")))
         yield
 
 

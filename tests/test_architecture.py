@@ -24,7 +24,7 @@ ARROWS = {
     # What is not the subject, and may measure and show it.
     "labbook": "",
     "measure": "base accounting training labbook",
-    "bench": "base attention model accounting training parallel checks measure labbook",
+    "bench": "base kernels attention model accounting training parallel checks measure labbook",
     "report": "base accounting measure labbook",
     "command line": "base labbook",
 }

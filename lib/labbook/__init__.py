@@ -5,22 +5,21 @@ from typing import Any
 
 # What notebooks import, by the module that has it; each is imported on its first use.
 _EXPORTS = {
-    "answers": "Claim answer between claim gib ms note_kernels one percent plural ratio_text show_source "
-    "solution",
+    "answers": "Claim answer between claim gib ms one percent plural ratio_text show_source solution",
     "bench": "Case Step grid",
+    "book.parameters": "check_parameters",
     "compare": "beside_reference longest_warmup published_rows side_by_side times_in",
     "files": "REPOSITORY_FIGURES figures_dir find",
     "labels": "MISSING column_label named_value ordered significant value_label",
-    "machine": "MachineCard load_card machine_card",
+    "machine": "MachineCard load_card machine_card why_no_compile why_no_memory why_no_tf32",
     "page": "Page",
     "plots": "bars heatmap lines ratio stacked_bars",
     "ranks": "one_step_ms slowest time_together",
-    "requirements": "why_no_compile why_no_memory why_no_tf32 why_no_triton",
-    "rows": "load_rows published save_rows",
+    "rows": "RowError load_rows published save_rows",
+    "summary": "row_lines",
     "tables": "pivot show",
     "timing": "MIB Timing matmul_precision release_memory resolve_device run_or_out_of_memory "
     "time_cold_cache time_compiled time_steps",
-    "validation": "RowError",
 }
 _MODULE = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 __all__ = [*_MODULE]
@@ -30,3 +29,8 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE:
         raise AttributeError(f"module 'labbook' has no attribute {name!r}")
     return getattr(import_module(f"labbook.{_MODULE[name]}"), name)
+
+
+def later(name: str) -> Any:
+    """One of these names, imported when it is called: what only refuses or shows, changes no number."""
+    return __getattr__(name)

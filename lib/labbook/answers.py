@@ -1,6 +1,6 @@
 """Answers: sentences with figures taken from rows, shown only when every claim they make holds.
 
-And what else a notebook shows as Markdown: the library's own code, and which kernels rows are of.
+And the library's own code, shown as Markdown.
 """
 
 import ast
@@ -86,33 +86,6 @@ def without_docstrings(source: str) -> str:
             first, last = node.body[0].lineno, node.body[0].end_lineno
             lines[first - 1 : last] = [None] * (last - first + 1)
     return "\n".join(line for line in lines if line is not None).rstrip()
-
-
-def note_kernels(*frames: pd.DataFrame) -> None:
-    """Tell the reader which rows of our kernels were measured with other sources than today's; else nothing.
-
-    Args:
-        frames: rows as loaded, with their provenance. Of a table with implementations only the rows of ours.
-    """
-    from cs336_systems.attention import kernel_digest
-    from cs336_systems.attention.implementations import ATTENTION, TRITON
-
-    ours = [name for name, entry in ATTENTION.items() if TRITON in entry.needs]
-    rows = pd.concat([frame.loc[_runs(frame, ours), "kernels"] for frame in frames])
-    sources = rows.fillna("").str[:8].value_counts().to_dict()
-    today = kernel_digest()[:8]
-    others = {digest: count for digest, count in sources.items() if digest != today}
-    if others:
-        told = [f"{count:,} with {digest or 'unrecorded sources'}" for digest, count in others.items()]
-        _show(
-            f"**Kernel sources.** Of {plural(len(rows), 'row')} of our kernels {sum(others.values()):,} "
-            f"were measured with other sources than today's ({today}): {', '.join(told)}."
-        )
-
-
-def _runs(frame: pd.DataFrame, ours: list[str]) -> pd.Series:
-    columns = [column for column in ("implementation", "attention") if column in frame]
-    return frame[columns].isin(ours).any(axis=1) if columns else pd.Series(True, frame.index)
 
 
 def one(frame: pd.DataFrame, **key: object) -> pd.Series:

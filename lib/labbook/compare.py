@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from labbook.labels import value_label
-from labbook.rows import load_rows, published
-from labbook.schema import KEYS
+from labbook.rows import KEYS, load_rows, published
 
 # Rows that differ in nothing else measured the same.
 _SAME = [name for name in KEYS if name != "warmup_steps"]

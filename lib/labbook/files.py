@@ -1,31 +1,42 @@
-"""Where measurements live, and how a file there is written: nothing is lost, nothing half-written."""
+"""Where measurements live, and how a file there is written: whole, or not at all."""
 
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import filelock
 
-REPOSITORY_FIGURES = Path(__file__).resolve().parents[2] / "figures"
-COMMITTED = ("h200", "published", "ahead_of_time")
+PROJECT = Path(__file__).resolve().parents[2]
+REPOSITORY_FIGURES = PROJECT / "figures"
+NOTEBOOKS = PROJECT / "notebooks"
 _LOCK_TIMEOUT_S = 60
 
 
+@cache
+def committed() -> tuple[str, ...]:
+    """The folders of `figures` that git keeps, as .gitignore says; all others are everybody's own."""
+    ignored = PROJECT / ".gitignore"
+    text = ignored.read_text(encoding="utf-8") if ignored.exists() else ""
+    return tuple(re.findall(r"^!figures/([^/\n]+)/$", text, re.MULTILINE))
+
+
 def figures_dir() -> Path:
-    """Where measurements are written: `$CS336_FIGURES`, or the repository's `figures`."""
-    return Path(os.environ.get("CS336_FIGURES") or REPOSITORY_FIGURES)
+    """Where measurements are written: `$LABBOOK_FIGURES`, or the repository's `figures`."""
+    return Path(os.environ.get("LABBOOK_FIGURES") or REPOSITORY_FIGURES)
 
 
 def find(folder: str, *parts: str) -> Path:
     """Path of a file to read: under `figures_dir()`, or, of the results that git keeps, in the repository."""
     own = figures_dir().joinpath(folder, *parts)
-    committed = REPOSITORY_FIGURES.joinpath(folder, *parts)
-    return committed if folder in COMMITTED and committed.exists() and not own.exists() else own
+    kept = REPOSITORY_FIGURES.joinpath(folder, *parts)
+    return kept if folder in committed() and kept.exists() and not own.exists() else own
 
 
-def make_folder(folder: Path, way_out: str = "set CS336_FIGURES to a folder that can") -> Path:
+def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder that can") -> Path:
     """Create a folder, under `figures_dir()` if nothing else is said.
 
     Raises:
@@ -65,46 +76,3 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def append_lines(path: Path, lines: str, header: str) -> None:
-    """Append whole lines, all or, if this process is killed, none; before the first, a header.
-
-    The size before is noted beside the file until they are on disk. The caller holds the lock.
-    """
-    note = _size_note(path)
-    with open(path, "a+b") as file:
-        size = _finished_size(path)
-        file.truncate(size)  # what a killed process left
-        note.write_text(f"{size} {os.fstat(file.fileno()).st_ino}\n")
-        file.seek(max(0, size - 1))
-        ended = file.read() in (b"", b"\n")  # else an editor took the last line's end
-        file.write(((header if size == 0 else "" if ended else "\n") + lines).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    note.unlink()
-
-
-def read_lines(path: Path) -> bytes:
-    """The lines of all that was appended in full; nothing where there is no file."""
-    return path.read_bytes()[: _finished_size(path)] if path.exists() else b""
-
-
-def replace_lines(path: Path, lines: str) -> None:
-    """Replace the file by these lines. The caller holds the lock."""
-    write_atomically(path, lines)
-    _size_note(path).unlink(missing_ok=True)
-
-
-def _finished_size(path: Path) -> int:
-    """Bytes up to the end of the last append that came to its end."""
-    stat = path.stat()
-    try:
-        size, inode = map(int, _size_note(path).read_text().split())
-    except (FileNotFoundError, ValueError):  # nothing is being appended
-        return stat.st_size
-    return size if inode == stat.st_ino else stat.st_size  # another file may have taken its place since
-
-
-def _size_note(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from labbook.labels import UNITS, vocabulary
-from labbook.schema import COLUMNS, KEYS
+from labbook.rows import KEYS, VALUES
 
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
@@ -14,8 +14,10 @@ def key_columns(frame: pd.DataFrame) -> list[str]:
 
 
 def _is_key(cells: pd.Series, column: str) -> bool:
-    if column in COLUMNS:
-        return column in KEYS or column in ("machine", "gpu")
+    if column in KEYS or column in ("machine", "gpu"):
+        return True
+    if column in (*VALUES, "status", "reason", "run"):
+        return False
     computed = cells.dtype.kind == "f" or column.rpartition("_")[2] in UNITS
     return not computed and column != "statistic" and not column.endswith("_status")
 

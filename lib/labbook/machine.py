@@ -1,22 +1,38 @@
-"""The machine card: what a machine is and what it was measured to do, kept beside its numbers."""
+"""The machine: its card (what it is and was measured to do), what it lacks for a run, its clocks meanwhile.
+
+A `why_no_...` gives a reason, or "" where nothing is missing.
+"""
 
 import importlib.metadata
+import io
 import json
 import os
 import platform
 import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
+import pandas as pd
+import psutil
 import torch
 
-from labbook.files import COMMITTED, REPOSITORY_FIGURES, figures_dir, find, write_atomically
-from labbook.requirements import GIB, core_count, memory_bytes, why_no_tf32
+from labbook.files import REPOSITORY_FIGURES, committed, figures_dir, find, write_atomically
 from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
 
-_DTYPES = {"float32": torch.float32, "tf32": torch.float32}
-_DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+GIB = 2**30
+SAMPLED_EVERY_MS = 100
+_DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 @dataclass(frozen=True)
@@ -121,14 +137,14 @@ def triton_version() -> str:
 def machine_slug(gpu: str, cpu: str, cores: int) -> str:
     """Name of a machine's folder: `a100` for "NVIDIA A100", `cpu-intel-xeon-2-cores` for two Xeon cores.
 
-    The reference keeps its name to itself: your own H200 is `my-h200`, unless $CS336_REMEASURE says "h200".
+    The reference keeps its name to itself: your own H200 is `my-h200`, unless $LABBOOK_REMEASURE says "h200".
     """
     name = (gpu if gpu != "none" else f"{cpu} {cores} cores").lower()
     name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
     slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     if gpu == "none":
         return f"cpu-{slug}"
-    return f"my-{slug}" if slug in COMMITTED and os.environ.get("CS336_REMEASURE") != slug else slug
+    return f"my-{slug}" if slug in committed() and os.environ.get("LABBOOK_REMEASURE") != slug else slug
 
 
 def _describe(device: torch.device) -> dict:
@@ -184,3 +200,75 @@ def _copy_gbps(device: torch.device) -> float:
     target = torch.empty_like(source)
     timing = time_steps(lambda: target.copy_(source), device=device, warmup_steps=1, steps=3)
     return float(f"{2 * source.nbytes / timing.p50_ms / 1e6:.4g}")
+
+
+def core_count() -> int:
+    """Cores that this process may use; macOS tells only how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """The machine's memory, or a container's share of it."""
+    whole = psutil.virtual_memory().total
+    limit = Path("/sys/fs/cgroup/memory.max")  # of a control group, version 2; "max" where there is none
+    text = limit.read_text().strip() if limit.exists() else ""
+    return min(whole, int(text)) if text.isdigit() else whole
+
+
+def available_memory_bytes() -> int:
+    """Memory that this process could still take."""
+    return min(psutil.virtual_memory().available, memory_bytes())
+
+
+def why_no_tf32(device: torch.device) -> str:
+    """Why the device has no TF32 matmuls."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return ""
+    return "TF32 matmuls need a CUDA GPU of the Ampere generation or newer"
+
+
+def why_no_memory(needed_bytes: int, device: torch.device) -> str:
+    """Why a run of this size must not be tried on a CPU, where it would end the process.
+
+    A GPU reports that it is out of memory and goes on, so there everything is tried.
+    """
+    if device.type == "cuda" or needed_bytes <= (available := available_memory_bytes()):
+        return ""
+    return f"needs about {needed_bytes / GIB:.1f} GiB, and {available / GIB:.1f} GiB are free"
+
+
+def why_no_compile(device: torch.device) -> str:
+    """Why torch.compile cannot make code for the device."""
+    if device.type == "cuda" and find_spec("triton") is None:
+        return "torch.compile needs triton to make code for a GPU, and it is not installed"
+    given = os.environ.get("CXX")
+    # For a GPU only a small launcher in C is compiled on the host.
+    compilers = [given] if given else ["g++", "clang++", "c++", *(["gcc"] if device.type == "cuda" else [])]
+    if not any(shutil.which(compiler) for compiler in compilers):
+        return f"torch.compile needs a C++ compiler, and there is none ({', '.join(compilers)})"
+    return ""
+
+
+@contextmanager
+def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
+    """Ask nvidia-smi every tenth of a second, and on leaving fill in the medians: sm_clock_mhz, power_w.
+
+    Samples of an idle GPU do not count. Without an NVIDIA GPU, or without nvidia-smi, nothing is filled in.
+    """
+    medians: dict[str, float] = {}
+    command = shutil.which("nvidia-smi")
+    if device.type != "cuda" or not command:
+        yield medians
+        return
+    query = ["--query-gpu=clocks.sm,power.draw,utilization.gpu", "--format=csv,noheader,nounits"]
+    which = ["-i", f"GPU-{torch.cuda.get_device_properties(device).uuid}", "-lms", str(SAMPLED_EVERY_MS)]
+    watch = subprocess.Popen(
+        [command, *query, *which], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        yield medians
+    finally:
+        watch.terminate()
+        samples = pd.read_csv(io.StringIO(watch.communicate()[0]), names=["sm_clock_mhz", "power_w", "busy"])
+        samples = samples.apply(pd.to_numeric, errors="coerce").dropna()  # [N/A]; the last line may be cut
+        medians |= samples[samples.busy > 90].drop(columns="busy").median().dropna().to_dict()

@@ -1,24 +1,22 @@
 """What every notebook starts from: its parameters checked, this machine's card, its rows and its figures."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
 
-from labbook import bench
-from labbook.book.parameters import check_parameters
-from labbook.compare import beside_reference
+from labbook import bench, code, later, runs
 from labbook.files import figures_dir, make_folder, write_atomically
-from labbook.labels import named_value, significant
 from labbook.machine import MachineCard, load_card, machine_card
-from labbook.rows import load_rows, save_rows
-from labbook.schema import COLUMNS, TABLES
+from labbook.rows import load_rows, run_counts, save_rows
 
 
 class Page:
     """The rows and figures of one notebook, on this machine (`card`) and on the reference machine.
 
-    Creating it prints this machine's card, which is measured first where there is none.
+    Creating it begins a run, prints this machine's card, which is measured first where there is none, and how
+    old the reference machine's rows are.
 
     Args:
         slug: of the notebook's problem.
@@ -29,18 +27,31 @@ class Page:
     """
 
     def __init__(self, slug: str, parameters: Mapping[str, Any]) -> None:
-        check_parameters(slug, parameters)
+        later("check_parameters")(slug, parameters)
         self.slug = slug
         self._printed: set[str] = set()
         self.reference: str = parameters.get("reference", "h200")
         self.reference_card: MachineCard = load_card(self.reference)
         self.device: str = parameters.get("device", "auto")
         self.card: MachineCard = machine_card(self.device)
-        print(self.card.line())
+        self._names = code.parameter_names(path) if (path := code.notebook_of(slug)) else frozenset()
+        given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
+        self._executed: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
+        self.run = runs.begin(runs.Run(slug, self.card.slug, given, self.code))
+        self._say(self.card.line())
+        self._say(self._age())
 
     def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
-        """The reference machine's rows of a table, of another notebook's problem if a slug is given."""
-        return load_rows(slug or self.slug, self.reference, table)
+        """The reference machine's rows of a table, of another notebook's problem if a slug is given.
+
+        Prints, once, how many of them are historical, and why.
+        """
+        found = load_rows(slug or self.slug, self.reference, table)
+        records = {name: runs.load_run(self.reference, name) for name in found["run"].dropna().unique()}
+        why = found["run"].map(lambda name: (record := records.get(name)) and record.historical)
+        for reason, count in why[why.astype(bool)].value_counts().items():
+            self._say(f"{table}: {count:,} of {len(found):,} rows are historical, {reason}")
+        return found
 
     def here(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """The same of this machine."""
@@ -49,17 +60,21 @@ class Page:
     def beside(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """This machine's rows; `reference_ms`, `reference_status` where the reference measured the same."""
         mine = self.here(table, slug)
-        alone = self.card.slug == self.reference
-        return mine if alone else beside_reference(mine, self.rows(table, slug))
+        theirs = load_rows(slug or self.slug, self.reference, table)
+        return mine if self.card.slug == self.reference else later("beside_reference")(mine, theirs)
+
+    def on_record(self, table: str, slug: str | None = None) -> pd.DataFrame:
+        """This machine's rows that the code of the running cell measured: not to be repeated."""
+        return runs.of_code(self.code(), self.here(table, slug), self.card.slug)
 
     def save(self, rows: Iterable[Mapping[str, Any]], table: str, slug: str | None = None) -> None:
         """Save rows as this machine's, and print what came out, a line for each that says something new."""
         rows = list(rows)
-        save_rows(rows, slug or self.slug, table, machine=self.card.slug)
-        for line in row_lines(rows, table):  # a row saved again, with columns of a profile, says the same
-            if line not in self._printed:
-                print(line)
-            self._printed.add(line)
+        save_rows(rows, slug or self.slug, table, self.card.slug, self.run)
+        for line in later("row_lines")(
+            rows, table
+        ):  # a row saved again, with columns of a profile, says the same
+            self._say(line)
 
     def measure(self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **how: Any) -> None:
         """Time each case on this machine and save its rows as they come; `how` as in `bench.measure`."""
@@ -77,31 +92,23 @@ class Page:
             write_atomically(folder / f"{stem}{suffix}", content)
         return figure
 
+    def code(self) -> dict[str, str]:
+        """The hashes of what the running cell saves (see `labbook.code`); none outside of IPython."""
+        return code.of_cells(self._executed, self._names) if self._executed else {}
 
-def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
-    """What was measured and what came out: "plain, context 512, d = 64, float32, forward: 1.23 ms".
+    def _age(self) -> str:
+        """How many of the reference machine's rows are of today's code, and what the others are."""
+        counts = Counter()
+        for names in run_counts(self.slug, self.reference).values():
+            for name, count in names.items():
+                record = runs.load_run(self.reference, name)
+                path = code.notebook_of(record.slug) if record else None
+                now = code.of_notebook(path) if path and record.code else {}
+                counts[runs.why_old(record, now) or "of today's code"] += count
+        told = "; ".join(f"{count:,} {why}" for why, count in counts.most_common())
+        return f"rows of {self.reference}: {told}" if told else ""
 
-    A line for each row; one for all of them where the table keeps whole recordings.
-    """
-    schema = TABLES[table]
-    if rows and schema.group and rows[0].get("status", "ok") != "ok":
-        return [f"{_measured(rows[0], schema.group)}: {_outcome(rows[0], schema.values)}"]
-    if rows and schema.group:
-        return [f"{_measured(rows[0], schema.group)}: {len(rows)} rows"]
-    return [f"{_measured(row, schema.keys)}: {_outcome(row, schema.values)}" for row in rows]
-
-
-def _measured(row: Mapping[str, Any], keys: Sequence[str]) -> str:
-    implied = ("d_model", "num_heads") if "model_size" in keys else ()
-    told = [name for name in keys if name not in implied and not pd.isna(row.get(name))]
-    return ", ".join(named_value(name, row[name]) for name in told)
-
-
-def _outcome(row: Mapping[str, Any], values: Sequence[str]) -> str:
-    if row.get("status", "ok") != "ok":
-        return row["status"] + (f" ({row['reason']})" if row.get("reason") else "")
-    name = next((name for name in ("p50_ms", *values) if not pd.isna(row.get(name))), "")
-    if not name:
-        return "saved"
-    value = row[name] if isinstance(row[name], str) else significant(row[name])
-    return f"{value} {COLUMNS[name].unit}".rstrip()
+    def _say(self, line: str) -> None:
+        if line and line not in self._printed:
+            print(line)
+        self._printed.add(line)

@@ -3,12 +3,11 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from cs336_systems.parallel import WorkerContext
 from labbook.timing import (
     MIB,
     Timing,
@@ -18,9 +17,16 @@ from labbook.timing import (
 )
 
 
+class Context(Protocol):
+    """What a launcher hands to each rank."""
+
+    world_size: int
+    device: torch.device
+
+
 def time_together(
     operation: Callable[[], None],
-    context: WorkerContext,
+    context: Context,
     *,
     warmup_steps: int,
     steps: int,
@@ -42,7 +48,7 @@ def time_together(
     return Timing(step_ms=tuple(times_ms[warmup_steps:]), warmup_ms=tuple(times_ms[:warmup_steps]))
 
 
-def one_step_ms(operation: Callable[[], None], context: WorkerContext, calls: int) -> float:
+def one_step_ms(operation: Callable[[], None], context: Context, calls: int) -> float:
     """On a GPU between events of the current stream, which waits for what was communicated on others."""
     on_gpu = context.device.type == "cuda"
     dist.barrier()
@@ -61,7 +67,7 @@ def one_step_ms(operation: Callable[[], None], context: WorkerContext, calls: in
 
 
 def measure_on_all(
-    measure: Callable[[], Any], context: WorkerContext, dtype: str, earlier: str = ""
+    measure: Callable[[], Any], context: Context, dtype: str, earlier: str = ""
 ) -> tuple[Any, str]:
     """What `measure` returns on each rank, and "".
 
@@ -81,13 +87,13 @@ def measure_on_all(
     return {"status": "oom", "reason": reason}, f"memory ran out in the same process group: {reason}"
 
 
-def reset_peaks(context: WorkerContext) -> None:
+def reset_peaks(context: Context) -> None:
     """Let `peaks` count from here."""
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
 
 
-def peaks(context: WorkerContext) -> dict[str, float]:
+def peaks(context: Context) -> dict[str, float]:
     """Value columns: the most memory that the fullest rank held, in MiB; on a CPU none."""
     if context.device.type != "cuda":
         return {}
@@ -96,7 +102,7 @@ def peaks(context: WorkerContext) -> dict[str, float]:
     return dict(zip(("peak_memory_mib", "requested_memory_mib"), slowest(mib, context), strict=True))
 
 
-def slowest(times_ms: list[float], context: WorkerContext) -> list[float]:
+def slowest(times_ms: list[float], context: Context) -> list[float]:
     """Of each step, the longest of all ranks' times; the same on every rank."""
     longest = torch.tensor(times_ms, dtype=torch.float64, device=context.device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)

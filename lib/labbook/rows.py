@@ -1,47 +1,123 @@
-"""Rows: every number of the workbook, one CSV a table (see `schema`) under `figures/<machine>/<slug>/`.
+"""Rows: every number is in one, in the CSV of its table, `figures/<machine>/<slug>/<table>.csv`.
 
-Saving appends, so its cost does not grow with what is on record; of two rows with one key the later counts.
-It is locked, and safe against being killed. What does not fit is refused, and the file stays as it was.
+Tables are declared in `notebooks/tables.yaml`. Saving is an upsert by key: the file is written anew, sorted,
+under a lock, so that neither a kill nor a second process loses a row. What does not fit is refused.
 """
 
 import csv
 import io
-import os
+import math
+import numbers
 import re
-import subprocess
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
-from functools import cache
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
-import torch
+import yaml
 
-from labbook import files
 from labbook import machine as here
-from labbook.files import REPOSITORY_FIGURES, figures_dir, find
-from labbook.schema import COLUMNS, TABLES
-from labbook.validation import Row, RowError, check_batch, checked
+from labbook import runs
+from labbook.files import (
+    NOTEBOOKS,
+    REPOSITORY_FIGURES,
+    figures_dir,
+    find,
+    locked,
+    make_folder,
+    write_atomically,
+)
 
-# What runs our attention kernels: these implementations, and these tables.
-_WITH_KERNELS = {"flash_compiled", "flash_triton"}
-_OF_KERNELS = ("tile_times", "kernel_resources")
+Row = dict[str, Any]
+
+STATUSES = ("ok", "oom", "skipped", "error")
+PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
+# Where rows came from before runs had files of their own.
+_FORMERLY = ("machine", "gpu", "torch", "triton", "kernels", "measured_at", "commit")
+_DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
+_EXPECTED = {"int": "a whole number", "bool": "true or false", "text": "text"}
+# How much one step does: a pass of a higher level contains those below, so it cannot be faster.
+_PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
+_ATTEMPTS = 3
 _REPAIR = "restore the file from git, or move it away and measure again"
 
 
+class RowError(ValueError):
+    """A row, or a file of rows, that does not fit its table."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The columns of a table by name, each with its type, and the keys of one recording, if it has such."""
+
+    keys: dict[str, str]
+    values: dict[str, str]
+    group: tuple[str, ...]
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Every column of the file, in its order."""
+        return {**self.keys, **self.values, **dict.fromkeys(("status", "reason", "run"), "text")}
+
+
+def _declared() -> tuple[dict[str, Table], dict[str, list[str]], dict[str, str], dict[str, tuple[str, ...]]]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    said = yaml.load((NOTEBOOKS / "tables.yaml").read_text(encoding="utf-8"), loader)
+
+    def words(text: str) -> list[str]:
+        return [
+            w
+            for word in text.split()
+            for w in (words(said["shared"][word[1:]]) if word[0] == "$" else [word])
+        ]
+
+    def columns(text: str, default: str) -> dict[str, str]:
+        parts = (word.partition(":") for word in words(text))
+        return {name: type_ or default for name, _, type_ in parts}
+
+    tables = {
+        name: Table(
+            columns(table["keys"], "text"),
+            columns(table["values"], "float"),
+            tuple(columns(table.get("group", ""), "")),
+        )
+        for name, table in said["tables"].items()
+    }
+    shared = {name: tuple(columns(text, "")) for name, text in said["shared"].items()}
+    return tables, {"status": list(STATUSES), **said["allowed"]}, said["columns"], shared
+
+
+# Tables; the only values of some columns, in their order; what columns say; columns that tables share.
+TABLES, ALLOWED, DESCRIPTIONS, SHARED = _declared()
+KEYS = tuple(dict.fromkeys(name for table in TABLES.values() for name in table.keys))
+VALUES = tuple(dict.fromkeys(name for table in TABLES.values() for name in table.values))
+# Of the tables with times: what is equal in all passes of one measurement.
+_SAME = {name for table in TABLES.values() if "p50_ms" in table.values for name in table.keys}
+_SAME -= {"pass", "warmup_steps"}
+
+
 def save_rows(
-    rows: Iterable[Mapping[str, Any]] | pd.DataFrame, slug: str, table: str, machine: str | None = None
+    rows: Iterable[Mapping[str, Any]] | pd.DataFrame,
+    slug: str,
+    table: str,
+    machine: str | None = None,
+    run: runs.Run | None = None,
 ) -> Path:
     """Save rows into `figures/<machine>/<slug>/<table>.csv`: each replaces the one that has its key.
 
-    In a table with groups (`schema.Table`) they replace all rows of their group.
+    In a table with groups they replace all rows of their group.
 
     Args:
-        rows: key and value columns; a missing one is empty, a missing status is "ok". Provenance is added.
+        rows: key and value columns; a missing one is empty, a missing status is "ok". A given run stays.
         slug: of the problem, as in its notebook's name.
-        table: a name in `schema.TABLES`.
+        table: one of `notebooks/tables.yaml`.
         machine: slug of where the rows were measured; by default the machine that "auto" means here.
+        run: that measured them; by default the process's current run of that machine, or a new one.
 
     Raises:
         RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
@@ -50,21 +126,28 @@ def save_rows(
     machine = machine or here.machine_card().slug
     path = _path(figures_dir(), machine, slug, table)
     schema, where = TABLES[table], _name(path)
-    records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
-    batch = [checked(row, schema, f"{where}, rows[{number}]") for number, row in enumerate(records)]
-    check_batch(batch, schema, where)
-    common = _provenance(machine, where)
-    batch = [common | _kernels(row, table) | row for row in batch]
-    if foreign := {row["machine"] for row in batch} - {machine}:
-        raise RowError(f"{where}: machine is {foreign.pop()!r}; allowed in this folder: {machine!r}")
+    records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
+    for number, record in enumerate(records):
+        if record.get("machine", machine) != machine:
+            told = f"machine is {record['machine']!r}; allowed in this folder: {machine!r}"
+            raise RowError(f"{where}, rows[{number}]: {told}")
+    batch = [checked(row, table, f"{where}, rows[{number}]") for number, row in enumerate(records)]
+    _check_batch(batch, schema, where)
+    _check_gpu(machine, where)
     if not batch:
         return path
-    files.make_folder(path.parent)
-    with files.locked(path.parent.parent):
-        if path.exists() and _header(path) not in ([], list(schema.columns)):
-            _rewrite(path, machine)  # its table has columns now that it had not
-        fields = ([COLUMNS[name].format(row.get(name)) for name in schema.columns] for row in batch)
-        files.append_lines(path, _csv(fields), header=_csv([schema.columns]))
+    make_folder(path.parent)
+    with locked(path.parent.parent):
+        before = _read(path, table)
+        if any("run" not in row for row in batch):
+            run = run or runs.current(machine, slug)
+            run.write()
+            batch = [row if "run" in row else row | {"run": run.name} for row in batch]
+        fields = [{name: _format(value) for name, value in row.items()} for row in batch]
+        after = _merged(before, fields, schema)
+        write_atomically(path, _csv(after, schema))
+        gone = {row["run"] for row in before.values()} - {row["run"] for row in after}
+        runs.remove_unused(machine, gone - {""})
     return path
 
 
@@ -72,25 +155,36 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     """Load the rows of one machine, sorted by key; where it has none yet, an empty frame with every column.
 
     Columns have plain numpy dtypes: whole numbers with gaps are floats; empty text and truth values are None.
+    `run` is None for rows from before runs had files; `machine` is the one given.
 
     Raises:
         RowError: the file is damaged, or a value does not fit; the message names file and line.
     """
     path = find(*_path(Path(), machine, slug, table).parts)
-    return _parsed(_newest(path), path, machine).reset_index(drop=True)
+    schema, lines = TABLES[table], _read(path, table)
+    text = pd.DataFrame(lines.values(), columns=list(schema.types), dtype=object)
+    columns = {}
+    for column, kind in schema.types.items():
+        values: dict[str, Any] = {}
+        for field in text[column].unique():
+            try:
+                values[field] = _parse(column, kind, field)
+            except ValueError as error:
+                line = list(lines)[(text[column] == field).idxmax()]
+                raise RowError(f"{_name(path)}, line {line}: {column} is {field!r}; {error}") from None
+        columns[column] = _series([values[field] for field in text[column]], kind)
+    frame = pd.DataFrame(columns).iloc[_order(text.to_dict("records"), schema)]
+    return frame.assign(machine=pd.Series(machine, frame.index, dtype=object)).reset_index(drop=True)
 
 
-def compact(machine: str) -> list[Path]:
-    """Rewrite the tables of a machine sorted by key, without rows that were replaced: small diffs for git.
-
-    Returns the files that changed. Raises RowError as `load_rows` does, files before it rewritten already.
-    """
-    folder = figures_dir() / machine
-    if not folder.is_dir():
-        raise RowError(f"{machine!r} has no rows in {figures_dir()}; allowed: {', '.join(here.machines())}")
-    with files.locked(folder):
-        tables = [path for path in sorted(folder.glob("*/*.csv")) if path.stem in TABLES]
-        return [path for path in tables if _rewrite(path, machine)]
+def run_counts(slug: str, machine: str) -> dict[str, dict[str, int]]:
+    """How many rows each run measured, for each table that a machine has of a problem; "" is unknown."""
+    counts: dict[str, dict[str, int]] = {}
+    for table in sorted(TABLES):
+        if (path := find(machine, slug, f"{table}.csv")).exists():
+            names = [row["run"] for row in _read(path, table).values()]
+            counts[table] = {name: names.count(name) for name in dict.fromkeys(names)}
+    return counts
 
 
 def published(name: str) -> pd.DataFrame:
@@ -102,23 +196,164 @@ def published(name: str) -> pd.DataFrame:
     path = find("published", f"{name}.csv")
     if not path.is_file():
         tables = sorted(file.stem for file in (REPOSITORY_FIGURES / "published").glob("*.csv"))
-        _check_choice("published table", name, tables)
+        raise ValueError(f"unknown published table {name!r}; allowed: {', '.join(tables)}")
     return pd.read_csv(path)
+
+
+# One value, one row, one save.
+
+
+def _check(column: str, kind: str, value: Any) -> int | float | str | bool | None:
+    """The value as the column stores it; None, NaN and pandas' NA are empty. ValueError: what is allowed."""
+    if pd.api.types.is_scalar(value) and pd.isna(value):
+        return None
+    if kind == "text" and isinstance(value, str):
+        text = " ".join(value.split())  # a row is one line
+        if text and text not in ALLOWED.get(column, [text]):
+            raise ValueError(f"allowed: {', '.join(ALLOWED[column])}")
+        return text or None
+    is_bool = isinstance(value, bool | np.bool_)
+    if kind == "bool" and is_bool:
+        return bool(value)
+    is_number = isinstance(value, numbers.Real) and not is_bool and math.isfinite(value)
+    if kind == "int" and is_number and float(value).is_integer():
+        if value < 0:
+            raise ValueError("allowed: 0 or more")
+        return int(value)
+    if kind in _DIGITS and is_number:
+        return float(f"{value:.{_DIGITS[kind]}g}")
+    raise ValueError(f"allowed: {_EXPECTED.get(kind, 'a finite number')}")
+
+
+def _parse(column: str, kind: str, text: str) -> int | float | str | bool | None:
+    """The value of a CSV field. Errors as in `_check`."""
+    value: Any = text or None
+    if kind == "bool":
+        value = {"true": True, "false": False}.get(text, value)
+    elif text and kind != "text":
+        with suppress(ValueError):
+            value = int(text) if kind == "int" else float(text)
+    return _check(column, kind, value)
+
+
+def _format(value: Any) -> str:
+    """A checked value as a CSV field."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return format(value, ".9g") if isinstance(value, float) else str(value)
+
+
+def checked(record: Mapping[str, Any], table: str, where: str) -> Row:
+    """The record with each value as its column stores it; empty ones are left out.
+
+    An empty value may be given for a column that only other tables have.
+
+    Raises:
+        RowError: one sentence: where, what was given, what is allowed.
+    """
+    types, row = TABLES[table].types, {"status": "ok"}
+    for name, given in record.items():
+        if name in types:
+            try:
+                value = _check(name, types[name], given)
+            except ValueError as error:
+                raise RowError(f"{where}: {name} is {given!r}; {error}") from None
+            if value is not None:
+                row[name] = value
+        elif name != "machine" and not ((name in (*KEYS, *VALUES) and given in (None, "")) or given != given):
+            raise RowError(f"{where}: there is no column {name!r}; allowed: {', '.join(list(types)[:-1])}")
+    if problem := _contradiction(row, TABLES[table]):
+        raise RowError(f"{where}: {problem}")
+    return row
+
+
+def _contradiction(row: Row, table: Table) -> str:
+    values = [name for name in table.values if name in row and name != "steps"]
+    times = [name for name in values if name.endswith(("_ms", "_s"))]
+    percentiles = [row.get(name) for name in PERCENTILES]
+    if row["status"] != "ok" and times:
+        told = f"status is {row['status']!r}, but {times[0]} is {row[times[0]]:g}"
+        return f"{told}; allowed: times with 'ok' only"
+    if row["status"] == "ok" and not values:
+        return f"status is 'ok', but nothing was measured; allowed: a value, or {', '.join(STATUSES[1:])}"
+    if {"mean_ms", *PERCENTILES} & row.keys() and None in percentiles:
+        return f"{PERCENTILES[percentiles.index(None)]} is empty; allowed: all of {', '.join(PERCENTILES)}"
+    if None not in percentiles and percentiles != sorted(percentiles):
+        return f"{', '.join(PERCENTILES)} are {percentiles}; allowed: rising"
+    return ""
+
+
+def _check_batch(rows: list[Row], table: Table, where: str) -> None:
+    """Refuse rows that contradict each other: two with one key, or a pass faster than its part."""
+    seen = set()
+    for number, row in enumerate(rows):
+        key = _described(row, table.keys)
+        if key in seen:
+            raise RowError(f"{where}, rows[{number}]: duplicate key {key}; allowed: once")
+        seen.add(key)
+    for error in pass_order_errors(rows):
+        raise RowError(f"{where}: {error}")
+
+
+def _check_gpu(machine: str, where: str) -> None:
+    """Refuse to save as a machine's what was measured on another GPU than its card names."""
+    gpus = here.gpu_names()
+    gpu = here.load_card(machine).gpu if here.card_path(machine).exists() else gpus[0]
+    if gpu not in gpus:
+        raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {', '.join(gpus)}")
+
+
+def _described(row: Mapping[str, Any], columns: Iterable[str]) -> str:
+    return ", ".join(f"{name}={row[name]}" for name in columns if row.get(name) is not None)
+
+
+def pass_order_errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Sentences about passes faster than a pass inside them, by more than the spread of the steps.
+
+    Rows are compared when they are equal in every other key. Of several warm-ups only the longest counts: the
+    shorter ones are there to show the start, not the pass.
+    """
+    groups = defaultdict(list)
+    for row in rows:
+        if row.get("pass") in _PASS_LEVEL and row.get("p50_ms") is not None and row.get("warmup_steps") != 0:
+            groups[tuple((name, row[name]) for name in sorted(_SAME & row.keys()))].append(row)
+    errors = []
+    for group in groups.values():
+        longest = max(row.get("warmup_steps") or 0 for row in group)
+        group = [row for row in group if (row.get("warmup_steps") or 0) == longest]
+        for small, large in permutations(group, 2):
+            if _PASS_LEVEL[small["pass"]] < _PASS_LEVEL[large["pass"]] and large["p80_ms"] < small["p20_ms"]:
+                at = _described(large, [name for name in KEYS if name in _SAME])
+                errors.append(
+                    f"{large['pass']} took {large['p80_ms']:.4g} ms (p80_ms), {small['pass']} inside it "
+                    f"{small['p20_ms']:.4g} ms (p20_ms), at {at}; measure both again, in one run"
+                )
+    return errors
+
+
+def measured_in_order(measure: Callable[[], list[Row]]) -> list[Row]:
+    """The rows of `measure`, measured again (twice at most) while a pass is faster than a part of it.
+
+    That happens when something else took the machine during one of the passes: on a shared CPU, not seldom.
+    """
+    for _ in range(_ATTEMPTS):
+        rows = measure()
+        if not pass_order_errors(rows):
+            break
+    return rows
+
+
+# The file.
 
 
 def _path(root: Path, machine: str, slug: str, table: str) -> Path:
     for what, name in (("machine", machine), ("slug", slug)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError(
-                f"{what} {name!r} cannot name a folder; allowed: letters, digits, '.', '_' and '-'"
-            )
-    _check_choice("table", table, TABLES)
+            allowed = "letters, digits, '.', '_' and '-'"
+            raise ValueError(f"{what} {name!r} cannot name a folder; allowed: {allowed}")
+    if table not in TABLES:
+        raise ValueError(f"unknown table {table!r}; allowed: {', '.join(TABLES)}")
     return root / machine / slug / f"{table}.csv"
-
-
-def _check_choice(what: str, value: str, allowed: Iterable[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{what} {value!r} is unknown; allowed: {', '.join(allowed)}")
 
 
 def _name(path: Path) -> str:
@@ -126,112 +361,71 @@ def _name(path: Path) -> str:
     return "/".join(path.parts[-3:])
 
 
-def _csv(lines: Iterable[Iterable[str]]) -> str:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(lines)
-    return text.getvalue()
-
-
-def _header(path: Path) -> list[str]:
-    with open(path, "rb") as file:
-        line = file.readline().decode(errors="replace").strip()
-    return line.split(",") if line else []
-
-
-def _rewrite(path: Path, machine: str) -> bool:
-    """Write the file anew from the rows that count; returns whether that changed it."""
-    before, lines = files.read_lines(path), _newest(path)
-    lines = lines.loc[_parsed(lines, path, machine).index]
-    content = _csv([lines.columns, *lines.itertuples(index=False)])
-    if changed := content.encode() != before:
-        files.replace_lines(path, content)
-    return changed
-
-
-def _read(path: Path) -> pd.DataFrame:
-    """The fields of a file, as text, indexed by the number of their line."""
-    name, columns = _name(path), TABLES[path.stem].columns
+def _read(path: Path, table: str) -> dict[int, dict[str, str]]:
+    """The fields of a file, as text, by the number of their line; of several rows with one key the last."""
+    name, schema = _name(path), TABLES[table]
+    if not path.exists():
+        return {}
     try:
-        text = io.StringIO(files.read_lines(path).decode(), newline="")
-        header, *lines = list(csv.reader(text, strict=True)) or [columns]
+        header, *lines = list(csv.reader(io.StringIO(path.read_bytes().decode(), newline=""), strict=True))
     except (ValueError, csv.Error) as error:
-        raise RowError(f"{name} is damaged ({error}); {_REPAIR}") from None
-    if len(set(header) & set(columns)) < len(header):
-        raise RowError(f"{name}, line 1: the columns are {', '.join(header)}; allowed: {', '.join(columns)}")
+        raise RowError(f"{name} is damaged ({error or 'it is empty'}); {_REPAIR}") from None
+    known = {*schema.types, *_FORMERLY}
+    if len(set(header) & known) < len(header) or not set(header) >= set(schema.keys):
+        allowed = ", ".join(schema.types)
+        raise RowError(f"{name}, line 1: the columns are {', '.join(header)}; allowed: {allowed}; {_REPAIR}")
+    rows: dict[tuple, int] = {}
+    found: dict[int, dict[str, str]] = {}
     for number, fields in enumerate(lines, start=2):
         if len(fields) != len(header):
             told = f"{len(fields)} fields for {len(header)} columns"
             raise RowError(f"{name}, line {number} is damaged ({told}); {_REPAIR}")
-    frame = pd.DataFrame(lines, range(2, len(lines) + 2), columns=list(header), dtype=object)
-    return frame.reindex(columns=list(columns), fill_value="")  # an older file may lack a newer column
+        row = dict(zip(header, fields, strict=True))
+        found.pop(rows.get(key := tuple(row[each] for each in schema.keys), 0), None)
+        rows[key] = number
+        found[number] = {column: row.get(column, "") for column in schema.types}
+    return found
 
 
-def _newest(path: Path) -> pd.DataFrame:
-    """The lines that count: of each group those of its last save, of each key the last."""
-    schema, lines = TABLES[path.stem], _read(path)
-    if schema.group and len(lines):
-        last = lines.groupby(list(schema.group), sort=False)["measured_at"].transform("last")
-        lines = lines[lines["measured_at"] == last]
-    return lines.drop_duplicates(list(schema.keys), keep="last")
+def _merged(
+    before: dict[int, dict[str, str]], rows: list[dict[str, str]], schema: Table
+) -> list[dict[str, str]]:
+    """The rows of a file after new ones replaced those of their key, or of their group; sorted."""
+    by = schema.group or tuple(schema.keys)
+    replaced = {tuple(row.get(name, "") for name in by) for row in rows}
+    kept = [row for row in before.values() if tuple(row[name] for name in by) not in replaced]
+    after = kept + [dict.fromkeys(schema.types, "") | row for row in rows]
+    return [after[place] for place in _order(after, schema)]
 
 
-def _parsed(lines: pd.DataFrame, path: Path, machine: str) -> pd.DataFrame:
-    """The values of these lines, sorted by key, still indexed by their line."""
-    schema, name = TABLES[path.stem], _name(path)
-    columns = {}
-    for column in schema.columns:
-        values = {}
-        for text in lines[column].unique():
-            try:
-                values[text] = COLUMNS[column].parse(text)
-                if column == "machine" and text != machine:
-                    raise ValueError(f"allowed in this folder: {machine!r}")
-            except ValueError as error:
-                line = (lines[column] == text).idxmax()
-                raise RowError(f"{name}, line {line}: {column} is {text!r}; {error}") from None
-        columns[column] = COLUMNS[column].series([values[text] for text in lines[column]], lines.index)
-    frame = pd.DataFrame(columns, index=lines.index)
-    if frame["gpu"].nunique() > 1:
-        gpus = ", ".join(sorted(frame["gpu"].unique()))
-        raise RowError(f"{name}: rows of several GPUs ({gpus}); allowed: one machine a folder")
-    order = pd.DataFrame({key: COLUMNS[key].order(frame[key]) for key in schema.keys}, index=frame.index)
-    return frame.loc[order.sort_values(list(schema.keys), na_position="first", kind="stable").index]
+def _csv(rows: Iterable[Mapping[str, str]], schema: Table) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(schema.types)
+    writer.writerows(row.values() for row in rows)
+    return text.getvalue()
 
 
-def _provenance(machine: str, where: str) -> Row:
-    """Where rows come from that are saved now, unless they say otherwise themselves."""
-    gpus = here.gpu_names()
-    gpu = here.load_card(machine).gpu if here.card_path(machine).exists() else gpus[0]
-    if gpu not in gpus:
-        raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {', '.join(gpus)}")
-    return {
-        "machine": machine,
-        "gpu": gpu,
-        "torch": torch.__version__,
-        "triton": here.triton_version(),
-        "measured_at": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
-        "commit": os.environ.get("CS336_COMMIT") or _git_commit(REPOSITORY_FIGURES.parent),
+def _order(rows: list[dict[str, str]], schema: Table) -> list[int]:
+    """The places of the rows sorted by their keys: empty first, numbers by size, listed values as listed."""
+    ranks = {
+        name: {field: _rank(name, kind, field) for field in {row[name] for row in rows}}
+        for name, kind in schema.keys.items()
     }
+    return sorted(range(len(rows)), key=lambda i: [ranks[name][rows[i][name]] for name in schema.keys])
 
 
-def _kernels(row: Row, table: str) -> Row:
-    """The digest of our attention kernels, if they ran."""
-    if table in _OF_KERNELS or _WITH_KERNELS & {row.get("implementation"), row.get("attention")}:
-        from cs336_systems.attention import kernel_digest  # not above: it imports triton
+def _rank(column: str, kind: str, field: str) -> tuple:
+    if column in ALLOWED and field in ALLOWED[column]:
+        return (1, ALLOWED[column].index(field))
+    with suppress(ValueError):
+        return (1, float(field)) if kind in ("int", *_DIGITS) else (bool(field), field)
+    return (0,)
 
-        return {"kernels": kernel_digest()}
-    return {}
 
-
-@cache
-def _git_commit(repository: Path) -> str:
-    """What git says of the library when this process first saves, or "unknown"; + for uncommitted changes."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(repository), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "lib"))
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+def _series(values: list, kind: str) -> pd.Series:
+    """Parsed values in a plain numpy dtype: whole numbers with gaps are floats, other gaps None."""
+    dtype = {"int": int, "bool": bool, "text": object}.get(kind, float)
+    if None in values and kind in ("int", "bool"):
+        dtype = float if kind == "int" else object
+    return pd.Series(values, dtype=dtype)

@@ -3,14 +3,12 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.attention import kernel_digest
-
 pytest.importorskip("triton")
 import triton
 
 from cs336_systems.attention.compile_resources import compile_tiles
-from cs336_systems.bench import kernel_resources
 from cs336_systems.bench.kernel_resources import shipped_tiles
+from labbook.runs import load_run
 
 SMALLEST_SHARED_MEMORY = 101_376
 # And the fastest of their tiles all the same. Of all but the first two it is the split form, and 64 bytes at
@@ -22,8 +20,6 @@ SAMPLE = [("hopper_backward", "bfloat16", 128, 90), ("dq", "tf32", 64, 100), ("d
 def test_no_other_tile_spills_or_exceeds_the_chip():
     """The committed rows say it of every tile. To compile all takes minutes: once a change of the kernels."""
     table = shipped_tiles()
-    again = f"the kernels have changed: python -m {kernel_resources.__name__}"
-    assert set(table["kernels"]) == {kernel_digest()}, again
     assert (table["registers"] <= 255).all()
     spilling = table[table["spilled_bytes"] > 0]
     assert set(zip(spilling["kernel"], spilling["d_head"], strict=True)) == SPILLING, spilling.to_string()
@@ -37,7 +33,8 @@ def test_the_compiler_says_again_what_the_rows_say():
     assert list(found["kernel"]) == [kernel for kernel, *_ in SAMPLE]
     assert (found["spilled_bytes"] == 0).all()
     recorded = shipped_tiles()
-    if set(recorded["triton"]) == {triton.__version__}:  # another version allocates registers in its own way
+    run = load_run("ahead_of_time", recorded["run"][0])
+    if run.triton == triton.__version__:  # another version allocates registers in its own way
         keys = ["kernel", "dtype", "d_head", "capability", "block_m", "block_n"]
         both = found.merge(recorded, on=keys, suffixes=("", "_recorded"))
         assert len(both) == len(SAMPLE)

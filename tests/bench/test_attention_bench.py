@@ -9,7 +9,7 @@ from cs336_systems.attention.implementations import ATTENTION, COMPILER
 from cs336_systems.bench.attention_bench import sweep_attention
 from cs336_systems.dtypes import torch_dtype
 from labbook import timing
-from labbook.requirements import why_no_compile
+from labbook.machine import why_no_compile
 from labbook.timing import MIB, release_memory
 
 RUN = {"batch_size": 2, "context_length": 64, "d_head": 16, "device": "cpu", "warmup_steps": 1, "steps": 2}

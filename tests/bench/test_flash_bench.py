@@ -72,7 +72,7 @@ def test_16_bit_implementations_are_skipped_in_float32():
 
 
 def test_scores_that_do_not_fit_are_not_tried(monkeypatch):
-    monkeypatch.setattr("labbook.requirements.available_memory_bytes", lambda: 10**4)
+    monkeypatch.setattr("labbook.machine.available_memory_bytes", lambda: 10**4)
     assert statuses(time_cell(replace(TINY, implementation="plain"), device="cpu")) == {"skipped"}
     assert statuses(time_cell(replace(TINY, implementation="sdpa"), device="cpu")) == {"ok"}
 

@@ -9,8 +9,6 @@ from cs336_systems.attention.config import HOPPER_KERNELS, KERNELS
 from cs336_systems.bench import kernel_resources
 from cs336_systems.bench.kernel_resources import PLACE, shipped_tiles, sweep_resources
 
-PROVENANCE = ["machine", "gpu", "torch", "triton", "kernels", "measured_at", "commit"]
-
 
 def test_rows_of_shipped_tiles():
     names = ["forward", "hopper_forward"]
@@ -23,7 +21,7 @@ def test_rows_of_shipped_tiles():
 
 
 def test_the_committed_rows_are_of_todays_tiles(monkeypatch, tmp_path):
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
     table = shipped_tiles()
     assert set(table["capability"]) == set(kernel_resources.CAPABILITIES)
     assert set(table["kernel"]) == {*KERNELS, *HOPPER_KERNELS}
@@ -34,9 +32,9 @@ def test_the_committed_rows_are_of_todays_tiles(monkeypatch, tmp_path):
 )
 def test_rows_of_other_tiles_are_refused(change, monkeypatch, tmp_path):
     place = "capability == 90 and d_head == 64 and dtype == 'float32' and kernel == 'forward'"
-    rows = shipped_tiles().query(place).drop(columns=PROVENANCE)
+    rows = shipped_tiles().query(place)
     rows = rows.iloc[:1].assign(**change) if change else rows.iloc[1:]  # one of several tiles is missing
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
     save_rows(rows.astype({"chunk": "Int64", "max_registers": "Int64"}), **PLACE)
     with pytest.raises(ValueError, match="older"):
         shipped_tiles()

@@ -112,7 +112,7 @@ def test_an_attention_that_cannot_run_here_is_a_status(monkeypatch):
 
 
 def test_a_model_that_does_not_fit_is_a_status_and_not_built(monkeypatch):
-    monkeypatch.setattr("labbook.requirements.available_memory_bytes", lambda: 10**5)
+    monkeypatch.setattr("labbook.machine.available_memory_bytes", lambda: 10**5)
     monkeypatch.setattr(checkpointing_bench, "build_model", None)
     (rows,) = sweep_checkpointing(CONFIG, ["none", "every 1"], **RUN)
     assert ["GiB" in row["reason"] for row in rows] == [True, True]

@@ -29,7 +29,7 @@ def sweep(**changes) -> list[dict]:
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa"])
 def test_a_model_that_does_not_fit_is_not_built(monkeypatch, attention):
-    monkeypatch.setattr("labbook.requirements.available_memory_bytes", lambda: 10**3)
+    monkeypatch.setattr("labbook.machine.available_memory_bytes", lambda: 10**3)
     (row,) = sweep(attention_implementation=attention)
     assert row["status"] == "skipped"
 

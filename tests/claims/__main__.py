@@ -35,9 +35,9 @@ import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
 
 import labbook
-from labbook.files import COMMITTED
+from labbook.files import committed
 from labbook.frames import key_columns
-from labbook.schema import TABLES
+from labbook.rows import TABLES
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 LOAD_ROWS, PUBLISHED = labbook.load_rows, labbook.published
@@ -109,7 +109,7 @@ class Notebook:
             self.claims[key] = claim.description, claim.holds
 
     def _load_rows(self, slug: str, machine: str, table: str) -> pd.DataFrame:
-        if machine not in COMMITTED:
+        if machine not in committed():
             return LOAD_ROWS(slug, machine, table)
         return self._changed((slug, machine, table), LOAD_ROWS, TABLES[table].keys)
 
@@ -213,7 +213,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     os.chdir(NOTEBOOKS)
     with tempfile.TemporaryDirectory(prefix="claims-") as folder:
-        os.environ |= {"CS336_FIGURES": folder, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
+        os.environ |= {"LABBOOK_FIGURES": folder, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}
         return int(any([audit(path, every_claim=options.all) for path in paths]))
 
 

@@ -1,21 +1,33 @@
-"""The machine card: measured once, kept, and saying nothing about whose machine it is."""
+"""The machine: its card, which says nothing about whose it is; what it lacks; its clocks."""
 
 import dataclasses
 import getpass
 import json
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from labbook import machine as module
-from labbook.machine import MachineCard, card_path, load_card, machine_card, machine_slug
-from labbook.rows import save_rows
-from labbook.validation import RowError
+from labbook.machine import (
+    MachineCard,
+    card_path,
+    load_card,
+    machine_card,
+    machine_slug,
+    watched_clocks,
+    why_no_compile,
+    why_no_memory,
+    why_no_tf32,
+)
+from labbook.rows import RowError, save_rows
 
 ROW = {"accumulation": "float32 += float16", "total": 1.0}
 TABLE = ("slug", "accumulation")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SAID = "1980, 120.5, 0\n1700, 650.0, 100\n1600, 690.0, 100\n1650, [N/A], 100\n1500, 700.0, 100\n14"
 H200 = MachineCard(
     slug="h200", gpu="NVIDIA H200", gpu_memory_gib=139.8, sm_count=132, cpu="Intel Xeon", cores=16,
     memory_gib=128.0, python="3.12.3", torch="2.11.0+cu130", triton="3.6.0", matmul_tflops={"float32": 51.0},
@@ -25,7 +37,7 @@ H200 = MachineCard(
 
 @pytest.fixture(autouse=True)
 def figures(tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
     return tmp_path
 
 
@@ -82,7 +94,7 @@ def test_rates_of_this_cpu_are_plausible():
 )
 def test_slugs(gpu, cpu, cores, slug, monkeypatch):
     assert machine_slug(gpu, cpu, cores) == slug
-    monkeypatch.setenv("CS336_REMEASURE", "h200")  # the reference, where that is asked for
+    monkeypatch.setenv("LABBOOK_REMEASURE", "h200")  # the reference, where that is asked for
     assert machine_slug(gpu, cpu, cores) == slug.removeprefix("my-")
 
 
@@ -111,3 +123,60 @@ def test_a_gpus_card_is_measured(figures):
     assert card.gpu == torch.cuda.get_device_name()
     assert card.matmul_tflops["bfloat16"] > 2 * card.matmul_tflops["float32"]
     assert 100 < card.copy_gbps < 20_000
+
+
+def test_a_gpus_code_is_not_compiled_without_triton(monkeypatch):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(module.shutil, "which", lambda name: name)
+    assert ("triton" in why_no_compile(CUDA), why_no_compile(CPU)) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("installed", "runs_on"), [("clang++", {"cpu", "cuda"}), ("gcc", {"cuda"}), ("", set())]
+)
+def test_compiling_needs_a_compiler(monkeypatch, installed, runs_on):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    monkeypatch.setattr(module.shutil, "which", lambda name: name == installed)
+    assert {device.type for device in (CPU, CUDA) if not why_no_compile(device)} == runs_on
+    monkeypatch.setenv("CXX", "my-c++")
+    assert "my-c++" in why_no_compile(CPU)
+
+
+def test_only_a_cpu_is_kept_from_running_out_of_memory():
+    assert why_no_memory(2**20, CPU) == ""
+    assert "1048576.0 GiB" in why_no_memory(2**50, CPU)
+    assert why_no_memory(2**50, CUDA) == ""
+
+
+def test_tf32_needs_a_gpu_of_ampere_or_newer(monkeypatch):
+    assert why_no_tf32(CPU)
+    for capability, has in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
+        assert (why_no_tf32(CUDA) == "") == has
+
+
+@pytest.fixture
+def tool(monkeypatch):
+    """A nvidia-smi that has said SAID when it is stopped."""
+    watch = SimpleNamespace(stopped=False, communicate=lambda: (SAID, None))
+    watch.terminate = lambda: setattr(watch, "stopped", True)
+    monkeypatch.setattr(module.shutil, "which", lambda name: name)
+    monkeypatch.setattr(module.subprocess, "Popen", lambda *arguments, **options: watch)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    return watch
+
+
+def test_clocks_are_the_medians_of_the_busy_samples(tool):
+    with watched_clocks(CPU) as watched:
+        pass
+    assert (watched, tool.stopped) == ({}, False), "without a GPU nothing is asked"
+    with watched_clocks(CUDA) as watched:
+        assert not tool.stopped
+    assert (watched, tool.stopped) == ({"sm_clock_mhz": 1600, "power_w": 690}, True)
+
+
+def test_clocks_are_not_watched_on_when_the_measurement_fails(tool):
+    with pytest.raises(RuntimeError), watched_clocks(CUDA):
+        raise RuntimeError
+    assert tool.stopped

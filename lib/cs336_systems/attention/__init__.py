@@ -7,7 +7,6 @@ from torch import Tensor
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.attention.config import select_config
-from cs336_systems.attention.digest import kernel_digest
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.implementations import ATTENTION, ATTENTION_PASSES, MODEL_ATTENTION, OURS, TRITON
 from cs336_systems.attention.inputs import MAX_HEAD_SIZE, check_tensors
@@ -27,7 +26,6 @@ __all__ = [
     "FlashAttentionPyTorch",
     "FlashAttentionTriton",
     "attention",
-    "kernel_digest",
     "plain_attention",
     "select_config",
 ]

@@ -4,10 +4,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
+
 from cs336_systems.attention import baselines
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.attention.plain import plain_attention
+from cs336_systems.dtypes import torch_dtype
+from cs336_systems.kernels import why_no_triton
 
 # What an implementation may need: Triton, a compiler for torch.compile, tensors of 16 bits.
 TRITON, COMPILER, SIXTEEN_BITS = "triton", "compiler", "16bit"
@@ -29,6 +33,12 @@ class Implementation:
     sdpa_backend: str = ""
     in_model: bool = False
     holds_scores: bool = False
+
+    def why_not(self, dtype: str, device: torch.device) -> str:
+        """Why it cannot run in a dtype of DTYPES on the device, as far as that is known before; or ""."""
+        if SIXTEEN_BITS in self.needs and torch_dtype(dtype).itemsize != 2:
+            return "takes 16-bit tensors only"
+        return why_no_triton(device) if TRITON in self.needs else ""
 
 
 def _flash_compiled() -> AttentionFunction:

@@ -18,11 +18,12 @@ from cs336_systems.attention.implementations import (
     sdpa_backend,
 )
 from cs336_systems.dtypes import DTYPES, torch_dtype
+from cs336_systems.kernels import why_no_triton
 from cs336_systems.measure.saved_tensors import saved_bytes
 from labbook import timing
-from labbook.requirements import why_no_compile, why_no_memory, why_no_tf32, why_no_triton
+from labbook.machine import why_no_compile, why_no_memory, why_no_tf32
+from labbook.rows import measured_in_order
 from labbook.timing import MIB, Timing
-from labbook.validation import measured_in_order
 
 Row = dict[str, Any]
 

@@ -22,7 +22,7 @@ from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import build_model
 from cs336_systems.training.checkpointing import KeepsMatmuls, forward_with, strategy
 from cs336_systems.training.steps import ModelSteps, autocast
-from labbook.requirements import why_no_memory
+from labbook.machine import why_no_memory
 from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
 
 

@@ -23,10 +23,9 @@ from cs336_systems.bench.attention_bench import why_no_attention
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention
 from cs336_systems.dtypes import torch_dtype
 from labbook import timing
-from labbook.clocks import watched_clocks
-from labbook.requirements import why_no_compile, why_no_memory
+from labbook.machine import watched_clocks, why_no_compile, why_no_memory
+from labbook.rows import measured_in_order, pass_order_errors
 from labbook.timing import MIB, Timing, time_cold_cache
-from labbook.validation import measured_in_order, pass_order_errors
 
 DO_BENCH, CUDA_GRAPH, WALL_CLOCK, LEADERBOARD = "do_bench", "cuda_graph", "wall_clock", "leaderboard"
 # A CUDA graph cannot split a step: there is no backward by itself.

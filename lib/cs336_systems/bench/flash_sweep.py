@@ -15,11 +15,11 @@ import pandas as pd
 import torch
 
 from cs336_systems.arguments import check_choice
-from cs336_systems.attention.digest import kernel_digest
 from cs336_systems.attention.implementations import ATTENTION, OURS
 from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, PASSES, Cell, time_cell
+from labbook import later, runs
+from labbook.code import of_module
 from labbook.machine import machine_card
-from labbook.page import row_lines
 from labbook.rows import load_rows, save_rows
 from labbook.timing import resolve_device
 
@@ -95,14 +95,13 @@ def grid_cells(
 def missing(cells: Iterable[Cell], rows: pd.DataFrame, device: str | torch.device = "auto") -> list[Cell]:
     """The cells, as the device times them, without those on record.
 
-    A cell is on record when every pass of it is, and not as an error; ours only when today's kernels ran.
+    A cell is on record when every pass of it is, and not as an error.
 
     Args:
-        rows: of flash_times, this machine's.
+        rows: of flash_times, this machine's, measured with today's code.
     """
     device = resolve_device(device)
     good = rows[rows["status"] != "error"]
-    good = good[(good["implementation"] != OURS) | (good["kernels"] == kernel_digest())]
     keys = [field.name for field in fields(Cell)]
     known = set(good[[*keys, "pass"]].itertuples(index=False, name=None))
     wanted = dict.fromkeys(cell.on(device) for cell in cells)
@@ -136,15 +135,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--implementations", nargs="+", default=[], choices=ATTENTION, metavar="NAME")
     parser.add_argument("--force", action="store_true", help="measure also what is on record")
     options = parser.parse_args(arguments)
-    machine, table = machine_card().slug, "flash_times"
+    machine, table, now = machine_card().slug, "flash_times", of_module("cs336_systems.bench.flash_sweep")
     for protocol in options.protocols or PROTOCOLS:
         slug, cells = PROTOCOLS[protocol], protocol_cells(protocol, options.implementations)
-        known = load_rows(slug, machine, table)
+        run = runs.Run(slug, machine, executed=lambda: now)
+        known = runs.of_code(now, load_rows(slug, machine, table), machine)
         left = missing(cells, known[:0] if options.force else known)
         print(f"{protocol}: {len(cells)} cells, {len(left)} of them to measure")
         for rows in time_cells(left):
-            save_rows(rows, slug, table, machine)
-            print("\n".join(row_lines(rows, table)), flush=True)
+            save_rows(rows, slug, table, machine, run)
+            print("\n".join(later("row_lines")(rows, table)), flush=True)
         if len(known := load_rows(slug, machine, table)):
             print(f"\n{slug}: median ms (times ours)\n{summary(known).to_string()}", flush=True)
 

@@ -31,6 +31,7 @@ from cs336_systems.parallel import WorkerContext, choose_backend, stream
 from cs336_systems.parallel.strategies import SHARDINGS
 from cs336_systems.training.full_steps import FULL_STEPS, FullStep
 from cs336_systems.training.selective import Item, choose
+from labbook.machine import why_no_compile
 from labbook.ranks import (
     measure_on_all,
     peaks,
@@ -38,7 +39,6 @@ from labbook.ranks import (
     slowest,
     time_together,
 )
-from labbook.requirements import why_no_compile
 from labbook.timing import MIB, release_memory, time_steps
 
 Row = dict[str, Any]

@@ -13,7 +13,9 @@ import pandas as pd
 from cs336_systems.arguments import check_choice
 from cs336_systems.attention.compile_resources import SHARED_LIMIT, compile_tiles, config_for_capability
 from cs336_systems.attention.config import GLUON_KERNELS, HOPPER_KERNELS, KERNELS, PLANES_KERNELS
+from labbook.code import of_module
 from labbook.rows import load_rows, save_rows
+from labbook.runs import Run
 
 PLACE = {"slug": "flash_forward", "machine": "ahead_of_time", "table": "kernel_resources"}
 CAPABILITIES = (80, 90, 100)
@@ -61,6 +63,9 @@ def shipped_tiles() -> pd.DataFrame:
 
 
 if __name__ == "__main__":
+    run = Run(
+        PLACE["slug"], PLACE["machine"], executed=lambda: of_module("cs336_systems.bench.kernel_resources")
+    )
     for rows in itertools.chain(
         sweep_resources(CAPABILITIES),
         sweep_resources(
@@ -68,4 +73,4 @@ if __name__ == "__main__":
         ),
         sweep_resources([90], kernels=GLUON_KERNELS, dtypes=["bfloat16"], d_heads=SMALL_HEAD_SIZES),
     ):
-        print(save_rows(rows, **PLACE))
+        print(save_rows(rows, **PLACE, run=run))

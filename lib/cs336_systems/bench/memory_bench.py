@@ -16,7 +16,7 @@ from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import TransformerBlock, build_model
 from cs336_systems.training.steps import ModelSteps, autocast
 from labbook import timing
-from labbook.requirements import why_no_memory
+from labbook.machine import why_no_memory
 
 Rows = list[dict[str, Any]]
 

@@ -18,9 +18,9 @@ from cs336_systems.dtypes import DTYPES
 from cs336_systems.model import build_model
 from cs336_systems.training.steps import PASSES, ModelSteps
 from labbook import timing
-from labbook.requirements import why_no_compile, why_no_memory
+from labbook.machine import why_no_compile, why_no_memory
+from labbook.rows import measured_in_order
 from labbook.timing import Timing
-from labbook.validation import measured_in_order
 
 Row = dict[str, Any]
 

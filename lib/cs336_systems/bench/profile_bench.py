@@ -27,7 +27,7 @@ from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate, recording
 from cs336_systems.training.steps import ModelSteps
 from labbook import timing
-from labbook.requirements import why_no_memory
+from labbook.machine import why_no_memory
 from labbook.timing import matmul_precision, resolve_device
 
 Rows = list[dict[str, Any]]

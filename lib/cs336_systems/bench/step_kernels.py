@@ -17,10 +17,11 @@ from cs336_systems.arguments import check_choice
 from cs336_systems.checks.fused_checks import FUSED, check_fused, fused_kernel
 from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import torch_dtype
+from cs336_systems.kernels import why_no_triton
 from labbook import timing
-from labbook.requirements import why_no_compile, why_no_triton
+from labbook.machine import why_no_compile
+from labbook.rows import measured_in_order
 from labbook.timing import Timing, one_line, time_cold_cache
-from labbook.validation import measured_in_order
 
 # The fused kernels of a training step, and what they are compared with.
 IMPLEMENTATIONS = ("eager", "compiled", "liger", "triton")

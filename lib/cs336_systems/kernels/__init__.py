@@ -5,7 +5,10 @@ of a training step. Each is imported on first use: it needs triton.
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
+
+import torch
 
 __all__ = ["cross_entropy", "rms_norm", "rotary", "swiglu", "weighted_sum"]
 
@@ -14,3 +17,14 @@ def __getattr__(name: str) -> ModuleType:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module(f"{__name__}.{name}")
+
+
+def why_no_triton(device: torch.device) -> str:
+    """Why the kernels cannot run on the device; "" where they can."""
+    if find_spec("triton") is None:
+        return "our kernels need triton, which is not installed"
+    from cs336_systems.kernels.runtime import INTERPRETED  # imports triton
+
+    if device.type == "cuda" or INTERPRETED:
+        return ""
+    return "where there is a GPU our kernels run on it; on a CPU in the interpreter (TRITON_INTERPRET=1)"

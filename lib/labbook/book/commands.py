@@ -23,8 +23,8 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> int:
     """Exit code: 0 all well, 1 a notebook failed, 2 refused before starting, 130 interrupted."""
     options = _parser(program).parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's way of saying Ctrl-C
-    if given := os.environ.get("CS336_FIGURES"):  # notebooks run in another folder
-        os.environ["CS336_FIGURES"] = str(Path(given).resolve())
+    if given := os.environ.get("LABBOOK_FIGURES"):  # notebooks run in another folder
+        os.environ["LABBOOK_FIGURES"] = str(Path(given).resolve())
     try:
         return options.command(options)
     except KeyboardInterrupt:
@@ -124,7 +124,7 @@ def _notebooks(options: Namespace) -> int:
     with (
         tempfile.TemporaryDirectory() as scratch
     ):  # outputs show the committed rows and this run, nothing else
-        os.environ["CS336_FIGURES"] = scratch
+        os.environ["LABBOOK_FIGURES"] = scratch
         code = _execute(paths, in_place=True)
     renew_map()
     return code

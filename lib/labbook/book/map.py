@@ -18,11 +18,13 @@ from PIL import Image
 
 from labbook.book import notebooks
 from labbook.files import REPOSITORY_FIGURES, figures_dir, find, write_atomically
-from labbook.rows import load_rows
-from labbook.schema import COLUMNS, MODEL, PROVENANCE, TABLES, TIMES
+from labbook.labels import UNITS
+from labbook.rows import DESCRIPTIONS, SHARED, TABLES, load_rows
+from labbook.runs import load_run
 from labbook.tables import show
 
 MARKS = ("*Handout problem", "**The question.**", "*Read before:*", "*Time:*")
+_OF_A_RUN = ("gpu", "torch", "triton", "commit", "historical")
 _WIDTH, _COLORS = 800, 64  # of a picture: enough to read it, and all of them stay below 1 MB together
 _SHOWN_WIDTH = 600  # pixels on the page
 _MAP = re.compile(r"(<!-- map[^>]*-->\n).*?(<!-- end of map -->)", re.DOTALL)
@@ -172,20 +174,27 @@ def _small(path: Path) -> bytes:
 
 def show_row(row: pd.Series, table: str) -> None:
     """Display one row of a table, a line for each filled column, with its unit and meaning."""
-    keys = TABLES[table].keys
-    lines = []
+    schema, lines, names = TABLES[table], [], list(row.dropna().index)
     for name, value in row.dropna().items():
-        column, group = COLUMNS[name], "provenance" if name in PROVENANCE else "value"
-        text = column.format(column.check(value))
-        lines.append(("key" if name in keys else group, text, column.unit, column.description))
+        kind = "key" if name in schema.keys else "provenance" if name in ("run", "machine") else "value"
+        unit = UNITS.get(name.rpartition("_")[2], "")
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        lines.append((kind, text, unit, DESCRIPTIONS.get(name, "")))
+    if record := load_run(row["machine"], row["run"]):
+        facts = {name: text for name in _OF_A_RUN if (text := getattr(record, name))}
+        lines += [("its run", text, "", "") for text in facts.values()]
+        names += facts
     # Names as the index: in a column, `show` would write the label of an implementation called "torch".
-    names = row.dropna().index.rename("column")
-    show(pd.DataFrame(lines, names, columns=["", "in this row", "unit", "what it says"]))
+    show(
+        pd.DataFrame(
+            lines, pd.Index(names, name="column"), columns=["", "in this row", "unit", "what it says"]
+        )
+    )
 
 
 def show_tables() -> None:
     """Display every table that rows are kept in, with its keys and values."""
-    groups = {", ".join(MODEL): "*model*", ", ".join(TIMES): "*times*"}
+    groups = {", ".join(SHARED[name]): f"*{name}*" for name in ("model", "times")}
 
     def listed(columns: Sequence[str]) -> str:
         text = ", ".join(columns)

@@ -14,12 +14,12 @@ import filelock
 import nbformat
 import tqdm
 
+from labbook import code
 from labbook.book.batch import Job
 from labbook.book.execute import Outcome, execute
 from labbook.book.notebooks import BatchError, is_last, read_parameters, why_not_here
 from labbook.book.pages import render
 from labbook.files import make_folder, write_atomically
-from labbook.fingerprint import fingerprint
 from labbook.timing import one_line
 
 Record = dict[str, Any]  # how a job ended, as kept beside its executed notebook: an Outcome, and these
@@ -88,14 +88,14 @@ def _why_again(job: Job, record: Record | None, folder: Path) -> str | None:
 
 
 def _run_job(job: Job, folder: Path) -> Record:
-    output, code = folder / f"{job.name}.ipynb", _code(job)
+    output, found = folder / f"{job.name}.ipynb", _code(job)
     if reason := why_not_here(job.notebook.stem):
         record = asdict(Outcome("skipped", reason))
     else:
         record = asdict(execute(job.notebook, output, job.parameters))
         warning = _make_page(output) if output.exists() else ""
         record["reason"] = record["reason"] or warning
-    about = {"notebook": job.notebook.stem, "parameters": job.line(), "code": code}
+    about = {"notebook": job.notebook.stem, "parameters": job.line(), "code": found}
     return _save(about | record, job, folder)
 
 
@@ -130,13 +130,13 @@ def _code(job: Job) -> dict[str, str]:
     found = {f"parameter {name}": json.dumps(value) for name, value in (values | job.parameters).items()}
     return found | {
         "torch": importlib.metadata.version("torch"),
-        "code": fingerprint(notebook, job.parameters),
+        **code.of_notebook(job.notebook),
     }
 
 
 def why(before: dict[str, str], now: dict[str, str]) -> str:
-    changed = [name for name in before | now if before.get(name) != now.get(name)]
-    return f"{', '.join(changed)} changed since" if changed else ""
+    """What changed, in a line, what is new included."""
+    return code.why(dict.fromkeys(now, "") | before, now)
 
 
 def _write_index(folder: Path, card: str) -> None:

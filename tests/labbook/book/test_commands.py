@@ -22,7 +22,7 @@ def folder(tmp_path, write_notebook, monkeypatch):
     (tmp_path / "parameters.yaml").write_text("{}")
     monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path / "figures"))
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path / "figures"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     return tmp_path
 
@@ -94,12 +94,12 @@ def test_figures_are_where_the_command_was_given_and_looked_at_before_it_runs(
 ):
     """A notebook runs in another folder."""
     monkeypatch.chdir(folder)
-    monkeypatch.setenv("CS336_FIGURES", "mine")
+    monkeypatch.setenv("LABBOOK_FIGURES", "mine")
     assert command("run", "--output", folder / "runs") == 0
-    assert os.environ["CS336_FIGURES"] == str(folder / "mine")
+    assert os.environ["LABBOOK_FIGURES"] == str(folder / "mine")
     monkeypatch.setattr(os, "access", lambda path, mode: "mine" not in str(path))
     assert command("run", "--output", folder / "runs") == 2
-    assert "CS336_FIGURES" in capsys.readouterr().err
+    assert "LABBOOK_FIGURES" in capsys.readouterr().err
 
 
 def test_ctrl_c_says_how_to_go_on(folder, monkeypatch, capsys):

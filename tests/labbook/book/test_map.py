@@ -44,7 +44,7 @@ def answered(text, tagged=True):
 def entry_of(tmp_path, monkeypatch):
     """What the map tells of a notebook with these code cells."""
     monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path / "notebooks")
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path / "figures"))
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path / "figures"))
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "notebooks" / "book.yaml").write_text("chapters: {11: Profiling, 13: Numbers}")
 

@@ -27,7 +27,7 @@ def test_the_first_notebook_explains_every_section():
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     def run(number, **parameters):
-        monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+        monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
         (path,) = (path for path in NOTEBOOKS if path.stem.startswith(number))
         outcome = execute(path, tmp_path / "out.ipynb", parameters)
         assert outcome.status == "ok", outcome.reason

@@ -2,9 +2,9 @@
 
 import pytest
 
-from labbook import Page, lines
+from labbook import Page, lines, runs
 from labbook.book.notebooks import BatchError
-from labbook.page import row_lines
+from labbook.summary import row_lines
 
 SLUG = "mixed_precision_accumulation"
 ROW = {"accumulation": "float32 += float16", "steps": 1000, "total": 10.0}
@@ -12,12 +12,12 @@ ROW = {"accumulation": "float32 += float16", "steps": 1000, "total": 10.0}
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
     return Page(SLUG, {"reference": "h200", "value": 0.01, "unrelated": object()})
 
 
 def test_bad_parameters_are_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("CS336_FIGURES", str(tmp_path))
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
     with pytest.raises(BatchError, match="'h300'"):
         Page(SLUG, {"reference": "h300"})
     assert list(tmp_path.iterdir()) == []
@@ -59,3 +59,45 @@ def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
     page.figure(figure, "two", here=True)
     assert (tmp_path / "h200" / SLUG / "one.png").read_bytes() == figure.png()
     assert (tmp_path / page.card.slug / SLUG / "two.svg").read_bytes() == figure.svg()
+
+
+SAVING = "from cs336_systems.training import binades\npage.save(binades(rows), 'accumulation')"
+
+
+def test_a_page_says_how_old_the_references_rows_are(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
+    Page("torch_compile", {})
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "rows of h200: 270 from before code was recorded; "
+        "40 historical, measured at a commit that is not in this repository's history"
+    )
+    now = runs.code.of_notebook(runs.code.notebook_of("torch_compile"))
+    record = runs.load_run("h200", "20261121-043456-torch_compile-4487")
+    monkeypatch.setattr(record, "code", now | {"lib/labbook/timing.py": "other"})
+    Page("torch_compile", {})
+    assert "28 older: labbook/timing.py changed since" in capsys.readouterr().out
+
+
+def test_historical_rows_are_named_once_where_they_are_used(page, capsys):
+    page.rows("sharding_times", "optimizer_state_sharding_accounting")
+    assert "sharding_times: 25 of 25 rows are historical, " in capsys.readouterr().out
+    page.rows("sharding_times", "optimizer_state_sharding_accounting")
+    page.rows("accumulation")
+    assert capsys.readouterr().out == ""
+
+
+def test_rows_of_the_running_cell_are_on_record_until_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
+    executed = ["", "value = 3", SAVING]
+    page = Page(SLUG, {"value": 0.01, "In": executed})
+    page.save([ROW], "accumulation")
+    assert len(page.on_record("accumulation")) == 1
+    record = runs.load_run(page.card.slug, page.run.name)
+    assert record.parameters == {"value": 0.01}
+    assert "lib/cs336_systems/training/numerics.py" in record.code
+    executed.append("value = 4")
+    assert len(page.on_record("accumulation")) == 0, "it saves nothing"
+    executed.append(SAVING)
+    assert len(page.on_record("accumulation")) == 1, "a parameter is no code"
+    executed.append(SAVING.replace("binades(rows)", "binades(rows[:1])"))
+    assert len(page.on_record("accumulation")) == 0

@@ -1,0 +1,214 @@
+"""Runs: one execution of what measures is one file, `figures/<machine>/runs/<run>.json`; its rows name it.
+
+It says where, when, with which versions, settings and parameters, and with which code (`labbook.code`) its
+rows were measured, and it is written before them. Nothing in it names a host, a user or a path.
+"""
+
+import json
+import os
+import platform
+import secrets
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+
+from labbook import code
+from labbook import machine as here
+from labbook.files import PROJECT, figures_dir, find, write_atomically
+
+_SETTINGS = ("NCCL_", "CUDA_", "CUBLAS", "PYTORCH_", "TORCH", "TRITON_")
+_GPU_STATE = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
+
+
+@dataclass
+class Record:
+    """What the file of a run says. `code`: hashes by file or cell; none where they were not recorded."""
+
+    run: str
+    slug: str
+    machine: str
+    gpu: str
+    torch: str
+    triton: str
+    python: str = ""
+    cuda: str = ""
+    nccl: str = ""
+    gpu_state: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    commit: str = "unknown"
+    measured_at: list[str] = field(default_factory=list)  # first, last
+    parameters: dict[str, Any] = field(default_factory=dict)
+    code: dict[str, str] = field(default_factory=dict)
+    kernels: str = ""  # of a run from before code was recorded: a digest of attention's kernels
+    historical: str = ""  # why its rows cannot be measured again with this repository
+
+    def begun(self) -> datetime:
+        """When it saved its first rows."""
+        return datetime.fromisoformat(self.measured_at[0])
+
+
+class Run:
+    """The run that this process measures in.
+
+    Args:
+        slug: of the problem.
+        machine: slug of this machine.
+        parameters: of the notebook.
+        executed: gives the code behind what is being measured, as `code.of_cells` does; called at each write.
+    """
+
+    def __init__(
+        self,
+        slug: str,
+        machine: str,
+        parameters: Mapping[str, Any] | None = None,
+        executed: Callable[[], dict[str, str]] = dict,
+    ) -> None:
+        self.slug, self.machine = slug, machine
+        self.name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
+        self._parameters, self._executed = dict(parameters or {}), executed
+        self._record: Record | None = None
+
+    def write(self) -> None:
+        """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
+        now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        if self._record is None:
+            self._record = _described(self, now)
+        self._record.measured_at[1:] = [now]
+        self._record.code |= self._executed()
+        self._record.code = dict(sorted(self._record.code.items()))
+        text = json.dumps(asdict(self._record), indent=1, default=str)
+        write_atomically(_path(figures_dir(), self.machine, self.name), text + "\n")
+
+
+_current: dict[str, Run] = {}  # by machine; the last one begun
+
+
+def begin(run: Run) -> Run:
+    """Make a run the one in which this process saves rows of its machine."""
+    _current[run.machine] = run
+    return run
+
+
+def current(machine: str, slug: str) -> Run:
+    """The run in which this process saves rows of a machine; without one, a new one of the problem."""
+    return _current.get(machine) or begin(Run(slug, machine))
+
+
+def load_run(machine: str, name: str) -> Record | None:
+    """What is known of a run; None where its file is not there.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    path = _path(Path(), machine, name)
+    path = find(*path.parts)
+    if not name or not path.exists():
+        return None
+    return _loaded(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _loaded(path: Path, _: int) -> Record:
+    try:
+        return Record(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        place = "/".join(path.parts[-3:])
+        raise ValueError(f"{place} is damaged ({error}); restore it from git, or remove it") from None
+
+
+def why_old(record: Record | None, now: Mapping[str, str]) -> str:
+    """Why the rows of a run are not of today's code; "" if they are. now: from `code.of_notebook`."""
+    if record is None:
+        return "of a run that is not known"
+    if record.historical:
+        return f"historical, {record.historical}"
+    if not record.code:
+        return "from before code was recorded"
+    return f"older: {reason}" if (reason := code.why(record.code, now)) else ""
+
+
+def of_code(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:
+    """The rows of a machine that all of this code measured, with this torch: not to be repeated."""
+    records = (load_run(machine, name) for name in rows["run"].dropna().unique())
+    known = (each for each in records if now and each and each.torch == torch.__version__)
+    return rows[rows["run"].isin([each.run for each in known if not code.changed(now, each.code)])]
+
+
+def remove_unused(machine: str, names: Iterable[str]) -> None:
+    """Remove the files of runs that have no row left. The caller holds the machine's lock."""
+    for name in names:
+        tables = (figures_dir() / machine).glob("*/*.csv")
+        if not any(name.encode() in table.read_bytes() for table in tables):
+            _path(figures_dir(), machine, name).unlink(missing_ok=True)
+
+
+def _path(root: Path, machine: str, name: str) -> Path:
+    return root / machine / "runs" / f"{name}.json"
+
+
+def _described(run: Run, now: str) -> Record:
+    """The part of a record that does not change during its run."""
+    card = here.load_card(run.machine) if here.card_path(run.machine).exists() else None
+    gpu = card.gpu if card else here.gpu_names()[0]
+    on_gpu = gpu != "none" and torch.cuda.is_available()
+    return Record(
+        run=run.name,
+        slug=run.slug,
+        machine=run.machine,
+        gpu=gpu,
+        torch=torch.__version__,
+        triton=here.triton_version(),
+        python=platform.python_version(),
+        cuda=torch.version.cuda or "",
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
+        gpu_state=_gpu_state() if on_gpu else {},
+        settings=_settings(),
+        commit=os.environ.get("LABBOOK_COMMIT") or git_commit(PROJECT),
+        measured_at=[now],
+        parameters=run._parameters,
+    )
+
+
+def _settings() -> dict[str, str]:
+    """What changes times or results: environment variables, unless they name a path, and switches."""
+    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+    return {name: value for name, value in given.items() if os.sep not in value} | {
+        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        "float32 matmuls": torch.get_float32_matmul_precision(),
+    }
+
+
+def _gpu_state() -> dict[str, str]:
+    """Driver, clocks and power of the first GPU, as nvidia-smi tells them; empty where it does not."""
+    if not (command := shutil.which("nvidia-smi")):
+        return {}
+    which = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+    query = [command, "-i", which, f"--query-gpu={_GPU_STATE}", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(_GPU_STATE.split(","), map(str.strip, said.split(",")), strict=False))
+
+
+@cache
+def git_commit(repository: Path) -> str:
+    """What git says of the library when this process first saves, or "unknown"; + for uncommitted changes."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(repository), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "lib"))
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

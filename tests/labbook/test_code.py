@@ -1,0 +1,253 @@
+"""What a measurement depends on: executed code makes it stale, what only shows and mere words do not."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from labbook import code
+from labbook.files import NOTEBOOKS, PROJECT
+
+# Module, some notebooks that measure with it, some that do not.
+EXECUTED = [
+    ("cs336_systems/attention/config.py", "21 26 27 61", "13 31"),
+    ("cs336_systems/attention/kernel_launch.py", "24 25 26 27 61", "13 31"),
+    ("cs336_systems/attention/launcher.py", "24 25 26 27 61", "13 31"),
+    ("cs336_systems/attention/inputs.py", "24 26 61", "13 31"),
+    ("cs336_systems/attention/flash_triton.py", "24 25 26 27 61", "13 31"),
+    ("cs336_systems/attention/hopper_forward.py", "24 26 27 61", "13 31"),
+    ("cs336_systems/attention/triton_backward.py", "25 26 27 61", "13 31"),
+    ("cs336_systems/configs.py", "11 14 16 33 44 61", "13 31"),
+    ("cs336_systems/functional.py", "11 16 33 61", "13 31"),
+    ("cs336_systems/kernels/weighted_sum.py", "23", "11 13 21 24 33 44"),
+    ("cs336_systems/kernels/rms_norm.py", "61", "11 13 21 23 33"),
+    ("cs336_systems/kernels/runtime.py", "23 24 61", "13 31"),
+    ("cs336_systems/model.py", "11 12 15 16 33 42 61", "13 23 24 26 31"),
+    ("cs336_systems/optimizer.py", "11 12 15 33 42", "13 23 24 26 31"),
+    ("cs336_systems/parallel/ddp.py", "32 33 34 36 38", "11 13 16 21 23 24 26"),
+    ("cs336_systems/parallel/fsdp.py", "42 44 61", "11 13 16 21 23 24 26 31"),
+    ("cs336_systems/parallel/launch.py", "31 32 33 36 42 61", "11 13 16 21 23 24 26"),
+    ("cs336_systems/parallel/overlapped.py", "33 36 37 38", "11 13 16 21 23 24 26 31"),
+    ("cs336_systems/parallel/sharded_optimizer.py", "42 44", "11 13 16 21 23 24 26 31"),
+    ("cs336_systems/training/checkpointing.py", "16", "11 13 21 23 33"),
+    ("cs336_systems/training/fused_block.py", "61", "11 13 16 21 23 33"),
+    ("cs336_systems/training/numerics.py", "13 14", "11 21 23 33 61"),
+    ("labbook/ranks.py", "23 31 32 33 36 42 61", ""),
+    ("labbook/timing.py", "11 21 23 26 33 61", ""),
+]
+SHOWN = ["answers", "compare", "figure", "frames", "labels", "plots", "style", "summary", "tables"]
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the repository to change."""
+    root = tmp_path_factory.mktemp("copy")
+    for folder in ("lib", "notebooks"):
+        shutil.copytree(PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(code, "PROJECT", root)
+        patch.setattr(code, "_ROOTS", (root / "lib", root / "notebooks"))
+        code._find.cache_clear()
+        yield root
+    code._find.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def before(copy):
+    return of_all(copy)
+
+
+def of_all(root: Path) -> dict[str, dict[str, str]]:
+    """Of the notebooks that measure, by their number."""
+    found = {path.name[:2]: code.of_notebook(path) for path in (root / "notebooks").glob("[1-9]*.ipynb")}
+    return {number: hashes for number, hashes in sorted(found.items()) if "its cells" not in hashes}
+
+
+def stale(before, root) -> set[str]:
+    now = of_all(root)
+    return {name for name in before if code.changed(before[name], now[name])}
+
+
+@pytest.fixture
+def change(copy, monkeypatch):
+    """Change a file by a function of its text; it is put back afterwards."""
+    originals = {}
+
+    def change(name: str, function) -> None:
+        path = copy / name
+        text = path.read_text(encoding="utf-8")
+        originals.setdefault(path, (text, path.stat().st_mtime_ns))
+        path.write_text(function(text), encoding="utf-8")
+        assert path.read_text(encoding="utf-8") != text
+
+    yield change
+    for path, (text, mtime) in originals.items():
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, ns=(mtime, mtime))
+
+
+def one_line_changed(text: str) -> str:
+    return re.sub(r"^( +)return (?=\S)", r"\1return 0 or ", text, count=1, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("module", "measures", "does_not"), EXECUTED, ids=[name for name, *_ in EXECUTED])
+def test_a_changed_line_makes_stale_what_runs_it_and_nothing_else(
+    before, copy, change, module, measures, does_not
+):
+    change(f"lib/{module}", one_line_changed)
+    found = stale(before, copy)
+    assert (set(measures.split()) - found, found & set(does_not.split())) == (set(), set())
+
+
+def test_what_shows_and_what_is_only_words_makes_nothing_stale(before, copy, change):
+    for module in SHOWN:
+        change(f"lib/labbook/{module}.py", one_line_changed)
+    change(
+        "notebooks/vocabulary.py",
+        lambda text: text.replace("| vermillion", "| sky").replace("| plain ", "| bare "),
+    )
+    for path in [*(copy / "lib").rglob("*.py")]:
+        change(str(path.relative_to(copy)), with_other_words)
+    for path in (copy / "notebooks").glob("*.ipynb"):
+        change(f"notebooks/{path.name}", with_other_words_in_cells)
+    assert stale(before, copy) == set()
+
+
+def with_other_words(text: str) -> str:
+    """Another docstring of the module, a comment and a blank line at the end."""
+    return (
+        re.sub(r'\A(?:"""|)', '"""Other words. ', text, count=1)
+        if text.startswith('"""')
+        else "# Words.\n\n" + text
+    )
+
+
+def with_other_words_in_cells(text: str) -> str:
+    notebook = json.loads(text)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            source = "".join(cell["source"])
+            shows = "title=" in source or "caption=" in source
+            cell["source"] = "# A comment.\n" + (
+                source.replace('title="', 'title="No. ') if shows else source
+            )
+    notebook["cells"].append({"cell_type": "code", "source": "show(1)", "metadata": {}, "outputs": []})
+    return json.dumps(notebook)
+
+
+def test_a_notebook_depends_on_its_saving_cells_and_one_without_on_all_of_it():
+    found = {path.name[:2]: code.of_notebook(path) for path in NOTEBOOKS.glob("[1-9]*.ipynb")}
+    without = {number for number, hashes in found.items() if "its cells" in hashes}
+    assert without == {"41", "43", "51", "52", "53", "54", "55", "56"}
+    assert "lib/cs336_systems/accounting/scaling.py" in found["53"]
+    cells = [name for name in found["27"] if name.startswith("the cell that saves flash_times")]
+    assert len(cells) == 2
+
+
+def notebook(tmp_path, *cells: str) -> Path:
+    tags = [["parameters"], *([[]] * len(cells))]
+    written = [
+        {"cell_type": "code", "source": source, "metadata": {"tags": tag}, "outputs": []}
+        for source, tag in zip(cells, tags, strict=False)
+    ]
+    path = tmp_path / "11_one.ipynb"
+    path.write_text(json.dumps({"cells": written}))
+    return path
+
+
+CELLS = [
+    "steps = 10  # measured steps",
+    "from labbook import Page, lines\nfrom cs336_systems.training import binades\npage = Page('a')",
+    "def scale(x):\n    return factor * x\n\nunused = 1",
+    "factor = 2\nhow = {'steps': steps}\nhow |= {'more': 1}\nhow['last'] = 2",
+    "for n in range(3):\n    rows = [scale(n)] + binades(n)\n    page.save(rows, 'accumulation', **how)",
+    "lines(page.rows('accumulation'))",
+]
+
+
+@pytest.mark.parametrize(
+    ("cell", "old", "new", "matters"),
+    [
+        (0, "10", "20", False),  # a parameter's value
+        (1, "Page, lines", "Page, bars", False),
+        (1, "training import binades", "accounting import roofline_seconds as binades", True),
+        (2, "factor * x", "factor + x", True),
+        (2, "unused = 1", "unused = 2", False),
+        (2, "def scale(x):\n", "def scale(x):\n    '''Words.'''\n", False),
+        (3, "factor = 2", "factor = 3", True),  # found by a function, after it
+        (3, "'more': 1", "'more': 2", True),
+        (3, "= 2", "=  2  # layout", False),
+        (3, "['last'] = 2", "['last'] = 3", True),
+        (4, "range(3)", "range(4)", True),
+        (4, "[1:]", "[:1]", None),
+        (5, "accumulation", "other", False),
+    ],
+)
+def test_of_a_notebook_counts_what_its_saving_cells_use(tmp_path, cell, old, new, matters):
+    if matters is None:  # the bounds of a slice are told apart
+        assert (
+            code._read([code.ast.parse("x[1:]")]).digest() != code._read([code.ast.parse("x[:1]")]).digest()
+        )
+        return
+    before = code.of_notebook(notebook(tmp_path, *CELLS))
+    assert old in CELLS[cell]
+    after = [source.replace(old, new) if place == cell else source for place, source in enumerate(CELLS)]
+    assert bool(code.changed(before, code.of_notebook(notebook(tmp_path, *after)))) == matters
+
+
+def test_executed_cells_have_the_hashes_of_the_notebook(tmp_path, monkeypatch):
+    monkeypatch.setattr(code.psutil.Process, "create_time", lambda process: 1e12)
+    written = code.of_notebook(notebook(tmp_path, *CELLS))
+    executed = ["", CELLS[0].replace("10", "3"), *CELLS[1:5]]
+    assert code.of_cells(executed, ["steps"]) == written
+    assert code.of_cells([*executed, "lines(1)"], ["steps"]) == {}
+
+
+def test_a_file_that_is_newer_than_the_process_does_not_count_as_what_ran(copy, change):
+    change("lib/cs336_systems/training/numerics.py", one_line_changed)
+    found = code.of_cells(CELLS[:5], ["steps"])
+    assert found["lib/cs336_systems/training/numerics.py"] == code.WHILE_RUNNING
+
+
+def test_why_names_what_changed():
+    before = {"lib/cs336_systems/attention/launcher.py": "a", "lib/labbook/rows.py": "b", "same": "c"}
+    assert code.why(before, before | {"more": "d"}) == ""
+    assert code.why(before, before | {"lib/cs336_systems/attention/launcher.py": "x"}) == (
+        "attention/launcher.py changed since"
+    )
+    assert code.why(before, {"same": "c"}) == "attention/launcher.py and 1 more changed since"
+
+
+FORMS = """\
+import json
+from pathlib import Path
+from labbook import code
+tree = code.ast.parse('''
+def f(a, /, *b, c=1e3, **d):
+    "words"
+    x: int = a[1:2, ::3]
+    with open(a) as g, open(b): pass
+    return f"{a!r:>{c}} text" f"{b=}" "more" if not d else (lambda y: (yield))
+class C(int, metaclass=type):
+    async def m(self): return [i async for i in self if i]
+match x:
+    case {"a": [1, *_], **r} | C(b=2): pass
+''')
+print(code._read([tree]).digest())
+"""
+
+
+def test_the_hash_is_the_same_in_every_python():
+    """Of these forms it is written down; another Python that is here must agree."""
+    pythons = [sys.executable, *filter(None, map(shutil.which, (f"python3.{n}" for n in range(11, 16))))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PROJECT / "lib"), *sys.path])}
+    found = [
+        subprocess.run([each, "-c", FORMS], capture_output=True, text=True, env=environment)
+        for each in pythons
+    ]
+    assert {each.stdout.strip() for each in found if each.returncode == 0} == {"d3533e194018"}

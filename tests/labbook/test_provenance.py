@@ -1,0 +1,177 @@
+"""Runs: rows name the one that measured them, which says where, when and with which code."""
+
+import json
+import os
+import subprocess
+
+import pytest
+import torch
+
+from labbook import code, runs
+from labbook.files import PROJECT, REPOSITORY_FIGURES, committed
+from labbook.rows import load_rows, run_counts, save_rows
+
+SLUG, MACHINE, TABLE = "mixed_precision_accumulation", "testbox", "accumulation"
+CODE = {"lib/cs336_systems/training/numerics.py": "abc", "lib/labbook/timing.py": "def"}
+
+
+@pytest.fixture(autouse=True)
+def figures(tmp_path, monkeypatch):
+    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
+    monkeypatch.setenv("LABBOOK_COMMIT", "abc1234")
+    monkeypatch.setattr(runs, "_current", {})
+    return tmp_path
+
+
+def save(name: str, run: runs.Run | None = None) -> str:
+    """The run of a row that was saved."""
+    save_rows([{"accumulation": name, "total": 1.0}], SLUG, TABLE, MACHINE, run)
+    rows = load_rows(SLUG, MACHINE, TABLE)
+    return rows.loc[rows["accumulation"] == name, "run"].item()
+
+
+def test_a_row_names_its_run_and_the_run_says_where_when_and_how(figures, monkeypatch):
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(figures))
+    run = runs.Run(SLUG, MACHINE, {"steps": 3}, lambda: CODE)
+    assert save("a", run) == save("b", run) == run.name
+    record = runs.load_run(MACHINE, run.name)
+    assert (record.machine, record.slug, record.torch) == (MACHINE, SLUG, torch.__version__)
+    assert (record.commit, record.parameters, record.code) == ("abc1234", {"steps": 3}, CODE)
+    assert record.settings["NCCL_NVLS_ENABLE"] == "0"
+    first, last = record.measured_at
+    assert first <= last
+    assert str(figures) not in (figures / MACHINE / "runs" / f"{run.name}.json").read_text()
+
+
+def test_rows_saved_without_a_run_share_one_of_their_process():
+    assert save("a") == save("b")
+    runs.begin(other := runs.Run("other", MACHINE))
+    assert save("c") == other.name
+
+
+def test_a_run_is_on_disk_before_its_rows(monkeypatch):
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    run = runs.Run(SLUG, MACHINE)
+    monkeypatch.setattr("labbook.rows.write_atomically", fail)
+    with pytest.raises(KeyboardInterrupt):
+        save("a", run)
+    assert runs.load_run(MACHINE, run.name)
+
+
+def test_a_run_without_rows_is_removed(figures):
+    first, second = runs.Run(SLUG, MACHINE), runs.Run(SLUG, MACHINE)
+    save("a", first)
+    save("b", first)
+    save("a", second)
+    assert runs.load_run(MACHINE, first.name), "b is of it"
+    save("b", second)
+    assert [path.stem for path in (figures / MACHINE / "runs").iterdir()] == [second.name]
+
+
+def test_rows_are_not_repeated_when_todays_code_measured_them(monkeypatch):
+    save("a", runs.Run(SLUG, MACHINE, executed=lambda: CODE))
+    save("b", runs.Run(SLUG, MACHINE, executed=lambda: CODE | {"lib/labbook/timing.py": "older"}))
+    save("c", runs.Run(SLUG, MACHINE))
+    rows = load_rows(SLUG, MACHINE, TABLE)
+    assert runs.of_code(CODE, rows, MACHINE)["accumulation"].tolist() == ["a"]
+    assert runs.of_code({"lib/labbook/timing.py": "def"}, rows, MACHINE)["accumulation"].tolist() == ["a"]
+    assert runs.of_code({}, rows, MACHINE).empty
+    monkeypatch.setattr(torch, "__version__", "99")
+    assert runs.of_code(CODE, rows, MACHINE).empty
+
+
+def test_why_rows_are_old():
+    run = runs.Run(SLUG, MACHINE, executed=lambda: CODE)
+    save("a", run)
+    record = runs.load_run(MACHINE, run.name)
+    assert runs.why_old(record, CODE) == ""
+    changed = CODE | {"lib/labbook/timing.py": "newer"}
+    assert runs.why_old(record, changed) == "older: labbook/timing.py changed since"
+    assert "before" in runs.why_old(runs.load_run(MACHINE, save("b", runs.Run(SLUG, MACHINE))), CODE)
+    assert runs.why_old(None, CODE)
+
+
+def test_a_damaged_run_is_said_in_a_sentence(figures):
+    path = figures / MACHINE / "runs" / f"{save('a')}.json"
+    for damage in ("{", "[]", json.dumps({"run": "a"})):
+        path.write_text(damage)
+        os.utime(path, ns=(0, hash(damage) % 10**9))
+        with pytest.raises(ValueError, match=f"{MACHINE}/runs/.* is damaged"):
+            runs.load_run(MACHINE, path.stem)
+
+
+def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path):
+    def git(*arguments):
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit():
+        runs.git_commit.cache_clear()
+        return runs.git_commit(tmp_path)
+
+    assert commit() == "unknown"
+    git("init", "-q")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").write_text("a = 1\n")
+    git("add", ".")
+    git("commit", "-qm", "a")
+    clean = git("rev-parse", "--short=10", "HEAD")
+    (tmp_path / "notes.txt").write_text("not the library\n")
+    assert commit() == clean
+    (tmp_path / "lib" / "a.py").write_text("a = 2\n")
+    assert commit() == clean + "+"
+    git("checkout", "lib")
+    (tmp_path / "lib" / "b.py").write_text("")
+    assert commit() == clean + "+"
+    runs.git_commit.cache_clear()
+
+
+# The committed rows.
+
+
+def committed_runs() -> dict[tuple[str, str], runs.Record]:
+    places = [path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("runs/*.json")]
+    return {(path.parts[-3], path.stem): runs.load_run(path.parts[-3], path.stem) for path in places}
+
+
+def unmarked(records, is_known) -> list[str]:
+    """Runs of commits that git does not know, and that do not say that their rows are historical."""
+    return [each.run for each in records if not each.historical and not is_known(each.commit.rstrip("+"))]
+
+
+def test_committed_rows_have_runs_and_runs_have_rows():
+    found = set()
+    for path in [path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")]:
+        machine, slug = path.parts[-3:-1]
+        found |= {(machine, name) for names in run_counts(slug, machine).values() for name in names}
+    known = committed_runs()
+    assert found == known.keys()
+    assert all(record.slug in name and record.machine == machine for (machine, name), record in known.items())
+
+
+def test_committed_rows_of_unknown_commits_are_marked():
+    def git(*arguments):
+        return subprocess.run(["git", "-C", str(PROJECT), *arguments], capture_output=True, text=True)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("git does not know the whole history here")
+
+    def is_known(commit):
+        return git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
+
+    records = list(committed_runs().values())
+    assert unmarked(records, is_known) == []
+    historical = next(record for record in records if not is_known(record.commit))
+    historical.historical = ""
+    assert unmarked(records, is_known) == [historical.run]
+    runs._loaded.cache_clear()
+
+
+def test_rows_whose_producer_is_gone_are_marked():
+    rows = load_rows("flash_leaderboard", "h200", "ablation_times")
+    assert all(runs.load_run("h200", name).historical for name in rows["run"].unique())
+    assert code.notebook_of("flash_leaderboard")
