@@ -87,6 +87,8 @@ def _run(options: Namespace) -> int:
     print(card.line())
     make_folder(figures_dir() / card.slug)  # what cannot be kept is not measured
     folder = options.output.resolve() / card.slug
+    if options.force:
+        os.environ["LABBOOK_AGAIN"] = "1"  # for the rows, too
     records = runs.run_batch(jobs, folder, card.line(), force=options.force)
     print(f"\n{runs.summary(records)}\n\n{folder / 'index.html'}")
     return int(any(record["status"] not in ("ok", "skipped") for record in records))
