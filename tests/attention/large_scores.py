@@ -1,27 +1,27 @@
-"""What float32 with all its bits promises of large scores, by whichever kernels run."""
+"""What float32 without lost bits promises of large scores, by whichever kernels run."""
 
 import torch
 
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 
 
-def check_l_and_rest(device: str) -> None:
-    """L has the bits of a float32, L and its rest together more."""
+def check_l_and_residual(device: str) -> None:
+    """L has the bits of a float32, L and its residual together more."""
     # Of small integers, 16 dimensions and so a scale of 1/4, scores are exact; of some hundred, float32's
     # steps are of 3e-5 and more.
     q, k, v = (torch.randint(-30, 30, (2, 90, 16), device=device).float() for _ in range(3))
-    _, logsumexp, rest = flash_forward(q, k, v, False)
+    _, logsumexp, residual = flash_forward(q, k, v, False)
     exact = (q.double() @ k.double().mT / 4).logsumexp(-1)
     assert exact.max() > 500
     assert (logsumexp - exact).abs().max() > 1e-5
-    assert (logsumexp.double() + rest.squeeze(-1) - exact).abs().max() < 1e-6
+    assert (logsumexp.double() + residual.squeeze(-1) - exact).abs().max() < 1e-6
 
 
-def check_that_backward_reads_rest(device: str) -> None:
-    """What L lacks may be in its rest: gradients are the same."""
+def check_that_backward_reads_the_residual(device: str) -> None:
+    """What L lacks may be in its residual: gradients are the same."""
     q, k, v, do = torch.randn(4, 2, 90, 16, device=device).unbind()
-    o, logsumexp, rest = flash_forward(q, k, v, True)
-    wanted = flash_backward(do, q, k, v, o, logsumexp, True, rest)
-    moved = flash_backward(do, q, k, v, o, logsumexp - 0.5, True, rest + 0.5)
+    o, logsumexp, residual = flash_forward(q, k, v, True)
+    wanted = flash_backward(do, q, k, v, o, logsumexp, True, residual)
+    moved = flash_backward(do, q, k, v, o, logsumexp - 0.5, True, residual + 0.5)
     for x, right in zip(moved, wanted, strict=True):
         torch.testing.assert_close(x, right, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@
 Sizes are small, for the sanitizer. Its racecheck names two things that are no races: Triton's hand-over to
 warps with roles, in Hopper's forward and backward, which barriers of the whole block order; and in the
 forward the next item's store and load, which an mbarrier orders, and racecheck does not know those.
-Exit code 1: results differ, or another kernel ran than CASES says.
+Exit code 1: results differ, or other kernels ran than CASES says.
 """
 
 import argparse
@@ -17,42 +17,45 @@ import torch
 
 from cs336_systems.attention.config import KernelConfig
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launcher import (
-    HopperForward,
-    backward_launcher,
-    config_for,
-    forward_launcher,
-)
+from cs336_systems.attention.launcher import Launcher, config_for
 from cs336_systems.checks import AttentionCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# And what runs each on a Hopper GPU of 132 SMs.
+# And the kernels that run each on a Hopper GPU of 132 SMs.
 CASES = [
-    (AttentionCase("short", (180,), 250, 250, 64, True), BF16, "HopperForward 64x64 persistent, Backward"),
-    (AttentionCase("wide", (120,), 250, 250, 128, True), BF16, "HopperForward 64x64 persistent, Backward"),
-    (AttentionCase("full", (60,), 768, 1152), BF16, "HopperForward 192x128 persistent, HopperBackward"),
-    (AttentionCase("ragged", (60,), 768, 1100), BF16, "HopperForward 192x128, HopperBackward"),
+    (AttentionCase("short", (180,), 250, 250, 64, True), BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
+    (AttentionCase("wide", (120,), 250, 250, 128, True), BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
+    (AttentionCase("full", (60,), 768, 1152), BF16, "hopper_forward 192x128 persistent, hopper_backward"),
+    (AttentionCase("ragged", (60,), 768, 1100), BF16, "hopper_forward 192x128, hopper_backward"),
     (
         AttentionCase("wide, full", (60,), 520, 640, 128),
         BF16,
-        "HopperForward 128x128 persistent, HopperBackward",
+        "hopper_forward 128x128 persistent, hopper_backward",
     ),
     (
         AttentionCase("wide, causal", (40,), 1030, 400, 128, True),
         FP16,
-        "HopperForward 64x64 persistent, HopperBackward",
+        "hopper_forward 64x64 persistent, hopper_backward",
     ),
     (
         AttentionCase("narrow", (45,), 1030, 400, 16, True),
         FP16,
-        "HopperForward 64x64 persistent, HopperBackward",
+        "hopper_forward 64x64 persistent, hopper_backward",
     ),
-    (AttentionCase("few", (40,), 200, 200), BF16, "HopperForward 64x128, Backward"),
-    (AttentionCase("fewer", (2,), 300, 300, 128, True), BF16, "HopperForward 64x128, OneLaunchBackward"),
-    (AttentionCase("float32, wide", (12,), 520, 530, 128, True), FP32, "PlanesForward, PlanesBackward"),
-    (AttentionCase("float32, full", (12,), 520, 530), FP32, "PlanesForward, PlanesBackward"),
-    (AttentionCase("float32, in parts", (2,), 1100, 1100, 64, True), FP32, "PlanesForward, PlanesBackward"),
-    (AttentionCase("float32, short", (2,), 300, 300, 64, True), FP32, "Forward, OneLaunchBackward"),
+    (AttentionCase("few", (40,), 200, 200), BF16, "hopper_forward 64x128, dq, dkdv"),
+    (AttentionCase("fewer", (2,), 300, 300, 128, True), BF16, "hopper_forward 64x128, backward"),
+    (
+        AttentionCase("float32, wide", (12,), 520, 530, 128, True),
+        FP32,
+        "planes_forward, planes_dq, planes_dkdv",
+    ),
+    (AttentionCase("float32, full", (12,), 520, 530), FP32, "planes_forward, planes_dq, planes_dkdv"),
+    (
+        AttentionCase("float32, split", (2,), 1100, 1100, 64, True),
+        FP32,
+        "planes_forward, planes_dq, planes_dkdv",
+    ),
+    (AttentionCase("float32, short", (2,), 300, 300, 64, True), FP32, "forward, backward"),
 ]
 
 
@@ -66,23 +69,22 @@ def main() -> int:
         parser.error("the cases are for a Hopper GPU, and torch sees none here")
     wrong = 0
     for case, dtype, wanted in CASES:
-        launchers = launchers_of(case, config_for(dtype, case.d, torch.device("cuda")))
+        launched = launched_of(case, config_for(dtype, case.d, torch.device("cuda")))
         differing = what_differs(case, dtype, options.times)
-        print(case.name, launchers, differing or "the same every time", sep=": ", flush=True)
-        wrong += launchers != wanted or bool(differing)
+        print(case.name, launched, differing or "the same every time", sep=": ", flush=True)
+        wrong += launched != wanted or bool(differing)
     return bool(wrong)
 
 
-def launchers_of(case: AttentionCase, config: KernelConfig) -> str:
-    """Of forward and backward, as CASES writes them."""
+def launched_of(case: AttentionCase, config: KernelConfig) -> str:
+    """By forward and backward, as CASES writes them."""
     q, k = (((*case.leading, n, case.d), (n * case.d, case.d, 1)) for n in (case.n_queries, case.n_keys))
-    forward = forward_launcher((q, k, k, q), config, case.is_causal)
-    backward = backward_launcher((q, k, k, q, q, q, k, k), config, case.is_causal, deterministic=False)
-    name = type(forward).__name__
-    if isinstance(forward, HopperForward):
-        tile = forward.tile("hopper_forward")
+    forward = Launcher((q, k, k, q), config, case.is_causal).plan
+    backward = Launcher((q, k, k, q, q, q, k, k), config, case.is_causal).plan
+    ((name, tile),) = forward.tiles.items()
+    if name == "hopper_forward":
         name += f" {tile.block_m}x{tile.block_n}" + " persistent" * forward.persistent
-    return f"{name}, {type(backward).__name__}"
+    return ", ".join((name, *backward.tiles))
 
 
 def what_differs(case: AttentionCase, dtype: torch.dtype, times: int) -> list[str]:

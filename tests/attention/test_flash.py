@@ -176,7 +176,7 @@ def test_every_element_is_written(n):
         (lambda q, k, v: (None, k, v), TypeError, "NoneType, Tensor, Tensor"),
         (lambda q, k, v: (q, k.half(), v), TypeError, "torch.float16"),
         (lambda q, k, v: (q, k.to("meta"), v), ValueError, "meta"),
-        (lambda q, k, v: (x.to("meta") for x in (q, k, v)), ValueError, "q is on meta"),
+        (lambda q, k, v: (x.to("meta") for x in (q, k, v)), ValueError, "not meta"),
         (lambda q, k, v: (q, k, v[:, :3]), ValueError, r"\(2, 3, 32\)"),
         (lambda q, k, v: (q[..., :8], k, v), ValueError, r"\(2, 16, 8\)"),
         (lambda q, k, v: (q, k[:, :0], v[:, :0]), ValueError, "size 0"),
@@ -221,8 +221,8 @@ def test_the_switch_may_move_between_the_passes(precisions):
 
 
 def test_large_scores_keep_their_bits():
-    large_scores.check_l_and_rest(DEVICE)
-    large_scores.check_that_backward_reads_rest(DEVICE)
+    large_scores.check_l_and_residual(DEVICE)
+    large_scores.check_that_backward_reads_the_residual(DEVICE)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="with a GPU there is nothing to choose")

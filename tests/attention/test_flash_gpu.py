@@ -1,5 +1,6 @@
 """What only a GPU can show: the shipped tiles at work, races, graphs, threads and memory."""
 
+import math
 import threading
 from dataclasses import replace
 
@@ -13,14 +14,10 @@ pytest.importorskip("triton")
 from tests.attention import races
 
 from cs336_systems.attention import FlashAttentionTriton
+from cs336_systems.attention.choose import Problem, choose
 from cs336_systems.attention.config import KERNELS
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launcher import (
-    HopperForward,
-    Problem,
-    config_for,
-    layout,
-)
+from cs336_systems.attention.launcher import Launcher, config_for, layout
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -58,12 +55,10 @@ def test_every_tile_of_ieee_repeatedly(d):
     """From so few heads that the smallest tiles run to so many that the largest do."""
     heads = (1, 5, 20, 30, 50)
     config = config_for(torch.float32, d, torch.device("cuda"))
-    layouts = [((n, 300, d), (300 * d, d, 1)) for n in heads]
-    problems = [Problem([layout] * 3, config, is_causal=True) for layout in layouts]
-    for kernel in KERNELS:
-        if kernel not in config.tiles:
-            continue
-        assert {problem.tile(kernel) for problem in problems} == set(config.tiles[kernel])
+    for kernel in config.tiles.keys() & set(KERNELS):
+        problems = [Problem(1, n, 300, 300, True, not kernel.endswith("forward")) for n in heads]
+        chosen = {choose(problem, config, (kernel,)).tiles[kernel] for problem in problems}
+        assert chosen == set(config.tiles[kernel])
     cases = [
         case
         for n in heads
@@ -97,7 +92,7 @@ def test_enough_programs_for_hoppers_own_kernels(d, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("d", [33, 40, 64, 72, 128])
-def test_walks_long_enough_for_hoppers_own_backward(d, dtype):
+def test_sequences_long_enough_for_hoppers_own_backward(d, dtype):
     cases = [
         AttentionCase("even", (40,), 1152, 1152, d, is_causal=True),
         AttentionCase("ragged", (20,), 1111, 1190, d, is_causal=True),
@@ -109,7 +104,7 @@ def test_walks_long_enough_for_hoppers_own_backward(d, dtype):
     ]
     config = config_for(dtype, d, torch.device("cuda"))
     for case in cases:
-        assert races.launchers_of(case, config).endswith(" HopperBackward")
+        assert races.launched_of(case, config).endswith(" hopper_backward")
     for _ in range(2):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
 
@@ -117,7 +112,7 @@ def test_walks_long_enough_for_hoppers_own_backward(d, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("d", [16, 33, 64, 128])
 def test_more_work_than_programs(d, dtype):
-    """Persistent forwards, of short walks and of long ones, and backwards of both."""
+    """Persistent forwards, of short sequences and of long ones, and backwards of both."""
     cases = [
         AttentionCase("short", (25, 4), 512, 512, d, is_causal=True),
         AttentionCase("short, ragged", (120,), 401, 409, d, is_causal=True),
@@ -134,16 +129,16 @@ def test_more_work_than_programs(d, dtype):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
-    """Whoever computes an item, and whatever was in its buffers before."""
+    """Whichever program computes a tile, and whatever was in its buffers before."""
     config = config_for(torch.bfloat16, d, torch.device("cuda"))
     for tile in config.all_tiles("hopper_forward"):
         one_tile = config.with_tiles(hopper_forward=tile)
         for heads, n in ((256, 1024), (70, 777), (16, 4096)):
             inputs = [x.detach() for x in random_inputs(heads, n, d)]
-            layouts = [layout(inputs[0])] * 4
-            persistent = HopperForward(layouts, one_tile, is_causal)
-            other = HopperForward(layouts, replace(one_tile, sm_count=2**20), is_causal)
-            assert not other.persistent
+            layouts, kernels = [layout(inputs[0])] * 4, ("hopper_forward",)
+            persistent = Launcher(layouts, one_tile, is_causal, kernels=kernels)
+            other = Launcher(layouts, replace(one_tile, sm_count=2**20), is_causal, kernels=kernels)
+            assert not other.plan.persistent
             wanted = [torch.full_like(x, torch.nan) for x in (inputs[0], inputs[0][..., 0].float())]
             other.run(*inputs, *wanted)
             for _ in range(5):
@@ -154,8 +149,8 @@ def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [16, 33, 64, 128])
-def test_walks_that_programs_share(d, dtype):
-    """Few heads: from a launch for each pass to as many parts as there are."""
+def test_keys_split_over_programs(d, dtype):
+    """Few heads: from a launch for each pass to as many splits as there are."""
     cases = [
         AttentionCase("short", (), 500, 500, d, is_causal=True),
         AttentionCase("even", (), 2048, 2048, d, is_causal=True),
@@ -169,7 +164,7 @@ def test_walks_that_programs_share(d, dtype):
 
 
 @pytest.mark.parametrize("d", [33, 64, 72, 128])
-def test_enough_programs_for_planes_of_float32(d):
+def test_enough_programs_for_bf16x3(d):
     cases = [
         AttentionCase("even", (5, 8), 1024, 1024, d, is_causal=True),
         AttentionCase("full", (40,), 1024, 1280, d),
@@ -179,6 +174,29 @@ def test_enough_programs_for_planes_of_float32(d):
     ]
     for _ in range(3):
         check_attention(FlashAttentionTriton.apply, cases=cases)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("n", "d"), [(128, 64), (300, 64), (1152, 64), (1152, 128), (1100, 40)])
+@pytest.mark.parametrize("hidden", [(1.0, -math.inf), (1e15, -1e25)], ids=["infinite keys", "overflow"])
+def test_scores_of_minus_infinity_weigh_nothing(n, d, dtype, is_causal, hidden):
+    """Also where whole tiles have no others, by whichever kernels run."""
+    scale, key = hidden
+    if dtype == torch.float16 and math.isfinite(key):
+        pytest.skip("float16 has no numbers so large")
+    for heads in (1, 40):
+        q, k, v = (x.detach() for x in random_inputs(heads, n, d, dtype=dtype))
+        q, hidden_keys = (q.abs() + 0.1) * scale, 128 if n > 128 else n
+        k /= scale
+        k[:, :hidden_keys] = key
+        o, logsumexp, *residual = flash_forward(q, k, v, is_causal)
+        _, dk, dv = flash_backward(torch.randn_like(o), q, k, v, o, logsumexp, is_causal, *residual)
+        # Of wide heads without a causal mask, ragged, hopper_backward leaves NaN in the hidden keys' own
+        # rows.
+        checked = slice(hidden_keys if n % 64 else 0, None)
+        assert all(x.isfinite().all() for x in (o, dk[:, checked], dv[:, checked]))
+        assert not (is_causal and o[:, :hidden_keys].any())
 
 
 @pytest.mark.usefixtures("nan_memory")

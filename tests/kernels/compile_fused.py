@@ -9,7 +9,7 @@ import sys
 import torch
 import triton
 
-from cs336_systems.attention.compile_resources import _ask_ptxas, _Chip
+from cs336_systems.attention.compile_resources import Chip, ask_ptxas
 from cs336_systems.kernels import cross_entropy, rms_norm, rotary, swiglu
 from cs336_systems.kernels.runtime import row_tile
 
@@ -53,11 +53,11 @@ def launches(dtype):
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
-    triton.runtime.driver.set_active(_Chip(capability))
+    triton.runtime.driver.set_active(Chip(capability))
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         for name, kernel, arguments, options in launches(dtype):
             compiled = kernel.warmup(*arguments, grid=(1,), **options)
-            asked = _ask_ptxas(compiled.asm["ptx"], capability) | {"shared_bytes": compiled.metadata.shared}
+            asked = ask_ptxas(compiled.asm["ptx"], capability) | {"shared_bytes": compiled.metadata.shared}
             rows.append({"kernel": name, "dtype": str(dtype)} | asked)
     print(json.dumps(rows))

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.pool import ThreadPool
 from typing import Any
@@ -19,18 +19,19 @@ from typing import Any
 import torch
 
 from cs336_systems.attention.config import (
+    BF16X3_KERNELS,
     GLUON_KERNELS,
     HOPPER_KERNELS,
-    PLANES_KERNELS,
     KernelConfig,
     Tile,
     select_config,
 )
 from cs336_systems.dtypes import torch_dtype
 
+MANY_SMS = 2**20  # enough for every loop to be split, and for every work tile to have a program
 # Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
-MANY_SMS = 2**20  # enough for every walk to be split, and for every item to have a program
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+Work = tuple[str, str, int, int]  # kernel, dtype, d_head, capability
 
 
 def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelConfig:
@@ -38,15 +39,8 @@ def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelCon
     return select_config(torch_dtype(dtype), d_head, divmod(capability, 10), 1, dtype == "tf32")
 
 
-def compile_tiles(work: Iterable[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
+def compile_tiles(work: Iterable[Work]) -> list[dict[str, Any]]:
     """Compile the shipped tiles in as many processes as there are cores.
-
-    Hopper's are compiled in all their forms: causal or not, with whole tiles of keys or not, and the forward
-    in Gluon persistent or not. The others are compiled causal, with whole tiles. Those whose walk can be
-    split are compiled both ways.
-
-    Args:
-        work: (kernel, dtype, d_head, capability) of each.
 
     Returns:
         A row of table kernel_resources for each tile, in the order of the work: registers and spilled_bytes
@@ -66,7 +60,7 @@ def compile_tiles(work: Iterable[tuple[str, str, int, int]]) -> list[dict[str, A
     return [row for rows in found for row in rows]
 
 
-def _compile_elsewhere(work: list[tuple[str, str, int, int]]) -> list[list[dict[str, Any]]]:
+def _compile_elsewhere(work: list[Work]) -> list[list[dict[str, Any]]]:
     command = [sys.executable, "-m", __name__, json.dumps(work)]
     run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
     if run.returncode:
@@ -76,25 +70,32 @@ def _compile_elsewhere(work: list[tuple[str, str, int, int]]) -> list[list[dict[
 
 def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Tile) -> dict[str, Any]:
     """One row of `compile_tiles`, in this process, where TRITON_INTERPRET must not be 1."""
-    import triton
-
-    triton.runtime.driver.set_active(_Chip(capability))
-    config = config_for_capability(dtype, d_head, capability)
-    config = config.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
-    masks = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
-    sm_counts = (1, MANY_SMS) if kernel in {*config.splits, "hopper_forward"} else (1,)
-    found = []
-    for (is_causal, odd), sm_count in itertools.product(masks, sm_counts):
-        shape = 16, tile.block_m * tile.block_n + odd, d_head  # whole tiles, or one row more
-        compiled = _compile(kernel, shape, replace(config, sm_count=sm_count), is_causal)
-        found.append(_ask_ptxas(compiled.asm["ptx"], capability) | {"shared_bytes": compiled.metadata.shared})
+    found = [
+        ask_ptxas(compiled.asm["ptx"], capability) | {"shared_bytes": compiled.metadata.shared}
+        for compiled in compiled_forms(kernel, dtype, d_head, capability, tile)
+    ]
     key = {"kernel": kernel, "dtype": dtype, "d_head": d_head, "capability": capability}
     most = {what: max(each[what] for each in found) for what in found[0]}
     return key | tile.row() | most | {"shared_limit_bytes": SHARED_LIMIT[capability]}
 
 
+def compiled_forms(kernel: str, dtype: str, d_head: int, capability: int, tile: Tile) -> Iterator[Any]:
+    """Hopper's kernels in all forms: causal or not, with whole tiles of keys or not, and the forward in Gluon
+    persistent or not. The others causal, with whole tiles. Those whose loop can be split, both ways."""
+    import triton
+
+    triton.runtime.driver.set_active(Chip(capability))
+    config = config_for_capability(dtype, d_head, capability)
+    config = config.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
+    masks = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
+    sm_counts = (1, MANY_SMS) if kernel in {*config.splits, "hopper_forward"} else (1,)
+    for (is_causal, odd), sm_count in itertools.product(masks, sm_counts):
+        shape = 16, tile.block_m * tile.block_n + odd, d_head  # whole tiles, or one row more
+        yield _compile(kernel, shape, replace(config, sm_count=sm_count), is_causal)
+
+
 @dataclass
-class _Chip:
+class Chip:
     """What Triton asks a driver before it compiles, answered for a GPU that need not be there."""
 
     capability: int
@@ -112,37 +113,26 @@ class _Chip:
 
 
 def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig, is_causal: bool) -> Any:
-    from cs336_systems.attention.launcher import PLANE_DTYPE, layout
+    from cs336_systems.attention.launcher import SPLIT_DTYPE, Launcher, layout
 
-    x = torch.empty(shape, dtype=config.dtype, device="meta")
-    launch = _launch(kernel, layout(x), config, is_causal)
-    tensors = dict.fromkeys(launch.tensor_names, x)
-    if kernel in PLANES_KERNELS:
-        tensors |= {name: x.to(PLANE_DTYPE) for name in tensors if name.endswith("_src")}
-    row = torch.empty(shape[:-1], device="meta")  # of L, delta; of dq_accum the pointer alone counts
-    tensors |= {name: row for name in tensors if name.startswith(("lse", "rest", "delta", "dq_accum"))}
-    tensors |= {name: row.int() for name in tensors if name.startswith("counter")}
-    return launch.compile(*tensors.values())
-
-
-def _launch(kernel: str, x: Any, config: KernelConfig, is_causal: bool) -> Any:
-    from cs336_systems.attention import launcher
-
-    if kernel == "forward":
-        return launcher.Forward((x,) * 4, config, is_causal).launch
-    if kernel == "hopper_forward":
-        return launcher.HopperForward((x,) * 4, config, is_causal).launch
-    if kernel == "planes_forward":
-        return launcher.PlanesForward((x,) * 4, config, is_causal).launch
-    if kernel == "hopper_backward":
-        return launcher.HopperBackward((x,) * 8, config, is_causal).backward
-    if kernel == "backward":
-        return launcher.OneLaunchBackward((x,) * 8, config, is_causal).launch
-    both = launcher.PlanesBackward if kernel in PLANES_KERNELS else launcher.Backward
-    return getattr(both((x,) * 8, config, is_causal), kernel.removeprefix("planes_"))
+    x, row = torch.empty(shape, dtype=config.dtype, device="meta"), torch.empty(shape[:-1], device="meta")
+    layouts = [layout(x)] * (4 if kernel.endswith("forward") else 8)
+    launch = Launcher(layouts, config, is_causal, kernels=_together(kernel)).launches[kernel]
+    made = {"_src": x.to(SPLIT_DTYPE) if kernel in BF16X3_KERNELS else x, "counter_ptr": row.int()}
+    made |= dict.fromkeys(
+        ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src"), row
+    )
+    return launch.compile(*(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names))
 
 
-def _ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
+def _together(kernel: str) -> tuple[str, ...]:
+    """The kernels of the plan that this one is in."""
+    pairs = ("dq", "dkdv"), ("planes_dq", "planes_dkdv")
+    return next((pair for pair in pairs if kernel in pair), (kernel,))
+
+
+def ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
+    """Registers and spilled_bytes of a thread."""
     from triton import knobs
 
     tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas

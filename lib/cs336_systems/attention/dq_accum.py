@@ -6,14 +6,12 @@ o, do, dq [BLOCK_M, BLOCK_D]    lse, delta [BLOCK_M]    dq_accum: float32, BLOCK
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from cs336_systems.attention.triton_common import LOG2E, pointers
 
 
 @triton.jit
 def bwd_preprocess_kernel(
-    do_ptr, o_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_accum_ptr,
-    stride_dob, stride_doh, stride_don, stride_dod, stride_ob, stride_oh, stride_on, stride_od,
-    n_heads, n_queries,
+    do_ptr, o_ptr, lse_ptr, lse2_ptr, delta_ptr, dq_accum_ptr, do_strides, o_strides, n_heads, n_queries,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta, L in powers of two, and a cleared dq_accum. Grid: (query tiles * batch * heads,).
@@ -26,10 +24,8 @@ def bwd_preprocess_kernel(
     dims = tl.arange(0, BLOCK_D)
     inside = (rows[:, None] < n_queries) & (dims[None, :] < D)
     batch, head = batch_head // n_heads, batch_head % n_heads
-    o_tile = o_ptr + batch * stride_ob + head * stride_oh
-    o_tile += rows[:, None].to(tl.int64) * stride_on + dims[None, :] * stride_od
-    do_tile = do_ptr + batch * stride_dob + head * stride_doh
-    do_tile += rows[:, None].to(tl.int64) * stride_don + dims[None, :] * stride_dod
+    o_tile = pointers(o_ptr, o_strides, batch, head, rows, dims)
+    do_tile = pointers(do_ptr, do_strides, batch, head, rows, dims)
     o = tl.load(o_tile, mask=inside, other=0.0).to(tl.float32)
     do = tl.load(do_tile, mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + batch_head * n_queries + rows, mask=rows < n_queries, other=float("inf"))
@@ -42,7 +38,7 @@ def bwd_preprocess_kernel(
 
 @triton.jit
 def bwd_postprocess_kernel(
-    dq_accum_ptr, dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd, n_heads, n_queries, scale,
+    dq_accum_ptr, dq_ptr, dq_strides, n_heads, n_queries, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * dq_accum, brought from the order of the registers into rows. Grid: as before."""
@@ -54,7 +50,6 @@ def bwd_postprocess_kernel(
     dq = tl.reshape(tl.permute(pieces, [0, 4, 2, 1, 3, 5]), [BLOCK_M, BLOCK_D])
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    dq_tile = dq_ptr + batch_head // n_heads * stride_dqb + batch_head % n_heads * stride_dqh
-    dq_tile += rows[:, None].to(tl.int64) * stride_dqn + dims[None, :] * stride_dqd
     inside = (rows[:, None] < n_queries) & (dims[None, :] < D)
+    dq_tile = pointers(dq_ptr, dq_strides, batch_head // n_heads, batch_head % n_heads, rows, dims)
     tl.store(dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=inside)

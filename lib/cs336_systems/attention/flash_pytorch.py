@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from cs336_systems.attention.inputs import accepted
+from cs336_systems.attention.inputs import check_inputs, in_autocast
 from cs336_systems.kernels.autograd_guards import first_order_only
 
 TILE = 128  # queries and keys per tile
@@ -27,7 +27,9 @@ def flash_forward(
     for first_query in range(0, q.shape[-2], query_tile):
         q_tile = q[..., first_query : first_query + query_tile, :].float() * scale
         rows = torch.arange(first_query, first_query + q_tile.shape[-2], device=q.device)
-        m = q_tile.new_full(q_tile.shape[:-1], -math.inf)  # running maximum of a row of scores
+        # Running maximum of a row of scores. From -inf, a tile of scores of -inf would make exp(-inf - -inf),
+        # NaN.
+        m = q_tile.new_full(q_tile.shape[:-1], torch.finfo(torch.float32).min)
         total = torch.zeros_like(m)  # running sum of exp(score - m)
         o = torch.zeros_like(q_tile)  # running sum of exp(score - m) v
         last_key = min(k.shape[-2], first_query + query_tile) if is_causal else k.shape[-2]
@@ -44,9 +46,11 @@ def flash_forward(
             total = total * correction + p.sum(-1)
             o = o * correction[..., None] + p @ v_tile
             m = m_new
+        # Where all scores are -inf O is 0, and L infinite, so that P is 0 in backward.
+        empty = total == 0
         # Rounded here, not after `cat`: where to() has nothing to do, torch 2.11 compiles a wrong backward.
-        outputs.append((o / total[..., None]).to(q.dtype))
-        logsumexps.append(m + torch.log(total))
+        outputs.append((o / total.masked_fill(empty, 1)[..., None]).to(q.dtype))
+        logsumexps.append((m + torch.log(total)).masked_fill(empty, math.inf))
     return torch.cat(outputs, -2), torch.cat(logsumexps, -1)
 
 
@@ -77,7 +81,8 @@ class FlashAttentionPyTorch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        q, k, v = accepted(q, k, v)
+        q, k, v = in_autocast(q, k, v)
+        check_inputs(q, k, v)
         with torch.autocast(q.device.type, enabled=False):
             o, logsumexp = flash_forward(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, o, logsumexp)

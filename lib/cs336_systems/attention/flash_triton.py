@@ -1,10 +1,13 @@
 """FlashAttention-2 with our own Triton kernels: launches, autograd.Function, and what torch.compile needs.
 
-Two switches are PyTorch's own. float32 tensors multiply with all their bits by default, in TF32 after
-torch.set_float32_matmul_precision("high") or torch.backends.cuda.matmul.fp32_precision = "tf32". And the
-result has the same bits every time, but for dQ on Hopper, which is added up there in the order in which
-programs come: so it is deterministic everywhere after torch.use_deterministic_algorithms(True), and slower.
-A backward pass multiplies as its forward did, whatever was switched in between.
+Two switches are PyTorch's own. float32 tensors multiply without lost bits by default, in TF32 after
+torch.set_float32_matmul_precision("high") or torch.backends.cuda.matmul.fp32_precision = "tf32". And results
+are deterministic, except dQ on Hopper (atomics), unless torch.use_deterministic_algorithms(True) is on, which
+is slower. A backward pass multiplies as its forward did, whatever was switched in between.
+
+A launch by address bypasses PyTorch's dispatcher, and what that does for every operator. So where that has
+anything to do (compilers, fake tensors, tracing, tensors without memory of their own) the passes go through
+it as operators. Lazily negated views need no such detour: their addresses are odd, so they are copied.
 """
 
 from collections.abc import Callable
@@ -15,15 +18,9 @@ import torch
 from torch import Tensor
 
 from cs336_systems.attention import flash_pytorch
-from cs336_systems.attention.inputs import check_that_they_fit, in_autocast
+from cs336_systems.attention.inputs import check_inputs, in_autocast
 from cs336_systems.attention.kernel_launch import KernelLaunch
-from cs336_systems.attention.launcher import (
-    Problem,
-    backward_launcher,
-    config_for,
-    forward_launcher,
-    layout,
-)
+from cs336_systems.attention.launcher import Launcher, config_for, layout
 from cs336_systems.kernels.autograd_guards import first_order_only
 from cs336_systems.kernels.runtime import (
     ALIGNMENT,
@@ -35,19 +32,30 @@ from cs336_systems.kernels.runtime import (
 )
 
 # What to run, by all that it depends on. One look-up is what a call pays; what is found was checked before.
-Prepared = tuple[Problem | KernelLaunch, Callable[..., Tensor], list[tuple]]  # to run, to make outputs by
+Prepared = tuple[Launcher | KernelLaunch, Callable[..., Tensor], list[tuple]]  # to run, to make outputs by
 _forwards: dict[tuple, Prepared] = {}
 _backwards: dict[tuple, Prepared] = {}
 MAX_LAUNCHERS = 256  # of each
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, tracing, counters of FLOPs
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
-    """O, L and, of float32 with all its bits, rest.
+    """O, L and, of float32 without lost bits, L's residual.
 
-    O (..., n_queries, d) in q's dtype and layout; L = logsumexp(scores) (..., n_queries) in float32; rest
-    (..., n_queries, 1), what L lost when it was rounded.
+    O (..., n_queries, d) in q's dtype and layout; L = logsumexp(scores) (..., n_queries) in float32, infinite
+    where all scores are minus infinity (O is 0 there); residual (..., n_queries, 1), what L lost when it was
+    rounded.
     """
-    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) % ALIGNMENT:
+    run = _forward_op if torch.compiler.is_compiling() or _dispatch_modes() else _forward
+    return run(q, k, v, is_causal)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
+    try:
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    except RuntimeError:  # of a tensor without memory of its own; the dispatcher may know what it is
+        return _forward_op(q, k, v, is_causal)
+    if addresses % ALIGNMENT:
         q, k, v = aligned(q), aligned(k), aligned(v)
     dtype, device = q.dtype, q.get_device()
     tf32 = dtype is torch.float32 and allows_tf32(dtype)
@@ -58,21 +66,21 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tens
     )  # fmt: skip
     prepared = _forwards.get(key)
     if prepared is None:
+        check_inputs(q, k, v)
+        check_device("q, k, v", q)
         if q.dim() > 4:
-            o, *sums = flash_forward(*(x.flatten(0, -4) for x in (q, k, v)), is_causal)
+            o, *sums = _forward(*(x.flatten(0, -4) for x in (q, k, v)), is_causal)
             return [o.reshape(q.shape), *(x.reshape(*q.shape[:-1], *x.shape[3:]) for x in sums)]
         if INTERPRETED and dtype == torch.bfloat16:  # the interpreter multiplies bfloat16's bit patterns
-            o, logsumexp, _ = flash_forward(q.float(), k.float(), v.float(), is_causal)
+            o, logsumexp, _ = _forward(q.float(), k.float(), v.float(), is_causal)
             return [o.to(dtype), logsumexp]
-        check_that_they_fit(q, k, v)
-        check_device("q, k, v", q)
         config = config_for(dtype, q.shape[-1], q.device, tf32)
         outputs = _forward_outputs(q, tf32)
-        layouts = tuple(layout(x) for x in (q, k, v, outputs[0]))
-        prepared = _keep(_forwards, key, forward_launcher(layouts, config, is_causal), outputs)
+        layouts = [layout(x) for x in (q, k, v, outputs[0])]
+        prepared = _keep(_forwards, key, Launcher(layouts, config, is_causal), outputs)
     if not INTERPRETED and device != current_device():
         with torch.cuda.device(device):
-            return flash_forward(q, k, v, is_causal)
+            return _forward(q, k, v, is_causal)
     launch, new_tensor, outputs = prepared
     made = [*starmap(new_tensor, outputs)]
     launch.run(q, k, v, *made)
@@ -81,18 +89,29 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tens
 
 def flash_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool,
-    rest: Tensor | None = None,
+    residual: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV in the dtypes and layouts of q, k, v. rest: of `flash_forward`, if it made one.
+    """dQ, dK, dV in the dtypes and layouts of q, k, v. residual: of `flash_forward`, if it made one.
 
-    Scores are computed again as forward computed them: those of float32 in TF32 if it made no rest.
+    Scores are computed again as forward computed them: those of float32 in TF32 if it made no residual.
     """
-    tf32 = rest is None
+    run = _backward_op if torch.compiler.is_compiling() or _dispatch_modes() else _backward
+    return run(do, q, k, v, o, logsumexp, is_causal, residual)
+
+
+def _backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool,
+    residual: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tf32 = residual is None
     if tf32:
-        rest = logsumexp  # any tensor: none is read
-    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr() | o.data_ptr()
-    if (addresses | logsumexp.data_ptr() | rest.data_ptr()) % ALIGNMENT:
-        q, k, v, do, o, logsumexp, rest = (aligned(x) for x in (q, k, v, do, o, logsumexp, rest))
+        residual = logsumexp  # any tensor: none is read
+    try:
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr() | o.data_ptr()
+    except RuntimeError:
+        return _backward_op(do, q, k, v, o, logsumexp, is_causal, None if tf32 else residual)
+    if (addresses | logsumexp.data_ptr() | residual.data_ptr()) % ALIGNMENT:
+        q, k, v, do, o, logsumexp, residual = map(aligned, (q, k, v, do, o, logsumexp, residual))
     dtype, device, deterministic = q.dtype, q.get_device(), torch.are_deterministic_algorithms_enabled()
     contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     contiguous = contiguous and do.is_contiguous() and o.is_contiguous()
@@ -103,27 +122,26 @@ def flash_backward(
     prepared = _backwards.get(key)
     if prepared is None:
         if q.dim() > 4:
-            rest = None if tf32 else rest
-            grads = flash_backward(*(x.flatten(0, -4) for x in (do, q, k, v, o)), logsumexp, is_causal, rest)
+            residual = None if tf32 else residual
+            grads = _backward(*(x.flatten(0, -4) for x in (do, q, k, v, o)), logsumexp, is_causal, residual)
             return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
         if INTERPRETED and dtype == torch.bfloat16:
-            inputs, rest = (x.float() for x in (do, q, k, v, o)), torch.zeros_like(logsumexp)
-            return tuple(x.to(dtype) for x in flash_backward(*inputs, logsumexp, is_causal, rest))
+            inputs, residual = (x.float() for x in (do, q, k, v, o)), torch.zeros_like(logsumexp)
+            return tuple(x.to(dtype) for x in _backward(*inputs, logsumexp, is_causal, residual))
         config = config_for(dtype, q.shape[-1], q.device, tf32)
         outputs = [torch.empty_like(x) for x in (q, k, v)]
-        layouts = tuple(layout(x) for x in (q, k, v, do, o, *outputs))
-        launcher = backward_launcher(layouts, config, is_causal, deterministic)
-        prepared = _keep(_backwards, key, launcher, outputs)
+        layouts = [layout(x) for x in (q, k, v, do, o, *outputs)]
+        prepared = _keep(_backwards, key, Launcher(layouts, config, is_causal, deterministic), outputs)
     if not INTERPRETED and device != current_device():
         with torch.cuda.device(device):
-            return flash_backward(do, q, k, v, o, logsumexp, is_causal, None if tf32 else rest)
+            return _backward(do, q, k, v, o, logsumexp, is_causal, None if tf32 else residual)
     launch, new_tensor, outputs = prepared
     gradients = (*starmap(new_tensor, outputs),)
-    launch.run(q, k, v, do, o, logsumexp, rest, *gradients)
+    launch.run(q, k, v, do, o, logsumexp, residual, *gradients)
     return gradients
 
 
-def _keep(where: dict[tuple, Prepared], key: tuple, launcher: Problem, outputs: list[Tensor]) -> Prepared:
+def _keep(where: dict[tuple, Prepared], key: tuple, launcher: Launcher, outputs: list[Tensor]) -> Prepared:
     """What a call with this key does: `outputs` are tensors like those that the launcher writes."""
     if len(where) >= MAX_LAUNCHERS:
         where.clear()
@@ -140,23 +158,23 @@ def allows_tf32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# To torch.compile forward and backward are opaque operators: no graph break, nothing of Triton's to trace.
-_forward_op = torch.library.custom_op("cs336_systems::flash_forward", mutates_args=())(flash_forward)
-_backward_op = torch.library.custom_op("cs336_systems::flash_backward", mutates_args=())(flash_backward)
+_forward_op = torch.library.custom_op("cs336_systems::flash_forward", mutates_args=())(_forward)
+_backward_op = torch.library.custom_op("cs336_systems::flash_backward", mutates_args=())(_backward)
 
 
 @_forward_op.register_fake
 def _(q, k, v, is_causal):
+    check_inputs(q, k, v)
     return [_like(q), *_forward_outputs(q, allows_tf32(q.dtype))[1:]]
 
 
 @_backward_op.register_fake
-def _(do, q, k, v, o, logsumexp, is_causal, rest=None):
+def _(do, q, k, v, o, logsumexp, is_causal, residual=None):
     return _like(q), _like(k), _like(v)
 
 
 def _forward_outputs(q: Tensor, tf32: bool) -> list[Tensor]:
-    """Tensors like O, L and, if the forward keeps it, rest."""
+    """Tensors like O, L and, if the forward keeps it, the residual."""
     rows = q.shape[:-1]
     shapes = [rows, (*rows, 1)] if q.dtype == torch.float32 and not tf32 else [rows]
     return [torch.empty_like(q), *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)]
@@ -177,11 +195,8 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q, k, v = in_autocast(q, k, v)
-        if torch.compiler.is_compiling():
-            check_that_they_fit(q, k, v)
-            made = _forward_op(q, k, v, is_causal)
-        else:
-            made = flash_forward(q, k, v, is_causal)
+        run = _forward_op if torch.compiler.is_compiling() or _dispatch_modes() else _forward
+        made = run(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, *made)
         ctx.is_causal = is_causal
         return made[0]
@@ -189,11 +204,11 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do: Tensor):
         compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling:
+        if torch.is_grad_enabled() and not compiling:  # decorated, it would be a call more in the usual case
             return first_order_only(FlashAttentionTriton.backward)(ctx, do)
-        run = _backward_op if compiling else flash_backward
-        q, k, v, o, logsumexp, *rest = ctx.saved_tensors
-        return *run(do, q, k, v, o, logsumexp, ctx.is_causal, *rest), None
+        run = _backward_op if compiling or _dispatch_modes() else _backward
+        q, k, v, o, logsumexp, *residual = ctx.saved_tensors
+        return *run(do, q, k, v, o, logsumexp, ctx.is_causal, *residual), None
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:

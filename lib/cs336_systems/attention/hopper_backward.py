@@ -1,43 +1,46 @@
 """FlashAttention-2's backward for Hopper in one kernel, in Gluon, with a role for every warp.
 
 The algorithm and the notation are those of triton_backward; as in FlashAttention-3 (Shah et al. 2024) a
-program owns keys, walks over the queries that see them, and computes dQ too: five matmuls instead of seven,
-and each exponential once. All programs add their part of dQ to dq_accum in float32 (see dq_accum.py), in the
-order in which they come: dQ's last bits vary.
+program owns keys, loops over the queries that see them, and computes dQ too: five matmuls instead of seven,
+and each exponential once. All programs add their share of dQ to dq_accum in float32 (see dq_accum.py) with
+atomics, in no fixed order: dQ's last bits vary.
 
-A program's keys belong to two owners (the consumers), four warps and 64 keys each, which share nothing but
-what is loaded: while one computes P or dS, the matrix units have the other's matmuls. dQ needs the keys of
-both, and is the work of four more warps, the adder. One warp, the loader (the producer), has TMA fill a ring
-of STAGES buffers.
+A program's keys belong to two consumers, four warps and 64 keys each, which share nothing but what is loaded:
+while one computes P or dS, the matrix units have the other's matmuls. dQ needs the keys of both, and is
+computed by four more, the dQ warps. One warp, the producer, has TMA fill a ring of STAGES buffers.
 
-    owner, heads of up to 64 dimensions: registers for K and V, and matmuls that are shorter than exponentials
+    consumer, heads of up to 64 dimensions: registers for K and V; matmuls are shorter than exponentials
              matmuls  S(t) dP(t)      dV(t)       dK(t) S(t+1) dP(t+1)        dV(t+1)         dK(t+1) ...
              the rest           P(t)        dS(t)                     P(t+1)          dS(t+1)
-    owner, heads of up to 128: its registers are full of dK and dV; S is a tile ahead, K and V are read from
-    shared memory, P and dS stay packed, two numbers to a register, and dS comes into the registers of P
+    consumer, heads of up to 128: its registers are full of dK and dV; S is a tile ahead, K and V are read
+    from shared memory, P and dS stay packed, two numbers to a register, and dS comes into the registers of P
              matmuls  S(t)      dP(t)     dV(t)        dK(t) S(t+1)      dP(t+1) ...
              the rest      P(t)      P(t) dP(t)  dS(t)              P(t+1)
-    adder    matmul                                     dQ(t)
+    dQ warps matmul                                     dQ(t)
              the rest                                         dq_accum += dQ(t)
 
-where t is a tile of queries. dS goes to the adder through shared memory, and from registers into dK. The
-adder has registers for PART columns of dQ at a time.
+where t is a tile of queries. dS goes to the dQ warps through shared memory, and from registers into dK. The
+dQ warps have registers for PART columns of dQ at a time.
+
+Every buffer has two mbarriers, `ready` (or full) and `free`: who fills it waits for free, who reads it for
+ready. A wait names the phase that must have ended; it flips with every round of the ring (`_next`). At first
+all buffers are free, so that the filling side begins with the other phase and does not wait.
 
     q, do, dq [BLOCK_M, BLOCK_D]    lse, delta [BLOCK_M]
-    k, v, dk, dv [KEYS, BLOCK_D], st, pt, dpt, dst [KEYS, BLOCK_M]: of one owner; S, P, dP and dS transposed
+    k, v, dk, dv [KEYS, BLOCK_D], st, pt, dpt, dst [KEYS, BLOCK_M]: of one consumer; S, P, dP, dS transposed
     ks, vs [2, KEYS, BLOCK_D], qs, dos [STAGES, BLOCK_M, BLOCK_D], lses, deltas [STAGES, 1, BLOCK_M],
-    dss [2 * SLOTS, KEYS, BLOCK_M]: shared; in every slot dS of both owners
+    dss [2 * SLOTS, KEYS, BLOCK_M]: shared; in every slot dS of both consumers
 
 What functions pass on together is a tuple:
 
     sources    (q_src, k_src, v_src, do_src, lse2_src, delta_src), what TMA loads from
     buffers    (ks, vs, qs, dos, lses, deltas, dss)
-    barriers   (kv_ready, q_ready, do_ready, free, ds_ready, ds_free): mbarriers, one of every owner, three
+    barriers   (kv_ready, q_ready, do_ready, free, ds_ready, ds_free): mbarriers, one of every consumer, three
                times one of every stage, one of every dS, one of every slot
     place      (batch, head, batch_head, first_query, first_key)
-    sizes      (n_keys, tiles, masked, scale, scale_log2); the tiles that need a mask come first
+    sizes      (n_queries, n_keys, tiles, masked, scale, scale_log2); the tiles that need a mask come first
     outputs    (dk_ptr, dv_ptr, strides of dk, strides of dv)
-    state      (dk, dv, st, stage, phase, slot, slot_phase), what an owner takes from tile to tile
+    state      (dk, dv, st, stage, phase, slot, slot_phase), what a consumer takes from tile to tile
 """
 
 from triton.experimental import gluon
@@ -52,9 +55,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
 
-KEYS = gl.constexpr(64)  # of an owner: one matmul of four warps has so many rows
-PART = gl.constexpr(64)  # columns of dQ that the adder has registers for; wider heads are "wide"
-SLOTS = gl.constexpr(2)  # an owner is up to two tiles ahead of the adder
+KEYS = gl.constexpr(64)  # of a consumer: one matmul of four warps has so many rows
+PART = gl.constexpr(64)  # columns of dQ that the dQ warps have registers for; wider heads are "wide"
+SLOTS = gl.constexpr(2)  # a consumer is up to two tiles ahead of the dQ warps
 
 
 @gluon.constexpr_function
@@ -88,13 +91,10 @@ def first_queries(keys, n_keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _store(
-    ptr, value, batch, head, rows, n_rows, stride_b, stride_h, stride_n, stride_d,
-    D: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+def _store(ptr, strides, value, batch, head, rows, n_rows, D: gl.constexpr, layout: gl.constexpr):
     dims = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
-    start = ptr + batch.to(gl.int64) * stride_b + head.to(gl.int64) * stride_h
-    tile = start + rows[:, None].to(gl.int64) * stride_n + dims[None, :] * stride_d
+    start = ptr + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
+    tile = start + rows[:, None].to(gl.int64) * strides[2] + dims[None, :] * strides[3]
     value = gl.convert_layout(value.to(ptr.dtype.element_ty), layout)
     gl.store(tile, value, mask=(rows[:, None] < n_rows) & (dims[None, :] < D))
 
@@ -141,23 +141,23 @@ def _product(p, x):
 
 
 @gluon.jit
-def load(sources, buffers, barriers, place, tiles):
-    """The loader: K and V, then all tiles of queries, each into buffers that both owners have read."""
+def produce(sources, buffers, barriers, place, tiles):
+    """The producer: K and V, then all tiles of queries, each into buffers that both consumers have read."""
     q_src, k_src, v_src, do_src, lse2_src, delta_src = sources
     ks, vs, qs, dos, lses, deltas, _ = buffers
     kv_ready, q_ready, do_ready, free, _, _ = barriers
     batch, head, batch_head, row, first_key = place
-    for owner in gl.static_range(2):
-        ready = kv_ready.index(owner)
+    for consumer in gl.static_range(2):
+        ready = kv_ready.index(consumer)
         mbarrier.expect(ready, 2 * k_src.block_type.nbytes)
-        key = first_key + owner * KEYS
-        tma.async_copy_global_to_shared(k_src, [batch, head, key, 0], ready, ks.index(owner))
-        tma.async_copy_global_to_shared(v_src, [batch, head, key, 0], ready, vs.index(owner))
+        key = first_key + consumer * KEYS
+        tma.async_copy_global_to_shared(k_src, [batch, head, key, 0], ready, ks.index(consumer))
+        tma.async_copy_global_to_shared(v_src, [batch, head, key, 0], ready, vs.index(consumer))
     nbytes: gl.constexpr = q_src.block_type.nbytes + lse2_src.block_type.nbytes
     stage = 0
-    phase = 1
+    phase = 1  # of `free`: all buffers are
     for _ in range(tiles):
-        mbarrier.wait(free.index(stage), phase)
+        mbarrier.wait(free.index(stage), phase)  # both consumers have arrived
         ready = q_ready.index(stage)
         mbarrier.expect(ready, nbytes)
         tma.async_copy_global_to_shared(q_src, [batch, head, row, 0], ready, qs.index(stage))
@@ -188,7 +188,7 @@ def atomic_add_dq(dq_accum, dq, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def add_dq(buffers, barriers, dq_accum, tiles):
-    """The adder: dq_accum += dS K, of all tiles in turn, PART columns at a time."""
+    """The dQ warps: dq_accum += dS K, of all tiles in turn, PART columns at a time."""
     ks, _, qs, _, _, _, dss = buffers
     kv_ready, _, _, _, ds_ready, ds_free = barriers
     BLOCK_M: gl.constexpr = qs.shape[1]
@@ -211,6 +211,7 @@ def add_dq(buffers, barriers, dq_accum, tiles):
             ds = dss.index(slot * 2 + 1).permute([1, 0])
             dq = warpgroup_mma(ds, k_parts.index(parts + part), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[dq])
+            # The matmul has read dS; after the last columns the consumers may write the next into this slot.
             mbarrier.arrive(ds_free.index(slot), pred=part == parts - 1)
             atomic_add_dq(dq_accum + part * columns * 16, dq, BLOCK_D)
         dq_accum += BLOCK_M * BLOCK_D
@@ -218,7 +219,7 @@ def add_dq(buffers, barriers, dq_accum, tiles):
 
 
 @gluon.jit
-def _start_scores(ks, qs, q_ready, stage, phase, none, pred, OWNER: gl.constexpr):
+def _start_scores(ks, qs, q_ready, stage, phase, none, pred, CONSUMER: gl.constexpr):
     """Start S^T = K Q^T of a tile; where there is no such tile, of what lies in its buffer.
 
     none: 0, which the compiler cannot know.
@@ -226,15 +227,15 @@ def _start_scores(ks, qs, q_ready, stage, phase, none, pred, OWNER: gl.constexpr
     BLOCK_M: gl.constexpr = qs.shape[1]
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, _accumulator_layout(4, KEYS, BLOCK_M))
     mbarrier.wait(q_ready.index(stage), phase, pred=pred)
-    k = ks.index(OWNER + none)
+    k = ks.index(CONSUMER + none)
     return warpgroup_mma(k, qs.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def add_narrow_tile(
-    state, k, v, buffers, barriers, index, scale_log2, OWNER: gl.constexpr, MASKED: gl.constexpr
+    state, k, v, buffers, barriers, index, scale_log2, CONSUMER: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Add one tile of queries to dK and dV; leave its dS to the adder. index: (queries, seen_from)."""
+    """Add one tile of queries to dK and dV; leave its dS to the dQ warps. index: (queries, seen_from)."""
     dk, dv, _, stage, phase, slot, slot_phase = state
     _, _, qs, dos, lses, deltas, dss = buffers
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
@@ -257,12 +258,12 @@ def add_narrow_tile(
     delta = deltas.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
     dst = (pt * (dpt - delta[None, :])).to(q.dtype)
     mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
-    dss.index(slot * 2 + OWNER).store(dst)
-    fence_async_shared()
-    mbarrier.arrive(ds_ready.index(slot * 2 + OWNER))
+    dss.index(slot * 2 + CONSUMER).store(dst)
+    fence_async_shared()  # matmuls read shared memory by another way than stores write it
+    mbarrier.arrive(ds_ready.index(slot * 2 + CONSUMER))
     dk = warpgroup_mma(gl.convert_layout(dst, operand), q, dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    mbarrier.arrive(free.index(stage))
+    mbarrier.arrive(free.index(stage))  # Q, dO, L and delta are read
     stage, phase = _next(stage, phase, qs.shape[0])
     slot, slot_phase = _next(slot, slot_phase, SLOTS)
     return dk, dv, st, stage, phase, slot, slot_phase
@@ -270,9 +271,9 @@ def add_narrow_tile(
 
 @gluon.jit
 def add_wide_tile(
-    state, tile, tiles, buffers, barriers, index, scale_log2, OWNER: gl.constexpr, MASKED: gl.constexpr
+    state, tile, tiles, buffers, barriers, index, scale_log2, CONSUMER: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Add one tile of queries, whose S is there, to dK and dV; leave its dS to the adder; compute the next S.
+    """Add one tile of queries, whose S is there, to dK and dV; leave its dS to the dQ warps; start S.
 
     index: (queries, seen_from).
     """
@@ -289,7 +290,7 @@ def add_wide_tile(
     lse = lses.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
     pt = _pack(_probabilities(st, lse, queries, seen_from, scale_log2, MASKED), do.dtype)
     mbarrier.wait(do_ready.index(stage), phase)
-    v = vs.index(OWNER + none)
+    v = vs.index(CONSUMER + none)
     delta = deltas.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
     dpt = warpgroup_mma(v, do.permute([1, 0]), zeros - delta[None, :], is_async=True)
     dv = warpgroup_mma(gl.convert_layout(pt, operand), do, dv, is_async=True)
@@ -297,15 +298,15 @@ def add_wide_tile(
     dst, dv = warpgroup_mma_wait(0, deps=[_product(pt, dpt), dv])
     dst = _pack(dst, do.dtype)  # into the registers of P, which dV no longer reads
     mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
-    dss.index(slot * 2 + OWNER).store(dst)
+    dss.index(slot * 2 + CONSUMER).store(dst)
     fence_async_shared()
-    mbarrier.arrive(ds_ready.index(slot * 2 + OWNER))
+    mbarrier.arrive(ds_ready.index(slot * 2 + CONSUMER))
     dk = warpgroup_mma(gl.convert_layout(dst, operand), qs.index(stage), dk, is_async=True)
     done = free.index(stage)
     stage, phase = _next(stage, phase, qs.shape[0])
     slot, slot_phase = _next(slot, slot_phase, SLOTS)
-    st = _start_scores(ks, qs, q_ready, stage, phase, none, tile + 1 < tiles, OWNER)
-    dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+    st = _start_scores(ks, qs, q_ready, stage, phase, none, tile + 1 < tiles, CONSUMER)
+    dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])  # all but the next S
     mbarrier.arrive(done)
     st = warpgroup_mma_wait(0, deps=[st])
     return dk, dv, st, stage, phase, slot, slot_phase
@@ -314,90 +315,98 @@ def add_wide_tile(
 @gluon.jit
 def add_tiles(
     state, first, end, tiles, first_query, constants,
-    OWNER: gl.constexpr, MASKED: gl.constexpr,
+    CONSUMER: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
-    """Add the tiles of queries from first to end."""
+    """Add the tiles of queries from first to end. If not EVEN, the mask hides queries past the last, too."""
     dk, dv, st, stage, phase, slot, slot_phase = state
-    kv, buffers, barriers, index, scale_log2 = constants
+    kv, buffers, barriers, index, scale_log2, n_queries = constants
     k, v = kv
     queries, seen_from = index
     _, _, qs, _, _, _, _ = buffers
     for tile in range(first, end):
         state = dk, dv, st, stage, phase, slot, slot_phase
-        place = first_query + tile * qs.shape[1] + queries, seen_from
+        rows = first_query + tile * qs.shape[1] + queries
+        if MASKED and not EVEN:
+            rows = gl.where(rows < n_queries, rows, -1)
+        place = rows, seen_from
         if qs.shape[2] > PART:
-            state = add_wide_tile(state, tile, tiles, buffers, barriers, place, scale_log2, OWNER, MASKED)
+            state = add_wide_tile(state, tile, tiles, buffers, barriers, place, scale_log2, CONSUMER, MASKED)
         else:
-            state = add_narrow_tile(state, k, v, buffers, barriers, place, scale_log2, OWNER, MASKED)
+            state = add_narrow_tile(state, k, v, buffers, barriers, place, scale_log2, CONSUMER, MASKED)
         dk, dv, st, stage, phase, slot, slot_phase = state
     return dk, dv, st, stage, phase, slot, slot_phase
 
 
 @gluon.jit
-def own_keys(
+def consume(
     shared,
-    OWNER: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
+    CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one owner's keys."""
+    """dK and dV of one consumer's keys."""
     buffers, barriers, place, sizes, outputs = shared
     ks, vs, qs, _, _, _, _ = buffers
     kv_ready, q_ready, _, _, _, _ = barriers
     batch, head, _, first_query, first_key = place
-    n_keys, tiles, masked, scale, scale_log2 = sizes
+    n_queries, n_keys, tiles, masked, scale, scale_log2 = sizes
     dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
     BLOCK_M: gl.constexpr = qs.shape[1]
     BLOCK_D: gl.constexpr = qs.shape[2]
     scores: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_M)
     gradients: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_D)
-    first_key += OWNER * KEYS
+    first_key += CONSUMER * KEYS
     seen_from = first_queries(first_key + gl.arange(0, KEYS, gl.SliceLayout(1, scores)), n_keys, CAUSAL)
     queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
     dv = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
-    mbarrier.wait(kv_ready.index(OWNER), 0)
+    mbarrier.wait(kv_ready.index(CONSUMER), 0)
     if BLOCK_D > PART:
         kv = ks, vs
-        st = _start_scores(ks, qs, q_ready, 0, 0, 0, True, OWNER)
+        st = _start_scores(ks, qs, q_ready, 0, 0, 0, True, CONSUMER)
         st = warpgroup_mma_wait(0, deps=[st])
     else:
-        k = ks.index(OWNER).load(gl.DotOperandLayout(0, scores, 2))
-        v = vs.index(OWNER).load(gl.DotOperandLayout(0, scores, 2))
+        k = ks.index(CONSUMER).load(gl.DotOperandLayout(0, scores, 2))
+        v = vs.index(CONSUMER).load(gl.DotOperandLayout(0, scores, 2))
         kv = k, v
         st = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)  # each tile has its own
     state = dk, dv, st, 0, 0, 0, 0
-    constants = kv, buffers, barriers, (queries, seen_from), scale_log2
-    state = add_tiles(state, 0, masked, tiles, first_query, constants, OWNER, True)
-    state = add_tiles(state, masked, tiles, tiles, first_query, constants, OWNER, False)
+    constants = kv, buffers, barriers, (queries, seen_from), scale_log2, n_queries
+    # The last tile may have fewer queries. q reads as zero there, and an infinite key times zero is NaN: so
+    # it is masked, too, but for wide heads without a causal mask, where that spills registers.
+    WHOLE: gl.constexpr = EVEN or (BLOCK_D > PART and not CAUSAL)
+    state = add_tiles(state, 0, masked, tiles, first_query, constants, CONSUMER, True, WHOLE)
+    if WHOLE:
+        state = add_tiles(state, masked, tiles, tiles, first_query, constants, CONSUMER, False, WHOLE)
+    else:
+        state = add_tiles(state, masked, tiles - 1, tiles, first_query, constants, CONSUMER, False, WHOLE)
+        last = gl.maximum(masked, tiles - 1)
+        state = add_tiles(state, last, tiles, tiles, first_query, constants, CONSUMER, True, WHOLE)
     dk, dv, _, _, _, _, _ = state
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, stored))
-    skb, skh, skn, skd = dk_strides
-    svb, svh, svn, svd = dv_strides
-    _store(dk_ptr, dk * scale, batch, head, rows, n_keys, skb, skh, skn, skd, D, stored)
-    _store(dv_ptr, dv, batch, head, rows, n_keys, svb, svh, svn, svd, D, stored)
+    _store(dk_ptr, dk_strides, dk * scale, batch, head, rows, n_keys, D, stored)
+    _store(dv_ptr, dv_strides, dv, batch, head, rows, n_keys, D, stored)
 
 
 @gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys"])
 def hopper_backward_kernel(
     q_src, k_src, v_src, do_src, lse2_src, delta_src, dq_accum_ptr, dk_ptr, dv_ptr,
-    stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    n_heads, n_queries, n_keys, scale, scale_log2,
-    CAUSAL: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    dk_strides, dv_strides, n_heads, n_queries, n_keys, scale, scale_log2,
+    CAUSAL: gl.constexpr, EVEN_QUERIES: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """dK, dV and dq_accum. Grid: (key tiles * batch * heads,). Four warps, the first owner's; BLOCK_N is 128.
+    """dK, dV and dq_accum. Grid: (key tiles * batch * heads,). Four warps, one consumer's; BLOCK_N is 128.
 
     L in powers of two, delta and dq_accum, cleared, come for whole tiles of queries, by batch * heads.
     K and V are loaded KEYS at a time.
     """
     dtype: gl.constexpr = q_src.dtype
     tile_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
-    owner_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_D], dtype)
+    key_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_D], dtype)
     ds_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     buffers = (
-        gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_D], owner_shape),
-        gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_D], owner_shape),
+        gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_D], key_shape),
+        gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_D], key_shape),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], tile_shape),
         gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], tile_shape),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_src.layout),
@@ -412,8 +421,8 @@ def hopper_backward_kernel(
         gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], barrier),
         gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier),
     )
-    for owner in gl.static_range(2):
-        mbarrier.init(barriers[0].index(owner), count=1)
+    for consumer in gl.static_range(2):
+        mbarrier.init(barriers[0].index(consumer), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(barriers[1].index(stage), count=1)
         mbarrier.init(barriers[2].index(stage), count=1)
@@ -440,18 +449,16 @@ def hopper_backward_kernel(
 
     sources = (q_src, k_src, v_src, do_src, lse2_src, delta_src)
     place = (batch_head // n_heads, batch_head % n_heads, batch_head, first_tile * BLOCK_M, first_key)
-    sizes = (n_keys, tiles, gl.minimum(masked, tiles), scale, scale_log2)
-    dk_strides = (stride_dkb, stride_dkh, stride_dkn, stride_dkd)
-    dv_strides = (stride_dvb, stride_dvh, stride_dvn, stride_dvd)
+    sizes = (n_queries, n_keys, tiles, gl.minimum(masked, tiles), scale, scale_log2)
     shared = (buffers, barriers, place, sizes, (dk_ptr, dv_ptr, dk_strides, dv_strides))
     first_dq = dq_accum_ptr + first_row * BLOCK_D
     gl.warp_specialize(
         [
-            (own_keys, (shared, 0, CAUSAL, D)),
-            (own_keys, (shared, 1, CAUSAL, D)),
+            (consume, (shared, 0, CAUSAL, EVEN_QUERIES, D)),
+            (consume, (shared, 1, CAUSAL, EVEN_QUERIES, D)),
             (add_dq, (buffers, barriers, first_dq, tiles)),
-            (load, (sources, buffers, barriers, place, tiles)),
+            (produce, (sources, buffers, barriers, place, tiles)),
         ],
-        [4, 4, 1],  # warps of all but the first owner
-        [208, 72, 24],  # registers of a thread; what is left, 208, are the first owner's
+        [4, 4, 1],  # warps of all but the first consumer
+        [208, 72, 24],  # registers of a thread; what is left, 208, are the first consumer's
     )

@@ -11,22 +11,26 @@ so while one computes exponentials, the matrix units have another's matmuls. Of 
 where t is a tile of keys, the last that its queries see. Only that one needs a mask, so it is peeled off the
 loop. P is in 16 bits before the next S takes its registers.
 
-BLOCK_M queries of one head are an item. If the kernel is PERSISTENT, there are only as many programs as fit
-on the GPU at a time, and each takes the next item from a counter until none is left: its producer loads the
-next item's first tiles while the consumers finish this one's, and nobody waits for a program to start. For
+BLOCK_M queries of one head are a work tile. If the kernel is PERSISTENT, there are only as many programs as
+fit on the GPU at a time, and each takes the next work tile from a counter until none is left: its producer
+loads the next Q, K and V while the consumers finish the last, and no SM waits for a program to start. For
 that Q has two buffers.
 
+Every buffer has two mbarriers, `ready` (or full) and `free`: who fills it waits for free, who reads it for
+ready. A wait names the phase that must have ended; it flips with every round of the ring (`_next`). At first
+all buffers are free: the producer waits for the other phase (`^ 1`), and so does not wait.
+
     q, o [64, BLOCK_D]    s, p [64, BLOCK_N]    m, total, lse [64]: of one consumer
-    qs [SLOTS * consumers, 64, BLOCK_D], ks, vs [STAGES, BLOCK_N, BLOCK_D], next_item [1]: shared
+    qs [SLOTS * consumers, 64, BLOCK_D], ks, vs [STAGES, BLOCK_N, BLOCK_D], next_tile [1]: shared
 
 What functions pass on together is a tuple:
 
     sources    (q_src, k_src, v_src), what TMA loads from
-    buffers    (qs, ks, vs), and next_item if PERSISTENT
+    buffers    (qs, ks, vs), and next_tile if PERSISTENT
     barriers   (q_ready, q_free, k_ready, k_free, v_ready, v_free), mbarriers, two of every slot of a consumer
                and four of every stage, and (next_ready, next_free) if PERSISTENT
-    sizes      (n_heads, n_queries, n_keys, items, scale_log2)
-    output     (o_ptr, lse_ptr, strides of o)
+    sizes      (n_heads, n_queries, n_keys, work_tiles, scale_log2)
+    output     (o_ptr, lse_ptr, o_strides)
     ring       (stage, phase), the buffers of K and V that come next, and the phase of their barriers
 """
 
@@ -43,6 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336_systems.attention.hopper_backward import _accumulator_layout, _next, _store, block_barrier
 
 LN2 = gl.constexpr(0.6931471805599453)
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32's numbers
 QUERIES = gl.constexpr(64)  # of a consumer: one matmul of four warps
 L2_ELEMENTS = gl.constexpr(2**23)  # of K, and as many of V: together 32 of the 50 MiB
 
@@ -61,7 +66,7 @@ def _worker_registers(consumers):
 
 @gluon.constexpr_function
 def _slots(persistent):
-    """How many items Q is loaded of."""
+    """How many work tiles Q is loaded of."""
     return 2 if persistent else 1
 
 
@@ -73,25 +78,25 @@ def _one_number(num_warps):
 
 @gluon.jit
 def place_of(
-    item, sizes, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr
+    work, sizes, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr
 ):
-    """(batch, head, first query) of an item, and how many tiles of keys its queries see.
+    """(batch, head, first query) of a work tile, and how many tiles of keys its queries see.
 
     Causal: the longest rows first, of as many heads at once as L2 holds K and V of, so that the shortest are
     left to fill the SMs in the end.
     """
-    n_heads, n_queries, n_keys, items, _ = sizes
+    n_heads, n_queries, n_keys, work_tiles, _ = sizes
     query_tiles = gl.cdiv(n_queries, BLOCK_M)
     section = 1
     if CAUSAL:
         section = gl.maximum(L2_ELEMENTS // BLOCK_D // n_keys, 1)
-    section_head = item // (section * query_tiles) * section
-    section = gl.minimum(section, items // query_tiles - section_head)
-    item -= section_head * query_tiles
-    tile = item // section
+    section_head = work // (section * query_tiles) * section
+    section = gl.minimum(section, work_tiles // query_tiles - section_head)
+    work -= section_head * query_tiles
+    tile = work // section
     if CAUSAL:
         tile = query_tiles - 1 - tile
-    batch_head = section_head + item % section
+    batch_head = section_head + work % section
     first_query = tile * BLOCK_M
     last_key = n_keys
     if CAUSAL:
@@ -101,7 +106,7 @@ def place_of(
 
 @gluon.jit
 def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr):
-    """Of every item load Q, and all tiles of K and V from the last to the first; say which item is next."""
+    """Of every work tile load Q, and all tiles of K and V from the last to the first; say which is next."""
     sources, buffers, barriers, sizes, _ = shared
     q_src, k_src, v_src = sources
     qs, ks, vs = buffers[:3]
@@ -110,11 +115,11 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
     BLOCK_N: gl.constexpr = ks.shape[1]
     SLOTS: gl.constexpr = _slots(PERSISTENT)
     CONSUMERS: gl.constexpr = qs.shape[0] // SLOTS
-    item = gl.program_id(0)
+    work = gl.program_id(0)
     stage, phase, slot, slot_phase, turn = 0, 0, 0, 0, 0
-    while item < sizes[3]:
+    while work < sizes[3]:
         batch, head, first_query, tiles = place_of(
-            item, sizes, CAUSAL, CONSUMERS * QUERIES, BLOCK_N, ks.shape[2]
+            work, sizes, CAUSAL, CONSUMERS * QUERIES, BLOCK_N, ks.shape[2]
         )
         for consumer in gl.static_range(CONSUMERS):
             row = first_query + consumer * QUERIES
@@ -132,16 +137,16 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
             tma.async_copy_global_to_shared(v_src, start, v_ready.index(stage), vs.index(stage))
             stage, phase = _next(stage, phase, STAGES)
         if PERSISTENT:
-            item = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
+            work = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
             mbarrier.wait(barriers[7], turn ^ 1)
             # compute-sanitizer's racecheck names this store and the load in `consume`. It does not know
             # mbarriers: a program in CUDA that does nothing but this, and is right, it names as well.
-            buffers[3].store(gl.full([1], item, gl.int32, _one_number(1)))
+            buffers[3].store(gl.full([1], work, gl.int32, _one_number(1)))
             mbarrier.arrive(barriers[6])
             slot, slot_phase = _next(slot, slot_phase, SLOTS)
             turn ^= 1
         else:
-            item = sizes[3]
+            work = sizes[3]
 
 
 @gluon.jit
@@ -157,37 +162,37 @@ def consume(
     CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr,
     PERSISTENT: gl.constexpr,
 ):  # fmt: skip
-    """O and L of one consumer's queries of every item."""
+    """O and L of one consumer's queries of every work tile."""
     _, buffers, barriers, sizes, _ = shared
     CONSUMERS: gl.constexpr = buffers[0].shape[0] // _slots(PERSISTENT)
-    item = gl.program_id(0)
+    work = gl.program_id(0)
     ring = (0, 0)
     if PERSISTENT:
         slot, slot_phase, turn = 0, 0, 0
-        while item < sizes[3]:
+        while work < sizes[3]:
             i = slot * CONSUMERS + CONSUMER
-            ring = attend(shared, item, ring, i, slot_phase, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS, D)
+            ring = attend(shared, work, ring, i, slot_phase, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS, D)
             mbarrier.wait(barriers[6], turn)
-            item = gl.max(buffers[3].load(_one_number(4)), 0)
+            work = gl.max(buffers[3].load(_one_number(4)), 0)
             mbarrier.arrive(barriers[7])
             slot, slot_phase = _next(slot, slot_phase, 2)
             turn ^= 1
     else:
-        attend(shared, item, ring, CONSUMER, 0, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS, D)
+        attend(shared, work, ring, CONSUMER, 0, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS, D)
 
 
 @gluon.jit
 def attend(
-    shared, item, ring, slot, slot_phase,
+    shared, work, ring, slot, slot_phase,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
     D: gl.constexpr,
 ):  # fmt: skip
-    """O and L of one consumer's queries of one item, whose Q is in this slot. Returns the ring after it."""
+    """O and L of one consumer's queries of a work tile, with Q in this slot. Returns the ring after it."""
     _, buffers, barriers, sizes, output = shared
     qs, ks, vs = buffers[:3]
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers[:6]
     n_heads, n_queries, n_keys, _, scale_log2 = sizes
-    o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od = output
+    o_ptr, lse_ptr, o_strides = output
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * QUERIES
     BLOCK_N: gl.constexpr = ks.shape[1]
@@ -197,13 +202,15 @@ def attend(
     operand: gl.constexpr = gl.DotOperandLayout(0, out, 2)
 
     stage, phase = ring
-    _, _, first_query, tiles = place_of(item, sizes, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D)
+    _, _, first_query, tiles = place_of(work, sizes, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D)
     first_query += CONSUMER * QUERIES
     queries = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, scores))
-    m = gl.full([QUERIES], -float("inf"), gl.float32, gl.SliceLayout(1, scores))
+    # From minus infinity, a first tile of scores of minus infinity would make exp(-inf - -inf), NaN.
+    m = gl.full([QUERIES], LOWEST, gl.float32, gl.SliceLayout(1, scores))
     o = gl.zeros([QUERIES, BLOCK_D], gl.float32, out)
     zeros = gl.zeros([QUERIES, BLOCK_N], gl.float32, scores)
-    if CAUSAL and BLOCK_N % BLOCK_M != 0:  # tiles that only consumers of later queries see
+    if CAUSAL and BLOCK_N % BLOCK_M != 0:
+        # Tiles that only consumers of later queries see: say that they are read, or the producer would wait.
         seen = gl.cdiv(gl.minimum(n_keys, first_query + QUERIES), BLOCK_N)
         for _ in range(seen, tiles):
             mbarrier.wait(k_ready.index(stage), phase)
@@ -219,6 +226,7 @@ def attend(
     s = warpgroup_mma(q, ks.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(stage))
+    # The last tile, the first that is computed, is the only one with a mask.
     if CAUSAL or not EVEN_KEYS:
         keys = (tiles - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
         visible = keys[None, :] < n_keys
@@ -235,23 +243,26 @@ def attend(
         mbarrier.wait(v_ready.index(before), before_phase)
         s = warpgroup_mma(q, ks.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
         o = warpgroup_mma(p, vs.index(before), o, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
+        s = warpgroup_mma_wait(1, deps=[s])  # S is there; P V of the tile before runs while its P is computed
         mbarrier.arrive(k_free.index(stage))
         p, m, correction = _softmax(s, m, scale_log2)
         total = total * correction + gl.sum(p, 1)
-        o = warpgroup_mma_wait(0, deps=[o])
+        o = warpgroup_mma_wait(0, deps=[o])  # before O is scaled
         mbarrier.arrive(v_free.index(before))
         o = o * gl.convert_layout(correction, gl.SliceLayout(1, out))[:, None]
         p = gl.convert_layout(p.to(q.dtype), operand, assert_trivial=True)
-    mbarrier.arrive(q_free.index(slot))
+    mbarrier.arrive(q_free.index(slot))  # the last S is computed
     mbarrier.wait(v_ready.index(stage), phase)
     o = warpgroup_mma(p, vs.index(stage), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_free.index(stage))
 
-    lse = (m + gl.log2(total)) * LN2
+    # Where all scores are minus infinity O is 0, and L infinite, so that P is 0 in backward.
+    empty = total == 0.0
+    total = gl.where(empty, 1.0, total)
+    lse = gl.where(empty, float("inf"), (m + gl.log2(total)) * LN2)
     # Computed once more: kept through the loop, it would take registers that the loop needs.
-    batch, head, first_query, _ = place_of(item, sizes, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D)
+    batch, head, first_query, _ = place_of(work, sizes, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D)
     first_query += CONSUMER * QUERIES
     queries = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, scores))
     row = (batch * n_heads + head).to(gl.int64) * n_queries
@@ -259,20 +270,20 @@ def attend(
     o = o / gl.convert_layout(total, gl.SliceLayout(1, out))[:, None]
     stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     rows = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, stored))
-    _store(o_ptr, o, batch, head, rows, n_queries, stride_ob, stride_oh, stride_on, stride_od, D, stored)
+    _store(o_ptr, o_strides, o, batch, head, rows, n_queries, D, stored)
     return _next(stage, phase, STAGES)
 
 
-@gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys", "items"])
+@gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys", "work_tiles"])
 def hopper_forward_kernel(
-    q_src, k_src, v_src, o_ptr, lse_ptr, counter_ptr, stride_ob, stride_oh, stride_on, stride_od,
-    n_heads, n_queries, n_keys, items, scale_log2,
+    q_src, k_src, v_src, o_ptr, lse_ptr, counter_ptr, o_strides, n_heads, n_queries, n_keys, work_tiles,
+    scale_log2,
     CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """O and L. Four warps; BLOCK_N is a multiple of 64.
 
-    Grid: (items,), that is query tiles * batch * heads; if PERSISTENT fewer, and the counter is at 0.
+    Grid: (work_tiles,), that is query tiles * batch * heads; if PERSISTENT fewer, and the counter is at 0.
     """
     dtype: gl.constexpr = q_src.dtype
     consumers: gl.constexpr = BLOCK_M // QUERIES
@@ -301,9 +312,7 @@ def hopper_forward_kernel(
         mbarrier.init(barriers[3].index(i), count=consumers)
         mbarrier.init(barriers[4].index(i), count=1)
         mbarrier.init(barriers[5].index(i), count=consumers)
-    if (
-        PERSISTENT
-    ):  # else nobody uses these: Triton would give their memory to others, and rows of O were wrong
+    if PERSISTENT:  # allocated only then: unused, Triton would reuse their memory and corrupt O
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         buffers += (gl.allocate_shared_memory(gl.int32, [1], flat),)
         barriers += (
@@ -316,8 +325,8 @@ def hopper_forward_kernel(
     block_barrier()
 
     sources = (q_src, k_src, v_src)
-    sizes = (n_heads, n_queries, n_keys, items, scale_log2)
-    output = (o_ptr, lse_ptr, stride_ob, stride_oh, stride_on, stride_od)
+    sizes = (n_heads, n_queries, n_keys, work_tiles, scale_log2)
+    output = (o_ptr, lse_ptr, o_strides)
     shared = (sources, buffers, barriers, sizes, output)
     gl.warp_specialize(
         [  # of up to three consumers the last ones

@@ -11,51 +11,40 @@ AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 MAX_HEAD_SIZE = 256
 
 
-def accepted(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v, inside torch.autocast in the region's dtype: attention is made of matmuls.
-
-    What is no (..., n, d) queries, keys and values of one kind gets one clear sentence.
-
-    Raises:
-        TypeError: no tensors, or dtypes that differ or are not supported.
-        ValueError: devices or shapes that do not fit, no numbers, no rows at all, or a head size over 256.
-    """
-    q, k, v = in_autocast(q, k, v)
-    check_that_they_fit(q, k, v)
-    return q, k, v
-
-
-def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The half of `accepted` that depends on more than dtypes, devices and shapes: those come next."""
-    check_tensors(q, k, v)
-    if q.is_cuda and not torch.is_autocast_enabled():  # the most frequent case; this is what asks it fastest
-        return q, k, v
-    for name, x in {"q": q, "k": k, "v": v}.items():
-        if x.is_meta:  # which autocast does not know
-            raise ValueError(f"{name} is on meta; allowed: a device whose tensors hold numbers")
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    return q, k, v
-
-
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise a TypeError for what is no tensor at all."""
+    """Raise a TypeError for anything but three tensors."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(x).__name__ for x in (q, k, v))
         raise TypeError(f"q, k, v are {kinds}; allowed: three tensors")
 
 
-def check_that_they_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise what `accepted` raises of tensors."""
+def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v; inside torch.autocast in the region's dtype, as attention is made of matmuls."""
+    check_tensors(q, k, v)
+    if q.is_cuda and not torch.is_autocast_enabled():  # the most frequent case; this is what asks it fastest
+        return q, k, v
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Validate q (..., n_queries, d) and k, v (..., n_keys, d): one dtype, one device, shapes that fit.
+
+    Raises:
+        TypeError: dtypes that differ or are not supported.
+        ValueError: devices or shapes that do not fit, the meta device, a size of 0, or a head size over 256.
+    """
     if not q.dtype == k.dtype == v.dtype or q.dtype not in KERNEL_DTYPES:
         raise TypeError(
             f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; "
             f"allowed: all three the same, one of {', '.join(map(str, KERNEL_DTYPES))}"
         )
-    if not q.device == k.device == v.device:
+    if not q.device == k.device == v.device or q.is_meta:
         raise ValueError(
-            f"q, k, v are on devices {q.device}, {k.device}, {v.device}; allowed: all on the same one"
+            f"q, k, v are on devices {q.device}, {k.device}, {v.device}; "
+            "allowed: all on the same one, which is not meta"
         )
     fit = q.dim() >= 2 and k.shape == v.shape and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
     if not fit:

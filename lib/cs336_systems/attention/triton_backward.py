@@ -7,37 +7,55 @@ P is recomputed tile by tile from Q, K and the saved L. With D = rowsum(dO * O),
     q, do, dq [BLOCK_M, BLOCK_D]    k, v, dk, dv [BLOCK_N, BLOCK_D]    lse, delta [BLOCK_M]
     s, p, dp, ds [BLOCK_M, BLOCK_N], and transposed st, pt, dpt, dst [BLOCK_N, BLOCK_M]
 
-`dq_kernel` owns queries and walks over keys; then `dkdv_kernel` owns keys and walks over queries. That is
+`dq_kernel` owns queries and loops over keys; then `dkdv_kernel` owns keys and loops over queries. That is
 seven matmuls instead of the five of one fused kernel, but no two programs write to the same place: no atomic
 additions, and the same bits every time. (On an H200, five matmuls with dQ added up in L2 take longer when
 written like this: see the ablation in notebook 27. hopper_backward does better.)
 
 Where those would leave SMs without a program, `backward_kernel` has both kinds of programs side by side; and
-if that is still too few, each walks over a part of its keys or queries, and `sum_kernel` adds the parts.
+if that is still too few, the keys and queries of each loop are split (SPLIT), and `sum_kernel` adds the sums.
 
 `dkdv_kernel` works on transposed tiles (S^T = K Q^T): P^T and dS^T are then already the left operands of dV
-and dK, and never leave the registers. Tuples that functions pass on are those of triton_forward.
+and dK, and never leave the registers. Tuples that functions pass on are those of triton_common, and
+
+    sizes      (n_heads, n_queries, n_keys, rows of one split's output, split_size, scale)
 """
 
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_forward import (
+from cs336_systems.attention.triton_common import (
+    LOG2E,
+    dot,
+    dot_transposed,
     key_range,
     load_logsumexp,
     load_tile,
+    mask_scores,
     matmul_in_chunks,
+    operand,
     own_tile,
     pointers,
+    query_range,
 )
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def probabilities(s, lse, rest, scale, EXACT: tl.constexpr):
+def probabilities(s, lse, residual, scale, EXACT: tl.constexpr):
     """P = exp(scale * s - L); if EXACT, rounded where scale * s - L is small."""
-    return tl.exp2((s * scale - lse) * LOG2E - rest * LOG2E if EXACT else s * (scale * LOG2E) - lse * LOG2E)
+    if EXACT:
+        p = tl.exp2((s * scale - lse) * LOG2E - residual * LOG2E)
+    else:
+        p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
+    return p
+
+
+@triton.jit
+def row_dot(o, do, PRECISION: tl.constexpr):
+    """delta = rowsum(dO * O)."""
+    if PRECISION == "bf16x3":
+        do = do[0].to(tl.float32) + (do[1].to(tl.float32) + do[2].to(tl.float32))
+    return tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
 
 @triton.jit
@@ -45,51 +63,50 @@ def add_dq_tiles(
     dq, saved, sources, head, rows, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse, rest, delta)."""
+    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse, residual, delta)."""
     D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
-    q, do, lse, rest, delta = saved
+    q, do, lse, residual, delta = saved
     q_src, k_src, v_src, do_src = sources
     first_query, n_queries, queries = rows
     first_key, last_key, n_keys = keys
-    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=CHUNK > 0):
-        k = load_tile(k_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
-        v = load_tile(v_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
-        if CHUNK:  # see triton_forward
+    LATE: tl.constexpr = PRECISION == "bf16x3"  # load V after P is made: for six tiles there are no registers
+    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=CHUNK > 0 or LATE):
+        k = load_tile(k_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
+        if not LATE:
+            v = load_tile(v_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
+        if CHUNK:
             q_rows, k_rows = (q_src, first_query, n_queries), (k_src, start, n_keys)
             do_rows, v_rows = (do_src, first_query, n_queries), (v_src, start, n_keys)
             s = matmul_in_chunks(q_rows, k_rows, head, D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION)
             dp = matmul_in_chunks(do_rows, v_rows, head, D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION)
         else:
-            s = tl.dot(q, k.T, input_precision=PRECISION)
-            dp = tl.dot(do, v.T, input_precision=PRECISION)
+            s = dot_transposed(q, k, PRECISION, True)
+            if not LATE:
+                dp = dot_transposed(do, v, PRECISION, False)
         if MASKED:
-            columns = start + tl.arange(0, BLOCK_N)
-            visible = columns[None, :] < n_keys
-            if CAUSAL:
-                visible = visible & (queries[:, None] >= columns[None, :])
-            s = tl.where(visible, s, -float("inf"))
-        p = probabilities(s, lse[:, None], rest[:, None], scale, PRECISION != "tf32")
-        ds = (p * (dp - delta[:, None])).to(k.dtype)
-        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+            s = mask_scores(s, queries, start, n_keys, BLOCK_N, CAUSAL)
+        p = probabilities(s, lse[:, None], residual[:, None], scale, PRECISION != "tf32")
+        if LATE:
+            v = load_tile(v_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
+            dp = dot_transposed(do, v, PRECISION, False)
+        ds = operand(p * (dp - delta[:, None]), k, PRECISION)
+        dq = dot(ds, k, dq, PRECISION)
     return dq
 
 
 @triton.jit
 def own_dq(
-    place, sources, saved, delta_ptr, output, sizes, CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, constants: tl.constexpr,
+    place, sources, saved, delta_ptr, dq_ptr, dq_strides, sizes, CAUSAL: tl.constexpr,
+    EVEN_KEYS: tl.constexpr, SPLIT: tl.constexpr, constants: tl.constexpr,
 ):  # fmt: skip
     """dQ of a tile of queries; delta for dkdv_kernel, if there is a place for it.
 
-    place: of `own_tile`. saved: (o_ptr, lse_ptr, rest_ptr, strides of o). delta_ptr: or None.
-    output: (dq_ptr, strides of dq).
+    place: of `own_tile`. saved: (o_ptr, o_strides, lse_ptr, residual_ptr). delta_ptr: or None.
     """
     D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, _ = constants
     tile, batch_head, batch, head = place
-    q_src, do_src = sources[0], sources[3]
-    o_ptr, lse_ptr, rest_ptr, stride_ob, stride_oh, stride_on, stride_od = saved
-    dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd = output
-    n_heads, n_queries, n_keys, part_queries, span, scale = sizes
+    o_ptr, o_strides, lse_ptr, residual_ptr = saved
+    n_heads, n_queries, n_keys, split_rows, split_size, scale = sizes
     head_index = (batch, head, n_heads)
 
     first_query = tile * BLOCK_M
@@ -97,90 +114,59 @@ def own_dq(
     dims = tl.arange(0, BLOCK_D)
     in_range = queries < n_queries
     inside = in_range[:, None] & (dims[None, :] < D)
-    q = load_tile(q_src, head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
-    do = load_tile(do_src, head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
-    o_tile = pointers(o_ptr, batch, head, queries, dims, stride_ob, stride_oh, stride_on, stride_od)
-    o = tl.load(o_tile, mask=inside, other=0.0)
-    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    q = load_tile(sources[0], head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
+    do = load_tile(sources[3], head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
+    o = tl.load(pointers(o_ptr, o_strides, batch, head, queries, dims), mask=inside, other=0.0)
+    delta = row_dot(o, do, PRECISION)
     lse_rows = batch_head.to(tl.int64) * n_queries + queries
-    lse, rest = load_logsumexp(lse_ptr + lse_rows, rest_ptr + lse_rows, in_range, PRECISION != "tf32")
+    lse, residual = load_logsumexp(lse_ptr + lse_rows, residual_ptr + lse_rows, in_range, PRECISION != "tf32")
     if delta_ptr is not None:
         tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    first_key, unmasked, last_key = key_range(first_query, n_keys, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
-    loaded = (q, do, lse, rest, delta)
+    first_key, unmasked, last_key = key_range(
+        first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
+    )
+    loaded = (q, do, lse, residual, delta)
     rows = (first_query, n_queries, queries)
-    dq = add_dq_tiles(
-        dq, loaded, sources, head_index, rows, (first_key, unmasked, n_keys), scale, False, CAUSAL,
-        constants,
-    )  # fmt: skip
+    keys = (first_key, unmasked, n_keys)
+    dq = add_dq_tiles(dq, loaded, sources, head_index, rows, keys, scale, False, CAUSAL, constants)
     if CAUSAL or not EVEN_KEYS:
-        dq = add_dq_tiles(
-            dq, loaded, sources, head_index, rows, (unmasked, last_key, n_keys), scale, True, CAUSAL,
-            constants,
-        )  # fmt: skip
+        keys = (unmasked, last_key, n_keys)
+        dq = add_dq_tiles(dq, loaded, sources, head_index, rows, keys, scale, True, CAUSAL, constants)
     if SPLIT:
         inside = inside & (first_key < last_key)
-        dq_ptr += (tl.program_id(1) * part_queries).to(tl.int64) * D
-    dq_tile = pointers(dq_ptr, batch, head, queries, dims, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
+        dq_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
+    dq_tile = pointers(dq_ptr, dq_strides, batch, head, queries, dims)
     tl.store(dq_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def dq_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, rest_ptr, delta_ptr, dq_ptr,
-    stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
-    n_heads, n_queries, n_keys, scale,
-    CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
+    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, residual_ptr, delta_ptr, dq_ptr, o_strides, dq_strides,
+    n_heads, n_queries, n_keys, all_queries, split_size, scale,
+    CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and delta for dkdv_kernel. Grid: (query tiles * batch * heads,)."""
-    place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
-    saved = (o_ptr, lse_ptr, rest_ptr, stride_ob, stride_oh, stride_on, stride_od)
-    output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
-    sizes = (n_heads, n_queries, n_keys, 0, 0, scale)
+    """dQ, and delta for dkdv_kernel. Grid: (query tiles * batch * heads, splits)."""
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    own_dq(
-        place, (q_src, k_src, v_src, do_src), saved, delta_ptr, output, sizes, CAUSAL, EVEN_KEYS, False,
-        constants,
-    )  # fmt: skip
-
-
-@triton.jit
-def query_range(
-    first_key, n_queries, span, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
-    SPLIT: tl.constexpr,
-):  # fmt: skip
-    """(first_query, unmasked, last_query): none before the first sees a key; all from `unmasked` on see all.
-
-    SPLIT and span as in `key_range`.
-    """
-    first_query = 0
-    unmasked = 0
-    last_query = n_queries
-    if CAUSAL:
-        first_query = first_key // BLOCK_M * BLOCK_M
-        unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
-    if SPLIT:
-        start = tl.program_id(1) * span
-        first_query = tl.maximum(first_query, start)
-        unmasked = tl.maximum(unmasked, start)
-        last_query = tl.minimum(last_query, start + span)
-    return first_query, unmasked, last_query
+    place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
+    sources, saved = (q_src, k_src, v_src, do_src), (o_ptr, o_strides, lse_ptr, residual_ptr)
+    sizes = (n_heads, n_queries, n_keys, all_queries, split_size, scale)
+    own_dq(place, sources, saved, delta_ptr, dq_ptr, dq_strides, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
 
 
 @triton.jit
 def add_dkdv_tiles(
-    grads, tiles, sources, sums, head, keys, rows, scale, DIAGONAL: tl.constexpr, GIVEN: tl.constexpr,
-    constants: tl.constexpr,
+    grads, tiles, sources, sums, head, keys, rows, scale, DIAGONAL: tl.constexpr, RAGGED: tl.constexpr,
+    GIVEN: tl.constexpr, constants: tl.constexpr,
 ):  # fmt: skip
     """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). tiles: (k, v).
 
-    sums: (L, rest, delta) if GIVEN; else (L, rest, o_ptr, strides of o's rows and dims): delta is made here.
-    Queries and keys outside the tensors are harmless: such a query adds zeros, because its q and dO read as
-    zero, and such a key only spoils a row that is never stored.
+    sums: (L, residual, delta) if GIVEN; else (L, residual, o_ptr, o_strides): delta is computed here.
+    DIAGONAL: not all queries see all keys. RAGGED: some are outside the tensors; q reads as zero there, and
+    an infinite key times zero is NaN. A key outside only spoils a row that is never stored.
     """
     D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
     dk, dv = grads
@@ -188,197 +174,197 @@ def add_dkdv_tiles(
     q_src, k_src, v_src, do_src = sources
     first_key, n_keys, columns = keys
     first_query, last_query, n_queries = rows
-    for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=CHUNK > 0):
+    LATE: tl.constexpr = PRECISION == "bf16x3"  # load dO after P is made, as in add_dq_tiles
+    for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=CHUNK > 0 or LATE):
         queries = start + tl.arange(0, BLOCK_M)
-        q = load_tile(q_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
-        do = load_tile(do_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA)
+        in_range = queries < n_queries
+        q = load_tile(q_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
+        if not LATE:
+            do = load_tile(do_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
         if CHUNK:
             k_rows, q_rows = (k_src, first_key, n_keys), (q_src, start, n_queries)
             v_rows, do_rows = (v_src, first_key, n_keys), (do_src, start, n_queries)
             st = matmul_in_chunks(k_rows, q_rows, head, D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION)
             dpt = matmul_in_chunks(v_rows, do_rows, head, D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION)
         else:
-            st = tl.dot(k, q.T, input_precision=PRECISION)
-            dpt = tl.dot(v, do.T, input_precision=PRECISION)
-        in_range = queries < n_queries
-        lse, rest = load_logsumexp(sums[0] + queries, sums[1] + queries, in_range, PRECISION != "tf32")
-        if GIVEN:
-            delta = tl.load(sums[2] + queries, mask=in_range, other=0.0)
-        else:
+            st = dot_transposed(k, q, PRECISION, True)
+            if not LATE:
+                dpt = dot_transposed(v, do, PRECISION, False)
+        lse, residual = load_logsumexp(sums[0] + queries, sums[1] + queries, in_range, PRECISION != "tf32")
+        if not GIVEN:
             dims = tl.arange(0, BLOCK_D)
-            o_tile = sums[2] + queries[:, None].to(tl.int64) * sums[3] + dims[None, :] * sums[4]
+            o_tile = sums[2] + queries[:, None].to(tl.int64) * sums[3][2] + dims[None, :] * sums[3][3]
             o = tl.load(o_tile, mask=in_range[:, None] & (dims[None, :] < D), other=0.0)
-            delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+            delta = row_dot(o, do, PRECISION)
+        elif not LATE:
+            delta = tl.load(sums[2] + queries, mask=in_range, other=0.0)
         if DIAGONAL:
             st = tl.where(queries[None, :] >= columns[:, None], st, -float("inf"))
-        pt = probabilities(st, lse[None, :], rest[None, :], scale, PRECISION != "tf32")
-        dst = (pt * (dpt - delta[None, :])).to(q.dtype)
-        dk = tl.dot(dst, q, dk, input_precision=PRECISION)
-        dv = tl.dot(pt.to(do.dtype), do, dv, input_precision=PRECISION)
+        if RAGGED:
+            st = tl.where(in_range[None, :], st, -float("inf"))
+        pt = probabilities(st, lse[None, :], residual[None, :], scale, PRECISION != "tf32")
+        if LATE:
+            do = load_tile(do_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
+            dv = dot(operand(pt, do, PRECISION), do, dv, PRECISION)
+            dpt = dot_transposed(v, do, PRECISION, False)
+            delta = tl.load(sums[2] + queries, mask=in_range, other=0.0)
+        dst = operand(pt * (dpt - delta[None, :]), q, PRECISION)
+        dk = dot(dst, q, dk, PRECISION)
+        if not LATE:
+            dv = dot(operand(pt, do, PRECISION), do, dv, PRECISION)
     return dk, dv
 
 
 @triton.jit
 def own_dkdv(
-    place, sources, sums, outputs, sizes, CAUSAL: tl.constexpr, GIVEN: tl.constexpr, SPLIT: tl.constexpr,
-    constants: tl.constexpr,
+    place, sources, sums, outputs, sizes, CAUSAL: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr,
+    SPLIT: tl.constexpr, constants: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of a tile of keys.
 
     place: of `own_tile`. sums: of `add_dkdv_tiles`, of this head. outputs: (dk_ptr, dv_ptr, strides of each).
     """
-    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, _, _ = constants
+    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, _ = constants
     tile, _, batch, head = place
-    k_src, v_src = sources[1], sources[2]
-    dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd = outputs[:6]
-    stride_dvb, stride_dvh, stride_dvn, stride_dvd = outputs[6:]
-    n_heads, n_queries, n_keys, part_keys, span, scale = sizes
+    dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
+    n_heads, n_queries, n_keys, split_rows, split_size, scale = sizes
     head_index = (batch, head, n_heads)
 
     first_key = tile * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
-    k = load_tile(k_src, head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
-    v = load_tile(v_src, head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    k = load_tile(sources[1], head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
+    v = load_tile(sources[2], head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
+    grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32))
 
-    ours = (first_key, n_keys, keys)
+    tiles, ours = (k, v), (first_key, n_keys, keys)
     first_query, unmasked, last_query = query_range(
-        first_key, n_queries, span, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
+        first_key, n_queries, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
     )
+    whole = last_query if EVEN else tl.minimum(last_query, n_queries // BLOCK_M * BLOCK_M)  # tiles end here
     if CAUSAL:
         rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
-        dk, dv = add_dkdv_tiles(
-            (dk, dv), (k, v), sources, sums, head_index, ours, rows, scale, True, GIVEN, constants
+        grads = add_dkdv_tiles(
+            grads, tiles, sources, sums, head_index, ours, rows, scale, True, not EVEN, GIVEN, constants
         )
-    rows = (unmasked, last_query, n_queries)
-    dk, dv = add_dkdv_tiles(
-        (dk, dv), (k, v), sources, sums, head_index, ours, rows, scale, False, GIVEN, constants
+    rows = (unmasked, whole, n_queries)
+    grads = add_dkdv_tiles(
+        grads, tiles, sources, sums, head_index, ours, rows, scale, False, False, GIVEN, constants
     )
+    if not EVEN:
+        rows = (tl.maximum(unmasked, whole), last_query, n_queries)
+        grads = add_dkdv_tiles(
+            grads, tiles, sources, sums, head_index, ours, rows, scale, False, True, GIVEN, constants
+        )
+    dk, dv = grads
 
     dims = tl.arange(0, BLOCK_D)
     inside = (keys[:, None] < n_keys) & (dims[None, :] < D)
     if SPLIT:
-        start = tl.program_id(1) * span
-        inside = inside & (start < n_queries) & (first_query < start + span)
-        dk_ptr += (tl.program_id(1) * part_keys).to(tl.int64) * D
-        dv_ptr += (tl.program_id(1) * part_keys).to(tl.int64) * D
-    dk_tile = pointers(dk_ptr, batch, head, keys, dims, stride_dkb, stride_dkh, stride_dkn, stride_dkd)
-    dv_tile = pointers(dv_ptr, batch, head, keys, dims, stride_dvb, stride_dvh, stride_dvn, stride_dvd)
+        start = tl.program_id(1) * split_size
+        inside = inside & (start < n_queries) & (first_query < start + split_size)
+        dk_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
+        dv_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
+    dk_tile = pointers(dk_ptr, dk_strides, batch, head, keys, dims)
+    dv_tile = pointers(dv_ptr, dv_strides, batch, head, keys, dims)
     tl.store(dk_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
     tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def dkdv_kernel(
-    q_src, k_src, v_src, do_src, lse_ptr, rest_ptr, delta_ptr, dk_ptr, dv_ptr,
-    stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    n_heads, n_queries, n_keys, scale,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr,
+    q_src, k_src, v_src, do_src, lse_ptr, residual_ptr, delta_ptr, dk_ptr, dv_ptr, dk_strides, dv_strides,
+    n_heads, n_queries, n_keys, all_keys, split_size, scale,
+    CAUSAL: tl.constexpr, EVEN_QUERIES: tl.constexpr, SPLIT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV. Grid: (key tiles * batch * heads,)."""
+    """dK and dV. Grid: (key tiles * batch * heads, splits)."""
+    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     place = own_tile(tl.program_id(0), n_keys, n_heads, BLOCK_N, False)  # the first keys have most queries
     first_row = place[1].to(tl.int64) * n_queries
-    sums = (lse_ptr + first_row, rest_ptr + first_row, delta_ptr + first_row)
-    outputs = (dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,
-               stride_dvb, stride_dvh, stride_dvn, stride_dvd)  # fmt: skip
-    sizes = (n_heads, n_queries, n_keys, 0, 0, scale)
-    constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    own_dkdv(
-        place, (q_src, k_src, v_src, do_src), sums, outputs, sizes,
-        CAUSAL, True, False, constants,
-    )  # fmt: skip
+    sums = (lse_ptr + first_row, residual_ptr + first_row, delta_ptr + first_row)
+    sources, outputs = (q_src, k_src, v_src, do_src), (dk_ptr, dv_ptr, dk_strides, dv_strides)
+    sizes = (n_heads, n_queries, n_keys, all_keys, split_size, scale)
+    own_dkdv(place, sources, sums, outputs, sizes, CAUSAL, EVEN_QUERIES, True, SPLIT, constants)
 
 
 @triton.jit
 def backward_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, rest_ptr, dq_ptr, dk_ptr, dv_ptr,
-    stride_ob, stride_oh, stride_on, stride_od, stride_dqb, stride_dqh, stride_dqn, stride_dqd,
-    stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    n_heads, n_queries, n_keys, part_queries, part_keys, span, scale,
-    CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, USE_TMA: tl.constexpr, PRECISION: tl.constexpr,
-    CHUNK: tl.constexpr, SPLIT: tl.constexpr,
+    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, residual_ptr, dq_ptr, dk_ptr, dv_ptr,
+    o_strides, dq_strides, dk_strides, dv_strides,
+    n_heads, n_queries, n_keys, all_queries, all_keys, split_size, scale, CAUSAL: tl.constexpr,
+    EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK and dV in one launch. Grid: ((query tiles + key tiles) * batch * heads, parts).
+    """dQ, dK and dV in one launch. Grid: ((query tiles + key tiles) * batch * heads, splits).
 
-    The last programs own keys, and make delta themselves: nobody waits for anybody. With SPLIT a program
-    walks over `span` rows, and what it writes is its part of (parts, batch, heads, n, d), for sum_kernel.
+    The last programs own keys; each program computes delta itself, so that none waits for another. With SPLIT
+    a program loops over split_size rows, and writes into (splits, batch, heads, n, d), for sum_kernel.
     """
-    sources = (q_src, k_src, v_src, do_src)
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    key_programs = tl.cdiv(n_keys, BLOCK_N) * (part_keys // n_keys)
+    sources = (q_src, k_src, v_src, do_src)
+    key_programs = tl.cdiv(n_keys, BLOCK_N) * (all_keys // n_keys)
     query_programs = tl.num_programs(0) - key_programs
     if tl.program_id(0) < query_programs:
         place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
-        saved = (o_ptr, lse_ptr, rest_ptr, stride_ob, stride_oh, stride_on, stride_od)
-        output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
-        sizes = (n_heads, n_queries, n_keys, part_queries, span, scale)
-        own_dq(place, sources, saved, None, output, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
+        saved = (o_ptr, o_strides, lse_ptr, residual_ptr)
+        sizes = (n_heads, n_queries, n_keys, all_queries, split_size, scale)
+        own_dq(place, sources, saved, None, dq_ptr, dq_strides, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
     else:
         key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, BLOCK_N, False)
-        o_head = o_ptr + key_place[2].to(tl.int64) * stride_ob + key_place[3].to(tl.int64) * stride_oh
+        o_head = o_ptr + key_place[2].to(tl.int64) * o_strides[0] + key_place[3].to(tl.int64) * o_strides[1]
         first_row = key_place[1].to(tl.int64) * n_queries
-        sums = (lse_ptr + first_row, rest_ptr + first_row, o_head, stride_on, stride_od)
-        outputs = (dk_ptr, dv_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd,
-                   stride_dvb, stride_dvh, stride_dvn, stride_dvd)  # fmt: skip
-        key_sizes = (n_heads, n_queries, n_keys, part_keys, span, scale)
-        own_dkdv(key_place, sources, sums, outputs, key_sizes, CAUSAL, False, SPLIT, constants)
+        sums = (lse_ptr + first_row, residual_ptr + first_row, o_head, o_strides)
+        outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides)
+        key_sizes = (n_heads, n_queries, n_keys, all_keys, split_size, scale)
+        own_dkdv(key_place, sources, sums, outputs, key_sizes, CAUSAL, EVEN_QUERIES, False, SPLIT, constants)
 
 
 @triton.jit
-def add_parts(
-    parts_ptr, output, place, first_part, last_part, n_rows, part_rows,
+def sum_tile(
+    split_ptr, ptr, strides, place, first_split, last_split, n_rows, all_rows,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ROWS rows of the sum over parts. output: (ptr, strides)."""
-    ptr, stride_b, stride_h, stride_n, stride_d = output
+    """One tile of ROWS rows of the sum over the splits."""
     tile, batch_head, batch, head = place
     rows = tile * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
-    part_size = tl.cast(part_rows, tl.int64) * D
+    stride = tl.cast(all_rows, tl.int64) * D
     tile_rows = batch_head.to(tl.int64) * n_rows + rows
-    part = parts_ptr + first_part * part_size + tile_rows[:, None] * D + dims[None, :]
+    split = split_ptr + first_split * stride + tile_rows[:, None] * D + dims[None, :]
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for _ in tl.range(first_part, last_part, num_stages=3):
-        total += tl.load(part, mask=inside, other=0.0)
-        part += part_size
-    out_tile = pointers(ptr, batch, head, rows, dims, stride_b, stride_h, stride_n, stride_d)
-    tl.store(out_tile, total.to(ptr.dtype.element_ty), mask=inside)
+    for _ in tl.range(first_split, last_split, num_stages=3):
+        total += tl.load(split, mask=inside, other=0.0)
+        split += stride
+    tl.store(pointers(ptr, strides, batch, head, rows, dims), total.to(ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def sum_kernel(
-    dq_parts_ptr, dk_parts_ptr, dv_parts_ptr, dq_ptr, dk_ptr, dv_ptr,
-    stride_dqb, stride_dqh, stride_dqn, stride_dqd,
-    stride_dkb, stride_dkh, stride_dkn, stride_dkd, stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    n_heads, n_queries, n_keys, part_queries, part_keys, span,
+    split_dq_ptr, split_dk_ptr, split_dv_ptr, dq_ptr, dk_ptr, dv_ptr, dq_strides, dk_strides, dv_strides,
+    n_heads, n_queries, n_keys, all_queries, all_keys, split_size,
     CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dQ, dK and dV of their parts, added in order: the same bits every time.
+    """dQ, dK and dV, summed over the splits in order: the same bits every time.
 
-    BLOCK_M, BLOCK_N: queries and keys that programs owned which wrote the parts; multiples of ROWS. Grid:
+    BLOCK_M, BLOCK_N: queries and keys that programs owned which wrote them; multiples of ROWS. Grid:
     ((tiles of ROWS queries + tiles of ROWS keys) * batch * heads,).
     """
-    key_programs = tl.cdiv(n_keys, ROWS) * (part_keys // n_keys)
+    key_programs = tl.cdiv(n_keys, ROWS) * (all_keys // n_keys)
     query_programs = tl.num_programs(0) - key_programs
     if tl.program_id(0) < query_programs:
         place = own_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
         first_query = place[0] * ROWS // BLOCK_M * BLOCK_M
-        _, _, last_key = key_range(first_query, n_keys, span, BLOCK_M, 1, CAUSAL, False)
-        output = (dq_ptr, stride_dqb, stride_dqh, stride_dqn, stride_dqd)
-        last_part = tl.cdiv(last_key, span)
-        add_parts(dq_parts_ptr, output, place, 0, last_part, n_queries, part_queries, D, BLOCK_D, ROWS)
+        _, _, last_key = key_range(first_query, n_keys, split_size, BLOCK_M, 1, CAUSAL, False)
+        end = tl.cdiv(last_key, split_size)
+        sum_tile(split_dq_ptr, dq_ptr, dq_strides, place, 0, end, n_queries, all_queries, D, BLOCK_D, ROWS)
     else:
         key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, ROWS, False)
         first_key = key_place[0] * ROWS // BLOCK_N * BLOCK_N
-        first_row, _, _ = query_range(first_key, n_queries, span, 1, BLOCK_N, CAUSAL, False)
-        parts = first_row // span, tl.cdiv(n_queries, span)
-        dk = (dk_ptr, stride_dkb, stride_dkh, stride_dkn, stride_dkd)
-        dv = (dv_ptr, stride_dvb, stride_dvh, stride_dvn, stride_dvd)
-        add_parts(dk_parts_ptr, dk, key_place, parts[0], parts[1], n_keys, part_keys, D, BLOCK_D, ROWS)
-        add_parts(dv_parts_ptr, dv, key_place, parts[0], parts[1], n_keys, part_keys, D, BLOCK_D, ROWS)
+        first_row, _, _ = query_range(first_key, n_queries, split_size, 1, BLOCK_N, CAUSAL, False)
+        first, end = first_row // split_size, tl.cdiv(n_queries, split_size)
+        sum_tile(split_dk_ptr, dk_ptr, dk_strides, key_place, first, end, n_keys, all_keys, D, BLOCK_D, ROWS)
+        sum_tile(split_dv_ptr, dv_ptr, dv_strides, key_place, first, end, n_keys, all_keys, D, BLOCK_D, ROWS)

@@ -12,7 +12,7 @@ import pandas as pd
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.attention.compile_resources import SHARED_LIMIT, compile_tiles, config_for_capability
-from cs336_systems.attention.config import GLUON_KERNELS, HOPPER_KERNELS, KERNELS, PLANES_KERNELS
+from cs336_systems.attention.config import BF16X3_KERNELS, GLUON_KERNELS, HOPPER_KERNELS, KERNELS
 from labbook.code import of_module
 from labbook.rows import load_rows, save_rows
 from labbook.runs import Run
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     for rows in itertools.chain(
         sweep_resources(CAPABILITIES),
         sweep_resources(
-            [90], kernels=(*KERNELS, *PLANES_KERNELS), dtypes=["float32"], d_heads=SMALL_HEAD_SIZES
+            [90], kernels=(*KERNELS, *BF16X3_KERNELS), dtypes=["float32"], d_heads=SMALL_HEAD_SIZES
         ),
         sweep_resources([90], kernels=GLUON_KERNELS, dtypes=["bfloat16"], d_heads=SMALL_HEAD_SIZES),
     ):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cs336_systems.attention import flash_triton
 from cs336_systems.attention.config import HOPPER_KERNELS, Tile
-from cs336_systems.attention.launcher import Backward, Forward, config_for, layout
+from cs336_systems.attention.launcher import Launcher, config_for, layout
 from cs336_systems.dtypes import torch_dtype
 from labbook.timing import Timing, matmul_precision, one_line, resolve_device, time_steps
 
@@ -64,17 +64,19 @@ def _prepare(
     q, k, v, do = (torch.randn(shape, device=device, dtype=torch_dtype(dtype)) for _ in range(4))
     config = config_for(q.dtype, shape[-1], device, dtype == "tf32")
     config = config.with_tiles(**dict.fromkeys(HOPPER_KERNELS), **{kernel: tile})
-    o, logsumexp, *rests = flash_triton.flash_forward(q, k, v, True)
-    rest = rests[0] if rests else logsumexp
+    o, logsumexp, *residuals = flash_triton.flash_forward(q, k, v, True)
+    residual = residuals[0] if residuals else logsumexp
     if kernel == "forward":
-        launch = Forward((layout(q),) * 4, config, True)
+        launch = Launcher([layout(q)] * 4, config, True, kernels=("forward",))
         outputs = [torch.full_like(o, math.nan), torch.full_like(logsumexp, math.nan)]
-        return lambda: launch.run(q, k, v, *outputs, rest), outputs, [o, logsumexp]
-    dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, True, *rests)
-    launch = Backward((layout(q),) * 8, config, True)
+        return lambda: launch.run(q, k, v, *outputs, residual), outputs, [o, logsumexp]
+    dq, dk, dv = flash_triton.flash_backward(do, q, k, v, o, logsumexp, True, *residuals)
+    launches = Launcher([layout(q)] * 8, config, True, kernels=("dq", "dkdv")).launches
     delta = (o.float() * do.float()).sum(-1)
     if kernel == "dq":
-        outputs = [torch.full_like(q, math.nan)]
-        return lambda: launch.dq.run(q, k, v, do, o, logsumexp, rest, delta, *outputs), outputs, [dq]
-    outputs = [torch.full_like(k, math.nan), torch.full_like(v, math.nan)]
-    return lambda: launch.dkdv.run(q, k, v, do, logsumexp, rest, delta, *outputs), outputs, [dk, dv]
+        outputs, wanted = [torch.full_like(q, math.nan)], [dq]
+        inputs = q, k, v, do, o, logsumexp, residual, delta
+    else:
+        outputs, wanted = [torch.full_like(k, math.nan), torch.full_like(v, math.nan)], [dk, dv]
+        inputs = q, k, v, do, logsumexp, residual, delta
+    return lambda: launches[kernel].run(*inputs, *outputs), outputs, wanted

@@ -16,7 +16,7 @@ import nbformat
 import yaml
 from nbformat import NotebookNode
 
-from labbook.files import NOTEBOOKS
+NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
 
 
 class BatchError(ValueError):

@@ -1,0 +1,84 @@
+"""float32 without lost bits on Hopper's matmuls of bfloat16. No torch in here.
+
+A float32 number is the sum of three of bfloat16, x = x0 + x1 + x2, with 8 bits each. So a float32 matrix is
+the sum of three, and of the nine products of two such sums those six count that are not below the last bit.
+Triton's own "bf16x6" splits in registers, again for every tile that is loaded, and what comes out of
+registers keeps it from Hopper's fast matmuls. Here `split_kernel` splits Q, K, V and dO once, in memory
+(batch, heads * 3, n, d), the kernels load the three by TMA, and only P and dS, which are made in registers,
+are split there. In a kernel, a split matrix is a tuple of three.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def split_bf16(x, dtype: tl.constexpr):
+    """A float32 tile as the sum of three of dtype: bfloat16; float32 in the interpreter.
+
+    The rest of an infinite number is NaN, as it is of the few below 2^128 that bfloat16 rounds up to it.
+    """
+    x0 = x.to(tl.bfloat16)
+    rest = x - x0.to(tl.float32)
+    x1 = rest.to(tl.bfloat16)
+    x2 = (rest - x1.to(tl.float32)).to(tl.bfloat16)
+    return x0.to(dtype), x1.to(dtype), x2.to(dtype)
+
+
+@triton.jit
+def product(a, b, CLAMP: tl.constexpr):
+    """A B, from small products to large: matmuls cut off what does not fit into the sum so far.
+
+    CLAMP: the sum of the small ones stays finite, so that of an infinite result the large one tells the sign.
+    """
+    small = tl.dot(a[1], b[1])
+    small = tl.dot(a[2], b[0], small)
+    small = tl.dot(a[0], b[2], small)
+    small = tl.dot(a[1], b[0], small)
+    small = tl.dot(a[0], b[1], small)
+    if CLAMP:
+        small = tl.minimum(tl.maximum(small, -3.4028234663852886e38), 3.4028234663852886e38)  # NaN is lowest
+    return tl.dot(a[0], b[0], small)
+
+
+@triton.jit
+def split_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, q_split_ptr, k_split_ptr, v_split_ptr, do_split_ptr,
+    q_strides, k_strides, v_strides, do_strides, n_heads, n_queries, n_keys, all_queries, all_keys,
+    D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Split q, k, v and, where the grid has programs for it, do; into rows of ROW numbers.
+
+    Grid: (row tiles * batch * heads of all of them,).
+    """
+    of_queries = tl.cdiv(n_queries, BLOCK_M) * (all_queries // n_queries)
+    of_keys = tl.cdiv(n_keys, BLOCK_M) * (all_keys // n_keys)
+    program = tl.program_id(0)
+    shape: tl.constexpr = (D, ROW, BLOCK_D, BLOCK_M)
+    if program < of_queries:
+        _split_tile(q_ptr, q_strides, q_split_ptr, program, n_queries, n_heads, shape)
+    elif program < of_queries + of_keys:
+        _split_tile(k_ptr, k_strides, k_split_ptr, program - of_queries, n_keys, n_heads, shape)
+    elif program < of_queries + 2 * of_keys:
+        _split_tile(v_ptr, v_strides, v_split_ptr, program - of_queries - of_keys, n_keys, n_heads, shape)
+    else:
+        program -= of_queries + 2 * of_keys
+        _split_tile(do_ptr, do_strides, do_split_ptr, program, n_queries, n_heads, shape)
+
+
+@triton.jit
+def _split_tile(x_ptr, strides, split_ptr, program, n_rows, n_heads, shape: tl.constexpr):
+    D, ROW, BLOCK_D, BLOCK_M = shape
+    tiles = tl.cdiv(n_rows, BLOCK_M)
+    batch_head = (program // tiles).to(tl.int64)
+    rows = program % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
+    x_tile = x_ptr + batch_head // n_heads * strides[0] + batch_head % n_heads * strides[1]
+    x_tile += rows[:, None].to(tl.int64) * strides[2] + dims[None, :] * strides[3]
+    x0, x1, x2 = split_bf16(tl.load(x_tile, mask=inside, other=0.0), split_ptr.dtype.element_ty)
+    size = tl.cast(n_rows, tl.int64) * ROW
+    to = split_ptr + batch_head * 3 * size + rows[:, None] * ROW + dims[None, :]
+    tl.store(to, x0, mask=inside)
+    tl.store(to + size, x1, mask=inside)
+    tl.store(to + 2 * size, x2, mask=inside)

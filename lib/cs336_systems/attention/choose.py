@@ -1,0 +1,177 @@
+"""Which kernels compute an attention, with which tiles and splits: one pure function of sizes and GPU."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from cs336_systems.attention.config import (
+    BF16X3_KERNELS,
+    BF16X3_LENGTH,
+    HOPPER_BACKWARD_LENGTH,
+    ONE_LAUNCH,
+    OWN_KEYS,
+    PERSISTENT_HEADS,
+    PROGRAMS_PER_SM,
+    WARP_GROUP_ROWS,
+    KernelConfig,
+    Tile,
+)
+
+REGISTERS = 2**16  # of an SM
+
+
+class Problem(NamedTuple):
+    """One pass of one attention: q (batch, heads, n_queries, d), k and v (batch, heads, n_keys, d)."""
+
+    batch: int
+    heads: int
+    n_queries: int
+    n_keys: int
+    is_causal: bool
+    backward: bool = False
+    deterministic: bool = False  # the same bits every time
+
+
+@dataclass(frozen=True)
+class Plan:
+    """tiles: of the kernels that run, in this order. With more than one split their loops are split into
+    split_size rows each. programs: of each kernel; persistent ones take several of `work_tiles` tiles."""
+
+    tiles: dict[str, Tile]
+    programs: dict[str, int]
+    splits: int = 1
+    split_size: int = 0
+    work_tiles: int = 0  # of "hopper_forward"
+    persistent: bool = False
+
+
+def choose(problem: Problem, config: KernelConfig, kernels: tuple[str, ...] = ()) -> Plan:
+    """The plan for a problem on the GPU that the config is for; with other kernels than it would choose."""
+    kernels = kernels or _kernels(problem, config)
+    tiles = {kernel: _tile(problem, config, kernel) for kernel in kernels}
+    programs = {kernel: _programs(problem, kernel, tile) for kernel, tile in tiles.items()}
+    plan = Plan(tiles, programs, *_splits(problem, config, kernels[-1]))
+    return _persistent(problem, config, plan) if "hopper_forward" in kernels else plan
+
+
+def _kernels(problem: Problem, config: KernelConfig) -> tuple[str, ...]:
+    bf16x3 = _bf16x3_runs(problem, config)
+    if not problem.backward:
+        if bf16x3:
+            return ("planes_forward",)
+        split = _splits(problem, config, "forward")[0] > 1
+        return ("hopper_forward",) if "hopper_forward" in config.tiles and not split else ("forward",)
+    if bf16x3:
+        return "planes_dq", "planes_dkdv"
+    if _hopper_backward_runs(problem, config):
+        return ("hopper_backward",)
+    if "backward" in config.tiles:
+        tile = _tile(problem, config, "backward")
+        few = _programs(problem, "backward", tile) <= ONE_LAUNCH[config.precision] * config.sm_count
+        # Unsplit, two launches of small tiles take less time than one of tiles that make scores in chunks.
+        if _splits(problem, config, "backward")[0] > 1 or (few and not tile.chunk):
+            return ("backward",)
+    return "dq", "dkdv"
+
+
+def _persistent(problem: Problem, config: KernelConfig, plan: Plan) -> Plan:
+    """Of "hopper_forward": only as many programs as run at once, where that gains."""
+    (tile,), (work_tiles,) = plan.tiles.values(), plan.programs.values()
+    at_once = _programs_at_once(config, tile)
+    # Three consumers have no registers left for a mask by keys alone that lasts from one tile to the next.
+    spills = tile.block_m == 3 * WARP_GROUP_ROWS and not problem.is_causal and problem.n_keys % tile.block_n
+    gains = (config.block_d >= PERSISTENT_HEADS and not spills) or _is_short(problem, config)
+    persistent = work_tiles > at_once and gains
+    programs = {"hopper_forward": at_once if persistent else work_tiles}
+    return replace(plan, programs=programs, work_tiles=work_tiles, persistent=bool(persistent))
+
+
+def _bf16x3_runs(problem: Problem, config: KernelConfig) -> bool:
+    """Whether BF16X3_KERNELS do, all or none: backward has to round scores as forward did.
+
+    The forward has the fewest programs of them.
+    """
+    if not config.tiles.keys() >= set(BF16X3_KERNELS):
+        return False
+    if min(problem.n_queries, problem.n_keys) < BF16X3_LENGTH[config.block_d]:
+        return False
+    return _fills_gpu(problem, config, "planes_forward", _tile(problem, config, "planes_forward"))
+
+
+def _hopper_backward_runs(problem: Problem, config: KernelConfig) -> bool:
+    """It adds dQ up in any order, and its programs are large: where they are fewer than the SMs, smaller ones
+    keep more of them at work; where sequences are short, these take longer to begin and to end."""
+    kernel, length = "hopper_backward", HOPPER_BACKWARD_LENGTH * (2 if problem.is_causal else 1)
+    if kernel not in config.tiles or problem.deterministic or problem.n_queries <= length:
+        return False
+    return _fills_gpu(problem, config, kernel, _tile(problem, config, kernel))
+
+
+def _tile(problem: Problem, config: KernelConfig, kernel: str) -> Tile:
+    """That of short sequences, or the first that makes programs enough; the last where none does."""
+    if kernel == "hopper_forward" and _is_short(problem, config):
+        return config.short[1]
+    *larger, last = config.tiles[kernel]
+    for tile in larger:
+        unequal = problem.is_causal and tile.max_registers  # programs that share an SM
+        if _fills_gpu(problem, config, kernel, tile) and not unequal:
+            return tile
+    return last
+
+
+def _is_short(problem: Problem, config: KernelConfig) -> bool:
+    """Whether sequences are short, and many: see SHORT_SEQUENCES."""
+    if config.short is None or problem.n_keys > config.short[0] // (1 if problem.is_causal else 4):
+        return False
+    tile = config.short[1]
+    enough = PROGRAMS_PER_SM["hopper_forward"] * _programs_at_once(config, tile)
+    return _programs(problem, "hopper_forward", tile) >= enough
+
+
+def _programs_at_once(config: KernelConfig, tile: Tile) -> int:
+    """How many of Hopper's programs, of eight warps or more, the GPU has registers for."""
+    each = 8 * 32 * tile.max_registers if tile.max_registers else REGISTERS
+    return REGISTERS // each * config.sm_count
+
+
+def _programs(problem: Problem, kernel: str, tile: Tile) -> int:
+    """One for each tile of what a program owns."""
+    queries, keys = cdiv(problem.n_queries, tile.block_m), cdiv(problem.n_keys, tile.block_n)
+    owned = queries + keys if kernel == "backward" else keys if kernel in OWN_KEYS else queries
+    return owned * problem.batch * problem.heads
+
+
+def _fills_gpu(problem: Problem, config: KernelConfig, kernel: str, tile: Tile) -> bool:
+    programs = _programs(problem, kernel, tile) * _most_splits(problem, config, kernel)
+    return programs >= PROGRAMS_PER_SM.get(kernel, 1) * config.sm_count
+
+
+def _splits(problem: Problem, config: KernelConfig, kernel: str) -> tuple[int, int]:
+    """(splits, rows of each): see SplitLimits. (1, 0) if the loop is not split."""
+    possible = _most_splits(problem, config, kernel)
+    if possible == 1:
+        return 1, 0
+    limits, sms, tile = config.splits[kernel], config.sm_count, _tile(problem, config, kernel)
+    rows, programs = _loop_rows(problem, kernel), _programs(problem, kernel, tile)
+    useful = min(limits.many * sms // programs, rows * sms // (limits.long * programs))
+    splits = min(possible, limits.most, max(limits.few * sms // programs, useful))
+    if splits < 2:
+        return 1, 0
+    unit = max(tile.block_m, tile.block_n)  # no tile lies in two splits
+    size = cdiv(cdiv(rows, splits), unit) * unit
+    return cdiv(rows, size), size
+
+
+def _most_splits(problem: Problem, config: KernelConfig, kernel: str) -> int:
+    """1 if the loop cannot be split."""
+    limits = config.splits.get(kernel)
+    splits = _loop_rows(problem, kernel) // limits.shortest if limits else 1
+    return splits if splits >= 4 else 1
+
+
+def _loop_rows(problem: Problem, kernel: str) -> int:
+    """How many rows a program can loop over: keys, or in a backward pass whichever are more."""
+    return problem.n_keys if kernel.endswith("forward") else max(problem.n_queries, problem.n_keys)
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)

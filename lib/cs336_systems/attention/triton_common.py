@@ -1,0 +1,193 @@
+"""What the Triton kernels of both passes share: loads, matmuls by precision, ranges. No torch in here.
+
+    q, o [BLOCK_M, BLOCK_D]    k, v [BLOCK_N, BLOCK_D]    BLOCK_D: the head size D, up to a power of two
+
+Q, K, V (batch, heads, n, d) come as tensor descriptors where the GPU has TMA (Hopper and newer), which loads
+whole tiles, and as pointers to contiguous tensors elsewhere. What lies outside reads as zero either way.
+
+PRECISION says how float32 is multiplied: "tf32", or so that no bits are lost (EXACT): "bf16x6" and "tf32x3"
+are Triton's own, which split operands in registers at every use; with "bf16x3" the operands come from memory
+as three bfloat16 matrices each (see bf16x3). CHUNK is for Triton's own: scores sum over the whole head size,
+and their operands would take more registers than there are, so they are loaded and multiplied CHUNK
+dimensions at a time. (Once more in every round of the loop; from L1 or L2, it costs less than spills.)
+
+Tuples that functions pass on:
+
+    head       (batch, head, n_heads)
+    constants  (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
+    strides    of a (batch, heads, n, d) tensor
+"""
+
+import triton
+import triton.language as tl
+
+from cs336_systems.attention.bf16x3 import product, split_bf16
+
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E = tl.constexpr(1.4426950408889634)
+# A running maximum begins at float32's lowest number. From minus infinity, a tile whose scores are all minus
+# infinity would make exp(-inf - -inf), NaN; this way it makes exp(-inf), at no cost.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def load_tile(
+    source, head, first_row, n_rows,
+    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows [first_row, first_row + BLOCK) of one head as [BLOCK, BLOCK_D], zero outside its (n_rows, D).
+
+    If PRECISION is "bf16x3", the three matrices of which they are the sum.
+    """
+    if PRECISION == "bf16x3":
+        first = head[1] * 3
+        x0 = source.load([head[0], first, first_row, 0]).reshape([BLOCK, BLOCK_D])
+        x1 = source.load([head[0], first + 1, first_row, 0]).reshape([BLOCK, BLOCK_D])
+        x2 = source.load([head[0], first + 2, first_row, 0]).reshape([BLOCK, BLOCK_D])
+        tile = (x0, x1, x2)
+    elif USE_TMA:
+        tile = source.load([head[0], head[1], first_row, 0]).reshape([BLOCK, BLOCK_D])
+    else:
+        tile = load_by_pointers(source, head, first_row, n_rows, 0, D, BLOCK, BLOCK_D)
+    return tile
+
+
+@triton.jit
+def load_by_pointers(
+    source, head, first_row, n_rows, first_dim, D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+):
+    batch, head, n_heads = head
+    rows = first_row + tl.arange(0, BLOCK)
+    dims = first_dim + tl.arange(0, WIDTH)
+    head_start = source + (batch * n_heads + head).to(tl.int64) * n_rows * D
+    inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
+    return tl.load(head_start + rows[:, None] * D + dims[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + A B; acc may be None. Long sums of split operands are added outside, where additions round."""
+    if PRECISION == "bf16x3":
+        result = product(a, b, False) if acc is None else acc + product(a, b, False)
+    else:
+        result = tl.dot(a, b, acc, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def dot_transposed(a, b, PRECISION: tl.constexpr, SCORES: tl.constexpr):
+    """A B^T. SCORES: infinite ones keep their sign, which decides whether a key has no weight."""
+    if PRECISION == "bf16x3":
+        result = product(a, (b[0].T, b[1].T, b[2].T), SCORES)
+    else:
+        result = tl.dot(a, b.T, input_precision=PRECISION)
+    return result
+
+
+@triton.jit
+def operand(x, like, PRECISION: tl.constexpr):
+    """What was computed in float32, to be multiplied by a tile that was loaded like this one."""
+    return split_bf16(x, like[0].dtype) if PRECISION == "bf16x3" else x.to(like.dtype)
+
+
+@triton.jit
+def matmul_in_chunks(
+    a, b, head, D: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A B^T [BLOCK_A, BLOCK_B], of two tiles of rows, each (source, its first row, n_rows)."""
+    a_src, first_a, n_a = a
+    b_src, first_b, n_b = b
+    product = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
+    for first_dim in tl.static_range(0, BLOCK_D, CHUNK):
+        a_part = load_by_pointers(a_src, head, first_a, n_a, first_dim, D, BLOCK_A, CHUNK)
+        b_part = load_by_pointers(b_src, head, first_b, n_b, first_dim, D, BLOCK_B, CHUNK)
+        product = tl.dot(a_part, b_part.T, product, input_precision=PRECISION)
+    return product
+
+
+@triton.jit
+def mask_scores(s, queries, first_key, n_keys, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Scores with the keys from first_key on; minus infinity where a query does not see them."""
+    columns = first_key + tl.arange(0, BLOCK_N)
+    visible = columns[None, :] < n_keys
+    if CAUSAL:
+        visible = visible & (queries[:, None] >= columns[None, :])
+    return tl.where(visible, s, -float("inf"))
+
+
+@triton.jit
+def own_tile(program, n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(tile, batch * n_heads + head, batch, head) of this program.
+
+    LAST_FIRST: of causal queries the last see the most keys, and the short rows fill the gaps at the end.
+    """
+    tiles = tl.cdiv(n_rows, BLOCK)
+    tile = program % tiles
+    if LAST_FIRST:
+        tile = tiles - 1 - tile
+    batch_head = program // tiles
+    return tile, batch_head, batch_head // n_heads, batch_head % n_heads
+
+
+@triton.jit
+def key_range(
+    first_query, n_keys, split_size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(first_key, unmasked, last_key): all queries of the tile see the keys of this program from first_key to
+    unmasked, none sees those from last_key on.
+
+    Only the tiles of keys between the last two pay for a mask. If the keys are split, a program has at most
+    split_size of them, or none at all: then first_key is not below last_key.
+    """
+    first_key = 0
+    unmasked = n_keys // BLOCK_N * BLOCK_N
+    last_key = n_keys
+    if CAUSAL:
+        unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
+        last_key = tl.minimum(n_keys, first_query + BLOCK_M)
+    if SPLIT:
+        first_key = tl.program_id(1) * split_size
+        last_key = tl.minimum(last_key, first_key + split_size)
+        unmasked = tl.maximum(tl.minimum(unmasked, last_key), first_key)
+    return first_key, unmasked, last_key
+
+
+@triton.jit
+def query_range(
+    first_key, n_queries, split_size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(first_query, unmasked, last_query): none before the first sees a key; all from `unmasked` on see all.
+
+    SPLIT and split_size as in `key_range`.
+    """
+    first_query = 0
+    unmasked = 0
+    last_query = n_queries
+    if CAUSAL:
+        first_query = first_key // BLOCK_M * BLOCK_M
+        unmasked = tl.cdiv(first_key + BLOCK_N - 1, BLOCK_M) * BLOCK_M
+    if SPLIT:
+        start = tl.program_id(1) * split_size
+        first_query = tl.maximum(first_query, start)
+        unmasked = tl.maximum(unmasked, start)
+        last_query = tl.minimum(last_query, start + split_size)
+    return first_query, unmasked, last_query
+
+
+@triton.jit
+def pointers(ptr, strides, batch, head, rows, dims):
+    """Of a (rows, dims) tile of a (batch, heads, n, d) tensor."""
+    base = ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+    return base + rows[:, None].to(tl.int64) * strides[2] + dims[None, :] * strides[3]
+
+
+@triton.jit
+def load_logsumexp(lse_ptr, residual_ptr, in_range, EXACT: tl.constexpr):
+    """(L, residual), the residual being zero if not EXACT."""
+    lse = tl.load(lse_ptr, mask=in_range, other=0.0)
+    residual = tl.load(residual_ptr, mask=in_range, other=0.0) if EXACT else tl.zeros_like(lse)
+    return lse, residual

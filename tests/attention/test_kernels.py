@@ -1,0 +1,154 @@
+"""The Triton kernels in every form that a GPU may choose, through the interpreter.
+
+tests/attention/test_flash_gpu.py has the shipped tiles at work.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from cs336_systems.attention.config import BF16X3_KERNELS, KERNELS, SplitLimits, Tile
+from cs336_systems.attention.plain import plain_attention
+from cs336_systems.checks import AttentionCase, check_attention
+
+pytest.importorskip("triton")
+import large_scores
+
+from cs336_systems.attention import FlashAttentionTriton, choose, flash_triton
+from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.launcher import Launcher, config_for, layout
+from cs336_systems.kernels.runtime import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU decides by itself which kernels run")
+INTO_MANY = SplitLimits(shortest=16, long=1, many=100, most=100)
+NARROW = dict.fromkeys(KERNELS, Tile(32, 16, 4, 1))
+BF16X3 = dict(zip(BF16X3_KERNELS, (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)), strict=True))
+# What replaces parts of config_for's, and the kernels that run then.
+FORMS = {
+    "one launch": ({}, {"sm_count": 1000, "splits": {}}, {"forward", "backward"}),
+    "by pointers": ({}, {"use_tma": False}, {"forward", "dq", "dkdv"}),
+    "in chunks": (dict.fromkeys(KERNELS, Tile(32, 64, 4, 1, chunk=16)), {"use_tma": False},
+                  {"forward", "dq", "dkdv"}),
+    "split": (NARROW, {"splits": dict.fromkeys(NARROW, INTO_MANY), "sm_count": 100}, {"forward", "backward"}),
+    "bf16x3": (BF16X3, {"sm_count": 0}, set(BF16X3_KERNELS)),
+    "bf16x3, split": (dict.fromkeys(BF16X3_KERNELS, Tile(16, 32, 4, 1)),
+                      {"splits": dict.fromkeys(BF16X3_KERNELS, INTO_MANY), "sm_count": 100},
+                      set(BF16X3_KERNELS)),
+}  # fmt: skip
+
+
+@pytest.fixture(params=FORMS)
+def form(request, monkeypatch):
+    """config_for as where these kernels run; afterwards that they ran."""
+    tiles, changes, kernels = FORMS[request.param]
+
+    def other(*arguments):
+        return dataclasses.replace(config_for(*arguments).with_tiles(**tiles), **changes)
+
+    monkeypatch.setattr(choose, "BF16X3_LENGTH", dict.fromkeys((16, 32, 64, 128), 1))
+    monkeypatch.setattr(choose, "PROGRAMS_PER_SM", dict.fromkeys(BF16X3_KERNELS, 0))
+    monkeypatch.setattr(flash_triton, "config_for", other)
+    monkeypatch.setattr(flash_triton, "_forwards", {})
+    monkeypatch.setattr(flash_triton, "_backwards", {})
+    made = []
+    monkeypatch.setattr(flash_triton, "Launcher", lambda *args: made.append(Launcher(*args)) or made[-1])
+    yield request.param
+    assert {kernel for launcher in made for kernel in launcher.plan.tiles} == kernels
+    assert all((launcher.plan.splits > 1) == ("split" in request.param) for launcher in made)
+
+
+@pytest.mark.usefixtures("form")
+def test_error_at_most_twice_pytorchs():
+    cases = [
+        AttentionCase("more keys, causal", (2,), 50, 97, 33, is_causal=True),
+        AttentionCase("more queries, causal", (1, 2), 97, 66, 20, is_causal=True),
+        AttentionCase("keys that no query sees", (), 40, 130, 16, is_causal=True),
+        AttentionCase("full", (2,), 40, 70, 20),
+        AttentionCase("large scores", (2,), 64, 64, 64, is_causal=True, logit_scale=30.0),
+    ]
+    check_attention(FlashAttentionTriton.apply, cases=cases)
+
+
+@pytest.mark.usefixtures("form")
+def test_large_scores_keep_their_bits():
+    large_scores.check_l_and_residual("cpu")
+    large_scores.check_that_backward_reads_the_residual("cpu")
+
+
+def both_passes(q, k, v, do, is_causal=True):
+    o, logsumexp, residual = flash_forward(q, k, v, is_causal)
+    return o, logsumexp, residual, *flash_backward(do, q, k, v, o, logsumexp, is_causal, residual)
+
+
+@pytest.mark.usefixtures("form")
+def test_the_same_bits_in_any_layout():
+    layouts = [
+        lambda x: x.clone(),
+        lambda x: x.transpose(0, 2).mT.contiguous().mT.transpose(0, 2),
+        lambda x: torch.stack([x, x], -1)[..., 0],
+        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    ]
+    tensors = torch.randn(4, 1, 2, 66, 20).unbind()
+    wanted = both_passes(*tensors)
+    for change in layouts:
+        assert all(map(torch.equal, both_passes(*map(change, tensors)), wanted))
+    q, k, v, _ = tensors
+    expanded = q, k[:, :1].expand_as(k), v[..., :1, :].expand_as(v), torch.ones(()).expand_as(q)
+    results, wanted = both_passes(*expanded), both_passes(*(x.contiguous() for x in expanded))
+    assert all(map(torch.equal, results, wanted))
+
+
+@pytest.mark.usefixtures("form", "nan_memory")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("n_queries", "n_keys"), [(40, 100), (100, 66)])
+def test_nothing_is_read_that_was_not_written(n_queries, n_keys, is_causal):
+    q, do = torch.randn(2, 2, n_queries, 24).unbind()
+    k, v = torch.randn(2, 2, n_keys, 24).unbind()
+    assert all(x.isfinite().all() for x in both_passes(q, k, v, do, is_causal))
+
+
+HIDDEN = {  # what a query's scores with the first keys are made of; all minus infinity
+    "infinite keys": (1.0, -math.inf),
+    "overflow": (1e20, -1e20),
+}
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("hidden", HIDDEN.values(), ids=HIDDEN)
+@pytest.mark.parametrize("count", [64, 96])
+def test_scores_of_minus_infinity_weigh_nothing(hidden, count):
+    """Also of a whole tile of keys, where exp(-inf - -inf) is NaN. Where a query has no others, O is 0."""
+    q, do = torch.randn(2, 2, 40, 16).unbind()
+    k, v = torch.randn(2, 2, 96, 16).unbind()
+    scale, key = hidden
+    q, k = (q.abs() + 0.1) * scale, k / scale
+    k[:, :count] = key
+    o, logsumexp, _, dq, dk, dv = both_passes(q, k, v, do, False)
+    if count == 96:
+        assert not o.any()
+        assert logsumexp.isposinf().all()
+    else:
+        torch.testing.assert_close(o, plain_attention(q, k, v), rtol=1e-4, atol=1e-4)
+    assert not dk[:, :count].any()
+    assert not dv[:, :count].any()
+    assert all(x.isfinite().all() for x in (o, dk, dv))
+    assert dq.isfinite().all() or math.isinf(key)  # 0 times infinity is NaN, in the formula, too
+
+
+def test_nan_stays_where_it_is():
+    q, k, v = torch.randn(3, 2, 70, 16).unbind()
+    q[0, 3, 5] = math.nan
+    o = flash_forward(q, k, v, False)[0]
+    assert o.isnan().any(-1).nonzero().tolist() == [[0, 3]]
+
+
+def test_three_bfloat16_hold_all_bits():
+    x = torch.randn(2, 3, 50, 20) * 2.0 ** torch.randint(-90, 90, (2, 3, 50, 20))
+    config = dataclasses.replace(config_for(x.dtype, 20, x.device).with_tiles(**BF16X3), sm_count=0)
+    launcher = Launcher([layout(x)] * 4, config, False, kernels=("planes_forward",))
+    split, *_ = launcher._sources((x, x, x))
+    split = split.view(2, 3, 3, 50, 20)
+    assert torch.equal(split, split.bfloat16().float())
+    assert torch.equal(split[:, :, 2] + split[:, :, 1] + split[:, :, 0], x)
