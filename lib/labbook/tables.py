@@ -61,8 +61,9 @@ def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None
 
     Without a format: three significant digits of the smallest, five of the largest, 3 decimals at most.
     """
-    sizes = [math.floor(math.log10(abs(n))) for n in numbers if n and math.isfinite(n)] or [2]
-    fmt = fmt or f"{{:,.{max(0, min(2 - min(sizes), 4 - max(sizes), 3))}f}}"
+    if not fmt:
+        sizes = [math.floor(math.log10(abs(n))) for n in numbers if n and math.isfinite(n)] or [2]
+        fmt = f"{{:,.{max(0, min(2 - min(sizes), 4 - max(sizes), 3))}f}}"
     statuses = [None] * len(numbers) if statuses is None else statuses
     words = [STATUS_LABELS.get(status, MISSING) for status in statuses]
     texts = [word if pd.isna(n) else fmt.format(n) for n, word in zip(numbers, words, strict=True)]

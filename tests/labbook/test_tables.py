@@ -32,6 +32,8 @@ def test_several_keys_and_values_and_a_format(rows):
     gaps = rows[rows["context_length"] == 256].assign(bucket_size_mb=[25.0, None], p50_ms=[2.0, 1.0])
     table = pivot(gaps, ["bucket_size_mb", "implementation"], "context_length")
     assert table.index.tolist() == [("25", "plain"), ("–", "compiled")]
+    words = pivot(rows.assign(told="a word"), "implementation", "context_length", "told", fmt="<{}>")
+    assert set(words.to_numpy().flatten()) == {"<a word>"}
     with pytest.raises(ValueError, match="implementation"):
         pivot(rows, "pass", "context_length")
 
