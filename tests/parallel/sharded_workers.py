@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW
 
-from cs336_systems.measure.collective_calls import watch_collectives
 from cs336_systems.parallel import BucketedDDP, ReduceScatterDDP, ShardedOptimizer
 from cs336_systems.parallel.ddp import ALL_GATHER
 
@@ -124,20 +123,14 @@ def states(context):
     for optimizer, model in zip(optimizers, (alone, module), strict=True):
         set_gradients(model, 0)
         optimizer.step()
-    assert all(set(state) == {"step", "exp_avg", "exp_avg_sq"} for state in optimizers[1].state.values())
     sizes = [None] * context.world_size
     dist.all_gather_object(sizes, len(optimizers[1].state))
     assert sum(sizes) == len(optimizers[0].state)
-    last = context.world_size - 1
-    whole, expected = optimizers[1].consolidated_state_dict(to=last), optimizers[0].state_dict()
-    if context.rank < last:
-        assert whole is None
-        return
-    assert whole["param_groups"] == expected["param_groups"]
-    assert list(whole["state"]) == list(expected["state"])
-    for index, state in expected["state"].items():
-        for key, value in state.items():
-            assert torch.equal(whole["state"][index][key], value.cpu()), (index, key)
+    twins = dict(zip(module.parameters(), alone.parameters(), strict=True))
+    for parameter, state in optimizers[1].state.items():
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        for key, value in optimizers[0].state[twins[parameter]].items():
+            assert torch.equal(state[key], value), key
 
 
 def balance(context):
@@ -254,27 +247,6 @@ def with_data_parallelism(context):
                 loss(module, context.rank, 0).backward()
 
 
-def bytes_sent(context):
-    """A reduce-scatter takes the place of the all-reduce, during backward, and the all-gather stays."""
-    wraps = {
-        "all_reduce": lambda module, _: BucketedDDP(module, 100),
-        "reduce_scatter": ReduceScatterDDP,
-    }
-    for collective, wrap in wraps.items():
-        module = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(2 * context.world_size)))
-        total = sum(parameter.nbytes for parameter in module.parameters())
-        optimizer = ShardedOptimizer(module.parameters(), SGD, lr=0.1)
-        wrapped = wrap(module, optimizer)
-        loss = wrapped(torch.ones(1, 32)).sum()
-        with watch_collectives() as messages:
-            loss.backward()
-            assert [message.collective for message in messages] == [collective]
-            wrapped.finish_gradient_synchronization()
-            optimizer.step()
-        large = [(message.collective, message.bytes) for message in messages if message.bytes > 1000]
-        assert large == [(collective, total), ("all_gather", total)]
-
-
 def refusals(context):
     """Bad arguments, and ranks that disagree, are one sentence on every rank; the group still works."""
     first = context.rank == 0
@@ -288,15 +260,12 @@ def refusals(context):
     for construct, words in (
         (make(weights, nn.Linear), "allowed: a subclass of torch.optim.Optimizer"),
         (make(weights, torch.optim.LBFGS), "LBFGS, whose step needs a closure"),
-        (make([]), "empty parameter list"),
         (make([*weights, elsewhere]), "allowed: parameters with values"),
         (make([weights[0], view]), "two parameters share their memory"),
         (make(weights, bucket_size_mb=0), "bucket_size_mb is 0; allowed"),
-        (make(weights, lr=-1), "Invalid learning rate"),
         (make(weights if first else []), "rank 1 has 'ValueError: optimizer got an empty"),
         (make(weights[: 2 + context.rank]), "rank 0 has 'nothing' where rank 1 has '(4, 4)"),
         (make(weights, SGD if first else AdamW), "AdamW"),
-        (make(weights, bucket_size_mb=1 + context.rank), "buckets of 1 MB"),
         (make([{"params": weights, "lr": context.rank}]), "group {'lr': 0"),
     ):
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
@@ -319,11 +288,9 @@ def refusals(context):
         optimizer.step()
     frozen.grad = None
     other = (context.rank + 1) % context.world_size
-    with pytest.raises(
-        ValueError, match=f"rank {other} of {context.world_size}; allowed: of rank {context.rank}"
-    ):
+    with pytest.raises(ValueError, match=rf"of shard \[{other}, .*allowed: \[{context.rank}, "):
         optimizer.load_state_dict(optimizer.state_dict() | {"shard": [other, context.world_size]})
-    with pytest.raises(ValueError, match="parameter group"):
+    with pytest.raises(ValueError, match="of shard None"):
         optimizer.load_state_dict(AdamW(weights[:2]).state_dict())
     weights[0].data = weights[0].data.clone()
     with pytest.raises(RuntimeError, match="no longer where the optimizer has put it"):
@@ -348,40 +315,11 @@ def shard_of_its_own(context):
     assert_same(again, module)
 
 
-def train_on(context, start, end):
-    """Two steps from a file of another number of ranks, or from the beginning, into another file."""
-    torch.set_default_device(context.device)
-    module = Odd()
-    optimizer = ShardedOptimizer(module.groups(), AdamW, bucket_size_mb=SMALL_MB)
-    done = 0
-    if start:
-        saved = torch.load(start, map_location=context.device)
-        module.load_state_dict(saved["module"])
-        optimizer.load_state_dict(saved["optimizer"])
-        done = saved["done"]
-    for step in range(done, done + 2):
-        set_gradients(module, step)
-        optimizer.step()
-    states = optimizer.consolidated_state_dict()
-    if context.rank == 0:
-        torch.save({"module": module.state_dict(), "optimizer": states, "done": done + 2}, end)
-    dist.barrier()
+ANY = [bitwise, more_ranks_than_parameters, states, balance, overlap, with_data_parallelism]
+ANY += [refusals, shard_of_its_own]
 
 
-ANY = [
-    bitwise,
-    more_ranks_than_parameters,
-    states,
-    balance,
-    overlap,
-    with_data_parallelism,
-    bytes_sent,
-    refusals,
-    shard_of_its_own,
-]
-
-
-def run_all(context, start=None, end=None):
+def run_all(context):
     """One launch for all of them: starting processes takes longer than the checks."""
     torch.set_default_device(context.device)
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS needs to be deterministic
@@ -389,4 +327,3 @@ def run_all(context, start=None, end=None):
     for worker in ANY:
         print(worker.__name__)
         worker(context)
-    train_on(context, start, end)

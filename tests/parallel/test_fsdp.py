@@ -41,4 +41,4 @@ def test_it_needs_a_process_group_and_peers():
     with pytest.raises(RuntimeError, match="FSDP needs a process group"):
         FSDP(nn.Linear(2, 2))
     with pytest.raises(WorkerError, match="the number of ranks is 1; allowed: 2 or more"):
-        launch(fsdp_workers.bitwise, 1, backend="gloo")
+        launch(fsdp_workers.stale_weights, 1, backend="gloo")

@@ -234,7 +234,7 @@ def test_torchrun_runs_the_same_worker_on_two_nodes():
         (["no_such_module:f"], "no_such_module"),
         (["launch_workers:nothing"], "nothing"),
         (["launch_workers:count", "--arguments", "[1]"], "not a JSON object"),
-        (["launch_workers:count", "--arguments", "{"], "--arguments {"),
+        (["launch_workers:count", "--arguments", "{"], "--arguments"),
         (["launch_workers:count"], "start it with torchrun"),
     ],
 )

@@ -14,7 +14,7 @@ from cs336_systems.parallel.launch import (
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes, fill_buckets
 from cs336_systems.parallel.reduce_scatter_ddp import ReduceScatterDDP, ReduceScatterMean
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.parallel.shards import deal_tensors, segment_bytes, shard_bytes
+from cs336_systems.parallel.shards import partition_tensors, segment_bytes, shard_bytes
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU
 
 __all__ = [
@@ -35,9 +35,9 @@ __all__ = [
     "backends_here",
     "bucket_bytes",
     "choose_backend",
-    "deal_tensors",
     "fill_buckets",
     "launch",
+    "partition_tensors",
     "segment_bytes",
     "shard_bytes",
     "stream",

@@ -17,27 +17,25 @@ from cs336_systems.parallel.launch import BACKENDS, join
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="torchrun ... -m cs336_systems.parallel",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = argparse.ArgumentParser(prog="torchrun ... -m cs336_systems.parallel", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("worker", help="package.module:function", type=pkgutil.resolve_name)
+    parser.add_argument(
+        "--arguments", default={}, help="its keyword arguments, a JSON object", type=json.loads
     )
-    parser.add_argument("worker", help="package.module:function")
-    parser.add_argument("--arguments", default="{}", help="its keyword arguments, a JSON object")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of a collective")
-    options = parser.parse_args()
     try:
-        worker, arguments = pkgutil.resolve_name(options.worker), json.loads(options.arguments)
-    except (ValueError, ImportError, AttributeError) as error:
-        parser.error(f"{error}; given: {options.worker} --arguments {options.arguments}")
-    if not isinstance(arguments, dict):
+        options = parser.parse_args()
+    except (ImportError, AttributeError) as error:
+        parser.error(str(error))
+    if not isinstance(options.arguments, dict):
         parser.error(f'--arguments {options.arguments} is not a JSON object like {{"steps": 5}}')
     if "RANK" not in os.environ:
         parser.error("there is no RANK in the environment: start it with torchrun")
     sent = []
     context = join(options.backend, send=sent.append, timeout_s=options.timeout_s)
-    result = worker(context, **arguments)
+    result = options.worker(context, **options.arguments)
     dist.destroy_process_group()
     if context.rank == 0:
         print(json.dumps(sent or result, indent=1))

@@ -18,7 +18,7 @@ _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _parameters 
 
 
 class Single(nn.Module):
-    """One process that has nobody to talk to."""
+    """Single-process baseline."""
 
     def __init__(self, module: nn.Module):
         super().__init__()
@@ -48,7 +48,7 @@ class TorchDDP(DistributedDataParallel):
         """Nothing to do."""
 
 
-class TorchFSDP(nn.Module):
+class TorchFSDP(Single):
     """PyTorch's FSDP2: `fully_shard` of each block of a TransformerLM, and of what is around them.
 
     Args:
@@ -60,18 +60,11 @@ class TorchFSDP(nn.Module):
         # Not above: it takes seconds to import.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        super().__init__()
         broadcast_from_rank_0(module)
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
         for layer in module.layers:
             fully_shard(layer, mp_policy=policy)
-        self.module = fully_shard(module, mp_policy=policy)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    def finish_gradient_synchronization(self) -> None:
-        """Nothing to do."""
+        super().__init__(fully_shard(module, mp_policy=policy))
 
 
 def torch_zero(parameters: Iterable[nn.Parameter], optimizer_cls: type, **settings: Any) -> Optimizer:

@@ -11,7 +11,7 @@ taken on the whole batch (for a loss that averages over equal shares):
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -23,10 +23,9 @@ from torch.nn.parameter import is_lazy
 from cs336_systems.parallel.elementwise import is_shard
 
 # PyTorch 2.13 renamed both and warns about the old names. Named, not bound, so that calls can be watched.
-ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-)
+_NEW = hasattr(dist, "all_gather_single")
+ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
+REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 
 
 class AllReduceMean:
@@ -69,15 +68,12 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module):
         super().__init__()
         check_process_group(self)
-        if any(isinstance(m, DataParallel) for m in module.modules()) or any(
-            map(is_shard, module.parameters())
-        ):
+        self.module, self._parameters_then = module, list(module.parameters())  # which has a tied weight once
+        nested = any(isinstance(part, DataParallel) for part in module.modules())
+        if nested or any(map(is_shard, self._parameters_then)):
             raise ValueError(f"{type(module).__name__} is wrapped already, or a part; allowed: one wrapper")
-        self.module = module
-        # parameters() names a tied weight once.
-        self._trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        self._wrapped = list(module.parameters())
+        self._trainable = [parameter for parameter in self._parameters_then if parameter.requires_grad]
+        self._frozen = [parameter for parameter in self._parameters_then if not parameter.requires_grad]
         self._unused: set[int] = set()  # indices in _trainable whose gradient is a zero of ours
         self._synchronizes, self._end_is_announced, self._is_over = True, False, False
         self._backend = dist.get_backend()  # asked once: a message should cost the CPU little
@@ -137,7 +133,7 @@ class DataParallel(nn.Module):
         """Call between backward and the optimizer's step: every `.grad` becomes the mean over the ranks."""
         if any(parameter.grad is not None for parameter in self._frozen):
             raise RuntimeError("a parameter that was frozen when wrapped has a gradient; unfreeze, then wrap")
-        if [*map(id, self.module.parameters())] != [*map(id, self._wrapped)]:
+        if [*map(id, self.module.parameters())] != [*map(id, self._parameters_then)]:
             raise RuntimeError(
                 "the module has other parameters than when it was wrapped; allowed: replace them, then wrap"
             )
@@ -166,7 +162,8 @@ class DataParallel(nn.Module):
         used = torch.ones(len(self._trainable), dtype=torch.uint8, device=self._trainable[0].device)
         if self._unused:
             used[list(self._unused)] = 0
-        anywhere = torch.cat([used, self._not_finite().to(used)])
+        flags = self._not_finite()
+        anywhere = used if flags is None else torch.cat([used, flags.to(used)])
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
         if self._unused:  # only then is the result read, which makes the CPU wait for a GPU
             was_used = anywhere.tolist()
@@ -174,24 +171,27 @@ class DataParallel(nn.Module):
                 if not was_used[index]:
                     self._trainable[index].grad = None
             self._unused.clear()
-        self._spread(anywhere[len(used) :])
+        if flags is not None:
+            self._spread(torch.where(anywhere[len(used) :].bool(), torch.nan, 0.0))
 
-    def _not_finite(self) -> Tensor:
-        """Which gradients have an infinity or a NaN here and maybe not elsewhere; none where all have all."""
-        return torch.empty(0)
+    def _not_finite(self) -> Tensor | None:
+        """Which gradients have an infinity or a NaN here; None where the other ranks have the same."""
+        return None
 
-    def _spread(self, not_finite: Tensor) -> None:
-        """Let every rank see, in its gradients, that one of them is not finite on some rank."""
+    def _spread(self, nan: Tensor) -> None:
+        """Let this rank's gradients show which are not finite on some rank: NaN for those, 0 for the rest."""
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
+
+        def line(name: str, tensor: Tensor) -> str:
+            return f"{name} {'lazy' if is_lazy(tensor) else tuple(tensor.shape)} {tensor.dtype}"
+
         parameters = [
-            f"{name} {shape_of(parameter)} {parameter.dtype}" + " frozen" * (not parameter.requires_grad)
+            line(name, parameter) + " frozen" * (not parameter.requires_grad)
             for name, parameter in self.module.named_parameters()
         ]
-        buffers = [
-            f"buffer {name} {shape_of(buffer)} {buffer.dtype}" for name, buffer in self.module.named_buffers()
-        ]
+        buffers = [line(f"buffer {name}", buffer) for name, buffer in self.module.named_buffers()]
         return [type(self).__name__, *parameters, *buffers]
 
 
@@ -226,17 +226,20 @@ def has_no_memory(tensor: Tensor) -> bool:
     return is_lazy(tensor) or tensor.is_meta
 
 
-def shape_of(tensor: Tensor) -> tuple[int, ...] | None:
-    return None if is_lazy(tensor) else tuple(tensor.shape)
+def not_finite(parameters: Sequence[Tensor]) -> Tensor:
+    """Of each parameter, whether its gradient has an infinity or a NaN, without asking the GPU."""
+    gradients = [p.grad for p in parameters]
+    there = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
+    largest = dict(zip(map(id, there), torch._foreach_norm(there, torch.inf) if there else (), strict=True))
+    zero = torch.zeros((), device=parameters[0].device)
+    return ~torch.stack([largest.get(id(gradient), zero).float() for gradient in gradients]).isfinite()
 
 
 def check_process_group(what: Any) -> None:
     """Refuse (RuntimeError) to make an object without a process group."""
     if not dist.is_initialized():
-        raise RuntimeError(
-            f"{type(what).__name__} needs a process group; allowed: inside a worker of `launch`, under "
-            "torchrun, or after torch.distributed.init_process_group"
-        )
+        name = type(what).__name__
+        raise RuntimeError(f"{name} needs a process group; allowed: in a worker of `launch`, under torchrun")
 
 
 def check_ranks_agree(description: list[str]) -> None:
@@ -251,7 +254,8 @@ def check_ranks_agree(description: list[str]) -> None:
         for first, other in zip_longest(everyone[0], lines, fillvalue="nothing"):
             if first != other:
                 raise ValueError(
-                    f"the ranks wrap different things: rank 0 has {first!r} where rank {rank} has {other!r}"
+                    f"the ranks diverge: rank 0 has {first!r} where rank {rank} has {other!r}; allowed: the "
+                    "same parameters, arguments and order of modules on all ranks"
                 )
 
 

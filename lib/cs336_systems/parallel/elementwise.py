@@ -19,7 +19,7 @@ _tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def refuse_other_optimizers(shards: Iterable[Tensor]) -> None:
-    """From now on, the first step of an optimizer of these parameters raises ValueError if it is not."""
+    """From now on, the first step of another optimizer of these parameters raises ValueError."""
     _watch_steps()
     for shard in shards:
         shard._is_shard = True
@@ -54,6 +54,8 @@ def is_elementwise(optimizer: Optimizer, group: dict[str, Any], like: Tensor) ->
         return False
     known = inspect.signature(type(optimizer).__init__).parameters
     settings = {name: value for name, value in group.items() if name in known and name != "params"}
+    if "lr" in settings:  # a warm-up begins with a step that changes nothing
+        settings["lr"] = torch.full_like(settings["lr"], 0.1) if isinstance(settings["lr"], Tensor) else 0.1
     whole = torch.linspace(-1, 1, 24, dtype=like.dtype, device=like.device).view(6, 4)
     try:
         updated = [_after_two_steps(optimizer, settings, whole, pieces) for pieces in (1, 2)]

@@ -1,15 +1,11 @@
 """Fully sharded data parallelism: each rank keeps its rows of every weight, and gathers the others' to use.
 
 The order of forward is noted in the first pass. From then on, a parameter group is gathered while the one or
-two before it compute; in backward likewise, in the reverse order. Two things bound the memory: a group is
-freed when it is done, in forward and in backward, and no more than `prefetch` groups are gathered ahead.
-
-In backward, a hook on the results of a module starts its gather early. What makes it right is another: what
-autograd keeps of a gathered weight is a note, and reading it gathers the weight again, however backward got
-there (`_pack`, `_unpack`). A weight that is not gathered has no values that a module could compute with.
+two before it compute; in backward likewise, in the reverse order. A group is freed when it is done, in both.
+In backward a hook on the results of a module starts its gather early. If a result takes another way: autograd
+keeps a note of a gathered weight, and reading the note gathers the weight again (`_pack`, `_unpack`).
 """
 
-import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.functional import at_least_float32
-from cs336_systems.parallel.ddp import DataParallel, average_flat
+from cs336_systems.parallel.ddp import DataParallel, average_flat, check_ranks_agree, not_finite
 from cs336_systems.parallel.elementwise import refuse_other_optimizers
 from cs336_systems.parallel.parameter_group import CommunicationStream, ParameterGroup, Reduction
 
@@ -34,7 +30,7 @@ _Home = tuple[nn.Module, nn.Module, str]
 
 
 class _Saved(NamedTuple):
-    """What autograd keeps in place of a tensor that the forward of a group has saved for backward."""
+    """What autograd keeps of a tensor that is saved for backward in the forward of a group."""
 
     tensor: Any
     version: int = 0  # of the tensor; of the shards, if it is a weight
@@ -45,29 +41,23 @@ class _Saved(NamedTuple):
 
 
 class _Hook(partial):
-    """Of a module: so that it cannot be copied or pickled."""
-
-    __reduce_ex__ = ParameterGroup.__reduce_ex__
+    __reduce_ex__ = ParameterGroup.__reduce_ex__  # refuses: a module with hooks cannot be copied or pickled
 
 
 class FSDP(DataParallel):
     """Parameters, gradients and optimizer state sharded over the ranks (ZeRO 3, Rajbhandari et al. 2020).
 
     Wrapping gives every rank rank 0's values, and then leaves it its rows of every parameter of the modules
-    of `shard_types`; the rest (norms) stays whole on all ranks. `parameters()` are then these shards. An
-    optimizer may be made before or after wrapping; its first step refuses one that does not update each
-    element by itself (see `elementwise`). Whole weights exist while their group computes: all that is in a
-    module of `unit_types`, or else of one module of `shard_types`. Modules that share a weight are one group.
+    of `shard_types`; the rest (norms) stays whole. `parameters()` are then these shards, for an optimizer,
+    made before or after, that updates each element by itself (see `elementwise`). Whole weights exist while
+    their group computes: all that is in a module of `unit_types`, or else in one module of `shard_types`, and
+    in modules that share a weight with it. Under autocast a copy of a frozen weight is kept for backward.
 
-    All ranks have to run the same modules in the same order; up to the end of the first step that is checked
-    before every message. Under autocast a copy of a trainable weight is made again for backward; that of a
-    frozen one is kept.
-
-    Several backward passes may precede `finish_gradient_synchronization()`. Each reduces, and the shards add
-    up in the dtype of the parameters. Under `no_sync()` nothing is reduced: whole gradients stay on this rank
-    and add up in compute_dtype. To give up passes that are not finished, call `zero_grad()` of the wrapper:
-    an optimizer's knows only the shards. A gradient with an infinity or a NaN on one rank gets a NaN on all,
-    so that a GradScaler skips the step on all.
+    All ranks have to run the same modules in the same order; in the first step that is checked. Each backward
+    pass before `finish_gradient_synchronization()` reduces, and the shards add up in their dtype. Under
+    `no_sync()` whole gradients stay on this rank and add up in compute_dtype. To give up unfinished passes,
+    call `zero_grad()` of the wrapper: an optimizer's knows only the shards. An infinity or a NaN in a
+    gradient on one rank becomes a NaN on all, so that a GradScaler skips the step on all.
 
     Args:
         compute_dtype: to which weights are cast before they are gathered, and floating-point arguments of
@@ -133,9 +123,7 @@ class FSDP(DataParallel):
     def _check_module(self) -> None:
         super()._check_module()
         if (world_size := dist.get_world_size()) < 2:
-            raise ValueError(
-                f"the number of ranks is {world_size}; allowed: 2 or more, which share the weights"
-            )
+            raise ValueError(f"the number of ranks is {world_size}; allowed: 2 or more, to share the weights")
         name, self._sharded = type(self.module).__name__, self._homes_to_shard()
         if not self._sharded:
             types = " or ".join(self._shard_types)
@@ -150,13 +138,11 @@ class FSDP(DataParallel):
         self._check_hooks()
 
     def _check_hooks(self) -> None:
-        """Hooks on a shard would never be called: autograd knows only the whole weight."""
-        for parameter in self._sharded:
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-                raise ValueError(
-                    "a parameter that FSDP shards has a hook (register_hook, "
-                    "register_post_accumulate_grad_hook), which it would not call; allowed: none"
-                )
+        if any(shard._backward_hooks or shard._post_accumulate_grad_hooks for shard in self._sharded):
+            raise ValueError(
+                "a parameter has a hook that FSDP would not call, as autograd knows only the whole weight; "
+                "allowed: parameters without hooks"
+            )
 
     def _homes_to_shard(self) -> dict[nn.Parameter, list[_Home]]:
         """Every parameter to shard, with all its homes."""
@@ -226,8 +212,9 @@ class FSDP(DataParallel):
             following = self._order[group.position + 1 : group.position + 1 + self._ahead]
         self._collect(group, following)
         group.unshard()
-        if self._compute_dtype is not None:
-            args, kwargs = _cast(args, self._compute_dtype), _cast(kwargs, self._compute_dtype)
+        if (dtype := self._compute_dtype) is not None:
+            cast = lambda x: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
+            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
         if len(group.trainable) < len(group.weights) and torch.is_grad_enabled():
             # No gradient tells when a frozen weight is done: those of the arguments do.
             inputs = _with_gradient((args, kwargs))
@@ -256,7 +243,10 @@ class FSDP(DataParallel):
             self._free(group)
 
     def _pack(self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor) -> _Saved:
-        pointer = tensor.untyped_storage().data_ptr()
+        try:
+            pointer = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # a sparse or nested tensor has none
+            pointer = 0
         for group in self._gathered:
             if group.pointer == pointer:
                 return _Saved(tensor.detach(), group.versions, group, group.position)
@@ -284,12 +274,14 @@ class FSDP(DataParallel):
         if saved.unpack is not None:
             return saved.unpack(saved.tensor)
         whole = saved.tensor if saved.dtype is None else saved.tensor[0]
+        now = whole._version if saved.group is None else saved.group.versions_now()
+        if now != saved.version:
+            what = f"a tensor {tuple(whole.shape)}" if saved.group is None else saved.group.name
+            raise RuntimeError(
+                f"{what}, needed for gradient computation, has been modified by an inplace operation; "
+                "allowed: an optimizer's step, or loading, after backward"
+            )
         if saved.group is None:
-            if whole._version != saved.version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an inplace "
-                    f"operation: a tensor of shape {tuple(whole.shape)}, saved in a module that FSDP gathers"
-                )
             return whole
         if torch._C._current_graph_task_id() == -1:  # somebody looks at the graph
             return whole
@@ -297,11 +289,6 @@ class FSDP(DataParallel):
             raise RuntimeError(
                 f"a backward pass through {saved.group.name} of an FSDP is to be differentiated; allowed: "
                 "create_graph=False, as its weights will be gone (the other wrappers can)"
-            )
-        if saved.group.versions_now() != saved.version:
-            raise RuntimeError(
-                f"a weight of {saved.group.name} was modified by an inplace operation between forward and "
-                "backward; allowed: an optimizer's step, or loading, after backward"
             )
         self._before_backward(saved.group, saved.position)
         return whole if saved.dtype is None else whole.to(saved.dtype).as_strided(*saved.tensor[1:])
@@ -379,60 +366,42 @@ class FSDP(DataParallel):
         self._free_all()
         self._has_agreed = True
         self._check_hooks()
-        for group in self._groups:
-            for weight in group.weights:
-                if weight.parameter.requires_grad != weight.whole.requires_grad:
-                    raise RuntimeError(
-                        "a weight was frozen or unfrozen since it was wrapped; do so, then wrap"
-                    )
+        weights = [weight for group in self._groups for weight in group.weights]
+        if any(shard.requires_grad != whole.requires_grad for shard, whole in weights):
+            raise RuntimeError("a weight was frozen or unfrozen since it was wrapped; do so, then wrap")
 
-    def _not_finite(self) -> Tensor:
-        gradients = [weight.grad for weight in self._trainable]
-        there = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
-        largest = dict(zip(map(id, there), torch._foreach_norm(there, math.inf), strict=True))
-        zero = torch.zeros((), device=self._trainable[0].device)
-        return ~torch.stack([largest.get(id(g), zero).float() for g in gradients]).isfinite()
+    def _not_finite(self) -> Tensor | None:
+        return not_finite(self._trainable)
 
-    def _spread(self, not_finite: Tensor) -> None:
+    def _spread(self, nan: Tensor) -> None:
         """Without asking the GPU, add NaN to an element of each gradient that is not finite somewhere."""
         gradients = [weight.grad for weight in self._trainable]
         here = [n for n, gradient in enumerate(gradients) if gradient is not None and gradient.numel()]
-        elsewhere = [n for n in range(len(gradients)) if n not in set(here)]
-        nan = torch.where(not_finite.bool(), math.nan, 0.0)
+        elsewhere = list({*range(len(gradients))} - {*here})
         if elsewhere and here:  # this rank has no row of them
             nan[here[0]] += nan[elsewhere].sum()
-        firsts = [gradients[n].view(-1)[:1] for n in here]
-        nans = [nan[n : n + 1].to(first.dtype) for n, first in zip(here, firsts, strict=True)]
-        torch._foreach_add_(firsts, nans)
+        if here:
+            torch._foreach_add_([gradients[n].view(-1)[:1] for n in here], [nan[n : n + 1] for n in here])
 
     def _agree(self, what: str, group: ParameterGroup | None = None) -> None:
         """In the first step, compare with the other ranks before a message that they may not expect."""
-        if self._has_agreed:
-            return
-        mine = what if group is None else f"{what} group {self._groups.index(group)}"
-        everyone = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
-                raise ValueError(
-                    f"the ranks diverge: rank 0 is to {everyone[0]} and rank {rank} to {other}; allowed: the "
-                    "same modules in the same order on all ranks"
-                )
+        if not self._has_agreed:
+            check_ranks_agree([what if group is None else f"{what} {group.name}"])
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
         """What `to`, `half`, `cuda` and the like call."""
-        for shard in self.full_shapes():
-            changed = change(shard.detach()[:0])
-            if (changed.dtype, changed.device) != (shard.dtype, shard.device):
-                raise RuntimeError(
-                    f"a wrapped module is to become {changed.dtype} on {changed.device}; allowed: as it was "
-                    f"wrapped, {shard.dtype} on {shard.device}; change the module, then wrap it"
-                )
+        shard = next(iter(self._sharded)).detach()[:0]
+        changed = change(shard)
+        if (changed.dtype, changed.device) != (shard.dtype, shard.device):
+            raise RuntimeError(
+                f"a wrapped module is to become {changed.dtype} on {changed.device}; allowed: as it was "
+                f"wrapped, {shard.dtype} on {shard.device}; change the module, then wrap it"
+            )
         return super()._apply(change, recurse)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> NamedTuple:
+    ) -> Any:
         """As of every module, of this rank's shards; a tensor that is assigned would be no shard."""
         if assign:
             raise ValueError("assign is True; allowed: False, which copies into the shards")
@@ -475,12 +444,16 @@ class FSDP(DataParallel):
         Call it after `finish_gradient_synchronization()`, on all ranks.
         """
         with_gradient = [parameter for parameter in self._trainable if parameter.grad is not None]
-        replicated = {self._trainable[index] for index in self._replicated}
-        whole = at_least_float32(get_total_norm([p.grad for p in with_gradient if p in replicated]))
-        shards = at_least_float32(get_total_norm([p.grad for p in with_gradient if p not in replicated]))
-        squared = shards.to(self._trainable[0].device) ** 2  # of no gradients it is a number on the CPU
+        norms = [
+            at_least_float32(
+                get_total_norm([p.grad for p in with_gradient if (p in self._sharded) is sharded])
+            )
+            for sharded in (True, False)
+        ]
+        # The norm of no gradients is a number on the CPU.
+        squared, of_whole = (norm.to(self._trainable[0].device) ** 2 for norm in norms)
         dist.all_reduce(squared)
-        total = (squared + whole.to(squared.device) ** 2).sqrt()
+        total = (squared + of_whole).sqrt()
         clip_grads_with_norm_(with_gradient, max_norm, total)
         return total
 
@@ -507,9 +480,8 @@ def group_by_module(
             held |= before[1]
         held[parameter] = list(dict.fromkeys((holder, name) for _, holder, name in found))
         groups |= dict.fromkeys(modules, (modules, held))
-    return [
-        (list(modules), held) for modules, held in {id(group): group for group in groups.values()}.values()
-    ]
+    each_once = {id(group): group for group in groups.values()}
+    return [(list(modules), held) for modules, held in each_once.values()]
 
 
 def _names(types: Types) -> tuple[str, ...]:
@@ -519,14 +491,3 @@ def _names(types: Types) -> tuple[str, ...]:
 def _with_gradient(value: Any) -> list[Tensor]:
     """The tensors in arguments or results of a module that backward comes through."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in arguments, in another dtype."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {key: _cast(part, dtype) for key, part in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(_cast(part, dtype) for part in value)
-    return value

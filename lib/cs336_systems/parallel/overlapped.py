@@ -1,10 +1,9 @@
 """Data parallelism that communicates during backward, one message for each gradient or each bucket of them.
 
 The gradients of the last layers travel while those of the first are still being computed. All ranks must
-start the same all-reduces in the same order, or they hang or mix up gradients. So the order is agreed: a
-bucket leaves once it is complete *and* all buckets before it have left. In the first step the order is that
-of the parameters, reversed, as backward runs from the last layer to the first. From then on it is the order
-in which rank 0 saw the gradients of the first step become ready.
+start the same all-reduces in the same order: a bucket leaves once it is complete *and* all buckets before it
+have left. In the first step the order is that of the parameters, reversed; from then on it is the order in
+which rank 0 saw the gradients of the first step become ready.
 """
 
 import math
@@ -38,13 +37,14 @@ class _Pass:
 class OverlappedDDP(DataParallel):
     """An asynchronous all-reduce for each gradient as soon as backward has accumulated it.
 
-    Several backward passes may precede `finish_gradient_synchronization()`: as many on every rank, each of
-    which reaches a trainable parameter, not necessarily the same ones. Passes under `no_sync()` only add up;
-    any other pass first waits for what is in flight, and averages again. That is right too, as the mean of
-    a mean is itself, only slower. A parameter that is not used in a pass holds back those behind it in the
-    agreed order until the next pass or `finish_gradient_synchronization()`. Up to there gradients may be in
-    flight: they must not be changed, nor may one rank alone run another pass, `autograd.grad` included.
+    Several backward passes may precede `finish_gradient_synchronization()`: as many on every rank, not
+    necessarily of the same parameters. Passes under `no_sync()` only add up; any other pass first waits for
+    what is in flight, and averages again, as the mean of a mean is itself. A parameter that is not used in a
+    pass holds back those behind it in the agreed order until the next pass or the end. Until then gradients
+    may be in flight: they must not be changed, nor may one rank alone run another pass.
     """
+
+    _mean_of: type[AllReduceMean] = AllReduceMean
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -97,11 +97,7 @@ class OverlappedDDP(DataParallel):
         """Start the all-reduces of the buckets that come next: as many as are complete, or all."""
         missing, in_flight = self._pass.missing, self._pass.in_flight
         while len(in_flight) < len(missing) and (incomplete_too or missing[len(in_flight)] == 0):
-            in_flight.append(self._start(self._message(len(in_flight))))
-
-    def _start(self, message: Tensor) -> AllReduceMean:
-        """Send a message; what it returns can be waited for."""
-        return AllReduceMean(message, self._backend)
+            in_flight.append(self._mean_of(self._message(len(in_flight)), self._backend))
 
     @torch.no_grad()
     def _complete_pass(self) -> None:
@@ -144,11 +140,10 @@ def _after_accumulation(this: weakref.ref, index: int, _: Tensor) -> None:
 class BucketedDDP(OverlappedDDP):
     """The same in few, larger messages: gradients lie side by side in buckets, and a full bucket leaves.
 
-    Each `.grad` is a view into its bucket, so nothing is unpacked after an all-reduce. With
-    zero_grad(set_to_none=False), nothing is packed either: backward adds right into the bucket. After
-    zero_grad(set_to_none=True), autograd brings fresh tensors, which are copied to their places when their
-    bucket leaves: that reads and writes once, while clearing and adding would read twice and write twice.
-    The buckets stay allocated between steps.
+    Each `.grad` is a view into its bucket, so nothing is unpacked after an all-reduce. After zero_grad(),
+    autograd brings fresh tensors, which are copied to their slices when their bucket leaves; after
+    zero_grad(set_to_none=False) backward adds right into the bucket, which reads and writes more. The buckets
+    stay allocated between steps.
 
     Args:
         bucket_size_mb: the most a bucket holds, in MB of 2**20 bytes as in PyTorch's DDP. A larger gradient
@@ -172,20 +167,20 @@ class BucketedDDP(OverlappedDDP):
         return fill_buckets(self._trainable, order, self._bucket_bytes)
 
     def _message(self, number: int) -> Tensor:
-        """The bucket, with each gradient in its place; those that are not yet there move in one kernel."""
+        """The bucket, with each gradient in its slice; those that are not yet there move in one kernel."""
         if not self._memory:
             self._memory = allocate([self._segments(bucket) for bucket in self._buckets])
         memory = self._memory[number]
-        places, fresh = [], []
+        slices, fresh = [], []
         for index in self._buckets[number]:
             gradient, parameter = self._gradient(index), self._trainable[index]
             view = memory.views[parameter]
             if parameter.grad is not view:
                 parameter.grad = view
-                places.append(view)
+                slices.append(view)
                 fresh.append(gradient)
         if fresh:
-            torch._foreach_copy_(places, fresh)
+            torch._foreach_copy_(slices, fresh)
         return memory.whole
 
     def _segments(self, bucket: list[int]) -> Segments:

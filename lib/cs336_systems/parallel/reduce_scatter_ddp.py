@@ -1,8 +1,7 @@
 """ZeRO stage 1 as in the paper (Rajbhandari et al. 2020, section 5.1): each rank gets the gradients it needs.
 
-Next to a ShardedOptimizer an all-reduce sends too much: a rank uses the mean gradients of its own shard
-alone. A reduce-scatter sends half as much, and its halves are those of an all-reduce: reduce-scatter of the
-gradients, then, after the update, all-gather of the parameters.
+Next to a ShardedOptimizer an all-reduce sends too much: a rank uses the mean gradients of its own shard. A
+reduce-scatter sends half as much; the all-gather of the updated parameters is the other half.
 
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
     model = ReduceScatterDDP(module, optimizer)
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.ddp import REDUCE_SCATTER, AllReduceMean
+from cs336_systems.parallel.ddp import REDUCE_SCATTER, AllReduceMean, not_finite
 from cs336_systems.parallel.overlapped import BucketedDDP, Buckets, in_order_of_completion
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import Segments
@@ -34,27 +33,29 @@ class ReduceScatterMean(AllReduceMean):
 class ReduceScatterDDP(BucketedDDP):
     """BucketedDDP for a ShardedOptimizer: afterwards a gradient is there on the rank that owns its parameter.
 
-    On the others it is None, so what looks at all gradients sees a shard of them: the norm of all is that of
-    the ranks' norms. Of the backward passes before a step all but the last one run under `no_sync()`. Clear
-    the gradients after every step: what is left, on its owner alone, would be averaged with zeros.
+    On the others it is None, or NaN if it is not finite, so what looks at all gradients sees a shard of them.
+    Of the backward passes before a step all but the last one run under `no_sync()`. Clear the gradients after
+    every step: what is left, on its owner alone, would be averaged with zeros.
 
     Args:
         optimizer: has all trainable parameters of the module.
-        bucket_size_mb: as in BucketedDDP. Padding makes the segments of the ranks equal: of the sizes of the
-            handout on two ranks it is up to 4 % of the gradients, and more if buckets are smaller.
+        bucket_size_mb: as in BucketedDDP. Padding makes the segments of the ranks equal: up to 4 % of the
+            gradients of the handout's sizes on two ranks, and more if buckets are smaller.
 
     Raises:
         ValueError: as BucketedDDP, and where a trainable parameter is not the optimizer's.
         RuntimeError: in backward, a second pass without `no_sync()`.
     """
 
+    _mean_of = ReduceScatterMean
+
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, bucket_size_mb: float = 256):
-        self._find_owner = optimizer.owner
+        self._optimizer = optimizer
         super().__init__(module, bucket_size_mb)
 
     def _check_module(self) -> None:
         super()._check_module()
-        self._owners = [self._find_owner(parameter) for parameter in self._trainable]
+        self._owners = [self._optimizer.owner(parameter) for parameter in self._trainable]
 
     def _fill(self, order: list[int]) -> Buckets:
         """Each gradient joins the first of the open buckets with room in its owner's segment."""
@@ -85,9 +86,6 @@ class ReduceScatterDDP(BucketedDDP):
             segments[self._owners[index]].append(self._trainable[index])
         return segments
 
-    def _start(self, message: Tensor) -> ReduceScatterMean:
-        return ReduceScatterMean(message, self._backend)
-
     def _start_another_pass(self) -> None:
         raise RuntimeError(
             "a second backward pass before finish_gradient_synchronization(); allowed: all but the last one "
@@ -100,11 +98,10 @@ class ReduceScatterDDP(BucketedDDP):
             if owner != dist.get_rank():
                 parameter.grad = None
 
-    def _not_finite(self) -> Tensor:
-        finite = [p.grad is None or bool(p.grad.isfinite().all()) for p in self._trainable]
-        return ~torch.tensor(finite)
+    def _not_finite(self) -> Tensor | None:
+        return not_finite(self._trainable)
 
-    def _spread(self, not_finite: Tensor) -> None:
-        """Let the ranks that do not own a gradient have NaN, so that a GradScaler skips their step too."""
-        for index in not_finite.nonzero().flatten().tolist():
+    def _spread(self, nan: Tensor) -> None:
+        """Let a rank that does not own such a gradient have NaN too: a GradScaler skips its step."""
+        for index in nan.nonzero().flatten().tolist():
             self._trainable[index].grad = torch.full_like(self._trainable[index], torch.nan)

@@ -1,8 +1,7 @@
 """An optimizer whose states are spread over the ranks (ZeRO stage 1, Rajbhandari et al. 2020, section 5.1).
 
-Every rank holds all parameters and the mean of their gradients, as data parallelism leaves them. Of the
-optimizer's states each rank keeps only those of its own shard of the parameters. It updates its shard, and
-gets the others' updated parameters from their owners:
+Every rank holds all parameters and the mean of their gradients, as data parallelism leaves them. It keeps the
+optimizer's states of its own shard of the parameters, updates that, and gets the rest from its owners:
 
     model = BucketedDDP(module, bucket_size_mb=25)
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -10,18 +9,16 @@ gets the others' updated parameters from their owners:
 
 import inspect
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from cs336_systems.parallel.ddp import ALL_GATHER, check_process_group, check_ranks_agree, has_no_memory
 from cs336_systems.parallel.overlapped import check_bucket_size
-from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, deal_tensors
+from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, partition_tensors
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
@@ -30,15 +27,12 @@ class ShardedOptimizer(Optimizer):
     """Any optimizer that updates each parameter by itself, its states spread over the ranks.
 
     The weights are bitwise those that `optimizer_cls(params, **kwargs)` alone would give. Shards are whole
-    parameters, balanced by bytes. Each parameter moves into a bucket (see `shards`), whose views the
-    parameters become: their values, identity and gradients stay. A bucket's shard is updated, then the bucket
-    is all-gathered while the next one is updated; `step` waits for all of them, on a GPU without blocking the
-    CPU.
+    parameters, balanced by bytes. The parameters become views of buckets (see `shards`); their values,
+    identity and gradients stay. A bucket's shard is updated, then the bucket is all-gathered while the next
+    one is updated; `step` waits for all of them, on a GPU without blocking the CPU.
 
-    Groups, learning rate schedulers, `zero_grad` and hooks work as in every optimizer. Call `step` and
-    `add_param_group` on all ranks, with the same gradients and groups. A parameter that was frozen when it
-    was given has no owner. Saving one parameter of a bucket with torch.save saves its bucket; the whole
-    `state_dict()` of a module has no more than it needs.
+    Call `step` and `add_param_group` on all ranks, with the same gradients and groups. A parameter that was
+    frozen when it was given has no owner. Saving one parameter with torch.save saves its bucket.
 
     Args:
         params: parameters, (name, parameter) pairs, or groups of them as dictionaries with own settings.
@@ -47,8 +41,7 @@ class ShardedOptimizer(Optimizer):
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError, TypeError: anything else is wrong with the arguments, or the ranks disagree about them.
-            Raised on every rank.
+        ValueError, TypeError: anything else is wrong, or the ranks disagree. Raised on every rank.
     """
 
     def __init__(
@@ -67,31 +60,28 @@ class ShardedOptimizer(Optimizer):
         # With each bucket what this rank updates in it, by the number of the group.
         self._buckets: list[tuple[BucketMemory, dict[int, list[Tensor]]]] = []
         self._frozen: list[Tensor] = []
-        self._places: dict[Tensor, int] = {}  # the address of each parameter in its bucket
+        self._addresses: dict[Tensor, int] = {}  # the address of each parameter in its bucket
         self.param_groups = []
 
         def make() -> list[Segments]:
             _check_arguments(optimizer_cls, bucket_size_mb, self._world_size)
             super(ShardedOptimizer, self).__init__(params, {})
-            dealt = self._deal(self.param_groups)
-            groups = [self._own_part(group, dealt) for group in self.param_groups]
+            partition = self._partition(self.param_groups)
+            groups = [self._own_part(group, partition) for group in self.param_groups]
             self._optimizer = optimizer_cls(groups, **kwargs)
             for group, own in zip(self.param_groups, groups, strict=True):
                 group.update(_settings(own))
             self.defaults, self.state = self._optimizer.defaults, self._optimizer.state
-            return dealt
+            return partition
 
-        told = [f"{getattr(optimizer_cls, '__name__', optimizer_cls)} {_plain(kwargs)}"]
-        self._on_all_ranks(make, [*told, f"buckets of {bucket_size_mb} MB"])
+        described = [f"{getattr(optimizer_cls, '__name__', optimizer_cls)} {_plain(kwargs)}"]
+        self._on_all_ranks(make, [*described, f"buckets of {bucket_size_mb} MB"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a ShardedOptimizer cannot be copied or pickled; allowed: its state_dict(), or "
-            "consolidated_state_dict()"
-        )
+        raise TypeError("a ShardedOptimizer cannot be copied or pickled; allowed: its state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Deal out another group's parameters as well; the shards so far stay as they are."""
+        """Partition another group's parameters as well; the shards so far stay as they are."""
         add = super().add_param_group
         if self._optimizer is None:  # called by Optimizer.__init__
             add(param_group)
@@ -99,10 +89,10 @@ class ShardedOptimizer(Optimizer):
 
         def enlarge() -> list[Segments]:
             add(param_group)
-            dealt = self._deal(self.param_groups[-1:])
+            partition = self._partition(self.param_groups[-1:])
             self._optimizer.param_groups = []  # it may be our list, and `step` brings what it needs
-            self._optimizer.add_param_group(self._own_part(param_group, dealt))
-            return dealt
+            self._optimizer.add_param_group(self._own_part(param_group, partition))
+            return partition
 
         self._on_all_ranks(enlarge, [f"group {len(self.param_groups)}"])
 
@@ -113,7 +103,7 @@ class ShardedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_places()
+        self._check_addresses()
         updated: dict[int, dict[str, Any]] = {}
         messages, all_gather = [], getattr(dist, ALL_GATHER)
         for memory, shard in self._buckets:
@@ -149,99 +139,76 @@ class ShardedOptimizer(Optimizer):
         return self._owner[parameter]
 
     def state_dict(self) -> dict[str, Any]:
-        """All groups, and the states of this rank's shard; see `consolidated_state_dict` for the whole."""
+        """All groups, and the states of this rank's shard."""
         return super().state_dict() | {"shard": [self._rank, self._world_size]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep what is of this rank's shard.
-
-        Args:
-            state_dict: this rank's own, from `state_dict()`, or a consolidated one, of any number of ranks.
-                The latter is also that of `optimizer_cls` alone.
+        """Take back what `state_dict()` of this rank gave.
 
         Raises:
             ValueError: it is another rank's, or of other groups.
         """
-        place = [self._rank, self._world_size]
-        if state_dict.get("shard", place) != place:
-            rank, world_size = state_dict["shard"]
+        if state_dict.get("shard") != [self._rank, self._world_size]:
             raise ValueError(
-                f"the state is that of rank {rank} of {world_size}; allowed: of rank {self._rank} of "
-                f"{self._world_size}, or a consolidated one"
+                f"the state is of shard {state_dict.get('shard')} (rank, ranks); allowed: "
+                f"{[self._rank, self._world_size]}, what state_dict() gave on this rank"
             )
-        names = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        own = {name for name, p in zip(names, parameters, strict=False) if self._owner.get(p) == self._rank}
-        states = {name: state for name, state in state_dict["state"].items() if name in own}
-        super().load_state_dict({"state": states, "param_groups": state_dict["param_groups"]})
+        super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
         # Its class may have to convert what an older version of it has saved.
         self._optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
-    def consolidated_state_dict(self, to: int = 0) -> dict[str, Any] | None:
-        """What the `state_dict()` of `optimizer_cls` alone would be, on the CPU of rank `to`, else None.
-
-        Call it on all ranks. It travels a shard at a time: there need not be room for all states on a GPU.
-        """
-        own, whole = super().state_dict(), {}
-        for owner in range(self._world_size):
-            shard = [tree_map_only(Tensor, Tensor.cpu, own["state"]) if owner == self._rank else None]
-            dist.broadcast_object_list(shard, src=owner)
-            if self._rank == to:
-                whole |= shard[0]
-        return own | {"state": dict(sorted(whole.items()))} if self._rank == to else None
-
-    def _on_all_ranks(self, take: Callable[[], list[Segments]], told: list[str]) -> None:
+    def _on_all_ranks(self, take: Callable[[], list[Segments]], described: list[str]) -> None:
         """Take new groups in if that succeeds on every rank and all take the same, else fail on all."""
-        count, dealt, failure = len(self.param_groups), [], None
+        count, partition, failure = len(self.param_groups), [], None
         try:
-            dealt = take()
+            partition = take()
             for group in self.param_groups[count:]:
-                told = [*told, f"group {_plain(_settings(group))}"]
-                told += [
+                described = [*described, f"group {_plain(_settings(group))}"]
+                described += [
                     f"{tuple(p.shape)} {p.dtype}" + " frozen" * (not p.requires_grad) for p in group["params"]
                 ]
         except Exception as error:
-            failure, told = error, [f"{type(error).__name__}: {error}"]
+            failure, described = error, [f"{type(error).__name__}: {error}"]
         try:
-            check_ranks_agree(told)
+            check_ranks_agree(described)
             if failure:
                 raise failure
         except Exception:
             del self.param_groups[count:]
             raise
-        self._lay_out(dealt)
+        self._lay_out(partition)
 
-    def _deal(self, groups: list[dict[str, Any]]) -> list[Segments]:
-        """Deal the trainable parameters of new groups."""
+    def _partition(self, groups: list[dict[str, Any]]) -> list[Segments]:
+        """Partition the trainable parameters of new groups."""
         _check_parameters([p for group in self.param_groups for p in group["params"]])
         trainable = [p for group in groups for p in group["params"] if p.requires_grad]
-        return deal_tensors(trainable, self._world_size, self._bucket_size_mb)
+        return partition_tensors(trainable, self._world_size, self._bucket_size_mb)
 
-    def _check_places(self) -> None:
-        """Refuse what has been changed behind the optimizer's back, as it would go wrong in silence."""
+    def _check_addresses(self) -> None:
+        """Raise if parameters were moved or unfrozen since construction: they would not be updated."""
         if any(parameter.grad is not None for parameter in self._frozen):
             raise RuntimeError(
                 "a parameter that was frozen when given has a gradient; allowed: unfrozen before it is given"
             )
-        if any(parameter.data_ptr() != place for parameter, place in self._places.items()):
+        if any(parameter.data_ptr() != place for parameter, place in self._addresses.items()):
             raise RuntimeError(
                 "a parameter is no longer where the optimizer has put it; allowed: module.to(...) and "
                 "load_state_dict(assign=True) before the optimizer is made"
             )
 
-    def _own_part(self, group: dict[str, Any], dealt: list[Segments]) -> dict[str, Any]:
-        own = {parameter for segments in dealt for parameter in segments[self._rank]}
+    def _own_part(self, group: dict[str, Any], partition: list[Segments]) -> dict[str, Any]:
+        own = {parameter for segments in partition for parameter in segments[self._rank]}
         return _settings(group) | {"params": [p for p in group["params"] if p in own]}
 
     @torch.no_grad()
-    def _lay_out(self, dealt: list[Segments]) -> None:
+    def _lay_out(self, partition: list[Segments]) -> None:
         """Move the parameters of new groups into their buckets."""
         number_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        for segments in dealt:
+        for segments in partition:
             (memory,) = allocate([segments])  # one at a time: the parameters leave their old memory
             for parameter, view in memory.views.items():
                 parameter.data = view.copy_(parameter)
-                self._places[parameter] = parameter.data_ptr()
+                self._addresses[parameter] = parameter.data_ptr()
             shard: dict[int, list[Tensor]] = {}
             for parameter in segments[self._rank]:
                 shard.setdefault(number_of[parameter], []).append(parameter)
@@ -262,8 +229,7 @@ def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -
     check_bucket_size(bucket_size_mb)
     if world_size == 1:
         raise ValueError(
-            f"the world size is 1; allowed: 2 or more (one process takes {optimizer_cls.__name__} itself, "
-            "whose state_dict is the consolidated one)"
+            f"the world size is 1; allowed: 2 or more (one process takes {optimizer_cls.__name__} itself)"
         )
 
 

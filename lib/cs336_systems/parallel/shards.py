@@ -1,4 +1,4 @@
-"""Whole tensors dealt to the ranks, and buckets in which each rank's lie side by side.
+"""Partition whole tensors over the ranks; buckets store each rank's tensors contiguously.
 
 A bucket is a flat buffer with a segment for each rank, all of one length:
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-ALIGNMENT_BYTES = 128  # of each tensor in its buffer: vectorised kernels are slow at odd addresses
+ALIGNMENT_BYTES = 128  # of each tensor in its buffer: vectorised kernels are slow at unaligned addresses
 
 # What a bucket holds: for each rank the tensors in its segment, in their order.
 Segments = list[list[Tensor]]
@@ -30,8 +30,8 @@ def padded_length(tensor: Tensor) -> int:
     return max(1, -(-tensor.numel() // step)) * step
 
 
-def deal_tensors(tensors: Iterable[Tensor], world_size: int, bucket_size_mb: float) -> list[Segments]:
-    """Deal tensors to the ranks so that in every bucket all have about as many bytes.
+def partition_tensors(tensors: Iterable[Tensor], world_size: int, bucket_size_mb: float) -> list[Segments]:
+    """Partition tensors over the ranks so that in every bucket all have about as many bytes.
 
     From the largest to the smallest, each goes into the tightest gap that it fits, between the end of a
     segment and that of the longest one of its bucket. Where there is none, the newest bucket of its dtype
@@ -81,7 +81,7 @@ def segment_bytes(segments: Segments) -> int:
 
 
 def shard_bytes(buckets: Sequence[Segments]) -> list[int]:
-    """By rank, the bytes of the tensors that it was dealt."""
+    """By rank, the bytes of its tensors."""
     return [
         sum(tensor.nbytes for segments in buckets for tensor in segments[rank])
         for rank in range(len(buckets[0]))
@@ -94,17 +94,17 @@ class BucketMemory:
     Attributes:
         whole: the flat buffer, all segments and their padding.
         segments: of each rank, its part of `whole`.
-        views: of each tensor its place, with the tensor's shape and, if it is dense, its strides.
+        views: of each tensor its slice, with the tensor's shape and, if it is dense, its strides.
     """
 
     def __init__(self, segments: Segments, whole: Tensor):
         self.whole, self.segments = whole, whole.chunk(len(segments))
         self.views: dict[Tensor, Tensor] = {}
-        for tensors, place in zip(segments, self.segments, strict=True):
+        for tensors, slice_ in zip(segments, self.segments, strict=True):
             start = 0
             for tensor in tensors:
                 strides = torch.empty_like(tensor, device="meta").stride()
-                view = place[start : start + tensor.numel()]
+                view = slice_[start : start + tensor.numel()]
                 self.views[tensor] = view.as_strided(tensor.shape, strides)
                 start += padded_length(tensor)
 

@@ -1,8 +1,7 @@
 """Tensor parallelism of a SwiGLU layer: each rank has a slice of its width, and two all-reduces join them.
 
-Shoeybi et al. 2019 (Megatron-LM), section 3: w1 and w3 are cut by output features ("column parallel"), so
-that silu and the product need nobody else's slice, and w2 by input features ("row parallel"): each rank then
-holds a term of the output, and an all-reduce adds them up. Backward is the mirror image.
+Shoeybi et al. 2019 (Megatron-LM), section 3: w1 and w3 are cut by output features ("column parallel"), and w2
+by input features ("row parallel"): each rank holds a term of the output, and an all-reduce adds them up.
 """
 
 from typing import Any
