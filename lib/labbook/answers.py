@@ -13,7 +13,7 @@ from html import escape
 import numpy as np
 import pandas as pd
 
-from labbook.frames import varying_values
+from labbook.compare import varying_values
 from labbook.labels import significant
 
 

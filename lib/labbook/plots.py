@@ -18,8 +18,8 @@ from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FixedLocator, FuncFormatter
 
 from labbook import figure, labels
+from labbook.compare import compared, key_columns, require_one_row_each
 from labbook.figure import Drawing, plain_numbers, plot, sheet
-from labbook.frames import compared, key_columns, require_one_row_each
 from labbook.labels import STATUS_LABELS, column_label, ordered, significant, value_label
 from labbook.style import BLUE, INK, MUTED, PAPER, VERMILLION, ZONE, machine_looks, palette
 

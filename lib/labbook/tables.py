@@ -7,7 +7,7 @@ from html import escape
 
 import pandas as pd
 
-from labbook.frames import require_one_row_each
+from labbook.compare import require_one_row_each
 from labbook.labels import MISSING, STATUS_LABELS, column_label, ordered, value_label
 
 NO_LINES = "no rows yet"

@@ -36,7 +36,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import labbook
 from labbook.files import committed
-from labbook.frames import key_columns
+from labbook.compare import key_columns
 from labbook.rows import TABLES
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"

@@ -1,7 +1,7 @@
 """Are the tests any good? Plants bugs in a copy of the repository, one at a time: does a test fail?
 
     python -m tests.planted                                     a few bugs in each of MODULES; takes long
-    python -m tests.planted lib/labbook/frames.py --bugs 30     more of them in one
+    python -m tests.planted lib/labbook/compare.py --bugs 30     more of them in one
 
 A bug is a comparison turned round, another operator, a number that is one larger, or a statement left out.
 Not each changes what the code does (a limit, a message): those that survive are for a person to look at.
@@ -38,7 +38,7 @@ MODULES = {
     "lib/cs336_systems/parallel/ddp.py": "",
     "lib/cs336_systems/parallel/sharded_optimizer.py": "",
     "lib/labbook/bench.py": "",
-    "lib/labbook/frames.py": "tests/labbook/test_compare.py",
+    "lib/labbook/compare.py": "",
     "lib/labbook/rows.py": "",
     "lib/labbook/book/batch.py": "",
     "lib/labbook/book/parameters.py": "",
