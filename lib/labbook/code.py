@@ -13,10 +13,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -37,7 +38,11 @@ def of_notebook(path: Path) -> dict[str, str]:
     Of a notebook that saves none: of all that it executes.
     """
     sources, parameters = _code_cells(path, path.stat().st_mtime_ns)
-    return _behind(sources, parameters, range(len(sources))) or _behind_all(sources)
+    if found := _behind(sources, parameters, range(len(sources))):
+        return found
+    walk = _Walk()
+    digest = walk.follow_statements(each.said for source in sources for each in _cell(source))
+    return {**dict(sorted(walk.found.items())), "its cells": digest}
 
 
 def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str, str]:
@@ -60,7 +65,7 @@ def of_module(name: str) -> dict[str, str]:
     return walk.found
 
 
-def parameter_names(path: Path) -> frozenset[str]:
+def parameter_names(path: Path) -> set[str]:
     """The names that the parameters cell of a notebook binds."""
     return _code_cells(path, path.stat().st_mtime_ns)[1]
 
@@ -102,143 +107,110 @@ class _Said:
     saves: list[str] = field(default_factory=list)
     has_functions: bool = False
 
-    def add(self, other: "_Said") -> None:
-        """Of what both say, that which is hashed and followed."""
-        self.text += other.text
-        self.imports += other.imports
-        self.named |= other.named
-        for name, chains in other.uses.items():
-            self.uses.setdefault(name, set()).update(chains)
-
     def digest(self) -> str:
         return hashlib.sha256("".join(self.text).encode()).hexdigest()[:12]
 
 
-def _read(nodes: Iterable[ast.AST], package: str = "") -> _Said:
-    """package: the one that the code is in, for relative imports."""
-    reader = _Reader(package)
-    for node in nodes:
-        reader.visit(node, frozenset())
-    return reader.said
+def _read(
+    node: Any, package: str = "", own: frozenset[str] = frozenset(), said: _Said | None = None
+) -> _Said:
+    """What a part of a syntax tree says.
+
+    Args:
+        package: the one that the code is in, for relative imports.
+        own: names that the code around it has bound itself.
+        said: what is added to.
+    """
+    said = said or _Said()
+    if not isinstance(node, ast.AST):
+        said.text.append(f"{node!a};")
+    elif chain := _chain(node):
+        said.text.append(f"{chain};")
+        root, _, attributes = chain.partition(".")
+        is_read = isinstance(node.ctx, ast.Load)
+        if root not in own and (attributes or is_read):
+            said.uses.setdefault(root, set()).add(attributes)
+        if root not in own and (not is_read or attributes.rpartition(".")[2] in _MUTATORS):
+            (said.keeps if attributes else said.binds).add(root)
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        said.imports += (imports := _imports(node, package))
+        said.text.append(f"{imports};")
+        said.named.update(alias.name for alias in node.names if isinstance(node, ast.Import))
+        said.binds.update(bound for bound, _, _ in imports)
+    else:
+        _read_fields(node, package, own, said)
+    return said
 
 
-class _Reader:
-    """Collects what parts of a syntax tree say. `own`: names that a part has bound itself."""
-
-    def __init__(self, package: str) -> None:
-        self.said, self._package = _Said(), package
-
-    def visit(self, node: Any, own: frozenset[str]) -> None:
-        said = self.said
-        if isinstance(node, ast.Name):
-            said.text.append(f"{node.id};")
-            if node.id not in own and isinstance(node.ctx, ast.Load):
-                said.uses.setdefault(node.id, set()).add("")
-            elif node.id not in own:
-                said.binds.add(node.id)
-        elif isinstance(node, ast.Attribute) and (chain := _chain(node)):
-            said.text.append(f"{chain};")
-            root, _, attributes = chain.partition(".")
-            if root not in own:
-                said.uses.setdefault(root, set()).add(attributes)
-                said.keeps.update(
-                    [root] if not isinstance(node.ctx, ast.Load) or node.attr in _MUTATORS else []
-                )
-        elif isinstance(node, ast.Constant):
-            said.text.append(f"{node.value!a};")
-            if isinstance(node.value, str) and "." in node.value:
-                said.named.update(_MODULE_NAME.findall(node.value))
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            imports, named = _imports(node, self._package)
-            said.text.append(f"{imports};")
-            said.imports += imports
-            said.named |= named
-            said.binds.update(bound for bound, _, _ in imports)
-        elif isinstance(node, ast.AST):
-            self._visit_fields(node, own)
-        else:
-            said.text.append(f"{node!a};")
-
-    def _visit_fields(self, node: ast.AST, own: frozenset[str]) -> None:
-        said, inner = self.said, own | _bound_inside(node)
-        said.text.append(f"{type(node).__name__}(")
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            said.binds |= {node.name} - own
-        elif isinstance(node, ast.For | ast.With):
-            said.binds |= inner - own
-        said.has_functions |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        if (
-            isinstance(node, ast.Call)
-            and (name := getattr(node.func, "attr", getattr(node.func, "id", ""))) in _SAVES
-        ):
-            texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
-            said.saves.append(str(texts[0]) if texts and name != "save_rows" else "rows")
-        if (
-            isinstance(node, ast.Subscript)
-            and isinstance(node.value, ast.Name)
-            and not isinstance(node.ctx, ast.Load)
-        ):
-            said.keeps.add(node.value.id)
-        for name in node._fields:
-            value = getattr(node, name, None)
-            if name in _CHANGES_NOTHING or value is None or value == []:
-                continue
-            said.text.append(f"{name}=")
-            if isinstance(node, ast.JoinedStr):
-                value = _literals_joined(value)
-            elif name == "body" and _is_documented(node):
-                value = value[1:]
-            within = own if name in ("iter", "args", "decorator_list") else inner
-            for each in value if isinstance(value, list) else [value]:
-                self.visit(each, within)
-                if name in ("body", "orelse", "finalbody"):  # what follows in a block uses what it has bound
-                    within |= _assigned(each)
-        if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
-            self.visit(node.generators[0].iter, own)
-        said.text.append(")")
+def _read_fields(node: ast.AST, package: str, own: frozenset[str], said: _Said) -> None:
+    inner = own | _bound_inside(node)
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        said.binds |= {node.name} - own
+    elif isinstance(node, ast.For | ast.With):
+        said.binds |= inner - own
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        said.named.update(_MODULE_NAME.findall(node.value))
+    elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        said.keeps.update({_chain(node.value).partition(".")[0]} - {""})
+    elif isinstance(node, ast.Call) and (_chain(node.func).rpartition(".")[2] in _SAVES):
+        texts = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
+        said.saves.append(texts[0] if texts else "rows")
+    said.has_functions |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+    said.text.append(f"{type(node).__name__}(")
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if name in _CHANGES_NOTHING or value is None or value == []:
+            continue
+        if isinstance(node, ast.JoinedStr):
+            value = _literals_joined(value)
+        elif name == "body" and isinstance(value, list) and _is_docstring(value[0]):
+            value = value[1:]
+        said.text.append(f"{name}=")
+        within = own if name in ("iter", "args", "decorator_list") else inner
+        for each in value if isinstance(value, list) else [value]:
+            _read(each, package, within, said)
+            if name in ("body", "orelse", "finalbody") and isinstance(each, ast.Assign):
+                within |= _stored(*each.targets)  # what follows in the block uses this
+    if hasattr(node, "generators"):  # what the first one goes over belongs to the code around
+        _read(node.generators[0].iter, package, own, said)
+    said.text.append(")")
 
 
 def _bound_inside(node: ast.AST) -> frozenset[str]:
-    """The names of a scope, of a loop or of a `with` that its parts find bound."""
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
-            inside = list(ast.walk(node))
-            shared = {
-                name for each in inside if isinstance(each, ast.Global | ast.Nonlocal) for name in each.names
-            }
-            names = _stored(inside) | {each.arg for each in inside if isinstance(each, ast.arg)}
-            return frozenset(names - shared)
-        case ast.ListComp() | ast.SetComp() | ast.DictComp() | ast.GeneratorExp():
-            targets = [each.target for each in node.generators]
-        case ast.For():
-            targets = [node.target]
-        case ast.With():
-            targets = [each.optional_vars for each in node.items if each.optional_vars]
-        case _:
-            return frozenset()
-    return frozenset(_stored(each for target in targets for each in ast.walk(target)))
+    """The names of a scope, a loop or a `with` that its parts find bound."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        shared = (each.names for each in ast.walk(node) if isinstance(each, ast.Global | ast.Nonlocal))
+        return _stored(node.args, *node.body).difference(*shared)
+    if isinstance(node, ast.With):
+        return _stored(*(each.optional_vars for each in node.items if each.optional_vars))
+    if isinstance(node, ast.Lambda | ast.For):
+        return _stored(getattr(node, "target", None) or node.args)
+    return _stored(*(each.target for each in getattr(node, "generators", ())))
 
 
-def _assigned(node: ast.AST) -> frozenset[str]:
-    """The names that a statement surely binds."""
-    targets = node.targets if isinstance(node, ast.Assign) else []
-    return frozenset(_stored(each for target in targets for each in ast.walk(target)))
+def _stored(*nodes: ast.AST) -> frozenset[str]:
+    """The names that parts of a syntax tree bind, without those of scopes inside them."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.arg | ast.FunctionDef | ast.ClassDef):
+            found.add(getattr(node, "arg", None) or node.name)
+        elif not isinstance(node, ast.Lambda) and not hasattr(node, "generators"):
+            found |= _stored(*ast.iter_child_nodes(node))
+    return frozenset(found)
 
 
-def _stored(nodes: Iterable[ast.AST]) -> set[str]:
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-
-
-def _chain(node: ast.expr) -> str:
-    """ "a.b.c" of an attribute of a name, else ""."""
+def _chain(node: ast.AST) -> str:
+    """ "a.b.c" of an attribute of a name, "a" of a name, else ""."""
     if isinstance(node, ast.Attribute):
         return f"{before}.{node.attr}" if (before := _chain(node.value)) else ""
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _is_documented(node: ast.AST) -> bool:
-    has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    return has_docstring and ast.get_docstring(node, clean=False) is not None
+def _is_docstring(node: ast.AST) -> bool:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def _literals_joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
@@ -252,15 +224,14 @@ def _literals_joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
     return parts
 
 
-def _imports(node: ast.Import | ast.ImportFrom, package: str) -> tuple[list[tuple[str, str, str]], set[str]]:
-    if isinstance(node, ast.Import):
-        pairs = [(alias.asname or alias.name.partition(".")[0], alias) for alias in node.names]
-        named = {alias.name for alias in node.names}
-        return [(bound, alias.name if alias.asname else bound, "") for bound, alias in pairs], named
-    parts = package.split(".")
-    up = parts[: len(parts) + 1 - node.level] if node.level else []
-    module = ".".join([*up, *filter(None, [node.module])])
-    return [(alias.asname or alias.name, module, alias.name) for alias in node.names], set()
+def _imports(node: ast.Import | ast.ImportFrom, package: str) -> list[tuple[str, str, str]]:
+    if isinstance(node, ast.ImportFrom):
+        parts = package.split(".")
+        up = parts[: len(parts) + 1 - node.level] if node.level else []
+        module = ".".join([*up, *filter(None, [node.module])])
+        return [(alias.asname or alias.name, module, alias.name) for alias in node.names]
+    names = [(alias.asname or alias.name.partition(".")[0], alias) for alias in node.names]
+    return [(bound, alias.name if alias.asname else bound, "") for bound, alias in names]
 
 
 # Modules.
@@ -284,25 +255,22 @@ def _load(module: str, path: Path) -> tuple[_Said, dict[str, tuple[str, str]]]:
 @cache
 def _loaded(module: str, path: Path, *_: int) -> tuple[_Said, dict[str, tuple[str, str]]]:
     """A file, and, of a package's __init__, what it only hands on: name -> (module, name)."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree, exports = ast.parse(path.read_text(encoding="utf-8")), {}
     if path.name != "__init__.py":
-        return _read([tree], module.rpartition(".")[0]), {}
-    exports: dict[str, tuple[str, str]] = {}
+        return _read(tree, module.rpartition(".")[0]), exports
     for node in tree.body[:]:
         assigned = ast.unparse(node).partition(" =")[0] if isinstance(node, ast.Assign) else ""
-        tables = [each for each in ast.walk(node) if isinstance(each, ast.Dict)] if assigned else []
         if isinstance(node, ast.ImportFrom):
-            exports |= {bound: (source, name) for bound, source, name in _imports(node, module)[0]}
-        elif tables and assigned in ("_EXPORTS", "__getattr__, __all__"):
-            for source, names in ast.literal_eval(tables[0]).items():
+            exports |= {bound: (source, name) for bound, source, name in _imports(node, module)}
+        elif assigned in ("_EXPORTS", "__getattr__, __all__"):
+            table = next(each for each in ast.walk(node) if isinstance(each, ast.Dict))
+            for source, names in ast.literal_eval(table).items():
                 exports |= {name: (f"{module}.{source}", name) for name in names.split()}
         elif assigned != "__all__":
             continue
         tree.body.remove(node)
-    said = _read([tree], module)
-    said.imports += [
-        (bound, *exports[bound]) for bound in exports if bound in said.uses
-    ]  # it uses these itself
+    said = _read(tree, module)
+    said.imports += [(name, *exports[name]) for name in exports if name in said.uses]  # it uses these itself
     return said, exports
 
 
@@ -323,11 +291,24 @@ class _Walk:
                 text = text.rpartition(".")[0]
             self.follow_module(text, whole=text not in _PACKAGES)
 
+    def follow_statements(self, statements: Iterable[_Said]) -> str:
+        """What all of them use; returns their digest."""
+        whole = _Said()
+        for said in statements:
+            whole.text += said.text
+            whole.imports += said.imports
+            whole.named |= said.named
+            for name, chains in said.uses.items():
+                whole.uses.setdefault(name, set()).update(chains)
+        self.follow(whole)
+        return whole.digest()
+
     def follow_chain(self, module: str, chain: str) -> None:
         """What `module.a.b` is, the chain being "a.b"; the module itself, handed on, where there is none."""
         path, (name, _, rest) = _find(module), chain.partition(".")
-        self.follow_module(module, whole=name in ("", "*") or path is None or path.name != "__init__.py")
-        if path is None or path.name != "__init__.py" or name in ("", "*"):
+        is_package = path is not None and path.name == "__init__.py"
+        self.follow_module(module, whole=not is_package or name in ("", "*"))
+        if not is_package or name in ("", "*"):
             return
         said, exports = _load(module, path)
         if _find(f"{module}.{name}"):
@@ -359,104 +340,86 @@ class _Walk:
 # Notebooks.
 
 
-@dataclass(frozen=True)
-class _Statement:
+class _Statement(NamedTuple):
     """A statement of a cell. binds: names that it surely gives a value. changes: other names, perhaps."""
 
-    cell: int
     said: _Said
     binds: set[str]
     changes: set[str]
 
 
 @cache
-def _code_cells(path: Path, _: int) -> tuple[list[str], frozenset[str]]:
+def _code_cells(path: Path, _: int) -> tuple[list[str], set[str]]:
     """The sources of a notebook's code cells, and the names of its parameters."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    code = [("".join(c["source"]), c["metadata"].get("tags", [])) for c in cells if c["cell_type"] == "code"]
-    parameters = (
-        name for source, tags in code if "parameters" in tags for each in _cell(source) for name in each[1]
+    cells = [
+        cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"
+    ]
+    sources = ["".join(cell["source"]) for cell in cells]
+    tagged = (
+        s for s, cell in zip(sources, cells, strict=True) if "parameters" in cell["metadata"].get("tags", ())
     )
-    return [source for source, _ in code], frozenset(parameters)
+    return sources, {name for source in tagged for each in _cell(source) for name in each.binds}
 
 
 @cache
-def _cell(source: str) -> list[tuple[_Said, set[str], set[str]]]:
-    """What each statement of a cell says, binds and changes. Lines for IPython are no code."""
-    try:
-        body = ast.parse(re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)).body
-    except SyntaxError:
-        return []
-    return [part for node in body for part in _parts(node)]
-
-
-def _parts(node: ast.stmt) -> Iterator[tuple[_Said, set[str], set[str]]]:
-    said = _read([node])
-    if isinstance(node, ast.Import | ast.ImportFrom):  # each name by itself: the other names do not matter
-        for one in said.imports:
-            yield _Said([f"{one};"], [one], named=set() if one[2] else said.named), {one[0]}, set()
-    elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-        yield said, {node.name}, set()
-    elif isinstance(node, ast.Assign | ast.AnnAssign):
-        yield said, said.binds, said.keeps
-    else:
-        yield said, set(), said.binds | said.keeps
+def _cell(source: str) -> list[_Statement]:
+    """The statements of a cell. Lines for IPython are no code."""
+    found = []
+    with suppress(SyntaxError):
+        for node in ast.parse(re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)).body:
+            said = _read(node)
+            if isinstance(node, ast.Import | ast.ImportFrom):  # each name by itself: others do not matter
+                alone = [(one, _Said([f"{one};"], [one], named=said.named)) for one in said.imports]
+                found += [_Statement(each, {one[0]}, set()) for one, each in alone]
+            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.append(_Statement(said, {node.name}, set()))
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                found.append(_Statement(said, said.binds, said.keeps))
+            else:
+                found.append(_Statement(said, set(), said.binds | said.keeps))
+    return found
 
 
 def _behind(sources: Sequence[str], parameters: Iterable[str], cells: Iterable[int]) -> dict[str, str]:
     """What the statements that save rows in these cells depend on; also calls of functions that save."""
-    statements = [_Statement(cell, *part) for cell, source in enumerate(sources) for part in _cell(source)]
-    saving: dict[str, list[str]] = {}  # the tables of functions that save
-    found: dict[int, tuple[set[int], list[str]]] = {}
-    for place, each in enumerate(statements):
-        tables = each.said.saves + [table for name in each.said.uses for table in saving.get(name, ())]
-        if each.said.has_functions and each.binds and tables:
-            saving |= dict.fromkeys(each.binds, tables)
-        elif tables and each.cell in cells:
-            places, names = found.setdefault(each.cell, (set(), []))
-            places |= _needed(statements, place, set(parameters))
-            names += tables
-    walk = _Walk()
-    for places, tables in found.values():
-        whole = _Said()
-        for place in sorted(places):
-            whole.add(statements[place].said)
-        walk.follow(whole)
-        walk.found[f"the cell that saves {', '.join(dict.fromkeys(tables))} #{whole.digest()[:6]}"] = (
-            whole.digest()
-        )
+    walk, before, saving = _Walk(), [], {}  # saving: the tables of functions that save
+    for cell, source in enumerate(sources):
+        places, found = set(), []
+        for each in _cell(source):
+            tables = each.said.saves + [table for name in each.said.uses for table in saving.get(name, ())]
+            before.append(each)
+            if each.said.has_functions and each.binds and tables:
+                saving |= dict.fromkeys(each.binds, tables)
+            elif tables and cell in cells:
+                places |= _needed(before, set(parameters))
+                found += tables
+        if places:
+            digest = walk.follow_statements(before[place].said for place in sorted(places))
+            walk.found[f"the cell that saves {', '.join(dict.fromkeys(found))} #{digest[:6]}"] = digest
     return dict(sorted(walk.found.items()))
 
 
-def _behind_all(sources: Iterable[str]) -> dict[str, str]:
-    walk, whole = _Walk(), _Said()
-    for said, _, _ in (part for source in sources for part in _cell(source)):
-        whole.add(said)
-    walk.follow(whole)
-    return dict(sorted(walk.found.items())) | {"its cells": whole.digest()}
-
-
-def _needed(statements: list[_Statement], last: int, parameters: set[str]) -> set[int]:
-    """The places of a statement and of all that bind what it uses, and so on, without parameters' values."""
-    needed, waiting = set(), [last]
+def _needed(statements: list[_Statement], parameters: set[str]) -> set[int]:
+    """The places of the last statement and of all that bind what it uses, and so on; no parameters."""
+    last, needed = len(statements) - 1, set()
+    waiting = [last]
     while waiting:
         if (place := waiting.pop()) not in needed:
             needed.add(place)
-            said = statements[place].said
-            for before in {
-                place,
-                last if said.has_functions else place,
-            }:  # functions look their names up later
-                waiting += [each for name in said.uses for each in _binders(statements, name, before)]
-    values = {place for place in needed if (each := statements[place]).binds and each.binds <= parameters}
-    return needed - {place for place in values if not statements[place].said.uses}
+            said = statements[place].said  # whose functions look their names up when they are called
+            for before in {place, last if said.has_functions else place}:
+                waiting += [each for name in said.uses for each in _binders(statements[:before], name)]
+    return {
+        place
+        for place in needed
+        if statements[place].said.uses or not statements[place].binds or statements[place].binds - parameters
+    }
 
 
-def _binders(statements: list[_Statement], name: str, before: int) -> Iterator[int]:
+def _binders(statements: list[_Statement], name: str) -> Iterator[int]:
     """The last statement that binds a name, and those that may have changed it since."""
-    for place in range(before - 1, -1, -1):
-        if name in statements[place].binds:
+    for place, each in reversed(list(enumerate(statements))):
+        if name in each.binds or name in each.changes:
             yield place
+        if name in each.binds:
             return
-        if name in statements[place].changes:
-            yield place

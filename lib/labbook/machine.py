@@ -27,12 +27,8 @@ from labbook.timing import matmul_precision, release_memory, resolve_device, tim
 
 GIB = 2**30
 SAMPLED_EVERY_MS = 100
-_DTYPES = {
-    "float32": torch.float32,
-    "tf32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+_DTYPES = {"float32": torch.float32, "tf32": torch.float32}
+_DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import math
 import numbers
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
@@ -34,6 +34,7 @@ from labbook.files import (
 )
 
 Row = dict[str, Any]
+Fields = dict[str, str]  # a row as text
 
 STATUSES = ("ok", "oom", "skipped", "error")
 PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
@@ -65,35 +66,27 @@ class Table:
         return {**self.keys, **self.values, **dict.fromkeys(("status", "reason", "run"), "text")}
 
 
-def _declared() -> tuple[dict[str, Table], dict[str, list[str]], dict[str, str], dict[str, tuple[str, ...]]]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    said = yaml.load((NOTEBOOKS / "tables.yaml").read_text(encoding="utf-8"), loader)
-
-    def words(text: str) -> list[str]:
-        return [
-            w
-            for word in text.split()
-            for w in (words(said["shared"][word[1:]]) if word[0] == "$" else [word])
-        ]
-
-    def columns(text: str, default: str) -> dict[str, str]:
-        parts = (word.partition(":") for word in words(text))
-        return {name: type_ or default for name, _, type_ in parts}
-
-    tables = {
-        name: Table(
-            columns(table["keys"], "text"),
-            columns(table["values"], "float"),
-            tuple(columns(table.get("group", ""), "")),
-        )
-        for name, table in said["tables"].items()
-    }
-    shared = {name: tuple(columns(text, "")) for name, text in said["shared"].items()}
-    return tables, {"status": list(STATUSES), **said["allowed"]}, said["columns"], shared
+def _words(text: str) -> list[str]:
+    """The words of a declaration, with those that stand for several."""
+    several = [_words(DECLARED["shared"][word[1:]]) if word[0] == "$" else [word] for word in text.split()]
+    return [word for words in several for word in words]
 
 
-# Tables; the only values of some columns, in their order; what columns say; columns that tables share.
-TABLES, ALLOWED, DESCRIPTIONS, SHARED = _declared()
+def columns(text: str, default: str = "text") -> dict[str, str]:
+    """The types of declared columns: "name name:int", by name."""
+    parts = (word.partition(":") for word in _words(text))
+    return {name: type_ or default for name, _, type_ in parts}
+
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first where libyaml is there
+DECLARED = yaml.load((NOTEBOOKS / "tables.yaml").read_text(encoding="utf-8"), _LOADER)
+TABLES = {
+    name: Table(
+        columns(each["keys"]), columns(each["values"], "float"), tuple(columns(each.get("group", "")))
+    )
+    for name, each in DECLARED["tables"].items()
+}
+ALLOWED: dict[str, Sequence[str]] = {"status": STATUSES, **DECLARED["allowed"]}
 KEYS = tuple(dict.fromkeys(name for table in TABLES.values() for name in table.keys))
 VALUES = tuple(dict.fromkeys(name for table in TABLES.values() for name in table.values))
 # Of the tables with times: what is equal in all passes of one measurement.
@@ -126,26 +119,26 @@ def save_rows(
     machine = machine or here.machine_card().slug
     path = _path(figures_dir(), machine, slug, table)
     schema, where = TABLES[table], _name(path)
-    records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else list(rows)
-    for number, record in enumerate(records):
-        if record.get("machine", machine) != machine:
-            told = f"machine is {record['machine']!r}; allowed in this folder: {machine!r}"
-            raise RowError(f"{where}, rows[{number}]: {told}")
-    batch = [checked(row, table, f"{where}, rows[{number}]") for number, row in enumerate(records)]
+    records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
+    batch = [checked(row, table, f"{where}, rows[{i}]", machine) for i, row in enumerate(records)]
     _check_batch(batch, schema, where)
-    _check_gpu(machine, where)
+    gpus = here.gpu_names()
+    gpu = here.load_card(machine).gpu if here.card_path(machine).exists() else gpus[0]
+    if gpu not in gpus:
+        raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {', '.join(gpus)}")
     if not batch:
         return path
     make_folder(path.parent)
     with locked(path.parent.parent):
         before = _read(path, table)
+        run = run or runs.current(machine, slug)
         if any("run" not in row for row in batch):
-            run = run or runs.current(machine, slug)
             run.write()
-            batch = [row if "run" in row else row | {"run": run.name} for row in batch]
-        fields = [{name: _format(value) for name, value in row.items()} for row in batch]
-        after = _merged(before, fields, schema)
-        write_atomically(path, _csv(after, schema))
+        fields = [{name: _format(each) for name, each in ({"run": run.name} | row).items()} for row in batch]
+        after = _merged(before.values(), fields, schema)
+        text = io.StringIO(newline="")
+        csv.writer(text, lineterminator="\n").writerows([schema.types, *(row.values() for row in after)])
+        write_atomically(path, text.getvalue())
         gone = {row["run"] for row in before.values()} - {row["run"] for row in after}
         runs.remove_unused(machine, gone - {""})
     return path
@@ -163,7 +156,7 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     path = find(*_path(Path(), machine, slug, table).parts)
     schema, lines = TABLES[table], _read(path, table)
     text = pd.DataFrame(lines.values(), columns=list(schema.types), dtype=object)
-    columns = {}
+    typed = {}
     for column, kind in schema.types.items():
         values: dict[str, Any] = {}
         for field in text[column].unique():
@@ -172,8 +165,11 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
             except ValueError as error:
                 line = list(lines)[(text[column] == field).idxmax()]
                 raise RowError(f"{_name(path)}, line {line}: {column} is {field!r}; {error}") from None
-        columns[column] = _series([values[field] for field in text[column]], kind)
-    frame = pd.DataFrame(columns).iloc[_order(text.to_dict("records"), schema)]
+        dtype = {"int": int, "bool": bool, "text": object}.get(kind, float)
+        if None in values.values() and kind in ("int", "bool"):
+            dtype = float if kind == "int" else object
+        typed[column] = pd.Series([values[field] for field in text[column]], dtype=dtype)
+    frame = pd.DataFrame(typed).iloc[_order(text.to_dict("records"), schema)]
     return frame.assign(machine=pd.Series(machine, frame.index, dtype=object)).reset_index(drop=True)
 
 
@@ -243,7 +239,7 @@ def _format(value: Any) -> str:
     return format(value, ".9g") if isinstance(value, float) else str(value)
 
 
-def checked(record: Mapping[str, Any], table: str, where: str) -> Row:
+def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> Row:
     """The record with each value as its column stores it; empty ones are left out.
 
     An empty value may be given for a column that only other tables have.
@@ -252,6 +248,8 @@ def checked(record: Mapping[str, Any], table: str, where: str) -> Row:
         RowError: one sentence: where, what was given, what is allowed.
     """
     types, row = TABLES[table].types, {"status": "ok"}
+    if (given := record.get("machine", machine)) != machine:
+        raise RowError(f"{where}: machine is {given!r}; allowed in this folder: {machine!r}")
     for name, given in record.items():
         if name in types:
             try:
@@ -293,14 +291,6 @@ def _check_batch(rows: list[Row], table: Table, where: str) -> None:
         seen.add(key)
     for error in pass_order_errors(rows):
         raise RowError(f"{where}: {error}")
-
-
-def _check_gpu(machine: str, where: str) -> None:
-    """Refuse to save as a machine's what was measured on another GPU than its card names."""
-    gpus = here.gpu_names()
-    gpu = here.load_card(machine).gpu if here.card_path(machine).exists() else gpus[0]
-    if gpu not in gpus:
-        raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {', '.join(gpus)}")
 
 
 def _described(row: Mapping[str, Any], columns: Iterable[str]) -> str:
@@ -361,7 +351,7 @@ def _name(path: Path) -> str:
     return "/".join(path.parts[-3:])
 
 
-def _read(path: Path, table: str) -> dict[int, dict[str, str]]:
+def _read(path: Path, table: str) -> dict[int, Fields]:
     """The fields of a file, as text, by the number of their line; of several rows with one key the last."""
     name, schema = _name(path), TABLES[table]
     if not path.exists():
@@ -375,7 +365,7 @@ def _read(path: Path, table: str) -> dict[int, dict[str, str]]:
         allowed = ", ".join(schema.types)
         raise RowError(f"{name}, line 1: the columns are {', '.join(header)}; allowed: {allowed}; {_REPAIR}")
     rows: dict[tuple, int] = {}
-    found: dict[int, dict[str, str]] = {}
+    found: dict[int, Fields] = {}
     for number, fields in enumerate(lines, start=2):
         if len(fields) != len(header):
             told = f"{len(fields)} fields for {len(header)} columns"
@@ -387,26 +377,16 @@ def _read(path: Path, table: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def _merged(
-    before: dict[int, dict[str, str]], rows: list[dict[str, str]], schema: Table
-) -> list[dict[str, str]]:
+def _merged(before: Iterable[Fields], rows: list[Fields], schema: Table) -> list[Fields]:
     """The rows of a file after new ones replaced those of their key, or of their group; sorted."""
     by = schema.group or tuple(schema.keys)
     replaced = {tuple(row.get(name, "") for name in by) for row in rows}
-    kept = [row for row in before.values() if tuple(row[name] for name in by) not in replaced]
+    kept = [row for row in before if tuple(row[name] for name in by) not in replaced]
     after = kept + [dict.fromkeys(schema.types, "") | row for row in rows]
     return [after[place] for place in _order(after, schema)]
 
 
-def _csv(rows: Iterable[Mapping[str, str]], schema: Table) -> str:
-    text = io.StringIO(newline="")
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(schema.types)
-    writer.writerows(row.values() for row in rows)
-    return text.getvalue()
-
-
-def _order(rows: list[dict[str, str]], schema: Table) -> list[int]:
+def _order(rows: list[Fields], schema: Table) -> list[int]:
     """The places of the rows sorted by their keys: empty first, numbers by size, listed values as listed."""
     ranks = {
         name: {field: _rank(name, kind, field) for field in {row[name] for row in rows}}
@@ -421,11 +401,3 @@ def _rank(column: str, kind: str, field: str) -> tuple:
     with suppress(ValueError):
         return (1, float(field)) if kind in ("int", *_DIGITS) else (bool(field), field)
     return (0,)
-
-
-def _series(values: list, kind: str) -> pd.Series:
-    """Parsed values in a plain numpy dtype: whole numbers with gaps are floats, other gaps None."""
-    dtype = {"int": int, "bool": bool, "text": object}.get(kind, float)
-    if None in values and kind in ("int", "bool"):
-        dtype = float if kind == "int" else object
-    return pd.Series(values, dtype=dtype)

@@ -19,6 +19,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+import torch.distributed as dist
 
 from labbook import code
 from labbook import machine as here
@@ -50,10 +51,6 @@ class Record:
     kernels: str = ""  # of a run from before code was recorded: a digest of attention's kernels
     historical: str = ""  # why its rows cannot be measured again with this repository
 
-    def begun(self) -> datetime:
-        """When it saved its first rows."""
-        return datetime.fromisoformat(self.measured_at[0])
-
 
 class Run:
     """The run that this process measures in.
@@ -80,13 +77,24 @@ class Run:
     def write(self) -> None:
         """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
         now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
-        if self._record is None:
-            self._record = _described(self, now)
-        self._record.measured_at[1:] = [now]
-        self._record.code |= self._executed()
-        self._record.code = dict(sorted(self._record.code.items()))
-        text = json.dumps(asdict(self._record), indent=1, default=str)
+        self._record = record = self._record or self._described(now)
+        record.measured_at[1:] = [now]
+        record.code = dict(sorted((record.code | self._executed()).items()))
+        text = json.dumps(asdict(record), indent=1, default=str)
         write_atomically(_path(figures_dir(), self.machine, self.name), text + "\n")
+
+    def _described(self, now: str) -> Record:
+        """The part of a record that does not change during its run."""
+        card = here.load_card(self.machine) if here.card_path(self.machine).exists() else None
+        gpu = card.gpu if card else here.gpu_names()[0]
+        about = {"slug": self.slug, "machine": self.machine, "gpu": gpu, "torch": torch.__version__}
+        about |= {"triton": here.triton_version(), "python": platform.python_version()}
+        about |= {"settings": _settings(), "measured_at": [now], "parameters": self._parameters}
+        about |= {"commit": os.environ.get("LABBOOK_COMMIT") or git_commit(PROJECT)}
+        if gpu != "none" and torch.cuda.is_available():
+            nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
+            about |= {"cuda": torch.version.cuda or "", "nccl": nccl, "gpu_state": _gpu_state()}
+        return Record(self.name, **about)
 
 
 _current: dict[str, Run] = {}  # by machine; the last one begun
@@ -153,29 +161,6 @@ def remove_unused(machine: str, names: Iterable[str]) -> None:
 
 def _path(root: Path, machine: str, name: str) -> Path:
     return root / machine / "runs" / f"{name}.json"
-
-
-def _described(run: Run, now: str) -> Record:
-    """The part of a record that does not change during its run."""
-    card = here.load_card(run.machine) if here.card_path(run.machine).exists() else None
-    gpu = card.gpu if card else here.gpu_names()[0]
-    on_gpu = gpu != "none" and torch.cuda.is_available()
-    return Record(
-        run=run.name,
-        slug=run.slug,
-        machine=run.machine,
-        gpu=gpu,
-        torch=torch.__version__,
-        triton=here.triton_version(),
-        python=platform.python_version(),
-        cuda=torch.version.cuda or "",
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",
-        gpu_state=_gpu_state() if on_gpu else {},
-        settings=_settings(),
-        commit=os.environ.get("LABBOOK_COMMIT") or git_commit(PROJECT),
-        measured_at=[now],
-        parameters=run._parameters,
-    )
 
 
 def _settings() -> dict[str, str]:

@@ -190,9 +190,7 @@ CELLS = [
 )
 def test_of_a_notebook_counts_what_its_saving_cells_use(tmp_path, cell, old, new, matters):
     if matters is None:  # the bounds of a slice are told apart
-        assert (
-            code._read([code.ast.parse("x[1:]")]).digest() != code._read([code.ast.parse("x[:1]")]).digest()
-        )
+        assert code._read(code.ast.parse("x[1:]")).digest() != code._read(code.ast.parse("x[:1]")).digest()
         return
     before = code.of_notebook(notebook(tmp_path, *CELLS))
     assert old in CELLS[cell]
@@ -238,7 +236,7 @@ class C(int, metaclass=type):
 match x:
     case {"a": [1, *_], **r} | C(b=2): pass
 ''')
-print(code._read([tree]).digest())
+print(code._read(tree).digest())
 """
 
 

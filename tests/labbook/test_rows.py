@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from labbook.files import REPOSITORY_FIGURES, committed
 from labbook.rows import (
     ALLOWED,
-    DESCRIPTIONS,
+    DECLARED,
     TABLES,
     RowError,
     load_rows,
@@ -150,7 +150,7 @@ def test_rows_from_before_runs_had_files_and_before_a_column_was_there_load_and_
 
 def test_every_column_is_described():
     columns = {name for table in TABLES.values() for name in table.types}
-    assert columns <= DESCRIPTIONS.keys()
+    assert columns <= DECLARED["columns"].keys()
 
 
 # What does not fit.

@@ -19,7 +19,7 @@ from PIL import Image
 from labbook.book import notebooks
 from labbook.files import REPOSITORY_FIGURES, figures_dir, find, write_atomically
 from labbook.labels import UNITS
-from labbook.rows import DESCRIPTIONS, SHARED, TABLES, load_rows
+from labbook.rows import DECLARED, TABLES, columns, load_rows
 from labbook.runs import load_run
 from labbook.tables import show
 
@@ -179,7 +179,7 @@ def show_row(row: pd.Series, table: str) -> None:
         kind = "key" if name in schema.keys else "provenance" if name in ("run", "machine") else "value"
         unit = UNITS.get(name.rpartition("_")[2], "")
         text = f"{value:g}" if isinstance(value, float) else str(value)
-        lines.append((kind, text, unit, DESCRIPTIONS.get(name, "")))
+        lines.append((kind, text, unit, DECLARED["columns"].get(name, "")))
     if record := load_run(row["machine"], row["run"]):
         facts = {name: text for name in _OF_A_RUN if (text := getattr(record, name))}
         lines += [("its run", text, "", "") for text in facts.values()]
@@ -194,7 +194,7 @@ def show_row(row: pd.Series, table: str) -> None:
 
 def show_tables() -> None:
     """Display every table that rows are kept in, with its keys and values."""
-    groups = {", ".join(SHARED[name]): f"*{name}*" for name in ("model", "times")}
+    groups = {", ".join(columns(f"${name}")): f"*{name}*" for name in ("model", "times")}
 
     def listed(columns: Sequence[str]) -> str:
         text = ", ".join(columns)
