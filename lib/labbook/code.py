@@ -76,8 +76,8 @@ def notebook_of(slug: str) -> Path | None:
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The files and cells of `before` that are other ones now, or gone."""
-    return [name for name, digest in before.items() if now.get(name) != digest]
+    """The files and cells of `before` that are other ones now, gone, or not known to be those that ran."""
+    return [name for name, digest in before.items() if now.get(name) != digest or digest == WHILE_RUNNING]
 
 
 def why(before: Mapping[str, str], now: Mapping[str, str]) -> str:

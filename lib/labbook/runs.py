@@ -155,7 +155,7 @@ def remove_unused(machine: str, names: Iterable[str]) -> None:
     """Remove the files of runs that have no row left. The caller holds the machine's lock."""
     for name in names:
         tables = (figures_dir() / machine).glob("*/*.csv")
-        if not any(name.encode() in table.read_bytes() for table in tables):
+        if Path(name).name == name and not any(name.encode() in table.read_bytes() for table in tables):
             _path(figures_dir(), machine, name).unlink(missing_ok=True)
 
 

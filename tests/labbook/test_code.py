@@ -178,6 +178,7 @@ CELLS = [
         (1, "training import binades", "accounting import roofline_seconds as binades", True),
         (2, "factor * x", "factor + x", True),
         (2, "unused = 1", "unused = 2", False),
+        (2, "unused = 1", "n = 5", False),  # the loop has its own
         (2, "def scale(x):\n", "def scale(x):\n    '''Words.'''\n", False),
         (3, "factor = 2", "factor = 3", True),  # found by a function, after it
         (3, "'more': 1", "'more': 2", True),
@@ -210,6 +211,12 @@ def test_a_file_that_is_newer_than_the_process_does_not_count_as_what_ran(copy, 
     change("lib/cs336_systems/training/numerics.py", one_line_changed)
     found = code.of_cells(CELLS[:5], ["steps"])
     assert found["lib/cs336_systems/training/numerics.py"] == code.WHILE_RUNNING
+    assert code.changed(found, found)
+
+
+def test_a_name_that_a_scope_inside_binds_is_still_used_around_it():
+    said = code._read(code.ast.parse("def f(y):\n    return factor + sum(factor for factor in y)"))
+    assert said.uses.keys() == {"factor", "sum"}
 
 
 def test_why_names_what_changed():
@@ -248,4 +255,4 @@ def test_the_hash_is_the_same_in_every_python():
         subprocess.run([each, "-c", FORMS], capture_output=True, text=True, env=environment)
         for each in pythons
     ]
-    assert {each.stdout.strip() for each in found if each.returncode == 0} == {"d3533e194018"}
+    assert {each.stdout.strip() for each in found if each.returncode == 0} == {"1db877f9f043"}
