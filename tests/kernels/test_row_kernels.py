@@ -77,6 +77,11 @@ def test_any_layout(name, layout):
     torch.testing.assert_close(dx, wanted_dx, rtol=1e-5, atol=1e-5)
 
 
+def test_several_tiles_of_positions(monkeypatch):
+    monkeypatch.setattr(rotary_kernels, "TILE", 64)
+    check_fused("rotary", shapes=[(2, 3, 9, 20)])
+
+
 def test_heads_in_the_models_layout_are_not_copied(monkeypatch):
     """q as the model has it, a view of (b, s, h * d); what comes out, of dq too, lies in memory like it."""
     x, *tables = FUSED["rotary"].make((2, 3, 40, 64), torch.Generator())
@@ -133,11 +138,6 @@ def test_backward_makes_what_the_block_needs_beside_it(dtype):
     dx, _ = rms_norm_kernels.backward(dy.float(), x.float(), weight.float(), r)
     found, _ = rms_norm_kernels.backward(dy, x, weight, r, residual.T.contiguous().T)
     torch.testing.assert_close(found, (dx + residual.float()).to(dtype))
-
-
-def test_several_tiles_of_positions(monkeypatch):
-    monkeypatch.setattr(rotary_kernels, "TILE", 64)
-    check_fused("rotary", shapes=[(2, 3, 9, 20)])
 
 
 @pytest.mark.parametrize("name", ["rms_norm", "weighted_sum"])

@@ -2,7 +2,6 @@
 
 import weakref
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,13 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cs336_systems.accounting.checkpoint_costs import best_k, peak, recomputed
 from cs336_systems.configs import ModelConfig
 from cs336_systems.functional import cross_entropy
-from cs336_systems.measure import torch_trace
-from cs336_systems.measure.allocations import MIB, stage_peaks
-from cs336_systems.measure.memory_recording import read_memory_trace
-from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import build_model
-from cs336_systems.nvtx import annotate, recording
-from cs336_systems.training.checkpointing import every_k, forward_with, none, recursive, run, sqrt_n, strategy
+from cs336_systems.training.checkpointing import every_k, forward_with, recursive, run, sqrt_n, strategy
 from cs336_systems.training.steps import ModelSteps
 
 NAMES = ("none", "every 1", "every 2", "every 3", "sqrt_n", "recursive", "from start")
@@ -170,33 +164,3 @@ def test_best_k_has_the_lowest_peak_and_is_the_square_root_for_cheap_blocks():
     peaks = {k: peak(every_k(range(23), k), 7, 100) for k in range(1, 24)}
     assert peaks[best_k(23, 7, 100)] == min(peaks.values())
     assert best_k(32, 40, 1) == 1, "where a block's inside is far larger than its input, no two at a time"
-
-
-def measured_peak_mib(model, plan, path: Path) -> float:
-    """Peak of all that a forward and a backward over the blocks allocate, from the memory events."""
-    x = torch.randn(4, 64, 64, requires_grad=True)
-
-    def step():
-        with annotate("forward"):
-            y = run(plan(list(model.layers)), x).sum()
-        with annotate("backward"):
-            y.backward()
-
-    with recording():
-        torch_trace.record(step, path, device="cpu", with_memory=True)
-    return stage_peaks(read_memory_trace(path, {}, {})).total.max()
-
-
-def test_real_blocks_need_what_the_model_says(tmp_path):
-    """In real allocations; differences leave out what the strategies have in common."""
-    model = build_model(ModelConfig("deep", 2025, 64, 192, num_layers=8, num_heads=4, vocab_size=64), 64)
-    saved = saved_for_backward(model.layers[0], torch.randn(4, 64, 64, requires_grad=True))
-    boundary = saved[saved.is_input].size_bytes.sum() / MIB
-    inside = saved.size_bytes.sum() / MIB - boundary
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)  # else they would grow during backward
-    plans = {name: PLANS[name] for name in ("none", "every 3", "recursive", "uneven")}
-    measured = {name: measured_peak_mib(model, plan, tmp_path / "t.json") for name, plan in plans.items()}
-    for name, plan in plans.items():
-        predicted = peak(none(range(8)), inside, boundary) - peak(plan(range(8)), inside, boundary)
-        assert measured["none"] - measured[name] == pytest.approx(predicted, rel=0.01, abs=0.1), name
