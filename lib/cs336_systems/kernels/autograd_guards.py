@@ -40,9 +40,7 @@ def _undifferentiable(function: str, gradients: Any) -> tuple[Tensor | None, ...
     """Aliases of the gradients of a Function that raise when they are differentiated."""
     gradients = gradients if isinstance(gradients, tuple) else (gradients,)
     leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
-    message = (
-        f"{function} has no second derivative: its gradient, made with create_graph=True, was differentiated"
-    )
+    message = f"{function} has no second derivative: its gradient (create_graph=True) was differentiated"
     return torch._C._functions.DelayedError(message.encode(), len(leaves))(*leaves)
 
 

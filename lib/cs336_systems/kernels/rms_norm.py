@@ -5,9 +5,8 @@
     g[i, j] = dy[i, j] w[j]     dx[i, j] = r[i] (g[i, j] - n[i, j] mean_j(g[i, j] n[i, j]))
     dw[j] = sum_i dy[i, j] n[i, j]
 
-A row stays in registers from its first use to its last: forward reads x and writes y, backward reads dy and x
-and writes dx, each once. As in `weighted_sum`, each program adds up dw over its own rows, and PyTorch adds up
-those partial sums: no atomic additions, so the same bits every time.
+A row stays in registers from its first use to its last, so each tensor is read or written once. As in
+`weighted_sum`, dw is a sum of partial sums, without atomic additions: deterministic.
 """
 
 import torch
@@ -15,20 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cs336_systems.kernels import runtime
 from cs336_systems.kernels.autograd_guards import first_order_only
-from cs336_systems.kernels.runtime import (
-    check_kernel_inputs,
-    kernel_function,
-    launch,
-    row_tile,
-    sm_count,
-    stored_dtype,
-)
+from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile, stored_dtype
 from cs336_systems.kernels.tensors import as_rows
 
 TILE = 4096  # elements of a tile, where a row has no more
 WIDEST = 32_768  # the longest row whose elements fit into the registers of one program
-PROGRAMS_PER_SM = 2  # of the backward, whose programs walk down many rows: 128 registers a thread
+PROGRAMS_PER_SM = 2  # of the backward, whose programs loop over many rows: 128 registers a thread
 PREFETCHED = 2**16  # bytes of shared memory that the next two tiles of dy and x may take on their way
 
 
@@ -102,7 +95,7 @@ def backward(
     n_rows, d = x.shape
     options = row_tile(n_rows, d, TILE, WIDEST, 32)
     tiles = triton.cdiv(n_rows, options["ROWS"])
-    rows_each = options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * sm_count(x.device))
+    rows_each = options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device))
     partials = max(1, triton.cdiv(n_rows, max(1, rows_each)))
     dx = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
     partial = torch.empty((partials, d), dtype=torch.float32, device=x.device)

@@ -2,9 +2,8 @@
 
     y[2k] = x[2k] cos - x[2k+1] sin     y[2k+1] = x[2k] sin + x[2k+1] cos
 
-Turning a pair keeps its length, so the transposed rotation is the inverse one, and backward needs the two
-tables and nothing of x. A program owns some positions and goes through their heads: it reads a position's
-cosines and sines once, not once a head.
+The transposed rotation is the inverse one, so backward needs the two tables and nothing of x. A program owns
+some positions and loops over their heads: it reads a position's cosines and sines once, not once a head.
 """
 
 import torch

@@ -1,9 +1,8 @@
 """What every Triton kernel goes through: compiler or interpreter, device, PyTorch's dispatcher."""
 
 import contextlib
-import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
@@ -44,7 +43,7 @@ if INTERPRETED and triton.__version__.startswith("3.6."):  # 3.7 does so itself
     _mend_index()
 
 
-def kernel_function(function: Callable[..., Any] | None = None, *, mutates: Sequence[str] = ()) -> Any:
+def kernel_function(function: Callable[..., Any] | None = None, *, mutates: str = "") -> Any:
     """Decorates a function of tensors that launches kernels: a custom operator where PyTorch must see them.
 
     Kernels take addresses, so PyTorch's dispatcher does nothing for them. The direct call is the fast path.
@@ -52,24 +51,22 @@ def kernel_function(function: Callable[..., Any] | None = None, *, mutates: Sequ
     for tensors without memory (fake, meta) or with a lazy negation, the operator runs. The function is its
     own fake implementation: there `launch` does nothing.
 
-    Args:
-        mutates: names of its tensors that it overwrites; their version counters count that.
+    mutates: the name of its first tensor, if it overwrites that: the version counter then counts it.
     """
     if function is None:
         return partial(kernel_function, mutates=mutates)
     name = f"{function.__module__.rpartition('.')[2]}_{function.__name__}"
-    operator = torch.library.custom_op(f"cs336_systems::{name}", function, mutates_args=mutates)
+    changed = [mutates] if mutates else ()
+    operator = torch.library.custom_op(f"cs336_systems::{name}", function, mutates_args=changed)
     operator.register_fake(function)
-    overwritten = [list(inspect.signature(function).parameters).index(each) for each in mutates]
 
     @wraps(function)
     def call(*arguments: Any) -> Any:
         if needs_dispatcher(*arguments):
             return operator(*arguments)
         result = function(*arguments)
-        for x in (arguments[index] for index in overwritten):
-            if not x.is_inference():
-                torch.autograd.graph.increment_version(x)
+        if mutates and not arguments[0].is_inference():
+            torch.autograd.graph.increment_version(arguments[0])
         return result
 
     return call
@@ -113,10 +110,8 @@ def check_device(names: str, x: Tensor) -> None:
         RuntimeError: kernels should be interpreted, and Triton was imported too early for that.
     """
     if not (x.is_cuda or INTERPRETED):
-        raise ValueError(
-            f"{names} are on {x.device}; allowed: a CUDA GPU, or any device in Triton's interpreter "
-            "(TRITON_INTERPRET=1)"
-        )
+        allowed = "a CUDA GPU, or any device in Triton's interpreter (TRITON_INTERPRET=1)"
+        raise ValueError(f"{names} are on {x.device}; allowed: {allowed}")
     if TOO_LATE:
         raise RuntimeError(
             "triton was imported before cs336_systems, which chooses Triton's interpreter where there is "

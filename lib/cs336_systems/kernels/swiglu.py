@@ -2,8 +2,8 @@
 
     c = silu(a) b, silu(a) = a s, s = sigmoid(a)     da = dc b s (1 + a (1 - s))     db = dc silu(a)
 
-Forward reads two tensors and writes one, backward reads three and writes two. It computes s again from a, so
-nothing is kept but a and b; c, which the layer after it needs in its own backward, can be made on the way.
+Backward computes s again from a, so nothing is kept but a and b; c, which the layer after it needs in its own
+backward, can be made on the way.
 """
 
 import torch

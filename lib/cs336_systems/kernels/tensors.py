@@ -19,13 +19,10 @@ def check_tensors(names: str, *tensors: Tensor, fits: bool, allowed: str, same_d
         one_of = ("all the same, one of " if same_dtype else "") + ", ".join(map(str, KERNEL_DTYPES))
         raise TypeError(f"{names} have dtypes {_listed(x.dtype for x in tensors)}; allowed: {one_of}")
     if any(x.device != tensors[0].device for x in tensors):
-        raise ValueError(
-            f"{names} are on devices {_listed(x.device for x in tensors)}; allowed: the same one"
-        )
+        raise ValueError(f"{names} are on {_listed(x.device for x in tensors)}; allowed: the same one")
     if not fits:
-        raise ValueError(
-            f"{names} have shapes {_listed(tuple(x.shape) for x in tensors)}; allowed: {allowed}"
-        )
+        shapes = _listed(tuple(x.shape) for x in tensors)
+        raise ValueError(f"{names} have shapes {shapes}; allowed: {allowed}")
 
 
 def _listed(values: Any) -> str:

@@ -2,9 +2,9 @@
 
     y[i] = sum_j x[i, j] w[j]        dx[i, j] = dy[i] w[j]        dw[j] = sum_i dy[i] x[i, j]
 
-Every element is used once or twice, so the only cost is moving it. Forward reads x once; backward reads x
-and writes dx, each once. dw sums over rows that different programs own: each adds up its own, PyTorch adds up
-those partial sums. No atomic additions, so the same bits every time.
+Every element is used once or twice, so the only cost is moving it: each is read and written once. dw sums
+over rows that different programs own: each adds up its own, PyTorch adds up those partial sums. No atomic
+additions, so the result is deterministic.
 """
 
 import torch
@@ -26,7 +26,7 @@ def forward_kernel(
     x_ptr, w_ptr, y_ptr, stride_xr, stride_xd, stride_w, n_rows, d,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """y (n_rows,). Grid: (row tiles,); a program owns ROWS rows and walks over their columns."""
+    """y (n_rows,). Grid: (row tiles,); a program owns ROWS rows and loops over their columns."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     x_rows = x_ptr + rows[:, None].to(tl.int64) * stride_xr
     y = tl.zeros([ROWS], tl.float32)
@@ -60,7 +60,7 @@ def backward_kernel(
 ):  # fmt: skip
     """dx (n_rows, d) and a row of partial sums of dw. Grid: (partials, column tiles).
 
-    A program owns COLUMNS columns of rows_each rows and walks down the rows, its partial sum in registers.
+    A program owns COLUMNS columns of rows_each rows and loops over the rows, its partial sum in registers.
     """
     part = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -109,7 +109,8 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """dx (n_rows, d) and dw (d,), from dy (n_rows,), x (n_rows, d) and weight (d,), any strides."""
     n_rows, d = x.shape
     options = row_tile(n_rows, d, TILE, WIDEST, 4)
-    rows_each = triton.cdiv(n_rows, partial_sums(n_rows, d))
+    # A row of partial sums of dw for each tile of rows, until there are enough programs to fill a GPU.
+    rows_each = triton.cdiv(n_rows, min(triton.cdiv(n_rows, options["ROWS"]), MOST_PARTIALS))
     partials = triton.cdiv(n_rows, rows_each)
     dx = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
     partial = torch.empty((partials, d), dtype=torch.float32, device=x.device)
@@ -117,11 +118,6 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     grid = (partials, triton.cdiv(d, options["COLUMNS"]))
     launch(backward_kernel, grid, x, weight, dy, dx, partial, *strides, n_rows, d, rows_each, **options)
     return dx.to(x.dtype), partial.sum(0).to(weight.dtype)
-
-
-def partial_sums(n_rows: int, d: int) -> int:
-    """How many rows of partial sums: one a tile of rows, until there are enough programs to fill a GPU."""
-    return min(triton.cdiv(n_rows, row_tile(n_rows, d, TILE, WIDEST, 4)["ROWS"]), MOST_PARTIALS)
 
 
 class WeightedSum(torch.autograd.Function):
