@@ -11,6 +11,10 @@ are split there. In a kernel, a split matrix is a tuple of three.
 import triton
 import triton.language as tl
 
+# Of float32's numbers. A running maximum begins there: from minus infinity, a tile whose scores are all minus
+# infinity would make exp(-inf - -inf), NaN; this way it makes exp(-inf), at no cost.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
 
 @triton.jit
 def split_bf16(x, dtype: tl.constexpr):
@@ -37,7 +41,8 @@ def product(a, b, CLAMP: tl.constexpr):
     small = tl.dot(a[1], b[0], small)
     small = tl.dot(a[0], b[1], small)
     if CLAMP:
-        small = tl.minimum(tl.maximum(small, -3.4028234663852886e38), 3.4028234663852886e38)  # NaN is lowest
+        small = tl.where(small > LOWEST, small, LOWEST)  # NaN, too
+        small = tl.minimum(small, -LOWEST)
     return tl.dot(a[0], b[0], small)
 
 

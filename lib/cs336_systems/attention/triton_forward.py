@@ -21,9 +21,9 @@ On Hopper, hopper_forward does the same for 16 bits.
 import triton
 import triton.language as tl
 
+from cs336_systems.attention.bf16x3 import LOWEST
 from cs336_systems.attention.triton_common import (
     LN2,
-    LOWEST,
     dot,
     dot_transposed,
     key_range,
