@@ -28,11 +28,7 @@ _AGAIN_S = 5.0  # a time limit that was caught comes again after so long
 
 
 class Step:
-    """What a step has shown so far.
-
-    Attributes:
-        passed: every property held; None while the step is not written yet.
-    """
+    """What a step has shown so far. passed: every property held; None while it is not written yet."""
 
     def __init__(self) -> None:
         self.passed: bool | None = True
@@ -53,8 +49,7 @@ class Step:
     ) -> None:
         """Show whether a tensor, or a number, is the wanted one by torch.allclose.
 
-        Raises:
-            AssertionError: it is None, no tensor, of another shape, dtype or device, or not finite.
+        AssertionError: it is None, no tensor, of another shape, dtype or device, or not finite.
         """
         if isinstance(found, int | float):
             found = torch.tensor(found, dtype=wanted.dtype)
@@ -66,11 +61,7 @@ class Step:
         self(property, torch.allclose(found, wanted, **tolerance), diagnosis)
 
     def equal(self, property: str, found: Any, wanted: Any, diagnosis: str = "") -> None:
-        """Show whether what was returned is what was wanted, and if not, what it was.
-
-        Raises:
-            AssertionError: it is None.
-        """
+        """Show whether what was returned is what was wanted, and if not, what it was. None is an error."""
         _assert_something(property, found)
         self(property, found == wanted, f"{found!r:.80}" + (f"; {diagnosis}" if diagnosis else ""))
 

@@ -17,8 +17,7 @@ from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention, check_logsumexp
 from cs336_systems.checks.exercise import Step, assert_tensor
 
-_TILE = 16  # what tl.dot takes at least
-_LOG2_E = 1.4426950408889634
+_TILE, _LOG2_E = 16, 1.4426950408889634  # tl.dot takes 16 at least
 
 
 @triton.jit
@@ -92,9 +91,8 @@ def check_mask(check: Step, visible: JITFunction, device: str | torch.device = "
 
     check("keys beyond the last are hidden", agrees(0, 16, 20, False), "keys < n_keys")
     check("otherwise every key is seen", agrees(0, 0, 64, False), "without CAUSAL nothing else is hidden")
-    check(
-        "causal: no key after the row", agrees(16, 16, 64, True), "rows[:, None] >= keys: a row sees itself"
-    )
+    itself = "rows[:, None] >= keys: a row sees itself"
+    check("causal: no key after the row", agrees(16, 16, 64, True), itself)
     check("causal: every key before the row", agrees(48, 16, 64, True), "is it the other way round?")
     check("both at once", agrees(16, 16, 20, True), "the two conditions with &")
 

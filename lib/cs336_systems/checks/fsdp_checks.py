@@ -53,12 +53,10 @@ def check_fsdp(
 def properties(only: Sequence[str] = (), thorough: bool = False) -> list[Property]:
     """What `check_fsdp` tries, in this order."""
     tried = [each for word in only or PROPERTIES for each in PROPERTIES[word]]
-    follow = partial(shared.follow, weights=_whole)
-    several = partial(follow, make=_Layers, passes=3)
+    several = partial(shared.follow, weights=_whole, make=_Layers, passes=3)
+    odd = partial(shared.follow, weights=_whole, options=lambda *_: {"rarely": False})
     unusual = {
-        "odd numbers of rows, tied, frozen and unused weights": partial(
-            follow, options=lambda *_: {"rarely": False}
-        ),
+        "odd numbers of rows, tied, frozen and unused weights": odd,
         "three backward passes before finish_gradient_synchronization()": several,
         "two backward passes under no_sync(), then one that communicates": partial(several, silent=2),
     }

@@ -174,6 +174,7 @@ def _watched_messages() -> Iterator[None]:
 
 
 def _largest(arguments: Sequence[Any]) -> Tensor:
-    lists = [x for x in arguments if isinstance(x, list) and x]
+    lists = [x for x in arguments if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
     together = [torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype) for parts in lists]
-    return max([*together, *(x for x in arguments if isinstance(x, Tensor))], key=Tensor.numel)
+    tensors = [*together, *(x for x in arguments if isinstance(x, Tensor))]
+    return max(tensors, key=Tensor.numel, default=torch.empty(0))
