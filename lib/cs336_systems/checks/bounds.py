@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from torch import Tensor
 
 # Native functions, what they do, and which of their arguments are the addresses and the mask.
@@ -22,7 +23,6 @@ _ACCESSES = {
     "atomic_rmw": ("adds", 1, 3),
     "atomic_cas": ("exchanges", 0, None),
 }
-_LEAST_ADDRESS = 2**32  # an integer argument from here on may be an address
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def inside_tensors(report: Callable[[str], None] = print) -> Iterator[None]:
         host = arguments_of(executor, *given)
         try:
             name = executor.fn.__name__
-            extents = list(_extents([*host[0], *host[1].values()]))
+            extents = _extents([*host[0], *host[1].values()])
         except Exception as error:
             unwatched[name] = error
         return host
@@ -86,16 +86,25 @@ def _outside(places: np.ndarray, extents: list[tuple[int, int]]) -> int:
     return int(np.sum(~inside))
 
 
-def _extents(arguments: Iterable[Any]) -> Iterator[tuple[int, int]]:
-    """The addresses of each tensor's first number and behind its last."""
+def _extents(arguments: Iterable[Any]) -> list[tuple[int, int]]:
+    """The addresses of each tensor's first number and behind its last; an error if integers may be some."""
+    extents, integers = [], [0]
+    for x in _flat(arguments):
+        if isinstance(x, int):
+            integers.append(x)
+        elif isinstance(x, Tensor) and x.numel():
+            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            extents.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
+            if x.dtype in (torch.int64, torch.uint64):
+                integers.append(int(x.max()))
+    if extents and max(integers) >= min(extents)[0] // 2:
+        raise ValueError("it may take addresses from integers")
+    return extents
+
+
+def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
     for x in arguments:
         if isinstance(x, tuple):
-            yield from _extents(x)
-            continue
-        x = getattr(x, "base", x)  # of a descriptor or a wrapper: its tensor
-        integers = isinstance(x, Tensor) and x.numel() and x.element_size() == 8 and not x.is_floating_point()
-        if (x.max() if integers else x if isinstance(x, int) else 0) >= _LEAST_ADDRESS:
-            raise ValueError("it may take addresses from integers")
-        if isinstance(x, Tensor) and x.numel():
-            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-            yield x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+            yield from _flat(x)
+        else:
+            yield getattr(x, "base", x)  # of a descriptor or a wrapper: its tensor
