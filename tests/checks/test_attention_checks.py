@@ -78,6 +78,23 @@ def test_names_what_is_wrong(wrong, message):
         check_attention(wrong)
 
 
+def test_a_first_tile_that_weighs_nothing_is_asked_of_libraries():
+    def online(q, k, v, is_causal):
+        m, total, acc = torch.tensor(-torch.inf), 0, 0
+        for first in range(0, k.shape[-2], 64):
+            s = q @ k[..., first : first + 64, :].mT / math.sqrt(q.shape[-1])
+            m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+            p, correction = (s - m_new).exp(), (m - m_new).exp()
+            total = correction * total + p.sum(-1, keepdim=True)
+            acc, m = correction * acc + p @ v[..., first : first + 64, :], m_new
+        return acc / total
+
+    cases = {case.name: [case] for case in EVERYTHING}
+    check_attention(online, cases=cases["full"])
+    with pytest.raises(AssertionError, match=r"not finite: .* subtract 0"):
+        check_attention(online, cases=cases["padding first"])
+
+
 class SavesLogsumexp(torch.autograd.Function):
     base = 1.0  # of the logarithm that is saved: 1 for the natural one
 

@@ -65,6 +65,7 @@ EVERYTHING = (
     AttentionCase("head of 80", d=80, is_causal=True),
     AttentionCase("head of 128", d=128),
     AttentionCase("head of 256", leading=(8,), d=256, n_queries=64, n_keys=96, is_causal=True),
+    AttentionCase("padding first", n_keys=400, n_padding=260),
 )
 
 
@@ -148,11 +149,10 @@ def _random_inputs(case: AttentionCase, generator: torch.Generator, dtype: torch
 
 
 def _rounding(case: AttentionCase, device: torch.device) -> float:
-    """The rounding floor: of a sum one rounding or two, of a large score, to be exponentiated, its last bit.
+    """The rounding floor: two roundings of a sum; of a large score, to be exponentiated, its last bit.
 
-    That is where forward and backward round a score alike, as GPUs do. In Triton's interpreter NumPy
-    multiplies: its BLAS may round Q K^T and K Q^T differently (OpenBLAS's kernels for Haswell and Zen do),
-    and to take a score to powers of two is one more rounding.
+    On a GPU forward and backward round a score alike. In Triton's interpreter NumPy's BLAS may round QK^T and
+    KQ^T differently (OpenBLAS for Haswell and Zen does), and powers of two add a rounding.
     """
     return max(2, (0.5 if device.type == "cuda" else 2) * case.logit_scale) * EPS
 

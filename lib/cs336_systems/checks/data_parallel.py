@@ -114,7 +114,6 @@ def follow(
     """Train the candidate, and one process with the whole batch: the first weight in which they differ.
 
     Args:
-        how: of the message.
         passes: backward passes of a rank in one step, the first `silent` of them under no_sync().
         options: of the model's forward, for a rank, a step and a pass.
     """

@@ -256,10 +256,8 @@ def takes_later_groups(context: WorkerContext, make: Make) -> Iterator[str]:
     yield from sharing
 
 
+_DTYPES = (torch.float32, torch.bfloat16)
 _UNUSUAL = [
-    Property(
-        "Parameters of two dtypes are updated, each in its own",
-        partial(_steps, n=1, dtypes=(torch.float32, torch.bfloat16)),
-    ),
+    Property("Parameters of two dtypes are updated, each in its own", partial(_steps, n=1, dtypes=_DTYPES)),
     Property("A rank that owns nothing takes part", partial(_steps, n=1, count=1)),
 ]
