@@ -7,7 +7,6 @@ another cell with the tag draws for the reference machine, or else the first tha
 import ast
 import io
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,36 +173,26 @@ def _small(path: Path) -> bytes:
 
 def show_row(row: pd.Series, table: str) -> None:
     """Display one row of a table, a line for each filled column, with its unit and meaning."""
-    schema, lines, names = TABLES[table], [], list(row.dropna().index)
+    lines = {}
     for name, value in row.dropna().items():
-        kind = "key" if name in schema.keys else "provenance" if name in ("run", "machine") else "value"
-        unit = UNITS.get(name.rpartition("_")[2], "")
+        kind = "provenance" if name in ("run", "machine") else "value"
         text = f"{value:g}" if isinstance(value, float) else str(value)
-        lines.append((kind, text, unit, DECLARED["columns"].get(name, "")))
+        unit = UNITS.get(name.rpartition("_")[2], "")
+        lines[name] = "key" if name in TABLES[table].keys else kind, text, unit, DECLARED["columns"].get(name, "")
     if record := load_run(row["machine"], row["run"]):
-        facts = {name: text for name in _OF_A_RUN if (text := getattr(record, name))}
-        lines += [("its run", text, "", "") for text in facts.values()]
-        names += facts
+        lines |= {name: ("its run", text, "", "") for name in _OF_A_RUN if (text := getattr(record, name))}
     # Names as the index: in a column, `show` would write the label of an implementation called "torch".
-    show(
-        pd.DataFrame(
-            lines, pd.Index(names, name="column"), columns=["", "in this row", "unit", "what it says"]
-        )
-    )
+    names = pd.Index(lines, name="column")
+    show(pd.DataFrame([*lines.values()], names, columns=["", "in this row", "unit", "what it says"]))
 
 
 def show_tables() -> None:
     """Display every table that rows are kept in, with its keys and values."""
     groups = {", ".join(columns(f"${name}")): f"*{name}*" for name in ("model", "times")}
-
-    def listed(columns: Sequence[str]) -> str:
-        text = ", ".join(columns)
-        for group, name in groups.items():
-            text = text.replace(group, name)
-        return text
-
-    lines = [(name, listed(each.keys), listed(each.values)) for name, each in TABLES.items()]
+    lines = [(name, ", ".join(each.keys), ", ".join(each.values)) for name, each in TABLES.items()]
     frame = pd.DataFrame(lines, columns=["table", "keys: what was measured", "values: what came out"])
+    for group, name in groups.items():
+        frame = frame.apply(lambda texts, old=group, new=name: texts.str.replace(old, new, regex=False))
     show(frame, "; ".join(f"{name}: {group}" for group, name in groups.items()))
 
 
