@@ -160,10 +160,12 @@ def test_the_meta_device_costs_nothing_and_can_be_filled_later():
 
 def test_a_meta_model_can_be_given_its_weights():
     """The rotary tables are not among them."""
-    direct, later = a_model(), a_model(device="meta")
-    later.load_state_dict(direct.state_dict(), assign=True)
-    torch.testing.assert_close(later(some_tokens()), direct(some_tokens()), rtol=0, atol=0)
-    assert not any(buffer.is_meta for buffer in later.buffers())
+    direct, assigned, copied = a_model(), a_model(device="meta"), a_model(device="meta")
+    assigned.load_state_dict(direct.state_dict(), assign=True)
+    copied.to_empty(device="cpu").load_state_dict(direct.state_dict())
+    for later in (assigned, copied):
+        torch.testing.assert_close(later(some_tokens()), direct(some_tokens()), rtol=0, atol=0)
+        assert not any(buffer.is_meta for buffer in later.buffers())
 
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])

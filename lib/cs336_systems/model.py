@@ -111,11 +111,13 @@ class RotaryEmbedding(nn.Module):
         self.sin.copy_(angles.sin())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
-        """Behind .to(), .half() and the like: the tables go to another device, not into another dtype."""
+        """Behind .to(), .half(), to_empty() and the like: tables change their device, nothing else."""
         tables = self.cos, self.sin
         super()._apply(fn, recurse)
-        if self.cos.dtype != torch.float32:
+        if not tables[0].is_meta:
             self.cos, self.sin = (table.to(self.cos.device) for table in tables)
+        elif not self.cos.is_meta:
+            self.reset_parameters()
         return self
 
     def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,7 +133,6 @@ class RotaryEmbedding(nn.Module):
             )
         if self.cos.is_meta and not x.is_meta:  # load_state_dict(assign=True) fills parameters alone
             self.to_empty(device=x.device)
-            self.reset_parameters()
         return self.cos[:positions], self.sin[:positions]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -133,10 +133,11 @@ def triton_version() -> str:
 def machine_slug(gpu: str, cpu: str, cores: int) -> str:
     """Name of a machine's folder: `a100` for "NVIDIA A100", `cpu-intel-xeon-2-cores` for two Xeon cores.
 
-    The reference keeps its name to itself: your own H200 is `my-h200`, unless $LABBOOK_REMEASURE says "h200".
+    Committed machines keep their names: your own H200 is `my-h200`, unless $LABBOOK_REMEASURE says "h200".
     """
     name = (gpu if gpu != "none" else f"{cpu} {cores} cores").lower()
     name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
+    name = re.sub(r"\b(\d+gb|hbm\d\w?|sxm\d|pcie)\b", " ", name)  # one card of several memories and sockets
     slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     if gpu == "none":
         return f"cpu-{slug}"

@@ -1,7 +1,9 @@
 """What every notebook starts from: its parameters checked, this machine's card, its rows and its figures."""
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 import pandas as pd
@@ -9,7 +11,7 @@ import pandas as pd
 from labbook import bench, code, later, runs
 from labbook.files import figures_dir, make_folder, write_atomically
 from labbook.machine import MachineCard, load_card, machine_card
-from labbook.rows import load_rows, run_counts, save_rows
+from labbook.rows import TABLES, load_rows, run_counts, save_rows
 
 
 class Page:
@@ -77,9 +79,21 @@ class Page:
             self._say(line)
 
     def measure(self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **how: Any) -> None:
-        """Time each case on this machine and save its rows as they come; `how` as in `bench.measure`."""
-        for rows in bench.measure(cases, setup, device=self.device, **how):
+        """Time each case on this machine and save its rows as they come; `how` as in `bench.measure`.
+
+        A case whose row was measured by the code that now runs, with as many steps, is left out, so that what
+        was interrupted continues; with $LABBOOK_AGAIN set none is.
+        """
+        cases, keys, steps = list(cases), [*TABLES[table].keys], how.get("steps", 0)
+        record = self.on_record(table) if not os.environ.get("LABBOOK_AGAIN") else pd.DataFrame(columns=keys)
+        record = record[record["status"] != "skipped"] if len(record) else record
+        kept = {_key(row, keys) for row in record.to_dict("records") if not row.get("steps", steps) < steps}
+        for rows in bench.measure(
+            cases, setup, kept=lambda case: _key(case, keys) in kept, device=self.device, **how
+        ):
             self.save(rows, table)
+        if left_out := sum(_key(case, keys) in kept for case in cases):
+            print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
 
     def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
@@ -112,3 +126,11 @@ class Page:
         if line and line not in self._printed:
             print(line)
         self._printed.add(line)
+
+
+def _key(row: Mapping[str, Any], keys: Iterable[str]) -> tuple:
+    """What was measured, the same for a case and for a loaded row, whose numbers may be floats."""
+    values = (row.get(name) for name in keys)
+    return tuple(
+        None if pd.isna(each) else float(each) if isinstance(each, Real) else each for each in values
+    )

@@ -86,7 +86,7 @@ def test_rates_of_this_cpu_are_plausible():
     ("gpu", "cpu", "cores", "slug"),
     [
         ("NVIDIA H200", "", 16, "my-h200"),
-        ("NVIDIA A100-SXM4-80GB", "", 8, "a100-sxm4-80gb"),
+        ("NVIDIA A100-SXM4-80GB", "", 8, "a100"),
         ("none", "Intel(R) Core(TM) i7-8650U CPU @ 1.90GHz", 8, "cpu-intel-core-i7-8650u-8-cores"),
         ("none", "AMD EPYC 9654 96-Core Processor", 4, "cpu-amd-epyc-9654-4-cores"),
         ("none", "Apple M2 Pro", 10, "cpu-apple-m2-pro-10-cores"),

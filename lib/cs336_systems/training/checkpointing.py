@@ -6,14 +6,11 @@ A *plan* says which. It is a nested tuple of blocks; a tuple inside a plan is a 
     ((a, b), (c, d))                two segments: their two inputs are kept
     (((a,), (b,)), ((c,), (d,)))    segments inside segments
 
-A segment keeps its input alone, or, as `KeepsMatmuls`, what its linear layers computed too.
-
 `run` executes a plan; `accounting.checkpoint_costs` says what it costs, exactly, for equal blocks.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -30,21 +27,19 @@ class KeepsMatmuls(tuple):
     """A segment that keeps the results of its linear layers: backward makes the rest again, scores too."""
 
 
+# Products with weights are `mm`; those of attention, a batch of heads, are `bmm`.
+_keep_matmuls = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+
+
 def run(plan: Plan, x: Tensor) -> Tensor:
     """Send x through every block of the plan; same values and gradients as without checkpoints."""
     for part in plan:
-        x = _checkpointed(part, x) if isinstance(part, tuple) else part(x)
+        if isinstance(part, tuple):
+            keeps = {"context_fn": _keep_matmuls} if isinstance(part, KeepsMatmuls) else {}
+            x = checkpoint(run, part, x, use_reentrant=False, **keeps)
+        else:
+            x = part(x)
     return x
-
-
-def _checkpointed(segment: Plan, x: Tensor) -> Tensor:
-    keeps = {"context_fn": _keep_matmuls} if isinstance(segment, KeepsMatmuls) else {}
-    return checkpoint(run, segment, x, use_reentrant=False, **keeps)
-
-
-def _keep_matmuls() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Products with weights are `mm`; those of attention, a batch of heads, are `bmm`."""
-    return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
 
 def none(blocks: Sequence[Any]) -> Plan:
@@ -94,16 +89,12 @@ def selective(blocks: Sequence[Any]) -> Plan:
 
 def half_blocks(blocks: Sequence[nn.Module]) -> Plan:
     """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
-    halves = (_attention_half, _feed_forward_half)
-    return tuple((partial(half, block),) for block in blocks for half in halves)
+    halves = [part for block in blocks for part in ((block.ln1, block.attn), (block.ln2, block.ffn))]
+    return tuple((partial(_half_block, *half),) for half in halves)
 
 
-def _attention_half(block: nn.Module, x: Tensor) -> Tensor:
-    return x + block.attn(block.ln1(x))
-
-
-def _feed_forward_half(block: nn.Module, x: Tensor) -> Tensor:
-    return x + block.ffn(block.ln2(x))
+def _half_block(norm: nn.Module, layer: nn.Module, x: Tensor) -> Tensor:
+    return x + layer(norm(x))
 
 
 STRATEGIES: dict[str, Strategy] = {

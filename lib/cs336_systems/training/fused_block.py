@@ -9,55 +9,36 @@ caller says what is kept: what is not costs its matmuls once more. Residuals are
 before them, and what was made again is freed as soon as it is done with.
 """
 
+from collections import namedtuple
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from cs336_systems import model
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.kernels import rms_norm, rotary, swiglu
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
-from cs336_systems.model import (
-    CausalSelfAttention,
-    Linear,
-    RMSNorm,
-    RotaryEmbedding,
-    SwiGLU,
-    TransformerBlock,
-    run_block,
-)
+from cs336_systems.model import TransformerBlock, run_block
 from cs336_systems.training.fused import is_as_written, use_fused_blocks
 
 __all__ = ["KEEPABLE", "BlockFunction", "kept_bytes", "recomputation", "run_fused", "use_fused_blocks"]
 KEEPABLE = ("qkv", "h", "ab")
 
 
-class Weights(NamedTuple):
-    """Those of a block, in the order in which its function takes them; each matrix is (d_out, d_in)."""
-
-    ln1: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    ln2: Tensor
-    w1: Tensor
-    w2: Tensor
-    w3: Tensor
+# Of a block, in the order of its parameters; each matrix is (d_out, d_in).
+Weights = namedtuple("Weights", "ln1 q k v o ln2 w1 w2 w3")
 
 
 def weights(block: TransformerBlock) -> Weights:
-    """The block's own, in this order."""
     attn, ffn = block.attn, block.ffn
-    projections = attn.q_proj.weight, attn.k_proj.weight, attn.v_proj.weight, attn.output_proj.weight
-    return Weights(
-        block.ln1.weight, *projections, block.ln2.weight, ffn.w1.weight, ffn.w2.weight, ffn.w3.weight
-    )
+    layers = attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj, block.ln2, ffn.w1, ffn.w2, ffn.w3
+    return Weights(*(layer.weight for layer in (block.ln1, *layers)))
 
 
 class BlockFunction(torch.autograd.Function):
@@ -134,7 +115,8 @@ def _rows(heads: Tensor) -> Tensor:
 
 
 # In the order of block.modules(), after the block itself.
-_PARTS = (RMSNorm, CausalSelfAttention, RotaryEmbedding, *[Linear] * 4, RMSNorm, SwiGLU, *[Linear] * 3)
+_ATTENTION = model.RMSNorm, model.CausalSelfAttention, model.RotaryEmbedding, *[model.Linear] * 4
+_PARTS = *_ATTENTION, model.RMSNorm, model.SwiGLU, *[model.Linear] * 3
 
 
 def run_fused(block: TransformerBlock, x: Tensor) -> Tensor:

@@ -28,11 +28,7 @@ ACCUMULATIONS = (
 
 
 def running_sum(how: Accumulation, value: float, count: int) -> torch.Tensor:
-    """Add `value` `count` times and keep every partial sum.
-
-    Returns:
-        float64 tensor (count + 1,), starting at 0: exactly the numbers the accumulator held.
-    """
+    """Add `value` `count` times: the partial sums from 0 on, (count + 1,), exactly, in float64."""
     total = torch.tensor(0.0, dtype=how.accumulator)
     partial_sums = [total.item()]
     for _ in range(count):
@@ -59,10 +55,7 @@ def binades(value: float, count: int, dtype: torch.dtype) -> list[dict[str, floa
 
     Inside a binade the spacing is constant and the total is a multiple of it, so every addition is rounded
     the same way: the sum climbs by one fixed increment (but for exact ties, which round to even in turns).
-
-    Returns:
-        rows with `total` (where it enters the binade), `spacing`, `increment`, `additions` (made there) and
-        `end`; the last `end` is the sum.
+    `total` is where it enters the binade, `additions` are made there; the last `end` is the sum.
     """
     total = rounded_increment(value, 0.0, dtype)
     left, rows = count - 1, []

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> int:
     if given := os.environ.get("LABBOOK_FIGURES"):  # notebooks run in another folder
         os.environ["LABBOOK_FIGURES"] = str(Path(given).resolve())
     try:
-        return options.command(options)
+        return options.command(options) or 0
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 130
@@ -41,29 +41,23 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> int:
 def _parser(program: str | None) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
+    add = {}
     for function in (_run, _list, _card, _notebooks, _figures, _learn):
         name, text = function.__name__[1:], function.__doc__
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(command=function)
-        if function is _run:
-            command.add_argument("--profile", choices=batch.PROFILES, help="default: what this machine has")
-            command.add_argument(
-                "--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name"
-            )
-            several = "for every notebook that has it; the same name again makes a grid"
-            command.add_argument("-p", action="append", default=[], metavar="NAME=VALUE", help=several)
-            command.add_argument(
-                "--force", action="store_true", help="execute also what is done and unchanged"
-            )
-            command.add_argument("--dry-run", action="store_true", help="print what would be executed")
-            folder = notebooks.NOTEBOOKS.parent / "runs"
-            command.add_argument(
-                "--output", type=Path, default=folder, metavar="FOLDER", help="default: runs"
-            )
-        elif function is _card:
-            command.add_argument("--refresh", action="store_true", help="measure again")
-        elif function is not _list:
-            command.add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
+        add[name] = command.add_argument
+    add["run"]("--profile", choices=batch.PROFILES, help="default: what this machine has")
+    add["run"]("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name")
+    several = "for every notebook that has it; the same name again makes a grid"
+    add["run"]("-p", action="append", default=[], metavar="NAME=VALUE", help=several)
+    add["run"]("--force", action="store_true", help="execute also what is done and unchanged")
+    add["run"]("--dry-run", action="store_true", help="print what would be executed")
+    folder = notebooks.NOTEBOOKS.parent / "runs"
+    add["run"]("--output", type=Path, default=folder, metavar="FOLDER", help="default: runs")
+    add["card"]("--refresh", action="store_true", help="measure again")
+    for name in ("notebooks", "figures", "learn"):
+        add[name]("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     return parser
 
 
@@ -84,9 +78,8 @@ def _run(options: Namespace) -> int:
         allowed = ", ".join(batch.PROFILES[: gpus + 1])
         raise BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}")
     if not needed:
-        if asking := [job for job in jobs if job.parameters.get("device") == "cuda"]:
-            name = asking[0].notebook.stem
-            raise BatchError(f"{name}: device 'cuda' without a GPU; allowed: auto, cpu")
+        if any(job.parameters.get("device") == "cuda" for job in jobs):
+            raise BatchError("device 'cuda' without a GPU; allowed: auto, cpu")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the notebooks inherit it
     # In a process of its own: one that has touched CUDA holds GPU memory until it ends.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -94,24 +87,24 @@ def _run(options: Namespace) -> int:
     print(card.line())
     make_folder(figures_dir() / card.slug)  # what cannot be kept is not measured
     folder = options.output.resolve() / card.slug
+    if options.force:
+        os.environ["LABBOOK_AGAIN"] = "1"  # for the rows, too
     records = runs.run_batch(jobs, folder, card.line(), force=options.force)
     print(f"\n{runs.summary(records)}\n\n{folder / 'index.html'}")
     return int(any(record["status"] not in ("ok", "skipped") for record in records))
 
 
-def _list(options: Namespace) -> int:
+def _list(options: Namespace) -> None:
     """the notebooks, their parameters and defaults"""
     for name, parameters in notebooks.load_notebooks().items():
         print(name)
         for parameter in parameters.values():
             print(f"    {parameter.name} = {parameter.default!r}  # {parameter.comment}")
-    return 0
 
 
-def _card(options: Namespace) -> int:
+def _card(options: Namespace) -> None:
     """this machine's card: what it is and was measured to do"""
     print(machine_card(refresh=options.refresh).line())
-    return 0
 
 
 def _notebooks(options: Namespace) -> int:
@@ -121,9 +114,7 @@ def _notebooks(options: Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     paths = _paths(options.names)
     paths += [path for path in _paths([]) if notebooks.is_last(path.stem) and path not in paths]
-    with (
-        tempfile.TemporaryDirectory() as scratch
-    ):  # outputs show the committed rows and this run, nothing else
+    with tempfile.TemporaryDirectory() as scratch:  # so that outputs show committed rows and this run alone
         os.environ["LABBOOK_FIGURES"] = scratch
         code = _execute(paths, in_place=True)
     renew_map()
@@ -135,11 +126,10 @@ def _figures(options: Namespace) -> int:
     return _execute(_paths(options.names), in_place=False)
 
 
-def _learn(options: Namespace) -> int:
+def _learn(options: Namespace) -> None:
     """write the learner's copies, solutions cleared, to learn/"""
     for line in write_copies(_paths(options.names), notebooks.NOTEBOOKS.parent / "learn"):
         print(line)
-    return 0
 
 
 def _paths(words: list[str]) -> list[Path]:

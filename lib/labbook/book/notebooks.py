@@ -16,7 +16,7 @@ import nbformat
 import yaml
 from nbformat import NotebookNode
 
-NOTEBOOKS = Path(__file__).resolve().parents[3] / "notebooks"
+from labbook.files import NOTEBOOKS
 
 
 class BatchError(ValueError):

@@ -99,10 +99,10 @@ def parameter_errors(known: Mapping[str, Parameter], given: Mapping[str, Any], s
 def rules_of(slug: str) -> dict[str, dict[str, Any]]:
     """The rules for parameters of a notebook, by their names."""
     file = notebooks.read_yaml("parameters.yaml")
-    rules = file.get("every notebook", {}) | file.get(slug, {})
+    rules = (file.get("every notebook") or {}) | (file.get(slug) or {})
     for name, rule in rules.items():
-        if strange := rule.keys() - RULE:
-            raise BatchError(f"parameters.yaml, {name}: {unknown('rule', min(strange), sorted(RULE))}")
+        if not isinstance(rule, dict) or rule.keys() - RULE:
+            raise BatchError(f"parameters.yaml, {name}: {rule!r}; allowed: {', '.join(sorted(RULE))}")
     return rules
 
 

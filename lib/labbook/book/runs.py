@@ -84,7 +84,8 @@ def _why_again(job: Job, record: Record | None, folder: Path) -> str | None:
         return f"it ended with status {record['status']}"
     if is_last(job.notebook.stem):
         return "it shows what the others found"
-    return why(record["code"], _code(job)) or None
+    before, now = record["code"], _code(job)
+    return code.why(dict.fromkeys(now, "") | before, now) or None
 
 
 def _run_job(job: Job, folder: Path) -> Record:
@@ -124,19 +125,11 @@ def load_record(path: Path) -> Record | None:
 
 
 def _code(job: Job) -> dict[str, str]:
-    """What the outcome of a job depends on, by name."""
-    notebook = nbformat.read(job.notebook, as_version=4)
-    values = {name: parameter.default for name, parameter in read_parameters(notebook).items()}
-    found = {f"parameter {name}": json.dumps(value) for name, value in (values | job.parameters).items()}
-    return found | {
-        "torch": importlib.metadata.version("torch"),
-        **code.of_notebook(job.notebook),
-    }
-
-
-def why(before: dict[str, str], now: dict[str, str]) -> str:
-    """What changed, in a line, what is new included."""
-    return code.why(dict.fromkeys(now, "") | before, now)
+    """What the outcome of a job depends on, by name: parameters, torch, and the code behind what it saves."""
+    known = read_parameters(nbformat.read(job.notebook, as_version=4))
+    values = {name: parameter.default for name, parameter in known.items()} | job.parameters
+    found = {f"parameter {name}": json.dumps(value) for name, value in values.items()}
+    return found | {"torch": importlib.metadata.version("torch")} | code.of_notebook(job.notebook)
 
 
 def _write_index(folder: Path, card: str) -> None:

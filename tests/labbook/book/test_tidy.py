@@ -92,9 +92,8 @@ def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
 
 
 @pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
-def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path, tmp_path, monkeypatch):
+def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path):
     """Up to the last checker: of what follows, all that uses a solution is marked as allowed to raise."""
-    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path / "figures"))
     copy = cleared(nbformat.read(path, as_version=4))
     assert not any(map(has_solution, copy.cells))
     last = max(i for i, cell in enumerate(copy.cells) if CHECKER in cell.metadata.get("tags", ()))
