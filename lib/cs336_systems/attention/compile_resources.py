@@ -117,18 +117,12 @@ def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig, is_
 
     x, row = torch.empty(shape, dtype=config.dtype, device="meta"), torch.empty(shape[:-1], device="meta")
     layouts = [layout(x)] * (4 if kernel.endswith("forward") else 8)
-    launch = Launcher(layouts, config, is_causal, kernels=_together(kernel)).launches[kernel]
+    launch = Launcher(layouts, config, is_causal, kernels=(kernel,)).launches[kernel]
     made = {"_src": x.to(SPLIT_DTYPE) if kernel in BF16X3_KERNELS else x, "counter_ptr": row.int()}
     made |= dict.fromkeys(
         ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src"), row
     )
     return launch.compile(*(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names))
-
-
-def _together(kernel: str) -> tuple[str, ...]:
-    """The kernels of the plan that this one is in."""
-    pairs = ("dq", "dkdv"), ("planes_dq", "planes_dkdv")
-    return next((pair for pair in pairs if kernel in pair), (kernel,))
 
 
 def ask_ptxas(ptx: str, capability: int) -> dict[str, int]:

@@ -78,49 +78,37 @@ HOPPER_TILES = {
     ("planes_dq", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(64, 32, 4, 2)]},
     ("planes_dkdv", "ieee"): {128: [Tile(32, 64, 4, 2)]},
     ("forward", "16bit"): {
-        64: [Tile(64, 128, 4, 3, 168)],
-        128: [Tile(64, 64, 4, 3)],
-        256: [Tile(128, 64, 8, 2)],
+        64: [Tile(64, 128, 4, 3, 168)], 128: [Tile(64, 64, 4, 3)], 256: [Tile(128, 64, 8, 2)],
     },
     ("dq", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(128, 64, 8, 3)], 256: [Tile(64, 32, 8, 2)]},
     ("dkdv", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(64, 64, 4, 2)], 256: [Tile(32, 64, 8, 2)]},
     ("backward", "16bit"): {64: [Tile(64, 64, 4, 3)], 128: [Tile(32, 64, 4, 2)]},
     ("forward", "tf32"): {
-        64: [Tile(32, 64, 4, 2, 168)],
-        128: [Tile(32, 64, 4, 2)],
-        256: [Tile(16, 16, 4, 1)],
+        64: [Tile(32, 64, 4, 2, 168)], 128: [Tile(32, 64, 4, 2)], 256: [Tile(16, 16, 4, 1)],
     },
     ("dq", "tf32"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(64, 32, 4, 2)], 256: [Tile(16, 16, 8, 1)]},
     ("dkdv", "tf32"): {64: [Tile(64, 64, 4, 2)], 128: [Tile(32, 64, 8, 2)], 256: [Tile(16, 16, 8, 1)]},
     ("backward", "tf32"): {64: [Tile(32, 64, 4, 2)], 128: [Tile(16, 16, 8, 2)]},
     ("forward", "ieee"): {
-        16: [Tile(64, 64, 4, 2)],
-        32: [Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)],
+        16: [Tile(64, 64, 4, 2)], 32: [Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)],
         64: [Tile(64, 64, 4, 2), Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)],
-        128: [Tile(32, 64, 8, 2, chunk=128), Tile(16, 64, 8, 2)],
-        256: [Tile(32, 32, 8, 1, chunk=32)],
+        128: [Tile(32, 64, 8, 2, chunk=128), Tile(16, 64, 8, 2)], 256: [Tile(32, 32, 8, 1, chunk=32)],
     },
     ("dq", "ieee"): {
-        16: [Tile(64, 64, 4, 2)],
-        32: [Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)],
-        64: [Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)],
-        128: [Tile(16, 64, 8, 2)],
+        16: [Tile(64, 64, 4, 2)], 32: [Tile(64, 64, 4, 2), Tile(16, 64, 4, 2)],
+        64: [Tile(32, 64, 8, 2), Tile(16, 64, 8, 2)], 128: [Tile(16, 64, 8, 2)],
         256: [Tile(16, 32, 8, 1, chunk=32)],
     },
     ("dkdv", "ieee"): {
-        16: [Tile(64, 64, 4, 2)],
-        32: [Tile(64, 128, 8, 2, chunk=32), Tile(32, 16, 4, 2)],
-        64: [Tile(32, 32, 4, 2), Tile(64, 16, 8, 2)],
-        128: [Tile(64, 16, 8, 2)],
+        16: [Tile(64, 64, 4, 2)], 32: [Tile(64, 128, 8, 2, chunk=32), Tile(32, 16, 4, 2)],
+        64: [Tile(32, 32, 4, 2), Tile(64, 16, 8, 2)], 128: [Tile(64, 16, 8, 2)],
         256: [Tile(16, 16, 8, 1, chunk=32)],
     },
     ("backward", "ieee"): {
-        16: [Tile(64, 64, 4, 2)],
-        32: [Tile(32, 16, 4, 2)],
-        64: [Tile(32, 32, 8, 2, chunk=64)],
+        16: [Tile(64, 64, 4, 2)], 32: [Tile(32, 16, 4, 2)], 64: [Tile(32, 32, 8, 2, chunk=64)],
         128: [Tile(32, 32, 8, 2, chunk=128)],
     },
-}
+}  # fmt: skip
 MERGE_TILE = Tile(8, 8, 4, 1)  # of the kernels after split loops; its rows divide all tiles
 PRE_POST_TILE = Tile(64, 128, 4, 1)  # of the kernels before and after "hopper_backward"
 BF16X3_TILE = Tile(32, 32, 4, 1)  # of the kernel before BF16X3_KERNELS
@@ -134,25 +122,16 @@ PORTABLE_TILES = {
     ("dkdv", "tf32"): {64: [Tile(32, 32, 4, 1)], 128: [Tile(16, 16, 4, 1)], 256: [Tile(16, 16, 8, 1)]},
     ("backward", "tf32"): {64: [Tile(32, 32, 4, 1)], 128: [Tile(16, 16, 4, 1)]},
     ("forward", "ieee"): {
-        64: [Tile(32, 32, 4, 2)],
-        128: [Tile(16, 32, 4, 2)],
-        256: [Tile(16, 16, 8, 1, chunk=32)],
+        64: [Tile(32, 32, 4, 2)], 128: [Tile(16, 32, 4, 2)], 256: [Tile(16, 16, 8, 1, chunk=32)],
     },
     ("dq", "ieee"): {
-        64: [Tile(32, 32, 4, 2)],
-        128: [Tile(16, 32, 4, 1)],
-        256: [Tile(16, 32, 8, 1, chunk=32)],
+        64: [Tile(32, 32, 4, 2)], 128: [Tile(16, 32, 4, 1)], 256: [Tile(16, 32, 8, 1, chunk=32)],
     },
     ("dkdv", "ieee"): {
-        64: [Tile(16, 32, 4, 2)],
-        128: [Tile(16, 16, 4, 1)],
-        256: [Tile(16, 16, 8, 1, chunk=32)],
+        64: [Tile(16, 32, 4, 2)], 128: [Tile(16, 16, 4, 1)], 256: [Tile(16, 16, 8, 1, chunk=32)],
     },
-    ("backward", "ieee"): {
-        64: [Tile(16, 32, 4, 2)],
-        128: [Tile(16, 16, 4, 1)],
-    },
-}
+    ("backward", "ieee"): {64: [Tile(16, 32, 4, 2)], 128: [Tile(16, 16, 4, 1)]},
+}  # fmt: skip
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
 
 
@@ -186,26 +165,22 @@ class SplitLimits:
 
 
 # By kernel, precision and largest head size. Measured on an H200, 1 to 16 heads of 256 to 16,384 tokens.
-_BF16X3_BACKWARD = {128: SplitLimits(shortest=128, long=512, many=4, most=8, few=2)}
-SPLITS = {
-    ("forward", "16bit"): {256: SplitLimits(shortest=256, long=2048, many=4, most=4)},
-    ("backward", "16bit"): {
-        64: SplitLimits(shortest=256, long=1024, many=8, most=4),
-        256: SplitLimits(shortest=128, long=704, many=11, most=4),
-    },
-    ("forward", "ieee"): {
-        32: SplitLimits(shortest=64, long=256, many=8, most=8),
-        128: SplitLimits(shortest=64, long=512, many=8, most=8, few=1),
-        256: SplitLimits(shortest=64, long=256, many=8, most=8),
-    },
-    ("backward", "ieee"): {
-        32: SplitLimits(shortest=32, long=128, many=8, most=8),
-        256: SplitLimits(shortest=32, long=512, many=8, most=8, few=1),
-    },
-    ("planes_forward", "ieee"): {128: SplitLimits(shortest=128, long=1024, many=2, most=8, few=1)},
-    ("planes_dq", "ieee"): _BF16X3_BACKWARD,
-    ("planes_dkdv", "ieee"): _BF16X3_BACKWARD,
+_TABLE = {  # kernel, precision, largest head size: shortest, long, many, most, few
+    ("forward", "16bit", 256): (256, 2048, 4, 4),
+    ("backward", "16bit", 64): (256, 1024, 8, 4),
+    ("backward", "16bit", 256): (128, 704, 11, 4),
+    ("forward", "ieee", 32): (64, 256, 8, 8),
+    ("forward", "ieee", 128): (64, 512, 8, 8, 1),
+    ("forward", "ieee", 256): (64, 256, 8, 8),
+    ("backward", "ieee", 32): (32, 128, 8, 8),
+    ("backward", "ieee", 256): (32, 512, 8, 8, 1),
+    ("planes_forward", "ieee", 128): (128, 1024, 2, 8, 1),
+    ("planes_dq", "ieee", 128): (128, 512, 4, 8, 2),
+    ("planes_dkdv", "ieee", 128): (128, 512, 4, 8, 2),
 }
+SPLITS: dict[tuple[str, str], dict[int, SplitLimits]] = {}
+for (_kernel, _precision, _size), _limits in _TABLE.items():
+    SPLITS.setdefault((_kernel, _precision), {})[_size] = SplitLimits(*_limits)
 SPLITS |= {(kernel, "tf32"): SPLITS[kernel, "16bit"] for kernel in ("forward", "backward")}
 
 

@@ -157,7 +157,7 @@ class Launcher:
             ("planes_dq", "planes_dkdv"): self._dq_dkdv,
             ("backward",): self._backward,
             ("hopper_backward",): self._hopper_backward,
-        }[kernels]
+        }.get(kernels)
         if kernels == ("hopper_backward",):
             self._prepare_hopper_backward()
 
