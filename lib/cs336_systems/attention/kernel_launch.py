@@ -19,15 +19,15 @@ from cs336_systems.kernels.runtime import device_context
 
 STREAM = 3  # where among a compiled kernel's arguments it is: after the grid
 MAX_MAPS = 1024
-KNOWN_INSIDE = (3, 6), (3, 7)  # the Tritons beneath whose launcher KernelLaunch can reach
+KNOWN_INSIDE = (3, 6), (3, 7)  # Tritons whose launcher KernelLaunch can take apart
 
 
 class KernelLaunch:
     """A kernel with its grid and every argument but the tensors: `run` takes those.
 
     Args:
-        programs: and, of those whose walk is split, into how many parts.
-        arguments: by name; of more than the kernel takes, those that it takes.
+        programs: and the number of splits.
+        arguments: by name, also others than the kernel takes.
         descriptors: for the first tensors, which the kernel loads by TMA.
     """
 
@@ -80,7 +80,7 @@ class KernelLaunch:
             places.append(len(arguments))
             arguments.append(None)
         arguments += self.arguments
-        hooks = None, None, None  # and what they are told
+        hooks = None, None, None  # and their argument
         recorder(*self.grid, None, compiled.function, compiled.packed_metadata, *hooks, *arguments)
         if packed := isinstance(recorded[-1], tuple):  # Triton 3.7; 3.6 passes them one by one
             recorded += recorded.pop()
