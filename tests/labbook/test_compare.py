@@ -66,10 +66,12 @@ def test_published_rows_are_milliseconds_of_passes_from_somewhere():
 
 
 def test_every_row_is_divided_by_its_equal(rows):
-    stamped = rows.assign(run=list("abcdef"), backend=None)  # neither tells rows apart
+    stamped = rows.assign(run=list("abcdef"), backend=None, gain=rows["p50_ms"] / 3, extra_mib=range(6))
     pairs = compared(stamped, "implementation", "plain", "p50_ms").set_index("context_length")
     assert pairs["ratio"].dropna().to_dict() == {256: 2.0, 512: 4.0}
     assert pairs.loc[1024, "baseline_status"] == "oom"
+    with pytest.raises(ValueError, match=r"differ in .*who"):
+        compared(rows.assign(who=list("abcdef")), "implementation", "plain", "p50_ms")
 
 
 @pytest.mark.parametrize("other", [4, None])
