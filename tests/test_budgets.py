@@ -7,9 +7,9 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 # A folder with all below it: what it may have now, and, of whole packages, what it is to come down to.
 BUDGETS: dict[str, tuple[int, int | None]] = {
-    "lib/cs336_systems": (17_540, 10_000),
+    "lib/cs336_systems": (17_509, 10_000),
     "lib/cs336_systems/accounting": (1_531, None),
-    "lib/cs336_systems/attention": (3_506, None),
+    "lib/cs336_systems/attention": (3_475, None),
     "lib/cs336_systems/bench": (3_046, None),
     "lib/cs336_systems/checks": (2_198, None),
     "lib/cs336_systems/kernels": (857, None),
@@ -20,7 +20,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/labbook": (4_544, 5_000),
     "lib/labbook/book": (1_230, None),
     "notebooks": (244, None),
-    "tests": (15_434, 9_500),
+    "tests": (15_436, 9_500),
 }
 
 
