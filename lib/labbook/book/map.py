@@ -176,9 +176,10 @@ def show_row(row: pd.Series, table: str) -> None:
     lines = {}
     for name, value in row.dropna().items():
         kind = "provenance" if name in ("run", "machine") else "value"
+        kind = "key" if name in TABLES[table].keys else kind
         text = f"{value:g}" if isinstance(value, float) else str(value)
         unit = UNITS.get(name.rpartition("_")[2], "")
-        lines[name] = "key" if name in TABLES[table].keys else kind, text, unit, DECLARED["columns"].get(name, "")
+        lines[name] = kind, text, unit, DECLARED["columns"].get(name, "")
     if record := load_run(row["machine"], row["run"]):
         lines |= {name: ("its run", text, "", "") for name in _OF_A_RUN if (text := getattr(record, name))}
     # Names as the index: in a column, `show` would write the label of an implementation called "torch".
