@@ -44,9 +44,12 @@ def _undifferentiable(function: str, gradients: Any) -> tuple[Tensor | None, ...
     return torch._C._functions.DelayedError(message.encode(), len(leaves))(*leaves)
 
 
+_transforms_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp of torch.func
+
+
 def needs_dispatcher(*arguments: Any) -> bool:
     """Whether a direct launch would miss something that the dispatcher does for one of these tensors."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _transforms_active():
         return True
     for x in arguments:
         if isinstance(x, Tensor):
