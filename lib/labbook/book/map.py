@@ -100,10 +100,7 @@ def _drawn(cell: NotebookNode) -> list[str]:
 def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "") -> str:
     """Every notebook by chapter: its question, what to read before it, how long it takes. In Markdown.
 
-    Args:
-        entries: from `read_map`.
-        machine: say also how many rows this machine has of each notebook.
-        folder: of the notebooks, from where the table stands: "notebooks/".
+    `machine`: say also how many rows it has of each; `folder`: of the notebooks, from where the table stands.
     """
     chapters = notebooks.read_yaml("book.yaml").get("chapters", {})  # by the number of their first notebook
     columns = ["notebook", "edition", "its question", "read before", "minutes: read, work"]

@@ -54,11 +54,7 @@ def convert(default: Any, given: Any) -> Any:
 
 
 def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
-    """Refuse, inside a notebook, what it cannot run with: papermill itself takes any value.
-
-    Args:
-        slug: of the notebook: what its name says after the number.
-        values: by name, as `globals()` has them; other names than its parameters are left alone.
+    """Refuse, inside the notebook NN_<slug>, what it cannot run with; `values` are its `globals()`.
 
     Raises:
         BatchError: a line for each wrong value, naming what is allowed.
@@ -72,9 +68,6 @@ def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
 
 def parameter_errors(known: Mapping[str, Parameter], given: Mapping[str, Any], slug: str = "") -> list[str]:
     """A sentence for each given parameter that is not among the known or that cannot be right.
-
-    Args:
-        slug: of the notebook, which may have rules of its own.
 
     Raises:
         BatchError: parameters.yaml cannot be read, or has a rule of an unknown kind.
