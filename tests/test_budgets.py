@@ -7,12 +7,12 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 # A folder with all below it: what it may have now, and, of whole packages, what it is to come down to.
 BUDGETS: dict[str, tuple[int, int | None]] = {
-    "lib/cs336_systems": (17_509, 10_000),
+    "lib/cs336_systems": (17_512, 10_000),
     "lib/cs336_systems/accounting": (1_531, None),
     "lib/cs336_systems/attention": (3_475, None),
     "lib/cs336_systems/bench": (3_046, None),
     "lib/cs336_systems/checks": (2_198, None),
-    "lib/cs336_systems/kernels": (857, None),
+    "lib/cs336_systems/kernels": (860, None),
     "lib/cs336_systems/measure": (1_585, None),
     "lib/cs336_systems/parallel": (2_459, None),
     "lib/cs336_systems/report": (806, None),
