@@ -11,12 +11,9 @@ from torch import Tensor, nn
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd.Function: differentiating the gradients it returns raises.
 
-    torch's `once_differentiable` raises only where an upstream gradient requires grad. After `.sum()` that is
-    a constant, but gradients depend on the inputs all the same: a second derivative would be silently wrong.
-    Here the RuntimeError comes whenever they are differentiated; create_graph=True alone is allowed. The
-    backward runs outside of torch.autocast, as its forward chose the dtypes. A
-    backward that uses nothing but the upstream gradient, linearly (a collective, a rotation), may keep
-    torch's decorator.
+    torch's `once_differentiable` does so only where an upstream gradient requires grad: after `.sum()` it does
+    not, and gradients depend on the inputs all the same. create_graph=True alone is allowed. Backward runs
+    outside of torch.autocast, as its forward chose the dtypes.
     """
 
     @wraps(backward)
@@ -44,16 +41,19 @@ def _undifferentiable(function: str, gradients: Any) -> tuple[Tensor | None, ...
     return torch._C._functions.DelayedError(message.encode(), len(leaves))(*leaves)
 
 
+_PLAIN, _is_compiling = {Tensor, nn.Parameter}, torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, tracing, counters of FLOPs
 _transforms_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp of torch.func
 
 
 def needs_dispatcher(*arguments: Any) -> bool:
     """Whether a direct launch would miss something that the dispatcher does for one of these tensors."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or _transforms_active():
+    if _is_compiling() or _dispatch_modes() or _transforms_active():
         return True
     for x in arguments:
-        if isinstance(x, Tensor):
-            is_plain = type(x) is Tensor or type(x) is nn.Parameter
-            if not is_plain or not x.data_ptr() or x.is_neg():
+        if type(x) in _PLAIN:
+            if not x.data_ptr() or x.is_neg():
                 return True
+        elif isinstance(x, Tensor):
+            return True
     return False

@@ -95,10 +95,7 @@ def row_tile(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a kernel's output before it is cast to `dtype`: nearly always that one.
-
-    The interpreter truncates float32 to bfloat16 where a GPU rounds; PyTorch rounds.
-    """
+    """The dtype of a kernel's output before its cast to `dtype`: the interpreter truncates to bfloat16."""
     return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
 
 
