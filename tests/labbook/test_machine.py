@@ -101,7 +101,7 @@ def test_slugs(gpu, cpu, cores, slug, monkeypatch):
 def test_a_card_that_is_not_there_or_damaged_is_a_clear_error(figures):
     keep(figures, H200)
     with pytest.raises(FileNotFoundError, match="h200"):
-        load_card("h100")
+        load_card("nobody")
     no_rates = json.dumps(dataclasses.asdict(H200) | {"matmul_tflops": None})
     for damage in ("{", "[]", '{"slug": "h200"}', no_rates):
         (figures / "h200" / "machine.json").write_text(damage)
