@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd.Function: differentiating the gradients it returns raises.
 
-    torch's `once_differentiable` does so only where an upstream gradient requires grad: after `.sum()` it does
-    not, and gradients depend on the inputs all the same. create_graph=True alone is allowed. Backward runs
+    torch's `once_differentiable` does so only where an upstream gradient requires grad; after `.sum()` none
+    does, and gradients depend on the inputs all the same. create_graph=True alone is allowed. Backward runs
     outside of torch.autocast, as its forward chose the dtypes.
     """
 
