@@ -218,8 +218,12 @@ def misuse_is_refused(context):
     for name, read in READS.items():
         wrapped = FSDP(Reads(read))
         for mode in (torch.enable_grad, torch.no_grad):
-            with mode(), pytest.raises(RuntimeError, match=r"inner.(weight|bias) of an FSDP is used while"):
-                wrapped(x)
+            for call in (wrapped, wrapped.module):
+                with (
+                    mode(),
+                    pytest.raises(RuntimeError, match=r"inner.(weight|bias) of an FSDP is used while"),
+                ):
+                    call(x)
         assert [*wrapped.parameters()] == [*wrapped.module.inner.parameters()], name
         assert FSDP(Reads(read), unit_types=("Reads",))(x).shape == (4, WIDTH) or name == "pointer"
     shape = FSDP(Reads(lambda layer, x: layer(x) * layer.weight.shape[0]))(x)

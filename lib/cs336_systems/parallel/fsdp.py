@@ -112,6 +112,9 @@ class FSDP(DataParallel):
         self._has_agreed = self._is_in_forward = False
         for group, (modules, _) in zip(self._groups, groups, strict=True):
             self._add_hooks(group, modules)
+        before, after = map(torch.compiler.disable, (self._before_all, self._after_all))
+        module.register_forward_pre_hook(_Hook(before), prepend=True)
+        module.register_forward_hook(_Hook(after), always_call=True)
         refuse_other_optimizers(self._sharded)
 
     __reduce_ex__ = ParameterGroup.__reduce_ex__  # refuses
@@ -179,22 +182,21 @@ class FSDP(DataParallel):
             weight = group.weights[number].whole
             weight.register_post_accumulate_grad_hook(partial(_after_accumulation, this, position, number))
 
-    # These run for every group in every pass, and a training step in 16 bits may wait for Python.
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_autograd_node() is not None:  # backward computes it once more
-            return self.module(*args, **kwargs)
-        self._free_all()  # what an earlier pass left gathered is stale after the optimizer's step
-        self._give_up_failed_pass()
-        self._is_in_forward = True
-        for group in self._groups:
-            group.hide()
-        try:
-            return self.module(*args, **kwargs)
-        finally:
+    def _before_all(self, module: nn.Module, args: tuple) -> None:
+        if torch._C._current_autograd_node() is None:  # else backward computes it once more
+            self._free_all()  # what an earlier pass left gathered is stale after the optimizer's step
+            self._give_up_failed_pass()
+            self._is_in_forward = True
+            for group in self._groups:
+                group.hide()
+
+    def _after_all(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._is_in_forward and torch._C._current_autograd_node() is None:
             self._is_in_forward = False
             for group in self._groups:
                 group.reshard()
 
+    # These run for every group in every pass, and a training step in 16 bits may wait for Python.
     def _before_forward(
         self, group: ParameterGroup, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
