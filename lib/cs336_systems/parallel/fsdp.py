@@ -71,9 +71,8 @@ class FSDP(DataParallel):
     Raises:
         RuntimeError: there is no process group. In forward, a weight is used outside its module; in backward,
             it was written to since forward, or the pass is to be differentiated itself (create_graph).
-        ValueError: an argument is not allowed, there is one rank only, nothing can be sharded or trained, a
-            parameter has hooks or is sharded already, parameters of several devices or dtypes would be
-            sharded, or the ranks disagree. On every rank.
+        ValueError: an argument is not allowed, there is one rank, nothing to shard or train, several devices
+            or dtypes to shard, a hook on a parameter to shard, or the ranks disagree. On every rank.
     """
 
     def __init__(

@@ -74,8 +74,8 @@ class ShardedOptimizer(Optimizer):
             self.defaults, self.state = self._optimizer.defaults, self._optimizer.state
             return partition
 
-        described = [f"{getattr(optimizer_cls, '__name__', optimizer_cls)} {_plain(kwargs)}"]
-        self._on_all_ranks(make, [*described, f"buckets of {bucket_size_mb} MB"])
+        name = getattr(optimizer_cls, "__name__", optimizer_cls)
+        self._on_all_ranks(make, [f"{name} {_plain(kwargs)}", f"buckets of {bucket_size_mb} MB"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError("a ShardedOptimizer cannot be copied or pickled; allowed: its state_dict()")

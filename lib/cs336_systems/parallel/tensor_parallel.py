@@ -63,8 +63,7 @@ class TensorParallelSwiGLU(nn.Module):
         super().__init__()
         self.group = group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        d_ff = full.w1.weight.shape[0]
-        if d_ff % ranks:
+        if (d_ff := full.w1.weight.shape[0]) % ranks:
             raise ValueError(f"d_ff is {d_ff}; allowed: a multiple of {ranks}, the ranks that share it")
         for name, dimension in (("w1", 0), ("w2", 1), ("w3", 0)):
             whole = getattr(full, name).weight
