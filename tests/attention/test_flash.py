@@ -9,6 +9,8 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.attention import FlashAttentionPyTorch, attention, flash_pytorch
@@ -148,6 +150,34 @@ def test_compiles_without_a_graph_break(flash):
     agree([output, *torch.autograd.grad(output, inputs, do)], gradients(flash, inputs, do))
 
 
+@both
+def test_fake_tensors_and_tracing(flash):
+    with FakeTensorMode() as mode:
+        q, k, v = random_inputs(2, 3, n=40)
+        output = flash.apply(q, k, v, True)
+        output.sum().backward()
+        assert isinstance(output, FakeTensor)
+        assert (output.shape, k.grad.shape) == (q.shape, k.shape)
+        with pytest.raises(TypeError, match="dtypes"):
+            flash.apply(q, k.half(), v)
+    assert isinstance(flash.apply(q, k, v), FakeTensor)  # outside its mode, too
+    with mode:
+        assert flash.apply(q, k, v).stride() == flash.apply(*random_inputs(2, 3, n=40)).stride()
+    inputs, others = random_inputs(2, n=40), random_inputs(2, n=40)
+    graph = make_fx(lambda q, k, v: torch.autograd.grad(flash.apply(q, k, v, True).sum(), (q, k, v)))(*inputs)
+    agree(graph(*others), gradients(flash, others, torch.ones_like(others[0]))[1:])
+
+
+@both
+def test_lazily_negated_views(flash):
+    """Of a conjugated complex tensor's imaginary part: its memory has the other sign."""
+    q, k, v, do = (torch.randn(2, 40, 16, dtype=torch.complex64, device=DEVICE).conj().imag for _ in range(4))
+    assert q.is_neg()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    wanted = gradients(flash, [x.detach().clone().requires_grad_() for x in (q, k, v)], do.clone())
+    agree(gradients(flash, inputs, do), wanted)
+
+
 def test_with_less_python_before_it_the_function_is_the_same():
     q, k, v = inputs = random_inputs(2)
     do = torch.randn_like(q)
@@ -180,6 +210,8 @@ def test_every_element_is_written(n):
         (lambda q, k, v: (q, k, v[:, :3]), ValueError, r"\(2, 3, 32\)"),
         (lambda q, k, v: (q[..., :8], k, v), ValueError, r"\(2, 16, 8\)"),
         (lambda q, k, v: (q, k[:, :0], v[:, :0]), ValueError, "size 0"),
+        (lambda q, k, v: (x[:, :0] for x in (q, k, v)), ValueError, "size 0"),
+        (lambda q, k, v: (q, k.to_sparse(), v), ValueError, "sparse"),
         (lambda q, k, v: (x.repeat(1, 1, 9) for x in (q, k, v)), ValueError, "256"),
     ],
 )

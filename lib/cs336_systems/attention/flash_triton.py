@@ -51,10 +51,10 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tens
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
-    try:
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
-    except RuntimeError:  # of a tensor without memory of its own; the dispatcher may know what it is
-        return _forward_op(q, k, v, is_causal)
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    if not addresses:
+        check_inputs(q, k, v)
+        return _forward_op(q, k, v, is_causal)  # fake tensors, outside their mode
     if addresses % ALIGNMENT:
         q, k, v = aligned(q), aligned(k), aligned(v)
     dtype, device = q.dtype, q.get_device()
@@ -106,9 +106,8 @@ def _backward(
     tf32 = residual is None
     if tf32:
         residual = logsumexp  # any tensor: none is read
-    try:
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr() | o.data_ptr()
-    except RuntimeError:
+    addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | do.data_ptr() | o.data_ptr()
+    if not addresses:
         return _backward_op(do, q, k, v, o, logsumexp, is_causal, None if tf32 else residual)
     if (addresses | logsumexp.data_ptr() | residual.data_ptr()) % ALIGNMENT:
         q, k, v, do, o, logsumexp, residual = map(aligned, (q, k, v, do, o, logsumexp, residual))

@@ -21,9 +21,14 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v; inside torch.autocast in the region's dtype, as attention is made of matmuls."""
     check_tensors(q, k, v)
+    if not q.layout == k.layout == v.layout == torch.strided:
+        layouts = ", ".join(str(x.layout) for x in (q, k, v))
+        raise ValueError(f"q, k, v have layouts {layouts}; allowed: torch.strided")
     if q.is_cuda and not torch.is_autocast_enabled():  # the most frequent case; this is what asks it fastest
         return q, k, v
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type):
+    if q.is_meta or k.is_meta or v.is_meta:  # which autocast does not know
+        check_inputs(q, k, v)
+    if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v
