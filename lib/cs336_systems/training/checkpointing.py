@@ -87,14 +87,17 @@ def selective(blocks: Sequence[Any]) -> Plan:
     return tuple(KeepsMatmuls((block,)) for block in blocks)
 
 
-def half_blocks(blocks: Sequence[nn.Module]) -> Plan:
+def half_blocks(blocks: Sequence[Any]) -> Plan:
     """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
-    halves = [part for block in blocks for part in ((block.ln1, block.attn), (block.ln2, block.ffn))]
-    return tuple((partial(_half_block, *half),) for half in halves)
+    return tuple((partial(half, block),) for block in blocks for half in (_attention, _feed_forward))
 
 
-def _half_block(norm: nn.Module, layer: nn.Module, x: Tensor) -> Tensor:
-    return x + layer(norm(x))
+def _attention(block: nn.Module, x: Tensor) -> Tensor:
+    return x + block.attn(block.ln1(x))
+
+
+def _feed_forward(block: nn.Module, x: Tensor) -> Tensor:
+    return x + block.ffn(block.ln2(x))
 
 
 STRATEGIES: dict[str, Strategy] = {
