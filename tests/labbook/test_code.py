@@ -40,7 +40,7 @@ EXECUTED = [
     ("labbook/ranks.py", "23 31 32 33 36 42 61", ""),
     ("labbook/timing.py", "11 21 23 26 33 61", ""),
 ]
-SHOWN = ["answers", "compare", "figure", "frames", "labels", "plots", "style", "summary", "tables"]
+SHOWN = ["answers", "compare", "figure", "labels", "plots", "style", "summary", "tables"]
 
 
 @pytest.fixture(scope="module")

@@ -113,7 +113,7 @@ def code_of(frames: Iterable[Mapping[str, Any]]) -> str:
     """
     for frame in frames:
         _, ours, path = frame["filename"].replace("\\", "/").rpartition("cs336_systems/")
-        if ours and not path.startswith(("measure/", "nvtx.py")):
+        if ours and not path.startswith(("measure/", "training/steps.py", "nvtx.py")):
             return f"{path}:{frame['line']} {frame['name']}"
     return ""
 
