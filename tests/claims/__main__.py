@@ -36,8 +36,8 @@ from IPython.core.interactiveshell import InteractiveShell
 
 import labbook.compare
 import labbook.page
-from labbook.files import committed
 from labbook.compare import key_columns
+from labbook.files import committed
 from labbook.rows import TABLES
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
