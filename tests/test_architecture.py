@@ -78,14 +78,6 @@ def test_no_module_needs_itself_to_be_imported():
         done |= ready
 
 
-def test_only_labels_read_the_vocabulary_so_that_a_colour_makes_no_measurement_stale():
-    sources = {module: path.read_text(encoding="utf-8") for module, path in MODULES.items()}
-    assert {module for module, source in sources.items() if "vocabulary.py" in source} == {"labbook.labels"}
-    code = "\n".join(path.read_text(encoding="utf-8") for path in NOTEBOOKS)
-    assert "import vocabulary" not in code
-    assert "from vocabulary" not in code
-
-
 @pytest.mark.parametrize("name", ROOMS)
 def test_a_room_offers_what_it_lists(name):
     module = import_module(name)

@@ -36,17 +36,6 @@ def test_runs_can_be_planned(arguments):
     assert main(["run", "--dry-run", *arguments.split()]) == 0
 
 
-def test_options_of_run_are_given_through_make():
-    told = re.findall(r"`([^`]*)--(?:force|dry-run|only)\b", TEXTS[REPOSITORY])
-    assert told
-    assert all("ARGS=" in before for before in told), "make takes them for its own"
-
-
-def test_lab_opens_where_notebooks_and_learners_copies_are():
-    (folder,) = re.findall(r"--notebook-dir=(\S+)", (REPOSITORY / "Makefile").read_text())
-    assert (REPOSITORY / folder).resolve() == REPOSITORY.resolve()
-
-
 @pytest.mark.parametrize("path", re.findall(r"papermill (\S+)", TEXT))
 def test_notebooks_exist(path):
     assert (REPOSITORY / path).exists()

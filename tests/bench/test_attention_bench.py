@@ -5,11 +5,8 @@ import torch
 
 from cs336_systems import accounting
 from cs336_systems.attention import plain
-from cs336_systems.attention.implementations import ATTENTION, COMPILER
 from cs336_systems.bench.attention_bench import sweep_attention
 from cs336_systems.dtypes import torch_dtype
-from labbook import timing
-from labbook.machine import why_no_compile
 from labbook.timing import MIB, release_memory
 
 RUN = {"batch_size": 2, "context_length": 64, "d_head": 16, "device": "cpu", "warmup_steps": 1, "steps": 2}
@@ -38,25 +35,6 @@ def test_each_pass_is_timed_and_saves_what_the_closed_form_says(pass_, dtype, is
     assert row["memory_before_backward_mib"] * MIB == saved + output
 
 
-def test_backward_alone_is_timed_without_a_forward(monkeypatch):
-    forwards, timed = [], []
-
-    def softmax(scores, dim):
-        forwards.append(scores)
-        return torch.softmax(scores, dim)
-
-    def watch(step, *, prepare, **options):
-        output, before = prepare(), len(forwards)
-        timed.append(step(output))
-        assert len(forwards) == before > 0
-        return timing.Timing(step_ms=(1.0,))
-
-    monkeypatch.setattr(plain, "softmax", softmax)
-    monkeypatch.setattr(timing, "time_steps", watch)
-    assert benchmark_attention(**RUN, pass_="backward")["p50_ms"] == 1
-    assert len(timed) == 1
-
-
 def test_the_sweep_goes_on_after_running_out_of_memory(monkeypatch):
     def softmax(scores, dim):
         if scores.shape[-1] == 128:
@@ -68,18 +46,6 @@ def test_the_sweep_goes_on_after_running_out_of_memory(monkeypatch):
     cells = list(sweep_attention(context_lengths=[128, 64], d_heads=[16, 32], **options))
     assert [row["status"] for rows in cells for row in rows] == ["oom", "oom", "ok", "ok"] * 2
     assert "8.00 GiB" in cells[0][0]["reason"]
-
-
-@pytest.mark.parametrize("name", ATTENTION)
-def test_every_attention_of_the_registry_gives_a_row(name):
-    """Where it cannot run the row says why; on a machine without a compiler that is half of them."""
-    needs_compiler = COMPILER in ATTENTION[name].needs
-    if needs_compiler and not why_no_compile(torch.device("cpu")):
-        pytest.skip("compiling it takes long; the GPU test below does")
-    row = benchmark_attention(**RUN, implementation=name, is_causal=True)
-    assert row["status"] == "ok" or row["reason"]
-    if not ATTENTION[name].needs and not ATTENTION[name].sdpa_backend:
-        assert row["status"] == "ok", row["reason"]
 
 
 def test_what_cannot_run_is_skipped_with_its_reason():

@@ -67,10 +67,6 @@ def test_what_is_wrong_or_breaks_has_a_reason_and_no_time(function, status, reas
     assert all(reason in row["reason"] and row["p50_ms"] is None for row in rows)
 
 
-def test_16_bit_implementations_are_skipped_in_float32():
-    assert statuses(time_cell(replace(TINY, implementation="sdpa_cudnn"), device="cpu")) == {"skipped"}
-
-
 def test_scores_that_do_not_fit_are_not_tried(monkeypatch):
     monkeypatch.setattr("labbook.machine.available_memory_bytes", lambda: 10**4)
     assert statuses(time_cell(replace(TINY, implementation="plain"), device="cpu")) == {"skipped"}

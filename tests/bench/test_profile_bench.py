@@ -1,13 +1,12 @@
 """Profiling a model of the workbook, and the choice of the profiler."""
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
 from cs336_systems.bench import profile_bench
-from cs336_systems.bench.profile_bench import Target, choose_source, prepare, profile_model, profile_rows
+from cs336_systems.bench.profile_bench import Target, choose_source, profile_model, profile_rows
 from cs336_systems.measure import nsys
 from cs336_systems.measure.profile import ProfileError, kernel_table, range_table, stages
 from cs336_systems.measure.torch_trace import read_trace
@@ -87,16 +86,6 @@ def test_what_fails_is_a_status(monkeypatch, error, status):
 def test_what_does_not_fit_is_not_tried():
     target = Target(model_size="10B", edition=2026, context_length=65_536, device="cpu")
     assert [row["status"] for row in profile_rows(target)["ranges"]] == ["skipped"]
-
-
-def test_warmup_is_not_recorded(monkeypatch):
-    opened = []
-    for name in ("annotate", "recording"):
-        monkeypatch.setattr(profile_bench, name, lambda *_, name=name: opened.append(name) or nullcontext())
-    measured = prepare(Target(**SMALL))
-    assert opened == ["annotate"], "one warm-up step, with ranges off"
-    measured()
-    assert opened == ["annotate", "recording", "annotate", "annotate"]
 
 
 def test_the_best_source_that_is_there(monkeypatch):

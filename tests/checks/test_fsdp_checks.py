@@ -171,15 +171,6 @@ class ShardsTheNormToo(Right):
         return {name: self.norms.get(x, x) for name, x in super().gather_full_parameters().items()}
 
 
-class KeepsItsOwnRows(Right):
-    def reduce(self, weight, gradient):
-        super().reduce(weight, gradient)
-        rank, n = dist.get_rank(), dist.get_world_size()
-        own = (n * gradient)[rank * weight.rows : (rank + 1) * weight.rows]
-        _, received, _, work = self.reducing.pop()
-        self.reducing.append((weight, own, (received, gradient), work))
-
-
 class AllReduces(Right):
     def reduce(self, weight, gradient):
         work, first = dist.all_reduce(gradient, async_op=True), dist.get_rank() * weight.rows
@@ -213,12 +204,6 @@ class SendsFloat32(Right):
     def all_gather(self, weight):
         whole = torch.empty_like(weight.buffer, dtype=torch.float32)
         return CastOnArrival(all_gather(whole, weight.shard.detach(), async_op=True), whole, weight.buffer)
-
-
-class CastsOnce(Right):
-    def all_gather(self, weight):
-        weight.kept = getattr(weight, "kept", weight.sent)
-        return all_gather(weight.buffer, weight.kept, async_op=True)
 
 
 class WaitsAtOnce(Right):
@@ -281,7 +266,6 @@ BUGS = {  # what is said about each
     "'embedding.weight' is the sum over the ranks. Divide": bug(Right, reduce=scaled(2)),
     "'embedding.weight' is averaged twice": bug(Right, reduce=scaled(0.5)),
     "'norm.weight' is still this rank's own": bug(Right, average=nothing),
-    "'embedding.weight' is not the mean": KeepsItsOwnRows,
     r"\d+ of \d+ reduce-scatter.* may still be under way": bug(Right, wait=nothing),
     "whole gradient of 'head' went through all_reduce": AllReduces,
     "with the weights from before the optimizer's step. Gather": bug(
@@ -300,7 +284,6 @@ BUGS = {  # what is said about each
     ),
     "'embedding' is gathered in torch.float32. Cast": SendsFloat32,
     "dtype torch.bfloat16 and its shard torch.float32": bug(Right, set_gradient=set_low_gradient),
-    "bfloat16, forward computes with the weights from before": CastsOnce,
     "'embedding.weight' loses small updates": RoundsItsShards,
     "the shard of 'embedding.weight' is torch.bfloat16": bug(
         Right, master=lambda self, shard: shard.to(self.compute_dtype or shard.dtype)

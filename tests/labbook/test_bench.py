@@ -7,7 +7,7 @@ import torch
 from bench_setups import all_reduce
 
 from cs336_systems import parallel
-from labbook.bench import Case, Step, grid, measure
+from labbook.bench import Step, grid, measure
 
 QUICK = {"device": "cpu", "warmup_steps": 1, "steps": 2}
 
@@ -107,12 +107,3 @@ def test_if_one_rank_runs_out_of_memory_the_others_learn_it_and_later_cases_run(
 def test_a_bug_of_one_rank_is_told_with_its_rank():
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 raised KeyError: 'a bug of rank 1'"):
         ranks(1, 3)
-
-
-def test_a_case_travels_as_it_is():
-    import pickle
-
-    case = Case(size=1)
-    case.device = torch.device("cpu")
-    again = pickle.loads(pickle.dumps(case))
-    assert (again, again.device) == (case, case.device)

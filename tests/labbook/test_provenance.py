@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from labbook import code, runs
+from labbook import runs
 from labbook.files import PROJECT, REPOSITORY_FIGURES, committed
 from labbook.rows import load_rows, run_counts, save_rows
 
@@ -169,9 +169,3 @@ def test_committed_rows_of_unknown_commits_are_marked():
     historical.historical = ""
     assert unmarked(records, is_known) == [historical.run]
     runs._loaded.cache_clear()
-
-
-def test_rows_whose_producer_is_gone_are_marked():
-    rows = load_rows("flash_leaderboard", "h200", "ablation_times")
-    assert all(runs.load_run("h200", name).historical for name in rows["run"].unique())
-    assert code.notebook_of("flash_leaderboard")

@@ -8,8 +8,8 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from cs336_systems.measure.allocations import CATEGORIES
-from cs336_systems.report import kernel_timeline, memory_timeline, nsys_timeline, overlap_timeline
-from cs336_systems.report.timelines import CALLS, EXPOSED, HIDDEN, STAGES
+from cs336_systems.report import kernel_timeline, memory_timeline, overlap_timeline
+from cs336_systems.report.timelines import EXPOSED, HIDDEN, STAGES
 from labbook.style import GREEN, WINE
 
 SPAN = ["start_ms", "end_ms"]
@@ -45,20 +45,6 @@ def test_kernels_are_on_their_streams_under_the_host_s_ranges():
     late = kernel_timeline(RANGES, KERNELS, depth=1, between_ms=(6, 9))
     assert lanes(late) == ["host: step", "host: stage", "stream 20"]
     assert any("cs336_systems run" in text for text in texts(kernel_timeline(RANGES, KERNELS[:0])))
-
-
-def test_the_host_runs_ahead_on_one_axis():
-    seen = [
-        *[("NVTX", "measure", 0, 0, 10), ("NVTX", "forward", 1, 0, 2), ("NVTX", "backward", 1, 2, 6)],
-        *[("CUDA API", "launch", None, *times) for times in ((0, 2), (2.5, 6))],
-        *[("CUDA API", "wait", None, 6, 10), ("kernels", "forward", None, 0.1, 4)],
-    ]
-    seen = pd.DataFrame(seen, columns=["lane", "event", "depth", *SPAN])
-    chart = nsys_timeline(seen)
-    assert lanes(chart) == ["NVTX", "", "CUDA API", "kernels"]
-    assert spans(chart, CALLS["launch"]) == [(0, 2), (2.5, 6)]
-    assert (spans(chart, CALLS["wait"]), spans(chart, STAGES["forward"])) == ([(6, 10)], [(0.1, 4)])
-    assert nsys_timeline(seen, between_ms=(5, 9)).axes[0].get_xlim() == (5, 9)
 
 
 def test_communication_is_red_where_nothing_is_computed():

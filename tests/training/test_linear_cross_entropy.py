@@ -28,14 +28,10 @@ def _without_triton(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_error_at_most_twice_pytorchs(dtype):
-    if find_spec("triton"):
-        check_fused(NAME, dtype=dtype)
-
-
-@pytest.mark.usefixtures("_without_triton")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_error_at_most_twice_pytorchs_without_triton(dtype):
+@pytest.mark.parametrize("with_triton", [True, False])
+def test_error_at_most_twice_pytorchs(dtype, with_triton, request):
+    if not (with_triton and find_spec("triton")):
+        request.getfixturevalue("_without_triton")
     check_fused(NAME, dtype=dtype)
 
 

@@ -101,12 +101,6 @@ def test_a_rule_of_the_notebook_holds(rule, text, right, wrong):
     assert all("; allowed: " in rule(text, **{name: value})[0] for value in wrong)
 
 
-def test_a_rule_that_looks_at_another_parameter_is_tried_when_that_one_is_given(rule):
-    assert rule("steps: {multiple_of: context_lengths}", context_lengths=[3, 1]) == []
-    (error,) = rule("steps: {multiple_of: context_lengths}", context_lengths=[2])
-    assert "context_lengths" in error
-
-
 @pytest.mark.parametrize("text", ["rate: {lest: 1}", "rate: 1"])
 def test_a_rule_of_an_unknown_kind_is_an_error(rule, text):
     with pytest.raises(BatchError, match=r"rate: .*; allowed: .*least"):
@@ -152,11 +146,6 @@ def test_what_a_notebook_cannot_run_with_is_refused(given):
     (error,) = errors_of(*given.split(" ", 1))
     assert given.split(" ")[1].partition("=")[0] in error
     assert "; allowed: " in error
-
-
-def test_text_that_is_no_yaml_is_refused(known):
-    with pytest.raises(ValueError, match="context_lengths"):
-        parse_value(known["context_lengths"], "[128")
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)

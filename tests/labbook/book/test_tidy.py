@@ -1,4 +1,6 @@
-"""The learner's copies: solutions gone, the notebook whole."""
+"""Tidy notebooks, and the learner's copies: solutions gone, the notebook whole."""
+
+import copy
 
 import nbformat
 import pytest
@@ -47,10 +49,10 @@ def notebook():
 
 
 def test_solutions_become_stubs_and_checkers_forget_what_they_said(notebook):
-    copy = cleared(notebook)
-    assert copy.cells[0].source == STUB
-    assert copy.cells[1].source == "check(Sum)"
-    assert copy.cells[1].outputs == []
+    learners = cleared(notebook)
+    assert learners.cells[0].source == STUB
+    assert learners.cells[1].source == "check(Sum)"
+    assert learners.cells[1].outputs == []
     assert notebook.cells[0].source == SOLUTION
 
 
@@ -59,17 +61,27 @@ def test_what_uses_a_solution_may_raise(notebook):
     assert tags == [[], [CHECKER], ["raises-exception"], ["raises-exception"], []]
 
 
+def test_a_tidied_notebook_stays_and_a_messy_one_becomes_it(notebook):
+    messy = tidy(notebook)
+    messy.metadata.papermill = {"duration": 1.5}
+    messy.cells[1].metadata |= {"papermill": {"duration": 1}, "collapsed": True}
+    messy.cells[1].outputs = [nbformat.v4.new_output("stream", text=text) for text in ("sum: right", "\n")]
+    before = copy.deepcopy(messy)
+    assert tidy(messy) == tidy(tidy(notebook)) == tidy(notebook)
+    assert messy == before
+
+
 def test_what_only_a_checker_made_may_be_missing_until_a_cell_makes_it():
     check = new_code_cell("noted = name = Sum()", metadata={"tags": [CHECKER]})
     uses = ["print(noted)", "for name in 'ab':\n    print(name)", "noted = lambda name: name", "print(noted)"]
-    copy = cleared(new_notebook(cells=[new_code_cell(SOLUTION), check, *map(new_code_cell, uses)]))
-    assert [bool(cell.metadata.get("tags")) for cell in copy.cells[2:]] == [True, False, False, False]
+    learners = cleared(new_notebook(cells=[new_code_cell(SOLUTION), check, *map(new_code_cell, uses)]))
+    assert [bool(cell.metadata.get("tags")) for cell in learners.cells[2:]] == [True, False, False, False]
 
 
 def test_a_name_that_a_loop_goes_through_values_with_is_its_own():
     uses = ["each = Sum()", "print([each for each in 'ab'])", "for each in 'ab':\n    print(each)"]
-    copy = cleared(new_notebook(cells=[new_code_cell(SOLUTION), *map(new_code_cell, uses)]))
-    assert [bool(cell.metadata.get("tags")) for cell in copy.cells[1:]] == [True, False, False]
+    learners = cleared(new_notebook(cells=[new_code_cell(SOLUTION), *map(new_code_cell, uses)]))
+    assert [bool(cell.metadata.get("tags")) for cell in learners.cells[1:]] == [True, False, False]
 
 
 def test_a_copy_that_is_there_stays(notebook, tmp_path):
@@ -94,17 +106,17 @@ def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
 @pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
 def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path):
     """Up to the last checker: of what follows, all that uses a solution is marked as allowed to raise."""
-    copy = cleared(nbformat.read(path, as_version=4))
-    assert not any(map(has_solution, copy.cells))
-    last = max(i for i, cell in enumerate(copy.cells) if CHECKER in cell.metadata.get("tags", ()))
-    copy.cells = copy.cells[: last + 1]
+    learners = cleared(nbformat.read(path, as_version=4))
+    assert not any(map(has_solution, learners.cells))
+    last = max(i for i, cell in enumerate(learners.cells) if CHECKER in cell.metadata.get("tags", ()))
+    learners.cells = learners.cells[: last + 1]
     to_write = [
-        cell.id for cell in copy.cells if CHECKER in cell.metadata.get("tags", ()) and not cell.outputs
+        cell.id for cell in learners.cells if CHECKER in cell.metadata.get("tags", ()) and not cell.outputs
     ]
     assert to_write
     # As JupyterLab does, nbclient goes on after a cell that is marked as allowed to raise.
-    NotebookClient(copy, resources={"metadata": {"path": str(NOTEBOOKS)}}, timeout=300).execute()
-    for cell in copy.cells:
+    NotebookClient(learners, resources={"metadata": {"path": str(NOTEBOOKS)}}, timeout=300).execute()
+    for cell in learners.cells:
         if cell.id in to_write:
             said = "".join(output.get("text", "") for output in cell.outputs)
             assert ": not yet" in said, f"{cell.source}\nsaid\n{said}"
