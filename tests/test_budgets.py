@@ -20,7 +20,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/labbook": (4_544, 5_000),
     "lib/labbook/book": (1_222, None),
     "notebooks": (244, None),
-    "tests": (14_934, 9_500),
+    "tests": (14_938, 9_500),
 }
 
 

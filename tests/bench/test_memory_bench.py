@@ -108,7 +108,8 @@ def test_attention_without_scores_and_selective_checkpointing():
 def test_what_cannot_run_here_is_a_status_and_not_built(monkeypatch, lacking, answer, reason):
     monkeypatch.setattr(lacking, lambda *_: answer)
     monkeypatch.setattr(checkpointing_bench, "build_model", None)
-    (rows,) = sweep_checkpointing(CONFIG, ["none", "every 1"], **RUN, attention_implementation="flash_pytorch")
+    how = RUN | {"attention_implementation": "flash_pytorch"}
+    (rows,) = sweep_checkpointing(CONFIG, ["none", "every 1"], **how)
     save_rows(rows, "gradient_checkpointing", "checkpointing_times")
     assert [(row["status"], reason in row["reason"]) for row in rows] == [("skipped", True)] * 2
 
