@@ -15,7 +15,7 @@ from cs336_systems.attention.compile_resources import SHARED_LIMIT, compile_tile
 from cs336_systems.attention.config import BF16X3_KERNELS, GLUON_KERNELS, HOPPER_KERNELS, KERNELS
 from labbook.code import of_module
 from labbook.rows import load_rows, save_rows
-from labbook.runs import Run, load_run
+from labbook.runs import Run
 
 PLACE = {"slug": "flash_forward", "machine": "ahead_of_time", "table": "kernel_resources"}
 CAPABILITIES = (80, 90, 100)
@@ -48,7 +48,7 @@ def sweep_resources(
 
 
 def shipped_tiles() -> pd.DataFrame:
-    """The committed rows of every shipped tile, and the version of `triton` that compiled them.
+    """The committed rows of every shipped tile.
 
     Raises:
         ValueError: the tiles have changed since.
@@ -59,7 +59,7 @@ def shipped_tiles() -> pd.DataFrame:
         recorded = rows.astype(object).where(rows.notna(), None)[[*tiles[0]] if tiles else ["kernel"]]
         if set(recorded.itertuples(index=False, name=None)) != {tuple(tile.values()) for tile in tiles}:
             raise ValueError(f"rows of {kernel} are of older tiles; write them anew: python -m {__name__}")
-    return table.assign(triton=[load_run(PLACE["machine"], run).triton for run in table["run"]])
+    return table
 
 
 if __name__ == "__main__":
