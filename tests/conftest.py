@@ -1,5 +1,7 @@
 """What every test file shares: a figures folder, the GPU marker, no deadlines, a way to write notebooks."""
 
+import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +12,18 @@ from hypothesis import settings
 from nbformat import v4
 
 import cs336_systems  # noqa: F401  chooses Triton's interpreter, before a module of torch's imports triton
+from labbook.machine import memory_bytes
 
 # On a busy machine any example may be slow.
 settings.register_profile("without deadline", deadline=None)
 settings.load_profile("without deadline")
+
+
+def pytest_configure() -> None:
+    """Let a test that takes more than 60 % of the machine's memory fail by its name, not end its worker."""
+    if sys.platform == "linux" and not torch.cuda.is_available():  # CUDA reserves addresses by the terabyte
+        limit = memory_bytes() * 6 // 10
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/labbook": (4_535, 3_400),
     "lib/labbook/book": (1_221, None),
     "notebooks": (244, None),
-    "tests": (14_938, 9_500),
+    "tests": (14_948, 9_500),
 }
 
 
