@@ -22,8 +22,9 @@ settings.load_profile("without deadline")
 def pytest_configure() -> None:
     """Let a test that takes more than 60 % of the machine's memory fail by its name, not end its worker."""
     if sys.platform == "linux" and not torch.cuda.is_available():  # CUDA reserves addresses by the terabyte
-        limit = memory_bytes() * 6 // 10
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        limit, allowed = memory_bytes() * 6 // 10, resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = limit if allowed == resource.RLIM_INFINITY else min(limit, allowed)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, allowed))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,8 +49,12 @@ def _scratch_figures(tmp_path_factory: pytest.TempPathFactory):
 @pytest.fixture
 def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever memory a tensor starts from, nothing of it may be left: here all new floats start as NaN."""
+    from torch.utils._device import _device_constructors
+
     from cs336_systems.attention import flash_triton
     from cs336_systems.kernels.runtime import guards
+
+    _device_constructors()  # `with torch.device(...)` keeps which functions it finds at its first use
 
     def poisoned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def make_poisoned(*arguments, **options):

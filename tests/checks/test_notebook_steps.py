@@ -4,7 +4,6 @@ A wrong answer is the committed solution with one place changed. Bad input, a fu
 never ends say, is told in one sentence, and nothing leaves the checker's cell.
 """
 
-import ast
 import contextlib
 import io
 import linecache
@@ -113,7 +112,13 @@ def _makes(source: str) -> set[str]:
 
 @cache
 def _reads(source: str) -> set[str]:
-    return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    """The names that a cell takes from others; arguments and what is local to a function are its own."""
+    tables = [symtable.symtable(source, "cell", "exec")]
+    names = {symbol.get_name() for symbol in tables[0].get_symbols()}
+    while tables:
+        tables += (table := tables.pop()).get_children()
+        names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    return names
 
 
 def _graded(number: str) -> Iterator[str]:
