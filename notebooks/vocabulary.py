@@ -112,7 +112,7 @@ family(
     train_step       | train step              | black
     """,
 )
-family(  # of kernels, measure.kernel_names.CLASSES
+family(  # of kernels, labbook.profiles.names.CLASSES
     "class",
     """
     matmul          | matmul                   | blue

@@ -9,10 +9,10 @@ from cs336_systems.bench import SHARDING_SLUG, already_measured, benchmark_shard
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import model_size
 from cs336_systems.measure.gathers import gather_times
-from cs336_systems.measure.profile import Profile
 from cs336_systems.parallel import launch
 from cs336_systems.parallel.strategies import SHARDINGS
 from labbook import load_rows, save_rows
+from labbook.profiles.table import Profile
 
 SMALL = {"backend": "gloo", "context_length": 8, "batch_size": 2}
 

@@ -19,9 +19,9 @@ from cs336_systems.measure.allocations import (
     timeline_rows,
 )
 from cs336_systems.measure.memory_recording import code_of, read_memory_trace, read_snapshot, record_memory
-from cs336_systems.measure.profile import ProfileError
 from cs336_systems.model import build_model
 from cs336_systems.training.steps import ModelSteps
+from labbook.profiles.table import ProfileError
 
 PARAMETER, STATE, INPUT, SAVED, SCRATCH, GRADIENT = (0x1000 * n for n in range(1, 7))
 LINE = {"filename": "/home/me/cs336/lib/cs336_systems/model.py", "line": 90, "name": "forward"}

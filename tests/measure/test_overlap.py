@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs336_systems.measure.overlap import exposed, merged, overlap_values, step_lanes
-from cs336_systems.measure.profile import Profile
+from labbook.profiles.table import Profile
 
 spans = st.lists(
     st.tuples(st.sampled_from(["compute", "communication"]), st.integers(0, 30), st.integers(0, 8)),

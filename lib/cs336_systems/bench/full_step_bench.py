@@ -24,7 +24,6 @@ from cs336_systems.bench.overlap_bench import profile_steps, timeline_rows
 from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import torch_dtype
 from cs336_systems.measure.overlap import step_lanes
-from cs336_systems.measure.profile import one_step, stages
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
@@ -32,6 +31,7 @@ from cs336_systems.parallel.strategies import SHARDINGS
 from cs336_systems.training.full_steps import FULL_STEPS, FullStep
 from cs336_systems.training.selective import Item, choose
 from labbook.machine import why_no_compile
+from labbook.profiles.table import one_step, stages
 from labbook.ranks import (
     measure_on_all,
     peaks,

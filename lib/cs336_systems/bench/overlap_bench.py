@@ -9,10 +9,10 @@ import pandas as pd
 import torch.distributed as dist
 
 from cs336_systems.measure.overlap import merged, overlap_values, step_lanes
-from cs336_systems.measure.profile import Profile
-from cs336_systems.measure.torch_trace import record
 from cs336_systems.nvtx import annotate, recording
 from cs336_systems.parallel import WorkerContext
+from labbook.profiles.table import Profile
+from labbook.profiles.torch_trace import record
 from labbook.timing import synchronize
 
 

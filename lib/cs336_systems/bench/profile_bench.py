@@ -20,14 +20,13 @@ from cs336_systems import accounting
 from cs336_systems.arguments import check_choice
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import model_size
-from cs336_systems.measure import nsys, torch_trace
-from cs336_systems.measure.nsys_rows import nsys_timeline
-from cs336_systems.measure.profile import Profile, ProfileError, kernel_rows, kernel_table, range_table
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate, recording
 from cs336_systems.training.steps import ModelSteps
 from labbook import timing
 from labbook.machine import why_no_memory
+from labbook.profiles import nsys, torch_trace
+from labbook.profiles.table import Profile, ProfileError, kernel_rows, kernel_table, range_table
 from labbook.timing import matmul_precision, resolve_device
 
 Rows = list[dict[str, Any]]
@@ -100,8 +99,7 @@ def profile_rows(target: Target, source: str = "auto", *, keep: Path | None = No
     """Profile a target. Returns the rows of the tables "kernels" and "ranges"; what cannot run is a status.
 
     Args:
-        keep: a .json.gz for the trace of one step, where torch.profiler is the source; where nsys is, the
-            step is kept as rows of a third table, "nsys_timeline".
+        keep: a .json.gz for the trace of one step, where torch.profiler is the source.
 
     Raises:
         ValueError, RuntimeError: see `choose_source`; the device is not there.
@@ -133,10 +131,7 @@ def _profiled(target: Target, device: torch.device, source: str, keep: Path | No
             return failed("oom", reason)
         if keep and source == "torch":
             torch_trace.keep_one_step(stem.with_suffix(".json"), keep)
-    tables = {"kernels": kernel_rows(kernel_table(found)), "ranges": range_table(found).to_dict("records")}
-    if keep and source == "nsys":
-        tables["nsys_timeline"] = nsys_timeline(found)
-    return tables
+    return {"kernels": kernel_rows(kernel_table(found)), "ranges": range_table(found).to_dict("records")}
 
 
 def prepare(target: Target) -> Callable[[], None]:

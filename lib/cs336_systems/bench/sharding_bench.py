@@ -26,12 +26,12 @@ from cs336_systems.measure.collective_calls import Message, watch_collectives
 from cs336_systems.measure.gathers import gather_times, needs_recorded
 from cs336_systems.measure.memory_recording import record_memory
 from cs336_systems.measure.overlap import step_lanes
-from cs336_systems.measure.profile import Profile, ProfileError
 from cs336_systems.measure.saved_tensors import storage_bytes
 from cs336_systems.model import build_model
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
 from cs336_systems.parallel.strategies import SHARDINGS
 from cs336_systems.training.steps import ModelSteps
+from labbook.profiles.table import Profile, ProfileError
 from labbook.ranks import (
     measure_on_all,
     one_step_ms,

@@ -8,12 +8,8 @@ __getattr__, __all__ = lazy_exports(
         "allocations": "timeline_of_rows",
         "gathers": "gather_times",
         "memory_recording": "record_memory record_snapshot",
-        "nsys": "read_export why_no_nsys",
-        "nsys_rows": "nsys_timeline",
         "op_bytes": "operations sum_of_rooflines_ms",
         "overlap": "covered exposed overlap_values",
-        "profile": "Profile ProfileError kernel_table one_step range_table",
         "saved_tensors": "saved_bytes saved_for_backward",
-        "torch_trace": "read_trace",
     },
 )

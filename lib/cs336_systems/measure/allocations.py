@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from cs336_systems.measure.profile import ProfileError, range_paths
+from labbook.profiles.table import ProfileError, range_paths
 from labbook.timing import MIB
 
 # What memory is used for in training; sharding shares the first three.

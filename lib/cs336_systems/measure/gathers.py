@@ -8,8 +8,8 @@ from functools import partial
 import pandas as pd
 from torch import Tensor, nn
 
-from cs336_systems.measure.profile import MS, Profile, ProfileError, attribute
 from cs336_systems.nvtx import annotate
+from labbook.profiles.table import MS, Profile, ProfileError, attribute
 
 _NEEDS = "needs "
 _IS_GATHER = r"(?i)^(?:nccl|gloo:).*all_?gather"  # what runs on the device, not the operator that asks for it

@@ -14,12 +14,12 @@ from typing import Any
 import pandas as pd
 import torch
 
-from cs336_systems.measure import torch_trace
 from cs336_systems.measure.allocations import MemoryHistory, Owners, read_history
-from cs336_systems.measure.profile import ProfileError
 from cs336_systems.nvtx import recording
 from cs336_systems.training.steps import ModelSteps
 from labbook.files import make_folder
+from labbook.profiles import torch_trace
+from labbook.profiles.table import ProfileError
 
 
 def record_memory(

@@ -7,7 +7,7 @@ is hidden behind computing, and free. A communication kernel also runs while it 
 import numpy as np
 import pandas as pd
 
-from cs336_systems.measure.profile import Profile, one_step, stages, union
+from labbook.profiles.table import Profile, one_step, stages, union
 
 LANES = ("compute", "communication")
 _TIMES = ["start_ms", "end_ms"]

@@ -7,7 +7,7 @@ import pandas as pd
 from cs336_systems import accounting
 from cs336_systems.configs import model_size
 from cs336_systems.measure.allocations import MIB
-from cs336_systems.measure.profile import stages
+from labbook.profiles.table import stages
 
 _RUN = ["profiler", "implementation", "attention", "edition", "model_size", "batch_size", "context_length"]
 _RUN += ["dtype"]

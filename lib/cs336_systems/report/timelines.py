@@ -57,7 +57,7 @@ def kernel_timeline(
     """One step: a lane for each level of host ranges and for each GPU stream, kernels coloured by class.
 
     Args:
-        ranges, kernels: of `measure.profile.one_step`.
+        ranges, kernels: of `labbook.profiles.one_step`.
         depth: the deepest level of ranges to show; 1 is forward, backward, optimizer.
         between_ms: look at this part of the step only.
     """

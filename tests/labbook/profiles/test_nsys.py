@@ -4,15 +4,11 @@ import sqlite3
 import stat
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
-from cs336_systems.bench import Target
-from cs336_systems.measure import nsys
-from cs336_systems.measure.nsys import find_nsys, read_export, record
-from cs336_systems.measure.nsys_rows import nsys_timeline
-from cs336_systems.measure.profile import ProfileError, kernel_table, one_step, step_calls
-from labbook import save_rows
+from labbook.profiles import nsys
+from labbook.profiles.nsys import find_nsys, read_export, record
+from labbook.profiles.table import ProfileError, kernel_table, one_step, step_calls
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
 PROCESS, MAIN, AUTOGRAD = 5 << 24, (5 << 24) + 1, (5 << 24) + 2
@@ -88,6 +84,25 @@ def test_kernels_join_launches_of_their_own_process(make_export):
     assert sorted(read_export(path).kernels.launch_ns) == [20, 60, 500]
 
 
+def test_a_kernel_counts_once_whatever_calls_carry_its_id(make_export):
+    """The runtime's call and the driver's inside it; and one of the same id, long after."""
+    calls = [f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES ({at}, {at}, {MAIN}, 1, 3)" for at in (21, 300)]
+    table = kernel_table(read_export(make_export(*calls)))
+    assert dict(zip(table.range, table.calls, strict=True)) == {"measure/forward": 1, "measure/backward": 1}
+
+
+def test_a_graph_traced_as_a_whole_counts_with_its_time(make_export):
+    columns = "start, end, streamId, correlationId, globalPid, graphId"
+    path = make_export(
+        f"CREATE TABLE CUPTI_ACTIVITY_KIND_GRAPH_TRACE ({columns})",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (30, 31, {MAIN}, 9, 3)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_GRAPH_TRACE VALUES (200, 1200, 7, 9, {PROCESS}, 1)",
+    )
+    (graph,) = kernel_table(read_export(path)).query("kind == 'graph'").to_dict("records")
+    assert (graph["range"], graph["kernel"]) == ("measure/forward", "CUDA graph")
+    assert graph["total_ms"] == pytest.approx(1e-3)
+
+
 def test_grid_stream_and_foreign_ranges(make_export):
     path = make_export(
         f"INSERT INTO NVTX_EVENTS VALUES (12, 30, 'ncclAllReduce', NULL, {MAIN}, 3, 59)",  # a library's own
@@ -100,23 +115,6 @@ def test_grid_stream_and_foreign_ranges(make_export):
     assert table.stream.tolist() == [7, 7]
 
 
-def test_a_step_on_one_axis(make_export):
-    """Ranges and calls of the host, and kernels, which run when the host has long gone on."""
-    wait = f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (92, 99, {MAIN}, 3, 4)"
-    before = f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (-9, -8, {MAIN}, 4, 4)"
-    tables = ("NVTX_EVENTS", *(f"CUPTI_ACTIVITY_KIND_{kind}" for kind in ("RUNTIME", "KERNEL")))
-    to_ms = [f"UPDATE {table} SET start = start * 1000000, end = end * 1000000" for table in tables]
-    rows = nsys_timeline(read_export(make_export(wait, before, *to_ms)))
-    save_rows([Target().key() | {"profiler": "nsys"} | row for row in rows], "nsys_profile", "nsys_timeline")
-    assert [(row["lane"], row["event"], row["start_ms"], row["end_ms"]) for row in rows] == [
-        *[("NVTX", "measure", 0, 100), ("NVTX", "forward", 10, 40), ("NVTX", "backward", 50, 90)],
-        *[("CUDA API", "launch", 20, 21), ("CUDA API", "launch", 60, 61), ("CUDA API", "wait", 92, 99)],
-        *[("kernels", "forward", 120, 130), ("kernels", "backward", 160, 170)],
-    ]
-    assert [row["depth"] for row in rows[:3]] == [0, 1, 1]
-    assert [row["span"] for row in rows] == [0, 1, 2, 0, 1, 2, 0, 1]
-
-
 def test_the_calls_of_the_real_export():
     """The model is small: each kernel begins some microseconds after its launch, and the GPU waits."""
     profile = read_export(SAMPLE)
@@ -124,10 +122,6 @@ def test_the_calls_of_the_real_export():
     kernels = one_step(profile)[1]
     assert calls.name.str.contains("Launch").sum() >= (kernels["class"] != "copy/cast").sum() > 100
     assert not calls.name.str.contains(r"_v\d").any()
-    rows = pd.DataFrame(nsys_timeline(profile))
-    assert set(rows[rows.lane == "CUDA API"].event) == {"launch", "wait", "other call"}
-    ran = dict.fromkeys(rows[rows.lane == "kernels"].event)
-    assert [*ran] == ["forward", "backward", "optimizer step"], "in the order of their start"
 
 
 def test_what_is_no_export(tmp_path):
@@ -148,6 +142,12 @@ def test_what_is_no_export(tmp_path):
         ("DROP TABLE NVTX_EVENTS", "no ranges"),
         ("DROP TABLE CUPTI_ACTIVITY_KIND_KERNEL", "no kernel"),
         ("DELETE FROM CUPTI_ACTIVITY_KIND_KERNEL", "no kernel"),
+        ("DROP TABLE CUPTI_ACTIVITY_KIND_RUNTIME", "no calls of the CUDA API"),
+        (
+            "UPDATE CUPTI_ACTIVITY_KIND_KERNEL SET demangledName = 99 WHERE start > 150",
+            "1 of 2 kernels have no name",
+        ),
+        ("UPDATE NVTX_EVENTS SET textId = 99, text = NULL WHERE start = 50", "1 of 3 ranges have no name"),
     ],
 )
 def test_what_an_export_lacks(make_export, statement, said):
@@ -176,7 +176,7 @@ done
 def no_nsys(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     monkeypatch.setattr(nsys, "NSIGHT_COMPUTE", tmp_path / "nsight-compute")
-    assert find_nsys() is None
+    assert find_nsys() == (None, None)
 
 
 def test_nsys_on_path(no_nsys, tmp_path):
@@ -205,7 +205,7 @@ def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch, stream):
         script(host / "target-linux-x64" / "nsys", FAKE.format(log=log, make=make))
         made = "[ -f $2 ] && echo > $out"
         script(host / "linux-desktop-x64" / "QdstrmImporter", FAKE.format(log=log, make=made))
-    assert "2025.10.1" in str(find_nsys().program)
+    assert "2025.10.1" in str(find_nsys()[0])
     assert read_export(record(["true"], tmp_path / "profile")).source == "nsys"
     profile, importer, export = (line.split()[:2] for line in log.read_text().splitlines())
     assert profile == ["nsys", "/my/libraries"], "the profiled program keeps its own libraries"

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import warnings
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,12 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from cs336_systems.measure.profile import Profile, ProfileError
 from labbook.files import make_folder
+from labbook.profiles.table import STEP, Profile, ProfileError
 
 _HOST = "recorded_on"  # the host's name, by our hand: torch 2.11 leaves out its own "host_name"
 _KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
+_CALLS = ("cuda_runtime", "cuda_driver")
 # Ranges that PyTorch opens by itself; a path is made of ours.
 FOREIGN = re.compile(
     r"^(Optimizer\.|ProfilerStep|nccl:|gloo:|c10d|Torch-Compiled|DistributedDataParallel|## )"
@@ -31,6 +33,7 @@ _BOOKKEEPING = re.compile(
     r"|(new_)?(empty|zeros|ones)(_like|_strided)?|resize_|promote_types|real|resolve_(conj|neg)|result_type|item|is_nonzero|set_|diagonal|broadcast\w*)$"
     r"|^detach_?$|^torch::autograd|^autograd::|Backward\d*$|^profiler::|^Torch-|^CompiledFunction|^TorchDynamo"
 )
+Events = dict[str, list[dict[str, Any]]]
 
 
 def record(
@@ -39,8 +42,8 @@ def record(
     """Call `run()` under torch.profiler and save a Chrome trace, .json or .json.gz (for ui.perfetto.dev).
 
     Args:
-        run: what to profile; warm it up before, and open ranges in it (`nvtx.recording`).
-        with_memory: also record every allocation, for `memory_recording.read_memory_trace`.
+        run: what to profile; warm it up before, and open ranges in it with record_function.
+        with_memory: also record every allocation.
 
     Raises:
         ProfileError: see `read_trace`.
@@ -65,20 +68,25 @@ def keep_one_step(path: Path, kept: Path) -> None:
     """Write the last step of a trace, without what neither a reader nor `read_trace` needs, to a .json.gz.
 
     Of a CUDA trace that is the ranges, the launches and the kernels: a hundredth of the bytes.
+
+    Raises:
+        ProfileError: it has no step, a range `measure`; or as `read_trace`.
     """
     trace = load_trace(path)
-    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [event for event in spans if (event["cat"], event["name"]) == ("user_annotation", "measure")]
+    events = _by_category(trace, path.name)
+    steps = [event for event in events["user_annotation"] if event["name"] == STEP]
+    if not steps:
+        raise ProfileError(f"{path.name} has no step to keep: no range {STEP!r} was recorded in it")
     step = max(steps, key=lambda event: event["ts"])
-    on_cuda = any(event["cat"] in _KINDS for event in spans)
-    host = {"user_annotation", "cuda_runtime", "cuda_driver"} if on_cuda else {"user_annotation", "cpu_op"}
-    inside = [e for e in spans if e["cat"] in host and step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
-    launched = {event.get("args", {}).get("correlation") for event in inside} - {None}
-    inside += [e for e in spans if e["cat"] in _KINDS and e["args"].get("correlation") in launched]
+    gpu = [event for category in _KINDS for event in events[category]]
+    host = [e for category in ["user_annotation", *(_CALLS if gpu else ["cpu_op"])] for e in events[category]]
+    inside = [e for e in host if step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
+    launched = {_args(event).get("correlation") for event in inside} - {None}
+    inside += [event for event in gpu if _args(event).get("correlation") in launched]
     for event in inside:
-        args = event.get("args", {})
-        event["args"] = {name: args[name] for name in ("correlation", "grid", "stream") if name in args}
-    small = {name: trace[name] for name in ["deviceProperties" if on_cuda else _HOST] if name in trace}
+        kept_args = ("correlation", "grid", "stream")
+        event["args"] = {name: value for name, value in _args(event).items() if name in kept_args}
+    small = {name: trace[name] for name in ["deviceProperties" if gpu else _HOST] if name in trace}
     small["traceEvents"] = [event for event in trace["traceEvents"] if event.get("ph") == "M"] + inside
     make_folder(kept.parent)
     kept.write_bytes(gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
@@ -104,25 +112,28 @@ def read_trace(path: Path) -> Profile:
     Gloo communicates on threads of its own, and what it does there counts like NCCL's kernels.
 
     Raises:
-        FileNotFoundError, ProfileError: see `load_trace`; or there are no kernels or no ranges.
+        FileNotFoundError, ProfileError: see `load_trace`; there are no kernels or no ranges; events lack what
+            every such event has; or several processes are merged in it.
     """
     trace = load_trace(path)
-    events = defaultdict(list)
-    for event in trace["traceEvents"]:
-        if event.get("ph") == "X":
-            events[event["cat"]].append(event)
+    events = _by_category(trace, path.name)
+    if len({event["pid"] for event in events["user_annotation"]}) > 1:
+        raise ProfileError(
+            f"{path.name} is of several processes, whose ids and clocks are their own: read each rank's trace"
+        )
     has_kernels = any(events[category] for category in _KINDS)
-    if not has_kernels and (events["cuda_runtime"] or events["cuda_driver"]):
+    if not has_kernels and any(events[category] for category in _CALLS):
         raise ProfileError(
             f"{path.name} has CUDA calls but no GPU kernels: CUPTI could not record; end other profilers "
             "(nsys among them), or allow this user to read GPU performance counters"
         )
-    devices = {device["name"] for device in trace.get("deviceProperties", ())}
+    devices = {device.get("name", "a GPU without a name") for device in trace.get("deviceProperties", ())}
     return Profile(
         source="torch cuda" if has_kernels else "torch cpu",
         machine=", ".join(sorted(devices)) if has_kernels else trace.get(_HOST, "unknown"),
         ranges=trace_ranges(events["user_annotation"]),
         kernels=pd.DataFrame(_gpu_kernels(events) if has_kernels else _cpu_operators(events)),
+        calls=trace_ranges([event for category in _CALLS for event in events[category]]),
     )
 
 
@@ -136,22 +147,47 @@ def trace_ranges(annotations: list[dict[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(ranges, columns=["process", "thread", "name", "start_ns", "end_ns"])
 
 
-def _gpu_kernels(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Kernels, copies and fills, each with the time and thread of the CUDA call that launched it."""
-    calls = events["cuda_runtime"] + events["cuda_driver"]
-    launches = {event.get("args", {}).get("correlation"): event for event in calls}
+def _by_category(trace: dict[str, Any], name: str) -> Events:
+    """The events that are read, by category; of others' traces, too, whose events may lack fields."""
+    events: Events = defaultdict(list)
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("cat") in (*_KINDS, *_CALLS, "user_annotation", "cpu_op"):
+            events[event["cat"]].append(event)
+    for category, found in events.items():
+        wanted = {"name", "pid", "tid", "ts", "dur"} | ({"stream"} if category in _KINDS else set())
+        lacking = [wanted - {*event, *_args(event)} for event in found]
+        if any(lacking):
+            fields = ", ".join(sorted(set().union(*lacking)))
+            count = f"{sum(map(bool, lacking))} of {len(found)} events {category!r}"
+            raise ProfileError(f"{name}: {count} lack {fields}; without them its sums would be wrong")
+    return events
+
+
+def _args(event: dict[str, Any]) -> dict[str, Any]:
+    return event.get("args") or {}
+
+
+def _gpu_kernels(events: Events) -> list[dict[str, Any]]:
+    """Kernels, copies and fills, each with the time and thread of the CUDA call that launched it.
+
+    An id may be carried by several calls, and come again: the last that began before the kernel launched it.
+    """
+    launches = defaultdict(list)
+    for event in sorted((e for category in _CALLS for e in events[category]), key=lambda e: e["ts"]):
+        launches[_args(event).get("correlation")].append(event)
     # One trace is of one process; CUPTI and torch may each have a number of their own for it.
     process = next((event["pid"] for event in events["user_annotation"]), 0)
     records = []
     for event, kind in ((event, kind) for category, kind in _KINDS.items() for event in events[category]):
-        args = event["args"]
+        args = _args(event)
+        calls = launches.get(args.get("correlation"), [event])
+        launch = calls[max(0, bisect_right([call["ts"] for call in calls], event["ts"]) - 1)]
         grid = ",".join(map(str, args.get("grid", [])))
-        launch = launches.get(args.get("correlation"), event)
         records.append(_launch(event, kind, process, launch, event["dur"], grid, args["stream"]))
     return records
 
 
-def _cpu_operators(events: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _cpu_operators(events: Events) -> list[dict[str, Any]]:
     """Operators, with the time they spent themselves by nesting them thread by thread; and Gloo's work."""
     operators = events["cpu_op"] + [e for e in events["user_annotation"] if e["name"].startswith("gloo:")]
     own_time, open_on = {}, defaultdict(list)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cs336_systems.measure.kernel_names import CLASSES, kernel_class, short_name
-from cs336_systems.measure.torch_trace import read_trace
 from labbook.files import REPOSITORY_FIGURES
+from labbook.profiles.names import CLASSES, kernel_class, short_name
+from labbook.profiles.torch_trace import read_trace
 from labbook.rows import published
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"

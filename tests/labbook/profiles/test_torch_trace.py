@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cs336_systems.measure.profile import ProfileError, kernel_table, range_table
-from cs336_systems.measure.torch_trace import keep_one_step, load_trace, read_trace, record
 from cs336_systems.nvtx import annotate, recording
+from labbook.profiles.table import ProfileError, kernel_table, range_table
+from labbook.profiles.torch_trace import keep_one_step, load_trace, read_trace, record
 
 MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float> >(int)"
 
@@ -151,6 +151,42 @@ def test_damaged_files(cpu, tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ProfileError, match=name):
             read_trace(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("category", "lacking", "said"),
+    [
+        ("user_annotation", "dur", "lack dur"),
+        ("kernel", "ts", "lack ts"),
+        ("gpu_memcpy", "stream", "lack stream"),
+    ],
+)
+def test_events_that_lack_what_sums_need_are_counted_and_refused(save, category, lacking, said):
+    trace = cuda_trace()
+    odd = next(e for e in trace["traceEvents"] if e.get("cat") == category)
+    odd.pop(lacking, None), odd["args"].pop(lacking, None)
+    with pytest.raises(ProfileError, match=said):
+        read_trace(save(trace))
+
+
+def test_traces_of_others(save):
+    """A mark without a category, a GPU without a name; a kernel's id carried again by a later call."""
+    trace = cuda_trace() | {"deviceProperties": [{"id": 0}]}
+    trace["traceEvents"] += [dict(ph="X", name="a mark", ts=1, dur=1)]
+    trace["traceEvents"] += [event("cuda_runtime", "cudaStreamIsCapturing", 130, 1, correlation=1)]
+    profile = read_trace(save(trace))
+    assert kernel_table(profile).range.tolist() == kernel_table(read_trace(save(cuda_trace()))).range.tolist()
+    assert len(profile.calls) == 5
+    trace["traceEvents"] += [event("user_annotation", "measure", 5000, 100) | {"pid": 10}]
+    with pytest.raises(ProfileError, match="several processes"):
+        read_trace(save(trace))
+
+
+def test_a_trace_without_a_step_keeps_none(save, tmp_path):
+    trace = cuda_trace()
+    trace["traceEvents"] = [e for e in trace["traceEvents"] if e["name"] != "measure"]
+    with pytest.raises(ProfileError, match="no step"):
+        keep_one_step(save(trace), tmp_path / "kept.json.gz")
 
 
 def test_cuda_calls_without_kernels(save):

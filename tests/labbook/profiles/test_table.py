@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems.measure.profile import (
+from labbook.profiles.table import (
     Profile,
     ProfileError,
     attribute,

@@ -13,9 +13,10 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.measure.kernel_names import kernel_class, short_name
+from labbook.profiles.names import kernel_class, short_name
 
 MS = 1e-6  # nanoseconds to milliseconds
+STEP = "measure"  # the range of one measured step
 
 
 class ProfileError(ValueError):
@@ -30,9 +31,9 @@ class Profile:
         source: "nsys", "torch cuda" or "torch cpu".
         machine: the GPU's name; without a GPU, the host's.
         ranges: process, thread, name, start_ns, end_ns; one row each time that a range was open.
-        kernels: name (full), kind ("kernel", "memcpy", "memset"; on a CPU "operator"), process, thread,
-            launch_ns, start_ns, end_ns, grid, stream; one row a launch.
-        calls: of the CUDA API, as nsys alone tells: process, thread, name, start_ns, end_ns.
+        kernels: name (full), kind ("kernel", "memcpy", "memset", "graph"; on a CPU "operator"), process,
+            thread, launch_ns, start_ns, end_ns, grid, stream; one row a launch.
+        calls: of the CUDA API: process, thread, name, start_ns, end_ns.
     """
 
     source: str
@@ -67,7 +68,7 @@ def attribute(profile: Profile) -> pd.DataFrame:
     return kernels
 
 
-def kernel_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
+def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
     """The kernels of one step: range, kernel, class, grid, stream, kind, calls, total_ms; the longest first.
 
     A step is one time that the range `root` is open; calls and total_ms are means over the steps, of which
@@ -88,7 +89,7 @@ def kernel_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
     return table
 
 
-def range_table(profile: Profile, root: str = "measure") -> pd.DataFrame:
+def range_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
     """Host and device time of `root` and of the ranges directly inside it, as means over the steps.
 
     Returns:
@@ -166,14 +167,13 @@ def one_step(profile: Profile) -> tuple[pd.DataFrame, pd.DataFrame]:
         ranges: name, depth (0 for the step itself), start_ms, end_ms;
         kernels: range (path at launch, from the step on), kernel, class, stream, start_ms, end_ms.
     """
-    root = "measure"
-    step = _occurrences(profile, root).iloc[-1]
+    step = _occurrences(profile, STEP).iloc[-1]
     _, paths = range_paths(profile.ranges, profile.kernels)
-    ranges = profile.ranges.assign(depth=_from_root(paths, root).str.count("/"))
+    ranges = profile.ranges.assign(depth=_from_root(paths, STEP).str.count("/"))
     ranges = ranges[ranges.depth.notna() & _inside(ranges.start_ns, step)].copy()
     kernels = attribute(profile)
     kernels = kernels[_inside(kernels.launch_ns, step)]
-    kernels = kernels.assign(range=_from_root(kernels.range, root))
+    kernels = kernels.assign(range=_from_root(kernels.range, STEP))
     for frame in (ranges, kernels):
         frame[["start_ms", "end_ms"]] = (frame[["start_ns", "end_ns"]] - step.start_ns) * MS
     ranges, kernels = (frame.reset_index(drop=True) for frame in (ranges, kernels))
@@ -185,7 +185,7 @@ def one_step(profile: Profile) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 def step_calls(profile: Profile) -> pd.DataFrame:
     """The calls of the CUDA API in the last step: name, start_ms, end_ms, since it began as in `one_step`."""
-    step = _occurrences(profile, "measure").iloc[-1]
+    step = _occurrences(profile, STEP).iloc[-1]
     calls = profile.calls.reindex(columns=["name", "start_ns", "end_ns"])
     calls = calls[_inside(calls.start_ns, step)].copy()
     calls[["start_ms", "end_ms"]] = (calls[["start_ns", "end_ns"]] - step.start_ns) * MS
