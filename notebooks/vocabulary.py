@@ -92,6 +92,7 @@ family(
     all_gather      | all-gather               | green
     reduce_scatter  | reduce-scatter           | orange
     broadcast       | broadcast                | purple
+    all_to_all      | all-to-all               | sky
     """,
 )
 family(
@@ -183,8 +184,7 @@ _SIZES.sort(key=lambda config: config.num_layers * config.d_model**2)
 family("model_size", "\n".join(config.name for config in _SIZES))
 family("model", "\n".join(config.label for config in _SIZES))
 
-family("", "h200 | H200")
-family("", "sqrt_n | every √N")
+family("", "h200 | H200\nsqrt_n | every √N")
 
 
 def _tokens(count: float) -> str:

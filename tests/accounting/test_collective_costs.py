@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs336_systems.accounting.collective_costs import (
-    algorithm_bandwidth_gbps,
     best_bucket_bytes,
     bus_bandwidth_gbps,
     bus_factor,
@@ -28,8 +27,8 @@ def test_bus_factors_are_those_of_nccl_tests():
     assert [bus_factor("all_reduce", n) for n in (1, 2, 4)] == [0, 1, 1.5]
     assert [bus_factor("all_gather", n) for n in (1, 2, 4)] == [0, 0.5, 0.75]
     assert [bus_factor("reduce_scatter", n) for n in (1, 2, 4)] == [0, 0.5, 0.75]
+    assert [bus_factor("all_to_all", n) for n in (1, 2, 4)] == [0, 0.5, 0.75]
     assert [bus_factor("broadcast", n) for n in (1, 2, 4)] == [1, 1, 1]
-    assert algorithm_bandwidth_gbps(2e9, 0.5) == 4
     assert bus_bandwidth_gbps("all_reduce", 2e9, 0.5, 4) == 6
 
 

@@ -1,17 +1,17 @@
 """What communication must cost: collectives, and how much of them backward does not hide.
 
 A message is the largest buffer that a collective touches on a rank, as in NVIDIA's nccl-tests: the tensor of
-an all-reduce or a broadcast, the gathered output of an all-gather, the input of a reduce-scatter. Sizes in MB
-count 2**20 bytes, like PyTorch's buckets; bandwidths in GB/s count 10**9, like data sheets.
+an all-reduce or a broadcast, the gathered output of an all-gather, the input of a reduce-scatter or an
+all-to-all. Sizes in MB count 2**20 bytes, like PyTorch's buckets; GB/s count 10**9, like data sheets.
 
-During backward, buckets queue for one link. One is ready when its last gradient is made; then it takes a
-latency and its bytes over the bandwidth (o and w of the handout, those of `fit_alpha_beta`), after the
-buckets before it. What is still in flight when backward ends is exposed.
+During backward, buckets queue for one link: each takes a latency and its bytes over the bandwidth (o and w of
+the handout). What is still in flight when backward ends is exposed.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from cs336_systems.arguments import check_choice, check_positive_integers
 
 MB = 2**20
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all")
 
 
 def bus_factor(collective: str, world_size: int) -> float:
@@ -33,14 +33,9 @@ def bus_factor(collective: str, world_size: int) -> float:
     return {"all_reduce": 2 * around, "broadcast": 1.0}.get(collective, around)
 
 
-def algorithm_bandwidth_gbps(message_bytes: float, seconds: float) -> float:
-    """Message over time, in GB/s: what the caller sees. It falls with more ranks, even on perfect links."""
-    return message_bytes / seconds / 1e9
-
-
 def bus_bandwidth_gbps(collective: str, message_bytes: float, seconds: float, world_size: int) -> float:
     """Bytes over each link and second, in GB/s: to compare with the link's rate, for any number of ranks."""
-    return bus_factor(collective, world_size) * algorithm_bandwidth_gbps(message_bytes, seconds)
+    return bus_factor(collective, world_size) * message_bytes / seconds / 1e9
 
 
 def ring_seconds(
@@ -48,8 +43,7 @@ def ring_seconds(
 ) -> float:
     """Time of a collective around a ring: a latency for every hop, and the bytes over the link's rate.
 
-    An all-reduce is a reduce-scatter and an all-gather, n - 1 hops each, with a message of 1/n in each hop. A
-    broadcast streams through the n - 1 hops in small pieces.
+    An all-reduce is a reduce-scatter and an all-gather, n - 1 hops each; a broadcast streams through as many.
     """
     if not link_bytes_per_s > 0:
         raise ValueError(f"link_bytes_per_s is {link_bytes_per_s:g}; allowed: above 0")
@@ -105,13 +99,21 @@ def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> 
     return AlphaBeta(float(alpha), float(beta / largest), tuple(map(float, residuals)))
 
 
+def fit_collective(
+    rows: Any, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
+) -> AlphaBeta:
+    """The fit of the median times of one collective, in a frame with rows of collective_times."""
+    same = {"collective": collective, "world_size": world_size, "backend": backend, "status": "ok"}
+    measured = rows[(rows[[*same]] == [*same.values()]).all(axis=1)].sort_values("message_mb")
+    return fit_alpha_beta(measured["message_mb"] * MB, measured["p50_ms"] / 1e3)
+
+
 def exposed_seconds(
     bucket_bytes: Sequence[float], *, backward_s: float, latency_s: float, bytes_per_s: float
 ) -> float:
     """Time from the end of backward to the arrival of the last bucket; buckets in the order they are ready.
 
-    Backward makes gradients at a steady rate of bytes: matmuls take time in proportion to the parameters.
-    The bytes of all buckets, one or more above zero, take `backward_s`.
+    Backward makes gradients at a steady rate: the bytes of all buckets, above zero, take `backward_s`.
     """
     total, made, free_at = sum(bucket_bytes), 0.0, 0.0
     for size in bucket_bytes:
@@ -126,10 +128,8 @@ def equal_buckets_exposed_seconds(
 ) -> float:  # fmt: skip
     """The same for equal buckets, in closed form; `buckets` need not be a whole number.
 
-    A bucket takes m = o + s / (n w) to send and c = B / n to compute. The last is ready at B. If sending is
-    the slower of the two, a backlog of m - c grows with every bucket: m + (n - 1) max(0, m - c). backward_s,
-    B, is by default s / w, the handout's assumption that a bucket's gradients take as long to compute as its
-    bytes to send. Then the overhead is n o + s / (n w).
+    A bucket takes m = o + s / (n w) to send and c = B / n to compute: m + (n - 1) max(0, m - c). backward_s,
+    B, is by default s / w, the handout's assumption. Then the overhead is n o + s / (n w).
     """
     backward_s = total_bytes / bytes_per_s if backward_s is None else backward_s
     message_s = latency_s + total_bytes / (buckets * bytes_per_s)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pandas as pd
 
-from cs336_systems.accounting.collective_costs import MB, AlphaBeta, fit_alpha_beta
+from cs336_systems.accounting.collective_costs import fit_collective  # noqa: F401
 from cs336_systems.configs import model_size
 from cs336_systems.measure.overlap import overlap_values
 from labbook.labels import value_label
@@ -19,17 +19,6 @@ def with_model(frame: pd.DataFrame) -> pd.DataFrame:
 def with_wrapper(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows of data-parallel training with a column `wrapper`: by its label."""
     return frame.assign(wrapper=frame["implementation"].map(value_label))
-
-
-def fit_collective(
-    rows: pd.DataFrame, *, collective: str = "all_reduce", world_size: int = 2, backend: str = "nccl"
-) -> AlphaBeta:
-    """Latency and bandwidth that fit the median times of one collective in rows of collective_times."""
-    wanted = "collective == @collective and world_size == @world_size and backend == @backend"
-    measured = rows.query(f"{wanted} and status == 'ok'").sort_values("message_mb")
-    return fit_alpha_beta(
-        measured["message_mb"].to_numpy(float) * MB, measured["p50_ms"].to_numpy(float) / 1e3
-    )
 
 
 def on_gpus(
