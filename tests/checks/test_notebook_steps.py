@@ -22,7 +22,7 @@ from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import CHECKER, has_solution
 
 # The steps that this file has to cover; others have tests beside their checkers.
-WITH_STEPS = ("11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "35", "37", "61")
+WITH_STEPS = ("11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "35", "37", "43", "61")
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
     ("11", "time_steps", "times[warmup_steps:]", "times", "uncounted"),
@@ -57,6 +57,12 @@ WRONG = [
     ("37", "fill", "reversed(range(len(sizes)))", "range(len(sizes))", "from the last"),
     ("37", "MyBuckets", "buffer.div_(dist.get_world_size())", "pass", "is the sum over the ranks"),
     ("41", "deal", "return owners", "owners.popitem()\n    return owners", "keys are the parameters"),
+    ("43", "rows_of", "return torch.cat([mine, padding])", "return mine", "are the last rows padded"),
+    ("43", "ShardedModule", "rows[: len(weight.whole)]", "rows[::2]", "put the shards together in the order"),
+    ("43", "ForwardFSDP", "wanted[0].work.wait()", "pass", "may be on its way"),
+    ("43", "ShortFSDP", "weight.whole.grad / dist.get_world_size()", "weight.whole.grad", "is the sum over"),
+    ("43", "ShortFSDP", "while len(self.reductions) > left:", "while left == 0 and self.reductions:", "at once"),
+    ("43", "MyFSDP", "place : place + 3", "place : place + 4", "allowed: two layers ahead"),
     ("61", "chunked_loss", '"sum") / len(hidden)', '"mean")', "the mean over all tokens"),
     ("61", "rms_norm_backward", " - n * (g * n).mean(-1, keepdim=True)", "", "second term"),
     ("61", "most_saved", "range(capacity, size - 1, -1)", "range(size, capacity + 1)", "downwards"),

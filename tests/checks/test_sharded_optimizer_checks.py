@@ -162,7 +162,7 @@ def send_all(way):
 BUGS = {  # what is said about each
     "^$": Right,
     "no torch.optim.Optimizer": bug(Right, __new__=lambda cls, *_, **__: object()),
-    "param_groups hold 4 parameters and were given 8": KeepsOnlyItsShard,
+    "param_groups hold 4 parameters of 8": KeepsOnlyItsShard,
     "param_groups have no 'lr'": NoSettingsOutside,
     "parameter 0 .* the settings were AdamW's defaults": LosesTheSettings,
     "parameter 0 .* updated on rank 0 alone.* broadcast": bug(Right, send=nothing),
@@ -173,7 +173,7 @@ BUGS = {  # what is said about each
         Right, send=send_all(lambda self, p, rank: broadcast(p.data, src=rank, async_op=True))
     ),
     "updated twice": UpdatesTwice,
-    "parameter 0 .* states on 2 ranks.* only the parameters that this rank owns": bug(
+    "parameter 0 .* states on 2 ranks.* the one inside what it owns": bug(
         Right, is_mine=lambda self, parameter: True, send=nothing
     ),
     "rank 0 keeps 94% of the states. Assign by bytes": bug(Right, deal=in_turn),

@@ -22,7 +22,7 @@ __getattr__, __all__ = lazy_exports(
         "sent_bytes": "RINGS count_optimizer_bytes count_ring_bytes count_sent_bytes",
         "sharding_bench": "SHARDING_SLUG ShardedSteps already_measured benchmark_sharding profile_sharding",
         "step_kernels": "sweep_step_kernels",
-        "step_logs": "log_gathers log_messages",
+        "step_logs": "log_messages",
         "tile_bench": "sweep_tiles",
     },
 )

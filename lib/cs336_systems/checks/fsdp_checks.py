@@ -20,7 +20,8 @@ from cs336_systems.parallel import WorkerContext
 
 _SIZES = {"up": (12, 36), "wide": (36, 48), "down": (48, 12), "head": (12, 60)}
 LAYERS = ("embedding", *_SIZES)
-_ALLOWED = 4  # whole weights at once: the one in use, two ahead of it, and the one before, about to be freed
+_WEIGHTS = 4  # whole at once: the one in use, two ahead of it, and the one before, about to be freed
+_GRADIENTS = 3  # whole at once: the one that has just been made, and two on their way
 _LOW = torch.bfloat16
 
 
@@ -142,8 +143,7 @@ def gradients(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
     wrapped = wrap(_Layers(seed=0))
     before = _whole(wrapped)
     one_step(context, wrapped)
-    mistakes = list(_of_wrong_kind(wrapped))
-    if any(from_all(mistakes)):  # SGD would raise
+    if any(from_all(mistakes := list(_of_wrong_kind(wrapped)))):  # SGD would raise
         yield from mistakes
         return
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
@@ -191,9 +191,7 @@ def trains(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
 def _stale(context: WorkerContext, wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
     """Which weights from before an optimizer's step forward computes with, as far as its outputs tell."""
     wrapped, tokens = wrap(_Layers(seed=0), compute_dtype=dtype), tokens_of(context.rank, 0)
-    older = {
-        name: tensor for name, tensor in _whole(wrapped).items() if name.removesuffix(".weight") in LAYERS
-    }
+    older = {name: x for name, x in _whole(wrapped).items() if name.removesuffix(".weight") in LAYERS}
     one_step(context, wrapped)
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
     now, probe, errors = _whole(wrapped), _Layers(seed=0), {}
@@ -209,18 +207,18 @@ def _stale(context: WorkerContext, wrap: Wrap, dtype: torch.dtype | None = None)
         yield f"forward computes with {nearest} from before the optimizer's step. Gather anew."
 
 
-class _WholeWeights:
-    """The layers whose whole weights have memory: those that were gathered, and those that autograd keeps."""
+class _Whole:
+    """The layers of which something whole that was noted, a weight or a gradient, still has memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: int) -> None:
         self.seen: dict[int, tuple[str, StorageWeakRef]] = {}
-        self.most = 0
+        self.most, self.allowed = 0, allowed
 
     def note(self, tensor: Tensor) -> Tensor:
         if layer := _layers_by_size().get(tensor.numel()):
             storage = tensor.untyped_storage()
             self.seen[storage._cdata] = layer, StorageWeakRef(storage)
-        self.most = max(self.most, len(self.layers(allowed=max(self.most, _ALLOWED))))
+        self.most = max(self.most, len(self.layers(allowed=max(self.most, self.allowed))))
         return tensor
 
     def layers(self, allowed: int) -> list[str]:
@@ -238,17 +236,18 @@ class _WholeWeights:
                 yield layer
 
 
-@holds("whole weights are freed after use, in forward and in backward")
+@holds("whole weights are freed after use, in forward and in backward, and whole gradients too")
 def frees(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped, whole, mistakes = wrap(_Layers(seed=0)), _WholeWeights(), []
+    wrapped, mistakes = wrap(_Layers(seed=0)), []
+    whole, reduced = _Whole(_WEIGHTS), _Whole(_GRADIENTS)
     still = "the whole weights of these layers still have memory:"
-    mend = (
-        "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor for backward."
-    )
+    mend = "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor again."
 
     def on_message(message: Message) -> None:
         if _gathered(message):
             whole.note(message.buffer)
+        elif "reduce" in message.name:
+            reduced.note(message.buffer)
 
     with observed(on_message), torch.autograd.graph.saved_tensors_hooks(whole.note, lambda kept: kept):
         for step in range(2):
@@ -260,8 +259,10 @@ def frees(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
             if kept := whole.layers(allowed=0):
                 mistakes.append(f"after backward {still} {', '.join(kept)}. Free each with its gradient.")
     yield from mistakes
-    if whole.most > _ALLOWED:
+    if whole.most > _WEIGHTS:
         yield f"{whole.most} whole weights have memory at once; allowed: the one in use and two ahead of it."
+    if reduced.most > _GRADIENTS:
+        yield f"{reduced.most} whole gradients have memory at once. Wait for the oldest before a third goes."
 
 
 @holds("the all-gathers are under way before they are needed, at most two layers ahead")
@@ -315,22 +316,25 @@ def low_precision(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
     mistakes = list(_of_wrong_kind(wrapped))
     if outputs and outputs[0].dtype != _LOW:
         mistakes.append(f"the layers compute in {outputs[0].dtype}. Gather into a tensor of compute_dtype.")
-    for message in messages:
-        if (layer := _gathered(message)) and message.buffer.dtype != _LOW:
-            mistakes.append(
-                f"{layer!r} is gathered in {message.buffer.dtype}. Cast the shard before it is sent."
-            )
-    for name, parameter in wrapped.module.named_parameters():
-        if parameter.dtype != torch.float32:
-            mistakes.append(f"the shard of {name!r} is {parameter.dtype}, not float32.")
+    gathered = {layer: x.buffer.dtype for x in messages if (layer := _gathered(x))}
+    wrong = {layer: dtype for layer, dtype in gathered.items() if dtype != _LOW}
+    mistakes += [
+        f"{n!r} is gathered in {kind}. Cast the shard before it is sent." for n, kind in wrong.items()
+    ]
+    shards = dict(wrapped.module.named_parameters())
+    kinds = {name: shard.dtype for name, shard in shards.items() if shard.dtype != torch.float32}
+    mistakes += [f"the shard of {name!r} is {kind}, not float32." for name, kind in kinds.items()]
+    shapes = {shard.shape for shard in shards.values()}
+    low = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype == _LOW and x.shape in shapes]
+    if set(map(id, low)) - {id(shard.grad) for shard in shards.values()}:
+        mistakes.append("casts of shards live on. When a gather has arrived, drop what was sent for it.")
     if not any(from_all(mistakes)):  # else SGD may raise
         before = _whole(wrapped)
         torch.optim.SGD(wrapped.parameters(), lr=1e-3).step()
         after = _whole(wrapped)
         for name in (f"{layer}.weight" for layer in LAYERS):
-            if torch.equal(before[name], after[name]) or torch.equal(
-                after[name], after[name].to(_LOW).float()
-            ):
+            rounded = after[name].to(_LOW).float()
+            if torch.equal(before[name], after[name]) or torch.equal(rounded, after[name]):
                 mistakes.append(
                     f"{name!r} loses small updates: keep it in float32, and cast a copy to gather."
                 )

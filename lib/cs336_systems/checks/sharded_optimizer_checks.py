@@ -40,7 +40,12 @@ def properties(thorough: bool) -> list[Property]:
     """What `check_sharded_optimizer` tries, in this order."""
     tried = [is_an_optimizer, updates_everywhere, shares_states, goes_on, runs_closures, clears_gradients]
     tried += [leaves_others_alone, keeps_groups, takes_later_groups]
-    return [*tried, *_UNUSUAL] if thorough else tried
+    dtypes = (torch.float32, torch.bfloat16)
+    two = Property(
+        "Parameters of two dtypes are updated, each in its own", partial(_steps, n=1, dtypes=dtypes)
+    )
+    one = Property("A rank that owns nothing takes part", partial(_steps, n=1, count=1))
+    return [*tried, two, one] if thorough else tried
 
 
 class _Pair:
@@ -119,8 +124,7 @@ class _Pair:
         kept, sizes, mistakes = from_all(self.has_states()), [x.nbytes for x in self.sharded], []
         for name, keeps in zip(self.names(), zip(*kept, strict=True), strict=True):
             if sum(keeps) != 1:
-                mend = "Give the optimizer inside only the parameters that this rank owns."
-                mistakes.append(f"{name} has states on {sum(keeps)} ranks, not on one. {mend}")
+                mistakes.append(f"{name} has states on {sum(keeps)} ranks. Give the one inside what it owns.")
         shares = [sum(size for size, keeps in zip(sizes, own, strict=True) if keeps) for own in kept]
         if max(shares) > sum(sizes) / len(shares) + max(sizes):
             rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
@@ -140,8 +144,7 @@ def is_an_optimizer(context: WorkerContext, make: Make) -> Iterator[str]:
     groups = pair.candidate.param_groups
     held, wanted = sum(len(group["params"]) for group in groups), len(pair.sharded)
     if held != wanted:
-        mend = "Only the optimizer inside holds a shard alone."
-        yield f"its param_groups hold {held} parameters and were given {wanted}. {mend}"
+        yield f"its param_groups hold {held} parameters of {wanted}. Only the optimizer inside holds a shard."
     if "lr" not in groups[0]:
         yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
 
@@ -254,10 +257,3 @@ def takes_later_groups(context: WorkerContext, make: Make) -> Iterator[str]:
         mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
         yield f"after add_param_group, {mistake} {mend}"
     yield from sharing
-
-
-_DTYPES = (torch.float32, torch.bfloat16)
-_UNUSUAL = [
-    Property("Parameters of two dtypes are updated, each in its own", partial(_steps, n=1, dtypes=_DTYPES)),
-    Property("A rank that owns nothing takes part", partial(_steps, n=1, count=1)),
-]
