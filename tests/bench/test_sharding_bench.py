@@ -5,7 +5,7 @@ import pytest
 import sharding_workers
 
 from cs336_systems.accounting.sharding_costs import SHARDED
-from cs336_systems.bench import SHARDING_SLUG, already_measured, benchmark_sharding, profile_sharding
+from cs336_systems.bench import SHARDING_SLUG, benchmark_sharding, profile_sharding
 from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import model_size
 from cs336_systems.measure.gathers import gather_times
@@ -41,16 +41,6 @@ def test_rows_of_two_rounds_the_second_in_reverse():
         )
         assert points.ffill().fillna(0).sum(axis=1).max() == pytest.approx(peak[name].sum(), rel=1e-3)
         assert {*SHARDED} <= set(points)
-
-
-def test_a_killed_sweep_goes_on_where_it_stopped():
-    rows = load_rows(SHARDING_SLUG, "somewhere", "sharding_times")
-    run = {"model_size": "tiny", "context_length": 8, "batch_size": 2, "world_size": 2, "warmup_steps": 1}
-    assert already_measured(rows, **run) == {("float32", "ddp"), ("float32", "fsdp_block")}
-    assert already_measured(rows, **run | {"batch_size": 4}) == set()
-    assert already_measured(rows.assign(status="skipped"), **run) == set()
-    done = already_measured(rows, **run)
-    assert list(benchmark_sharding(2, **SMALL, implementations=["ddp", "fsdp_block"], measured=done)) == []
 
 
 def test_out_of_memory_is_a_row_and_skips_what_follows():
