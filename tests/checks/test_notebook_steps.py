@@ -61,7 +61,7 @@ WRONG = [
     ("43", "ShardedModule", "rows[: len(weight.whole)]", "rows[::2]", "put the shards together in the order"),
     ("43", "ForwardFSDP", "wanted[0].work.wait()", "pass", "may be on its way"),
     ("43", "ShortFSDP", "weight.whole.grad / dist.get_world_size()", "weight.whole.grad", "is the sum over"),
-    ("43", "ShortFSDP", "while len(self.reductions) > left:", "while left == 0 and self.reductions:", "at once"),
+    ("43", "ShortFSDP", "len(self.reductions) > left:", "self.reductions and left == 0:", "at once"),
     ("43", "MyFSDP", "place : place + 3", "place : place + 4", "allowed: two layers ahead"),
     ("61", "chunked_loss", '"sum") / len(hidden)', '"mean")', "the mean over all tokens"),
     ("61", "rms_norm_backward", " - n * (g * n).mean(-1, keepdim=True)", "", "second term"),
