@@ -5,7 +5,6 @@ from cs336_systems.lazy_exports import lazy_exports
 __getattr__, __all__ = lazy_exports(
     __name__,
     {
-        "attention_bench": "sweep_attention",
         "checkpointing_bench": "block_bytes sweep_checkpointing",
         "collectives_bench": "benchmark_collectives time_collectives",
         "ddp_bench": "DDP_SLUGS DataParallelSteps benchmark_ddp",
@@ -14,7 +13,6 @@ __getattr__, __all__ = lazy_exports(
         "flash_sweep": "grid_cells model_cells time_cells",
         "full_step_bench": "benchmark_full_step",
         "hidden_messages": "benchmark_hidden_messages",
-        "kernel_resources": "shipped_tiles sweep_resources",
         "memory_bench": "block_rows memory_rows",
         "model_bench": "cold_start_steps model_key sweep_model",
         "overlap_bench": "profile_lanes profile_overlap",

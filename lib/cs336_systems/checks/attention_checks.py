@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ EVERYTHING = (
 )
 
 
+@np.errstate(all="ignore")  # Triton's interpreter is NumPy, which warns of overflow
 def check_attention(
     attention: AttentionFunction | str,
     *,
