@@ -55,14 +55,11 @@ def solution(exercise: int, text: str, *claims: Claim) -> None:
 
 def _checked(what: str, claims: Sequence[Claim]) -> str:
     """The claims, folded, if each holds."""
-    broken = [one.description for one in claims if not one.holds]
-    if broken:
+    if broken := [one.description for one in claims if not one.holds]:
         raise AssertionError(f"{what} does not hold: " + "; ".join(broken))
-    if not claims:
-        return ""
     lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in claims)
-    summary = f"{plural(len(claims), 'claim')} checked"
-    return f"\n\n<details><summary>{summary}</summary>\n<ul>\n{lines}\n</ul>\n</details>"
+    summary = f"<summary>{plural(len(claims), 'claim')} checked</summary>"
+    return f"\n\n<details>{summary}\n<ul>\n{lines}\n</ul>\n</details>" if claims else ""
 
 
 def _show(markdown: str) -> None:
@@ -79,13 +76,11 @@ def show_source(*objects: Callable | type) -> None:
 
 def without_docstrings(source: str) -> str:
     """Python source with the docstrings of its functions and classes taken out, comments and layout kept."""
-    source = textwrap.dedent(source)
-    lines = source.splitlines()
+    source, out = textwrap.dedent(source), set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-            first, last = node.body[0].lineno, node.body[0].end_lineno
-            lines[first - 1 : last] = [None] * (last - first + 1)
-    return "\n".join(line for line in lines if line is not None).rstrip()
+            out |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    return "\n".join(line for n, line in enumerate(source.splitlines(), 1) if n not in out).rstrip()
 
 
 def one(frame: pd.DataFrame, **key: object) -> pd.Series:
@@ -101,10 +96,8 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
     if len(found) == 1:
         return found.iloc[0]
     asked = ", ".join(f"{name}={value!r}" for name, value in key.items())
-    varying = varying_values(found, found.columns) or "nothing"
-    raise LookupError(
-        f"{len(found)} rows of {len(frame)} have {asked}, one is wanted; they differ in {varying}"
-    )
+    told = f"{len(found)} rows of {len(frame)} have {asked}, one is wanted"
+    raise LookupError(f"{told}; they differ in {varying_values(found, found.columns) or 'nothing'}")
 
 
 def ms(milliseconds: float, like: float | None = None) -> str:

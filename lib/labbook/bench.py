@@ -12,18 +12,18 @@ process its memory is given back, over several ranks the processes are started a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby, product
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from labbook import ranks, timing
+from labbook.rows import Row, measured_in_order
 from labbook.timing import Timing
-
-Row = dict[str, Any]
 
 
 class Case(dict):
@@ -83,7 +83,6 @@ def measure(
     *,
     skip: Callable[[Case], str] | None = None,
     kept: Callable[[Case], bool] | None = None,
-    around: Callable[[Case], AbstractContextManager] | None = None,
     errors: type[Exception] | tuple[()] = (),
     stream: Callable[..., Iterator[Any]] | None = None,
     device: str | torch.device = "auto",
@@ -94,10 +93,10 @@ def measure(
     """Time each case; yields the rows of the cases that share a set-up, those that differ in `pass` alone.
 
     Args:
-        setup: called with the first of such cases, returns the step of each `pass` ("" without that column).
+        setup: called with the first of such cases, returns the step of each `pass` ("" without that column);
+            it and the steps run with the matmul precision of the case's `dtype`.
         skip: why a case cannot be measured, or ""; its row has the status "skipped" and that reason.
         kept: whether a case is on record already; then it is left out.
-        around: a context for set-up and timing, within that of the matmul precision of the case's `dtype`.
         errors: exceptions of a set-up or step that are a row with the status "error" and its message.
         stream: starts worker processes: stream(worker, world_size, *args, backend=..., timeout_s=...), which
             yields what rank 0 sends. Each case then has the columns `world_size` and `backend`, `setup` is
@@ -109,66 +108,70 @@ def measure(
     Raises:
         Whatever a set-up or step raises that is neither out of memory nor one of `errors`.
     """
-    options = {"around": around, "errors": errors, "warmup_steps": warmup_steps, "steps": steps}
+    options = {"errors": errors, "warmup_steps": warmup_steps, "steps": steps}
     waiting: list[list[Case]] = []
     where = None if stream else timing.resolve_device(device)
     for _, same in groupby(cases, key=lambda case: {**case, "pass": None}):
-        group = [case for case in same if not (kept and kept(case))]
-        for case in group:
+        group, skipped = [], []
+        for case in same:
             case.device = where
-        reasons = [skip(case) if skip else "" for case in group]
-        skipped = [
-            _row(c, Timing(status="skipped", reason=r)) for c, r in zip(group, reasons, strict=True) if r
-        ]
+            if kept and kept(case):
+                continue
+            if reason := skip(case) if skip else "":
+                skipped.append(_row(case, Timing(status="skipped", reason=reason)))
+            else:
+                group.append(case)
         if skipped:
             yield skipped
-        if group := [case for case, reason in zip(group, reasons, strict=True) if not reason]:
+        if group:
             if stream:
                 waiting.append(group)
             else:
-                yield _one_process(group, setup, **options)
-    for (world_size, backend), groups in groupby(waiting, key=lambda group: _processes(group[0])):
-        yield from _over_ranks(list(groups), setup, stream, world_size, backend, timeout_s, options)
+                yield measured_in_order(partial(_measured, group, setup, options))
+    by_processes = groupby(waiting, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
+    for (world_size, backend), groups in by_processes:
+        start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=timeout_s)
+        yield from _over_ranks(list(groups), setup, options, start)
 
 
-def _one_process(
-    group: list[Case], setup: Setup, *, around: Any, errors: Any, warmup_steps: int, steps: int
-) -> list[Row]:
-    """Rows of the cases of one set-up; out of memory in one leaves the others as they are."""
-    device, rows = group[0].device, []
-    with _context(group[0], around):
-        made = timing.timing_or_status(lambda: setup(group[0]), device, errors=errors)
+def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], context: Any = None) -> list[Row]:
+    """Rows of the cases of one set-up. With a context, on a rank, running out of memory ends the process.
+
+    In one process a case that runs out of memory leaves the others as they are.
+    """
+    device, steps, on_rank = group[0].device, options["steps"], context is not None
+    made, rows = {}, []
+
+    def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+        call = partial(function, *arguments)
+        return call() if on_rank else timing.timing_or_status(call, device, errors=options["errors"])
+
+    def timed(case: Case) -> Row:
+        step, warmup_steps = made[case.get("pass", "")], case.get("warmup_steps", options["warmup_steps"])
+        if on_rank:
+            times, values = ranks.timed(step.run, context, warmup_steps=warmup_steps, steps=steps)
+        else:
+            times, values = step.timed(device, warmup_steps, steps), {}
+        more = step.values() if step.values and times.status == "ok" else {}
+        return _row(case, times, {**values, **more})
+
+    with timing.matmul_precision(group[0].get("dtype", "float32")):
+        made = attempt(setup, group[0], *([context] if on_rank else []))
         for case in group:
-            if isinstance(made, Timing):  # the set-up itself failed
-                rows.append(_row(case, made))
-                continue
-            step = made[case.get("pass", "")]
-
-            def timed(step: Step = step, case: Case = case) -> tuple[Timing, Mapping[str, Any]]:
-                times = step.timed(device, case.get("warmup_steps", warmup_steps), steps)
-                return times, step.values() if step.values and times.status == "ok" else {}
-
-            found = timing.timing_or_status(timed, device, errors=errors)
-            rows.append(_row(case, *((found, {}) if isinstance(found, Timing) else found)))
-        del made
+            found = made if isinstance(made, Timing) else attempt(timed, case)
+            rows.append(_row(case, found) if isinstance(found, Timing) else found)
+        made = None
     timing.release_memory(device)
     return rows
 
 
 def _over_ranks(
-    groups: list[list[Case]],
-    setup: Setup,
-    stream: Any,
-    world_size: int,
-    backend: str,
-    timeout_s: float,
-    options: dict,
+    groups: list[list[Case]], setup: Setup, options: dict, start: Callable[..., Iterator[list[Row]]]
 ) -> Iterator[list[Row]]:
     """Start the processes, and again for what is left whenever a rank ran out of memory."""
     while groups:
         try:
-            sent = stream(_on_rank, world_size, groups, setup, options, backend=backend, timeout_s=timeout_s)
-            for rows in sent:
+            for rows in start(groups, setup, options):
                 groups = groups[1:]
                 yield rows
             return
@@ -183,36 +186,11 @@ def _over_ranks(
 def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict) -> None:
     """What each rank does with the cases, all in the same order; rank 0 sends the rows of each group."""
     for group in groups:
-        rows = []
-        with _context(group[0], options["around"]):
-            for case in group:
-                case.device = context.device
-            made = setup(group[0], context)
-            for case in group:
-                step = made[case.get("pass", "")]
-                ranks.reset_peaks(context)
-                warmup_steps = case.get("warmup_steps", options["warmup_steps"])
-                times = ranks.time_together(
-                    step.run, context, warmup_steps=warmup_steps, steps=options["steps"]
-                )
-                values = ranks.peaks(context) | dict(step.values() if step.values else {})
-                rows.append(_row(case, times, values))
-            del made, step
-        timing.release_memory(context.device)
-        context.send(rows)
+        for case in group:
+            case.device = context.device
+        context.send(_measured(group, setup, options, context))
 
 
-def _processes(case: Case) -> tuple[int, str]:
-    return case["world_size"], case["backend"]
-
-
-@contextmanager
-def _context(case: Case, around: Callable[[Case], AbstractContextManager] | None) -> Iterator[None]:
-    with timing.matmul_precision(case.get("dtype", "float32")), around(case) if around else nullcontext():
-        yield
-
-
-def _row(case: Case, timed: Timing, values: Mapping[str, Any] | None = None) -> Row:
+def _row(case: Case, timed: Timing, values: Mapping[str, Any] = MappingProxyType({})) -> Row:
     """The key columns, times and other values of a case, without what it does not have."""
-    row = {**case, **timed.as_row(), **(values or {})}
-    return {name: value for name, value in row.items() if value is not None}
+    return {name: value for name, value in {**case, **timed.as_row(), **values}.items() if value is not None}

@@ -41,7 +41,7 @@ def of_notebook(path: Path) -> dict[str, str]:
     if found := _behind(sources, parameters, range(len(sources))):
         return found
     walk = _Walk()
-    digest = walk.follow_statements(each.said for source in sources for each in _cell(source))
+    digest = walk.follow_statements(each.said for source in sources for each in statements(source))
     return {**dict(sorted(walk.found.items())), "its cells": digest}
 
 
@@ -92,16 +92,19 @@ def why(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 
 @dataclass
 class _Said:
-    """text: its syntax tree. imports: (bound name, module, name in it, or "" for the module itself).
+    """What parts of a syntax tree say, that were read.
 
-    uses: the attributes under which each name is used, "" for the name alone. named: modules in strings.
+    package: the one that the code is in, for relative imports. text: the tree itself.
+    imports: (bound name, module, name in it, or "" for the module itself). named: modules in strings.
+    uses: the attributes under which each name is used, "" for the name alone.
     binds: names bound. keeps: names whose value is changed. saves: a table for each call that saves rows.
     """
 
+    package: str = ""
     text: list[str] = field(default_factory=list)
     imports: list[tuple[str, str, str]] = field(default_factory=list)
-    uses: dict[str, set[str]] = field(default_factory=dict)
     named: set[str] = field(default_factory=set)
+    uses: dict[str, set[str]] = field(default_factory=dict)
     binds: set[str] = field(default_factory=set)
     keeps: set[str] = field(default_factory=set)
     saves: list[str] = field(default_factory=list)
@@ -110,70 +113,59 @@ class _Said:
     def digest(self) -> str:
         return hashlib.sha256("".join(self.text).encode()).hexdigest()[:12]
 
+    def read(self, node: Any, own: frozenset[str] = frozenset()) -> "_Said":
+        """Read a part of a tree too; own: names that the code around it has bound itself."""
+        if not isinstance(node, ast.AST):
+            self.text.append(f"{node!a};")
+        elif chain := _chain(node):
+            self.text.append(f"{chain};")
+            root, _, attributes = chain.partition(".")
+            is_read = isinstance(node.ctx, ast.Load)
+            if root not in own and (attributes or is_read):
+                self.uses.setdefault(root, set()).add(attributes)
+            if root not in own and (not is_read or attributes.rpartition(".")[2] in _MUTATORS):
+                (self.keeps if attributes else self.binds).add(root)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            self.imports += (imports := _imports(node, self.package))
+            self.text.append(f"{imports};")
+            self.named.update(alias.name for alias in node.names if isinstance(node, ast.Import))
+            self.binds.update(bound for bound, _, _ in imports)
+        else:
+            self._read_fields(node, own)
+        return self
 
-def _read(
-    node: Any, package: str = "", own: frozenset[str] = frozenset(), said: _Said | None = None
-) -> _Said:
-    """What a part of a syntax tree says.
-
-    Args:
-        package: the one that the code is in, for relative imports.
-        own: names that the code around it has bound itself.
-        said: what is added to.
-    """
-    said = said or _Said()
-    if not isinstance(node, ast.AST):
-        said.text.append(f"{node!a};")
-    elif chain := _chain(node):
-        said.text.append(f"{chain};")
-        root, _, attributes = chain.partition(".")
-        is_read = isinstance(node.ctx, ast.Load)
-        if root not in own and (attributes or is_read):
-            said.uses.setdefault(root, set()).add(attributes)
-        if root not in own and (not is_read or attributes.rpartition(".")[2] in _MUTATORS):
-            (said.keeps if attributes else said.binds).add(root)
-    elif isinstance(node, ast.Import | ast.ImportFrom):
-        said.imports += (imports := _imports(node, package))
-        said.text.append(f"{imports};")
-        said.named.update(alias.name for alias in node.names if isinstance(node, ast.Import))
-        said.binds.update(bound for bound, _, _ in imports)
-    else:
-        _read_fields(node, package, own, said)
-    return said
-
-
-def _read_fields(node: ast.AST, package: str, own: frozenset[str], said: _Said) -> None:
-    inner = own | _bound_inside(node)
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        said.binds |= {node.name} - own
-    elif isinstance(node, ast.For | ast.With):
-        said.binds |= inner - own
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        said.named.update(_MODULE_NAME.findall(node.value))
-    elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-        said.keeps.update({_chain(node.value).partition(".")[0]} - {""})
-    elif isinstance(node, ast.Call) and (_chain(node.func).rpartition(".")[2] in _SAVES):
-        texts = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
-        said.saves.append(texts[0] if texts else "rows")
-    said.has_functions |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-    said.text.append(f"{type(node).__name__}(")
-    for name in node._fields:
-        value = getattr(node, name, None)
-        if name in _CHANGES_NOTHING or value is None or value == []:
-            continue
-        if isinstance(node, ast.JoinedStr):
-            value = _literals_joined(value)
-        elif name == "body" and isinstance(value, list) and _is_docstring(value[0]):
-            value = value[1:]
-        said.text.append(f"{name}=")
-        within = own if name in ("iter", "args", "decorator_list") else inner
-        for each in value if isinstance(value, list) else [value]:
-            _read(each, package, within, said)
-            if name in ("body", "orelse", "finalbody") and isinstance(each, ast.Assign):
-                within |= _stored(*each.targets)  # what follows in the block uses this
-    if hasattr(node, "generators"):  # what the first one goes over belongs to the code around
-        _read(node.generators[0].iter, package, own, said)
-    said.text.append(")")
+    def _read_fields(self, node: ast.AST, own: frozenset[str]) -> None:
+        inner = own | _bound_inside(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            self.binds |= {node.name} - own
+        elif isinstance(node, ast.For | ast.With):
+            self.binds |= inner - own
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            self.named.update(_MODULE_NAME.findall(node.value))
+        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            self.keeps.update({_chain(node.value).partition(".")[0]} - {""})
+        elif isinstance(node, ast.Call) and (_chain(node.func).rpartition(".")[2] in _SAVES):
+            texts = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
+            self.saves.append(texts[0] if texts else "rows")
+        self.has_functions |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        self.text.append(f"{type(node).__name__}(")
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if name in _CHANGES_NOTHING or value is None or value == []:
+                continue
+            if isinstance(node, ast.JoinedStr):
+                value = _literals_joined(value)
+            elif name == "body" and isinstance(value, list) and _is_docstring(value[0]):
+                value = value[1:]
+            self.text.append(f"{name}=")
+            within = own if name in ("iter", "args", "decorator_list") else inner
+            for each in value if isinstance(value, list) else [value]:
+                self.read(each, within)
+                if name in ("body", "orelse", "finalbody") and isinstance(each, ast.Assign):
+                    within |= _stored(*each.targets)  # what follows in the block uses this
+        if hasattr(node, "generators"):  # what the first one goes over belongs to the code around
+            self.read(node.generators[0].iter, own)
+        self.text.append(")")
 
 
 def _bound_inside(node: ast.AST) -> frozenset[str]:
@@ -247,17 +239,12 @@ def _find(module: str) -> Path | None:
     return None
 
 
-def _load(module: str, path: Path) -> tuple[_Said, dict[str, tuple[str, str]]]:
-    stat = path.stat()
-    return _loaded(module, path, stat.st_mtime_ns, stat.st_size)
-
-
 @cache
-def _loaded(module: str, path: Path, *_: int) -> tuple[_Said, dict[str, tuple[str, str]]]:
+def _loaded(module: str, path: Path, _: int) -> tuple[_Said, dict[str, tuple[str, str]]]:
     """A file, and, of a package's __init__, what it only hands on: name -> (module, name)."""
     tree, exports = ast.parse(path.read_text(encoding="utf-8")), {}
     if path.name != "__init__.py":
-        return _read(tree, module.rpartition(".")[0]), exports
+        return _Said(module.rpartition(".")[0]).read(tree), exports
     for node in tree.body[:]:
         assigned = ast.unparse(node).partition(" =")[0] if isinstance(node, ast.Assign) else ""
         if isinstance(node, ast.ImportFrom):
@@ -269,7 +256,7 @@ def _loaded(module: str, path: Path, *_: int) -> tuple[_Said, dict[str, tuple[st
         elif assigned != "__all__":
             continue
         tree.body.remove(node)
-    said = _read(tree, module)
+    said = _Said(module).read(tree)
     said.imports += [(name, *exports[name]) for name in exports if name in said.uses]  # it uses these itself
     return said, exports
 
@@ -291,10 +278,10 @@ class _Walk:
                 text = text.rpartition(".")[0]
             self.follow_module(text, whole=text not in _PACKAGES)
 
-    def follow_statements(self, statements: Iterable[_Said]) -> str:
+    def follow_statements(self, several: Iterable[_Said]) -> str:
         """What all of them use; returns their digest."""
         whole = _Said()
-        for said in statements:
+        for said in several:
             whole.text += said.text
             whole.imports += said.imports
             whole.named |= said.named
@@ -310,7 +297,7 @@ class _Walk:
         self.follow_module(module, whole=not is_package or name in ("", "*"))
         if not is_package or name in ("", "*"):
             return
-        said, exports = _load(module, path)
+        said, exports = _loaded(module, path, path.stat().st_mtime_ns)
         if _find(f"{module}.{name}"):
             self.follow_chain(f"{module}.{name}", rest)
         elif name in exports:
@@ -328,7 +315,7 @@ class _Walk:
             return
         self._done.add((module, whole))
         self.follow_module(module.rpartition(".")[0], whole=False)
-        name, (said, _) = str(path.relative_to(PROJECT)), _load(module, path)
+        name, (said, _) = str(path.relative_to(PROJECT)), _loaded(module, path, path.stat().st_mtime_ns)
         if name not in self.found:
             self.found[name] = said.digest()
             self.follow(said)
@@ -351,25 +338,21 @@ class _Statement(NamedTuple):
 @cache
 def _code_cells(path: Path, _: int) -> tuple[list[str], set[str]]:
     """The sources of a notebook's code cells, and the names of its parameters."""
-    cells = [
-        cell for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"
-    ]
-    sources = ["".join(cell["source"]) for cell in cells]
-    tagged = (
-        s for s, cell in zip(sources, cells, strict=True) if "parameters" in cell["metadata"].get("tags", ())
-    )
-    return sources, {name for source in tagged for each in _cell(source) for name in each.binds}
+    cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    tagged = (cell for cell in cells if "parameters" in cell["metadata"].get("tags", ()))
+    bound = (each.binds for cell in tagged for each in statements("".join(cell["source"])))
+    return ["".join(cell["source"]) for cell in cells], set().union(*bound)
 
 
 @cache
-def _cell(source: str) -> list[_Statement]:
+def statements(source: str) -> list[_Statement]:
     """The statements of a cell. Lines for IPython are no code."""
     found = []
     with suppress(SyntaxError):
         for node in ast.parse(re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)).body:
-            said = _read(node)
+            said = _Said().read(node)
             if isinstance(node, ast.Import | ast.ImportFrom):  # each name by itself: others do not matter
-                alone = [(one, _Said([f"{one};"], [one], named=said.named)) for one in said.imports]
+                alone = [(one, _Said("", [f"{one};"], [one], said.named)) for one in said.imports]
                 found += [_Statement(each, {one[0]}, set()) for one, each in alone]
             elif isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found.append(_Statement(said, {node.name}, set()))
@@ -385,7 +368,7 @@ def _behind(sources: Sequence[str], parameters: Iterable[str], cells: Iterable[i
     walk, before, saving = _Walk(), [], {}  # saving: the tables of functions that save
     for cell, source in enumerate(sources):
         places, found = set(), []
-        for each in _cell(source):
+        for each in statements(source):
             tables = each.said.saves + [table for name in each.said.uses for table in saving.get(name, ())]
             before.append(each)
             if each.said.has_functions and each.binds and tables:
@@ -399,26 +382,22 @@ def _behind(sources: Sequence[str], parameters: Iterable[str], cells: Iterable[i
     return dict(sorted(walk.found.items()))
 
 
-def _needed(statements: list[_Statement], parameters: set[str]) -> set[int]:
+def _needed(before: list[_Statement], parameters: set[str]) -> set[int]:
     """The places of the last statement and of all that bind what it uses, and so on; no parameters."""
-    last, needed = len(statements) - 1, set()
-    waiting = [last]
+    last, needed, waiting = len(before) - 1, set(), [len(before) - 1]
     while waiting:
         if (place := waiting.pop()) not in needed:
             needed.add(place)
-            said = statements[place].said  # whose functions look their names up when they are called
-            for before in {place, last if said.has_functions else place}:
-                waiting += [each for name in said.uses for each in _binders(statements[:before], name)]
-    return {
-        place
-        for place in needed
-        if statements[place].said.uses or not statements[place].binds or statements[place].binds - parameters
-    }
+            said = before[place].said  # whose functions look their names up when they are called
+            for end in {place, last if said.has_functions else place}:
+                waiting += [each for name in said.uses for each in _binders(before[:end], name)]
+    only = {place for place in needed if before[place].binds and before[place].binds <= parameters}
+    return needed - {place for place in only if not before[place].said.uses}
 
 
-def _binders(statements: list[_Statement], name: str) -> Iterator[int]:
+def _binders(before: list[_Statement], name: str) -> Iterator[int]:
     """The last statement that binds a name, and those that may have changed it since."""
-    for place, each in reversed(list(enumerate(statements))):
+    for place, each in reversed(list(enumerate(before))):
         if name in each.binds or name in each.changes:
             yield place
         if name in each.binds:

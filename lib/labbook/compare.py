@@ -9,22 +9,16 @@ from labbook.rows import KEYS, VALUES, load_rows, published
 
 # Rows that differ in nothing else measured the same.
 _SAME = [name for name in KEYS if name != "warmup_steps"]
+_NO_KEYS = {*VALUES, "status", "reason", "run", "statistic"}
 _PASS_COLUMNS = {"forward_ms": "forward", "backward_ms": "backward", "train_step_ms": "train_step"}
 _MODES = {"compiled_tf32": ("compiled", "tf32")}  # how published tables call an implementation and a dtype
 
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
     """The columns that say what was measured and where, as opposed to what came out."""
-    return [column for column in frame.columns if _is_key(frame[column], column)]
-
-
-def _is_key(cells: pd.Series, column: str) -> bool:
-    if column in KEYS or column in ("machine", "gpu"):
-        return True
-    if column in (*VALUES, "status", "reason", "run"):
-        return False
-    computed = cells.dtype.kind == "f" or column.rpartition("_")[2] in UNITS
-    return not computed and column != "statistic" and not column.endswith("_status")
+    values = {name for name in frame if name in _NO_KEYS or name.endswith("_status")}
+    values |= {name for name in frame if frame[name].dtype.kind == "f" or name.rpartition("_")[2] in UNITS}
+    return [name for name in frame if name in (*KEYS, "machine", "gpu") or name not in values]
 
 
 def require_one_row_each(frame: pd.DataFrame, *by: str | None) -> None:

@@ -12,8 +12,8 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,8 +27,14 @@ from labbook.timing import matmul_precision, release_memory, resolve_device, tim
 
 GIB = 2**30
 SAMPLED_EVERY_MS = 100
+_GPU_STATE = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
 _DTYPES = {"float32": torch.float32, "tf32": torch.float32}
 _DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def now() -> str:
+    """The time, as cards and runs have it: "2026-11-25T21:00:00Z"."""
+    return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class MachineCard:
     triton: str
     matmul_tflops: dict[str, float]
     copy_gbps: float
-    measured_at: str
+    measured_at: str = field(default_factory=now)
 
     def line(self) -> str:
         """The card on one line."""
@@ -71,18 +77,13 @@ def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) 
         ValueError: the stored card is damaged.
     """
     device = resolve_device(device)
-    now = _describe(device)
-    slug = now["slug"]
+    found = _describe(device)
+    slug = found["slug"]
     if not refresh and card_path(slug).exists():
         card = load_card(slug)
-        if all(getattr(card, name) == now[name] for name in ("gpu", "torch", "triton")):
+        if all(getattr(card, name) == found[name] for name in ("gpu", "torch", "triton")):
             return card
-    card = MachineCard(
-        **now,
-        matmul_tflops=_matmul_tflops(device),
-        copy_gbps=_copy_gbps(device),
-        measured_at=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
-    )
+    card = MachineCard(**found, matmul_tflops=_matmul_tflops(device), copy_gbps=_copy_gbps(device))
     release_memory(device)
     write_atomically(figures_dir() / slug / "machine.json", json.dumps(asdict(card), indent=2) + "\n")
     return card
@@ -117,6 +118,11 @@ def load_card(slug: str) -> MachineCard:
     return card
 
 
+def gpu_of(slug: str) -> str:
+    """The GPU of a machine, as its card has it; without one, that of this machine."""
+    return load_card(slug).gpu if card_path(slug).exists() else gpu_names()[0]
+
+
 def gpu_names() -> list[str]:
     """Names of the GPUs here, as rows have them: the one that "auto" means, then "none", the CPU."""
     return [torch.cuda.get_device_name(), "none"] if torch.cuda.is_available() else ["none"]
@@ -147,11 +153,11 @@ def machine_slug(gpu: str, cpu: str, cores: int) -> str:
 def _describe(device: torch.device) -> dict:
     """The part of a card that is looked up; the processor's model is without a word about the host."""
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    gpu, cores = properties.name if properties else "none", core_count()
-    cpuinfo = Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    gpu, cpuinfo = properties.name if properties else "none", Path("/proc/cpuinfo")
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
     cpu = found[1].strip() if found else platform.processor() or platform.machine()
+    # That this process may use; macOS tells only how many there are
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
         "slug": machine_slug(gpu, cpu, cores),
         "gpu": gpu,
@@ -199,11 +205,6 @@ def _copy_gbps(device: torch.device) -> float:
     return float(f"{2 * source.nbytes / timing.p50_ms / 1e6:.4g}")
 
 
-def core_count() -> int:
-    """Cores that this process may use; macOS tells only how many there are."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def memory_bytes() -> int:
     """The machine's memory, or a container's share of it."""
     whole = psutil.virtual_memory().total
@@ -246,6 +247,21 @@ def why_no_compile(device: torch.device) -> str:
     return ""
 
 
+def _nvidia_smi(fields: str, layout: str, device: torch.device) -> list[str]:
+    """The command that asks for fields of a GPU."""
+    which = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return ["nvidia-smi", "-i", which, f"--query-gpu={fields}", f"--format={layout}"]
+
+
+def gpu_state() -> dict[str, str]:
+    """Driver, clocks and power of the current GPU, as nvidia-smi tells them; empty where it does not."""
+    query = _nvidia_smi(_GPU_STATE, "csv,noheader", torch.device("cuda"))
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
+        return dict(zip(_GPU_STATE.split(","), map(str.strip, said.split(",")), strict=False))
+    return {}
+
+
 @contextmanager
 def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
     """Ask nvidia-smi every tenth of a second, and on leaving fill in the medians: sm_clock_mhz, power_w.
@@ -253,15 +269,12 @@ def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
     Samples of an idle GPU do not count. Without an NVIDIA GPU, or without nvidia-smi, nothing is filled in.
     """
     medians: dict[str, float] = {}
-    command = shutil.which("nvidia-smi")
-    if device.type != "cuda" or not command:
+    if device.type != "cuda" or not shutil.which("nvidia-smi"):
         yield medians
         return
-    query = ["--query-gpu=clocks.sm,power.draw,utilization.gpu", "--format=csv,noheader,nounits"]
-    which = ["-i", f"GPU-{torch.cuda.get_device_properties(device).uuid}", "-lms", str(SAMPLED_EVERY_MS)]
-    watch = subprocess.Popen(
-        [command, *query, *which], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    query = _nvidia_smi("clocks.sm,power.draw,utilization.gpu", "csv,noheader,nounits", device)
+    query += ["-lms", str(SAMPLED_EVERY_MS)]
+    watch = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield medians
     finally:

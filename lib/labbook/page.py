@@ -73,9 +73,7 @@ class Page:
         """Save rows as this machine's, and print what came out, a line for each that says something new."""
         rows = list(rows)
         save_rows(rows, slug or self.slug, table, self.card.slug, self.run)
-        for line in later("row_lines")(
-            rows, table
-        ):  # a row saved again, with columns of a profile, says the same
+        for line in later("row_lines")(rows, table):  # saved again with more columns, a row says the same
             self._say(line)
 
     def measure(self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **how: Any) -> None:
@@ -88,9 +86,8 @@ class Page:
         record = self.on_record(table) if not os.environ.get("LABBOOK_AGAIN") else pd.DataFrame(columns=keys)
         record = record[record["status"] != "skipped"] if len(record) else record
         kept = {_key(row, keys) for row in record.to_dict("records") if not row.get("steps", steps) < steps}
-        for rows in bench.measure(
-            cases, setup, kept=lambda case: _key(case, keys) in kept, device=self.device, **how
-        ):
+        how |= {"kept": lambda case: _key(case, keys) in kept, "device": self.device}
+        for rows in bench.measure(cases, setup, **how):
             self.save(rows, table)
         if left_out := sum(_key(case, keys) in kept for case in cases):
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
@@ -130,7 +127,5 @@ class Page:
 
 def _key(row: Mapping[str, Any], keys: Iterable[str]) -> tuple:
     """What was measured, the same for a case and for a loaded row, whose numbers may be floats."""
-    values = (row.get(name) for name in keys)
-    return tuple(
-        None if pd.isna(each) else float(each) if isinstance(each, Real) else each for each in values
-    )
+    values = [None if pd.isna(row.get(name)) else row[name] for name in keys]
+    return tuple(float(each) if isinstance(each, Real) else each for each in values)

@@ -8,13 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from labbook.timing import (
-    MIB,
-    Timing,
-    matmul_precision,
-    release_memory,
-    run_or_out_of_memory,
-)
+from labbook.timing import MIB, Timing, matmul_precision, release_memory, run_or_out_of_memory
 
 
 class Context(Protocol):
@@ -85,6 +79,15 @@ def measure_on_all(
     if not reason:
         return found, ""
     return {"status": "oom", "reason": reason}, f"memory ran out in the same process group: {reason}"
+
+
+def timed(
+    operation: Callable[[], None], context: Context, *, warmup_steps: int, steps: int
+) -> tuple[Timing, dict[str, float]]:
+    """`time_together`, and the value columns of `peaks` meanwhile."""
+    reset_peaks(context)
+    times = time_together(operation, context, warmup_steps=warmup_steps, steps=steps)
+    return times, peaks(context)
 
 
 def reset_peaks(context: Context) -> None:

@@ -34,7 +34,6 @@ from labbook.files import (
 )
 
 Row = dict[str, Any]
-Fields = dict[str, str]  # a row as text
 
 STATUSES = ("ok", "oom", "skipped", "error")
 PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
@@ -122,8 +121,7 @@ def save_rows(
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
     batch = [checked(row, table, f"{where}, rows[{i}]", machine) for i, row in enumerate(records)]
     _check_batch(batch, schema, where)
-    gpus = here.gpu_names()
-    gpu = here.load_card(machine).gpu if here.card_path(machine).exists() else gpus[0]
+    gpus, gpu = here.gpu_names(), here.gpu_of(machine)
     if gpu not in gpus:
         raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {', '.join(gpus)}")
     if not batch:
@@ -135,12 +133,12 @@ def save_rows(
         if any("run" not in row for row in batch):
             run.write()
         fields = [{name: _format(each) for name, each in ({"run": run.name} | row).items()} for row in batch]
-        after = _merged(before.values(), fields, schema)
-        text = io.StringIO(newline="")
-        csv.writer(text, lineterminator="\n").writerows([schema.types, *(row.values() for row in after)])
-        write_atomically(path, text.getvalue())
-        gone = {row["run"] for row in before.values()} - {row["run"] for row in after}
-        runs.remove_unused(machine, gone - {""})
+        after = pd.DataFrame(fields, columns=[*schema.types], dtype=object).fillna("")
+        by = [*(schema.group or schema.keys)]
+        replaced = pd.MultiIndex.from_frame(before[by]).isin(pd.MultiIndex.from_frame(after[by]))
+        after = _sorted(pd.concat([before[~replaced], after]), schema)
+        write_atomically(path, after.to_csv(index=False, lineterminator="\n"))
+        runs.remove_unused(machine, {*before["run"]} - {*after["run"], ""})
     return path
 
 
@@ -153,34 +151,17 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     Raises:
         RowError: the file is damaged, or a value does not fit; the message names file and line.
     """
-    path = find(*_path(Path(), machine, slug, table).parts)
-    schema, lines = TABLES[table], _read(path, table)
-    text = pd.DataFrame(lines.values(), columns=list(schema.types), dtype=object)
-    typed = {}
-    for column, kind in schema.types.items():
-        values: dict[str, Any] = {}
-        for field in text[column].unique():
-            try:
-                values[field] = _parse(column, kind, field)
-            except ValueError as error:
-                line = list(lines)[(text[column] == field).idxmax()]
-                raise RowError(f"{_name(path)}, line {line}: {column} is {field!r}; {error}") from None
-        dtype = {"int": int, "bool": bool, "text": object}.get(kind, float)
-        if None in values.values() and kind in ("int", "bool"):
-            dtype = float if kind == "int" else object
-        typed[column] = pd.Series([values[field] for field in text[column]], dtype=dtype)
-    frame = pd.DataFrame(typed).iloc[_order(text.to_dict("records"), schema)]
-    return frame.assign(machine=pd.Series(machine, frame.index, dtype=object)).reset_index(drop=True)
+    path, schema = find(*_path(Path(), machine, slug, table).parts), TABLES[table]
+    text = _sorted(_read(path, table), schema)
+    frame = pd.DataFrame({name: _typed(text[name], kind, path) for name, kind in schema.types.items()})
+    return frame.assign(machine=pd.Series(machine, frame.index, dtype=object))
 
 
 def run_counts(slug: str, machine: str) -> dict[str, dict[str, int]]:
     """How many rows each run measured, for each table that a machine has of a problem; "" is unknown."""
-    counts: dict[str, dict[str, int]] = {}
-    for table in sorted(TABLES):
-        if (path := find(machine, slug, f"{table}.csv")).exists():
-            names = [row["run"] for row in _read(path, table).values()]
-            counts[table] = {name: names.count(name) for name in dict.fromkeys(names)}
-    return counts
+    paths = {table: find(machine, slug, f"{table}.csv") for table in sorted(TABLES)}
+    there = {table: _read(path, table)["run"] for table, path in paths.items() if path.exists()}
+    return {table: names.value_counts(sort=False).to_dict() for table, names in there.items()}
 
 
 def published(name: str) -> pd.DataFrame:
@@ -283,12 +264,9 @@ def _contradiction(row: Row, table: Table) -> str:
 
 def _check_batch(rows: list[Row], table: Table, where: str) -> None:
     """Refuse rows that contradict each other: two with one key, or a pass faster than its part."""
-    seen = set()
-    for number, row in enumerate(rows):
-        key = _described(row, table.keys)
-        if key in seen:
-            raise RowError(f"{where}, rows[{number}]: duplicate key {key}; allowed: once")
-        seen.add(key)
+    keys = pd.Index([_described(row, table.keys) for row in rows], dtype=object)
+    for number in keys.duplicated().nonzero()[0]:
+        raise RowError(f"{where}, rows[{number}]: duplicate key {keys[number]}; allowed: once")
     for error in pass_order_errors(rows):
         raise RowError(f"{where}: {error}")
 
@@ -351,11 +329,11 @@ def _name(path: Path) -> str:
     return "/".join(path.parts[-3:])
 
 
-def _read(path: Path, table: str) -> dict[int, Fields]:
+def _read(path: Path, table: str) -> pd.DataFrame:
     """The fields of a file, as text, by the number of their line; of several rows with one key the last."""
     name, schema = _name(path), TABLES[table]
     if not path.exists():
-        return {}
+        return pd.DataFrame(columns=[*schema.types], dtype=object)
     try:
         header, *lines = list(csv.reader(io.StringIO(path.read_bytes().decode(), newline=""), strict=True))
     except (ValueError, csv.Error) as error:
@@ -364,39 +342,42 @@ def _read(path: Path, table: str) -> dict[int, Fields]:
     if len(set(header) & known) < len(header) or not set(header) >= set(schema.keys):
         allowed = ", ".join(schema.types)
         raise RowError(f"{name}, line 1: the columns are {', '.join(header)}; allowed: {allowed}; {_REPAIR}")
-    rows: dict[tuple, int] = {}
-    found: dict[int, Fields] = {}
     for number, fields in enumerate(lines, start=2):
         if len(fields) != len(header):
             told = f"{len(fields)} fields for {len(header)} columns"
             raise RowError(f"{name}, line {number} is damaged ({told}); {_REPAIR}")
-        row = dict(zip(header, fields, strict=True))
-        found.pop(rows.get(key := tuple(row[each] for each in schema.keys), 0), None)
-        rows[key] = number
-        found[number] = {column: row.get(column, "") for column in schema.types}
-    return found
+    frame = pd.DataFrame(lines, range(2, len(lines) + 2), header, dtype=object)
+    frame = frame.drop_duplicates([*schema.keys], keep="last")
+    return frame.reindex(columns=[*schema.types], fill_value="")
 
 
-def _merged(before: Iterable[Fields], rows: list[Fields], schema: Table) -> list[Fields]:
-    """The rows of a file after new ones replaced those of their key, or of their group; sorted."""
-    by = schema.group or tuple(schema.keys)
-    replaced = {tuple(row.get(name, "") for name in by) for row in rows}
-    kept = [row for row in before if tuple(row[name] for name in by) not in replaced]
-    after = kept + [dict.fromkeys(schema.types, "") | row for row in rows]
-    return [after[place] for place in _order(after, schema)]
+def _typed(text: pd.Series, kind: str, path: Path) -> pd.Series:
+    """The values of a column of a file."""
+    values: dict[str, Any] = {}
+    for field in text.unique():
+        try:
+            values[field] = _parse(text.name, kind, field)
+        except ValueError as error:
+            line = (text == field).idxmax()
+            raise RowError(f"{_name(path)}, line {line}: {text.name} is {field!r}; {error}") from None
+    dtype = {"int": int, "bool": bool, "text": object}.get(kind, float)
+    if None in values.values() and kind in ("int", "bool"):
+        dtype = float if kind == "int" else object
+    return pd.Series([values[field] for field in text], dtype=dtype)
 
 
-def _order(rows: list[Fields], schema: Table) -> list[int]:
-    """The places of the rows sorted by their keys: empty first, numbers by size, listed values as listed."""
-    ranks = {
-        name: {field: _rank(name, kind, field) for field in {row[name] for row in rows}}
-        for name, kind in schema.keys.items()
-    }
-    return sorted(range(len(rows)), key=lambda i: [ranks[name][rows[i][name]] for name in schema.keys])
+def _sorted(text: pd.DataFrame, schema: Table) -> pd.DataFrame:
+    """Rows sorted by their keys: empty first, numbers by size, listed values as listed."""
+
+    def places(fields: pd.Series) -> pd.Series:
+        ranks = {field: _rank(fields.name, schema.keys[fields.name], field) for field in fields.unique()}
+        return fields.map({field: place for place, field in enumerate(sorted(ranks, key=ranks.get))})
+
+    return text.sort_values([*schema.keys], key=places, kind="stable")
 
 
 def _rank(column: str, kind: str, field: str) -> tuple:
-    if column in ALLOWED and field in ALLOWED[column]:
+    if field in ALLOWED.get(column, ()):
         return (1, ALLOWED[column].index(field))
     with suppress(ValueError):
         return (1, float(field)) if kind in ("int", *_DIGITS) else (bool(field), field)

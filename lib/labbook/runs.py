@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import secrets
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -26,7 +25,6 @@ from labbook import machine as here
 from labbook.files import PROJECT, figures_dir, find, write_atomically
 
 _SETTINGS = ("NCCL_", "CUDA_", "CUBLAS", "PYTORCH_", "TORCH", "TRITON_")
-_GPU_STATE = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
 
 
 @dataclass
@@ -76,7 +74,7 @@ class Run:
 
     def write(self) -> None:
         """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
-        now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        now = here.now()
         self._record = record = self._record or self._described(now)
         record.measured_at[1:] = [now]
         record.code = dict(sorted((record.code | self._executed()).items()))
@@ -85,15 +83,14 @@ class Run:
 
     def _described(self, now: str) -> Record:
         """The part of a record that does not change during its run."""
-        card = here.load_card(self.machine) if here.card_path(self.machine).exists() else None
-        gpu = card.gpu if card else here.gpu_names()[0]
+        gpu = here.gpu_of(self.machine)
         about = {"slug": self.slug, "machine": self.machine, "gpu": gpu, "torch": torch.__version__}
         about |= {"triton": here.triton_version(), "python": platform.python_version()}
         about |= {"settings": _settings(), "measured_at": [now], "parameters": self._parameters}
         about |= {"commit": os.environ.get("LABBOOK_COMMIT") or git_commit(PROJECT)}
         if gpu != "none" and torch.cuda.is_available():
             nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
-            about |= {"cuda": torch.version.cuda or "", "nccl": nccl, "gpu_state": _gpu_state()}
+            about |= {"cuda": torch.version.cuda or "", "nccl": nccl, "gpu_state": here.gpu_state()}
         return Record(self.name, **about)
 
 
@@ -117,11 +114,8 @@ def load_run(machine: str, name: str) -> Record | None:
     Raises:
         ValueError: the file is damaged.
     """
-    path = _path(Path(), machine, name)
-    path = find(*path.parts)
-    if not name or not path.exists():
-        return None
-    return _loaded(path, path.stat().st_mtime_ns)
+    path = find(*_path(Path(), machine, name).parts)
+    return _loaded(path, path.stat().st_mtime_ns) if name and path.exists() else None
 
 
 @cache
@@ -170,19 +164,6 @@ def _settings() -> dict[str, str]:
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "float32 matmuls": torch.get_float32_matmul_precision(),
     }
-
-
-def _gpu_state() -> dict[str, str]:
-    """Driver, clocks and power of the first GPU, as nvidia-smi tells them; empty where it does not."""
-    if not (command := shutil.which("nvidia-smi")):
-        return {}
-    which = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
-    query = [command, "-i", which, f"--query-gpu={_GPU_STATE}", "--format=csv,noheader"]
-    try:
-        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return dict(zip(_GPU_STATE.split(","), map(str.strip, said.split(",")), strict=False))
 
 
 @cache

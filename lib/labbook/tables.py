@@ -1,14 +1,20 @@
-"""Rows laid out as tables: few digits, units in the headers, "OOM" written out; pandas writes the HTML."""
+"""Rows laid out as tables: few digits, units in the headers, "OOM" written out; pandas writes the HTML.
+
+And a saved row in a line: "plain, context 512, d = 64, float32, forward: 1.23 ms".
+"""
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from typing import Any
 
 import pandas as pd
 
+from labbook import labels
 from labbook.compare import require_one_row_each
-from labbook.labels import MISSING, STATUS_LABELS, column_label, ordered, value_label
+from labbook.labels import MISSING, STATUS_LABELS, UNITS, column_label, named_value, ordered, value_label
+from labbook.rows import TABLES
 
 NO_LINES = "no rows yet"
 
@@ -46,8 +52,8 @@ def pivot(
 
 def _labelled(values: pd.Series) -> pd.Categorical:
     """The labels of a column, which sort as a reader expects."""
-    labels = dict.fromkeys(value_label(value, values.name) for value in ordered(values, values.name))
-    categories = [*labels, *([MISSING] if values.isna().any() else [])]
+    known = dict.fromkeys(value_label(value, values.name) for value in ordered(values, values.name))
+    categories = [*known, *([MISSING] if values.isna().any() else [])]
     return pd.Categorical([value_label(value, values.name) for value in values], categories, ordered=True)
 
 
@@ -127,3 +133,28 @@ def _is_number(text: object) -> bool:
 
 def _left(text: object) -> str:
     return f'<div style="text-align: left">{text}</div>'
+
+
+def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
+    """What was measured and what came out: a line for each row, one for all of a recording."""
+    schema = TABLES[table]
+    if rows and schema.group and rows[0].get("status", "ok") == "ok":
+        return [f"{_measured(rows[0], schema.group)}: {len(rows)} rows"]
+    told = rows[:1] if schema.group else rows
+    return [f"{_measured(row, schema.group or schema.keys)}: {_outcome(row, schema.values)}" for row in told]
+
+
+def _measured(row: Mapping[str, Any], keys: Iterable[str]) -> str:
+    implied = ("d_model", "num_heads") if "model_size" in keys else ()
+    told = [name for name in keys if name not in implied and not pd.isna(row.get(name))]
+    return ", ".join(named_value(name, row[name]) for name in told)
+
+
+def _outcome(row: Mapping[str, Any], values: Iterable[str]) -> str:
+    if row.get("status", "ok") != "ok":
+        return row["status"] + (f" ({row['reason']})" if row.get("reason") else "")
+    name = next((name for name in ("p50_ms", *values) if not pd.isna(row.get(name))), "")
+    if not name:
+        return "saved"
+    value = row[name] if isinstance(row[name], str) else labels.significant(row[name])
+    return f"{value} {UNITS.get(name.rpartition('_')[2], '')}".rstrip()

@@ -8,8 +8,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,14 +48,14 @@ class Timing:
 
     def as_row(self) -> dict[str, Any]:
         """The value columns of a row; without times where there are none."""
-        row: dict[str, Any] = dict.fromkeys(("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps"))
+        names = ("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps")
+        values: Iterable[Any] = [None] * len(names)
         if self.status == "ok":
             p20, p80 = np.percentile(self.step_ms, (20, 80)).tolist()
             std = statistics.stdev(self.step_ms) if self.steps > 1 else None  # of a sample
-            row |= {"mean_ms": self.mean_ms, "std_ms": std, "steps": self.steps}
-            row |= {"p20_ms": p20, "p50_ms": self.p50_ms, "p80_ms": p80}
-        row |= {"peak_memory_mib": self.peak_memory_mib, "compile_s": self.compile_s}
-        return row | {"status": self.status, "reason": self.reason}
+            values = self.mean_ms, std, p20, self.p50_ms, p80, self.steps
+        row = dict(zip(names, values, strict=True)) | {"peak_memory_mib": self.peak_memory_mib}
+        return row | {"compile_s": self.compile_s, "status": self.status, "reason": self.reason}
 
     def after_warmup(self, warmup_steps: int, steps: int) -> "Timing":
         """What a run with `warmup_steps` would have reported: one cold start tells it of any shorter one."""
@@ -74,15 +75,17 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = str(device).partition(":")[0]
-    if kind not in ("cpu", "cuda"):
+    if str(device).partition(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"device {str(device)!r} is unknown; allowed: auto, cpu, cuda")
-    if kind == "cpu":
-        return torch.device(device)
+    device = torch.device(device)
+    if device.type == "cpu":
+        return device
     if not torch.cuda.is_available():
         raise RuntimeError("device 'cuda' is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu")
-    device, current = torch.device(device), torch.cuda.current_device()
-    if device.index not in (None, current):  # events would time the current one
+    if device.index not in (
+        None,
+        current := torch.cuda.current_device(),
+    ):  # events would time the current one
         raise RuntimeError(f"{device} is asked for, but cuda:{current} is the current GPU; allowed: that one")
     return device
 
@@ -90,12 +93,10 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 @contextmanager
 def matmul_precision(dtype: str) -> Iterator[None]:
     """Allow TF32 in float32 matmuls for "tf32" and for no other dtype; restore it afterwards."""
-    newer_switch = torch.backends.cuda.matmul
+    newer_switch, older = torch.backends.cuda.matmul, "highest"
     newer = newer_switch.fp32_precision
-    try:
+    with suppress(RuntimeError):  # the older one refuses to answer where the newer one says something else
         older = torch.get_float32_matmul_precision()
-    except RuntimeError:  # this one refuses to answer where the newer one says something else
-        older = "highest"
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
         yield
@@ -170,7 +171,9 @@ def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> t
         if not is_out_of_memory(error):
             raise
         reason = one_line(error)
-        _clear_frames(error)
+        while error is not None:  # empty the frames that it keeps alive: they hold the tensors of the step
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
     # Only here, with the exception gone, does nothing hold on to the tensors of the step that failed.
     release_memory(device)
     return None, reason
@@ -209,13 +212,6 @@ def release_memory(device: str | torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _clear_frames(error: BaseException | None) -> None:
-    """Empty the frames that an exception keeps alive: their variables hold the tensors of the failed step."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
@@ -225,7 +221,6 @@ def synchronize(device: torch.device) -> None:
 def _one_step(step: Callable, prepare: Callable | None, device: torch.device, waits: bool) -> float:
     arguments = () if prepare is None else (prepare(),)
     synchronize(device)
-    # What a step returns is freed after the clock has stopped: freeing is not its work.
     if device.type == "cuda" and waits:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -237,7 +232,7 @@ def _one_step(step: Callable, prepare: Callable | None, device: torch.device, wa
         start_s = time.perf_counter()
         result = step(*arguments)
         ms = (time.perf_counter() - start_s) * 1e3
-    del result
+    del result  # after the clock has stopped: to free it is not the step's work
     synchronize(device)
     return ms
 
@@ -292,16 +287,12 @@ def time_cold_cache(
         for x in to_clear:
             x.grad = None
 
-    def few(warmup_steps: int, steps: int) -> Timing:
-        return time_steps(
-            lambda _: step(), device=device, warmup_steps=warmup_steps, steps=steps, prepare=clear
-        )
-
-    first = few(1, CPU_STEPS if device.type == "cpu" else 1)
+    few = partial(time_steps, lambda _: step(), device=device, prepare=clear)
+    first = few(warmup_steps=1, steps=CPU_STEPS if device.type == "cpu" else 1)
     if device.type == "cpu" or first.status != "ok":
         return first
     if first.p50_ms > SLOW_MS:
-        return replace(few(0, SLOW_STEPS), peak_memory_mib=first.peak_memory_mib)
+        return replace(few(warmup_steps=0, steps=SLOW_STEPS), peak_memory_mib=first.peak_memory_mib)
     from triton.testing import do_bench  # settles for good whether kernels are interpreted
 
     times = do_bench(step, warmup=warmup_ms, rep=repeat_ms, grad_to_none=to_clear, return_mode="all")

@@ -1,5 +1,6 @@
 """The machine: its card, which says nothing about whose it is; what it lacks; its clocks."""
 
+import contextlib
 import dataclasses
 import getpass
 import json
@@ -166,12 +167,7 @@ def test_clocks_are_the_medians_of_the_busy_samples(tool):
     with watched_clocks(CPU) as watched:
         pass
     assert (watched, tool.stopped) == ({}, False), "without a GPU nothing is asked"
-    with watched_clocks(CUDA) as watched:
+    with contextlib.suppress(KeyError), watched_clocks(CUDA) as watched:
         assert not tool.stopped
+        raise KeyError  # the measurement failed
     assert (watched, tool.stopped) == ({"sm_clock_mhz": 1600, "power_w": 690}, True)
-
-
-def test_clocks_are_not_watched_on_when_the_measurement_fails(tool):
-    with pytest.raises(RuntimeError), watched_clocks(CUDA):
-        raise RuntimeError
-    assert tool.stopped

@@ -44,12 +44,6 @@ def test_a_row_names_its_run_and_the_run_says_where_when_and_how(figures, monkey
     assert str(figures) not in (figures / MACHINE / "runs" / f"{run.name}.json").read_text()
 
 
-def test_rows_saved_without_a_run_share_one_of_their_process():
-    assert save("a") == save("b")
-    runs.begin(other := runs.Run("other", MACHINE))
-    assert save("c") == other.name
-
-
 def test_a_run_is_on_disk_before_its_rows(monkeypatch):
     def fail(*_):
         raise KeyboardInterrupt

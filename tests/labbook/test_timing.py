@@ -17,7 +17,6 @@ from labbook.timing import (
     matmul_precision,
     release_memory,
     resolve_device,
-    run_or_out_of_memory,
     time_cold_cache,
     time_compiled,
     time_steps,
@@ -28,15 +27,6 @@ def test_steps_get_what_was_prepared_for_them_and_the_warm_up_is_kept_apart():
     prepared, seen = iter(range(10)), []
     timing = time_steps(seen.append, prepare=lambda: next(prepared), device="cpu", warmup_steps=2, steps=3)
     assert (seen, len(timing.warmup_ms), timing.steps, timing.status) == ([0, 1, 2, 3, 4], 2, 3, "ok")
-
-
-def test_the_time_is_that_of_the_step_without_its_preparation():
-    def prepare():
-        time.sleep(0.02)
-        return 0.005
-
-    timing = time_steps(time.sleep, prepare=prepare, device="cpu", warmup_steps=0, steps=3)
-    assert 5 <= min(timing.step_ms) < 15
 
 
 def test_the_summary_of_known_steps():
@@ -108,14 +98,6 @@ def test_out_of_memory_is_a_status_and_the_memory_comes_back(error, works, prepa
     assert step.all_given_back()
     assert timing.as_row()["mean_ms"] is None
     assert timing.after_warmup(1, 1) == timing
-
-
-def test_memory_comes_back_even_while_the_caller_keeps_the_exception():
-    error = OUT_OF_MEMORY[0]
-    step = FakeStep(error)
-    assert run_or_out_of_memory(step, torch.device("cpu"))[0] is None
-    assert error.__traceback__ is not None
-    assert step.all_given_back()
 
 
 def test_other_errors_propagate():

@@ -64,8 +64,8 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     given = _parse_overrides(overrides, {name: known[name] for name, _ in entries})
     jobs, errors = {}, {}  # as sets that keep their order
     for name, texts in entries:
-        values = {key: convert(known[name][key].default, text) if key in known[name] else text
-                  for key, text in texts.items()}  # fmt: skip
+        known_keys = texts.keys() & known[name].keys()
+        values = texts | {key: convert(known[name][key].default, texts[key]) for key in known_keys}
         for changed in _grid(given.get(name, {})):
             job = Job(notebooks.NOTEBOOKS / f"{name}.ipynb", values | changed)
             jobs.setdefault(job.name, job)
@@ -83,21 +83,16 @@ def _entries(
     if profile not in profiles or profile in seen:
         what = "includes itself" if profile in seen else "is unknown"
         raise BatchError(f"profile {profile!r} {what}; allowed: {', '.join(profiles)}")
-    if not isinstance(profiles[profile] or [], list):
-        raise BatchError(f"batch.yaml, {profile}: {profiles[profile]!r}; allowed: a list")
     for entry in profiles[profile] or []:
-        match entry:
-            case {"profile": str(other), **rest} if not rest:
+        match {"parameters": {}, "grid": {}} | entry if isinstance(entry, dict) else entry:
+            case {"profile": str(other)} if len(entry) == 1:
                 yield from _entries(other, profiles, (*seen, profile))
-            case {"notebook": str(name), **rest} if rest.keys() <= {"parameters", "grid"}:
-                values, grid = rest.get("parameters", {}), rest.get("grid", {})
-                if not isinstance(values, dict) or not isinstance(grid, dict):
-                    raise BatchError(f"batch.yaml, {name}: {rest!r}; allowed: a value for each name")
-                if not all(isinstance(each, list) and each for each in grid.values()):
-                    raise BatchError(f"batch.yaml, {name}: grid is {grid!r}; allowed: a list of values each")
+            case {"notebook": str(name), "parameters": dict(values), "grid": dict(grid), **rest} if (
+                not rest and all(isinstance(each, list) and each for each in grid.values())
+            ):
                 yield from ((name, values | point) for point in _grid(grid))
             case _:
-                allowed = "notebook with parameters and grid, or profile"
+                allowed = "notebook with parameters (a value each) and grid (a list each), or profile"
                 raise BatchError(f"batch.yaml, {profile}: {entry!r}; allowed: {allowed}")
 
 

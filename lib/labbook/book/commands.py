@@ -12,7 +12,7 @@ from pathlib import Path
 import nbformat
 
 from labbook.book import batch, notebooks
-from labbook.book.execute import execute
+from labbook.book.execute import Outcome, execute
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.files import figures_dir, make_folder, write_atomically
@@ -97,9 +97,8 @@ def _run(options: Namespace) -> int:
 def _list(options: Namespace) -> None:
     """the notebooks, their parameters and defaults"""
     for name, parameters in notebooks.load_notebooks().items():
-        print(name)
-        for parameter in parameters.values():
-            print(f"    {parameter.name} = {parameter.default!r}  # {parameter.comment}")
+        lines = (f"    {each.name} = {each.default!r}  # {each.comment}" for each in parameters.values())
+        print(name, *lines, sep="\n")
 
 
 def _card(options: Namespace) -> None:
@@ -128,8 +127,7 @@ def _figures(options: Namespace) -> int:
 
 def _learn(options: Namespace) -> None:
     """write the learner's copies, solutions cleared, to learn/"""
-    for line in write_copies(_paths(options.names), notebooks.NOTEBOOKS.parent / "learn"):
-        print(line)
+    print(*write_copies(_paths(options.names), notebooks.NOTEBOOKS.parent / "learn"), sep="\n")
 
 
 def _paths(words: list[str]) -> list[Path]:
@@ -141,17 +139,15 @@ def _paths(words: list[str]) -> list[Path]:
 
 def _execute(paths: list[Path], *, in_place: bool) -> int:
     """Execute notebooks with their defaults; the exit code."""
-    failed = 0
+    statuses = set()
     for path in paths:
-        if reason := notebooks.why_not_here(path.stem):
-            print(f"skipped {path.stem}: {reason}")
-            continue
+        reason = notebooks.why_not_here(path.stem)
         with tempfile.TemporaryDirectory() as folder:
             executed = Path(folder) / path.name
-            outcome = execute(path, executed, {})
+            outcome = Outcome("skipped", reason) if reason else execute(path, executed, {})
             if in_place and outcome.status == "ok":
                 tidied = tidy(nbformat.read(executed, as_version=4))
                 write_atomically(path, nbformat.writes(tidied) + "\n")
-        print(f"{outcome.status:5} {outcome.seconds:7.1f} s  {path.stem} {outcome.reason}", flush=True)
-        failed += outcome.status != "ok"
-    return int(failed > 0)
+        print(f"{outcome.status:7} {outcome.seconds:7.1f} s  {path.stem} {outcome.reason}", flush=True)
+        statuses.add(outcome.status)
+    return int("error" in statuses)

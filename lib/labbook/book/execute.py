@@ -44,19 +44,19 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     command = [sys.executable, "-m", __name__, str(source), str(partial), json.dumps(parameters)]
     started, peak, code = time.perf_counter(), 0, None
     with tempfile.TemporaryFile() as log:
-        # Its stdin is our life sign: when we are killed the pipe closes, and it ends itself and its kernel
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        # It watches its stdin: when we are killed the pipe closes, and it ends itself and its kernel
+        how = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "start_new_session": True}
+        process = subprocess.Popen(command, **how)
         try:
             while (code := process.poll()) is None:
                 time.sleep(_LOOK_EVERY_S)
                 with suppress(psutil.NoSuchProcess):
-                    peak = max(peak, sum(each.memory_info().rss for each in _descendants(process.pid)))
+                    tree = psutil.Process(process.pid).children(recursive=True)
+                    peak = max(peak, sum(each.memory_info().rss for each in tree))
         finally:
             process.stdin.close()
             if code is None:
-                kill_tree(process.pid)
+                _kill_tree(process.pid)
                 process.wait()
                 partial.unlink(missing_ok=True)
         log.seek(0)
@@ -65,21 +65,17 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
         os.replace(partial, output)
     if code < 0:
         said = [f"killed by {signal.Signals(-code).name}, perhaps out of memory"]
-    how = ("error", said[-1]) if code else ("ok", "")
-    return Outcome(*how, round(time.perf_counter() - started, 1), round(peak / 2**20))
+    seconds, mib = round(time.perf_counter() - started, 1), round(peak / 2**20)
+    return Outcome("error" if code else "ok", said[-1] if code else "", seconds, mib)
 
 
-def kill_tree(pid: int) -> None:
+def _kill_tree(pid: int) -> None:
     """Kill a process and all its descendants, itself last: it may be the one that calls."""
-    for process in [*_descendants(pid), psutil.Process(pid)]:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
-def _descendants(pid: int) -> list[psutil.Process]:
     with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).children(recursive=True)
-    return []
+        root = psutil.Process(pid)
+        for process in [*root.children(recursive=True), root]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
 
 
 def _main(source: str, output: str, parameters: str) -> int:
@@ -118,7 +114,7 @@ def _main(source: str, output: str, parameters: str) -> int:
 
 def _end_with_parent() -> None:
     os.read(sys.stdin.fileno(), 1)  # returns at the end of the pipe; sys.stdin would hold a lock at exit
-    kill_tree(os.getpid())
+    _kill_tree(os.getpid())
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from labbook.book import notebooks
-from labbook.files import REPOSITORY_FIGURES, figures_dir, find, write_atomically
-from labbook.labels import UNITS
-from labbook.rows import DECLARED, TABLES, columns, load_rows
+from labbook.files import find, write_atomically
+from labbook.labels import UNITS, value_label
+from labbook.rows import DECLARED, TABLES, columns, run_counts
 from labbook.runs import load_run
 from labbook.tables import show
 
@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def slug(self) -> str:
-        return self.name.partition("_")[2]
+        return self.name[3:]
 
     @property
     def title(self) -> str:
@@ -120,7 +120,7 @@ def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "")
             ", ".join(entry.minutes),
         ]
         if machine:
-            rows = row_count(entry.slug, machine)
+            rows = sum(sum(runs.values()) for runs in run_counts(entry.slug, machine).values())
             cells.append(f"{rows:,}" if rows else "–")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -134,13 +134,6 @@ def in_short(question: str) -> str:
     return re.split(r"(?<=\?) (?=\([a-z]\) )", first)[0]  # without the parts that follow
 
 
-def row_count(slug: str, machine: str) -> int:
-    """How many rows a machine has of a notebook, in all its tables."""
-    roots = (figures_dir(), REPOSITORY_FIGURES)
-    tables = {path.stem for root in roots for path in (root / machine / slug).glob("*.csv")}
-    return sum(len(load_rows(slug, machine, table)) for table in tables & TABLES.keys())
-
-
 def show_headline(entry: Entry, machine: str) -> None:
     """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
     from IPython.display import Markdown, display
@@ -148,24 +141,18 @@ def show_headline(entry: Entry, machine: str) -> None:
     if not entry.headline:
         return
     display(Markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*"))
-    picture = find(machine, entry.slug, f"{entry.figure}.png")
-    if picture.is_file():
+    path = find(machine, entry.slug, f"{entry.figure}.png")
+    if path.is_file():
+        with Image.open(path) as picture:
+            size = _WIDTH, round(picture.height * _WIDTH / picture.width)
+            small = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
+        few, buffer = small.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0), io.BytesIO()
+        few.save(buffer, "png", optimize=True)
         shown = {"width": _SHOWN_WIDTH, "alt": f"{entry.slug}: {entry.figure}"}
-        bundle = {"image/png": _small(picture), "text/plain": "<figure>"}
+        bundle = {"image/png": buffer.getvalue(), "text/plain": "<figure>"}
         display(bundle, raw=True, metadata={"image/png": shown})
     display(Markdown(entry.headline))
-
-
-def _small(path: Path) -> bytes:
-    """A saved picture with fewer pixels and colours."""
-    with Image.open(path) as picture:
-        height = round(picture.height * _WIDTH / picture.width)
-        small = picture.convert("RGB").resize((_WIDTH, height), Image.Resampling.LANCZOS)
-    # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
-    few = small.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
-    buffer = io.BytesIO()
-    few.save(buffer, "png", optimize=True)
-    return buffer.getvalue()
 
 
 def show_row(row: pd.Series, table: str) -> None:
@@ -174,9 +161,8 @@ def show_row(row: pd.Series, table: str) -> None:
     for name, value in row.dropna().items():
         kind = "provenance" if name in ("run", "machine") else "value"
         kind = "key" if name in TABLES[table].keys else kind
-        text = f"{value:g}" if isinstance(value, float) else str(value)
         unit = UNITS.get(name.rpartition("_")[2], "")
-        lines[name] = kind, text, unit, DECLARED["columns"].get(name, "")
+        lines[name] = kind, value_label(value), unit, DECLARED["columns"].get(name, "")
     if record := load_run(row["machine"], row["run"]):
         lines |= {name: ("its run", text, "", "") for name in _OF_A_RUN if (text := getattr(record, name))}
     # Names as the index: in a column, `show` would write the label of an implementation called "torch".
@@ -186,21 +172,16 @@ def show_row(row: pd.Series, table: str) -> None:
 
 def show_tables() -> None:
     """Display every table that rows are kept in, with its keys and values."""
-    groups = {", ".join(columns(f"${name}")): f"*{name}*" for name in ("model", "times")}
+    groups = {f"*{name}*": ", ".join(columns(f"${name}")) for name in ("model", "times")}
     lines = [(name, ", ".join(each.keys), ", ".join(each.values)) for name, each in TABLES.items()]
     frame = pd.DataFrame(lines, columns=["table", "keys: what was measured", "values: what came out"])
-    for group, name in groups.items():
-        frame = frame.apply(lambda texts, old=group, new=name: texts.str.replace(old, new, regex=False))
-    show(frame, "; ".join(f"{name}: {group}" for group, name in groups.items()))
+    for name, group in groups.items():
+        frame = frame.replace(re.escape(group), name, regex=True)
+    show(frame, "; ".join(f"{name}: {group}" for name, group in groups.items()))
 
 
 def renew_map() -> None:
     """Write the map into the README beside the folder of notebooks, between its two comments."""
-    readme = notebooks.NOTEBOOKS.parent / "README.md"
-    write_atomically(readme, with_map(readme.read_text(encoding="utf-8")))
-
-
-def with_map(readme: str) -> str:
-    """The README's text with the map as it is now."""
-    table = map_table(read_map(), folder="notebooks/")
-    return _MAP.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", readme)
+    readme, table = notebooks.NOTEBOOKS.parent / "README.md", map_table(read_map(), folder="notebooks/")
+    text = readme.read_text(encoding="utf-8")
+    write_atomically(readme, _MAP.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", text))

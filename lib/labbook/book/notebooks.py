@@ -5,7 +5,6 @@ What holds for this workbook alone stands in `book.yaml` there.
 
 import ast
 from collections.abc import Collection, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -55,17 +54,14 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
     if len(cells) > 1:
         raise ValueError(f"{len(cells)} code cells are tagged `parameters`; allowed: one")
     found = {}
-    for cell in cells:
-        comments = {each.name: each.help for each in PythonTranslator.inspect(cell)}
-        for line in ast.parse(cell.source).body:
-            with suppress(AttributeError, KeyError, ValueError):  # or papermill passes over the line
-                (target,) = line.targets
-                default = ast.literal_eval(line.value)
-                found[target.id] = Parameter(target.id, default, comments[target.id])
-                continue
-            raise ValueError(
-                f"the parameters cell has `{ast.unparse(line)}`; allowed: name = literal  # comment"
-            )
+    for line in ast.parse(cells[0].source).body if cells else ():
+        comments = {each.name: each.help for each in PythonTranslator.inspect(cells[0])}
+        try:  # a line that papermill passes over has no comment there
+            (name,) = [target.id for target in line.targets]
+            found[name] = Parameter(name, ast.literal_eval(line.value), comments[name])
+        except (AttributeError, KeyError, ValueError):
+            told = f"the parameters cell has `{ast.unparse(line)}`"
+            raise ValueError(f"{told}; allowed: name = literal  # comment") from None
     return found
 
 
@@ -85,14 +81,10 @@ _parsed = cache(yaml.load)
 
 def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
     """The notebooks meant by numbers ("11"), slugs, names or paths."""
-    meant = {}
-    for name in notebooks:
-        number, _, slug = name.partition("_")
-        meant |= {name: name, number: name, slug: name}
+    meant = {word: name for name in notebooks for word in (name, *name.split("_", 1))}
     stems = [Path(word).name.removesuffix(".ipynb") for word in words]
-    for stem in stems:
-        if stem not in meant:
-            raise BatchError(unknown("notebook", stem, notebooks))
+    if strange := [stem for stem in stems if stem not in meant]:
+        raise BatchError(unknown("notebook", strange[0], notebooks))
     return list(dict.fromkeys(meant[stem] for stem in stems))
 
 

@@ -16,6 +16,7 @@ import yaml
 
 from labbook.book import notebooks
 from labbook.book.notebooks import BatchError, Parameter, unknown
+from labbook.code import notebook_of
 
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _LIMITS = {  # what is true of a right number, and how it is said
@@ -25,7 +26,7 @@ _LIMITS = {  # what is true of a right number, and how it is said
     "power_of_two": (lambda number, _: number & (number - 1) == 0, "a power of two"),
     "multiple_of": (lambda number, limit: limit > 0 and number % limit == 0, "a multiple of {}"),
 }
-RULE = {*_LIMITS, "words", "by", "may_be_empty"}
+_RULE = {*_LIMITS, "words", "by", "may_be_empty"}
 
 
 def parse_value(parameter: Parameter, text: str) -> Any:
@@ -59,8 +60,7 @@ def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
     Raises:
         BatchError: a line for each wrong value, naming what is allowed.
     """
-    (path,) = notebooks.NOTEBOOKS.glob(f"[0-9][0-9]_{slug}.ipynb")
-    known = notebooks.read_parameters(nbformat.read(path, as_version=4))
+    known = notebooks.read_parameters(nbformat.read(notebook_of(slug), as_version=4))
     given = {name: values[name] for name in known if name in values}
     if errors := parameter_errors(known, given, slug):
         raise BatchError("\n".join(errors))
@@ -72,12 +72,12 @@ def parameter_errors(known: Mapping[str, Parameter], given: Mapping[str, Any], s
     Raises:
         BatchError: parameters.yaml cannot be read, or has a rule of an unknown kind.
     """
-    errors = []
-    for name, value in given.items():
-        if name not in known:
-            errors.append(unknown("parameter", name, known))
-        elif not _has_type_of(known[name].default, value):
-            errors.append(f"{name} is {value!r}; allowed: {describe(known[name].default)}")
+    errors = [unknown("parameter", name, known) for name in given if name not in known]
+    errors += [
+        f"{name} is {value!r}; allowed: {describe(known[name].default)}"
+        for name, value in given.items()
+        if name in known and not _has_type_of(known[name].default, value)
+    ]
     if errors:
         return errors
     rules = rules_of(slug)
@@ -94,8 +94,8 @@ def rules_of(slug: str) -> dict[str, dict[str, Any]]:
     file = notebooks.read_yaml("parameters.yaml")
     rules = (file.get("every notebook") or {}) | (file.get(slug) or {})
     for name, rule in rules.items():
-        if not isinstance(rule, dict) or rule.keys() - RULE:
-            raise BatchError(f"parameters.yaml, {name}: {rule!r}; allowed: {', '.join(sorted(RULE))}")
+        if not isinstance(rule, dict) or rule.keys() - _RULE:
+            raise BatchError(f"parameters.yaml, {name}: {rule!r}; allowed: {', '.join(sorted(_RULE))}")
     return rules
 
 
@@ -117,9 +117,12 @@ def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) 
     items = _listed(values[name])
     if not items and not rule.get("may_be_empty"):
         return f"{name} is an empty list; allowed: one item or more"
-    words, limits = _words(rule, values), [kind for kind in _LIMITS if kind in rule]
+    words = _words(rule, values)
+    limits = {kind: _listed(values.get(rule[kind], rule[kind])) for kind in _LIMITS if kind in rule}
     for item in items:
-        if words and not {item, _pattern(item)} & {*words}:
+        # "every 3" is allowed where "every N" is
+        pattern = re.sub(r"(?<= )[1-9]\d*$", "N", item) if isinstance(item, str) else item
+        if words and not {item, pattern} & {*words}:
             return f"{name} has {item!r}; allowed: {', '.join(map(str, words))}"
         if items.count(item) > 1:
             return f"{name} has {item!r} twice; allowed: once"
@@ -127,12 +130,9 @@ def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) 
             continue
         if not abs(item) <= sys.float_info.max:
             return f"{name} has {item}; allowed: a finite number"
-        for kind in limits:
-            if not all(
-                _LIMITS[kind][0](item, limit) for limit in _listed(values.get(rule[kind], rule[kind]))
-            ):
-                texts = [_LIMITS[kind][1].format(rule[kind]) for kind in limits]
-                return f"{name} has {item}; allowed: {', '.join(texts)}"
+        if not all(_LIMITS[kind][0](item, limit) for kind in limits for limit in limits[kind]):
+            texts = [_LIMITS[kind][1].format(rule[kind]) for kind in limits]
+            return f"{name} has {item}; allowed: {', '.join(texts)}"
     return ""
 
 
@@ -147,8 +147,3 @@ def _words(rule: Mapping[str, Any], values: Mapping[str, Any]) -> list[Any]:
         words = resolve_name(words)
         words = words() if callable(words) else words
     return list(words.get(values[rule["by"]], ()) if "by" in rule else words)
-
-
-def _pattern(word: Any) -> Any:
-    """A word with its number left open, so that "every 3" is allowed where "every N" is."""
-    return re.sub(r"(?<= )[1-9]\d*$", "N", word) if isinstance(word, str) else word

@@ -12,6 +12,7 @@ from typing import Any
 
 import filelock
 import nbformat
+import pandas as pd
 import tqdm
 
 from labbook import code
@@ -24,6 +25,7 @@ from labbook.timing import one_line
 
 Record = dict[str, Any]  # how a job ended, as kept beside its executed notebook: an Outcome, and these
 _KEYS = {"notebook", "parameters", "code", *Outcome.__dataclass_fields__}
+_SHOWN = ("notebook", "parameters", "status", "reason", "seconds", "host_memory_mib")
 _INDEX = """\
 <!DOCTYPE html>
 <html lang="en">
@@ -31,15 +33,11 @@ _INDEX = """\
 <title>The workbook on {machine}</title>
 <style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
-table {{ border-collapse: collapse; }}
-th, td {{ border-bottom: 1px solid #ddd; padding: .35rem .75rem; text-align: left; }}
+td {{ padding: .35rem .75rem; }}
 </style>
 <h1>The workbook on {machine}</h1>
 <p>{card}</p>
-<table>
-<tr><th>notebook<th>parameters<th>status<th>seconds<th>host MiB
-{lines}
-</table>
+{table}
 """
 
 
@@ -134,15 +132,13 @@ def _code(job: Job) -> dict[str, str]:
 
 def _write_index(folder: Path, card: str) -> None:
     """Write index.html: every executed notebook of the folder, with a link to its page."""
-    lines = []
-    for path in sorted(folder.glob("*.json")):
-        if record := load_record(path):
-            name, page = escape(record["notebook"]), path.with_suffix(".html")
-            link = f'<a href="{escape(page.name)}">{name}</a>' if page.exists() else name
-            status = f"<b>{record['status']}</b>: {escape(record['reason'])}" if record["reason"] else "ok"
-            numbers = f"<td>{record['seconds']:.1f}<td>{record['host_memory_mib']:,.0f}"
-            lines.append(f"<tr><td>{link}<td>{escape(record['parameters'])}<td>{status}{numbers}")
-    text = _INDEX.format(machine=escape(folder.name), card=escape(card), lines="\n".join(lines))
+    found = {path.stem: record for path in sorted(folder.glob("*.json")) if (record := load_record(path))}
+    table = pd.DataFrame(found.values(), found.keys())[[*_SHOWN]].map(lambda value: escape(str(value)))
+    for name in table.index:
+        if (folder / f"{name}.html").exists():
+            table.loc[name, "notebook"] = f'<a href="{name}.html">{table.loc[name, "notebook"]}</a>'
+    html = table.to_html(index=False, escape=False, border=0, justify="left")
+    text = _INDEX.format(machine=escape(folder.name), card=escape(card), table=html)
     write_atomically(folder / "index.html", text)
 
 

@@ -3,7 +3,6 @@
 Both mark solutions and their checkers as nbgrader does.
 """
 
-import ast
 import re
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -12,6 +11,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
+from labbook.code import statements
 from labbook.files import make_folder, write_atomically
 
 HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
@@ -85,19 +85,11 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
 
 
 def _names(source: str) -> tuple[set[str], set[str]]:
-    """The names that code reads before it makes them, and those that it defines or assigns."""
+    """The names that code reads before it makes them, and those that it defines, assigns or changes."""
     reads, makes = set(), set()
-    for statement in ast.parse(source).body:
-        nodes = list(ast.walk(statement))
-        names = [node for node in nodes if isinstance(node, ast.Name)]
-        loops = [each.target for each in nodes if isinstance(each, ast.comprehension | ast.For)]
-        within = {each.id for loop in loops for each in ast.walk(loop) if isinstance(each, ast.Name)}
-        within |= {node.arg for node in nodes if isinstance(node, ast.arg)}  # nobody else's
-        stored = {name.id for name in names if isinstance(name.ctx, ast.Store)}
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            within, stored = within | stored, {statement.name}  # what it assigns inside is its own
-        reads |= {name.id for name in names if isinstance(name.ctx, ast.Load)} - within - makes
-        makes |= stored if isinstance(statement, ast.For) else stored - within
+    for statement in statements(source):
+        reads |= statement.said.uses.keys() - makes
+        makes |= statement.binds | statement.changes
     return reads, makes
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from nbformat import v4
 from notebook_form import problems
 
 from labbook.book.execute import execute
@@ -25,6 +26,9 @@ BREAKS = {
     "TODO is left": {"source": "x = 1  # TODO"},
     "absolute path": {"source": "open('/home/ada/x')"},
     "keeps metadata": {"metadata": {"papermill": {}}},
+    "/home/ada/x": {"outputs": [v4.new_output("stream", text="in\n/home/ada/x")]},
+    "at 0x7f0000": {"outputs": [v4.new_output("display_data", {"text/plain": "<A at 0x7f0000>"})]},
+    "image/jpeg": {"outputs": [v4.new_output("display_data", {"image/jpeg": "", "image/png": ""})]},
 }
 
 
