@@ -30,6 +30,8 @@ WRONG = [
     ("12", "kernels_of", "launch_ns.between", "start_ns.between", "launched before"),
     ("13", "spacing", "exponent - 10", "exponent - 11", "2^(e - 10)"),
     ("13", "replay", "dtype=total_dtype", "dtype=addend_dtype", "of its own dtype"),
+    ("14", "mixed_step", "    loss.backward()", "        loss.backward()", "end the `with` before it"),
+    ("14", "running_mean", "zeros_like(x[..., :1])", "zeros_like(x[..., :1]).float()", "wanted: (2, 1)"),
     ("14", "layer_norm", "x = x.to(dtype)\n", "x = x.clone()\n", "torch.float64; wanted"),
     ("15", "saved_bytes", "(*module.parameters(), *module.buffers())", "module.buffers()", "no activation"),
     ("16", "segments", "(0, len(blocks), k)", "(0, len(blocks) - k + 1, k)", "no block is lost"),
@@ -159,14 +161,8 @@ FUNCTIONS = [
     ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta"), ("37", "fill"),
     ("61", "chunked_loss"), ("61", "rms_norm_backward"), ("61", "most_saved"),
 ]  # fmt: skip
-OF_TENSORS = [
-    ("13", "replay"),
-    ("14", "layer_norm"),
-    ("21", "my_softmax"),
-    ("21", "my_attention"),
-    ("25", "delta"),
-]
-OF_TENSORS += [("61", "chunked_loss"), ("61", "rms_norm_backward")]
+OF_TENSORS = [("13", "replay"), ("14", "layer_norm"), ("21", "my_softmax"), ("21", "my_attention")]
+OF_TENSORS += [("25", "delta"), ("61", "chunked_loss"), ("61", "rms_norm_backward")]
 
 
 def crosses(number, name, wrap):

@@ -162,7 +162,7 @@ def notebook(tmp_path, *cells: str) -> Path:
 
 CELLS = [
     "steps = 10  # measured steps",
-    "from labbook import Page, lines\nfrom cs336_systems.training import binades\npage = Page('a')",
+    "from labbook import Page, lines\nfrom cs336_systems.training.numerics import binades\npage = Page('a')",
     "def scale(x):\n    return factor * x\n\nunused = 1",
     "factor = [2, 2][1:]\nhow = {'steps': steps}\nhow |= {'more': 1}\nhow['last'] = 2",
     "for n in range(3):\n    rows = [scale(n)] + binades(n)\n    page.save(rows, 'accumulation', **how)",
@@ -175,7 +175,7 @@ CELLS = [
     [
         (0, "10", "20", False),  # a parameter's value
         (1, "Page, lines", "Page, bars", False),
-        (1, "training import binades", "accounting import roofline_seconds as binades", True),
+        (1, "training.numerics import binades", "accounting import roofline_seconds as binades", True),
         (2, "factor * x", "factor + x", True),
         (2, "unused = 1", "unused = 2", False),
         (2, "unused = 1", "n = 5", False),  # the loop has its own

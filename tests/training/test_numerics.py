@@ -5,8 +5,8 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from cs336_systems.training import ACCUMULATIONS, Accumulation, autocast_dtypes, binades, layer_norm_stages
-from cs336_systems.training.numerics import running_sum, spacing
+from cs336_systems.training import numerics
+from cs336_systems.training.numerics import ACCUMULATIONS, Accumulation, binades, running_sum, spacing
 
 
 def test_the_four_sums_are_those_of_the_plain_loop():
@@ -46,12 +46,15 @@ def test_binades_predict_the_sum_without_adding(dtype, value, count):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_lowers_the_linear_layers_and_nothing_that_is_stored(dtype):
-    seen = autocast_dtypes(dtype, "cpu")
+    seen = numerics.autocast_dtypes(dtype, "cpu")
     assert seen["output of the first linear layer"] == seen["logits"] == dtype
     assert seen["parameters"] == seen["gradients"] == seen["loss"] == torch.float32
 
 
-def test_float16_squares_overflow_where_bfloat16_s_do_not():
-    x = 600 * torch.linspace(-1, 1, 64)
-    assert layer_norm_stages(x, torch.float16)["squares"].isinf().any()
-    assert layer_norm_stages(x, torch.bfloat16)["squares"].isfinite().all()
+def test_rounded_sums_overflow_float16_eight_times_earlier_than_rounded_stages():
+    ramp = torch.linspace(-1, 1, 512)
+    for scale, holds in {16: [1, 1], 64: [1, 0], 256: [0, 0]}.items():
+        right = torch.nn.functional.layer_norm((scale * ramp).half().float(), ramp.shape)
+        means = (numerics.wide_mean, numerics.running_mean)
+        found = [numerics.layer_norm(scale * ramp, torch.float16, mean).float() for mean in means]
+        assert [torch.allclose(each, right, atol=0.02) for each in found] == holds, scale

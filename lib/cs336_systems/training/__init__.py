@@ -7,32 +7,18 @@ from cs336_systems.training import checkpointing, numerics
 from cs336_systems.training.checkpointing import forward_with, strategy
 from cs336_systems.training.full_steps import FULL_STEPS
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
-from cs336_systems.training.numerics import (
-    ACCUMULATIONS,
-    Accumulation,
-    autocast_dtypes,
-    binades,
-    layer_norm_stages,
-    running_sum,
-)
 from cs336_systems.training.selective import Item, choose
 from cs336_systems.training.steps import ModelSteps, attention_steps
 
 __all__ = [
-    "ACCUMULATIONS",
     "FULL_STEPS",
-    "Accumulation",
     "Item",
     "ModelSteps",
     "attention_steps",
-    "autocast_dtypes",
-    "binades",
     "checkpointing",
     "choose",
     "forward_with",
-    "layer_norm_stages",
     "linear_cross_entropy",
     "numerics",
-    "running_sum",
     "strategy",
 ]

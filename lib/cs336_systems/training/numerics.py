@@ -1,6 +1,7 @@
-"""What low precision does to numbers: running sums, dtypes under autocast, LayerNorm stage by stage."""
+"""What low precision does to numbers: running sums, dtypes under autocast, LayerNorm rounded throughout."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -100,11 +101,21 @@ def autocast_dtypes(dtype: torch.dtype, device: torch.device | str) -> dict[str,
     return seen | {"logits": logits.dtype, "loss": loss.dtype, "gradients": model.fc1.weight.grad.dtype}
 
 
-def layer_norm_stages(x: torch.Tensor, dtype: torch.dtype, eps: float = 1e-5) -> dict[str, torch.Tensor]:
+def wide_mean(x: torch.Tensor) -> torch.Tensor:
+    """Mean over the last dimension, kept: of 16-bit numbers PyTorch adds in float32, and rounds once."""
+    return x.mean(-1, keepdim=True)
+
+
+def running_mean(x: torch.Tensor) -> torch.Tensor:
+    """The same, added term by term, every partial sum rounded to x's dtype."""
+    total = torch.zeros_like(x[..., :1])
+    for term in x.split(1, -1):
+        total += term
+    return total / x.shape[-1]
+
+
+def layer_norm(x: torch.Tensor, dtype: torch.dtype, mean: Callable, eps: float = 1e-5) -> torch.Tensor:
     """LayerNorm without its scale and shift, every stage computed and kept in `dtype`."""
     x = x.to(dtype)
-    mean = x.mean(-1, keepdim=True)
-    squares = (x - mean) ** 2
-    variance = squares.mean(-1, keepdim=True)
-    output = (x - mean) / (variance + eps).sqrt()
-    return {"mean": mean, "squares": squares, "variance": variance, "output": output}
+    centred = x - mean(x)
+    return centred / (mean(centred**2) + eps).sqrt()

@@ -54,7 +54,7 @@ def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
     assert (tmp_path / page.card.slug / SLUG / "two.svg").read_bytes() == figure.svg()
 
 
-SAVING = "from cs336_systems.training import binades\npage.save(binades(rows), 'accumulation')"
+SAVING = "from cs336_systems.training.numerics import binades\npage.save(binades(rows), 'accumulation')"
 
 
 def test_a_page_says_how_old_the_references_rows_are(tmp_path, monkeypatch, capsys):
