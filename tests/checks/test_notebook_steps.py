@@ -22,7 +22,9 @@ from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import CHECKER, has_solution
 
 # The steps that this file has to cover; others have tests beside their checkers.
-WITH_STEPS = ("11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "35", "37", "43", "61")
+WITH_STEPS = (
+    "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "33", "35", "37", "43", "61",
+)  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
     ("11", "time_steps", "times[warmup_steps:]", "times", "uncounted"),
@@ -57,6 +59,9 @@ WRONG = [
     ("25", "backward_kernel", "tl.atomic_add(", "tl.store(", "dQ"),
     ("31", "ring_all_reduce", "if step < n - 1", "if step < n", "which part is complete"),
     ("32", "MyDDP", "parameter.grad /= dist.get_world_size()", "pass", "is the sum over the ranks"),
+    ("33", "communication_share", "6 * tokens", "4 * tokens", "6 and 4?"),
+    ("33", "communication_share", "4 / bytes_per_s", "4 * tokens / bytes_per_s", "does not grow with T"),
+    ("33", "tokens_for", "1 / share - 1", "1 / share", "1/x - 1"),
     ("35", "ShortOverlap", ".pop().wait()", ".pop()", "Keep every handle"),
     ("35", "OrderedOverlap", "while len(self.handles) < len(self.order) and", "if", "messages leave only in"),
     ("37", "fill", "reversed(range(len(sizes)))", "range(len(sizes))", "from the last"),
