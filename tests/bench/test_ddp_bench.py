@@ -32,14 +32,6 @@ def test_rows_of_every_wrapper_and_of_their_profiles():
     assert [(row["implementation"], row["bucket_size_mb"]) for row in drawn] == expected
 
 
-def test_one_process_alone():
-    options = {"implementations": ["single"], "context_length": 8, "warmup_steps": 0, "steps": 1}
-    ((table, (row,)),) = benchmark_ddp(1, backend="gloo", profile=True, **options)
-    assert (table, row["implementation"], row["status"]) == ("ddp_times", "single", "ok")
-    assert row["p50_ms"] > 0
-    assert "no_comm_ms" not in row
-
-
 @pytest.mark.gpu(2)
 def test_rows_over_nccl_and_their_memory():
     """Each wrapper starts from an empty GPU: what the one before held is given back."""
