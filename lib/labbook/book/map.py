@@ -76,9 +76,9 @@ def _read_entry(path: Path) -> Entry:
 
 
 def first_cell(notebook: NotebookNode) -> dict[str, str]:
-    """What follows each of MARKS in the first cell, up to the next mark or the end of the paragraph."""
+    """What follows each of MARKS in the first cell, up to the next, "More:" or the end of the paragraph."""
     source = notebook.cells[0].source if notebook.cells else ""
-    ends = "|".join([r"\n\s*\n", *(rf"\s{re.escape(mark)}" for mark in MARKS), "$"])
+    ends = "|".join([r"\n\s*\n", r"\s\*More:", *(rf"\s{re.escape(mark)}" for mark in MARKS), "$"])
     found = {mark: re.search(rf"{re.escape(mark)}(.+?)(?={ends})", source, re.DOTALL) for mark in MARKS}
     return {mark: " ".join(match[1].split()) if match else "" for mark, match in found.items()}
 
