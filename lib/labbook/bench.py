@@ -12,6 +12,7 @@ process its memory is given back, over several ranks the processes are started a
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
@@ -81,6 +82,7 @@ def measure(
     cases: Iterable[Case],
     setup: Setup,
     *,
+    around: Callable[[Case], AbstractContextManager] = nullcontext,
     skip: Callable[[Case], str] | None = None,
     kept: Callable[[Case], bool] | None = None,
     errors: type[Exception] | tuple[()] = (),
@@ -95,6 +97,7 @@ def measure(
     Args:
         setup: called with the first of such cases, returns the step of each `pass` ("" without that column);
             it and the steps run with the matmul precision of the case's `dtype`.
+        around: makes the context that a set-up and its steps run in: an attention backend switched on, say.
         skip: why a case cannot be measured, or ""; its row has the status "skipped" and that reason.
         kept: whether a case is on record already; then it is left out.
         errors: exceptions of a set-up or step that are a row with the status "error" and its message.
@@ -108,7 +111,7 @@ def measure(
     Raises:
         Whatever a set-up or step raises that is neither out of memory nor one of `errors`.
     """
-    options = {"errors": errors, "warmup_steps": warmup_steps, "steps": steps}
+    options = {"around": around, "errors": errors, "warmup_steps": warmup_steps, "steps": steps}
     waiting: list[list[Case]] = []
     where = None if stream else timing.resolve_device(device)
     for _, same in groupby(cases, key=lambda case: {**case, "pass": None}):
@@ -124,10 +127,9 @@ def measure(
         if skipped:
             yield skipped
         if group:
-            if stream:
-                waiting.append(group)
-            else:
-                yield measured_in_order(partial(_measured, group, setup, options))
+            waiting.append(group)
+            if not stream:
+                yield measured_in_order(partial(_measured, waiting.pop(), setup, options))
     by_processes = groupby(waiting, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
     for (world_size, backend), groups in by_processes:
         start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=timeout_s)
@@ -135,10 +137,7 @@ def measure(
 
 
 def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], context: Any = None) -> list[Row]:
-    """Rows of the cases of one set-up. With a context, on a rank, running out of memory ends the process.
-
-    In one process a case that runs out of memory leaves the others as they are.
-    """
+    """Rows of the cases of one set-up. On a rank, with a context, running out of memory ends the process."""
     device, steps, on_rank = group[0].device, options["steps"], context is not None
     made, rows = {}, []
 
@@ -155,7 +154,7 @@ def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], conte
         more = step.values() if step.values and times.status == "ok" else {}
         return _row(case, times, {**values, **more})
 
-    with timing.matmul_precision(group[0].get("dtype", "float32")):
+    with timing.matmul_precision(group[0].get("dtype", "float32")), options["around"](group[0]):
         made = attempt(setup, group[0], *([context] if on_rank else []))
         for case in group:
             found = made if isinstance(made, Timing) else attempt(timed, case)

@@ -1,6 +1,7 @@
 """The harness: every case becomes a row, whatever became of those before it, over ranks too."""
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -22,30 +23,33 @@ def statuses(batches):
 
 def test_a_grid_has_every_combination_the_last_varying_fastest():
     cases = grid(dtype="float32", size=[1, 2], pass_=("forward", "backward"))
-    assert [(case.size, case.pass_) for case in cases[:3]] == [
-        (1, "forward"),
-        (1, "backward"),
-        (2, "forward"),
-    ]
+    points = [(case.size, case.pass_) for case in cases[:3]]
+    assert points == [(1, "forward"), (1, "backward"), (2, "forward")]
     assert cases[0] == {"dtype": "float32", "size": 1, "pass": "forward"}
     with pytest.raises(AttributeError, match="num_rows"):
         cases[0].num_rows  # noqa: B018
 
 
 def test_cases_that_differ_in_their_pass_share_one_set_up_and_get_a_row_each():
-    made = []
+    made, switched_on = [], []
+
+    @contextmanager
+    def around(case):
+        switched_on.append(case.size)
+        yield
+        switched_on.remove(case.size)
 
     def setup(case):
         made.append(case.size)
+        assert switched_on == [case.size]
         backward = Step(time.sleep, prepare=lambda: 0.05, values=lambda: {"saved_mib": case.size})
         return {"forward": Step(lambda: time.sleep(0.001)), "backward": backward}
 
-    rows = flat(measure(grid(size=[1, 2], pass_=["forward", "backward"]), setup, **QUICK))
+    rows = flat(measure(grid(size=[1, 2], pass_=["forward", "backward"]), setup, around=around, **QUICK))
+    assert switched_on == []
     assert made == [1, 2]
-    assert [(row["pass"], row["steps"], row.get("saved_mib")) for row in rows[:2]] == [
-        ("forward", 2, None),
-        ("backward", 2, 1),
-    ]
+    told = [(row["pass"], row["steps"], row.get("saved_mib")) for row in rows[:2]]
+    assert told == [("forward", 2, None), ("backward", 2, 1)]
     assert rows[0]["p50_ms"] < rows[1]["p50_ms"]
     assert "reason" not in rows[0] or rows[0]["reason"] == ""
 

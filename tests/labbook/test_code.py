@@ -28,7 +28,7 @@ EXECUTED = [
     ("cs336_systems/kernels/rms_norm.py", "61", "11 13 21 23 33"),
     ("cs336_systems/kernels/runtime.py", "23 24 61", "13 31"),
     ("cs336_systems/model.py", "11 12 15 16 33 42 61", "13 23 24 26 31"),
-    ("cs336_systems/optimizer.py", "11 12 15 33 42", "13 23 26 31"),
+    ("cs336_systems/optimizer.py", "11 12 15 33 42", "13 23 24 26 31"),
     ("cs336_systems/parallel/ddp.py", "32 33 34 36 38", "11 13 16 21 23 24 26"),
     ("cs336_systems/parallel/fsdp.py", "42 44 61", "11 13 16 21 23 24 26 31"),
     ("cs336_systems/parallel/launch.py", "31 32 33 36 42 61", "11 13 16 21 23 24 26"),
