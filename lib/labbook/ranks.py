@@ -31,7 +31,7 @@ def time_together(
 
     Args:
         calls: operations in one step, one right after the other; the step's time is that of one of them.
-        limit_s: the first step's time foretells how many fit in here. What does not fit is left out, measured
+        limit_s: steps are limited by an estimate from the first. What does not fit is left out, measured
             steps first of all, but one is always measured.
     """
     first = slowest([one_step_ms(operation, context, calls)], context)  # the same on all ranks

@@ -47,13 +47,13 @@ CASES = [
     (
         AttentionCase("float32, wide", (12,), 520, 530, 128, True),
         FP32,
-        "planes_forward, planes_dq, planes_dkdv",
+        "bf16x3_forward, bf16x3_dq, bf16x3_dkdv",
     ),
-    (AttentionCase("float32, full", (12,), 520, 530), FP32, "planes_forward, planes_dq, planes_dkdv"),
+    (AttentionCase("float32, full", (12,), 520, 530), FP32, "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"),
     (
         AttentionCase("float32, split", (2,), 1100, 1100, 64, True),
         FP32,
-        "planes_forward, planes_dq, planes_dkdv",
+        "bf16x3_forward, bf16x3_dq, bf16x3_dkdv",
     ),
     (AttentionCase("float32, short", (2,), 300, 300, 64, True), FP32, "forward, backward"),
 ]

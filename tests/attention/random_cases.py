@@ -96,7 +96,7 @@ class Form:
 
 def one_case(form: Form, draw: random.Random, generator: torch.Generator, longest: int) -> None:
     n_queries, n_keys = (int(longest ** draw.random()) for _ in range(2))
-    if draw.random() < 0.3:  # long walks: short ones have a backward of their own on Hopper
+    if draw.random() < 0.3:  # long loops: short ones have a backward of their own on Hopper
         n_queries = draw.randint(longest // 2, longest)
     n_keys = n_queries if draw.random() < 0.4 else n_keys
     batch, heads = draw.choice([(1, 1), (2, 3), (1, 16), (5, 8), (3, 1), (8, 16)])

@@ -21,7 +21,7 @@ from cs336_systems.attention.launcher import Launcher, config_for, kernel_layout
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 BF16, FP32 = torch.bfloat16, torch.float32
-TWO, ONE, OWN, SPLIT3 = ["dq", "dkdv"], ["backward"], ["hopper_backward"], ["planes_dq", "planes_dkdv"]
+TWO, ONE, OWN, SPLIT3 = ["dq", "dkdv"], ["backward"], ["hopper_backward"], ["bf16x3_dq", "bf16x3_dkdv"]
 
 
 def plan(n, d=64, heads=1, causal=True, dtype=BF16, gpu=HOPPER, sms=132, tf32=False, same=None):
@@ -58,9 +58,9 @@ FORWARD = [
     (dict(n=511, dtype=FP32, heads=200), "forward", (64, 64), 1, None),
     (dict(n=100, dtype=FP32, heads=70), "forward", (64, 64), 1, None),
     (dict(n=100, dtype=FP32, heads=20), "forward", (16, 64), 1, None),
-    (dict(n=1024, dtype=FP32, sms=142), "planes_forward", (128, 64), 8, None),
-    (dict(n=(2048, 1024), dtype=FP32, d=33, heads=16), "planes_forward", (128, 64), 1, None),
-    (dict(n=2048, dtype=FP32, d=32, heads=16), "planes_forward", (128, 64), 1, None),
+    (dict(n=1024, dtype=FP32, sms=142), "bf16x3_forward", (128, 64), 8, None),
+    (dict(n=(2048, 1024), dtype=FP32, d=33, heads=16), "bf16x3_forward", (128, 64), 1, None),
+    (dict(n=2048, dtype=FP32, d=32, heads=16), "bf16x3_forward", (128, 64), 1, None),
     (dict(n=2047, dtype=FP32, d=32, heads=16), "forward", (64, 64), 2, None),
     (dict(n=4096, dtype=FP32, d=256, heads=16), "forward", (32, 32), 1, None),
     (dict(n=4096, dtype=FP32, heads=16, tf32=True), "forward", (32, 64), 1, None),

@@ -147,7 +147,7 @@ def test_nan_stays_where_it_is():
 def test_three_bfloat16_hold_all_bits():
     x = torch.randn(2, 3, 50, 20) * 2.0 ** torch.randint(-90, 90, (2, 3, 50, 20))
     config = dataclasses.replace(config_for(x.dtype, 20, x.device).with_tiles(**BF16X3), sm_count=0)
-    launcher = Launcher([layout(x)] * 4, config, False, kernels=("planes_forward",))
+    launcher = Launcher([layout(x)] * 4, config, False, kernels=("bf16x3_forward",))
     split, *_ = launcher._sources((x, x, x))
     split = split.view(2, 3, 3, 50, 20)
     assert torch.equal(split, split.bfloat16().float())

@@ -57,11 +57,11 @@ def _kernels(problem: Problem, config: KernelConfig) -> tuple[str, ...]:
     bf16x3 = _bf16x3_runs(problem, config)
     if not problem.backward:
         if bf16x3:
-            return ("planes_forward",)
+            return ("bf16x3_forward",)
         split = _splits(problem, config, "forward")[0] > 1
         return ("hopper_forward",) if "hopper_forward" in config.tiles and not split else ("forward",)
     if bf16x3:
-        return "planes_dq", "planes_dkdv"
+        return "bf16x3_dq", "bf16x3_dkdv"
     if _hopper_backward_runs(problem, config):
         return ("hopper_backward",)
     if "backward" in config.tiles:
@@ -94,7 +94,7 @@ def _bf16x3_runs(problem: Problem, config: KernelConfig) -> bool:
         return False
     if min(problem.n_queries, problem.n_keys) < BF16X3_LENGTH[config.block_d]:
         return False
-    return _fills_gpu(problem, config, "planes_forward", _tile(problem, config, "planes_forward"))
+    return _fills_gpu(problem, config, "bf16x3_forward", _tile(problem, config, "bf16x3_forward"))
 
 
 def _hopper_backward_runs(problem: Problem, config: KernelConfig) -> bool:

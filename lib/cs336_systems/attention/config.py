@@ -3,7 +3,7 @@
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
 Almost no tile spills registers (notebook 24): Hopper's own kernels in any form, the others causal. Of their
 other forms a few of "ieee" spill up to 24 bytes, and up to 64 where their loop is split. Two float32 tiles
-for heads of 128 spill, yet are fastest: planes_dkdv's, about 1 kB a thread (two others, which spill half as
+for heads of 128 spill, yet are fastest: bf16x3_dkdv's, about 1 kB a thread (two others, which spill half as
 much, took 1.36 times as long, and the same kernel in Gluon, without spills, 1.15 times), and backward's, 804
 bytes (another, which spills 108, took 1.4 times as long). Hopper's were chosen by measurements on an H200; dq
 and dkdv are within a fifth of the fastest there (notebook 26 has the study). The portable ones, for all other
@@ -18,13 +18,9 @@ import torch
 
 KERNELS = ("forward", "dq", "dkdv", "backward")  # in Triton, for every GPU
 GLUON_KERNELS = ("hopper_forward", "hopper_backward")  # for Hopper alone, as are
-BF16X3_KERNELS = (
-    "planes_forward",
-    "planes_dq",
-    "planes_dkdv",
-)  # forward, dq, dkdv of operands split by bf16x3
+BF16X3_KERNELS = ("bf16x3_forward", "bf16x3_dq", "bf16x3_dkdv")  # Triton's, of operands in three parts
 HOPPER_KERNELS = GLUON_KERNELS + BF16X3_KERNELS
-OWN_KEYS = ("dkdv", "hopper_backward", "planes_dkdv")  # whose programs own keys; those of others, queries
+OWN_KEYS = ("dkdv", "hopper_backward", "bf16x3_dkdv")  # whose programs own keys; those of others, queries
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
 PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(BF16X3_KERNELS, 0.45)
 # "hopper_backward" runs from more queries than these on, causal from twice as many: up to 512 "dq" and "dkdv"
@@ -32,7 +28,7 @@ PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(BF16X3_KERNELS, 0.45)
 HOPPER_BACKWARD_LENGTH = 512
 # BF16X3_KERNELS run from so many queries and keys on, by head size, where each has its programs.
 BF16X3_LENGTH = {32: 2048, 64: 512, 128: 512}
-# "backward" runs in place of "dq" and "dkdv" up to so many programs an SM, or where its loop is split.
+# "backward" runs in place of "dq" and "dkdv" below this many programs an SM, or where its loop is split.
 ONE_LAUNCH = {"16bit": 2, "tf32": 2, "ieee": 1}
 WARP_GROUP_ROWS = 64  # of what a program owns, to a matmul of four warps
 # How numbers are multiplied: bfloat16 and float16; float32 in TF32; float32 without lost bits.
@@ -74,9 +70,9 @@ HOPPER_TILES = {
         128: [Tile(128, 128, 4, 2), Tile(64, 64, 4, 2, 128), Tile(64, 128, 4, 2)],
     },
     ("hopper_backward", "16bit"): {128: [Tile(64, 128, 4, 3)]},
-    ("planes_forward", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(128, 32, 8, 2)]},
-    ("planes_dq", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(64, 32, 4, 2)]},
-    ("planes_dkdv", "ieee"): {128: [Tile(32, 64, 4, 2)]},
+    ("bf16x3_forward", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(128, 32, 8, 2)]},
+    ("bf16x3_dq", "ieee"): {64: [Tile(128, 64, 8, 2)], 128: [Tile(64, 32, 4, 2)]},
+    ("bf16x3_dkdv", "ieee"): {128: [Tile(32, 64, 4, 2)]},
     ("forward", "16bit"): {
         64: [Tile(64, 128, 4, 3, 168)], 128: [Tile(64, 64, 4, 3)], 256: [Tile(128, 64, 8, 2)],
     },
@@ -174,9 +170,9 @@ _TABLE = {  # kernel, precision, largest head size: shortest, long, many, most, 
     ("forward", "ieee", 256): (64, 256, 8, 8),
     ("backward", "ieee", 32): (32, 128, 8, 8),
     ("backward", "ieee", 256): (32, 512, 8, 8, 1),
-    ("planes_forward", "ieee", 128): (128, 1024, 2, 8, 1),
-    ("planes_dq", "ieee", 128): (128, 512, 4, 8, 2),
-    ("planes_dkdv", "ieee", 128): (128, 512, 4, 8, 2),
+    ("bf16x3_forward", "ieee", 128): (128, 1024, 2, 8, 1),
+    ("bf16x3_dq", "ieee", 128): (128, 512, 4, 8, 2),
+    ("bf16x3_dkdv", "ieee", 128): (128, 512, 4, 8, 2),
 }
 SPLITS: dict[tuple[str, str], dict[int, SplitLimits]] = {}
 for (_kernel, _precision, _size), _limits in _TABLE.items():

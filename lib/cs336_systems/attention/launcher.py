@@ -45,9 +45,9 @@ TRITON_KERNELS = {
     "dq": dq_kernel,
     "dkdv": dkdv_kernel,
     "backward": backward_kernel,
-    "planes_forward": forward_kernel,
-    "planes_dq": dq_kernel,
-    "planes_dkdv": dkdv_kernel,
+    "bf16x3_forward": forward_kernel,
+    "bf16x3_dq": dq_kernel,
+    "bf16x3_dkdv": dkdv_kernel,
 }
 Shape = tuple[int, ...]
 Layout = tuple[Shape, Shape]  # shape, strides
@@ -151,10 +151,10 @@ class Launcher:
         self.launches = {kernel: self._launch(kernel) for kernel in kernels}
         self.run = {
             ("forward",): self._forward,
-            ("planes_forward",): self._forward,
+            ("bf16x3_forward",): self._forward,
             ("hopper_forward",): self._hopper_forward,
             ("dq", "dkdv"): self._dq_dkdv,
-            ("planes_dq", "planes_dkdv"): self._dq_dkdv,
+            ("bf16x3_dq", "bf16x3_dkdv"): self._dq_dkdv,
             ("backward",): self._backward,
             ("hopper_backward",): self._hopper_backward,
         }.get(kernels)

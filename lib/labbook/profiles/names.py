@@ -18,7 +18,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_coalesced|multimem|gloo"),
     ("attention", r"flash|fmha|sdpa|attention|attn|mem_?eff"),
     # Ours: what attends, and what prepares and adds up for it.
-    ("attention", r"^((hopper|planes)_)?(forward|backward|dq|dkdv)_kernel$"),
+    ("attention", r"^(hopper_)?(forward|backward|dq|dkdv)_kernel$"),
     ("attention", r"^(bwd_preprocess|bwd_postprocess|split|merge|sum)_kernel$"),
     ("optimizer", r"multi_tensor_apply|_foreach_|fused_?adam|addcdiv|addcmul|lerp"),
     ("matmul", r"gemm|gemv|nvjet|wgmma|splitkreduce|cutlass_\d+_|triton_tem_|triton_mm"),
@@ -52,7 +52,7 @@ def kernel_class(name: str) -> str:
     return next((kind for kind, pattern in _COMPILED if pattern.search(lower)), "other")
 
 
-# Templates that say how a kernel walks over memory; what it computes is an argument of theirs.
+# Templates that say how a kernel goes through memory; what it computes is an argument of theirs.
 _TEMPLATES = re.compile(r"elementwise|^reduce_kernel|multi_tensor_apply")
 _FUNCTORS = re.compile(
     r"CUDAFunctor\w*?_(\w+)|(\w+?)_?[Ff]unctor\b|(\w+)Ops<"

@@ -84,11 +84,11 @@ def record(command: list[str], stem: Path) -> Path:
         for stream in [stream for stream in streams if stream.exists()][:1]:
             log += _run([importer, "-i", stream, "-o", report], _environment(importer))
     if not report.exists():
-        raise ProfileError(f"nsys made no report of {' '.join(command)!r}; its last words: {log[-400:]}")
+        raise ProfileError(f"nsys made no report of {' '.join(command)!r}; its log ends: {log[-400:]}")
     to_sqlite = ["--type=sqlite", "--force-overwrite=true", f"--output={export}", report]
     log = _run([program, "export", *to_sqlite], _environment(importer))
     if not export.exists():
-        raise ProfileError(f"nsys could not export {report.name}; its last words: {log[-400:]}")
+        raise ProfileError(f"nsys could not export {report.name}; its log ends: {log[-400:]}")
     raw.unlink(missing_ok=True)
     return export
 

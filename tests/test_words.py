@@ -1,0 +1,57 @@
+"""The field's own words: none that only this project would understand."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+# Each stands for a word of the field: the KV loop, a bf16x3 split, partitioned, unsharded, diverge, rounds,
+# reference, aligned, deduplicate, roles of warps, a lower bound, silently, ...
+WORDS = r"""
+(short|long|each|of|where)\ walks? | planes | dealt | show_(whole|shards) | the\ ranks\ part | laps
+yardsticks? | only_launch | loadable | nobody\ (waits|uses|may|is\ left|to\ talk) | nobody's
+with\ nobody | talks\ to\ nobody | to\ whoever\ wrote | life\ sign | foretells? | finds\ dead
+lost\ its\ peer | mixes\ up\ the | echoes\ in | what\ came\ of\ it | odd\ addresses | optimizer's\ back
+hardly\ a\ tile | up\ to\ so\ many | told\ (of|from)\ th(em|is) | all\ its\ bits | lets?\ the\ others\ wait
+takes\ the\ tensors\ as\ they | goes?\ wrong\ in\ silence | by\ and\ large | may\ share\ a\ line
+the\ later\ counts | last\ words | that\ of\ the\ fullest | everything\ that\ shows | at\ the\ least\b
+"""
+PATTERN = re.compile(rf"(?i)\b({'|'.join(WORDS.strip().splitlines())})", re.VERBOSE)
+# What still has one. The list only shrinks.
+EXEMPT = {
+    "lib/cs336_systems/bench",
+    "lib/cs336_systems/report",
+    "notebooks/27_flash_leaderboard.ipynb",
+    "notebooks/33_naive_ddp_benchmarking.ipynb",
+    "notebooks/35_ddp_overlap_individual_parameters.ipynb",
+    "notebooks/38_ddp_bucketed_benchmarking.ipynb",
+    "notebooks/44_fsdp_accounting.ipynb",
+    "notebooks/55_tp_calcs.ipynb",
+}
+PLACES = ["README.md", *(f"lib/{package}" for package in ("cs336_systems", "labbook")), "notebooks"]
+
+
+def files():
+    for place in PLACES:
+        path = REPOSITORY / place
+        found = [path] if path.is_file() else [p for p in path.rglob("*") if p.suffix in (".py", ".ipynb")]
+        yield from ((str(each.relative_to(REPOSITORY)), each.read_text(encoding="utf-8")) for each in found)
+
+
+def exempt(name):
+    return next((each for each in EXEMPT if name.startswith(each)), None)
+
+
+def test_no_house_words():
+    found = {name: {match[0] for match in PATTERN.finditer(text)} for name, text in files()}
+    assert {name: words for name, words in found.items() if words and not exempt(name)} == {}
+    needed = {exempt(name) for name, words in found.items() if words}
+    assert needed >= EXEMPT, "these need no exemption any more"
+
+
+@pytest.mark.parametrize(
+    "sentence", ["It runs short walks.", "what is right by and large", "show_whole()", "Nobody waits for it."]
+)
+def test_one_is_found(sentence):
+    assert PATTERN.search(sentence)
