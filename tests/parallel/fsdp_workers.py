@@ -160,50 +160,32 @@ def compute_dtype(context):
     torch.testing.assert_close(weight.grad, torch.ones_like(weight), rtol=1e-2, atol=0)
 
 
-def watch(units):
-    """What is gathered and used from here on, in order, and how many units are held after each gather."""
-    log, held = [], []
-
-    def watched(number, unit):
-        start, wait = unit.start_gather, unit.wait_for_gather
-
-        def start_gather():
-            log.append(("gather", number))
-            start()
-            held.append(sum(other._memory.nbytes() > 0 for other in units))
-
-        def wait_for_gather():
-            log.append(("use", number))
-            wait()
-
-        unit.start_gather, unit.wait_for_gather = start_gather, wait_for_gather
-
-    for number, unit in enumerate(units):
-        watched(number, unit)
-    return log, held
-
-
 def schedule(context):
-    """Each unit is gathered while the ones before it compute, twice a step; few are held at any time."""
+    """Each group is gathered in forward and, but for the last, in backward; few are whole at once."""
     tokens, _ = batch(0, 2, 1)
     for ahead, name in ((2, "weights"), (0, "weights, nothing ahead"), (1, "blocks, one ahead")):
-        wrapped = FSDP(tiny(), **UNITS[name])
-        units, log = wrapped._order, []
-        for step in range(2):
-            if step == 1:  # the order is known from the first
-                log, held = watch(units)
-            wrapped(tokens).sum().backward()
+        wrapped, held = FSDP(tiny(), **UNITS[name]), []
+        groups = wrapped._groups
+
+        def count(*_, groups=groups, held=held):
+            held.append(sum(group._memory.nbytes() > 0 for group in groups))
+
+        for module in wrapped.module.modules():
+            module.register_forward_hook(count)
+        for group in groups:
+            for weight in group.weights:
+                weight.whole.register_hook(count)
+        for _ in range(2):  # the order is known from the first
+            held.clear()
+            with watch_collectives() as messages:
+                wrapped(tokens).sum().backward()
             wrapped.finish_gradient_synchronization()
-        n = len(units)
-        # Forward in order; backward in the reverse, the last one still being there.
-        assert [number for what, number in log if what == "gather"] == [*range(n), *range(n - 1)[::-1]]
-        for number in range(n - ahead):  # asked for before the one `ahead` earlier is waited for
-            assert log.index(("gather", number + ahead)) < log.index(("use", number))
+        gathers = sum(message.collective == "all_gather" for message in messages)
+        assert gathers == 2 * sum(len(g.weights) for g in groups) - len(wrapped._order[-1].weights)
         assert max(held) == ahead + 1
-        assert not any(unit._memory.nbytes() for unit in units)
         with torch.no_grad():
             wrapped(tokens)
-        assert not any(unit._memory.nbytes() for unit in units)
+        assert not any(group._memory.nbytes() for group in groups)
         with watch_collectives() as messages, wrapped.no_sync():
             wrapped(tokens).sum().backward()
         assert {message.collective for message in messages} == {"all_gather"}

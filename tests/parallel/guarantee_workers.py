@@ -133,18 +133,8 @@ def both(context, alone, wrapped, loss=lambda y: y.square().mean(), **backward):
 
 def backward_finds_its_weights(context):
     """Whatever way the results of a module take, and whoever keeps its weights."""
-    ways = (
-        "plain",
-        "frozen",
-        "tied",
-        "dataclass",
-        "attribute",
-        "view",
-        "checkpoint",
-        "generator",
-        "functional",
-    )
-    for how in ways:
+    ways = ("plain", "frozen", "tied", "dataclass", "attribute", "view", "checkpoint", "generator")
+    for how in (*ways, "functional"):
         for name, wrap in (DDP | SHARDED).items():
             if how == "functional" and name.startswith("fsdp ()"):
                 continue  # see `misuse_is_refused`
@@ -340,17 +330,9 @@ def optimizers(context):
         with pytest.raises(ValueError, match="looks at more than one element"):
             optimizer.step(lambda: None) if make is torch.optim.LBFGS else optimizer.step()
         assert torch.equal(wrapped.module[0].weight, before)
-    for make in (
-        *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
-        *(
-            torch.optim.RMSprop,
-            torch.optim.Adagrad,
-            torch.optim.Adadelta,
-            torch.optim.Adamax,
-            torch.optim.ASGD,
-        ),
-        *(torch.optim.Rprop, partial(torch.optim.AdamW, fused=True), partial(torch.optim.Adam, amsgrad=True)),
-    ):
+    of = torch.optim
+    makes = [of.SGD, of.Adam, of.AdamW, of.NAdam, of.RAdam, of.RMSprop, of.Adagrad, of.Adadelta, of.Adamax]
+    for make in (*makes, of.ASGD, of.Rprop, partial(of.AdamW, fused=True), partial(of.Adam, amsgrad=True)):
         alone, wrapped = Net("plain"), FSDP(Net("plain"))
         pair = [make(model.parameters(), lr=0.01) for model in (alone, wrapped)]
         for _ in range(2):

@@ -116,23 +116,6 @@ def more_ranks_than_parameters(context):
     assert optimizer.param_groups[0]["count"] == 2
 
 
-def states(context):
-    """The states of the ranks are disjoint and together those of the unsharded optimizer, bit for bit."""
-    alone, module = Odd(), Odd()
-    optimizers = AdamW(alone.groups()), ShardedOptimizer(module.groups(), AdamW, bucket_size_mb=SMALL_MB)
-    for optimizer, model in zip(optimizers, (alone, module), strict=True):
-        set_gradients(model, 0)
-        optimizer.step()
-    sizes = [None] * context.world_size
-    dist.all_gather_object(sizes, len(optimizers[1].state))
-    assert sum(sizes) == len(optimizers[0].state)
-    twins = dict(zip(module.parameters(), alone.parameters(), strict=True))
-    for parameter, state in optimizers[1].state.items():
-        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
-        for key, value in optimizers[0].state[twins[parameter]].items():
-            assert torch.equal(state[key], value), key
-
-
 def balance(context):
     """A shard has at most a vector more than another, and little more is sent than there is."""
     parameters = [nn.Parameter(torch.empty(64, 64)) for _ in range(4 * context.world_size)]
@@ -315,7 +298,7 @@ def shard_of_its_own(context):
     assert_same(again, module)
 
 
-ANY = [bitwise, more_ranks_than_parameters, states, balance, overlap, with_data_parallelism]
+ANY = [bitwise, more_ranks_than_parameters, balance, overlap, with_data_parallelism]
 ANY += [refusals, shard_of_its_own]
 
 
