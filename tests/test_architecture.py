@@ -19,7 +19,7 @@ ARROWS = {
     "model": "base attention",
     "accounting": "base",
     "training": "base kernels attention model accounting",
-    "parallel": "base",
+    "parallel": "base model training",
     "checks": "base kernels attention model training parallel",
     # What is not the subject, and may measure and show it.
     "labbook": "",

@@ -23,7 +23,8 @@ from labbook.book.tidy import CHECKER, has_solution
 
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
-    "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "33", "35", "37", "43", "61",
+    "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "33", "34",
+    "35", "37", "43", "61",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
@@ -62,6 +63,11 @@ WRONG = [
     ("33", "communication_share", "6 * tokens", "4 * tokens", "6 and 4?"),
     ("33", "communication_share", "4 / bytes_per_s", "4 * tokens / bytes_per_s", "does not grow with T"),
     ("33", "tokens_for", "1 / share - 1", "1 / share", "1/x - 1"),
+    ("34", "flat_gain_s", "(count - 1)", "count", "n - 1 starts"),
+    ("34", "flat_gain_s", "4 *", "2 *", "reads and writes"),
+    ("34", "MyFlatDDP", "flat /= dist.get_world_size()", "pass", "is the sum over the ranks"),
+    ("34", "SmallFlatDDP", "gradient.nbytes < self.limit_bytes", "gradient.nbytes < 50", "three of 32 bytes"),
+    ("34", "SmallFlatDDP", "tensor /= dist.get_world_size()", "pass", "is the sum over the ranks"),
     ("35", "ShortOverlap", ".pop().wait()", ".pop()", "Keep every handle"),
     ("35", "OrderedOverlap", "while len(self.handles) < len(self.order) and", "if", "messages leave only in"),
     ("37", "fill", "reversed(range(len(sizes)))", "range(len(sizes))", "from the last"),

@@ -7,7 +7,7 @@ __getattr__, __all__ = lazy_exports(
     {
         "checkpointing_bench": "block_bytes sweep_checkpointing",
         "collectives_bench": "benchmark_collectives time_collectives",
-        "ddp_bench": "DDP_SLUGS DataParallelSteps benchmark_ddp",
+        "ddp_bench": "DDP_SLUGS benchmark_ddp",
         "drift_bench": "training_drift",
         "flash_bench": "Cell leaderboard_step time_cell",
         "flash_sweep": "grid_cells model_cells time_cells",

@@ -12,11 +12,9 @@ from cs336_systems.bench.model_bench import model_key
 from cs336_systems.bench.overlap_bench import profile_overlap
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.dtypes import DTYPES
-from cs336_systems.model import build_model
-from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
+from cs336_systems.parallel.steps import steps_of
 from cs336_systems.parallel.strategies import WITH_BUCKETS, WRAPPERS
-from cs336_systems.training.steps import ModelSteps
 from labbook.ranks import measure_on_all, peaks, reset_peaks, time_together
 
 Row = dict[str, Any]
@@ -47,24 +45,8 @@ def benchmark_ddp(
 ) -> Iterator[tuple[str, list[Row]]]:
     """Time training steps in `world_size` processes, a row for each wrapper and bucket size.
 
-        for table, rows in benchmark_ddp(2, profile=True):
-            page.save(rows, table, slug=DDP_SLUGS[table])
-
-    Yields pairs of a table's name and its rows, as they come: "ddp_times", and with `profile` afterwards for
-    each wrapper "ddp_overlap", a row for each rank, and "ddp_timeline" of rank 0.
-
-    Of every step the slowest rank counts. Beside the times of the whole step, a row has medians of:
-    `no_comm_ms`, a step without communication; `exposed_communication_ms`, by how much the step is longer
-    than that; `communication_ms`, all communication with nothing to hide behind ("torch" cannot be asked for
-    it). The first and the last are of half as many steps. "single" has none of the three. Memory that ran out
-    is a status, and what was to follow is skipped.
-
-    Args:
-        batch_sizes: sequences in the global batch, shared equally by the ranks.
-        implementations: names in WRAPPERS; those with buckets run with every bucket size, "single" in a
-            world of one.
-        profile: afterwards, look at the kernels of a step too, which takes seconds a row. Of "torch", and of
-            all timelines, the first bucket size only.
+    Yields pairs of a table's name and its rows, as they come: "ddp_times", and with `profile` afterwards
+    "ddp_overlap", a row for each rank, and "ddp_timeline" of rank 0. Of every step the slowest rank counts.
 
     Raises:
         ValueError: a name is unknown, a batch cannot be shared equally, or "single" is not alone.
@@ -119,36 +101,6 @@ def wrap(module: nn.Module, implementation: str, bucket_size_mb: float | None) -
     return WRAPPERS[implementation](module, **options)
 
 
-class DataParallelSteps(ModelSteps):
-    """The passes of a wrapped model; the range "communication" is the wait for gradients after backward."""
-
-    def __init__(self, wrapped: nn.Module, batch_size: int, context_length: int, dtype: str = "float32"):
-        super().__init__(wrapped.module, batch_size, context_length, dtype)
-        self.model = wrapped
-
-    def train_step(self) -> None:
-        """Forward, backward, the mean of the gradients, and AdamW."""
-        self.forward_backward()
-        self.communicate()
-        self.update()
-
-    def train_without_communication(self) -> None:
-        """The same on this rank alone, to see how much of the communication a step does not hide."""
-        with self.model.no_sync():
-            self.forward_backward()
-        self.update()
-
-    def communicate(self) -> None:
-        """Average whatever has not been averaged; after a pass under no_sync(), that is everything."""
-        with annotate("communication"):
-            self.model.finish_gradient_synchronization()
-
-    def update(self) -> None:
-        """The optimizer's step."""
-        with annotate("optimizer"):
-            self.optimizer.step()
-
-
 def _measure_all(context: WorkerContext, keys: list[Row], steps: int, profile: bool) -> None:
     """The worker: the rows come out the same on every rank."""
     reason = ""
@@ -170,17 +122,9 @@ def _measure_all(context: WorkerContext, keys: list[Row], steps: int, profile: b
                 context.send((table, rows))
 
 
-def _build(context: WorkerContext, key: Row) -> DataParallelSteps:
-    config, how = find_size(key["model_size"], key["edition"]), {"attention_implementation": key["attention"]}
-    model = build_model(config, key["context_length"], **how, device=context.device)
-    wrapped = wrap(model, key["implementation"], key["bucket_size_mb"])
-    share = key["batch_size"] // context.world_size
-    return DataParallelSteps(wrapped, share, key["context_length"], key["dtype"])
-
-
 def _time(context: WorkerContext, key: Row, steps: int) -> Row:
     reset_peaks(context)
-    run = _build(context, key)
+    run = steps_of(key, context)
     whole = time_together(run.train_step, context, warmup_steps=key["warmup_steps"], steps=steps)
     values = whole.as_row() | {"peak_memory_mib": peaks(context).get("peak_memory_mib")}
     if key["implementation"] == "single":
@@ -195,7 +139,7 @@ def _time(context: WorkerContext, key: Row, steps: int) -> Row:
 
 def _profile(context: WorkerContext, key: Row, *, with_timeline: bool) -> Row:
     """What the kernels of a warm step tell; buckets have found their order by then."""
-    run = _build(context, key)
+    run = steps_of(key, context)
     for _ in range(2):
         run.train_step()
     return profile_overlap(run.train_step, context, key, with_timeline=with_timeline)

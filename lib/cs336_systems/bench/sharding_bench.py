@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from cs336_systems.accounting import sharding_costs
-from cs336_systems.bench.ddp_bench import DataParallelSteps, check_run
+from cs336_systems.bench.ddp_bench import check_run
 from cs336_systems.bench.model_bench import OF_ANY_TIMING, model_key
 from cs336_systems.bench.overlap_bench import profile_steps, timeline_rows
 from cs336_systems.configs import model_size as find_size
@@ -29,6 +29,7 @@ from cs336_systems.measure.overlap import step_lanes
 from cs336_systems.measure.saved_tensors import storage_bytes
 from cs336_systems.model import build_model
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
+from cs336_systems.parallel.steps import DataParallelSteps
 from cs336_systems.parallel.strategies import SHARDINGS
 from cs336_systems.training.steps import ModelSteps
 from labbook.profiles.table import Profile, ProfileError
