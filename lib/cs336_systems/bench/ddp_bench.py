@@ -19,7 +19,6 @@ from labbook.ranks import measure_on_all, peaks, reset_peaks, time_together
 
 Row = dict[str, Any]
 
-# The slug under which each table of `benchmark_ddp` is kept, whichever notebook measures.
 DDP_SLUGS = {
     "ddp_times": "naive_ddp_benchmarking",
     "ddp_overlap": "ddp_overlap_individual_parameters_benchmarking",
@@ -102,7 +101,6 @@ def wrap(module: nn.Module, implementation: str, bucket_size_mb: float | None) -
 
 
 def _measure_all(context: WorkerContext, keys: list[Row], steps: int, profile: bool) -> None:
-    """The worker: the rows come out the same on every rank."""
     reason = ""
     for key in keys:
         values, reason = measure_on_all(partial(_time, context, key, steps), context, key["dtype"], reason)
@@ -138,8 +136,7 @@ def _time(context: WorkerContext, key: Row, steps: int) -> Row:
 
 
 def _profile(context: WorkerContext, key: Row, *, with_timeline: bool) -> Row:
-    """What the kernels of a warm step tell; buckets have found their order by then."""
     run = steps_of(key, context)
-    for _ in range(2):
+    for _ in range(2):  # buckets have found their order by then
         run.train_step()
     return profile_overlap(run.train_step, context, key, with_timeline=with_timeline)
