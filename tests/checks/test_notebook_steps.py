@@ -39,6 +39,9 @@ WRONG = [
     ("15", "saved_bytes", "(*module.parameters(), *module.buffers())", "module.buffers()", "no activation"),
     ("16", "segments", "(0, len(blocks), k)", "(0, len(blocks) - k + 1, k)", "no block is lost"),
     ("16", "halves", "len(blocks) <= 1", "len(blocks) <= 2", "is a tuple, too"),
+    ("16", "peak_of", "in_front += b if segment else i + b", "in_front += i + b", "holds its input"),
+    ("16", "place", "blocks), count - 1)", "blocks), count)", "add up"),
+    ("16", "place", "return min(", "return max(", "is possible"),
     ("16", "run", "else part(x)", "else x + part(x)", "what the last one made"),
     ("21", "my_softmax", "scores.amax(-1, keepdim=True)", "0", "maximum"),
     ("21", "my_attention", " / q.shape[-1] ** 0.5", "", "case 'full'"),
@@ -168,8 +171,9 @@ def test_a_wrong_answer_is_named(number, name, piece, instead, named):
 
 FUNCTIONS = [
     ("11", "time_steps"), ("12", "kernels_of"), ("14", "layer_norm"), ("15", "saved_bytes"),
-    ("13", "spacing"), ("13", "replay"), ("16", "segments"), ("16", "halves"), ("16", "run"),
-    ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta"), ("37", "fill"),
+    ("13", "spacing"), ("13", "replay"), ("16", "segments"), ("16", "halves"), ("16", "peak_of"),
+    ("16", "run"), ("16", "place"), ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta"),
+    ("37", "fill"),
     ("61", "chunked_loss"), ("61", "rms_norm_backward"), ("61", "most_saved"),
 ]  # fmt: skip
 OF_TENSORS = [("13", "replay"), ("14", "layer_norm"), ("21", "my_softmax"), ("21", "my_attention")]

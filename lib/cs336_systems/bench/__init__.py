@@ -5,7 +5,6 @@ from cs336_systems.lazy_exports import lazy_exports
 __getattr__, __all__ = lazy_exports(
     __name__,
     {
-        "checkpointing_bench": "block_bytes sweep_checkpointing",
         "collectives_bench": "benchmark_collectives time_collectives",
         "ddp_bench": "DDP_SLUGS benchmark_ddp",
         "drift_bench": "training_drift",

@@ -5,7 +5,7 @@ from cs336_systems.lazy_exports import lazy_exports
 __getattr__, __all__ = lazy_exports(
     __name__,
     {
-        "allocations": "timeline_of_rows",
+        "allocations": "stage_peaks timeline_of_rows",
         "gathers": "gather_times",
         "memory_recording": "record_memory record_snapshot",
         "op_bytes": "operations sum_of_rooflines_ms",

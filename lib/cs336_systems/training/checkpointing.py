@@ -83,7 +83,7 @@ def from_start(blocks: Sequence[Any]) -> Plan:
 
 
 def selective(blocks: Sequence[Any]) -> Plan:
-    """Every block a segment that keeps what is dear to make and small to keep (Korthikanti et al. 2022)."""
+    """Every block a segment that keeps its matmuls with weights, the policy in PyTorch's documentation."""
     return tuple(KeepsMatmuls((block,)) for block in blocks)
 
 
