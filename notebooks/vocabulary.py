@@ -24,21 +24,14 @@ family(
     flash_triton    | Flash (ours)             | green
     """,
 )
-family(  # a model's own code, run as it is or compiled
+family(  # a model's own code, or a weighted sum
     "implementation",
     """
     eager           | eager                    | blue
     compiled        | compiled                 | vermillion
     compiled_blocks | compiled per block       | orange
-    """,
-)
-family(
-    "implementation",
-    """
-    eager             | eager                  | blue
-    compiled          | compiled               | vermillion
-    matmul            | matmul                 | purple
-    triton            | Triton                 | green
+    matmul          | matmul                   | purple
+    triton          | Triton                   | green
     triton_descriptor | Triton, descriptor     | sky
     """,
 )
@@ -155,6 +148,15 @@ family(  # the parts of attention
     scale and mask  | scale and mask           | vermillion
     softmax         | softmax                  | green
     values          | values                   | orange
+    """,
+)
+family(  # of a forward pass: where its MFU went
+    "part",
+    """
+    matmul at the rate | matmul at the measured rate | blue
+    slow matmul        | slow matmul           | sky
+    other kernels      | other kernels         | vermillion
+    idle               | idle GPU              | grey
     """,
 )
 family(  # one code, compiled or not, with matmuls of a dtype

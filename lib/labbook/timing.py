@@ -57,14 +57,6 @@ class Timing:
         row = dict(zip(names, values, strict=True)) | {"peak_memory_mib": self.peak_memory_mib}
         return row | {"compile_s": self.compile_s, "status": self.status, "reason": self.reason}
 
-    def after_warmup(self, warmup_steps: int, steps: int) -> "Timing":
-        """What a run with `warmup_steps` would have reported: one cold start tells it of any shorter one."""
-        trace = self.warmup_ms + self.step_ms
-        end = warmup_steps + steps
-        if self.status == "ok" and end > len(trace):
-            raise ValueError(f"a trace of {len(trace)} steps was asked for {end}; allowed: those it has")
-        return replace(self, warmup_ms=trace[:warmup_steps], step_ms=trace[warmup_steps:end])
-
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
     """Turn "auto" (CUDA where there is one), "cpu" or "cuda" into a device.

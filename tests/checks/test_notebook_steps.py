@@ -28,6 +28,11 @@ WITH_STEPS = (
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
+    ("11", "forward_flops", "6 * tokens", "4 * tokens", "SwiGLU has three matrices"),
+    ("11", "forward_flops", " * context_length * d\n", " * d\n", "the square of T"),
+    ("11", "run_pass", "    net.zero_grad()\n", "", "do they pile up"),
+    ("11", "run_pass", "with torch.no_grad():", "if True:", "under torch.no_grad"),
+    ("11", "launch_ms", "(1 - places / kernels) * gpu_ms", "gpu_ms", "all but 1,024"),
     ("11", "time_steps", "times[warmup_steps:]", "times", "uncounted"),
     ("11", "time_steps", "        wait()\n        times", "        times", "is the step over"),
     ("12", "kernels_of", "launch_ns.between", "start_ns.between", "launched before"),
@@ -173,7 +178,7 @@ FUNCTIONS = [
     ("11", "time_steps"), ("12", "kernels_of"), ("14", "layer_norm"), ("15", "saved_bytes"),
     ("13", "spacing"), ("13", "replay"), ("16", "segments"), ("16", "halves"), ("16", "peak_of"),
     ("16", "run"), ("16", "place"), ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta"),
-    ("37", "fill"),
+    ("37", "fill"), ("11", "forward_flops"),
     ("61", "chunked_loss"), ("61", "rms_norm_backward"), ("61", "most_saved"),
 ]  # fmt: skip
 OF_TENSORS = [("13", "replay"), ("14", "layer_norm"), ("21", "my_softmax"), ("21", "my_attention")]

@@ -7,8 +7,6 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from labbook.timing import (
     CPU_STEPS,
@@ -33,18 +31,6 @@ def test_the_summary_of_known_steps():
     row = Timing(step_ms=(1.0, 2.0, 3.0, 4.0, 10.0)).as_row()
     found = [row[name] for name in ("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps")]
     assert found == pytest.approx([4, 12.5**0.5, 1.8, 3, 5.2, 5])
-
-
-@given(st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=20), st.data())
-def test_a_cold_trace_answers_for_every_shorter_warm_up(trace, data):
-    measured_from = data.draw(st.integers(0, len(trace) - 1))
-    cold = Timing(step_ms=tuple(trace[measured_from:]), warmup_ms=tuple(trace[:measured_from]))
-    warmup = data.draw(st.integers(0, len(trace) - 1))
-    steps = data.draw(st.integers(1, len(trace) - warmup))
-    shorter = cold.after_warmup(warmup, steps)
-    assert list(shorter.step_ms) == trace[warmup : warmup + steps]
-    with pytest.raises(ValueError, match=f"of {len(trace)} steps"):
-        cold.after_warmup(warmup, len(trace) - warmup + 1)
 
 
 class FakeStep:
@@ -97,7 +83,6 @@ def test_out_of_memory_is_a_status_and_the_memory_comes_back(error, works, prepa
     assert timing.reason.startswith(type(error).__name__)
     assert step.all_given_back()
     assert timing.as_row()["mean_ms"] is None
-    assert timing.after_warmup(1, 1) == timing
 
 
 def test_other_errors_propagate():

@@ -13,7 +13,7 @@ __getattr__, __all__ = lazy_exports(
         "full_step_bench": "benchmark_full_step",
         "hidden_messages": "benchmark_hidden_messages",
         "memory_bench": "block_rows memory_rows",
-        "model_bench": "cold_start_steps model_key sweep_model",
+        "model_bench": "model_key",
         "overlap_bench": "profile_lanes profile_overlap",
         "profile_bench": "Target choose_source profile_rows",
         "sent_bytes": "RINGS count_optimizer_bytes count_ring_bytes count_sent_bytes",
