@@ -152,12 +152,8 @@ family(  # the parts of attention
 )
 family(  # of a forward pass: where its MFU went
     "part",
-    """
-    matmul at the rate | matmul at the measured rate | blue
-    slow matmul        | slow matmul           | sky
-    other kernels      | other kernels         | vermillion
-    idle               | idle GPU              | grey
-    """,
+    "matmul at the rate | matmul at the measured rate | blue\nslow matmul | slow matmul | sky\n"
+    "other kernels | other kernels | vermillion\nidle | idle GPU | grey",
 )
 family(  # one code, compiled or not, with matmuls of a dtype
     "variant",
