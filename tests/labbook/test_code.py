@@ -31,7 +31,7 @@ EXECUTED = [
     ("cs336_systems/optimizer.py", "11 12 15 33 42", "13 23 24 26 31"),
     ("cs336_systems/parallel/ddp.py", "32 33 34 36 38", "11 13 16 21 23 24 26"),
     ("cs336_systems/parallel/fsdp.py", "42 44 61", "11 13 16 21 23 24 26 31"),
-    ("cs336_systems/parallel/launch.py", "31 32 33 36 42 61", "11 13 16 21 23 24 26"),
+    ("cs336_systems/parallel/launch.py", "11 31 32 33 36 42 61", "13 16 21 23 24 26"),
     ("cs336_systems/parallel/overlapped.py", "33 36 37 38", "11 13 16 21 23 24 26 31"),
     ("cs336_systems/parallel/sharded_optimizer.py", "42 44", "11 13 16 21 23 24 26 31"),
     ("cs336_systems/training/checkpointing.py", "16", "11 13 21 23 33"),
