@@ -24,7 +24,7 @@ from labbook.book.tidy import CHECKER, has_solution
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
     "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "33", "34",
-    "35", "37", "43", "61",
+    "35", "37", "43", "44", "61",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
@@ -87,6 +87,11 @@ WRONG = [
     ("43", "ShortFSDP", "weight.whole.grad / dist.get_world_size()", "weight.whole.grad", "is the sum over"),
     ("43", "ShortFSDP", "len(self.reductions) > left:", "self.reductions and left == 0:", "at once"),
     ("43", "MyFSDP", "place : place + 3", "place : place + 4", "allowed: two layers ahead"),
+    ("44", "hides", "2 * parameters * tokens", "parameters * tokens", "a multiplication and an addition"),
+    ("44", "could_begin", ", *launches[launches >= mark].head(1)", "", "the next one's launch"),
+    ("44", "waiting_ms", "max(0.0, end - need)", "end - need", "early does not make up"),
+    ("44", "computing_share", "max(0.0, min(b, end) - max(a, start))", "b - a", "below"),
+    ("44", "least_bandwidth", "for j in range(i + 1))", "for j in range(i, i + 1))", "a queue"),
     ("61", "chunked_loss", '"sum") / len(hidden)', '"mean")', "the mean over all tokens"),
     ("61", "rms_norm_backward", " - n * (g * n).mean(-1, keepdim=True)", "", "second term"),
     ("61", "most_saved", "range(capacity, size - 1, -1)", "range(size, capacity + 1)", "downwards"),

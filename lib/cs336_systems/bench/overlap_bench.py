@@ -57,8 +57,8 @@ def profile_overlap(
     }
 
 
-def timeline_rows(lanes: pd.DataFrame, key: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Lanes as rows, few enough to keep: gaps under 0.1 ms closed, times to the microsecond."""
-    spans = merged(lanes, gap_ms=0.1).round({"start_ms": 3, "end_ms": 3})
+def timeline_rows(lanes: pd.DataFrame, key: Mapping[str, Any], gap_ms: float = 0.1) -> list[dict[str, Any]]:
+    """Lanes as rows, few enough to keep: gaps under `gap_ms` closed, times to the microsecond."""
+    spans = merged(lanes, gap_ms).round({"start_ms": 3, "end_ms": 3})
     spans["span"] = spans.groupby("lane").cumcount()
     return [{**key, **row} for row in spans.to_dict("records")]

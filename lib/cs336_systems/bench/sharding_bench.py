@@ -12,27 +12,19 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import AdamW
 
 from cs336_systems.accounting import sharding_costs
 from cs336_systems.bench.ddp_bench import check_run
 from cs336_systems.bench.model_bench import OF_ANY_TIMING, model_key
-from cs336_systems.bench.overlap_bench import profile_steps, timeline_rows
 from cs336_systems.configs import model_size as find_size
-from cs336_systems.dtypes import torch_dtype
 from cs336_systems.measure import allocations
 from cs336_systems.measure.allocations import MemoryHistory
 from cs336_systems.measure.collective_calls import Message, watch_collectives
-from cs336_systems.measure.gathers import gather_times, needs_recorded
 from cs336_systems.measure.memory_recording import record_memory
-from cs336_systems.measure.overlap import step_lanes
 from cs336_systems.measure.saved_tensors import storage_bytes
-from cs336_systems.model import build_model
 from cs336_systems.parallel import WorkerContext, choose_backend, stream
-from cs336_systems.parallel.steps import DataParallelSteps
+from cs336_systems.parallel.steps import ShardedSteps
 from cs336_systems.parallel.strategies import SHARDINGS
-from cs336_systems.training.steps import ModelSteps
-from labbook.profiles.table import Profile, ProfileError
 from labbook.ranks import (
     measure_on_all,
     one_step_ms,
@@ -97,17 +89,6 @@ def benchmark_sharding(
         yield from stream(_measure_all, world_size, keys, steps, rounds, **how)
 
 
-def profile_sharding(world_size: int, **what: Any) -> Iterator[tuple[str, list[Row]]]:
-    """Profile a step of each strategy, all in one launch; its processes time nothing afterwards.
-
-    Yields pairs of a table's name and rows of rank 0: "ddp_timeline", and of an FSDP "gathers", its status
-    "error" where the messages are not those that the units explain. Arguments as in `sharding_keys`.
-    """
-    keys = sharding_keys(world_size, **what)
-    if keys:
-        yield from stream(_profile_all, world_size, keys, backend=keys[0]["backend"], timeout_s=TIMEOUT_S)
-
-
 def already_measured(rows: pd.DataFrame, **run: Any) -> set[tuple[str, str]]:
     """The pairs (dtype, implementation) that rows of sharding_times have, of one run of `benchmark_sharding`.
 
@@ -138,7 +119,7 @@ def sharding_keys(
     Args:
         batch_size: sequences in the global batch, shared equally by the ranks.
         implementations: names in SHARDINGS.
-        warmup_steps: of each round, before those that are timed or profiled.
+        warmup_steps: of each round, before those that are timed.
         backend: as in `launch`.
 
     Raises:
@@ -153,34 +134,6 @@ def sharding_keys(
         for dtype in dtypes
         for name in implementations
     ]
-
-
-class ShardedSteps(DataParallelSteps):
-    """The steps of a fresh model, its parameters or its optimizer sharded as a row's key says."""
-
-    def __init__(self, key: Row, context: WorkerContext):
-        strategy = SHARDINGS[key["implementation"]]
-        share = key["batch_size"] // context.world_size
-        config, length = find_size(key["model_size"], key["edition"]), key["context_length"]
-        model = build_model(config, length, attention_implementation=key["attention"], device=context.device)
-        ModelSteps.__init__(self, model, share, length, "float32" if strategy.casts else key["dtype"])
-        self.optimizer = None  # the one that it made would keep whole parameters alive
-        dtype, options = torch_dtype(key["dtype"]), {}
-        if strategy.casts and dtype.itemsize < 4:
-            options["compute_dtype"] = dtype
-        if strategy.wraps_optimizer:
-            self.optimizer = strategy.make_optimizer(model.parameters(), AdamW, fused=True)
-            self.model = strategy.wrap(model, self.optimizer)
-        else:
-            self.model = strategy.wrap(model, **options)
-            self.optimizer = strategy.make_optimizer(self.model.parameters(), AdamW, fused=True)
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        """Of every tensor what this rank has."""
-        return {
-            category: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-            for category, tensors in super().tensors().items()
-        }
 
 
 def _measure_all(context: WorkerContext, keys: list[Row], steps: int, rounds: int) -> None:
@@ -314,39 +267,4 @@ def _message_rows(context: WorkerContext, key: Row, messages: list[Message]) -> 
         | {"collective": collective, "calls": calls[collective], "sent_mb": size / MIB}
         | {"predicted_sent_mb": predicted.get(collective, 0.0) / MIB}
         for collective, size in sent.items()
-    ]
-
-
-def _profile_all(context: WorkerContext, keys: list[Row]) -> None:
-    for key in keys:
-        if measure_on_all(partial(_profile, context, key), context, key["dtype"])[1]:
-            return
-
-
-def _profile(context: WorkerContext, key: Row) -> None:
-    run = ShardedSteps(key, context)
-    for _ in range(key["warmup_steps"]):
-        run.train_step()
-    config = find_size(key["model_size"], key["edition"])
-    units = sharding_costs.gathered_units(config, key["implementation"], key["dtype"])
-    modules = dict(run.model.module.named_modules())
-    with needs_recorded({name: modules[name] for name in units["forward"]}):
-        profile = profile_steps(run.train_step, context)
-    context.send(("ddp_timeline", timeline_rows(step_lanes(profile), key | {"rank": context.rank})))
-    if units["forward"]:
-        context.send(("gathers", _gather_rows(context, key, units, profile)))
-
-
-def _gather_rows(
-    context: WorkerContext, key: Row, units: dict[str, dict[str, int]], profile: Profile
-) -> list[Row]:
-    key = key | OF_ANY_TIMING
-    try:
-        times = gather_times(profile, [*units["forward"]], [*units["backward"]])
-    except ProfileError as error:
-        return [key | {"status": "error", "reason": str(error)}]
-    around = (context.world_size - 1) / context.world_size
-    return [
-        {**key, **row, "sent_mb": around * units[row["pass"]][row["unit"]] / MIB}
-        for row in times.to_dict("records")
     ]

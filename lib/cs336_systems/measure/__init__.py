@@ -6,10 +6,9 @@ __getattr__, __all__ = lazy_exports(
     __name__,
     {
         "allocations": "stage_peaks timeline_of_rows",
-        "gathers": "gather_times",
         "memory_recording": "record_memory record_snapshot",
         "op_bytes": "operations sum_of_rooflines_ms",
-        "overlap": "covered exposed overlap_values",
+        "overlap": "covered exposed overlap_values step_lanes",
         "saved_tensors": "saved_bytes saved_for_backward",
     },
 )
