@@ -7,8 +7,8 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 # A folder with all below it: what it may have now, and, of whole packages, what it is to come down to.
 BUDGETS: dict[str, tuple[int, int | None]] = {
-    "lib/cs336_systems": (16_050, 10_000),
-    "lib/cs336_systems/accounting": (1_531, 1_150),
+    "lib/cs336_systems": (16_029, 10_000),
+    "lib/cs336_systems/accounting": (1_510, 1_150),
     "lib/cs336_systems/attention": (3_475, 3_300),
     "lib/cs336_systems/bench": (2_355, 0),
     "lib/cs336_systems/checks": (2_200, 1_550),

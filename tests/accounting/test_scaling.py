@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import numpy as np
 import pytest
 import sympy as sp
 import torch
@@ -17,7 +16,6 @@ from cs336_systems.accounting.scaling import (
     costs,
     evaluate,
     largest_devices,
-    largest_mesh,
     memory_bytes,
 )
 from cs336_systems.measure.saved_tensors import saved_bytes
@@ -59,21 +57,6 @@ def test_at_the_border_communication_takes_as_long_as_the_matmuls(scheme, pass_)
         assert sp.simplify((cost.communication_s - cost.compute_s).subs(scaling.N, most)) == 0
         later = (cost.communication_s / cost.compute_s).subs(scaling.N, most + 1)
         assert float(later.subs({SYMBOLS[name]: value for name, value in TPU.items()})) > 1
-
-
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("pass_", PASSES)
-def test_no_mesh_is_larger_than_the_largest(pass_, overlapped):
-    """Against every mesh of whole numbers, one after the other."""
-    cost = costs("fsdp_tp", pass_)
-    values = TPU | {"B": 2**17, "W_X": 1e11}
-    x, y = np.arange(1, 100)[:, None], np.arange(1, 100)[None, :]
-    spent = evaluate(cost.overlapped_s if overlapped else cost.communication_s, values, X=x, Y=y)
-    bound = evaluate(cost.compute_s, values, X=x, Y=y)
-    most = np.where(spent <= bound, x * y, 0).max()
-    x, y = (evaluate(size, values) for size in largest_mesh(pass_, overlapped=overlapped))
-    assert x * y == pytest.approx(evaluate(largest_devices("fsdp_tp", pass_, overlapped=overlapped), values))
-    assert most <= evaluate(largest_devices("fsdp_tp", pass_, overlapped=overlapped), values) < 1.1 * most
 
 
 def test_the_handouts_machine():

@@ -24,7 +24,7 @@ from labbook.book.tidy import CHECKER, has_solution
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
     "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "33", "34",
-    "35", "37", "43", "44", "61",
+    "35", "37", "43", "44", "61", "53", "56",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
@@ -92,6 +92,12 @@ WRONG = [
     ("44", "waiting_ms", "max(0.0, end - need)", "end - need", "early does not make up"),
     ("44", "computing_share", "max(0.0, min(b, end) - max(a, start))", "b - a", "below"),
     ("44", "least_bandwidth", "for j in range(i + 1))", "for j in range(i, i + 1))", "a queue"),
+    ("53", "border", 'sp.Eq(comm', 'sp.Eq(2 * comm', "grows by W / C"),
+    ("53", "gather_s", "min(inside, per_host * card)", "min(inside, card)", "all cards, at once"),
+    ("53", "tokens_needed", "min(inside, per_host * card)", "min(inside, card)", "8 cards"),
+    ("56", "largest_in_sequence", "left.subs(X, x)", "left", "is Y what X leaves"),
+    ("56", "best_split", "/ b, X), X)", "/ a, X), X)", "is X sqrt(a)"),
+    ("56", "gather_s", "per_host / tensor", "per_host", "whose cards carry a slice"),
     ("61", "chunked_loss", '"sum") / len(hidden)', '"mean")', "the mean over all tokens"),
     ("61", "rms_norm_backward", " - n * (g * n).mean(-1, keepdim=True)", "", "second term"),
     ("61", "most_saved", "range(capacity, size - 1, -1)", "range(size, capacity + 1)", "downwards"),

@@ -18,9 +18,9 @@ class Hardware:
     """One device of a machine, and its private links.
 
     flops_per_s: dense, bfloat16. axes: of the torus that devices of one host or pod form; 1 for a switch.
-    inside_devices: the most that can be joined so. inside_bytes_per_s, between_bytes_per_s: what one device
-    can send, in one direction, to those inside, over the links of all axes, and to other hosts or pods; nan
-    where no source says.
+    inside_devices: the most that can be joined so, a host or a pod. inside_bytes_per_s, between_bytes_per_s:
+    what one device can send, in one direction, to those inside, over the links of all axes, and to other
+    hosts or pods; nan where no source says.
     """
 
     name: str
@@ -37,6 +37,11 @@ class Hardware:
     def axis_bytes_per_s(self) -> float:
         """What one device can send along one axis of a mesh: W of the handout."""
         return self.inside_bytes_per_s / self.axes
+
+    @property
+    def host_bytes_per_s(self) -> float:
+        """What a host or pod can send to others over the network links of all its devices."""
+        return self.between_bytes_per_s * self.inside_devices
 
 
 @cache

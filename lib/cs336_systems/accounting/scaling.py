@@ -81,11 +81,6 @@ class Costs:
         """One axis after the other."""
         return self.x_s + self.y_s
 
-    @property
-    def overlapped_s(self) -> sp.Expr:
-        """Both axes at once."""
-        return sp.Max(self.x_s, self.y_s)
-
 
 def costs(scheme: str, pass_: str) -> Costs:
     """What a pass costs a device.
@@ -117,31 +112,10 @@ def costs(scheme: str, pass_: str) -> Costs:
 
 
 @cache
-def largest_devices(scheme: str, pass_: str, *, overlapped: bool = False) -> sp.Expr:
-    """The most devices, no whole number, on which a pass is bound by compute; infinite where nothing is sent.
-
-    overlapped: of FSDP + TP, both axes send at once; without, one after the other.
-    """
-    if scheme == "fsdp_tp":
-        x, y = largest_mesh(pass_, overlapped=overlapped)
-        return sp.factor(x * y)
+def largest_devices(scheme: str, pass_: str) -> sp.Expr:
+    """The most devices of a scheme with one axis on which a pass is bound by compute, no whole number."""
     cost = costs(scheme, pass_)
     return _solve(cost.communication_s - cost.compute_s, N)
-
-
-@cache
-def largest_mesh(pass_: str, *, overlapped: bool = False) -> tuple[sp.Expr, sp.Expr]:
-    """X and Y of the largest mesh of FSDP + TP on which a pass is bound by compute.
-
-    Overlapped, each axis has its own bound. One after the other the axes share the time of the matmuls: Y is
-    what X leaves of it, and X Y is largest where its derivative is zero.
-    """
-    cost = costs("fsdp_tp", pass_)
-    if overlapped:
-        return _solve(cost.x_s - cost.compute_s, X), _solve(cost.y_s - cost.compute_s, Y)
-    left = _solve(cost.communication_s - cost.compute_s, Y)
-    x = _solve(sp.diff(X * left, X), X)
-    return x, sp.expand(sp.simplify(left.subs(X, x)))
 
 
 def _solve(difference: sp.Expr, unknown: sp.Symbol) -> sp.Expr:
