@@ -24,7 +24,7 @@ from labbook.book.tidy import CHECKER, has_solution
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
     "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "33", "34",
-    "35", "37", "43", "44", "61", "53", "56",
+    "35", "36", "37", "43", "44", "53", "56", "61",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
@@ -78,6 +78,11 @@ WRONG = [
     ("34", "SmallFlatDDP", "tensor /= dist.get_world_size()", "pass", "is the sum over the ranks"),
     ("35", "ShortOverlap", ".pop().wait()", ".pop()", "Keep every handle"),
     ("35", "OrderedOverlap", "while len(self.handles) < len(self.order) and", "if", "messages leave only in"),
+    ("36", "most_gain_ms", "sent_ms - last_ms", "sent_ms", "C - c"),
+    ("36", "hiding_tokens", "2 * (devices - 1) / devices", "2 / devices", "2(N - 1)/N"),
+    ("36", "union", "max(end, found[-1][1])", "end", "max of the two ends"),
+    ("36", "exposed_ms", "[*computing, *communicating]", "communicating", "from 10 to 12"),
+    ("36", "exposed_ms", ", union(computing)", ", computing", "union(computing)"),
     ("37", "fill", "reversed(range(len(sizes)))", "range(len(sizes))", "from the last"),
     ("37", "MyBuckets", "buffer.div_(dist.get_world_size())", "pass", "is the sum over the ranks"),
     ("41", "deal", "return owners", "owners.popitem()\n    return owners", "keys are the parameters"),
