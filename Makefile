@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests at the same time: up to four, of one thread each. On a GPU one after the other: they would share its memory.
 WORKERS = $(shell $(PY) -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, os.cpu_count()))')
 
-.PHONY: help setup run list test test-bounds planted claims lab learn notebooks figures bench clean
+.PHONY: help setup run list test test-bounds planted claims lab learn notebooks figures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -41,9 +41,6 @@ notebooks: setup ## execute every notebook in place on the CPU, as it is committ
 
 figures: setup ## redraw every plot from the rows
 	@$(PY) -m cs336_systems figures $(ARGS)
-
-bench: setup ## the attention kernels against PyTorch's own; rows are saved (a GPU for times worth reading)
-	@$(PY) -m cs336_systems.bench.flash_sweep $(ARGS)
 
 clean: ## remove what runs and tests left behind (not .venv, not figures)
 	rm -rf runs .pytest_cache .ruff_cache .hypothesis notebooks/.ipynb_checkpoints

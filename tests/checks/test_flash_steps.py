@@ -73,7 +73,6 @@ def judged(checker, candidate, capsys):
     [
         (checks.check_forward, attention.FlashAttentionPyTorch.apply),
         (checks.check_backward, attention.FlashAttentionPyTorch.apply),
-        (checks.check_delta, lambda do, o: (do.float() * o).sum(-1)),
     ],
 )
 def test_a_right_answer_passes(checker, candidate, capsys):
@@ -90,8 +89,6 @@ def test_a_right_answer_passes(checker, candidate, capsys):
         (checks.check_forward, greedy, "out of bounds"),
         (checks.check_backward, WithoutDelta.apply, "dQ"),
         (checks.check_backward, KeepsScores.apply, "natural logarithm"),
-        (checks.check_delta, lambda do, o: (do * o).sum(), "one number a row"),
-        (checks.check_delta, lambda do, o: do.sum(-1) * o.sum(-1), "rowsum"),
     ],
 )
 def test_a_wrong_answer_is_named(checker, candidate, named, capsys):

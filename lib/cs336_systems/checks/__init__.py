@@ -8,7 +8,7 @@ __getattr__, __all__ = lazy_exports(
         "attention_checks": "BASIC EVERYTHING AttentionCase check_attention check_logsumexp",
         "ddp_checks": "check_ddp",
         "exercise": "step",
-        "flash_steps": "check_backward check_delta check_forward check_gradients check_mask check_visit",
+        "flash_steps": "check_backward check_forward check_gradients check_mask check_visit",
         "fsdp_checks": "check_fsdp",
         "fused_checks": "FUSED check_fused check_weighted_sum",
         "ring_checks": "check_ring run_ring",

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.runtime import JITFunction
 
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention, check_logsumexp
-from cs336_systems.checks.exercise import Step, assert_tensor
+from cs336_systems.checks.exercise import Step
 
 _TILE, _LOG2_E = 16, 1.4426950408889634  # tl.dot takes 16 at least
 
@@ -180,18 +179,3 @@ def _reads_inside(attention: AttentionFunction, device: str | torch.device) -> t
     if not attention(q, k, v, False).isfinite().all():
         return False, "NaN from outside the tensors came in: does every load have a mask, with other=0.0?"
     return torch.equal(surrounded.nan_to_num(), before.nan_to_num()), "an input was overwritten"
-
-
-def check_delta(check: Step, delta: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Properties of `delta(do, o)`, the D of the backward pass: (..., n_queries) from (..., n_queries, d)."""
-    do, o = torch.randn(2, 2, 5, 8, dtype=torch.float32)
-    check.keeps(do=do, o=o)
-    wanted, found = torch.einsum("bqd,bqd->bq", do, o), delta(do, o)
-    assert_tensor("one number a row", found, wanted)
-    shape = tuple(found.shape)
-    check("one number a row", shape == (2, 5), f"its shape is {shape}; wanted: (2, 5)")
-    if shape == (2, 5):
-        check.close("rowsum(dO * O)", found, wanted, "the sum goes over the columns of a row", atol=1e-5)
-        dtype = delta(do.bfloat16(), o.bfloat16()).dtype
-        right, hint = dtype == torch.float32, f"it is {dtype}; cast, then multiply"
-        check("in float32, of 16-bit tensors too", right, hint)
