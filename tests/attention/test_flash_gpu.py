@@ -28,17 +28,65 @@ def random_inputs(*shape, dtype=torch.bfloat16):
     return [torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for _ in range(3)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("d", [16, 32, 64, 96, 128, 256])
-def test_every_tile_repeatedly_on_fresh_inputs(d, dtype):
-    """An error that moves between runs is a race, or registers reused under a running product."""
+HALVES = DTYPES[:2]
+LARGE = "large scores"  # causal, of a deviation of 30
+# Head sizes, dtypes, times; name, leading dimensions, queries and keys; causal where it is said. On fresh
+# inputs each time: an error that moves between runs is a race, or registers reused under a running product.
+FORMS = {
+    "every tile": ((16, 32, 64, 96, 128, 256), DTYPES, 3, [
+        ("even", (2, 2), 1024, 1024, True), ("full", (2,), 512, 1024), ("ragged", (3,), 777, 901, True),
+        (LARGE, (2,), 512, 512, True),
+    ]),
+    "enough programs for Hopper's own kernels": ((33, 40, 64, 72, 128), HALVES, 3, [
+        ("even", (5, 8), 512, 512, True), ("full", (40,), 512, 640), ("ragged", (50,), 333, 390, True),
+        ("ragged, full", (50,), 301, 389), ("more queries than keys", (3, 50), 390, 70, True),
+        ("fewer keys than a tile has", (150,), 200, 5), ("keys that no query sees", (150,), 70, 700, True),
+        ("one query, one key", (150,), 1, 1, True), (LARGE, (40,), 512, 512, True),
+    ]),
+    "long enough for hopper_backward": ((33, 40, 64, 72, 128), HALVES, 2, [
+        ("even", (40,), 1152, 1152, True), ("ragged", (20,), 1111, 1190, True),
+        ("ragged, full", (50,), 601, 389), ("more queries than keys", (150,), 1090, 70, True),
+        ("fewer keys than a tile has", (150,), 600, 5), ("keys that no query sees", (12,), 1070, 1700, True),
+        (LARGE, (20,), 1152, 1152, True),
+    ]),
+    # Persistent forwards, of short sequences and of long ones, and backwards of both.
+    "more work than programs": ((16, 33, 64, 128), HALVES, 2, [
+        ("short", (25, 4), 512, 512, True), ("short, ragged", (120,), 401, 409, True),
+        ("short, full", (100,), 500, 250), ("long, full", (40,), 1152, 1152),
+        ("long, ragged", (12,), 1100, 4123), ("long, causal", (12,), 4300, 4300, True),
+        (LARGE, (100,), 512, 512, True),
+    ]),
+    # Few heads: from a launch for each pass to as many splits as there are.
+    "keys split over programs": ((16, 33, 64, 128), DTYPES, 3, [
+        ("short", (), 500, 500, True), ("even", (), 2048, 2048, True), ("full", (), 1024, 1280),
+        ("ragged", (2,), 1111, 1333, True), ("more queries than keys", (), 3000, 1030, True),
+        (LARGE, (4,), 1024, 1024, True),
+    ]),
+    "enough programs for bf16x3": ((33, 64, 72, 128), [torch.float32], 3, [
+        ("even", (5, 8), 1024, 1024, True), ("full", (40,), 1024, 1280),
+        ("ragged", (40,), 1111, 1333, True), ("ragged, full", (40,), 1333, 1111),
+        (LARGE, (40,), 1024, 1024, True),
+    ]),
+    "long": ((64, 128), [torch.bfloat16, torch.float32], 1, [("long", (1,), 8192, 8192, True)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("form", "d", "dtype"),
+    [(form, d, dtype) for form, (sizes, dtypes, *_) in FORMS.items() for d in sizes for dtype in dtypes],
+    ids=str,
+)
+def test_error_at_most_twice_pytorchs(form, d, dtype):
+    *_, times, rows = FORMS[form]
     cases = [
-        AttentionCase("even", (2, 2), 1024, 1024, d, is_causal=True),
-        AttentionCase("full", (2,), 512, 1024, d),
-        AttentionCase("ragged", (3,), 777, 901, d, is_causal=True),
-        AttentionCase("large scores", (2,), 512, 512, d, is_causal=True, logit_scale=30.0),
+        AttentionCase(name, leading, *lengths, d, bool(causal), 30.0 if name == LARGE else 1.0)
+        for name, leading, *lengths, causal in (row if len(row) == 5 else (*row, False) for row in rows)
     ]
-    for _ in range(3):
+    if form == "long enough for hopper_backward":
+        config = config_for(dtype, d, torch.device("cuda"))
+        for case in cases:
+            assert races.launched_of(case, config).endswith(" hopper_backward")
+    for _ in range(times):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
 
 
@@ -72,60 +120,6 @@ def test_every_tile_of_ieee_repeatedly(d):
         check_attention(FlashAttentionTriton.apply, cases=cases)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("d", [33, 40, 64, 72, 128])
-def test_enough_programs_for_hoppers_own_kernels(d, dtype):
-    cases = [
-        AttentionCase("even", (5, 8), 512, 512, d, is_causal=True),
-        AttentionCase("full", (40,), 512, 640, d),
-        AttentionCase("ragged", (50,), 333, 390, d, is_causal=True),
-        AttentionCase("ragged, full", (50,), 301, 389, d),
-        AttentionCase("more queries than keys", (3, 50), 390, 70, d, is_causal=True),
-        AttentionCase("fewer keys than a tile has", (150,), 200, 5, d),
-        AttentionCase("keys that no query sees", (150,), 70, 700, d, is_causal=True),
-        AttentionCase("one query, one key", (150,), 1, 1, d, is_causal=True),
-        AttentionCase("large scores", (40,), 512, 512, d, is_causal=True, logit_scale=30.0),
-    ]
-    for _ in range(3):
-        check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("d", [33, 40, 64, 72, 128])
-def test_sequences_long_enough_for_hoppers_own_backward(d, dtype):
-    cases = [
-        AttentionCase("even", (40,), 1152, 1152, d, is_causal=True),
-        AttentionCase("ragged", (20,), 1111, 1190, d, is_causal=True),
-        AttentionCase("ragged, full", (50,), 601, 389, d),
-        AttentionCase("more queries than keys", (150,), 1090, 70, d, is_causal=True),
-        AttentionCase("fewer keys than a tile has", (150,), 600, 5, d),
-        AttentionCase("keys that no query sees", (12,), 1070, 1700, d, is_causal=True),
-        AttentionCase("large scores", (20,), 1152, 1152, d, is_causal=True, logit_scale=30.0),
-    ]
-    config = config_for(dtype, d, torch.device("cuda"))
-    for case in cases:
-        assert races.launched_of(case, config).endswith(" hopper_backward")
-    for _ in range(2):
-        check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("d", [16, 33, 64, 128])
-def test_more_work_than_programs(d, dtype):
-    """Persistent forwards, of short sequences and of long ones, and backwards of both."""
-    cases = [
-        AttentionCase("short", (25, 4), 512, 512, d, is_causal=True),
-        AttentionCase("short, ragged", (120,), 401, 409, d, is_causal=True),
-        AttentionCase("short, full", (100,), 500, 250, d),
-        AttentionCase("long, full", (40,), 1152, 1152, d),
-        AttentionCase("long, ragged", (12,), 1100, 4123, d),
-        AttentionCase("long, causal", (12,), 4300, 4300, d, is_causal=True),
-        AttentionCase("large scores", (100,), 512, 512, d, is_causal=True, logit_scale=30.0),
-    ]
-    for _ in range(2):
-        check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128])
 def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
@@ -145,35 +139,6 @@ def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
                 found = [torch.full_like(x, torch.nan) for x in wanted]
                 persistent.run(*inputs, *found)
                 assert all(map(torch.equal, found, wanted))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("d", [16, 33, 64, 128])
-def test_keys_split_over_programs(d, dtype):
-    """Few heads: from a launch for each pass to as many splits as there are."""
-    cases = [
-        AttentionCase("short", (), 500, 500, d, is_causal=True),
-        AttentionCase("even", (), 2048, 2048, d, is_causal=True),
-        AttentionCase("full", (), 1024, 1280, d),
-        AttentionCase("ragged", (2,), 1111, 1333, d, is_causal=True),
-        AttentionCase("more queries than keys", (), 3000, 1030, d, is_causal=True),
-        AttentionCase("large scores", (4,), 1024, 1024, d, is_causal=True, logit_scale=30.0),
-    ]
-    for _ in range(3):
-        check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
-
-
-@pytest.mark.parametrize("d", [33, 64, 72, 128])
-def test_enough_programs_for_bf16x3(d):
-    cases = [
-        AttentionCase("even", (5, 8), 1024, 1024, d, is_causal=True),
-        AttentionCase("full", (40,), 1024, 1280, d),
-        AttentionCase("ragged", (40,), 1111, 1333, d, is_causal=True),
-        AttentionCase("ragged, full", (40,), 1333, 1111, d),
-        AttentionCase("large scores", (40,), 1024, 1024, d, is_causal=True, logit_scale=30.0),
-    ]
-    for _ in range(3):
-        check_attention(FlashAttentionTriton.apply, cases=cases)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -231,19 +196,9 @@ def test_many_programs_with_any_strides(d):
 
 @pytest.mark.parametrize("d", [16, 64, 128, 256])
 def test_tf32(d):
-    cases = [
-        AttentionCase("even", (2,), 512, 512, d, is_causal=True),
-        AttentionCase("ragged", (2,), 333, 500, d),
-    ]
+    cases = [AttentionCase("even", (2,), 512, 512, d, True), AttentionCase("ragged", (2,), 333, 500, d)]
     with matmul_precision("tf32"):
         check_attention(FlashAttentionTriton.apply, cases=cases, allowed_error=5e-3)
-
-
-@pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_long_sequences(d, dtype):
-    case = AttentionCase("long", (1,), 8192, 8192, d, is_causal=True)
-    check_attention(FlashAttentionTriton.apply, cases=[case], dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
         check_inputs(q, k, v)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        with torch.enable_grad():  # even in a Function's forward: first_order_only has to find the inputs
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     return q, k, v
 
 

@@ -12,8 +12,10 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates the backward of an autograd.Function: differentiating the gradients it returns raises.
 
     torch's `once_differentiable` does so only where an upstream gradient requires grad; after `.sum()` none
-    does, and gradients depend on the inputs all the same. create_graph=True alone is allowed. Backward runs
-    outside of torch.autocast, as its forward chose the dtypes.
+    does, and gradients depend on the inputs all the same. Here the error stands between the gradients and the
+    inputs, by those saved tensors that require grad: autograd.grad(..., inputs) looks at nothing else.
+    create_graph=True alone is allowed. Backward runs outside of torch.autocast, as its forward chose the
+    dtypes.
     """
 
     @wraps(backward)
@@ -26,19 +28,27 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
                 return guarded(ctx, *upstream)
         if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
+        ctx = _Unpacked(ctx)
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
-        return _undifferentiable(backward.__qualname__.split(".")[0], gradients)
+        leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
+        inputs = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
+        name = backward.__qualname__.split(".")[0]
+        message = f"{name} has no second derivative: its gradient (create_graph=True) was differentiated"
+        error = torch._C._functions.DelayedError(message.encode(), len(leaves) + len(inputs))
+        return error(*leaves, *inputs)[: len(leaves)]
 
     return guarded
 
 
-def _undifferentiable(function: str, gradients: Any) -> tuple[Tensor | None, ...]:
-    """Aliases of the gradients of a Function that raise when they are differentiated."""
-    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-    leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
-    message = f"{function} has no second derivative: its gradient (create_graph=True) was differentiated"
-    return torch._C._functions.DelayedError(message.encode(), len(leaves))(*leaves)
+class _Unpacked:
+    """A context whose saved tensors are unpacked once: checkpointing would not do it twice."""
+
+    def __init__(self, ctx: Any):
+        self.saved_tensors, self._ctx = ctx.saved_tensors, ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 _PLAIN, _is_compiling = {Tensor, nn.Parameter}, torch.compiler.is_compiling

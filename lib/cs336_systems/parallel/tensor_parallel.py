@@ -9,12 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
 class _SumGradient(torch.autograd.Function):
-    """Forward: as it is. Backward: each rank has the gradient through its slice; they are added up."""
+    """Forward: as it is. Backward: each rank has the gradient through its slice; they are added up.
+
+    The backward of each of the two is the other's forward, so second derivatives are right as well.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -22,11 +24,8 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _Sum.apply(grad, ctx.group), None
 
 
 class _Sum(torch.autograd.Function):
@@ -34,14 +33,14 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        return _SumGradient.apply(grad, ctx.group), None
 
 
 class TensorParallelSwiGLU(nn.Module):

@@ -49,7 +49,9 @@ class BlockFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, cos, sin, num_heads: int, eps1: float, eps2: float, keep, *given) -> Tensor:
-        w, rows = Weights(*given), x.reshape(-1, x.shape[-1])
+        w = Weights(*given)
+        with torch.enable_grad():  # first_order_only has to find x behind them
+            rows = x.reshape(-1, x.shape[-1])
         ctx.shape, ctx.eps = (*x.shape[:-1], num_heads, -1), (eps1, eps2)
         q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps1)[0], w, cos, sin, ctx.shape)
         o, logsumexp, *rest = flash_forward(q, k, v, True)

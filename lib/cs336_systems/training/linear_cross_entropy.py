@@ -61,14 +61,16 @@ class LinearCrossEntropy(torch.autograd.Function):
                 add_product_(d_weight, logits.T, rows[chunk])
             del logits  # before the next chunk's are made
         count = (targets != IGNORED).sum()
-        ctx.save_for_backward(d_rows, d_weight, count)
+        with torch.enable_grad():  # empty, to lead first_order_only to the inputs, which are not saved
+            parts = [x.flatten()[:0].clone() for x in (hidden, weight)]
+        ctx.save_for_backward(d_rows, d_weight, count, *parts)
         ctx.dtype, ctx.shape = hidden.dtype, hidden.shape
         return total / count
 
     @staticmethod
     @first_order_only
     def backward(ctx, d_loss: Tensor):
-        d_rows, d_weight, count = ctx.saved_tensors
+        d_rows, d_weight, count, *_ = ctx.saved_tensors
         factor = d_loss.float() / count.clamp(min=1)
         d_hidden = None if d_rows is None else scaled(d_rows, factor, ctx.dtype).reshape(ctx.shape)
         return d_hidden, None if d_weight is None else scaled(d_weight, factor, ctx.dtype), None, None
