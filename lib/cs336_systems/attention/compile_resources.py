@@ -119,9 +119,8 @@ def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig, is_
     layouts = [layout(x)] * (4 if kernel.endswith("forward") else 8)
     launch = Launcher(layouts, config, is_causal, kernels=(kernel,)).launches[kernel]
     made = {"_src": x.to(SPLIT_DTYPE) if kernel in BF16X3_KERNELS else x, "counter_ptr": row.int()}
-    made |= dict.fromkeys(
-        ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src"), row
-    )
+    of_rows = ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src")
+    made |= dict.fromkeys(of_rows, row)
     return launch.compile(*(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names))
 
 

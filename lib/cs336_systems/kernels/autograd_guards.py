@@ -14,9 +14,10 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     torch's `once_differentiable` does so only where an upstream gradient requires grad; after `.sum()` none
     does, and gradients depend on the inputs all the same. Here the error stands between the gradients and the
     inputs, by those saved tensors that require grad: autograd.grad(..., inputs) looks at nothing else.
-    create_graph=True alone is allowed. Backward runs outside of torch.autocast, as its forward chose the
-    dtypes.
+    create_graph=True alone is allowed. Backward runs outside of torch.autocast: its forward chose dtypes.
     """
+    what = backward.__qualname__.split(".")[0]
+    message = f"{what} has no second derivative: its gradient (create_graph=True) was differentiated"
 
     @wraps(backward)
     def guarded(ctx, *upstream: Tensor) -> Any:
@@ -33,8 +34,6 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
             gradients = backward(ctx, *upstream)
         leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
         inputs = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
-        name = backward.__qualname__.split(".")[0]
-        message = f"{name} has no second derivative: its gradient (create_graph=True) was differentiated"
         error = torch._C._functions.DelayedError(message.encode(), len(leaves) + len(inputs))
         return error(*leaves, *inputs)[: len(leaves)]
 
@@ -61,9 +60,6 @@ def needs_dispatcher(*arguments: Any) -> bool:
     if _is_compiling() or _dispatch_modes() or _transforms_active():
         return True
     for x in arguments:
-        if type(x) in _PLAIN:
-            if not x.data_ptr() or x.is_neg():
-                return True
-        elif isinstance(x, Tensor):
+        if isinstance(x, Tensor) and (type(x) not in _PLAIN or not x.data_ptr() or x.is_neg()):
             return True
     return False

@@ -84,7 +84,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) ->
     return _overwrite(logits, targets, ignore_index)
 
 
-@kernel_function(mutates="logits")
+@lambda function: kernel_function(function, mutates="logits")
 def _overwrite(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)

@@ -103,8 +103,8 @@ def backward(
     options["STAGES"] = 3 if 2 * tile_bytes <= PREFETCHED else 1
     tensors = dy, x, weight.contiguous(), r, None if residual is None else residual.contiguous(), dx, partial
     sizes = dy.stride(0), x.stride(0), n_rows, d, rows_each
-    has_residual = residual is not None
-    launch(rms_norm_backward_kernel, (partials,), *tensors, *sizes, HAS_RESIDUAL=has_residual, **options)
+    options["HAS_RESIDUAL"] = residual is not None
+    launch(rms_norm_backward_kernel, (partials,), *tensors, *sizes, **options)
     return dx.to(x.dtype), partial.sum(0).to(weight.dtype)
 
 

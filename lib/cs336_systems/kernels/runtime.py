@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ if INTERPRETED and triton.__version__.startswith("3.6."):  # 3.7 does so itself
     _mend_index()
 
 
-def kernel_function(function: Callable[..., Any] | None = None, *, mutates: str = "") -> Any:
+def kernel_function(function: Callable[..., Any], mutates: str = "") -> Callable[..., Any]:
     """Decorates a function of tensors that launches kernels: a custom operator where PyTorch must see them.
 
     Kernels take addresses, so PyTorch's dispatcher does nothing for them. The direct call is the fast path.
@@ -53,8 +53,6 @@ def kernel_function(function: Callable[..., Any] | None = None, *, mutates: str 
 
     mutates: the name of its first tensor, if it overwrites that: the version counter then counts it.
     """
-    if function is None:
-        return partial(kernel_function, mutates=mutates)
     name = f"{function.__module__.rpartition('.')[2]}_{function.__name__}"
     changed = [mutates] if mutates else ()
     operator = torch.library.custom_op(f"cs336_systems::{name}", function, mutates_args=changed)

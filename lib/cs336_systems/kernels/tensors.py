@@ -1,7 +1,5 @@
 """What our functions ask of their tensors; without Triton."""
 
-from typing import Any
-
 from torch import Tensor
 
 from cs336_systems.dtypes import KERNEL_DTYPES
@@ -17,16 +15,16 @@ def check_tensors(names: str, *tensors: Tensor, fits: bool, allowed: str, same_d
     dtypes = {x.dtype for x in tensors}
     if not dtypes.issubset(KERNEL_DTYPES) or (same_dtype and len(dtypes) > 1):
         one_of = ("all the same, one of " if same_dtype else "") + ", ".join(map(str, KERNEL_DTYPES))
-        raise TypeError(f"{names} have dtypes {_listed(x.dtype for x in tensors)}; allowed: {one_of}")
+        raise TypeError(f"{names} have dtypes {_listed(tensors, 'dtype')}; allowed: {one_of}")
     if any(x.device != tensors[0].device for x in tensors):
-        raise ValueError(f"{names} are on {_listed(x.device for x in tensors)}; allowed: the same one")
+        raise ValueError(f"{names} are on {_listed(tensors, 'device')}; allowed: the same one")
     if not fits:
-        shapes = _listed(tuple(x.shape) for x in tensors)
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors)
         raise ValueError(f"{names} have shapes {shapes}; allowed: {allowed}")
 
 
-def _listed(values: Any) -> str:
-    return ", ".join(map(str, values))
+def _listed(tensors: tuple[Tensor, ...], what: str) -> str:
+    return ", ".join(str(getattr(x, what)) for x in tensors)
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -71,12 +71,8 @@ def is_as_written(module: nn.Module, kind: type[nn.Module]) -> bool:
 
     Adapters and parametrizations are subclasses or other modules. Hooks that only observe do not count.
     """
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    hooks += (module._backward_pre_hooks,)
     observe = all(getattr(hook, "only_observes", False) for each in hooks for hook in each.values())
     patched = "forward" in vars(module) or kind.forward is not _FORWARDS[kind]
     return type(module) is kind and observe and not patched
