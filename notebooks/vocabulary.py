@@ -71,7 +71,8 @@ family(  # the leaderboard's training step
     "implementation",
     """
     fsdp2_compiled  | FSDP2, compiled          | black
-    fsdp2_partly    | FSDP2, 60 % checkpointed | grey
+    fsdp2_partly    | FSDP2, some checkpointed | grey
+    fsdp2_selective | FSDP2, attention kept    | wine
     fsdp_compiled   | FSDP, compiled           | purple
     fused_kernels   | fused kernels            | sky
     manual_backward | manual backward          | orange
@@ -190,8 +191,7 @@ def _tokens(count: float) -> str:
     return f"{count // 1024:.0f}K" if count >= 1024 and count % 1024 == 0 else f"{count:g}"
 
 
-# A column's name on an axis or in a header, where the name itself, made readable, would not do; in front of a
-# number that would not say what it is: "warm-up 5" in a legend or above a panel; how its numbers are written.
+# Where its own name would not do: a column's name, what stands before its numbers ("warm-up 5"), their form.
 column("std_ms", "standard deviation (ms)")
 column("mean_ms", "mean time (ms)")
 column("p50_ms", "median time (ms)")

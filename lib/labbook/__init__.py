@@ -11,7 +11,7 @@ _EXPORTS = {
     "compare": "beside_reference longest_warmup published_rows side_by_side times_in",
     "files": "REPOSITORY_FIGURES figures_dir find",
     "labels": "MISSING column_label named_value ordered significant value_label",
-    "machine": "MachineCard load_card machine_card why_no_compile why_no_memory why_no_tf32",
+    "machine": "MachineCard load_card machine_card watched_clocks why_no_compile why_no_memory why_no_tf32",
     "page": "Page",
     "plots": "bars heatmap lines ratio stacked_bars",
     "ranks": "one_step_ms slowest time_together",

@@ -50,7 +50,7 @@ class Step:
     prepare: run before each step, outside the measured time.
     compiled: something in it goes through torch.compile: it starts from empty caches and has `compile_s`.
     cold: the L2 cache is flushed before each repetition, and gradients of the tensors in `clear` are dropped.
-    values: called after the timing for more columns of the row.
+    values: called after the timing for more columns of the row; "tables" are rows of other tables, by name.
     """
 
     run: Callable[..., Any]

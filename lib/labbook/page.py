@@ -40,8 +40,7 @@ class Page:
         given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
         self._executed: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
         self.run = runs.begin(runs.Run(slug, self.card.slug, given, self.code))
-        self._say(self.card.line())
-        self._say(self._age())
+        self._say(f"{self.card.line()}\n{self._age()}".strip())
 
     def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """The reference machine's rows of a table, of another notebook's problem if a slug is given.
@@ -88,6 +87,8 @@ class Page:
         kept = {_key(row, keys) for row in record.to_dict("records") if not row.get("steps", steps) < steps}
         how |= {"kept": lambda case: _key(case, keys) in kept, "device": self.device}
         for rows in bench.measure(cases, setup, **how):
+            for other, more in [pair for row in rows for pair in row.pop("tables", {}).items()]:
+                self.save(more, other)
             self.save(rows, table)
         if left_out := sum(_key(case, keys) in kept for case in cases):
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
@@ -95,8 +96,7 @@ class Page:
     def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
 
-        Args:
-            here: drawn from this machine's rows, not the reference machine's.
+        here: drawn from this machine's rows, not the reference machine's.
         """
         folder = make_folder(figures_dir() / (self.card.slug if here else self.reference) / self.slug)
         for suffix, content in ((".png", figure.png()), (".svg", figure.svg())):

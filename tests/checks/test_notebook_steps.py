@@ -105,6 +105,9 @@ WRONG = [
     ("56", "largest_in_sequence", "left.subs(X, x)", "left", "is Y what X leaves"),
     ("56", "best_split", "/ b, X), X)", "/ a, X), X)", "is X sqrt(a)"),
     ("56", "gather_s", "per_host / tensor", "per_host", "whose cards carry a slice"),
+    ("61", "flops_per_byte", "2 * inner * width / (2 * width)", "2 * inner", "2 d n FLOPs over"),
+    ("61", "feed_forward_backward", " * (1 + a * (1 - s))", "", "the derivative of silu?"),
+    ("61", "feed_forward_backward", "dy.T @ (a * s * b)", "dy.T @ (a * b)", "c is silu(a) b"),
     ("61", "chunked_loss", '"sum") / len(hidden)', '"mean")', "the mean over all tokens"),
     ("61", "rms_norm_backward", " - n * (g * n).mean(-1, keepdim=True)", "", "second term"),
     ("61", "most_saved", "range(capacity, size - 1, -1)", "range(size, capacity + 1)", "downwards"),
@@ -197,7 +200,8 @@ FUNCTIONS = [
     ("13", "spacing"), ("13", "replay"), ("16", "segments"), ("16", "halves"), ("16", "peak_of"),
     ("16", "run"), ("16", "place"), ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta"),
     ("37", "fill"), ("11", "forward_flops"),
-    ("61", "chunked_loss"), ("61", "rms_norm_backward"), ("61", "most_saved"),
+    ("61", "chunked_loss"), ("61", "rms_norm_backward"), ("61", "most_saved"), ("61", "flops_per_byte"),
+    ("61", "feed_forward_backward"),
 ]  # fmt: skip
 OF_TENSORS = [("13", "replay"), ("14", "layer_norm"), ("21", "my_softmax"), ("21", "my_attention")]
 OF_TENSORS += [("25", "delta"), ("61", "chunked_loss"), ("61", "rms_norm_backward")]

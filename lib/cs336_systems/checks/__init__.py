@@ -10,7 +10,7 @@ __getattr__, __all__ = lazy_exports(
         "exercise": "step",
         "flash_steps": "check_backward check_forward check_gradients check_mask check_visit",
         "fsdp_checks": "check_fsdp",
-        "fused_checks": "FUSED check_fused check_weighted_sum",
+        "fused_checks": "FUSED check_fused check_weighted_sum fused_kernel",
         "ring_checks": "check_ring run_ring",
         "sharded_optimizer_checks": "check_sharded_optimizer",
         "tensor_parallel_checks": "check_tensor_parallel",

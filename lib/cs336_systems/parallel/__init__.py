@@ -15,10 +15,12 @@ from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket
 from cs336_systems.parallel.reduce_scatter_ddp import ReduceScatterDDP, ReduceScatterMean
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import partition_tensors, segment_bytes, shard_bytes
+from cs336_systems.parallel.strategies import SHARDINGS
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU
 
 __all__ = [
     "FSDP",
+    "SHARDINGS",
     "AllReduceMean",
     "BucketedDDP",
     "DataParallel",

@@ -49,8 +49,7 @@ class DataParallelSteps(ModelSteps):
 def steps_of(case: Mapping[str, Any], context: WorkerContext) -> DataParallelSteps:
     """The steps of a fresh model in one of WRAPPERS, with this rank's share of the batch.
 
-    Args:
-        case: key columns of ddp_times: the model, `implementation` (the wrapper), `bucket_size_mb` or None.
+    case: key columns of ddp_times: the model, `implementation` (the wrapper), `bucket_size_mb` or None.
     """
     where = {"attention_implementation": case["attention"], "device": context.device}
     config = model_size(case["model_size"], case["edition"])

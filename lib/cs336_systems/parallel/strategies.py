@@ -47,7 +47,6 @@ class Sharding:
 
 
 _bucketed = partial(BucketedDDP, bucket_size_mb=25)
-_by_block = partial(FSDP, unit_types=("TransformerBlock",))
 SHARDINGS: dict[str, Sharding] = {
     "ddp": Sharding(_bucketed),
     "zero": Sharding(_bucketed, torch_zero),
@@ -55,5 +54,5 @@ SHARDINGS: dict[str, Sharding] = {
     "sharded_scatter": Sharding(ReduceScatterDDP, ShardedOptimizer, wraps_optimizer=True),
     "fsdp2": Sharding(TorchFSDP, casts=True),
     "fsdp_weight": Sharding(FSDP, casts=True),
-    "fsdp_block": Sharding(_by_block, casts=True),
+    "fsdp_block": Sharding(partial(FSDP, unit_types=("TransformerBlock",)), casts=True),
 }

@@ -10,7 +10,7 @@ __getattr__, __all__ = lazy_exports(
         "profile_tables": "attention_parts beside_wall_clock by_scope explained_peaks leaders "
         "of_main_profiler shares softmax_over_matmuls two_profilers",
         "scaling_plots": "limit_lines region ring_timeline",
-        "step_plots": "tradeoff waterfall",
+        "step_plots": "tradeoff",
         "timelines": "kernel_timeline memory_timeline nsys_timeline overlap_timeline",
     },
 )

@@ -2,8 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from cs336_systems.attention.implementations import OURS
 from cs336_systems.training.fused import use_fused_blocks, use_fused_kernels, use_fused_loss
@@ -16,24 +20,54 @@ class FullStep:
     sharding: one of parallel.strategies.SHARDINGS.
     prepare: called with the model before it is sharded; it imports Triton.
     attention: one of attention.implementations.ATTENTION.
-    checkpoints: the share of blocks that keep their input only, through PyTorch's checkpointing.
+    checkpoints: which blocks go through PyTorch's checkpointing: "all", "none", "few" (as memory allows).
+    keeps_attention: their checkpoints keep attention's output and logsumexps beside the input.
     compiles: blocks go through torch.compile.
-    selects: what blocks keep is solved for the memory that is left.
+    selects: what blocks keep is chosen for the memory that is left.
     """
 
     sharding: str
     prepare: Callable[[nn.Module], object]
     attention: str = OURS
-    checkpoints: float = 0.0
+    checkpoints: str = "none"
+    keeps_attention: bool = False
     compiles: bool = False
     selects: bool = False
 
+    def wrap_blocks(self, model: nn.Module, plain: int = 0) -> None:
+        """Compile and checkpoint the blocks of a model in place; the last `plain` keep everything."""
+        count = len(model.layers) - plain if self.checkpoints != "none" else 0
+        compiled = partial(torch.compile, dynamic=False) if self.compiles else lambda module: module
+        options = {"context_fn": _keeps_attention} if self.keeps_attention else {}
+        checkpointed = partial(checkpoint_wrapper, **options)
+        # Our FSDP's hooks are the block's, inside of the checkpoint; FSDP2's are outside of both.
+        outer, inner = (compiled, checkpointed) if self.sharding == "fsdp2" else (checkpointed, compiled)
+        for n, block in enumerate(model.layers):
+            model.layers[n] = outer(inner(block)) if n < count else compiled(block)
+
+
+def _keeps_attention() -> tuple:
+    """Contexts of a checkpoint that keeps what PyTorch's fused attentions return, and nothing else."""
+    ops = torch.ops.aten
+    attentions = (
+        ops._scaled_dot_product_cudnn_attention.default,
+        ops._scaled_dot_product_flash_attention.default,
+        ops._scaled_dot_product_flash_attention_for_cpu.default,
+    )
+
+    def policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
+        kept = operation in attentions
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
 
 FULL_STEPS: dict[str, FullStep] = {
-    "fsdp2_compiled": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", checkpoints=1, compiles=True),
-    "fsdp2_partly": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", checkpoints=0.6, compiles=True),
-    "fsdp_compiled": FullStep("fsdp_block", use_fused_loss, "sdpa_cudnn", checkpoints=1, compiles=True),
-    "fused_kernels": FullStep("fsdp_block", use_fused_kernels, checkpoints=1),
+    "fsdp2_compiled": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "all", compiles=True),
+    "fsdp2_partly": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "few", compiles=True),
+    "fsdp2_selective": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "few", True, compiles=True),
+    "fsdp_compiled": FullStep("fsdp_block", use_fused_loss, "sdpa_cudnn", "all", compiles=True),
+    "fused_kernels": FullStep("fsdp_block", use_fused_kernels, checkpoints="all"),
     "manual_backward": FullStep("fsdp_block", use_fused_blocks),
     "selective": FullStep("fsdp_block", use_fused_blocks, selects=True),
 }
