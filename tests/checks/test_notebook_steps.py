@@ -24,7 +24,7 @@ from labbook.book.tidy import CHECKER, has_solution
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
     "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "33", "34",
-    "35", "36", "37", "43", "44", "53", "56", "61",
+    "35", "36", "37", "43", "44", "53", "54", "55", "56", "61",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
@@ -102,6 +102,15 @@ WRONG = [
     ("53", "border", 'sp.Eq(comm', 'sp.Eq(2 * comm', "grows by W / C"),
     ("53", "gather_s", "min(inside, per_host * card)", "min(inside, card)", "all cards, at once"),
     ("53", "tokens_needed", "min(inside, per_host * card)", "min(inside, card)", "8 cards"),
+    ("54", "sent", "gather + scatter", "gather", "gather again"),
+    ("54", "hybrid_s", "size / per_host) / card", "size / per_host) / inside", "all-reduces an eighth"),
+    ("54", "GatheredLinear", "(grad_piece, grad.T @ x,", "(grad_piece, 2 * grad.T @ x,", "this rank's rows"),
+    ("55", "slice_of", 'dim=1 if name == "w2" else 0', "dim=0", "w2 keeps columns"),
+    ("55", "Sum", "return grad, None", "return 2 * grad, None", "Sum: backward is 1"),
+    ("55", "SumGradient", "return x.view_as(x)", "return 2 * x", "SumGradient: forward is 1"),
+    ("55", "TensorParallelSwiGLU", "x = SumGradient.apply(x, self.group)", "pass", "this rank's slice"),
+    ("55", "sequence_bytes", '"backward": 3', '"backward": 2', "half as much again"),
+    ("55", "GatherLinear", "scattered(grad @ weight, ctx.group)", "(grad @ weight)[: len(x)]", "not sliced"),
     ("56", "largest_in_sequence", "left.subs(X, x)", "left", "is Y what X leaves"),
     ("56", "best_split", "/ b, X), X)", "/ a, X), X)", "is X sqrt(a)"),
     ("56", "gather_s", "per_host / tensor", "per_host", "whose cards carry a slice"),
