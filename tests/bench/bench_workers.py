@@ -4,14 +4,10 @@ import time
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from cs336_systems.bench.collectives_bench import time_collectives
-from cs336_systems.bench.hidden_messages import HiddenMessages
 from cs336_systems.bench.overlap_bench import profile_lanes, profile_overlap
-from cs336_systems.configs import model_size
-from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel import NaiveDDP, OverlappedDDP
 from labbook import time_together
@@ -26,22 +22,6 @@ def time_naps(context):
     """Rank 0 naps for 10 ms, rank 1 for 20 ms; three naps a step."""
     nap = 0.01 * (1 + context.rank)
     return time_together(lambda: time.sleep(nap), context, warmup_steps=1, steps=2, calls=3).step_ms
-
-
-def hidden_messages(context, bucket_size_mb):
-    """Bytes of the messages of a step with them, of one without, and whether both have the same gradients."""
-    torch.manual_seed(context.rank)
-    model = build_model(model_size("tiny"), 8, device=context.device)
-    run = HiddenMessages(model, bucket_size_mb, 2, 8)
-    start, sent = dist.all_reduce, []
-    dist.all_reduce = lambda tensor, **how: sent.append(tensor.nbytes) or start(tensor, **how)
-    seen = []
-    for step in (run.with_messages, run.forward_backward):
-        step()
-        seen.append((list(sent), [parameter.grad.clone() for parameter in model.parameters()]))
-        sent.clear()
-    (beside, one), (without, other) = seen
-    return beside, without, all(map(torch.equal, one, other))
 
 
 def _make_step(context, wrapper, layers=4, width=64, batch=8):

@@ -24,7 +24,7 @@ from labbook.book.tidy import CHECKER, has_solution
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
     "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "33", "34",
-    "35", "36", "37", "43", "44", "53", "54", "55", "56", "61",
+    "35", "36", "37", "38", "43", "44", "53", "54", "55", "56", "61",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
@@ -87,6 +87,10 @@ WRONG = [
     ("36", "exposed_ms", ", union(computing)", ", computing", "union(computing)"),
     ("37", "fill", "reversed(range(len(sizes)))", "range(len(sizes))", "from the last"),
     ("37", "MyBuckets", "buffer.div_(dist.get_world_size())", "pass", "is the sum over the ranks"),
+    ("38", "queue_s", "max(ready_at, free_at)", "ready_at", "does the second wait?"),
+    ("38", "queue_s", "backward_s * made / total", "backward_s * made / total / 1.5", "bytes, not buckets"),
+    ("38", "best_buckets", " ** 0.5", "", "a square root"),
+    ("38", "overhead_ms", "1e3 * ", "", "in milliseconds?"),
     ("41", "deal", "return owners", "owners.popitem()\n    return owners", "keys are the parameters"),
     ("43", "rows_of", "return torch.cat([mine, padding])", "return mine", "are the last rows padded"),
     ("43", "ShardedModule", "rows[: len(weight.whole)]", "rows[::2]", "put the shards together in the order"),

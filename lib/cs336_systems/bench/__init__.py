@@ -6,11 +6,9 @@ __getattr__, __all__ = lazy_exports(
     __name__,
     {
         "collectives_bench": "benchmark_collectives time_collectives",
-        "ddp_bench": "DDP_SLUGS benchmark_ddp",
         "drift_bench": "training_drift",
         "flash_bench": "Cell leaderboard_step time_cell",
         "flash_sweep": "grid_cells model_cells time_cells",
-        "hidden_messages": "benchmark_hidden_messages",
         "memory_bench": "block_rows memory_rows",
         "model_bench": "model_key",
         "overlap_bench": "profile_lanes profile_overlap profile_steps timeline_rows",

@@ -6,7 +6,7 @@ __getattr__, __all__ = lazy_exports(
     __name__,
     {
         "baseline_tables": "HOST KERNELS ablation fallen_short fastest_baseline grouped host_bound",
-        "ddp_tables": "fastest fit_collective of_run on_gpus stages strong_and_weak with_model with_wrapper",
+        "ddp_tables": "fit_collective of_run with_model with_wrapper",
         "profile_tables": "attention_parts beside_wall_clock by_scope explained_peaks leaders "
         "of_main_profiler shares softmax_over_matmuls two_profilers",
         "scaling_plots": "limit_lines region ring_timeline",
