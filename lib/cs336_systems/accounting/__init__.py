@@ -20,7 +20,7 @@ __getattr__, __all__ = lazy_exports(
         "torch_bucket_bytes",
         "element_counts": "DTYPE_BYTES",
         "flops": "backward_flops flops_breakdown forward_flops optimizer_flops parameter_breakdown "
-        "parameter_count roofline_seconds step_flops utilisation",
+        "parameter_count roofline_seconds utilisation",
         "data_sheets": "Hardware hardware hardware_names",
         "model_memory": "activation_bytes block_activation_breakdown gradient_bytes "
         "head_activation_breakdown optimizer_bytes parameter_bytes peak_bytes peak_phases",

@@ -6,12 +6,11 @@ term.
 """
 
 from cs336_systems.accounting.element_counts import Counts
-from cs336_systems.arguments import check_choice
 from cs336_systems.configs import ModelConfig
 
+PASSES = ("forward", "backward", "forward_backward", "train_step")
 # One AdamW update of one number, as `optimizer.AdamW` does it: decay 1, mean 3, mean square 4, root 1,
 # bias correction 1, epsilon 1, step 3.
-PASSES = ("forward", "backward", "forward_backward", "train_step")
 ADAMW_FLOPS_PER_PARAMETER = 14
 
 
@@ -65,14 +64,6 @@ def backward_flops(config: ModelConfig, batch_size: int, context_length: int) ->
 def optimizer_flops(config: ModelConfig) -> int:
     """Elementwise operations of one AdamW step. No matmul among them: bandwidth sets their time."""
     return ADAMW_FLOPS_PER_PARAMETER * parameter_count(config)
-
-
-def step_flops(config: ModelConfig, batch_size: int, context_length: int, pass_: str) -> int:
-    """Operations of one measured step: "backward" is alone, "train_step" is with the optimizer."""
-    check_choice("pass", pass_, PASSES)
-    forward = forward_flops(config, batch_size, context_length)
-    times = {"forward": 1, "backward": 2}.get(pass_, 3)
-    return times * forward + (optimizer_flops(config) if pass_ == "train_step" else 0)
 
 
 def roofline_seconds(flops: float, bytes_moved: float, matmul_tflops: float, copy_gbps: float) -> float:

@@ -18,18 +18,6 @@ HAS_TRITON = find_spec("triton") is not None  # not on macOS
 if HAS_TRITON:
     from cs336_systems.attention.flash_triton import FlashAttentionTriton
 
-__all__ = [
-    "ATTENTION",
-    "ATTENTION_PASSES",
-    "HAS_TRITON",
-    "OURS",
-    "FlashAttentionPyTorch",
-    "FlashAttentionTriton",
-    "attention",
-    "plain_attention",
-    "select_config",
-]
-
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, implementation: str = "auto"

@@ -17,30 +17,3 @@ from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import partition_tensors, segment_bytes, shard_bytes
 from cs336_systems.parallel.strategies import SHARDINGS
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU
-
-__all__ = [
-    "FSDP",
-    "SHARDINGS",
-    "AllReduceMean",
-    "BucketedDDP",
-    "DataParallel",
-    "FlatDDP",
-    "NaiveDDP",
-    "OverlappedDDP",
-    "ReduceScatterDDP",
-    "ReduceScatterMean",
-    "ShardedOptimizer",
-    "TensorParallelSwiGLU",
-    "TorchDDP",
-    "WorkerContext",
-    "WorkerError",
-    "backends_here",
-    "bucket_bytes",
-    "choose_backend",
-    "fill_buckets",
-    "launch",
-    "partition_tensors",
-    "segment_bytes",
-    "shard_bytes",
-    "stream",
-]

@@ -434,10 +434,6 @@ class FSDP(DataParallel):
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
         }
 
-    def full_shapes(self) -> dict[nn.Parameter, torch.Size]:
-        """Of every parameter that is sharded, the shape of the whole."""
-        return {weight.parameter: weight.whole.shape for group in self._groups for weight in group.weights}
-
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm, over all ranks, is at most max_norm; returns what it was.

@@ -9,16 +9,3 @@ from cs336_systems.training.full_steps import FULL_STEPS
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 from cs336_systems.training.selective import Item, choose
 from cs336_systems.training.steps import ModelSteps, attention_steps
-
-__all__ = [
-    "FULL_STEPS",
-    "Item",
-    "ModelSteps",
-    "attention_steps",
-    "checkpointing",
-    "choose",
-    "forward_with",
-    "linear_cross_entropy",
-    "numerics",
-    "strategy",
-]
