@@ -22,6 +22,7 @@ family(
     flash_pytorch   | Flash (PyTorch)          | brown
     flash_compiled  | Flash (compiled backward)| wine
     flash_triton    | Flash (ours)             | green
+    flash_cute      | FlashAttention, CuTe DSL
     """,
 )
 family(  # a model's own code, or a weighted sum
@@ -175,6 +176,7 @@ family(  # who wrote an entry of a leaderboard
     """
     ours              | ours                   | green
     PyTorch's own     | PyTorch's own          | black
+    others', by us    | others', timed by us   | purple
     others, published | others, published      | grey
     """,
 )
@@ -182,7 +184,6 @@ _SIZES = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
 _SIZES.sort(key=lambda config: config.num_layers * config.d_model**2)
 family("model_size", "\n".join(config.name for config in _SIZES))
 family("model", "\n".join(config.label for config in _SIZES))
-
 family("", "h200 | H200\nsqrt_n | every √N")
 
 
@@ -212,7 +213,6 @@ column("sm_clock_mhz", "SM clock (MHz)")
 column("message_mb", "size of the message (MB)")
 column("warmup_steps", "warm-up steps", "warm-up")
 column("where", "machine")
-
 synonyms("where machine gpu source")
 synonyms("model model_size edition d_model num_heads")
 synonyms("wrapper implementation")

@@ -22,7 +22,6 @@ PATTERN = re.compile(rf"(?i)\b({'|'.join(WORDS.strip().splitlines())})", re.VERB
 EXEMPT = {
     "lib/cs336_systems/bench",
     "lib/cs336_systems/report",
-    "notebooks/27_flash_leaderboard.ipynb",
     "notebooks/33_naive_ddp_benchmarking.ipynb",
     "notebooks/35_ddp_overlap_individual_parameters.ipynb",
     "notebooks/38_ddp_bucketed_benchmarking.ipynb",

@@ -23,7 +23,7 @@ from labbook.book.tidy import CHECKER, has_solution
 
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
-    "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "31", "32", "33", "34",
+    "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "27", "31", "32", "33", "34",
     "35", "36", "37", "38", "43", "44", "53", "54", "55", "56", "61",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
@@ -68,6 +68,9 @@ WRONG = [
     ("25", "dq_kernel", "(tile + 1) * ROWS", "tile * ROWS", "causal"),
     ("25", "dkdv_kernel", "tile * KEYS // ROWS * ROWS", "(tile + 1) * KEYS", "causal"),
     ("25", "dkdv_kernel", "mask=rows < n_queries", "mask=rows >= 0", "dkdv_kernel loads"),
+    ("27", "ladder_kernel", "masked = tile * ROWS // KEYS * KEYS", "masked = 0", "where does `masked` end"),
+    ("27", "ladder_kernel", "tile * ROWS // KEYS * KEYS", "(tile + 1) * ROWS // KEYS * KEYS", "wholly below"),
+    ("27", "faults_found", '"E": "mixed batches"', '"E": "stale mask"', "three sequences"),
     ("31", "ring_all_reduce", "if step < n - 1", "if step < n", "which part is complete"),
     ("32", "MyDDP", "parameter.grad /= dist.get_world_size()", "pass", "is the sum over the ranks"),
     ("33", "communication_share", "6 * tokens", "4 * tokens", "6 and 4?"),

@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from cs336_systems.report import HOST, KERNELS, ablation, fallen_short, fastest_baseline, grouped, host_bound
+from cs336_systems.report import HOST, KERNELS, fallen_short, fastest_baseline, grouped, host_bound
 
 
 def row(name, length, ms, pass_="forward"):
@@ -66,37 +66,3 @@ def test_every_cell_that_falls_short_has_a_reason():
     assert table["cells"].sum() == len(short)
     assert table.loc[KERNELS, ["context_lengths", "ratio"]].tolist() == ["32, 64", "0.500 to 0.800"]
     assert grouped(fallen_short(beside([row("ours", 32, 1.0), row("a", 32, 2.0)], "a"))).empty
-
-
-def version(rung, p50_ms, predicted=(None, None), kept=True, spread=0.01, **more):
-    times = {"p20_ms": p50_ms * (1 - spread), "p50_ms": p50_ms, "p80_ms": p50_ms * (1 + spread)}
-    gains = dict(zip(("predicted_gain_low", "predicted_gain_high"), predicted, strict=True))
-    return {"rung": rung, "technique": f"v{rung}", "kept": kept, "status": "ok", **gains, **times, **more}
-
-
-def test_gains_are_over_the_last_version_kept():
-    rows = [version(3, 2.0, (1.9, 2.1)), version(0, 8.0), version(1, 4.0, (1, 1.1))]
-    rows += [version(2, 5.0, (1.1, 1.2), kept=False), version(4, 1.5, status="error", reason="off by 0.4")]
-    table = ablation(pd.DataFrame([*rows, version(5, 1.0, (2, 2))]))
-    assert table["technique"].tolist() == ["v0", "v1", "v2", "v3", "v4", "v5"]
-    assert table["gain"].drop(4).tolist()[1:] == [2.0, 0.8, 2.0, 2.0]
-    outcomes = table["outcome"].tolist()[1:]
-    assert outcomes == ["more", "a loss", "as predicted", "error: off by 0.4", "as predicted"]
-
-
-@pytest.mark.parametrize(
-    ("ms", "spread", "predicted", "outcome"),
-    [
-        (10.5, 0.01, (1.05, 1.1), "a loss"),
-        (10.2, 0.02, (1.05, 1.1), "less"),
-        (10.2, 0.06, (1.05, 1.1), "undecided"),
-        (9.3, 0.06, (1.05, 1.1), "as predicted"),
-        (9.8, 0.001, (1.05, 1.1), "less"),
-        (8.0, 0.01, (1.05, 1.1), "more"),
-        (8.0, 0.01, (None, None), "not predicted"),
-        (12.0, 0.01, (None, None), "a loss"),
-    ],
-)
-def test_a_gain_is_judged_by_the_spread(ms, spread, predicted, outcome):
-    rows = [version(0, 10.0, spread=spread), version(1, ms, predicted, spread=spread)]
-    assert ablation(pd.DataFrame(rows))["outcome"].tolist()[1] == outcome

@@ -4,6 +4,7 @@ Triton compiles for any NVIDIA GPU on a machine with none. It does so in process
 one the kernels may be set up for the interpreter.
 """
 
+import inspect
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -32,6 +34,12 @@ MANY_SMS = 2**20  # enough for every loop to be split, and for every work tile t
 # Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 Work = tuple[str, str, int, int]  # kernel, dtype, d_head, capability
+_HEAD = "import json, sys, triton\ntl = triton.language"
+_SHIPPED = f"""
+from {__name__} import compile_one, config_for_capability
+shipped = lambda kernel, *place: config_for_capability(*place).all_tiles(kernel)
+print(json.dumps([[compile_one(*x, tile) for tile in shipped(*x)] for x in json.loads(sys.argv[1])]))
+"""
 
 
 def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelConfig:
@@ -39,7 +47,7 @@ def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelCon
     return select_config(torch_dtype(dtype), d_head, divmod(capability, 10), 1, dtype == "tf32")
 
 
-def compile_tiles(work: Iterable[Work]) -> list[dict[str, Any]]:
+def compile_tiles(work: list[Work]) -> list[dict[str, Any]]:
     """Compile the shipped tiles in as many processes as there are cores.
 
     Returns:
@@ -51,18 +59,19 @@ def compile_tiles(work: Iterable[Work]) -> list[dict[str, Any]]:
         RuntimeError: a tile does not compile, or matmuls that are meant to run meanwhile are waited for; the
             message ends with the compiler's.
     """
-    work = list(work)
     count = max(1, min(len(work), os.cpu_count() or 1))
-    found: list[list[dict[str, Any]]] = [[] for _ in work]
     with ThreadPool(count) as pool:
-        for first, rows in enumerate(pool.imap(_compile_elsewhere, (work[i::count] for i in range(count)))):
-            found[first::count] = rows
-    return [row for rows in found for row in rows]
+        found = pool.map(partial(in_own_process, _SHIPPED), [work[i::count] for i in range(count)])
+    return [row for i in range(len(work)) for row in found[i % count][i // count]]
 
 
-def _compile_elsewhere(work: list[Work]) -> list[list[dict[str, Any]]]:
-    command = [sys.executable, "-m", __name__, json.dumps(work)]
-    run = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True)
+def in_own_process(source: str, given: Any, kernels: Iterable[Any] = ()) -> Any:
+    """What a program with a notebook's kernels prints as JSON; `given` is in sys.argv[1]. RuntimeError."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:  # Triton reads kernels from their file
+        parts = [_HEAD, *(inspect.getsource(kernel.fn) for kernel in kernels), source]
+        print("\n".join(parts), file=file, flush=True)
+        command, environment = [sys.executable, file.name, json.dumps(given)], {"TRITON_INTERPRET": "0"}
+        run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"compiling ahead of time failed: {run.stderr[-2000:]}")
     return json.loads(run.stdout)
@@ -131,8 +140,7 @@ def ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
     tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
     architecture = re.search(r"\.target (\w+)", ptx).group(1)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
+        print(ptx, file=file, flush=True)
         command = [tool.path, "-v", f"-arch={architecture}", file.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     if waiting := re.search(r".*Potential Performance Loss.*", said):
@@ -141,11 +149,3 @@ def ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
         "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
         "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
     }
-
-
-if __name__ == "__main__":
-    found = [
-        [compile_one(kernel, *place, tile) for tile in config_for_capability(*place).all_tiles(kernel)]
-        for kernel, *place in json.loads(sys.argv[1])
-    ]
-    print(json.dumps(found))

@@ -7,8 +7,8 @@ __getattr__, __all__ = lazy_exports(
     {
         "collectives_bench": "benchmark_collectives time_collectives",
         "drift_bench": "training_drift",
-        "flash_bench": "Cell leaderboard_step time_cell",
-        "flash_sweep": "grid_cells model_cells time_cells",
+        "flash_bench": "Cell time_cell",
+        "flash_sweep": "grid_cells time_cells",
         "memory_bench": "block_rows memory_rows",
         "model_bench": "model_key",
         "overlap_bench": "profile_lanes profile_overlap profile_steps timeline_rows",

@@ -6,7 +6,6 @@
 What is wrong is not timed: what fails check_attention, or cannot run, gets rows that say why.
 """
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -23,17 +22,13 @@ from cs336_systems.bench.attention_bench import why_no_attention
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention
 from cs336_systems.dtypes import torch_dtype
 from labbook import timing
-from labbook.machine import watched_clocks, why_no_compile, why_no_memory
+from labbook.machine import why_no_memory
 from labbook.rows import measured_in_order, pass_order_errors
 from labbook.timing import MIB, Timing, time_cold_cache
 
-DO_BENCH, CUDA_GRAPH, WALL_CLOCK, LEADERBOARD = "do_bench", "cuda_graph", "wall_clock", "leaderboard"
+DO_BENCH, CUDA_GRAPH, WALL_CLOCK = "do_bench", "cuda_graph", "wall_clock"
 # A CUDA graph cannot split a step: there is no backward by itself.
-PASSES = dict.fromkeys((DO_BENCH, WALL_CLOCK), ATTENTION_PASSES)
-PASSES |= dict.fromkeys((CUDA_GRAPH, LEADERBOARD), ("forward_backward",))
-# do_bench's milliseconds of warm-up and of repetitions; the handout says those of the leaderboard. Of the
-# others more would change nothing, so small is the spread of an H200.
-DURATIONS_MS = dict.fromkeys((DO_BENCH, WALL_CLOCK, CUDA_GRAPH), (10, 40)) | {LEADERBOARD: (1000, 10_000)}
+PASSES = dict.fromkeys((DO_BENCH, WALL_CLOCK), ATTENTION_PASSES) | {CUDA_GRAPH: ("forward_backward",)}
 GRAPH_MS = 5  # work in one graph, replayed ten times
 KEPT_BYTES = 2**33  # more than this in PyTorch's own cache is given back between two measurements
 
@@ -48,8 +43,7 @@ class Cell:
     """One implementation at one size, timed in one way.
 
     protocol: "do_bench", every repetition with a cold L2 cache; "cuda_graph", replayed, without the work of
-        launching from Python; "leaderboard", flash_leaderboard's harness to the letter. On a CPU the first
-        two are "wall_clock".
+        launching from Python. On a CPU both are "wall_clock".
     """
 
     implementation: str
@@ -69,8 +63,7 @@ class Cell:
 
     def on(self, device: torch.device) -> "Cell":
         """The cell as that device can time it."""
-        timed_by_clock = device.type == "cpu" and self.protocol != LEADERBOARD
-        return replace(self, protocol=WALL_CLOCK) if timed_by_clock else self
+        return replace(self, protocol=WALL_CLOCK) if device.type == "cpu" else self
 
 
 def time_cell(
@@ -78,14 +71,12 @@ def time_cell(
     function: AttentionFunction | None = None,
     *,
     device: str | torch.device = "auto",
-    durations_ms: tuple[float, float] | None = None,
 ) -> list[dict[str, Any]]:
     """Time every pass of one cell.
 
     Args:
         function: called as function(q, k, v, is_causal); by default the registry's of that name.
         device: "auto", "cuda" or "cpu"; a CPU is timed by the clock.
-        durations_ms: of warm-up and of repetitions; by default the protocol's.
 
     Returns:
         Rows of flash_times, one a pass. Out of memory, a wrong result, what an implementation does not take,
@@ -100,19 +91,15 @@ def time_cell(
         function = ATTENTION[cell.implementation].load()
     device = timing.resolve_device(device)
     cell = cell.on(device)
-    warmup_ms, repeat_ms = durations_ms or DURATIONS_MS[cell.protocol]
-    durations = {"warmup_ms": warmup_ms, "repeat_ms": repeat_ms}
     refused = None
-    if cell.protocol == LEADERBOARD and (reason := why_no_compile(device)):
-        refused = Timing(status="skipped", reason=reason)
 
     def row(pass_: str) -> dict[str, Any]:
         stopped = refused or _too_large(cell, pass_, device)
-        values = stopped.as_row() if stopped else _timed(cell, function, pass_, device, durations)
+        values = stopped.as_row() if stopped else _timed(cell, function, pass_, device)
         return asdict(cell) | {"pass": pass_} | values
 
     with timing.matmul_precision(cell.dtype):
-        refused = refused or why_not(cell.implementation, function, cell.dtype, cell.d_head, device)
+        refused = why_not(cell.implementation, function, cell.dtype, cell.d_head, device)
         rows = measured_in_order(lambda: [row(pass_) for pass_ in PASSES[cell.protocol]])
     if contradictions := pass_order_errors(rows):
         failed = Timing(status="error", reason=contradictions[0]).as_row()
@@ -177,17 +164,13 @@ def _too_large(cell: Cell, pass_: str, device: torch.device) -> Timing | None:
     return Timing(status="skipped", reason=reason) if reason else None
 
 
-def _timed(
-    cell: Cell, function: AttentionFunction, pass_: str, device: torch.device, durations: dict[str, float]
-) -> dict[str, Any]:
+def _timed(cell: Cell, function: AttentionFunction, pass_: str, device: torch.device) -> dict[str, Any]:
     """The values of one pass."""
     if device.type == "cuda" and torch.cuda.memory_reserved(device) > KEPT_BYTES:
         timing.release_memory(device)
     before = torch.cuda.memory_allocated(device) / MIB if device.type == "cuda" else 0
 
     def measure() -> Timing:
-        if cell.protocol == LEADERBOARD:
-            return _time_leaderboard(cell, function, device, durations)
         factory = {"device": device, "dtype": torch_dtype(cell.dtype)}
         q, k, v = (torch.randn(cell.shape, **factory, requires_grad=True) for _ in range(3))
         do = torch.randn(cell.shape, **factory)
@@ -199,14 +182,13 @@ def _timed(
             "backward": lambda: output.backward(do, retain_graph=True),
             "forward_backward": lambda: function(q, k, v, cell.is_causal).backward(do),
         }[pass_]
-        return time_cold_cache(step, device=device, to_clear=(q, k, v), **durations)
+        return time_cold_cache(step, device=device, to_clear=(q, k, v))
 
-    clocks = watched_clocks(device) if cell.protocol == LEADERBOARD else nullcontext({})
-    with backend_of(cell.implementation), clocks as seen:
+    with backend_of(cell.implementation):
         timed = timing.timing_or_status(measure, device, errors=Exception)  # compilers raise what they like
     if timed.peak_memory_mib is not None:
         timed = replace(timed, peak_memory_mib=timed.peak_memory_mib - before)
-    return timed.as_row() | seen
+    return timed.as_row()
 
 
 def _time_graph(step: Callable[[], Any]) -> Timing:
@@ -218,29 +200,3 @@ def _time_graph(step: Callable[[], Any]) -> Timing:
     peak = torch.cuda.max_memory_allocated() / MIB
     times = do_bench_cudagraph(step, rep=GRAPH_MS, return_mode="all")
     return Timing(tuple(times), peak_memory_mib=peak)
-
-
-def leaderboard_step(cell: Cell, function: AttentionFunction, device: torch.device) -> Callable[[], None]:
-    """What flash_leaderboard's harness times: its score is the mean."""
-    shape = (3, cell.num_heads, cell.context_length, cell.d_head)  # one leaf, in three slices
-    leaf = torch.randn(shape, device=device, dtype=torch_dtype(cell.dtype), requires_grad=True)
-    q, k, v = leaf
-    known = ATTENTION.get(cell.implementation)
-    if not known or COMPILER not in known.needs:  # else it is compiled already
-        function = torch.compile(function)
-
-    def step() -> None:
-        function(q, k, v, cell.is_causal).sum().backward()  # the leaf's gradient is never cleared
-
-    return step
-
-
-def _time_leaderboard(
-    cell: Cell, function: AttentionFunction, device: torch.device, durations: dict[str, float]
-) -> Timing:
-    """Nothing compiled is taken from an earlier cell: it does not remember which SDPA backend was on."""
-    torch.compiler.reset()
-    step = leaderboard_step(cell, function, device)
-    with torch.compiler.config.patch(force_disable_caches=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="dynamo_pgo force disabled")
-        return time_cold_cache(step, device=device, **durations)

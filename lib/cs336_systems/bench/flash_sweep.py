@@ -1,4 +1,4 @@
-"""What notebooks 26 and 27 compare, cell by cell."""
+"""What notebook 26 compares, cell by cell."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,33 +8,17 @@ from typing import Any
 import torch
 
 from cs336_systems.attention.implementations import OURS
-from cs336_systems.bench.flash_bench import CUDA_GRAPH, LEADERBOARD, Cell, time_cell
+from cs336_systems.bench.flash_bench import CUDA_GRAPH, Cell, time_cell
 from labbook.timing import resolve_device
 
 GRID_LENGTHS = tuple(2**power for power in range(7, 17))
 GRID_HEADS = (64, 128, 32, 16)  # what is looked at most comes first
 GRAPH_LENGTHS = GRID_LENGTHS[:7]  # up to 8,192 tokens the work of launching shows
-MODEL_SHAPES = (  # batch, heads, tokens, d_head, causal
-    *((1, 16, 16_384, 64, True), (1, 16, 16_384, 128, True), (4, 16, 4096, 128, True)),
-    *((2, 16, 8192, 64, False), (2, 16, 8192, 128, False)),
-    *((16, 16, 1024, 64, True), (16, 16, 1024, 128, True)),
-)
 # What is compared by default.
-WITH_MANY_HEADS = (OURS, "sdpa_cudnn", "sdpa_flash", "flex", "compiled")
 IN_THE_GRID = {
     "bfloat16": (OURS, "sdpa_cudnn", "sdpa_flash", "plain", "torch_softmax", "compiled"),
     "float32": (OURS, "sdpa_efficient", "plain", "torch_softmax", "compiled"),
 }
-FULL_LENGTH = (OURS, "sdpa_cudnn")  # timed as long as the leaderboard does, the others a tenth of it
-
-
-def model_cells(implementations: Sequence[str] = ()) -> list[Cell]:
-    """Sizes as models have them, 16 heads at once."""
-    return [
-        Cell(name, length, d_head, batch_size=batch, num_heads=heads, is_causal=is_causal)
-        for batch, heads, length, d_head, is_causal in MODEL_SHAPES
-        for name in implementations or WITH_MANY_HEADS
-    ]
 
 
 def grid_cells(
@@ -62,5 +46,4 @@ def time_cells(cells: Iterable[Cell], device: str | torch.device = "auto") -> It
     device = resolve_device(device)
     cells = dict.fromkeys(cell.on(device) for cell in cells)
     for cell in sorted(cells, key=lambda cell: cell.implementation == "compiled"):
-        brief = cell.protocol == LEADERBOARD and cell.implementation not in FULL_LENGTH
-        yield time_cell(cell, device=device, durations_ms=(100, 1000) if brief else None)
+        yield time_cell(cell, device=device)

@@ -5,7 +5,7 @@ from cs336_systems.lazy_exports import lazy_exports
 __getattr__, __all__ = lazy_exports(
     __name__,
     {
-        "baseline_tables": "HOST KERNELS ablation fallen_short fastest_baseline grouped host_bound",
+        "baseline_tables": "HOST KERNELS fallen_short fastest_baseline grouped host_bound",
         "ddp_tables": "fit_collective of_run with_model with_wrapper",
         "profile_tables": "attention_parts beside_wall_clock by_scope explained_peaks leaders "
         "of_main_profiler shares softmax_over_matmuls two_profilers",

@@ -1,7 +1,6 @@
-"""Ours beside the fastest of its baselines and why it falls short; what each technique gained."""
+"""Ours beside the fastest of its baselines, and why it falls short."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import pandas as pd
 
@@ -85,43 +84,3 @@ def grouped(short: pd.DataFrame) -> pd.DataFrame:
         cells=("ratio", "size"),
     )
     return table.reset_index().sort_values(["reason", "dtype", "d_head"], kind="stable", ignore_index=True)
-
-
-def ablation(rows: pd.DataFrame) -> pd.DataFrame:
-    """What each technique gained over the last version kept before it, and whether that was foreseen.
-
-    Args:
-        rows: of ablation_times, one kernel at one size.
-
-    Returns:
-        In the order of the rungs: rung, technique, p50_ms, predicted_gain_low, predicted_gain_high, gain, the
-        least and the most that the spread of both versions allows (gain_low, gain_high), outcome, kept, why.
-        Without a prediction the outcome is "a loss" or "not predicted".
-    """
-    lines, before = [], None
-    for row in rows.sort_values("rung").to_dict("records"):
-        if before is not None:
-            row["gain"] = before["p50_ms"] / row["p50_ms"]
-            row["gain_low"] = before["p20_ms"] / row["p80_ms"]
-            row["gain_high"] = before["p80_ms"] / row["p20_ms"]
-            row["outcome"] = _outcome(row)
-        if row["status"] == "ok" and (before is None or row["kept"]):
-            before = row
-        lines.append(row)
-    columns = ["rung", "technique", "p50_ms", "predicted_gain_low", "predicted_gain_high"]
-    columns += ["gain", "gain_low", "gain_high", "outcome", "kept", "why"]
-    return pd.DataFrame(lines).reindex(columns=columns)
-
-
-def _outcome(row: Any) -> str:
-    """How a gain compares with its prediction, as far as the spread of the repetitions can tell."""
-    if row["status"] != "ok":
-        return f"{row['status']}: {row['reason']}"
-    low, high = row["predicted_gain_low"], row["predicted_gain_high"]
-    if pd.isna(low):
-        return "a loss" if row["gain_high"] < 1 else "not predicted"
-    if row["gain_low"] > high:
-        return "more"
-    if row["gain_high"] < low:
-        return "a loss" if row["gain_high"] < 1 else "less"
-    return "as predicted" if low <= row["gain"] <= high else "undecided"
