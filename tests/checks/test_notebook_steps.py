@@ -23,8 +23,8 @@ from labbook.book.tidy import CHECKER, has_solution
 
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
-    "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "27", "31", "32", "33", "34",
-    "35", "36", "37", "38", "43", "44", "53", "54", "55", "56", "61",
+    "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "27", "31", "32", "33",
+    "34", "35", "36", "37", "38", "43", "44", "52", "53", "54", "55", "56", "61",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
@@ -106,6 +106,8 @@ WRONG = [
     ("44", "waiting_ms", "max(0.0, end - need)", "end - need", "early does not make up"),
     ("44", "computing_share", "max(0.0, min(b, end) - max(a, start))", "b - a", "below"),
     ("44", "least_bandwidth", "for j in range(i + 1))", "for j in range(i, i + 1))", "a queue"),
+    ("52", "whole_ring", "moving = yield moving", "moving = yield total", "added twice"),
+    ("52", "parent", "above if above < n else rank ^ bit", "above", "is that one of 6"),
     ("53", "border", 'sp.Eq(comm', 'sp.Eq(2 * comm', "grows by W / C"),
     ("53", "gather_s", "min(inside, per_host * card)", "min(inside, card)", "all cards, at once"),
     ("53", "tokens_needed", "min(inside, per_host * card)", "min(inside, card)", "8 cards"),
