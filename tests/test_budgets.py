@@ -21,7 +21,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/labbook/book": (1_164, 850),
     "lib/labbook/profiles": (736, 550),
     "notebooks": (242, None),
-    "tests": (13_875, 9_500),
+    "tests": (13_877, 9_500),
 }
 
 
