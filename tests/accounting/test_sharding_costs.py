@@ -6,21 +6,30 @@ import pytest
 from cs336_systems.accounting import sharding_costs
 from cs336_systems.accounting.flops import parameter_count
 from cs336_systems.accounting.sharding_costs import STRATEGIES
-from cs336_systems.bench import benchmark_sharding
 from cs336_systems.configs import ModelConfig, model_size
+from labbook.book.execute import execute
+from labbook.book.notebooks import NOTEBOOKS
 
 XL = model_size("xl", 2025)
+SLUG = "optimizer_state_sharding_accounting"
 FSDP = [name for name, strategy in STRATEGIES.items() if "parameters" in strategy.shards]
 
 
 @pytest.fixture(scope="module")
-def measured():
-    """Memory and messages of every strategy on two ranks, by table."""
-    tables = {"sharding_memory": [], "sharding_messages": []}
-    options = {"context_length": 128, "dtypes": ["float32", "bfloat16"], "warmup_steps": 0, "steps": 1}
-    for table, rows in benchmark_sharding(2, backend="gloo", rounds=1, **options):
-        tables.get(table, []).extend(rows)
-    return {table: pd.DataFrame(rows) for table, rows in tables.items()}
+def measured(tmp_path_factory):
+    """Memory and messages of every strategy on two ranks as notebook 42 measures them, by table."""
+    folder = tmp_path_factory.mktemp("figures")
+    parameters = {"context_length": 128, "dtypes": ["float32", "bfloat16"], "backend": "gloo", "rounds": 1}
+    parameters |= {"implementations": [*STRATEGIES], "warmup_steps": 0, "steps": 1, "device": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LABBOOK_FIGURES", str(folder))
+        outcome = execute(NOTEBOOKS / f"42_{SLUG}.ipynb", folder / "out.ipynb", parameters)
+    assert outcome.status == "ok", outcome.reason
+    (times,) = folder.glob(f"*/{SLUG}/sharding_times.csv")
+    assert set(pd.read_csv(times)["status"]) == {"ok"}
+    return {
+        name: pd.read_csv(times.with_name(f"{name}.csv")) for name in ("sharding_memory", "sharding_messages")
+    }
 
 
 def test_the_states_that_a_step_ends_with_add_up_as_in_the_paper():

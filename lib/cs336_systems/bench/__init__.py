@@ -14,7 +14,6 @@ __getattr__, __all__ = lazy_exports(
         "overlap_bench": "profile_lanes profile_overlap profile_steps timeline_rows",
         "profile_bench": "Target choose_source profile_rows",
         "sent_bytes": "RINGS count_optimizer_bytes count_ring_bytes count_sent_bytes",
-        "sharding_bench": "SHARDING_SLUG already_measured benchmark_sharding",
         "step_logs": "log_messages",
         "tile_bench": "sweep_tiles",
     },

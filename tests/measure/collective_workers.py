@@ -1,28 +1,9 @@
-"""Workers for the tests of the sharding bench."""
-
-from dataclasses import replace
-from unittest.mock import patch
+"""Workers for the tests of collectives that are watched."""
 
 import torch
 
-from cs336_systems.bench import sharding_bench
 from cs336_systems.measure.collective_calls import watch_collectives
 from cs336_systems.parallel.ddp import ALL_GATHER
-
-
-def measure_with_too_little_memory(context, keys, poor):
-    """Rows that are sent when memory runs out with one of the strategies."""
-    rows = []
-    made = sharding_bench.ShardedSteps
-
-    def steps(key, context):
-        if key["implementation"] == poor:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return made(key, context)
-
-    with patch.object(sharding_bench, "ShardedSteps", steps):
-        sharding_bench._measure_all(replace(context, send=rows.append), keys, 2, 2)
-    return [row for table, of_table in rows if table == "sharding_times" for row in of_table]
 
 
 def sent_and_left_out(context):
