@@ -7,12 +7,14 @@ import nbformat
 import pytest
 
 from cs336_systems.__main__ import main
+from labbook import load_rows, one
 
 REPOSITORY = Path(__file__).parents[1]
 NOTEBOOKS = REPOSITORY / "notebooks"
 CELLS = nbformat.read(NOTEBOOKS / "00_start_here.ipynb", as_version=4).cells
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 TEXTS = {
-    REPOSITORY: (REPOSITORY / "README.md").read_text(encoding="utf-8"),
+    REPOSITORY: README + (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8"),
     NOTEBOOKS: "\n".join(cell.source for cell in CELLS if cell.cell_type == "markdown"),
 }
 TEXT = "\n".join(TEXTS.values())
@@ -39,3 +41,18 @@ def test_runs_can_be_planned(arguments):
 @pytest.mark.parametrize("path", re.findall(r"papermill (\S+)", TEXT))
 def test_notebooks_exist(path):
     assert (REPOSITORY / path).exists()
+
+
+def test_its_numbers_are_rows():
+    flash = load_rows("flash_leaderboard", "h200", "flash_times").query("steps > 1000")
+    ours, cudnn = (one(flash, implementation=name) for name in ("flash_triton", "sdpa_cudnn"))
+    assert (ours["context_length"], ours["d_head"], ours["num_heads"]) == (16_384, 64, 16)
+    assert ours["run"] == cudnn["run"]
+    full = one(load_rows("leaderboard", "h200", "full_step_times"), implementation="selective")
+    mixed = load_rows("benchmarking_mixed_precision", "h200", "model_times").query("`pass` == 'forward'")
+    mixed = mixed.query("warmup_steps == 5 and context_length == 512 and batch_size == 4")
+    speed_up = mixed.pivot_table(index=["model_size", "edition"], columns="dtype", values="p50_ms")
+    speed_up = speed_up["float32"] / speed_up["bfloat16"]
+    numbers = f"{ours['mean_ms']:.2f} ms", f"{cudnn['mean_ms']:.2f} ms", f"{full['p50_ms'] / 1e3:.2f} s"
+    numbers += f"{speed_up.max():.2f} times", f"{speed_up.min():.2f} times"
+    assert [number for number in numbers if number not in README] == []

@@ -108,16 +108,12 @@ def _card(options: Namespace) -> None:
 
 def _notebooks(options: Namespace) -> int:
     """execute notebooks in place, on the CPU, as they are committed"""
-    from labbook.book.map import renew_map
-
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     paths = _paths(options.names)
     paths += [path for path in _paths([]) if notebooks.is_last(path.stem) and path not in paths]
     with tempfile.TemporaryDirectory() as scratch:  # so that outputs show committed rows and this run alone
         os.environ["LABBOOK_FIGURES"] = scratch
-        code = _execute(paths, in_place=True)
-    renew_map()
-    return code
+        return _execute(paths, in_place=True)
 
 
 def _figures(options: Namespace) -> int:

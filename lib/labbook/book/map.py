@@ -11,22 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
-import pandas as pd
 from nbformat import NotebookNode
 from PIL import Image
 
 from labbook.book import notebooks
-from labbook.files import find, write_atomically
-from labbook.labels import UNITS, value_label
-from labbook.rows import DECLARED, TABLES, columns, run_counts
-from labbook.runs import load_run
-from labbook.tables import show
+from labbook.files import find
+from labbook.rows import run_counts
 
 MARKS = ("*Handout problem", "**The question.**", "*Read before:*", "*Time:*")
-_OF_A_RUN = ("gpu", "torch", "triton", "commit", "historical")
 _WIDTH, _COLORS = 800, 64  # of a picture: enough to read it, and all of them stay below 1 MB together
 _SHOWN_WIDTH = 600  # pixels on the page
-_MAP = re.compile(r"(<!-- map[^>]*-->\n).*?(<!-- end of map -->)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -97,31 +91,24 @@ def _drawn(cell: NotebookNode) -> list[str]:
     return [call.args[1].value for call in figures if isinstance(call.args[1], ast.Constant)]
 
 
-def map_table(entries: dict[str, Entry], *, machine: str = "", folder: str = "") -> str:
-    """Every notebook by chapter: its question, what to read before it, how long it takes. In Markdown.
-
-    `machine`: say also how many rows it has of each; `folder`: of the notebooks, from where the table stands.
-    """
+def map_table(entries: dict[str, Entry], machine: str) -> str:
+    """Every notebook by chapter, in Markdown: its question, what to read before, minutes, rows."""
     chapters = notebooks.read_yaml("book.yaml").get("chapters", {})  # by the number of their first notebook
-    columns = ["notebook", "edition", "its question", "read before", "minutes: read, work"]
-    columns += [f"rows of {machine}"] if machine else []
-    lines = [f"| {' | '.join(columns)} |", "|" + ":--|" * 5 + "--:|" * (len(columns) - 5)]
+    columns = "notebook", "edition", "question", "read before", "minutes", f"rows of {machine}"
+    lines = [f"| {' | '.join(columns)} |", "|" + ":--|" * 5 + "--:|"]
     for name, entry in entries.items():
         if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** |" + " |" * (len(columns) - 1))
-        before = [
-            f"[{n}]({folder}{each}.ipynb)" for n in entry.read_before for each in entries if each[:2] == n
-        ]
+        before = [f"[{n}]({each}.ipynb)" for n in entry.read_before for each in entries if each[:2] == n]
+        rows = sum(sum(runs.values()) for runs in run_counts(entry.slug, machine).values())
         cells = [
-            f"[{entry.title.replace('_', '_<wbr>')}]({folder}{name}.ipynb)",  # long names may be broken
+            f"[{entry.title.replace('_', '_<wbr>')}]({name}.ipynb)",  # long names may be broken
             "both" if len(entry.editions) > 1 else "".join(entry.editions),
-            re.sub(r"\]\((\d\d_)", rf"]({folder}\1", in_short(entry.question)),
+            in_short(entry.question),
             ", ".join(before),
             ", ".join(entry.minutes),
+            f"{rows:,}" if rows else "–",
         ]
-        if machine:
-            rows = sum(sum(runs.values()) for runs in run_counts(entry.slug, machine).values())
-            cells.append(f"{rows:,}" if rows else "–")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -153,35 +140,3 @@ def show_headline(entry: Entry, machine: str) -> None:
         bundle = {"image/png": buffer.getvalue(), "text/plain": "<figure>"}
         display(bundle, raw=True, metadata={"image/png": shown})
     display(Markdown(entry.headline))
-
-
-def show_row(row: pd.Series, table: str) -> None:
-    """Display one row of a table, a line for each filled column, with its unit and meaning."""
-    lines = {}
-    for name, value in row.dropna().items():
-        kind = "provenance" if name in ("run", "machine") else "value"
-        kind = "key" if name in TABLES[table].keys else kind
-        unit = UNITS.get(name.rpartition("_")[2], "")
-        lines[name] = kind, value_label(value), unit, DECLARED["columns"].get(name, "")
-    if record := load_run(row["machine"], row["run"]):
-        lines |= {name: ("its run", text, "", "") for name in _OF_A_RUN if (text := getattr(record, name))}
-    # Names as the index: in a column, `show` would write the label of an implementation called "torch".
-    names = pd.Index(lines, name="column")
-    show(pd.DataFrame([*lines.values()], names, columns=["", "in this row", "unit", "what it says"]))
-
-
-def show_tables() -> None:
-    """Display every table that rows are kept in, with its keys and values."""
-    groups = {f"*{name}*": ", ".join(columns(f"${name}")) for name in ("model", "times")}
-    lines = [(name, ", ".join(each.keys), ", ".join(each.values)) for name, each in TABLES.items()]
-    frame = pd.DataFrame(lines, columns=["table", "keys: what was measured", "values: what came out"])
-    for name, group in groups.items():
-        frame = frame.replace(re.escape(group), name, regex=True)
-    show(frame, "; ".join(f"{name}: {group}" for name, group in groups.items()))
-
-
-def renew_map() -> None:
-    """Write the map into the README beside the folder of notebooks, between its two comments."""
-    readme, table = notebooks.NOTEBOOKS.parent / "README.md", map_table(read_map(), folder="notebooks/")
-    text = readme.read_text(encoding="utf-8")
-    write_atomically(readme, _MAP.sub(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", text))

@@ -1,4 +1,4 @@
-"""The map says what the notebooks and rows say, and the committed README and notebooks agree with it."""
+"""The map says what the notebooks and rows say."""
 
 import io
 
@@ -14,7 +14,6 @@ from labbook.book import notebooks
 from labbook.rows import save_rows
 
 NAME = "13_mixed_precision_accumulation"
-README = notebooks.NOTEBOOKS.parent / "README.md"
 TITLE = """\
 # 13 · mixed_precision_accumulation
 
@@ -93,7 +92,7 @@ def test_a_question_in_short(question):
 def test_the_map_has_a_line_for_each_notebook_with_its_rows(entry_of):
     rows = [{"accumulation": str(n), "steps": n, "total": 1.0} for n in (1, 2)]
     save_rows(rows, NAME[3:], "accumulation", machine="m")
-    *_, chapter, line = overview.map_table({NAME: entry_of()}, machine="m").replace("<wbr>", "").splitlines()
+    *_, chapter, line = overview.map_table({NAME: entry_of()}, "m").replace("<wbr>", "").splitlines()
     assert chapter.startswith("| **Numbers** |")
     assert (
         line
@@ -117,26 +116,6 @@ def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, tmp_path,
     assert "13 · mixed" in question.data
     assert headline.data == "Yes."
     assert Image.open(io.BytesIO(picture["image/png"])).width < Image.open(figure).width
-
-
-def test_the_map_of_a_readme_is_replaced_and_nothing_else(entry_of, tmp_path):
-    entry_of()
-    readme = tmp_path / "README.md"
-    readme.write_text("# Title\n\n<!-- map, here -->\nold\n<!-- end of map -->\n\nMore.\n")
-    overview.renew_map()
-    renewed = readme.read_text()
-    assert f"notebooks/{NAME}.ipynb" in renewed
-    assert "old" not in renewed
-    assert renewed.startswith("# Title\n\n<!-- map, here -->\n")
-    assert renewed.endswith("<!-- end of map -->\n\nMore.\n")
-    overview.renew_map()
-    assert readme.read_text() == renewed
-
-
-def test_the_readme_is_current():
-    readme = README.read_text(encoding="utf-8")
-    table = overview.map_table(overview.read_map(), folder="notebooks/")
-    assert f"\n{table}\n\n<!-- end of map -->" in readme, "make notebooks renews the README's map"
 
 
 def test_every_notebook_tells_its_question_time_and_headline():
