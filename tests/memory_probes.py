@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from cs336_systems.measure.saved_tensors import storage_bytes
+from labbook.memory.saved import storage_bytes
 
 
 class SavedTensors(list):

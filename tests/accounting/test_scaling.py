@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from cs336_systems.accounting import scaling
 from cs336_systems.accounting.scaling import SYMBOLS, evaluate, memory_bytes
-from cs336_systems.measure.saved_tensors import saved_bytes
+from labbook.memory.saved import saved_bytes
 
 
 @pytest.mark.parametrize(("one_axis", "along", "other"), [("fsdp", "X", "Y"), ("tp", "Y", "X")])

@@ -41,6 +41,10 @@ WRONG = [
     ("14", "mixed_step", "    loss.backward()", "        loss.backward()", "end the `with` before it"),
     ("14", "running_mean", "zeros_like(x[..., :1])", "zeros_like(x[..., :1]).float()", "wanted: (2, 1)"),
     ("14", "layer_norm", "x = x.to(dtype)\n", "x = x.clone()\n", "torch.float64; wanted"),
+    ("15", "kept_by_block", "2 * B * H * T**2", "B * H * T**2", "exponentials, weights"),
+    ("15", "peak_of_step", "return max(", "return min(", "which of the two moments"),
+    ("15", "snapshot_of", "    finally:\n", "    except MemoryError:\n", "put it under `finally`"),
+    ("15", "peak_of_trace", '"free_requested"', '"free_completed": -1, "free_requested"', "counts once"),
     ("15", "saved_bytes", "(*module.parameters(), *module.buffers())", "module.buffers()", "no activation"),
     ("16", "segments", "(0, len(blocks), k)", "(0, len(blocks) - k + 1, k)", "no block is lost"),
     ("16", "halves", "len(blocks) <= 1", "len(blocks) <= 2", "is a tuple, too"),
@@ -217,7 +221,8 @@ def test_a_wrong_answer_is_named(number, name, piece, instead, named):
 
 
 FUNCTIONS = [
-    ("11", "time_steps"), ("12", "kernels_of"), ("14", "layer_norm"), ("15", "saved_bytes"),
+    ("11", "time_steps"), ("12", "kernels_of"), ("14", "layer_norm"),
+    ("15", "kept_by_block"), ("15", "peak_of_step"), ("15", "peak_of_trace"), ("15", "saved_bytes"),
     ("13", "spacing"), ("13", "replay"), ("16", "segments"), ("16", "halves"), ("16", "peak_of"),
     ("16", "run"), ("16", "place"), ("21", "my_softmax"), ("21", "my_attention"), ("25", "delta"),
     ("37", "fill"), ("11", "forward_flops"),

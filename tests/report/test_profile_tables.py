@@ -4,19 +4,16 @@ import pandas as pd
 import pytest
 
 from cs336_systems import accounting, configs
-from cs336_systems.measure.allocations import CATEGORIES, MIB
 from cs336_systems.report import (
     attention_parts,
     beside_wall_clock,
     by_scope,
-    explained_peaks,
     leaders,
     of_main_profiler,
     shares,
     softmax_over_matmuls,
     two_profilers,
 )  # fmt: skip
-from cs336_systems.report.profile_tables import PARTS
 
 KEY = {
     "profiler": "torch cuda", "implementation": "eager", "attention": "plain", "edition": 2025,
@@ -128,20 +125,3 @@ def test_idle_is_the_part_of_the_wall_clock_without_a_kernel():
     (line,) = beside_wall_clock(pd.DataFrame([profiled, inner]), pd.DataFrame(times)).to_dict("records")
     assert (line["wall_clock_ms"], line["profiled_ms"], line["gpu_busy_ms"]) == (10.0, 30.0, 8.0)
     assert line["idle_percent"] == pytest.approx(20)
-
-
-def test_a_peak_is_explained():
-    """Of two stages the higher; what is held beyond the closed form is told apart."""
-    tiny = configs.model_size("tiny")
-    closed_form = accounting.peak_bytes(tiny, 2, 32, "train_step") / MIB
-    key = {"edition": tiny.edition, "model_size": "tiny", "batch_size": 2, "context_length": 32}
-    key |= {"dtype": "float32", "pass": "train_step", "status": "ok"}
-    key |= {"requested_memory_mib": closed_form + 65, "peak_memory_mib": closed_form + 65.5}
-    held = dict.fromkeys(CATEGORIES, 0.0) | {"parameters": closed_form + 1, "other": 64.0}
-    rows = [key | {"stage": "backward", "category": name, "size_mib": mib} for name, mib in held.items()]
-    rows += [row | {"stage": "forward", "size_mib": row["size_mib"] / 2} for row in rows]
-    rows += [key | {"context_length": 64, "status": "oom"}]
-    line, failed = explained_peaks(pd.DataFrame(rows)).to_dict("records")
-    assert (line["stage"], line["context_length"], failed["status"]) == ("backward", 32, "oom")
-    assert [line[part] for part in PARTS] == pytest.approx([closed_form, 64, 0.5, 1])
-    assert sum(line[part] for part in PARTS) == pytest.approx(line["peak_memory_mib"])

@@ -7,9 +7,9 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.report import kernel_timeline, memory_timeline, overlap_timeline
 from cs336_systems.report.timelines import EXPOSED, HIDDEN, STAGES
+from labbook.memory.allocations import CATEGORIES
 from labbook.style import GREEN, WINE
 
 SPAN = ["start_ms", "end_ms"]
@@ -68,3 +68,4 @@ def test_memory_marks_peak_and_stages(times, unit):
     stages = [None, "forward", "forward", "backward", "backward", "optimizer"]
     chart = memory_timeline((held * times).assign(at_ms=np.arange(6.0), stage=stages))
     assert {f"peak 15.0 {unit}", "forward", "backward", "optimizer", f"memory ({unit})"} <= texts(chart)
+    assert f"below the axis: parameters 8.00 {unit}" in " ".join(texts(chart))

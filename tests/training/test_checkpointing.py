@@ -13,10 +13,10 @@ from cs336_systems import accounting
 from cs336_systems.accounting.checkpoint_costs import best_k, peak, recomputed
 from cs336_systems.configs import ModelConfig, model_size
 from cs336_systems.functional import cross_entropy
-from cs336_systems.measure import record_memory, stage_peaks
 from cs336_systems.model import build_model
 from cs336_systems.training.checkpointing import every_k, forward_with, recursive, run, sqrt_n, strategy
 from cs336_systems.training.steps import ModelSteps
+from labbook.memory import record_memory, stage_peaks
 from labbook.timing import MIB, release_memory
 
 NAMES = ("none", "every 1", "every 2", "every 3", "sqrt_n", "recursive", "from start")

@@ -9,10 +9,10 @@ from torch import nn
 
 from cs336_systems.configs import ModelConfig
 from cs336_systems.functional import cross_entropy
-from cs336_systems.measure.saved_tensors import saved_for_backward
 from cs336_systems.model import Linear, build_model, run_block
 from cs336_systems.nvtx import recording
 from cs336_systems.parallel import launch
+from labbook.memory.saved import saved_for_backward
 
 pytest.importorskip("triton")
 from cs336_systems.training import fused_block

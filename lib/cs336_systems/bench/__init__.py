@@ -9,7 +9,6 @@ __getattr__, __all__ = lazy_exports(
         "drift_bench": "training_drift",
         "flash_bench": "Cell time_cell",
         "flash_sweep": "grid_cells time_cells",
-        "memory_bench": "block_rows memory_rows",
         "model_bench": "model_key",
         "overlap_bench": "profile_lanes profile_overlap profile_steps timeline_rows",
         "profile_bench": "Target choose_source profile_rows",

@@ -7,7 +7,7 @@ __getattr__, __all__ = lazy_exports(
     {
         "baseline_tables": "HOST KERNELS fallen_short fastest_baseline grouped host_bound",
         "ddp_tables": "fit_collective of_run with_model with_wrapper",
-        "profile_tables": "attention_parts beside_wall_clock by_scope explained_peaks leaders "
+        "profile_tables": "attention_parts beside_wall_clock by_scope leaders "
         "of_main_profiler shares softmax_over_matmuls two_profilers",
         "scaling_plots": "limit_lines region ring_timeline",
         "step_plots": "tradeoff",

@@ -1,4 +1,4 @@
-"""What the rows of profiled and recorded steps say: kernels by class, attention's parts, peaks of memory."""
+"""What the rows of profiled steps say: kernels by class, attention's parts."""
 
 from typing import Any
 
@@ -6,7 +6,6 @@ import pandas as pd
 
 from cs336_systems import accounting
 from cs336_systems.configs import model_size
-from cs336_systems.measure.allocations import MIB
 from labbook.profiles.table import stages
 
 _RUN = ["profiler", "implementation", "attention", "edition", "model_size", "batch_size", "context_length"]
@@ -14,10 +13,6 @@ _RUN += ["dtype"]
 _SCOPE = [*_RUN, "scope"]
 # What the time of a profiled model is a share of.
 SCOPES = ("inference", "forward + backward", "training step")
-
-# What tells one recording of memory from another, and what its peak is the sum of.
-RECORDING = ["edition", "model_size", "batch_size", "context_length", "dtype", "pass"]
-PARTS = ["closed_form_mib", "other_mib", "rounding_mib", "rest_mib"]
 
 
 def of_main_profiler(rows: pd.DataFrame) -> pd.DataFrame:
@@ -119,32 +114,3 @@ def beside_wall_clock(ranges: pd.DataFrame, times: pd.DataFrame) -> pd.DataFrame
     )
     whole = whole.rename(columns={"host_ms": "profiled_ms", "device_busy_ms": "gpu_busy_ms"})
     return whole.assign(idle_percent=100 * (1 - whole.gpu_busy_ms / whole.wall_clock_ms).clip(lower=0))
-
-
-def explained_peaks(peaks: pd.DataFrame) -> pd.DataFrame:
-    """One line a recording: the stage of its peak, and the closed form beside what it leaves out.
-
-    Args:
-        peaks: of the table "memory_peaks".
-
-    Returns:
-        RECORDING, status and, of what ran, stage (of the peak), peak_memory_mib, and the PARTS that it is the
-        sum of: closed_form_mib (`accounting.peak_bytes`), other_mib (no tensor of the step: workspaces of
-        libraries, the batch), rounding_mib (the allocator's, of sizes), rest_mib (explained by none of them).
-    """
-    lines = []
-    for key, rows in peaks.groupby(RECORDING, sort=False):
-        run = dict(zip(RECORDING, key, strict=True)) | {"status": rows["status"].iloc[0]}
-        lines.append(run | _explained(run, rows) if run["status"] == "ok" else run)
-    return pd.DataFrame(lines, columns=[*RECORDING, "status", "stage", "peak_memory_mib", *PARTS])
-
-
-def _explained(run: dict[str, Any], rows: pd.DataFrame) -> dict[str, Any]:
-    stage = rows.groupby("stage")["size_mib"].sum().idxmax()
-    other = rows[(rows["stage"] == stage) & (rows["category"] == "other")]["size_mib"].sum()
-    config = model_size(run["model_size"], int(run["edition"]))
-    shape = int(run["batch_size"]), int(run["context_length"])
-    closed_form = accounting.peak_bytes(config, *shape, run["pass"], run["dtype"]) / MIB
-    peak, requested = (rows[f"{name}_memory_mib"].iloc[0] for name in ("peak", "requested"))
-    parts = (closed_form, other, peak - requested, requested - other - closed_form)
-    return {"stage": stage, "peak_memory_mib": peak} | dict(zip(PARTS, parts, strict=True))

@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from cs336_systems.measure.allocations import CATEGORIES
 from cs336_systems.measure.overlap import LANES, covered, exposed
 from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import ordered, significant, value_label
+from labbook.memory.allocations import CATEGORIES
 from labbook.style import (
     BLACK,
     GREEN,
@@ -186,40 +186,45 @@ def _draw_step(axes: Axes, place: int, lanes: pd.DataFrame) -> None:
 
 @plot
 def memory_timeline(held: pd.DataFrame) -> Drawing:
-    """Memory held over time, stacked by category; stages shaded and named, the peak marked.
+    """Memory held from allocation to allocation, stacked by category; stages shaded, the peak marked.
+
+    What stays the same through the step lies below the axis, where its names and sizes are written.
 
     Args:
-        held: of `measure.allocations.timeline`: at_ms, stage, and MiB a category.
+        held: of `labbook.memory.timeline`: stage, and MiB a category.
     """
-    parts = held[list(CATEGORIES)]
+    parts = held[[name for name in CATEGORIES if held[name].max() > 0]].reset_index(drop=True)
     gib = parts.sum(axis=1).max() >= 4096
     parts, unit = (parts / 1024, "GiB") if gib else (parts, "MiB")
-    used = [name for name in CATEGORIES if parts[name].max() > 0]
-    colors, at, top = palette(used, "category"), held["at_ms"], parts.sum(axis=1)
+    colors, top = palette(parts.columns, "category"), parts.sum(axis=1)
+    lasting = [name for name in parts if parts[name].max() - parts[name].min() < 1e-3 * top.max()]
+    parts = parts[[*lasting, *parts.columns.difference(lasting, sort=False)]]
+    base = parts[lasting].min().sum()
     chart, ((axes, _),) = sheet(height=4.2)
-    axes.stackplot(at, parts[used].T.to_numpy(), colors=[*colors.values()], step="post", lw=0, zorder=2)
-    axes.set(xlim=(at.min(), at.max()), ylim=(0, top.max() * 1.17))
-    _shade_stages(axes, held)
+    shades = [colors[name] for name in parts]
+    axes.stackplot(parts.index, parts.T.to_numpy(), colors=shades, step="post", lw=0, zorder=2)
+    axes.set(xlim=(0, len(parts) - 1), ylim=(base, base + 1.17 * (top.max() - base)), xticks=[])
+    _shade_stages(axes, held["stage"].fillna("").reset_index(drop=True))
     peak = top.idxmax()
-    axes.plot(at[peak], top[peak], "o", color=INK, markersize=5, zorder=4)
-    ha, away = ("right", -8) if at[peak] > 0.7 * at.max() else ("left", 8)
+    axes.plot(peak, top[peak], "o", color=INK, markersize=5, zorder=4)
+    ha, away = ("right", -8) if peak > 0.7 * len(parts) else ("left", 8)
     axes.annotate(
-        f"peak {significant(top[peak])} {unit}", (at[peak], top[peak]), (away, 3),
+        f"peak {significant(top[peak])} {unit}", (peak, top[peak]), (away, 3),
         textcoords="offset points", ha=ha, weight="bold", size=9.5, color=INK,
         zorder=5, path_effects=[withStroke(linewidth=3, foreground=PAPER)],
     )  # fmt: skip
-    plain_numbers(axes.xaxis)
     plain_numbers(axes.yaxis)
-    return Drawing(chart, _legend(colors), "time since the recording began (ms)", f"memory ({unit})")
+    below = ", ".join(f"{name} {significant(parts[name].max())} {unit}" for name in lasting)
+    xlabel = "allocations and frees, in order" + f"; below the axis: {below}" * bool(below)
+    legend = _legend({name: colors[name] for name in parts if name not in lasting})
+    return Drawing(chart, legend, xlabel, f"memory ({unit})")
 
 
-def _shade_stages(axes: Axes, held: pd.DataFrame) -> None:
+def _shade_stages(axes: Axes, stages: pd.Series) -> None:
     """Every other stage on a grey ground, its name at the top."""
-    named = held["stage"].fillna("")
-    begins = held.assign(stage=named)[named != named.shift()]
-    ends = [*begins["at_ms"][1:], held["at_ms"].max()]
-    stages = [stage for stage in zip(begins["stage"], begins["at_ms"], ends, strict=True) if stage[0]]
-    for shown, (name, start, end) in enumerate(stages):
+    begins = stages.index[stages != stages.shift()]
+    spans = zip(stages[begins], begins, [*begins[1:], len(stages) - 1], strict=True)
+    for shown, (name, start, end) in enumerate(span for span in spans if span[0]):
         if shown % 2 == 0:
             axes.axvspan(start, end, color=ZONE, linewidth=0, zorder=0.5)
         axes.annotate(

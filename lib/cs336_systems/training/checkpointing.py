@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from cs336_systems.accounting.checkpoint_costs import Plan
+from cs336_systems.arguments import check_choice
 
 Strategy = Callable[[Sequence[Any]], Plan]
 
@@ -119,14 +120,10 @@ def strategy(name: str) -> Strategy:
     word, _, number = name.partition(" ")
     if word == "every" and number.isdigit():
         return partial(every_k, k=int(number))
-    if name not in STRATEGIES:
-        raise ValueError(
-            f"strategy {name!r} is unknown; allowed: every 1, every 2 ..., {', '.join(STRATEGIES)}"
-        )
+    check_choice("strategy", name, ["every 1", "every 2 ...", *STRATEGIES])
     return STRATEGIES[name]
 
 
 def forward_with(model: nn.Module, plan: Strategy, token_ids: Tensor) -> Tensor:
     """A TransformerLM's forward with its blocks checkpointed: `forward_with(model, sqrt_n, token_ids)`."""
-    x = run(plan(list(model.layers)), model.embed(token_ids))
-    return model.lm_head(model.ln_final(x))
+    return model.lm_head(model.ln_final(run(plan(list(model.layers)), model.embed(token_ids))))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cs336_systems.arguments import check_choice
 from cs336_systems.dtypes import DTYPES, torch_dtype
 from cs336_systems.functional import cross_entropy
-from cs336_systems.nvtx import annotate
+from cs336_systems.nvtx import annotate, recording
 from cs336_systems.optimizer import AdamW
 
 PASSES = ("forward", "backward", "forward_backward", "train_step")
@@ -52,7 +52,7 @@ class ModelSteps:
         self.optimizer = AdamW(model.parameters())
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        """What lives from step to step, by its category in `measure.allocations`."""
+        """What lives from step to step, by its category in `labbook.memory`."""
         parameters = [*self.model.parameters()]
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return {
@@ -60,6 +60,9 @@ class ModelSteps:
             "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
             "optimizer state": [value for value in states if isinstance(value, Tensor)],
         }
+
+    def recording(self) -> AbstractContextManager:
+        return recording(self.model)
 
     def of(self, pass_: str) -> tuple[Callable[..., Any], Callable[[], Any] | None]:
         """The step of a pass, and what must run untimed before each step and hand it its argument, or None.

@@ -1,5 +1,6 @@
 """Memory histories: synthetic snapshots of the CUDA allocator, a real step on this CPU, and damaged files."""
 
+import inspect
 import json
 import pickle
 
@@ -9,7 +10,9 @@ import torch
 
 from cs336_systems import accounting
 from cs336_systems.configs import model_size
-from cs336_systems.measure.allocations import (
+from cs336_systems.model import build_model
+from cs336_systems.training.steps import ModelSteps
+from labbook.memory.allocations import (
     CATEGORIES,
     MIB,
     largest_allocations,
@@ -18,9 +21,8 @@ from cs336_systems.measure.allocations import (
     timeline_of_rows,
     timeline_rows,
 )
-from cs336_systems.measure.memory_recording import code_of, read_memory_trace, read_snapshot, record_memory
-from cs336_systems.model import build_model
-from cs336_systems.training.steps import ModelSteps
+from labbook.memory.recording import read_memory_trace, read_snapshot, record_memory
+from labbook.memory.saved import own_line
 from labbook.profiles.table import ProfileError
 
 PARAMETER, STATE, INPUT, SAVED, SCRATCH, GRADIENT = (0x1000 * n for n in range(1, 7))
@@ -95,9 +97,8 @@ def test_every_allocation_has_a_category_a_range_and_a_line(history):
         *((8, "gradients"), (8, "parameters"), (8, "temporary"), (16, "optimizer state")),
     ]
     saved = found[found.category == "activations"].iloc[0]
-    assert (saved["range"], saved.code) == ("forward/layers.0", "model.py:90 forward"), (
-        "the innermost of ours"
-    )
+    assert saved["range"] == "forward/layers.0"
+    assert saved.code == "model.py:90 forward", "the innermost of ours"
     assert set(found[found.category == "gradients"]["range"]) == {"backward"}
     assert history.stages.name.tolist() == ["forward", "backward", "optimizer"]
 
@@ -138,11 +139,13 @@ def test_memory_freed_in_the_step_but_older_than_it():
 
 
 def test_the_line_is_the_innermost_of_ours():
-    assert code_of([TORCH]) == code_of([]) == "", "backward runs none"
-    in_windows = LINE | {"filename": "C:\\lib\\cs336_systems\\attention\\plain.py"}
-    assert code_of([in_windows]) == "attention/plain.py:90 forward"
-    recorder = LINE | {"filename": "/lib/cs336_systems/training/steps.py"}
-    assert code_of([recorder, LINE]) == "model.py:90 forward"
+    assert own_line([("/usr/torch/nn/module.py", 90, "forward")]) == own_line([]) == "", "backward runs none"
+    elsewhere = "C:\\lib\\cs336_systems\\attention\\gone.py"
+    assert own_line([(elsewhere, 90, "forward")]) == "attention/gone.py:90 forward"
+    path, first = inspect.getsourcefile(ModelSteps), inspect.getsourcelines(ModelSteps)[1]
+    recorder = (inspect.getsourcefile(own_line), 1, "labbook's")
+    text = f"training/steps.py:{first} m: class ModelSteps:"
+    assert own_line([recorder, (path, first, "m"), (elsewhere, 1, "outer")]) == text, "with its text"
 
 
 def test_a_real_step_keeps_what_accounting_says(trained):
@@ -202,8 +205,14 @@ def test_the_history_agrees_with_the_allocator(tmp_path):
 
 
 def test_recordings_without_history_or_ranges(tmp_path):
-    with pytest.raises(ProfileError, match="no history"):
+    with pytest.raises(ProfileError, match="history of 0 GPUs"):
         read_snapshot(a_snapshot() | {"device_traces": []}, {}, {})
+    with pytest.raises(ProfileError, match="history of 2 GPUs"):
+        read_snapshot(a_snapshot() | {"device_traces": 2 * a_snapshot()["device_traces"]}, {}, {})
+    older = a_snapshot()
+    del older["external_annotations"]
+    with pytest.raises(ProfileError, match="'external_annotations': it is of another version"):
+        read_snapshot(older, {}, {})
     with pytest.raises(ProfileError, match="no ranges"):
         read_snapshot(a_snapshot() | {"external_annotations": []}, {}, {})
     (tmp_path / "t.json").write_text(json.dumps({"traceEvents": []}))

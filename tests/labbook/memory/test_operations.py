@@ -5,7 +5,7 @@ import torch
 
 from cs336_systems import accounting
 from cs336_systems.attention.plain import plain_attention
-from cs336_systems.measure.op_bytes import Operation, operations, sum_of_rooflines_ms
+from labbook.memory.operations import Operation, operations, sum_of_rooflines_ms
 
 FLOAT = 4
 

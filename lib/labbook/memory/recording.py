@@ -14,20 +14,21 @@ from typing import Any
 import pandas as pd
 import torch
 
-from cs336_systems.measure.allocations import MemoryHistory, Owners, read_history
-from cs336_systems.nvtx import recording
-from cs336_systems.training.steps import ModelSteps
 from labbook.files import make_folder
+from labbook.memory.allocations import MemoryHistory, Owners, read_history
+from labbook.memory.saved import own_line
 from labbook.profiles import torch_trace
 from labbook.profiles.table import ProfileError
 
 
 def record_memory(
-    steps: ModelSteps, pass_: str, stem: Path | None = None, others: Owners | None = None
+    steps: Any, pass_: str, stem: Path | None = None, others: Owners | None = None
 ) -> MemoryHistory:
     """Record the memory of one step that begins without gradients; warm it up before.
 
     Args:
+        steps: has `model`, `device`, `of(pass_)`, the step and what prepares it; `tensors()`, what lives from
+            step to step by its category; and `recording()`, in which its ranges are open.
         stem: leaves <stem>.pickle on a GPU, for pytorch.org/memory_viz, or <stem>.json.gz on a CPU.
         others: owners of what else is there when the step begins, as far as it is known.
     """
@@ -45,12 +46,12 @@ def record_memory(
     with TemporaryDirectory(prefix="cs336-memory-") as scratch:
         stem = stem or Path(scratch) / "step"
         path = stem.with_name(stem.name + ".json.gz")
-        with recording(steps.model):
+        with steps.recording():
             torch_trace.record(lambda: step(*argument), path, device="cpu", with_memory=True)
         return read_memory_trace(path, before, owners(steps))
 
 
-def owners(steps: ModelSteps) -> Owners:
+def owners(steps: Any) -> Owners:
     """The storages of parameters, gradients and optimizer state as they are now, by address."""
     return {
         tensor.untyped_storage().data_ptr(): (category, tensor.untyped_storage().nbytes())
@@ -59,14 +60,14 @@ def owners(steps: ModelSteps) -> Owners:
     }
 
 
-def record_snapshot(run: Callable[[], Any], steps: ModelSteps) -> dict[str, Any]:
+def record_snapshot(run: Callable[[], Any], steps: Any) -> dict[str, Any]:
     """The CUDA allocator's snapshot after `run()`, with Python frames and with our ranges as annotations."""
     torch.cuda.synchronize(steps.device)
     torch.cuda.memory._record_memory_history(
         stacks="python", max_entries=10**7, clear_history=True, global_record_annotations=True
     )
     try:
-        with recording(steps.model):
+        with steps.recording():
             run()
             torch.cuda.synchronize(steps.device)
         return torch.cuda.memory._snapshot()
@@ -78,19 +79,23 @@ def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) ->
     """Read the CUDA allocator's snapshot of one step; owners when the recording began and ended.
 
     Raises:
-        ProfileError: the snapshot has no history, or none of our ranges.
+        ProfileError: the snapshot has no history, no ranges, what other versions leave out, or several GPUs.
     """
-    signs = {"alloc": 1, "free_requested": -1}
-    changes = []
-    for event in chain(*snapshot["device_traces"]):
+    signs, changes = {"alloc": 1, "free_requested": -1}, []
+    try:
+        traces = [trace for trace in snapshot["device_traces"] if trace]
+        blocks = chain(*(segment["blocks"] for segment in snapshot["segments"]))
+        alive = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
+        ranges = _annotated_ranges(snapshot["external_annotations"])
+    except KeyError as error:
+        raise ProfileError(f"the snapshot has no {error}: it is of another version of PyTorch") from None
+    if len(traces) != 1:
+        raise ProfileError(f"the snapshot has the history of {len(traces)} GPUs; allowed: one")
+    for event in traces[0]:
         if sign := signs.get(event["action"]):
-            code = code_of(event.get("frames", ()))
-            changes.append((event["time_us"], event["addr"], sign * event["size"], code))
-    if not changes:
-        raise ProfileError("the snapshot has no history; record one with record_memory")
-    blocks = chain(*(segment["blocks"] for segment in snapshot["segments"]))
-    alive = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
-    return read_history(changes, _annotated_ranges(snapshot["external_annotations"]), before, after, alive)
+            frames = ((f["filename"], f["line"], f["name"]) for f in event.get("frames", ()))
+            changes.append((event["time_us"], event["addr"], sign * event["size"], own_line(frames)))
+    return read_history(changes, ranges, before, after, alive)
 
 
 def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
@@ -104,18 +109,6 @@ def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
             ranges.append((0, name, opened[name].pop(), time))
     frame = pd.DataFrame(ranges, columns=["process", "name", "start_ns", "end_ns"])
     return frame[~frame.name.str.match(torch_trace.FOREIGN)]
-
-
-def code_of(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The innermost line of this library in a stack: "attention/plain.py:37 plain_attention", or "".
-
-    Backward has none: autograd's threads run no Python of ours.
-    """
-    for frame in frames:
-        _, ours, path = frame["filename"].replace("\\", "/").rpartition("cs336_systems/")
-        if ours and not path.startswith(("measure/", "training/steps.py", "nvtx.py")):
-            return f"{path}:{frame['line']} {frame['name']}"
-    return ""
 
 
 def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistory:

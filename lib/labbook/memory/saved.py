@@ -1,8 +1,9 @@
 """What autograd keeps for backward: measured with saved-tensor hooks, on any device."""
 
+import linecache
+import re
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-_PACKAGE = Path(__file__).parents[1]
+from labbook.files import PROJECT
+
+_PACKAGES = {path.parent.name for path in (PROJECT / "lib").glob("*/__init__.py")} - {"labbook"}
+_OURS = re.compile(rf".*/(?:{'|'.join(sorted(_PACKAGES))})/(.+)")
 
 
 def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tuple[int, int]:
@@ -52,7 +56,7 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
 
     Returns:
         One row a storage, the largest first: module (path in `module`), operation that saved it first, code
-        (its line in this library), size_bytes, dtype, is_input.
+        (see `own_line`), size_bytes, dtype, is_input.
     """
     modules = {id(child): name for name, child in module.named_modules()}
     owned, given = (
@@ -65,8 +69,8 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in owned and address not in storages:
-            name, function, code = _where(sys._getframe(1), modules)
-            operation = running.names[-1] if running.names else function
+            name, code = _where(sys._getframe(1), modules)
+            operation = running.names[-1] if running.names else code.partition(": ")[0].rpartition(" ")[2]
             dtype = str(tensor.dtype).removeprefix("torch.")
             storages[address] = (name, operation, code, storage.nbytes(), dtype, address in given)
         return tensor.detach()  # as in `saved_bytes`
@@ -94,14 +98,25 @@ class _Operations(TorchFunctionMode):
             self.names.pop()
 
 
-def _where(frame: FrameType | None, modules: dict[int, str]) -> tuple[str, str, str]:
-    """The innermost module, and the innermost function and line of this library, that are running."""
-    module, function, code = None, "", ""
+def _where(frame: FrameType | None, modules: dict[int, str]) -> tuple[str, str]:
+    """The innermost module, and the innermost line of the project in it, that are running."""
+    module, stack = None, []
     while frame is not None and module is None:
-        path = Path(frame.f_code.co_filename)
-        if not code and path.is_relative_to(_PACKAGE) and path != Path(__file__):
-            function = frame.f_code.co_name
-            code = f"{path.relative_to(_PACKAGE).as_posix()}:{frame.f_lineno}"
+        stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         module = modules.get(id(frame.f_locals.get("self")))
         frame = frame.f_back
-    return module or "", function, code
+    return module or "", own_line(stack)
+
+
+def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
+    """The innermost line of the project in a stack: "attention/plain.py:37 plain_attention: return w @ v".
+
+    "" where there is none, as in backward: autograd's threads run no Python of ours.
+
+    Args:
+        stack: file, line and function of each frame, the innermost first.
+    """
+    for file, line, function in stack:
+        if ours := _OURS.match(file.replace("\\", "/")):
+            return f"{ours[1]}:{line} {function}: {linecache.getline(file, line).strip()}".removesuffix(": ")
+    return ""

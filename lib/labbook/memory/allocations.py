@@ -53,7 +53,7 @@ def read_history(
         ProfileError: there are no ranges.
     """
     if ranges.empty:
-        raise ProfileError("the recording has no ranges, so it has no stages; run it under nvtx.recording()")
+        raise ProfileError("the recording has no ranges, so it has no stages; open ranges in it")
     opened: dict[int, tuple[float, int, str]] = {}
     records = []
     for time, address, change, code in sorted(changes, key=lambda change: change[0]):
@@ -84,11 +84,11 @@ def read_history(
     return MemoryHistory(allocations.assign(category=category), stages)
 
 
-def timeline(history: MemoryHistory, points: int | None = 110) -> pd.DataFrame:
+def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
     """MiB held by each category over time: at_ms since the recording began, stage, a column per category.
 
-    Thin enough to be kept as rows: time is cut into so many pieces, each shown at its largest total, so that
-    no peak is lost; None shows all.
+    Thin enough to be kept as rows: its changes are cut into so many pieces, each shown at its largest total,
+    so that no peak is lost; None shows all.
     """
     allocations, start_us = history.allocations, history.start_us
     born = allocations.assign(at_us=allocations.start_us.clip(lower=start_us), change=allocations.size_bytes)
@@ -104,8 +104,8 @@ def timeline(history: MemoryHistory, points: int | None = 110) -> pd.DataFrame:
     held = held.reset_index(drop=True).rename_axis(columns=None)
     if points is None or len(held) <= points:
         return held
-    piece = (held.at_ms / held.at_ms.max() * points).clip(upper=points - 1).astype(int)
-    largest = held[list(CATEGORIES)].sum(axis=1).groupby(piece).idxmax()
+    pieces = held.index * points // len(held)
+    largest = held[list(CATEGORIES)].sum(axis=1).groupby(pieces).idxmax()
     return held.loc[largest].reset_index(drop=True)
 
 

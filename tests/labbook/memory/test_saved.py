@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from cs336_systems.configs import model_size
-from cs336_systems.measure.saved_tensors import saved_bytes, saved_for_backward
 from cs336_systems.model import build_model
+from labbook.memory.saved import saved_bytes, saved_for_backward
 
 BATCH, CONTEXT = 2, 16
 CONFIG = model_size("tiny")
