@@ -13,7 +13,7 @@ process its memory is given back, over several ranks the processes are started a
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, product
 from types import MappingProxyType
@@ -51,6 +51,7 @@ class Step:
     compiled: something in it goes through torch.compile: it starts from empty caches and has `compile_s`.
     cold: the L2 cache is flushed before each repetition, and gradients of the tensors in `clear` are dropped.
     values: called after the timing for more columns of the row; "tables" are rows of other tables, by name.
+    together: over ranks, more arguments of `ranks.time_together`: calls, limit_s.
     """
 
     run: Callable[..., Any]
@@ -59,6 +60,7 @@ class Step:
     cold: bool = False
     clear: Sequence[Tensor] = ()
     values: Callable[[], Mapping[str, Any]] | None = None
+    together: Mapping[str, Any] = field(default_factory=dict)
 
     def timed(self, device: torch.device, warmup_steps: int, steps: int) -> Timing:
         """Its times in this process."""
@@ -148,7 +150,8 @@ def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], conte
     def timed(case: Case) -> Row:
         step, warmup_steps = made[case.get("pass", "")], case.get("warmup_steps", options["warmup_steps"])
         if on_rank:
-            times, values = ranks.timed(step.run, context, warmup_steps=warmup_steps, steps=steps)
+            how = {"warmup_steps": warmup_steps, "steps": steps, **step.together}
+            times, values = ranks.timed(step.run, context, **how)
         else:
             times, values = step.timed(device, warmup_steps, steps), {}
         more = step.values() if step.values and times.status == "ok" else {}

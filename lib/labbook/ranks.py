@@ -81,13 +81,10 @@ def measure_on_all(
     return {"status": "oom", "reason": reason}, f"memory ran out in the same process group: {reason}"
 
 
-def timed(
-    operation: Callable[[], None], context: Context, *, warmup_steps: int, steps: int
-) -> tuple[Timing, dict[str, float]]:
+def timed(operation: Callable[[], None], context: Context, **how: Any) -> tuple[Timing, dict[str, float]]:
     """`time_together`, and the value columns of `peaks` meanwhile."""
     reset_peaks(context)
-    times = time_together(operation, context, warmup_steps=warmup_steps, steps=steps)
-    return times, peaks(context)
+    return time_together(operation, context, **how), peaks(context)
 
 
 def reset_peaks(context: Context) -> None:

@@ -1,5 +1,7 @@
 """Set-ups that worker processes import."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -18,3 +20,9 @@ def all_reduce(case, context):
         dist.all_reduce(x)
 
     return {"forward": Step(run, values=lambda: {"total": x.sum().item() > 0})}
+
+
+def naps(case, context):
+    """Rank 0 naps for 10 ms, rank 1 for 20 ms; three naps in a row."""
+    nap_s = 0.01 * (1 + context.rank)
+    return {"": Step(lambda: time.sleep(nap_s), together={"calls": 3, "limit_s": case.limit_s})}

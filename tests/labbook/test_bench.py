@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from bench_setups import all_reduce
+from bench_setups import all_reduce, naps
 
 from cs336_systems import parallel
 from labbook.bench import Step, grid, measure
@@ -111,3 +111,11 @@ def test_if_one_rank_runs_out_of_memory_the_others_learn_it_and_later_cases_run(
 def test_a_bug_of_one_rank_is_told_with_its_rank():
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 raised KeyError: 'a bug of rank 1'"):
         ranks(1, 3)
+
+
+def test_the_slowest_rank_counts_a_call_has_its_share_of_a_step_and_a_row_ends_in_its_time():
+    cases = grid(limit_s=[60.0, 1e-6], world_size=2, backend="gloo")
+    how = {"stream": parallel.stream, "warmup_steps": 1, "steps": 3, "timeout_s": 120}
+    whole, limited = flat(measure(cases, naps, **how))
+    assert 20 <= whole["p20_ms"] <= whole["p80_ms"] < 50
+    assert (whole["steps"], limited["steps"]) == (3, 1)

@@ -5,7 +5,6 @@ from cs336_systems.lazy_exports import lazy_exports
 __getattr__, __all__ = lazy_exports(
     __name__,
     {
-        "collectives_bench": "benchmark_collectives time_collectives",
         "drift_bench": "training_drift",
         "flash_bench": "Cell time_cell",
         "flash_sweep": "grid_cells time_cells",

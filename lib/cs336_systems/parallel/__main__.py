@@ -1,10 +1,10 @@
 """Run one worker function under torchrun, on one machine or on several.
 
     torchrun --nnodes=2 --nproc-per-node=4 --node-rank=$THIS_NODE --master-addr=$FIRST_NODE -m \\
-        cs336_systems.parallel cs336_systems.bench.collectives_bench:time_collectives --arguments '{"steps": 5}'
+        cs336_systems.parallel your_module:worker --arguments '{"steps": 5}'
 
 What rank 0 sends, or else what it returns, is printed as JSON.
-"""  # noqa: E501
+"""
 
 import argparse
 import json
