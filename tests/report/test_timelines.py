@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
 from cs336_systems.report import kernel_timeline, memory_timeline, overlap_timeline
-from cs336_systems.report.timelines import EXPOSED, HIDDEN, STAGES
+from cs336_systems.report.timelines import CALLS, EXPOSED, HIDDEN, STAGES
 from labbook.memory.allocations import CATEGORIES
 from labbook.style import GREEN, WINE
 
@@ -45,6 +45,14 @@ def test_kernels_are_on_their_streams_under_the_host_s_ranges():
     late = kernel_timeline(RANGES, KERNELS, depth=1, between_ms=(6, 9))
     assert lanes(late) == ["host: step", "host: stage", "stream 20"]
     assert any("cs336_systems run" in text for text in texts(kernel_timeline(RANGES, KERNELS[:0])))
+
+
+def test_calls_have_a_lane_of_their_own_at_their_true_width():
+    calls = [("cudaLaunchKernel", 1, 2), ("cudaDeviceSynchronize", 2, 9), ("cudaMalloc", 3, 3.25)]
+    chart = kernel_timeline(RANGES, KERNELS, pd.DataFrame(calls, columns=["name", *SPAN]), depth=1)
+    assert lanes(chart) == ["host: step", "host: stage", "CUDA API", "stream 7", "stream 20"]
+    assert spans(chart, CALLS["launch"]) == [(1, 2), (2, 5)]  # attention's kernel is green, too
+    assert spans(chart, CALLS["other call"]) == [(3, 3.25)]
 
 
 def test_communication_is_red_where_nothing_is_computed():

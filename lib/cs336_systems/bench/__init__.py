@@ -10,7 +10,6 @@ __getattr__, __all__ = lazy_exports(
         "flash_sweep": "grid_cells time_cells",
         "model_bench": "model_key",
         "overlap_bench": "profile_lanes profile_overlap profile_steps timeline_rows",
-        "profile_bench": "Target choose_source profile_rows",
         "sent_bytes": "RINGS count_optimizer_bytes count_ring_bytes count_sent_bytes",
         "step_logs": "log_messages",
         "tile_bench": "sweep_tiles",

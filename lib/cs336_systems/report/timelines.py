@@ -14,7 +14,6 @@ from labbook.figure import Drawing, plain_numbers, plot, sheet
 from labbook.labels import ordered, significant, value_label
 from labbook.memory.allocations import CATEGORIES
 from labbook.style import (
-    BLACK,
     GREEN,
     GREY,
     INK,
@@ -31,7 +30,7 @@ from labbook.style import (
 _LEVELS = ("step", "stage", "block", "module", "inside", "part")
 # Copies to and from one long tensor are launched while the model communicates.
 STAGES = {"forward": SKY, "backward": ORANGE, "communication": PURPLE, "optimizer": GREY}
-CALLS = {"launch": GREEN, "wait": VERMILLION, "other call": BLACK}  # of the CUDA API
+CALLS = {"launch": GREEN, "wait": VERMILLION, "other call": PURPLE}
 HIDDEN, EXPOSED = GREEN, VERMILLION
 _SINCE_STEP = "time since the step began (ms)"
 _THINNEST = 0.6  # points: a message of microseconds shows in a step of half a second
@@ -46,18 +45,24 @@ def _legend(colors: dict[str, str]) -> list[Patch]:
     return [Patch(color=color, label=value_label(name)) for name, color in colors.items()]
 
 
+def call_kind(name: str) -> str:
+    """What a call of the CUDA API does: "launch", "wait" or "other call"."""
+    return "launch" if "Launch" in name else "wait" if "Synchronize" in name else "other call"
+
+
 @plot
 def kernel_timeline(
     ranges: pd.DataFrame,
     kernels: pd.DataFrame,
+    calls: pd.DataFrame | None = None,
     *,
     depth: int = 3,
     between_ms: tuple[float, float] | None = None,
 ) -> Drawing | None:
-    """One step: a lane for each level of host ranges and for each GPU stream, kernels coloured by class.
+    """One step: a lane for each level of host ranges, for the CUDA API and for each GPU stream.
 
     Args:
-        ranges, kernels: of `labbook.profiles.one_step`.
+        ranges, kernels: of `labbook.profiles.one_step`. calls: of `labbook.profiles.step_calls`.
         depth: the deepest level of ranges to show; 1 is forward, backward, optimizer.
         between_ms: look at this part of the step only.
     """
@@ -66,18 +71,22 @@ def kernel_timeline(
     start, end = between_ms or (0.0, max(ranges["end_ms"].max(), kernels["end_ms"].max()))
     ranges, kernels = (f[(f["end_ms"] > start) & (f["start_ms"] < end)] for f in (ranges, kernels))
     levels = range(min(depth, int(ranges["depth"].max())) + 1 if len(ranges) else 0)
-    streams = sorted(set(kernels["stream"]))
     colors = palette(kernels["class"], "class")
-    chart, ((axes, _),) = sheet(height=0.56 * (len(levels) + len(streams)) + 0.9)
-    axes.set(xlim=(start, end), ylim=(len(levels) + len(streams) - 0.4, -0.6))
+    below = {f"stream {stream}": rows for stream, rows in kernels.groupby("stream")}
+    if calls is not None:
+        calls = calls[(calls["end_ms"] > start) & (calls["start_ms"] < end)]
+        calls = calls.assign(**{"class": calls["name"].map(call_kind)})
+        below, colors = {"CUDA API": calls} | below, colors | CALLS
+    chart, ((axes, _),) = sheet(height=0.56 * (len(levels) + len(below)) + 0.9)
+    axes.set(xlim=(start, end), ylim=(len(levels) + len(below) - 0.4, -0.6))
     for level in levels:
         _draw_ranges(axes, level, ranges[ranges["depth"] == level])
-    for lane, stream in enumerate(streams, start=len(levels)):
+    for lane, spans in enumerate(below.values(), start=len(levels)):
         axes.axhspan(lane - 0.42, lane + 0.42, color=ZONE, linewidth=0, zorder=0.5)
-        for name, rows in kernels[kernels["stream"] == stream].groupby("class"):
+        for name, rows in spans.groupby("class"):
             _spans(axes, rows, lane - 0.42, 0.84, colors[name])
     names = [f"host: {_LEVELS[min(level, len(_LEVELS) - 1)]}" for level in levels]
-    axes.set_yticks(range(len(levels) + len(streams)), names + [f"stream {stream}" for stream in streams])
+    axes.set_yticks(range(len(levels) + len(below)), [*names, *below])
     axes.grid(False)
     plain_numbers(axes.xaxis)
     chart.draw_without_rendering()
@@ -106,39 +115,6 @@ def _name_ranges(axes: Axes, level: int, rows: pd.DataFrame) -> None:
             if room.width < width and room.height < height:
                 break
             written.remove()
-
-
-@plot
-def nsys_timeline(frame: pd.DataFrame, *, between_ms: tuple[float, float] | None = None) -> Drawing:
-    """One step as Nsight Systems shows it: NVTX ranges, calls of the CUDA API, and kernels by their stage.
-
-    Args:
-        frame: rows of the table nsys_timeline, of one step.
-        between_ms: look at this part of the step only.
-    """
-    start, end = between_ms or (0.0, frame["end_ms"].max())
-    frame = frame[(frame["end_ms"] > start) & (frame["start_ms"] < end)]
-    ranges = frame[frame["lane"] == "NVTX"].rename(columns={"event": "name"})
-    levels = range(int(ranges["depth"].max()) + 1)
-    below = {"CUDA API": len(levels), "kernels": len(levels) + 1}
-    colors = CALLS | STAGES | {"optimizer step": STAGES["optimizer"]}
-    chart, ((axes, _),) = sheet(height=0.56 * (len(levels) + 2) + 0.9)
-    axes.set(xlim=(start, end), ylim=(len(levels) + 1.6, -0.6))
-    for level in levels:
-        _draw_ranges(axes, level, ranges[ranges["depth"] == level])
-    drawn = set()
-    for lane, place in below.items():
-        axes.axhspan(place - 0.42, place + 0.42, color=ZONE, linewidth=0, zorder=0.5)
-        for event, rows in frame[frame["lane"] == lane].groupby("event"):
-            _spans(axes, rows, place - 0.42, 0.84, colors[event])
-            drawn.add(event)
-    axes.set_yticks([*levels, *below.values()], ["NVTX", *[""] * (len(levels) - 1), *below])
-    axes.grid(False)
-    plain_numbers(axes.xaxis)
-    chart.draw_without_rendering()
-    for level in levels:
-        _name_ranges(axes, level, ranges[ranges["depth"] == level])
-    return Drawing(chart, _legend({e: colors[e] for e in colors if e in drawn}), _SINCE_STEP)
 
 
 @plot

@@ -34,6 +34,7 @@ _BOOKKEEPING = re.compile(
     r"|^detach_?$|^torch::autograd|^autograd::|Backward\d*$|^profiler::|^Torch-|^CompiledFunction|^TorchDynamo"
 )
 Events = dict[str, list[dict[str, Any]]]
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log goes to stderr, from its first use on
 
 
 def record(
@@ -50,7 +51,6 @@ def record(
     """
     on_cuda = torch.device(device).type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log goes to stderr
     with warnings.catch_warnings():
         # torch 2.11 says each time that a profile holds its own events only: that is what is wanted.
         warnings.filterwarnings("ignore", "Warning: Profiler clears events")
@@ -84,8 +84,7 @@ def keep_one_step(path: Path, kept: Path) -> None:
     launched = {_args(event).get("correlation") for event in inside} - {None}
     inside += [event for event in gpu if _args(event).get("correlation") in launched]
     for event in inside:
-        kept_args = ("correlation", "grid", "stream")
-        event["args"] = {name: value for name, value in _args(event).items() if name in kept_args}
+        event["args"] = {k: v for k, v in _args(event).items() if k in ("correlation", "grid", "stream")}
     small = {name: trace[name] for name in ["deviceProperties" if gpu else _HOST] if name in trace}
     small["traceEvents"] = [event for event in trace["traceEvents"] if event.get("ph") == "M"] + inside
     make_folder(kept.parent)
