@@ -24,7 +24,8 @@ from labbook.book.tidy import CHECKER, has_solution
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
     "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "27", "31", "32", "33",
-    "34", "35", "36", "37", "38", "42", "43", "44", "52", "53", "54", "55", "56", "61",
+    "34", "35", "36", "37", "38", "42", "43", "44", "51", "52", "53", "54", "55", "56",
+    "61",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
@@ -121,6 +122,9 @@ WRONG = [
     ("44", "waiting_ms", "max(0.0, end - need)", "end - need", "early does not make up"),
     ("44", "computing_share", "max(0.0, min(b, end) - max(a, start))", "b - a", "below"),
     ("44", "least_bandwidth", "for j in range(i + 1))", "for j in range(i, i + 1))", "a queue"),
+    ("51", "memory_of", "activations / 2) / N", "activations) / N", "too much"),
+    ("51", "smallest_backward_batch", "2 * weights_s", "3 * weights_s", "both double"),
+    ("51", "bubble", "(micro_batches + stages - 1)", "micro_batches", "P - 1 idle slots"),
     ("52", "whole_ring", "moving = yield moving", "moving = yield total", "added twice"),
     ("52", "parent", "above if above < n else rank ^ bit", "above", "is that one of 6"),
     ("53", "border", 'sp.Eq(comm', 'sp.Eq(2 * comm', "grows by W / C"),

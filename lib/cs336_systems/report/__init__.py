@@ -7,7 +7,7 @@ __getattr__, __all__ = lazy_exports(
     {
         "baseline_tables": "HOST KERNELS fallen_short fastest_baseline grouped host_bound",
         "ddp_tables": "fit_collective of_run with_model with_wrapper",
-        "scaling_plots": "limit_lines region ring_timeline",
+        "scaling_plots": "limit_lines ring_timeline",
         "step_plots": "tradeoff",
         "timelines": "call_kind kernel_timeline memory_timeline overlap_timeline",
     },
