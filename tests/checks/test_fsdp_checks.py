@@ -1,6 +1,7 @@
 """check_fsdp passes what is right, and names each classic mistake."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -212,6 +213,14 @@ class SendsFloat32(Right):
         return CastOnArrival(all_gather(whole, weight.shard.detach(), async_op=True), whole, weight.buffer)
 
 
+class SendsByBroadcast(Right):
+    def all_gather(self, weight):
+        slices = weight.buffer.chunk(dist.get_world_size())
+        slices[dist.get_rank()].copy_(weight.sent)
+        works = [dist.broadcast(each, src=rank, async_op=True) for rank, each in enumerate(slices)]
+        return SimpleNamespace(wait=lambda: [work.wait() for work in works])
+
+
 class WaitsAtOnce(Right):
     def all_gather(self, weight):
         all_gather(weight.buffer, weight.sent)
@@ -317,6 +326,13 @@ def test_ours_passes_where_most_is_asked(options, capsys):
     *held, verdict = capsys.readouterr().out.splitlines()
     assert all(line.startswith("✓ ") for line in held)
     assert verdict == f"FSDP: {len(held)} cases right on 3 ranks"
+
+
+def test_what_cannot_be_watched_is_not_judged(capsys):
+    check_fsdp(SendsByBroadcast, only=("prefetch", "precision"))
+    first, *_, verdict = capsys.readouterr().out.splitlines()
+    assert re.match("· .* not watched", first)
+    assert verdict == "SendsByBroadcast: 1 cases right on 2 ranks"
 
 
 def test_casts_that_live_on_are_seen():

@@ -370,9 +370,7 @@ def infinities(context):
                     y = wrapped(torch.ones(1, 2))
                     scaler.scale(y.float().sum() * (bad if number == 0 else 1)).backward()
                     wrapped.finish_gradient_synchronization()
-                    if (
-                        number == 0 and make is fsdp and context.rank == 1
-                    ):  # rank 0 alone has rows of the last
+                    if number == 0 and make is fsdp and context.rank == 1:  # rank 0 has all rows of it
                         assert module[1].weight.grad.numel() == 0
                     if unscale:
                         scaler.unscale_(optimizer)

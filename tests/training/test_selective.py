@@ -30,10 +30,7 @@ def test_as_good_as_trying_every_subset(items, budget):
 
 
 def test_the_best_ratio_first_would_be_wrong():
-    small, large, other = (
-        Item("small", 3 * MIB, 4.0),
-        Item("large", 5 * MIB, 5.0),
-        Item("other", 5 * MIB, 5.0),
-    )
+    kinds = {"small": (3, 4.0), "large": (5, 5.0), "other": (5, 5.0)}
+    small, large, other = (Item(name, n * MIB, ms) for name, (n, ms) in kinds.items())
     assert choose([small, large, other], 10 * MIB) == [large, other]
     assert choose([small, large, other], 9 * MIB) == [small, large]

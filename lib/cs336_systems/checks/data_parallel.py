@@ -86,10 +86,9 @@ def average_mistakes(
     loss_of(own, context.rank, 0).backward()
     for rank in range(ranks):
         loss_of(total, rank, 0).backward()
-    sums = dict(total.named_parameters())
-    for name, mine in own.named_parameters():
+    for (name, mine), of_all in zip(own.named_parameters(), total.parameters(), strict=True):
         if mine.grad is not None:
-            gradient, summed = f"the gradient of {name!r} is", sums[name].grad
+            gradient, summed = f"the gradient of {name!r} is", of_all.grad
             diagnoses = {
                 f"{gradient} the sum over the ranks. Divide it by the world size.": summed,
                 f"{gradient} averaged twice. Divide it by the world size once.": summed / ranks**2,

@@ -46,9 +46,8 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
     """
 
     def agrees(tiles: int, scale: float = 0.25, hide: slice | None = None, hidden: int = -1) -> bool:
-        q, k, v = (
-            torch.randn(n, _TILE, _TILE, device=device, dtype=torch.float32) for n in (1, tiles, tiles)
-        )
+        normal = partial(torch.randn, device=device, dtype=torch.float32)
+        q, k, v = (normal(n, _TILE, _TILE) for n in (1, tiles, tiles))
         visible = torch.ones(tiles, _TILE, _TILE, dtype=torch.int32, device=device)
         if hide:
             visible[hidden, :, hide] = 0

@@ -13,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.checks import data_parallel as shared
-from cs336_systems.checks.data_parallel import Wrap, loss_of, one_step, tokens_of
-from cs336_systems.checks.on_ranks import Message, Property, check_on_ranks, close, from_all, holds, observed
+from cs336_systems.checks.data_parallel import Wrap, close, holds, loss_of, one_step, tokens_of
+from cs336_systems.checks.on_ranks import Message, Property, Unwatched, check_on_ranks, from_all, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
 from cs336_systems.parallel import WorkerContext
 
@@ -289,6 +289,8 @@ def prefetches(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
             loss_of(wrapped, context.rank, step).backward()
             events.append(("over", ""))
             wrapped.finish_gradient_synchronization()
+    if not {"gather", "wait"} & {what for what, _ in events}:
+        yield Unwatched("its gathers are no all-gathers of torch.distributed")
     turn = next(i for i, event in enumerate(events) if event[0] == "back")
     before, after = events[:turn], events[turn:]
     for layer in LAYERS:
@@ -318,14 +320,13 @@ def low_precision(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
         mistakes.append(f"the layers compute in {outputs[0].dtype}. Gather into a tensor of compute_dtype.")
     gathered = {layer: x.buffer.dtype for x in messages if (layer := _gathered(x))}
     wrong = {layer: dtype for layer, dtype in gathered.items() if dtype != _LOW}
-    mistakes += [
-        f"{n!r} is gathered in {kind}. Cast the shard before it is sent." for n, kind in wrong.items()
-    ]
+    mistakes += [f"{n!r} is gathered in {d}. Cast the shard before it is sent." for n, d in wrong.items()]
     shards = dict(wrapped.module.named_parameters())
     kinds = {name: shard.dtype for name, shard in shards.items() if shard.dtype != torch.float32}
     mistakes += [f"the shard of {name!r} is {kind}, not float32." for name, kind in kinds.items()]
     shapes = {shard.shape for shard in shards.values()}
     low = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype == _LOW and x.shape in shapes]
+    low = [x for x in low if x.untyped_storage().nbytes() == x.nbytes]  # no slices of a whole weight
     if set(map(id, low)) - {id(shard.grad) for shard in shards.values()}:
         mistakes.append("casts of shards live on. When a gather has arrived, drop what was sent for it.")
     if not any(from_all(mistakes)):  # else SGD may raise
@@ -335,9 +336,7 @@ def low_precision(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
         for name in (f"{layer}.weight" for layer in LAYERS):
             rounded = after[name].to(_LOW).float()
             if torch.equal(before[name], after[name]) or torch.equal(rounded, after[name]):
-                mistakes.append(
-                    f"{name!r} loses small updates: keep it in float32, and cast a copy to gather."
-                )
+                mistakes.append(f"{name!r} loses small updates: keep it in float32, cast a copy to gather.")
         mistakes += _stale(context, wrap, _LOW)
     yield from (f"with compute_dtype={_LOW}, {mistake}" for mistake in mistakes)
 

@@ -9,7 +9,6 @@ The reference is the same of PyTorch's own operations, see `accuracy`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 import torch
@@ -43,13 +42,7 @@ class Fused:
             return [x.to(dtype) if own.islower() else x for own, x in made]
 
     def check(
-        self,
-        label: str,
-        function: Callable,
-        shapes: Iterable | None,
-        dtype: torch.dtype,
-        generator: Any,
-        **how,
+        self, label: str, function: Callable, shapes: Iterable | None, dtype: torch.dtype, generator, **how
     ) -> pd.DataFrame:
         lines = []
         for shape in shapes or self.shapes:

@@ -23,6 +23,10 @@ _WATCHED += ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
 Mistakes = Callable[[WorkerContext, Any], Iterator[str]]
 
 
+class Unwatched(str):
+    """Why a property cannot be tried on this candidate: no mistake of it."""
+
+
 @dataclass(frozen=True)
 class Property:
     """What a class has to do: a name, printed when it holds, and what finds its mistakes."""
@@ -53,17 +57,18 @@ def check_on_ranks(
     """
     name = getattr(candidate, "__name__", repr(candidate))
     pickled = cloudpickle.dumps((partial(candidate, **arguments), properties))
-    held = stream(try_properties, world_size, pickled, backend="gloo", timeout_s=timeout_s)
+    tried, right = stream(try_properties, world_size, pickled, backend="gloo", timeout_s=timeout_s), 0
     try:
         while True:
-            show(f"✓ {next(held)}")
+            show(line := next(tried))
+            right += line.startswith("✓")
     except StopIteration as end:
         failures = end.value[0]
     except WorkerError as error:
         raise AssertionError(f"{name} did not get through: {error}") from error
     if failures:
         raise AssertionError("\n".join(f"{name}, {failure}" for failure in failures))
-    show(f"{name}: {len(properties)} cases right on {world_size} ranks")
+    show(f"{name}: {right} cases right on {world_size} ranks")
 
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
@@ -76,10 +81,13 @@ def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
                 mistake = next(each.mistakes(context, candidate), None)
             # What is still under way may or may not have arrived, so it is the better explanation.
             by_rank = from_all(_unfinished(works) or mistake)
-            if any(by_rank):
+            if all(isinstance(own, Unwatched) for own in by_rank):
+                context.send(f"· {each.name}: not watched ({mistake})")
+            elif any(by_rank):
                 ranks = {text: [str(n) for n, own in enumerate(by_rank) if own == text] for text in by_rank}
                 return [f"rank {', '.join(where)}: {text}" for text, where in ranks.items() if text]
-            context.send(each.name)
+            else:
+                context.send(f"✓ {each.name}")
     return []
 
 
