@@ -1,14 +1,12 @@
-"""The bytes that rings, sharded layers and optimizers really send, against the closed forms."""
+"""The bytes that rings and sharded layers really send, against the closed forms."""
 
 from collections import Counter
 
 import pytest
-import torch
 from torch.distributed.fsdp import fully_shard
 
-from cs336_systems.bench import count_optimizer_bytes, count_ring_bytes, count_sent_bytes
-from cs336_systems.parallel import BucketedDDP, ReduceScatterDDP, ShardedOptimizer, TensorParallelSwiGLU
-from cs336_systems.parallel.adapters import torch_zero
+from cs336_systems.bench import count_ring_bytes, count_sent_bytes
+from cs336_systems.parallel import TensorParallelSwiGLU
 
 ELEMENTS = 13
 
@@ -60,41 +58,6 @@ def test_every_rank_of_a_sharded_layer_sends_the_bytes_of_the_closed_form():
                 )
 
 
-def whole(module):
-    return BucketedDDP(module, 25), torch.optim.AdamW(module.parameters())
-
-
-def zero(module):
-    return BucketedDDP(module, 25), torch_zero(module.parameters(), torch.optim.AdamW)
-
-
-def sharded(module):
-    return BucketedDDP(module, 25), ShardedOptimizer(module.parameters(), torch.optim.AdamW)
-
-
-def of_the_paper(module):
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW)
-    return ReduceScatterDDP(module, optimizer), optimizer
-
-
-def test_an_optimizers_step_sends_and_keeps_what_the_closed_forms_say():
-    implementations = {"whole": whole, "zero": zero, "sharded": sharded, "paper": of_the_paper}
-    total_mb = 689_408 / 2**20  # the parameters of "tiny"
-    sent = {name: Counter() for name in implementations}
-    for row in count_optimizer_bytes(implementations, 2):
-        sent[row["implementation"]][row["collective"]] += row["sent_mb"] / total_mb
-        assert row["max_difference"] == 0
-        shard = 2 * total_mb / (1 if row["implementation"] == "whole" else 2)
-        assert row["state_mb"] == pytest.approx(shard, rel=0.01)
-    one, two = pytest.approx(1, rel=0.02), pytest.approx(2, rel=0.02)
-    assert sent == {
-        "whole": {"all_reduce": two},
-        "zero": {"all_reduce": two, "broadcast": one},
-        "sharded": {"all_reduce": two, "all_gather": one},
-        "paper": {"reduce_scatter": one, "all_gather": one},
-    }
-
-
 @pytest.mark.parametrize(
     ("count", "words"),
     [
@@ -103,7 +66,6 @@ def test_an_optimizers_step_sends_and_keeps_what_the_closed_forms_say():
         (lambda: count_sent_bytes({}, [], **SIZES), r"meshes is \[\]"),
         (lambda: count_sent_bytes({}, [(0, 2)], **SIZES), r"meshes is \[\(0, 2\)\]; allowed: pairs of whole"),
         (lambda: count_sent_bytes({}, [(5, 1)], **SIZES), "tokens is 12; allowed: a multiple of 5"),
-        (lambda: count_optimizer_bytes({}, 2, steps=1), "steps is 1; allowed"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(count, words):

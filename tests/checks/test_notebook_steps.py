@@ -24,7 +24,7 @@ from labbook.book.tidy import CHECKER, has_solution
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
     "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "27", "31", "32", "33",
-    "34", "35", "36", "37", "38", "42", "43", "44", "51", "52", "53", "54", "55", "56",
+    "34", "35", "36", "37", "38", "41", "42", "43", "44", "51", "52", "53", "54", "55", "56",
     "61",
 )  # fmt: skip
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
@@ -108,6 +108,9 @@ WRONG = [
     ("38", "best_buckets", " ** 0.5", "", "a square root"),
     ("38", "overhead_ms", "1e3 * ", "", "in milliseconds?"),
     ("41", "deal", "return owners", "owners.popitem()\n    return owners", "keys are the parameters"),
+    ("41", "ShardedStates", "if owners[p] == self.rank]", "]", "states"),
+    ("41", "ShortSharded", "dist.broadcast(parameter.data, src=owner)", "pass", "updated"),
+    ("41", "AsyncSharded", ", async_op=True)", ")", "async_op=True"),
     ("42", "held", "2 * parameter_bytes", "parameter_bytes", "AdamW has two moments"),
     ("42", "sent", "(ranks - 1) / ranks", "1", "N - 1 of N links"),
     ("42", "gradient_peak", "max(most, ", "(", "the largest moment"),

@@ -10,7 +10,7 @@ __getattr__, __all__ = lazy_exports(
         "flash_sweep": "grid_cells time_cells",
         "model_bench": "model_key",
         "overlap_bench": "profile_lanes profile_overlap profile_steps timeline_rows",
-        "sent_bytes": "RINGS count_optimizer_bytes count_ring_bytes count_sent_bytes",
+        "sent_bytes": "RINGS count_ring_bytes count_sent_bytes",
         "step_logs": "log_messages",
         "tile_bench": "sweep_tiles",
     },

@@ -1,4 +1,4 @@
-"""What ranks really send, byte by byte: in a ring all-reduce, in a sharded layer, in an optimizer's step.
+"""What ranks really send, byte by byte: in a ring all-reduce, in a sharded layer.
 
 All run over Gloo. What is counted may be defined in a notebook: cloudpickle takes its classes by value.
 """
@@ -13,20 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
-from torch.optim import Optimizer
 
-from cs336_systems.accounting import MB
 from cs336_systems.checks.ring_checks import Ring
-from cs336_systems.configs import model_size as find_size
 from cs336_systems.measure.collective_calls import pass_on, watch_collectives
-from cs336_systems.model import SwiGLU, build_model
+from cs336_systems.model import SwiGLU
 from cs336_systems.parallel import WorkerContext, launch
 
 Rows = list[dict[str, Any]]
 MakeLayer = Callable[[SwiGLU, DeviceMesh], nn.Module | None]
-# Makes a wrapper of the module, with finish_gradient_synchronization(), and the optimizer of its parameters.
-Wrap = Callable[[nn.Module], tuple[nn.Module, Optimizer]]
 
 
 def whole_ring(mine: Tensor, rank: int, n: int) -> Iterator[Tensor]:
@@ -167,75 +161,6 @@ def _passes(layer: nn.Module, full: SwiGLU, inputs: Tensor, gradient: Tensor) ->
 def _relative(found: Tensor, expected: Tensor) -> float:
     difference = (found - expected).float().norm() / expected.float().norm()
     return difference.item() if not difference.isnan() else math.inf
-
-
-def count_optimizer_bytes(
-    implementations: Mapping[str, Wrap],
-    world_size: int,
-    *,
-    model_size: str = "tiny",
-    edition: int = 2025,
-    context_length: int = 32,
-    steps: int = 3,
-) -> Rows:
-    """Train the same model with each, on two sequences a rank; count what the last step keeps and sends.
-
-    Args:
-        steps: 2 or more.
-
-    Returns:
-        One dictionary for each implementation, rank and collective, with these three, calls, sent_mb (2**20
-        bytes; calls of less than a kilobyte, such as flags, are left out), and equal for all of a rank:
-        state_mb (of the optimizer, as far as it has `.state` or `.inside.state`) and max_difference of a
-        weight to that of the first implementation, after the steps before the last.
-
-    Raises:
-        ValueError: steps is below 2.
-    """
-    if steps < 2:
-        raise ValueError(f"steps is {steps}; allowed: 2 or more")
-    what = (cloudpickle.dumps(dict(implementations)), model_size, edition, context_length, steps)
-    return _on_ranks(_count_optimizers, world_size, *what)
-
-
-def _count_optimizers(
-    context: WorkerContext, made: bytes, model_size: str, edition: int, context_length: int, steps: int
-) -> Rows:
-    wraps: dict[str, Wrap] = cloudpickle.loads(made)
-    config, rows, first = find_size(model_size, edition), [], None
-    for name, make in wraps.items():
-        torch.manual_seed(0)
-        module = build_model(config, context_length)
-        wrapped, optimizer = make(module)
-
-        def step(number: int, wrapped: nn.Module = wrapped, optimizer: Optimizer = optimizer) -> None:
-            generator = torch.Generator().manual_seed(number * context.world_size + context.rank)
-            tokens = torch.randint(config.vocab_size, (2, context_length + 1), generator=generator)
-            optimizer.zero_grad()
-            logits = wrapped(tokens[:, :-1])
-            F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
-            wrapped.finish_gradient_synchronization()
-            optimizer.step()
-
-        for number in range(steps - 1):
-            step(number)
-        weights = nn.utils.parameters_to_vector(module.parameters()).detach()
-        first = weights if first is None else first
-        with watch_collectives(as_rings=True) as sent:
-            step(steps - 1)
-        values = {"implementation": name, "rank": context.rank, "state_mb": _state_bytes(optimizer) / MB}
-        values["max_difference"] = (weights - first).abs().max().item()
-        large = [one for one in sent if one.sent_bytes >= 1000]
-        for collective in dict.fromkeys(one.collective for one in large):
-            sizes = [one.sent_bytes for one in large if one.collective == collective]
-            rows.append(values | {"collective": collective, "calls": len(sizes), "sent_mb": sum(sizes) / MB})
-        dist.barrier()
-    return rows
-
-
-def _state_bytes(optimizer: Optimizer) -> int:
-    states = getattr(optimizer, "inside", optimizer).state.values()
-    return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
 
 def _on_ranks(worker: Callable[..., Rows], world_size: int, *arguments: Any) -> Rows:
