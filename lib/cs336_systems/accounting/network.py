@@ -6,8 +6,8 @@ left, the receiver when that byte has also passed the hop. So a slow link, a slo
 late delays exactly those who wait for it. A round is one numpy operation, and equal rounds that took every
 device equally long are counted instead of repeated: 100,000 devices take seconds (not with a slow link).
 
-Simulated here: ring (Patarasuk and Yuan 2009), recursive halving and doubling, binomial tree (Thakur et al.
-2005), rings on every axis of a torus (Jouppi et al. 2023), and the ring that passes whole tensors on.
+Simulated here: ring (Patarasuk and Yuan 2009), recursive halving and doubling (Thakur et al. 2005), rings on
+every axis of a torus (Jouppi et al. 2023), and the ring that passes whole tensors on.
 """
 
 import math
@@ -20,8 +20,7 @@ import pandas as pd
 from cs336_systems.arguments import check_choice
 
 SIMULATED = ("all_reduce", "all_gather", "reduce_scatter")
-ALGORITHMS = ("ring", "whole_ring", "halving", "tree", "torus")
-_WHOLE = ("whole_ring", "tree")  # they carry the whole tensor, so there is nothing but the sum of all
+ALGORITHMS = ("ring", "whole_ring", "halving", "torus")
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ def collective_finish(
         mesh: devices along each axis.
         links: of every axis; those of one axis may stand alone.
         axis: along which it runs, in every line of the mesh at once.
-        algorithm: "ring", "whole_ring", "halving" (then doubling; on a switch), "tree", or "torus": rings on
-            all axes at once, the message split so that a part starts on each.
+        algorithm: "ring", "whole_ring" (all-reduce alone), "halving" (then doubling) on a switch, or "torus":
+            rings on all axes at once, the message split so that a part starts on each.
         ready: seconds at which each device joins; 0 for all by default.
     """
     check_choice("collective", collective, SIMULATED)
@@ -67,7 +66,7 @@ def collective_finish(
     mesh, links = _checked_mesh(mesh, links)
     if not message_bytes >= 0:
         raise ValueError(f"message_bytes is {message_bytes:g}; allowed: 0 or more")
-    if algorithm in _WHOLE and collective != "all_reduce":
+    if algorithm == "whole_ring" and collective != "all_reduce":
         raise ValueError(f"collective {collective!r} is not for {algorithm!r}; allowed: all_reduce")
     clocks = np.zeros(mesh) if ready is None else np.array(ready, float)
     if clocks.shape != mesh:
@@ -78,7 +77,7 @@ def collective_finish(
         return np.max(ends, axis=0)
     check_choice("axis", axis, range(len(mesh)))
     devices, along = mesh[axis], links[axis]
-    phases = {"ring": _ring, "whole_ring": _whole_ring, "halving": _halving, "tree": _tree}[algorithm]
+    phases = {"ring": _ring, "whole_ring": _whole_ring, "halving": _halving}[algorithm]
     for way_rounds in phases(collective, message_bytes, devices, along.directions):
         # The directions of a ring share nothing but their start and their end.
         share = replace(along, bytes_per_s=along.bytes_per_s / len(way_rounds))
@@ -138,14 +137,6 @@ def _halving(collective: str, size: float, devices: int, directions: int) -> Pha
         yield [doubling[::-1]]
     if collective != "reduce_scatter":
         yield [doubling]
-
-
-def _tree(collective: str, size: float, devices: int, directions: int) -> Phases:
-    gaps = [1 << level for level in range((devices - 1).bit_length())]
-    parents = [np.arange(0, devices - gap, 2 * gap) for gap in gaps]
-    up = [_Round(parent + gap, parent, size) for gap, parent in zip(gaps, parents, strict=True)]
-    yield [up]
-    yield [[_Round(each.receivers, each.senders, size) for each in reversed(up)]]
 
 
 def _run(clocks: np.ndarray, rounds: Iterable[_Round], links: Links, axis: int) -> np.ndarray:
