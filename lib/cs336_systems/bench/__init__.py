@@ -8,7 +8,6 @@ __getattr__, __all__ = lazy_exports(
         "drift_bench": "training_drift",
         "flash_bench": "Cell time_cell",
         "flash_sweep": "grid_cells time_cells",
-        "model_bench": "model_key",
         "overlap_bench": "profile_lanes profile_overlap profile_steps timeline_rows",
         "sent_bytes": "RINGS count_ring_bytes count_sent_bytes",
         "step_logs": "log_messages",

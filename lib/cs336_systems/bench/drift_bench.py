@@ -11,7 +11,6 @@ from torch.nn.utils import parameters_to_vector
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.bench.ddp_bench import bucket_variants, check_run, wrap
-from cs336_systems.bench.model_bench import model_key
 from cs336_systems.configs import ModelConfig
 from cs336_systems.configs import model_size as find_size
 from cs336_systems.functional import cross_entropy
@@ -56,8 +55,9 @@ def training_drift(
     for optimizer in optimizers:
         check_choice("optimizer", optimizer, OPTIMIZERS)
     group = {"world_size": world_size, "backend": choose_backend(backend, world_size)}
+    shape = {"batch_size": batch_size, "context_length": context_length, "dtype": "float32"}
     keys = [
-        model_key(config, context_length, batch_size, implementation=name)
+        {"implementation": name, "attention": "plain", **config.columns(), **shape}
         | {**group, "bucket_size_mb": size, "optimizer": optimizer}
         for (name, size), optimizer in itertools.product(variants, optimizers)
     ]
