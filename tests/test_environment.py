@@ -21,8 +21,6 @@ CONDA_NAMES = {"torch": "pytorch"}
 # Run or looked into, not imported: JupyterLab itself, the MathJax of the pages, pytest's plugins, the linter.
 NOT_IMPORTED = {"jupyterlab", "jupyter-server-mathjax", "pytest-timeout", "pytest-xdist", "nbval", "ruff"}
 
-OPTIONAL = {"liger-kernel"}  # imported where it is installed: kernels to compare with
-
 
 def required(*groups):
     listed = [entry for group in groups for entry in group]
@@ -49,13 +47,13 @@ def imported(folder):
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 modules.add(node.module.split(".")[0])
     local = {path.stem for path in (REPOSITORY / folder).rglob("*")} | {"cs336_systems", "tests"}
-    known = packages_distributions() | {"triton": ["triton"], "liger_kernel": ["liger-kernel"]}
+    known = packages_distributions() | {"triton": ["triton"]}
     return {canonicalize_name(known[name][0]) for name in modules - local - sys.stdlib_module_names}
 
 
 def test_what_the_library_and_its_tests_import_is_declared_and_nothing_else():
     library, tests = imported("lib"), imported("tests")
-    assert library - LIBRARY.keys() == OPTIONAL
+    assert library - LIBRARY.keys() == set()
     assert tests - ALL.keys() == set()
     assert LIBRARY.keys() - library - NOT_IMPORTED == set()
     assert ALL.keys() - library - tests - NOT_IMPORTED == set()
