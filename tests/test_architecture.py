@@ -37,7 +37,7 @@ ROOMS = sorted(module.removesuffix(".__init__") for module in MODULES if module.
 
 
 def room(name: str) -> str:
-    """ "cs336_systems.bench.flash_bench" -> "bench"."""
+    """ "cs336_systems.bench.ddp_bench" -> "bench"."""
     package, _, rest = name.partition(".")
     first = rest.partition(".")[0]
     if package == "labbook":

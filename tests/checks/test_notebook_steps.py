@@ -23,7 +23,7 @@ from labbook.book.tidy import CHECKER, has_solution
 
 # The steps that this file has to cover; others have tests beside their checkers.
 WITH_STEPS = (
-    "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "27", "31", "32", "33",
+    "11", "12", "13", "14", "15", "16", "21", "23", "24", "25", "26", "27", "31", "32", "33",
     "34", "35", "36", "37", "38", "41", "42", "43", "44", "51", "52", "53", "54", "55", "56",
     "61",
 )  # fmt: skip
@@ -77,6 +77,10 @@ WRONG = [
     ("25", "dq_kernel", "(tile + 1) * ROWS", "tile * ROWS", "causal"),
     ("25", "dkdv_kernel", "tile * KEYS // ROWS * ROWS", "(tile + 1) * KEYS", "causal"),
     ("25", "dkdv_kernel", "mask=rows < n_queries", "mask=rows >= 0", "dkdv_kernel loads"),
+    ("26", "cold_times", "            x.grad = None", "            pass", "in every repetition"),
+    ("26", "cold_times", "if repetition >= warmup", "if True", "warm-up is not counted"),
+    ("26", "host_bound", "[::-1].cummax()[::-1]", "", "what is shorter"),
+    ("26", "rows_and_registers", 'keys if kernel == "dkdv" else queries', "queries", "a row is a key"),
     ("27", "ladder_kernel", "masked = tile * ROWS // KEYS * KEYS", "masked = 0", "where does `masked` end"),
     ("27", "ladder_kernel", "tile * ROWS // KEYS * KEYS", "(tile + 1) * ROWS // KEYS * KEYS", "wholly below"),
     ("27", "faults_found", '"E": "mixed batches"', '"E": "stale mask"', "three sequences"),

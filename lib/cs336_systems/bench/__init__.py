@@ -6,11 +6,8 @@ __getattr__, __all__ = lazy_exports(
     __name__,
     {
         "drift_bench": "training_drift",
-        "flash_bench": "Cell time_cell",
-        "flash_sweep": "grid_cells time_cells",
         "overlap_bench": "profile_lanes profile_overlap profile_steps timeline_rows",
         "sent_bytes": "RINGS count_ring_bytes count_sent_bytes",
         "step_logs": "log_messages",
-        "tile_bench": "sweep_tiles",
     },
 )

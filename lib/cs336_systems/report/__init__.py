@@ -5,7 +5,6 @@ from cs336_systems.lazy_exports import lazy_exports
 __getattr__, __all__ = lazy_exports(
     __name__,
     {
-        "baseline_tables": "HOST KERNELS fallen_short fastest_baseline grouped host_bound",
         "ddp_tables": "fit_collective of_run with_model with_wrapper",
         "scaling_plots": "limit_lines ring_timeline",
         "step_plots": "tradeoff",
