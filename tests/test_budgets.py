@@ -7,10 +7,10 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 # A folder with all below it: what it may have now, and, of whole packages, what it is to come down to.
 BUDGETS: dict[str, tuple[int, int | None]] = {
-    "lib/cs336_systems": (13_027, 10_000),
+    "lib/cs336_systems": (13_010, 10_000),
     "lib/cs336_systems/accounting": (1_340, 1_150),
     "lib/cs336_systems/attention": (3_463, 3_300),
-    "lib/cs336_systems/bench": (481, 0),
+    "lib/cs336_systems/bench": (464, 0),
     "lib/cs336_systems/checks": (2_180, 1_550),
     "lib/cs336_systems/kernels": (856, 650),
     "lib/cs336_systems/measure": (233, 0),
