@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Tests at the same time: up to four, of one thread each. On a GPU one after the other: they would share its memory.
 WORKERS = $(shell $(PY) -c 'import os, torch; print(0 if torch.cuda.is_available() else min(4, os.cpu_count()))')
 
-.PHONY: help setup run list test test-bounds planted claims lab learn notebooks figures clean
+.PHONY: help setup run list test test-bounds planted claims lab learn notebooks site figures clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,10 @@ learn: setup ## your copies of the notebooks, solutions cleared, in learn/; copi
 
 notebooks: setup ## execute every notebook in place on the CPU, as it is committed
 	@$(PY) -m cs336_systems notebooks $(ARGS)
+
+site: setup ## the notebooks as a site in site/, read offline; installs Sphinx, myst-nb and furo into .venv
+	@$(PY) -c 'import furo, myst_nb' 2>/dev/null || $(PY) -m pip install -q -e '.[site]'
+	@$(PY) -m cs336_systems site
 
 figures: setup ## redraw every plot from the rows
 	@$(PY) -m cs336_systems figures $(ARGS)

@@ -42,7 +42,7 @@ def _parser(program: str | None) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     add = {}
-    for function in (_run, _list, _card, _notebooks, _figures, _learn):
+    for function in (_run, _list, _card, _notebooks, _figures, _learn, _site):
         name, text = function.__name__[1:], function.__doc__
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(command=function)
@@ -124,6 +124,13 @@ def _figures(options: Namespace) -> int:
 def _learn(options: Namespace) -> None:
     """write the learner's copies, solutions cleared, to learn/"""
     print(*write_copies(_paths(options.names), notebooks.NOTEBOOKS.parent / "learn"), sep="\n")
+
+
+def _site(options: Namespace) -> None:
+    """the executed notebooks as a site in site/, to be read offline"""
+    from labbook.book.site import build
+
+    print(build(notebooks.NOTEBOOKS.parent / "site"))
 
 
 def _paths(words: list[str]) -> list[Path]:

@@ -5,7 +5,7 @@ import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
-from labbook.files import locked, write_atomically
+from labbook.files import locked, make_folder, write_atomically
 
 # jupyter_server_mathjax ships this configuration (nbconvert's default is another one, from a CDN) and STIX as
 # its only font, which MathJax has to be told: left alone it waits for a font that is not there.
@@ -44,7 +44,7 @@ def render(notebook: Path) -> Path:
     from nbconvert import HTMLExporter
 
     with locked(notebook.parent):  # another notebook may be done at the same moment
-        _copy_mathjax(notebook.parent / "mathjax")
+        copy_mathjax(notebook.parent / "mathjax")
     # No widgets here: no require.js to load.
     exporter = HTMLExporter(mathjax_url=_MATHJAX, require_js_url="data:text/javascript,")
     exporter.raw_template = _TEMPLATE
@@ -55,11 +55,11 @@ def render(notebook: Path) -> Path:
     return page
 
 
-def _copy_mathjax(target: Path) -> None:
+def copy_mathjax(target: Path) -> None:
     """Put MathJax into a folder, once."""
     if target.is_dir():
         return
-    partial = target.with_name(f".{target.name}")
+    partial = make_folder(target.parent) / f".{target.name}"
     shutil.rmtree(partial, ignore_errors=True)
     if (package := find_spec("jupyter_server_mathjax")) is None:
         raise ModuleNotFoundError("formulas need jupyter_server_mathjax, which is not installed")
