@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from labbook.timing import MIB, Timing, matmul_precision, release_memory, run_or_out_of_memory
+from labbook.timing import MIB, Timing
 
 
 class Context(Protocol):
@@ -58,27 +58,6 @@ def one_step_ms(operation: Callable[[], None], context: Context, calls: int) -> 
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / calls
-
-
-def measure_on_all(
-    measure: Callable[[], Any], context: Context, dtype: str, earlier: str = ""
-) -> tuple[Any, str]:
-    """What `measure` returns on each rank, and "".
-
-    Where memory runs out on any rank: a status for all, and why nothing can follow, to be given as `earlier`
-    with what was to follow, which is skipped: the ranks need not agree on what they have sent.
-    """
-    if earlier:
-        return {"status": "skipped", "reason": earlier}, earlier
-    with matmul_precision(dtype):
-        found, reason = run_or_out_of_memory(measure, context.device)
-    release_memory(context.device)  # a wrapper and its hooks refer to each other
-    reasons: list[str] = [""] * context.world_size
-    dist.all_gather_object(reasons, reason)
-    reason = next(filter(None, reasons), "")
-    if not reason:
-        return found, ""
-    return {"status": "oom", "reason": reason}, f"memory ran out in the same process group: {reason}"
 
 
 def timed(operation: Callable[[], None], context: Context, **how: Any) -> tuple[Timing, dict[str, float]]:

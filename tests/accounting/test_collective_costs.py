@@ -1,6 +1,4 @@
-"""Collectives: closed forms, the line that is fitted to times, and what backward does not hide."""
-
-import math
+"""Collectives: closed forms, and the line that is fitted to times."""
 
 import pytest
 import torch
@@ -9,11 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cs336_systems.accounting.collective_costs import (
-    best_bucket_bytes,
     bus_bandwidth_gbps,
     bus_factor,
-    equal_buckets_exposed_seconds,
-    exposed_seconds,
     fit_alpha_beta,
     ring_seconds,
     torch_bucket_bytes,
@@ -87,33 +82,6 @@ def test_fits_on_a_line_and_on_the_borders():
     assert superlinear.latency_s == superlinear.half_bandwidth_bytes == 0
     falling = fit_alpha_beta([1e6, 1e7], [2e-3, 1e-3])
     assert falling.bandwidth_gbps == falling.half_bandwidth_bytes == float("inf")
-
-
-seconds = st.floats(1e-6, 1.0)
-links = st.fixed_dictionaries({"latency_s": seconds, "bytes_per_s": st.floats(1e6, 1e12)})
-totals = st.floats(1e3, 1e11)
-
-
-@given(totals, st.integers(1, 50), links, st.floats(1e-6, 100.0))
-def test_equal_buckets_are_the_queue(total, buckets, link, backward_s):
-    queue = exposed_seconds([total / buckets] * buckets, backward_s=backward_s, **link)
-    closed = equal_buckets_exposed_seconds(total, buckets, backward_s=backward_s, **link)
-    assert queue == pytest.approx(closed, rel=1e-6, abs=1e-9 * backward_s)
-
-
-@given(totals, st.integers(1, 50), links)
-def test_the_handouts_assumption_gives_the_handouts_sum(total, buckets, link):
-    overhead = equal_buckets_exposed_seconds(total, buckets, **link)
-    expected = buckets * link["latency_s"] + total / (buckets * link["bytes_per_s"])
-    assert overhead == pytest.approx(expected, rel=1e-6)
-
-
-@given(totals, links, st.floats(0.01, 100))
-def test_no_size_beats_the_best(total, link, factor):
-    best = best_bucket_bytes(total, **link)
-    least = equal_buckets_exposed_seconds(total, total / best, **link)
-    assert equal_buckets_exposed_seconds(total, total / (factor * best), **link) >= least * (1 - 1e-9)
-    assert least == pytest.approx(2 * math.sqrt(total * link["latency_s"] / link["bytes_per_s"]), rel=1e-6)
 
 
 @given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 400).map(lambda size: size / 2**20))

@@ -15,11 +15,10 @@ __getattr__, __all__ = lazy_exports(
         "attention_peak_breakdown attention_peak_bytes attention_saved_bytes attention_traffic_bytes "
         "flash_bytes flash_flops flash_scores",
         "checkpoint_costs": "checkpoint_costs",
-        "collective_costs": "COLLECTIVES MB AlphaBeta best_bucket_bytes bus_bandwidth_gbps bus_factor "
-        "equal_buckets_exposed_seconds exposed_seconds fit_alpha_beta fit_collective ring_seconds "
-        "torch_bucket_bytes",
+        "collective_costs": "COLLECTIVES MB AlphaBeta bus_bandwidth_gbps bus_factor fit_alpha_beta "
+        "fit_collective ring_seconds torch_bucket_bytes",
         "element_counts": "DTYPE_BYTES",
-        "flops": "backward_flops flops_breakdown forward_flops optimizer_flops parameter_breakdown "
+        "flops": "backward_flops flops_breakdown forward_flops parameter_breakdown "
         "parameter_count roofline_seconds utilisation",
         "data_sheets": "Hardware hardware hardware_names",
         "model_memory": "activation_bytes block_activation_breakdown gradient_bytes "

@@ -1,4 +1,4 @@
-"""What communication must cost: collectives, and how much of them backward does not hide.
+"""What communication must cost: the collectives, and the line that is fitted to their times.
 
 A message is the largest buffer that a collective touches on a rank, as in NVIDIA's nccl-tests: the tensor of
 an all-reduce or a broadcast, the gathered output of an all-gather, the input of a reduce-scatter or an
@@ -106,39 +106,6 @@ def fit_collective(
     same = {"collective": collective, "world_size": world_size, "backend": backend, "status": "ok"}
     measured = rows[(rows[[*same]] == [*same.values()]).all(axis=1)].sort_values("message_mb")
     return fit_alpha_beta(measured["message_mb"] * MB, measured["p50_ms"] / 1e3)
-
-
-def exposed_seconds(
-    bucket_bytes: Sequence[float], *, backward_s: float, latency_s: float, bytes_per_s: float
-) -> float:
-    """Time from the end of backward to the arrival of the last bucket; buckets in the order they are ready.
-
-    Backward makes gradients at a steady rate: the bytes of all buckets, above zero, take `backward_s`.
-    """
-    total, made, free_at = sum(bucket_bytes), 0.0, 0.0
-    for size in bucket_bytes:
-        made += size
-        free_at = max(free_at, backward_s * made / total) + latency_s + size / bytes_per_s
-    return free_at - backward_s
-
-
-def equal_buckets_exposed_seconds(
-    total_bytes: float, buckets: float, *, latency_s: float, bytes_per_s: float,
-    backward_s: float | None = None,
-) -> float:  # fmt: skip
-    """The same for equal buckets, in closed form; `buckets` need not be a whole number.
-
-    A bucket takes m = o + s / (n w) to send and c = B / n to compute: m + (n - 1) max(0, m - c). backward_s,
-    B, is by default s / w, the handout's assumption. Then the overhead is n o + s / (n w).
-    """
-    backward_s = total_bytes / bytes_per_s if backward_s is None else backward_s
-    message_s = latency_s + total_bytes / (buckets * bytes_per_s)
-    return message_s + (buckets - 1) * max(0.0, message_s - backward_s / buckets)
-
-
-def best_bucket_bytes(total_bytes: float, *, latency_s: float, bytes_per_s: float) -> float:
-    """The bucket size s / n with least overhead n o + s / (n w): where its parts are equal, sqrt(s w o)."""
-    return math.sqrt(total_bytes * bytes_per_s * latency_s)
 
 
 def torch_bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:

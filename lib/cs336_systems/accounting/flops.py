@@ -9,9 +9,6 @@ from cs336_systems.accounting.element_counts import Counts
 from cs336_systems.configs import ModelConfig
 
 PASSES = ("forward", "backward", "forward_backward", "train_step")
-# One AdamW update of one number, as `optimizer.AdamW` does it: decay 1, mean 3, mean square 4, root 1,
-# bias correction 1, epsilon 1, step 3.
-ADAMW_FLOPS_PER_PARAMETER = 14
 
 
 def parameter_breakdown(config: ModelConfig) -> dict[str, int]:
@@ -59,11 +56,6 @@ def forward_flops(config: ModelConfig, batch_size: int, context_length: int) -> 
 def backward_flops(config: ModelConfig, batch_size: int, context_length: int) -> int:
     """The same of one backward pass: two for every one of the forward."""
     return 2 * forward_flops(config, batch_size, context_length)
-
-
-def optimizer_flops(config: ModelConfig) -> int:
-    """Elementwise operations of one AdamW step. No matmul among them: bandwidth sets their time."""
-    return ADAMW_FLOPS_PER_PARAMETER * parameter_count(config)
 
 
 def roofline_seconds(flops: float, bytes_moved: float, matmul_tflops: float, copy_gbps: float) -> float:
