@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from labbook import ranks, timing
-from labbook.rows import Row, measured_in_order
+from labbook.rows import Row, pass_order_errors
 from labbook.timing import Timing
 
 
@@ -131,7 +131,7 @@ def measure(
         if group:
             waiting.append(group)
             if not stream:
-                yield measured_in_order(partial(_measured, waiting.pop(), setup, options))
+                yield _measured(waiting.pop(), setup, options)
     by_processes = groupby(waiting, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
     for (world_size, backend), groups in by_processes:
         start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=timeout_s)
@@ -139,29 +139,41 @@ def measure(
 
 
 def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], context: Any = None) -> list[Row]:
-    """Rows of the cases of one set-up. On a rank, with a context, running out of memory ends the process."""
-    device, steps, on_rank = group[0].device, options["steps"], context is not None
-    made, rows = {}, []
+    """Rows of the cases of one set-up. On a rank, with a context, running out of memory ends the process.
+
+    Else all are timed again, twice at most, while a pass is faster than a part of it: something else took the
+    machine during one of them, on a shared CPU not seldom.
+    """
+    device, on_rank = group[0].device, context is not None
 
     def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-        call = partial(function, *arguments)
-        return call() if on_rank else timing.timing_or_status(call, device, errors=options["errors"])
+        if on_rank:
+            return function(*arguments)
+        try:
+            found, reason = timing.run_or_out_of_memory(partial(function, *arguments), device)
+        except options["errors"] as error:
+            return Timing(status="error", reason=timing.one_line(error))
+        return Timing(status="oom", reason=reason) if reason else found
 
     def timed(case: Case) -> Row:
-        step, warmup_steps = made[case.get("pass", "")], case.get("warmup_steps", options["warmup_steps"])
+        step, values = made[case.get("pass", "")], {}
+        warmup_steps = case.get("warmup_steps", options["warmup_steps"])
+        how = {"warmup_steps": warmup_steps, "steps": options["steps"]}
         if on_rank:
-            how = {"warmup_steps": warmup_steps, "steps": steps, **step.together}
-            times, values = ranks.timed(step.run, context, **how)
+            times, values = ranks.timed(step.run, context, **how | step.together)
         else:
-            times, values = step.timed(device, warmup_steps, steps), {}
+            times = step.timed(device, **how)
         more = step.values() if step.values and times.status == "ok" else {}
         return _row(case, times, {**values, **more})
 
     with timing.matmul_precision(group[0].get("dtype", "float32")), options["around"](group[0]):
         made = attempt(setup, group[0], *([context] if on_rank else []))
-        for case in group:
-            found = made if isinstance(made, Timing) else attempt(timed, case)
-            rows.append(_row(case, found) if isinstance(found, Timing) else found)
+        for _ in range(1 if on_rank else 3):
+            found = [made if isinstance(made, Timing) else attempt(timed, case) for case in group]
+            tried = zip(group, found, strict=True)
+            rows = [_row(case, each) if isinstance(each, Timing) else each for case, each in tried]
+            if not pass_order_errors(rows):
+                break
         made = None
     timing.release_memory(device)
     return rows

@@ -58,13 +58,6 @@ def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str
     return found | dict.fromkeys(newer, WHILE_RUNNING)
 
 
-def of_module(name: str) -> dict[str, str]:
-    """The same of what a module measures: "package.bench"."""
-    walk = _Walk()
-    walk.follow_module(name)
-    return walk.found
-
-
 def parameter_names(path: Path) -> set[str]:
     """The names that the parameters cell of a notebook binds."""
     return _code_cells(path, path.stat().st_mtime_ns)[1]

@@ -35,17 +35,19 @@ NO_ROWS = "no rows yet: run this notebook's Measure section, or `python -m cs336
 class Chart(Figure):
     """A figure outside pyplot: a cell that ends with it shows one PNG, the same that is saved."""
 
-    title = ""
+    title, _png = "", b""
 
     def png(self) -> bytes:
-        """The picture in 256 colours, without date or version: the same for equal rows."""
-        canvas, buffer = FigureCanvasAgg(self), io.BytesIO()
-        with mpl.rc_context(STYLE):
-            canvas.draw()
-        picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
-        picture = picture.quantize(256, dither=Image.Dither.NONE)
-        picture.save(buffer, "png", dpi=(self.dpi, self.dpi), optimize=True)
-        return buffer.getvalue()
+        """The picture in 256 colours, without date or version: the same for equal rows. Drawn once."""
+        if not self._png:
+            canvas, buffer = FigureCanvasAgg(self), io.BytesIO()
+            with mpl.rc_context(STYLE):
+                canvas.draw()
+            picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+            picture = picture.quantize(256, dither=Image.Dither.NONE)
+            picture.save(buffer, "png", dpi=(self.dpi, self.dpi), optimize=True)
+            self._png = buffer.getvalue()
+        return self._png
 
     def svg(self) -> bytes:
         """The same picture as vectors, its text as outlines."""
@@ -116,7 +118,7 @@ def _with_header(chart: Chart, handles: Sequence[Artist], title: str, subtitle: 
     if legend:
         legend.set_bbox_to_anchor((_EDGE / WIDTH, bottom))
     chart.get_layout_engine().set(rect=(0, 0, 1, panels / height))
-    chart.draw_without_rendering()
+    chart.get_layout_engine().execute(chart)
     chart.set_layout_engine("none")
     return chart
 

@@ -10,7 +10,7 @@ import math
 import numbers
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
@@ -43,7 +43,6 @@ _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {"int": "a whole number", "bool": "true or false", "text": "text"}
 # How much one step does: a pass of a higher level contains those below, so it cannot be faster.
 _PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
-_ATTEMPTS = 3
 _REPAIR = "restore the file from git, or move it away and measure again"
 
 
@@ -297,18 +296,6 @@ def pass_order_errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
                     f"{small['p20_ms']:.4g} ms (p20_ms), at {at}; measure both again, in one run"
                 )
     return errors
-
-
-def measured_in_order(measure: Callable[[], list[Row]]) -> list[Row]:
-    """The rows of `measure`, measured again (twice at most) while a pass is faster than a part of it.
-
-    That happens when something else took the machine during one of the passes: on a shared CPU, not seldom.
-    """
-    for _ in range(_ATTEMPTS):
-        rows = measure()
-        if not pass_order_errors(rows):
-            break
-    return rows
 
 
 # The file.

@@ -74,10 +74,8 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         return device
     if not torch.cuda.is_available():
         raise RuntimeError("device 'cuda' is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu")
-    if device.index not in (
-        None,
-        current := torch.cuda.current_device(),
-    ):  # events would time the current one
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):  # events would time the current one
         raise RuntimeError(f"{device} is asked for, but cuda:{current} is the current GPU; allowed: that one")
     return device
 
@@ -169,22 +167,6 @@ def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> t
     # Only here, with the exception gone, does nothing hold on to the tensors of the step that failed.
     release_memory(device)
     return None, reason
-
-
-def timing_or_status(
-    measure: Callable[[], Timing],
-    device: torch.device,
-    reason: str = "",
-    errors: type[Exception] | tuple[()] = (),
-) -> Timing:
-    """What `measure` returns; or "skipped" for a reason, "oom" where memory ran out, "error" for `errors`."""
-    if reason:
-        return Timing(status="skipped", reason=reason)
-    try:
-        timed, reason = run_or_out_of_memory(measure, device)
-    except errors as error:
-        return Timing(status="error", reason=one_line(error))
-    return timed or Timing(status="oom", reason=reason)
 
 
 def one_line(error: BaseException) -> str:

@@ -3,33 +3,33 @@
 import pandas as pd
 import pytest
 
+from cs336_systems import parallel
 from cs336_systems.accounting import sharding_costs
 from cs336_systems.accounting.flops import parameter_count
 from cs336_systems.accounting.sharding_costs import STRATEGIES
 from cs336_systems.configs import ModelConfig, model_size
-from labbook.book.execute import execute
-from labbook.book.notebooks import NOTEBOOKS
+from cs336_systems.other_notebooks import taken_from
+from labbook import grid
 
 XL = model_size("xl", 2025)
-SLUG = "optimizer_state_sharding_accounting"
 FSDP = [name for name, strategy in STRATEGIES.items() if "parameters" in strategy.shards]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory):
-    """Memory and messages of every strategy on two ranks as notebook 42 measures them, by table."""
-    folder = tmp_path_factory.mktemp("figures")
-    parameters = {"context_length": 128, "dtypes": ["float32", "bfloat16"], "backend": "gloo", "rounds": 1}
-    parameters |= {"implementations": [*STRATEGIES], "warmup_steps": 0, "steps": 1, "device": "cpu"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LABBOOK_FIGURES", str(folder))
-        outcome = execute(NOTEBOOKS / f"42_{SLUG}.ipynb", folder / "out.ipynb", parameters)
-    assert outcome.status == "ok", outcome.reason
-    (times,) = folder.glob(f"*/{SLUG}/sharding_times.csv")
-    assert set(pd.read_csv(times)["status"]) == {"ok"}
-    return {
-        name: pd.read_csv(times.with_name(f"{name}.csv")) for name in ("sharding_memory", "sharding_messages")
-    }
+def measured():
+    """Memory and messages of every strategy on two ranks, by the functions that notebook 42 measures with."""
+    look, memory_rows, message_rows = (
+        taken_from("42_optimizer_state_sharding_accounting", name)
+        for name in ("look", "memory_rows", "message_rows")
+    )
+    shape = {"batch_size": 4, "context_length": 128, "attention": "sdpa", "compiled": False}
+    shape |= {"world_size": 2, "backend": "gloo", **model_size("tiny").columns()}
+    cases = grid(dtype=["float32", "bfloat16"], implementation=[*STRATEGIES], **shape)
+    memory, messages = [], []
+    for case, held, _, sent in parallel.stream(look, 2, cases, backend="gloo"):
+        memory += memory_rows(case, held)
+        messages += message_rows(case, sent)
+    return {"sharding_memory": pd.DataFrame(memory), "sharding_messages": pd.DataFrame(messages)}
 
 
 def test_the_states_that_a_step_ends_with_add_up_as_in_the_paper():

@@ -88,6 +88,19 @@ def test_other_errors_end_the_sweep_unless_they_are_named():
     assert "no kernel takes this" in rows[0]["reason"]
 
 
+def test_a_pass_faster_than_its_part_is_timed_again_of_the_same_set_up():
+    made, naps_s = [], iter([0.02, 0.001, 0.001, 0.02])
+
+    def setup(case):
+        made.append(case.size)
+        return {case.pass_: nap, "forward_backward": nap}
+
+    nap = Step(lambda: time.sleep(next(naps_s)))
+    cases = grid(size=1, pass_=["forward", "forward_backward"])
+    part, whole = flat(measure(cases, setup, device="cpu", warmup_steps=0, steps=1))
+    assert (made, part["p50_ms"] < whole["p50_ms"]) == ([1], True)
+
+
 def test_what_cannot_run_is_skipped_with_its_reason_and_what_is_on_record_is_left_out():
     how = {"skip": lambda case: "too large" if case.size == 2 else "", "kept": lambda case: case.size == 1}
     found = list(measure(grid(size=[1, 2, 3]), lambda case: {"": Step(list)}, **how, **QUICK))

@@ -2,21 +2,26 @@
 
 import pytest
 
-from labbook import Page, lines, runs
+from labbook import Page, lines, machine, runs
 from labbook.book.notebooks import BatchError
 
 SLUG = "mixed_precision_accumulation"
 ROW = {"accumulation": "float32 += float16", "steps": 1000, "total": 10.0}
 
 
-@pytest.fixture
-def page(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def figures(tmp_path, monkeypatch):
     monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
+    monkeypatch.setattr(machine, "_matmul_tflops", lambda device: {"float32": 0.1})
+    monkeypatch.setattr(machine, "_copy_gbps", lambda device: 10.0)
+
+
+@pytest.fixture
+def page():
     return Page(SLUG, {"reference": "h200", "value": 0.01, "unrelated": object()})
 
 
-def test_bad_parameters_are_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
+def test_bad_parameters_are_refused_before_anything_is_measured(tmp_path):
     with pytest.raises(BatchError, match="'h300'"):
         Page(SLUG, {"reference": "h300"})
     assert list(tmp_path.iterdir()) == []
@@ -57,8 +62,7 @@ def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
 SAVING = "from cs336_systems.training.numerics import binades\npage.save(binades(rows), 'accumulation')"
 
 
-def test_a_page_says_how_old_the_references_rows_are(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
+def test_a_page_says_how_old_the_references_rows_are(monkeypatch, capsys):
     now = runs.code.of_notebook(runs.code.notebook_of("torch_compile"))
     record = runs.load_run("h200", "20261121-043456-torch_compile-4487")
     monkeypatch.setattr(record, "code", now | {"lib/labbook/timing.py": "other"})
@@ -74,8 +78,7 @@ def test_historical_rows_are_named_once_where_they_are_used(page, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_rows_of_the_running_cell_are_on_record_until_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
+def test_rows_of_the_running_cell_are_on_record_until_it_changes():
     executed = ["", "value = 3", SAVING]
     page = Page(SLUG, {"value": 0.01, "In": executed})
     page.save([ROW], "accumulation")
