@@ -38,6 +38,9 @@ class AttentionCase:
     is_causal: bool = False
     logit_scale: float = 1.0  # q is multiplied by it: 1 gives scores of unit variance
     n_padding: int = 0  # so many keys come first whose scores are -inf in float32
+    scores_by_matmul: bool = (
+        False  # of PyTorch, in backward of another shape than in forward: rounded differently
+    )
 
 
 # What the handout asks for: one batch dimension, lengths and head sizes that are powers of two.
@@ -153,10 +156,11 @@ def _random_inputs(case: AttentionCase, generator: torch.Generator, dtype: torch
 def _rounding(case: AttentionCase, device: torch.device) -> float:
     """The rounding floor: two roundings of a sum; of a large score, to be exponentiated, its last bit.
 
-    On a GPU forward and backward round a score alike. In Triton's interpreter NumPy's BLAS may round QK^T and
+    On a GPU a kernel's forward and backward round a score alike. In Triton's interpreter NumPy's BLAS may round QK^T and
     KQ^T differently (OpenBLAS for Haswell and Zen does), and powers of two add a rounding.
     """
-    return max(2, (0.5 if device.type == "cuda" else 2) * case.logit_scale) * EPS
+    alike = device.type == "cuda" and not case.scores_by_matmul
+    return max(2, (0.5 if alike else 2) * case.logit_scale) * EPS
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:

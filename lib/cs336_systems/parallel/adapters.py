@@ -3,9 +3,11 @@
 import contextlib
 import inspect
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -61,10 +63,13 @@ class TorchFSDP(Single):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         broadcast_from_rank_0(module)
-        policy = MixedPrecisionPolicy(param_dtype=compute_dtype)
+        # By default the mesh is of GPUs wherever there is one, also for ranks that share its machine's CPU.
+        device = next(module.parameters()).device.type
+        mesh = dist.init_device_mesh(device, (dist.get_world_size(),))
+        shard = partial(fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype))
         for layer in module.layers:
-            fully_shard(layer, mp_policy=policy)
-        super().__init__(fully_shard(module, mp_policy=policy))
+            shard(layer)
+        super().__init__(shard(module))
 
 
 def torch_zero(parameters: Iterable[nn.Parameter], optimizer_cls: type, **settings: Any) -> Optimizer:
