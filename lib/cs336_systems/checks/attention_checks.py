@@ -156,8 +156,8 @@ def _random_inputs(case: AttentionCase, generator: torch.Generator, dtype: torch
 def _rounding(case: AttentionCase, device: torch.device) -> float:
     """The rounding floor: two roundings of a sum; of a large score, to be exponentiated, its last bit.
 
-    On a GPU a kernel's forward and backward round a score alike. In Triton's interpreter NumPy's BLAS may round QK^T and
-    KQ^T differently (OpenBLAS for Haswell and Zen does), and powers of two add a rounding.
+    On a GPU a kernel's forward and backward round a score alike. In Triton's interpreter NumPy's BLAS may
+    round QK^T and KQ^T differently (OpenBLAS for Haswell and Zen does), and powers of two add a rounding.
     """
     alike = device.type == "cuda" and not case.scores_by_matmul
     return max(2, (0.5 if alike else 2) * case.logit_scale) * EPS
