@@ -26,7 +26,7 @@ _LIMITS = {  # what is true of a right number, and how it is said
     "power_of_two": (lambda number, _: number & (number - 1) == 0, "a power of two"),
     "multiple_of": (lambda number, limit: limit > 0 and number % limit == 0, "a multiple of {}"),
 }
-_RULE = {*_LIMITS, "words", "by", "may_be_empty"}
+_RULE = {*_LIMITS, "words", "by", "also", "may_be_empty"}
 
 
 def parse_value(parameter: Parameter, text: str) -> Any:
@@ -146,4 +146,4 @@ def _words(rule: Mapping[str, Any], values: Mapping[str, Any]) -> list[Any]:
     if isinstance(words, str):  # "module:name", of a collection, or of a function that returns one
         words = resolve_name(words)
         words = words() if callable(words) else words
-    return list(words.get(values[rule["by"]], ()) if "by" in rule else words)
+    return [*(words.get(values[rule["by"]], ()) if "by" in rule else words), *rule.get("also", ())]
