@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from cs336_systems.attention import FlashAttentionPyTorch, attention, flash_pytorch
 from cs336_systems.attention.plain import plain_attention
-from cs336_systems.checks import EVERYTHING, AttentionCase, check_attention, check_logsumexp
+from cs336_systems.checks import BASIC, AttentionCase, check_attention, check_logsumexp
 from labbook import matmul_precision
 
 pytest.importorskip("triton")
@@ -43,6 +43,26 @@ def off_alignment(x):
     return torch.empty(x.numel() + 1, device=x.device, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
 
+# What a library function should take.
+EVERYTHING = (
+    *BASIC,
+    AttentionCase("batch and heads", leading=(2, 3), is_causal=True),
+    AttentionCase("three leading dimensions", leading=(2, 1, 2), n_queries=40, n_keys=40, is_causal=True),
+    AttentionCase("no leading dimension", leading=(), is_causal=True),
+    AttentionCase("odd lengths", n_queries=101, n_keys=77),
+    AttentionCase("odd lengths, causal", n_queries=77, n_keys=131, is_causal=True),
+    AttentionCase("more queries than keys, causal", n_queries=150, n_keys=30, is_causal=True),
+    # Few numbers a sequence: many sequences, and scores so small that none outweighs the rest, or errors are
+    # those of chance.
+    AttentionCase("one query", leading=(128,), n_queries=1, n_keys=70, logit_scale=0.5),
+    AttentionCase("two keys", leading=(16,), n_queries=70, n_keys=2, is_causal=True),
+    AttentionCase("head of 8", d=8, is_causal=True),
+    AttentionCase("head of 33", d=33, n_queries=65, n_keys=65),
+    AttentionCase("head of 80", d=80, is_causal=True),
+    AttentionCase("head of 128", d=128),
+    AttentionCase("head of 256", leading=(8,), d=256, n_queries=64, n_keys=96, is_causal=True),
+    AttentionCase("padding first", n_keys=400, n_padding=260),
+)
 # The same numbers in every layout that an attention function meets.
 LAYOUTS = {
     "heads between queries and head size": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),

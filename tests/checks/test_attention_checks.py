@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cs336_systems.attention.plain import causal_mask, plain_attention
-from cs336_systems.checks import BASIC, EVERYTHING, check_attention, check_logsumexp
+from cs336_systems.checks import BASIC, AttentionCase, check_attention, check_logsumexp
 
 
 def visible(scores):
@@ -52,7 +52,6 @@ def test_accepts_what_is_right():
     assert len(table) == 4 * len(BASIC)
     assert set(table.tensor) == {"O", "dQ", "dK", "dV"}
     assert (table.ratio <= 2).all()
-    assert len(check_attention(plain_attention, cases=EVERYTHING, backward=False)) == len(EVERYTHING)
 
 
 def test_takes_a_name_of_the_registry():
@@ -89,10 +88,9 @@ def test_a_first_tile_that_weighs_nothing_is_asked_of_libraries():
             acc, m = correction * acc + p @ v[..., first : first + 64, :], m_new
         return acc / total
 
-    cases = {case.name: [case] for case in EVERYTHING}
-    check_attention(online, cases=cases["full"])
+    check_attention(online, cases=BASIC[:1])
     with pytest.raises(AssertionError, match=r"not finite: .* subtract 0"):
-        check_attention(online, cases=cases["padding first"])
+        check_attention(online, cases=[AttentionCase("padding first", n_keys=400, n_padding=260)])
 
 
 class SavesLogsumexp(torch.autograd.Function):

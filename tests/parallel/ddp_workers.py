@@ -32,7 +32,7 @@ def every_property_of_the_checker(context):
     """Every wrapper passes check_ddp at its most thorough; of one rank and of four, the two unlike most."""
     names = WRAPPERS if context.world_size == 2 else ("flat", "some buckets")
     for name, wrap in ((name, WRAPPERS[name]) for name in names):
-        asked = cloudpickle.dumps((wrap, properties(thorough=True)))
+        asked = cloudpickle.dumps((wrap, partial(properties, thorough=True)))
         assert try_properties(context, asked) == [], name
 
 

@@ -79,7 +79,7 @@ def train_both(context, alone, wrapped, *, steps=3, call=nn.Module.__call__, pas
 def every_property_of_the_checker(context):
     """FSDP passes check_fsdp at its most thorough, for every kind of group."""
     for options in ({}, {"unit_types": ("Toy",)}):
-        asked = cloudpickle.dumps((partial(FSDP, **options), properties(thorough=True)))
+        asked = cloudpickle.dumps((partial(FSDP, **options), partial(properties, thorough=True)))
         assert try_properties(context, asked) == [], options
 
 

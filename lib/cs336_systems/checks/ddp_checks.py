@@ -1,15 +1,28 @@
-"""Properties of a data-parallel wrapper, with error messages for its author."""
+"""Properties of a data-parallel wrapper, with error messages for its author; FSDP's share most of them."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from cs336_systems.checks import data_parallel as shared
-from cs336_systems.checks.data_parallel import Toy, Wrap
-from cs336_systems.checks.on_ranks import Message, Property, check_on_ranks, close, holds, observed
-from cs336_systems.parallel import WorkerContext
+from cs336_systems.checks.on_ranks import check_on_ranks, close, from_all, observed, unlike
+from cs336_systems.model import Embedding, Linear, RMSNorm
+
+VOCABULARY = 24
+Wrap = Callable[..., nn.Module]
+Make = Callable[[int], nn.Module]  # of a seed
+Weights = Callable[[nn.Module], dict[str, Tensor]]  # of a wrapped module, whole and by name
+_STEPS = 4
+_OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01, eps=1e-4),
+}
 
 
 def check_ddp(
@@ -33,12 +46,20 @@ def check_ddp(
         some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
     """
-    tried = properties(thorough, some_unused, overlapped)
+    tried = partial(properties, thorough=thorough, some_unused=some_unused, overlapped=overlapped)
     check_on_ranks(ddp_class, wrapper_arguments, tried, world_size, timeout_s)
 
 
-def properties(thorough: bool, some_unused: bool = False, overlapped: bool = False) -> list[Property]:
-    """What `check_ddp` tries, in this order."""
+def properties(
+    wrap: Wrap, thorough: bool = False, some_unused: bool = False, overlapped: bool = False
+) -> Iterator[str]:
+    yield from starts_from_rank_0(wrap, "Broadcast every parameter and buffer from rank 0 in __init__.")
+    yield "✓ parameters and buffers are rank 0's"
+    yield from gradients(wrap)
+    yield "✓ gradients are the mean over the ranks"
+    if overlapped:
+        yield from _overlaps(wrap)
+        yield "✓ messages leave during backward, which waits for none"
     several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
     alternating = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
     plans: dict[str, dict[str, Any]] = {"one backward pass a step": {}}
@@ -48,55 +69,193 @@ def properties(thorough: bool, some_unused: bool = False, overlapped: bool = Fal
         plans["parameters that in a step only rank 0 uses, or no rank does"] = alternating
     elif some_unused:
         plans["parameters that only rank 0 uses"] = {"options": lambda rank, *_: {"rarely": rank == 0}}
-    trained = [
-        Property(
-            f"{how}, with {name}",
-            partial(shared.follow, weights=_weights, how=how, optimizer=name, **options),
-        )
-        for how, options in plans.items()
-        for name in ("SGD", "AdamW")
-    ]
-    unusual = [shared.float16_means, shared.hooks_run] if thorough else []
-    return [starts_from_rank_0, averages, *([overlaps] if overlapped else []), *trained, *unusual]
+    for (how, options), optimizer in product(plans.items(), _OPTIMIZERS):
+        yield from follow(wrap, how, optimizer, **options)
+        yield f"✓ {how}, with {optimizer}"
+    if thorough:
+        yield from unusual(wrap)
 
 
-def _weights(wrapped: nn.Module) -> dict[str, Tensor]:
-    return wrapped.module.state_dict()
+class Toy(nn.Module):
+    """Tied, frozen and (on request) unused weights, buffers, and rows that ranks cannot share equally."""
+
+    def __init__(self, seed: int):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = Embedding(VOCABULARY + 1, 3)
+        self.frozen = Linear(5, 3).requires_grad_(False)
+        self.rarely = Linear(3, VOCABULARY + 1)  # its gradient comes before those of the layers behind it
+        self.up = Linear(3, 5)
+        self.norm = RMSNorm(5)
+        self.last = Linear(3, VOCABULARY + 1)
+        self.last.weight = self.first.weight
+        self.register_buffer("shift", torch.randn(5))
+        self.register_buffer("mask", torch.rand(5) < 0.5)
+
+    def forward(self, tokens: Tensor, rarely: bool = True) -> Tensor:
+        x = self.norm(self.up(self.first(tokens)).tanh()) + torch.where(self.mask, self.shift, -self.shift)
+        x = self.frozen(x).tanh()
+        return self.rarely(x) + self.last(x) if rarely else self.last(x)
 
 
-@holds("parameters and buffers are rank 0's")
-def starts_from_rank_0(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    hint = "Broadcast every parameter and buffer from rank 0 in __init__."
-    return shared.starts_from_rank_0(context, wrap, Toy, _weights, hint)
+def module_state(wrapped: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in wrapped.module.state_dict().items()}
 
 
-@holds("gradients are the mean over the ranks")
-def averages(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped = wrap(Toy(seed=0))
-    shared.one_step(context, wrapped)
-    before, gradients = Toy(seed=0), {}
-    for (name, old), parameter in zip(before.named_parameters(), wrapped.module.parameters(), strict=True):
-        gradients[name] = parameter.grad
-        if not close(parameter, old):
-            yield f"{name!r} has changed before any optimizer step. All-reduce parameter.grad, not parameter."
-        if not old.requires_grad and parameter.grad is not None:
+def tokens_of(rank: int, step: int) -> Tensor:
+    """A rank's share of a step's batch; every process can make every share."""
+    generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
+    return torch.randint(VOCABULARY, (3,), generator=generator, device="cpu")
+
+
+def loss_of(model: nn.Module, rank: int, step: int = 0, **options: bool) -> Tensor:
+    tokens = tokens_of(rank, step).to(next(model.parameters()).device)
+    return F.cross_entropy(model(tokens, **options).float(), tokens)
+
+
+def one_step(wrapped: nn.Module, step: int = 0) -> None:
+    loss_of(wrapped, dist.get_rank(), step).backward()
+    wrapped.finish_gradient_synchronization()
+
+
+def starts_from_rank_0(
+    wrap: Wrap, hint: str, make: Make = Toy, weights: Weights = module_state
+) -> Iterator[str]:
+    module = make(dist.get_rank())
+    wrapped = wrap(module)
+    if getattr(wrapped, "module", None) is not module:
+        yield "`.module` is not the module that was wrapped. Set self.module = module in __init__."
+    found = weights(wrapped)
+    for name, wanted in make(0).state_dict().items():
+        if name not in found:
+            yield f"it has no {name!r}, but {', '.join(found) or 'nothing'}. Use the module's own names."
+        if found[name].shape != wanted.shape:
+            yield f"{name!r} has shape {tuple(found[name].shape)}, not {tuple(wanted.shape)}. {hint}"
+        if not torch.equal(found[name], wanted):
+            yield f"after wrapping, {name!r} is not that of rank 0. {hint}"
+
+
+def gradients(wrap: Wrap, hint: str = "", make: Make = Toy, weights: Weights = module_state) -> Iterator[str]:
+    """What they are if not the mean over the ranks, however these share them: by a step of SGD with lr=1."""
+    wrapped, own, total, ranks = wrap(make(0)), make(0), make(0), dist.get_world_size()
+    one_step(wrapped)
+    loss_of(own, dist.get_rank()).backward()
+    sum(loss_of(total, rank) for rank in range(ranks)).backward()
+    before = weights(wrapped)
+    changed = [name for name, old in own.named_parameters() if not close(before[name], old)]
+    does = "has changed before any optimizer step. All-reduce parameter.grad, not parameter."
+    mistakes = [*(f"{name!r} {does}" for name in changed), *wrong_kinds(wrapped, own)]
+    if any(from_all(mistakes)):  # SGD would raise
+        yield from mistakes
+        return
+    torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
+    after = weights(wrapped)
+    summed = {name: each.grad for name, each in total.named_parameters() if each.requires_grad}
+    for name in summed:
+        if torch.equal(before[name], after[name]):
+            yield f"a step of SGD does not change {name!r}. Optimizers update parameters(), by their .grad."
+    for name, of_all in summed.items():
+        gradient, mine = f"the gradient of {name!r} is", own.get_parameter(name).grad
+        diagnoses = {
+            f"{gradient} the sum over the ranks. Divide it by the world size.": of_all,
+            f"{gradient} averaged twice. Divide it by the world size once.": of_all / ranks**2,
+            f"{gradient} still this rank's own. Average it over the ranks, in place.": mine,
+        }
+        otherwise = f"{gradient} not the mean over the ranks.{hint}"
+        yield from unlike(before[name] - after[name], of_all / ranks, diagnoses, otherwise)
+
+
+def wrong_kinds(wrapped: nn.Module, alone: nn.Module) -> Iterator[str]:
+    """Gradients after a step that are missing, or that no optimizer would take."""
+    for (name, parameter), own in zip(wrapped.module.named_parameters(), alone.parameters(), strict=True):
+        gradient, its = parameter.grad, f"the gradient of {name!r} has"
+        if gradient is None:
+            if own.requires_grad:
+                yield f"{name!r} has no gradient after finish_gradient_synchronization()."
+        elif not own.requires_grad:
             yield f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
-        if old.requires_grad and parameter.grad is None:
-            yield f"{name!r} has no gradient after finish_gradient_synchronization()."
-    yield from shared.average_mistakes(context, Toy, gradients)
+        elif gradient.shape != parameter.shape:
+            kinds = f"{its} shape {tuple(gradient.shape)} and its shard {tuple(parameter.shape)}"
+            yield f"{kinds}. Reduce-scatter it: keep the rows of the shard."
+        elif gradient.dtype != parameter.dtype:
+            kinds = f"{its} dtype {gradient.dtype} and its shard {parameter.dtype}"
+            yield f"{kinds}. Cast after the reduce-scatter."
 
 
-@holds("messages leave during backward, which waits for none")
-def overlaps(context: WorkerContext, wrap: Wrap) -> Iterator[str]:
-    wrapped, sent = wrap(Toy(seed=0)), list[Message]()
-    with observed(sent.append):
-        shared.loss_of(wrapped, context.rank, 0).backward()
+def _overlaps(wrap: Wrap) -> Iterator[str]:
+    wrapped = wrap(Toy(seed=0))
+    with observed() as sent:
+        loss_of(wrapped, dist.get_rank()).backward()
         early = len(sent)
         wrapped.finish_gradient_synchronization()
-    if any(message.work is None for message in sent):
+    if not all(message.is_async for message in sent):
         yield "backward waits for each message. Send with async_op=True, and wait() at the end."
     if early < len(sent):
         yield (
             f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization(), "
             "when backward is over. Send, while backward goes on, all that may leave."
         )
+
+
+def follow(
+    wrap: Wrap,
+    how: str,
+    optimizer: str,
+    make: Make = Toy,
+    weights: Weights = module_state,
+    passes: int = 1,
+    silent: int = 0,
+    options: Callable[[int, int, int], dict[str, bool]] = lambda *_: {},
+) -> Iterator[str]:
+    """Train the candidate, and one process with the whole batch: the first weight in which they differ.
+
+    Args:
+        passes: backward passes of a rank in one step, the first `silent` of them under no_sync().
+        options: of the model's forward, for a rank, a step and a pass.
+    """
+    own, ranks, difference = dist.get_rank(), dist.get_world_size(), ""
+    alone, wrapped = make(0), wrap(make(own))
+    if silent and not hasattr(wrapped, "no_sync"):
+        yield "it has no no_sync() context, under which backward passes only accumulate."
+    optimizers = [_OPTIMIZERS[optimizer](model.parameters()) for model in (alone, wrapped)]
+    for step in range(_STEPS):
+        for each in optimizers:
+            each.zero_grad()
+        for n, rank in product(range(passes), range(ranks)):
+            (loss_of(alone, rank, step + 100 * n, **options(rank, step, n)) / ranks).backward()
+        for n in range(passes):
+            with wrapped.no_sync() if n < silent else contextlib.nullcontext():
+                loss_of(wrapped, own, step + 100 * n, **options(own, step, n)).backward()
+        wrapped.finish_gradient_synchronization()
+        for each in optimizers:
+            each.step()
+        whole = weights(wrapped)
+        for name, wanted in alone.named_parameters():
+            if not difference and not close(whole[name], wanted):
+                error = (whole[name] - wanted).abs().max().item()
+                difference = f"after step {step + 1}, {name!r} is {error:.1e} off"
+    if difference:
+        yield f"{how}, with {optimizer}: {difference} what one process makes of the whole batch."
+
+
+def unusual(wrap: Wrap) -> Iterator[str]:
+    wrapped = wrap(nn.Sequential(Linear(6, 6, dtype=torch.float16)))
+    wrapped(torch.full((1, 6), 40_000.0, dtype=torch.float16)).sum().backward()
+    wrapped.finish_gradient_synchronization()
+    if not all(parameter.grad.isfinite().all() for parameter in wrapped.parameters()):
+        yield "of float16 gradients of 40,000 the mean is infinite: divide by the world size before the sum."
+    yield "✓ float16 gradients are divided before their sum overflows"
+
+    module, calls = Toy(0), []
+    module.first.weight.register_hook(lambda gradient: 0 * gradient)
+    module.first.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
+    try:
+        wrapped = wrap(module)
+    except (NotImplementedError, RuntimeError, ValueError):
+        wrapped = None
+    if wrapped is not None:
+        one_step(wrapped)
+        if not calls or module.first.weight.grad.any():
+            mend = "keep the parameter, or refuse one that has hooks."
+            yield f"a user's hooks on a parameter do not run: {mend}"
+    yield "✓ hooks of the user on parameters run, or are refused"

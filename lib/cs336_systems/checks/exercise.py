@@ -11,7 +11,8 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TextIO
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -36,9 +37,8 @@ class Step:
 
     def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
-        holds = bool(holds)
-        show(f"✓ {property}" if holds else f"✗ {property}" + (f": {diagnosis}" if diagnosis else ""))
-        self.passed = self.passed and holds
+        show(f"✓ {property}" if holds else _joined(": ", f"✗ {property}", diagnosis))
+        self.passed = self.passed and bool(holds)
 
     def note(self, property: str, holds: Any, hint: str) -> None:
         """Show a property that the assignment does not ask for: without it the step can still be right."""
@@ -57,13 +57,13 @@ class Step:
         kind, wanted_kind = (f"{tuple(x.shape)}, {x.dtype}" for x in (found, wanted))
         assert kind == wanted_kind, f"{property}: it is {kind}; wanted: {wanted_kind}"
         finite = bool(found.isfinite().all()) or not wanted.isfinite().all()
-        assert finite, f"{property}: it has NaN or infinities" + (f"; {diagnosis}" if diagnosis else "")
+        assert finite, _joined("; ", f"{property}: it has NaN or infinities", diagnosis)
         self(property, torch.allclose(found, wanted, **tolerance), diagnosis)
 
     def equal(self, property: str, found: Any, wanted: Any, diagnosis: str = "") -> None:
         """Show whether what was returned is what was wanted, and if not, what it was. None is an error."""
         _assert_something(property, found)
-        self(property, found == wanted, f"{found!r:.80}" + (f"; {diagnosis}" if diagnosis else ""))
+        self(property, found == wanted, _joined("; ", f"{found!r:.80}", diagnosis))
 
     def keeps(self, **tensors: Tensor) -> None:
         """The step is right only if these hold in the end what they hold now."""
@@ -74,6 +74,10 @@ class Step:
         for name, tensor, before in self._kept:
             if not torch.equal(tensor, before):
                 self(f"{name} stays as it was", False, "it was overwritten; clone it first")
+
+
+def _joined(by: str, *texts: str) -> str:
+    return by.join(filter(None, texts))
 
 
 def assert_tensor(what: str, found: Any, wanted: Tensor) -> None:
@@ -89,11 +93,11 @@ def _assert_something(what: str, found: Any) -> None:
 
 def show(line: str) -> None:
     """Print a line that no step cuts off."""
-    print(line, file=getattr(sys.stdout, "uncut", sys.stdout))
+    getattr(sys.stdout.write, "uncut", sys.stdout.write)(f"{line}\n")
 
 
 @contextlib.contextmanager
-def step(name: str, timeout_s: float | None = None) -> Iterator[Step]:
+def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
     """Check one step of an exercise. What is raised inside ends there, save a real Ctrl-C and under nbgrader.
 
     What is not written yet (a bare NotImplementedError, in another process too) is "not yet", anything else
@@ -102,11 +106,11 @@ def step(name: str, timeout_s: float | None = None) -> Iterator[Step]:
 
     Args:
         name: printed with the verdict.
-        timeout_s: seconds after which the Python code inside counts as hanging; None is TIMEOUT_S.
+        timeout_s: seconds after which the Python code inside counts as hanging.
     """
     found, mistake, by_user = Step(), "", []
     try:
-        with _limited(timeout_s or TIMEOUT_S, by_user), inside_tensors(show):
+        with _limited(timeout_s, by_user), _cut(sys.stdout), _cut(sys.stderr), inside_tensors(show):
             yield found
             found.overwritten()
     except BaseException as error:
@@ -142,7 +146,7 @@ def _sentence(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _limited(timeout_s: float, by_user: list[bool]) -> Iterator[None]:
-    """Cut the output, raise _TimeIsUp after some seconds, and note in `by_user` that the user interrupts.
+    """Raise _TimeIsUp after some seconds, and note in `by_user` that the user interrupts.
 
     Only Python code can be stopped, on the main thread, where the platform has timers.
     """
@@ -154,36 +158,34 @@ def _limited(timeout_s: float, by_user: list[bool]) -> Iterator[None]:
         by_user.append(True)
         before[signal.SIGINT](*how)
 
-    can_stop = hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread()
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGALRM)} if can_stop else {}
+    before = {}
     try:
-        if can_stop:
-            signal.signal(signal.SIGALRM, stop)
-            if callable(before[signal.SIGINT]):
-                signal.signal(signal.SIGINT, interrupt)
+        if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
+            before[signal.SIGALRM] = signal.signal(signal.SIGALRM, stop)
+            if callable(signal.getsignal(signal.SIGINT)):
+                before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
             signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
-        with contextlib.redirect_stdout(_Cut(sys.stdout)), contextlib.redirect_stderr(_Cut(sys.stderr)):
-            yield
+        yield
     finally:
-        if can_stop:
+        if before:
             signal.setitimer(signal.ITIMER_REAL, 0)
         for each, handler in before.items():
             signal.signal(each, handler)
 
 
-class _Cut:
-    """A stream that passes on the first characters; lines of the checkers go to `uncut` itself."""
+@contextlib.contextmanager
+def _cut(stream: TextIO) -> Iterator[None]:
+    """Of what is printed on a stream the first characters pass; `write.uncut` passes on all."""
+    write, left = stream.write, _MOST_PRINTED
 
-    def __init__(self, uncut: Any):
-        self.uncut, self._left = uncut, _MOST_PRINTED
-
-    def write(self, text: str) -> int:
-        if self._left > 0:
-            self.uncut.write(text[: self._left])
-            if self._left <= len(text):
-                self.uncut.write("\n... the rest of what is printed here is not shown\n")
-            self._left -= len(text)
+    def cut(text: str) -> int:
+        nonlocal left
+        if left >= 0:
+            end = "\n... the rest of what is printed here is not shown\n" if left < len(text) else ""
+            write(text[:left] + end)
+        left -= len(text)
         return len(text)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.uncut, name)
+    cut.uncut = getattr(write, "uncut", write)
+    with patch.object(stream, "write", cut):
+        yield

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,38 +11,24 @@ import cloudpickle  # takes classes of a notebook by value
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.checks.exercise import show
 from cs336_systems.parallel import WorkerContext, WorkerError, stream
 
 _WATCHED = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single")
 _WATCHED += ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
-# What is wrong on this rank and how to mend it, the likeliest reason first. Only the first is used, so
-# all communication comes before it: a rank that returns early deadlocks the rest.
-Mistakes = Callable[[WorkerContext, Any], Iterator[str]]
-
-
-class Unwatched(str):
-    """Why a property cannot be tried on this candidate: no mistake of it."""
-
-
-@dataclass(frozen=True)
-class Property:
-    """What a class has to do: a name, printed when it holds, and what finds its mistakes."""
-
-    name: str
-    mistakes: Mistakes
-
-
-def holds(name: str) -> Callable[[Mistakes], Property]:
-    """Makes a property of the function that finds its mistakes."""
-    return partial(Property, name)
+# A checker is a generator that every rank runs with the candidate. It yields "✓ " and a property once that
+# holds, "· " and one that cannot be tried, or a mistake of this rank: what is wrong and how to mend it, the
+# likeliest reason first. At each yield all ranks meet, and end if one has a mistake; so all communication of
+# a property comes before its first mistake, or the others would wait for ever.
+Properties = Callable[[Any], Iterator[str]]
 
 
 def check_on_ranks(
     candidate: Callable[..., Any],
     arguments: dict[str, Any],
-    properties: Sequence[Property],
+    properties: Properties,
     world_size: int = 2,
     timeout_s: float = 60.0,
 ) -> None:
@@ -73,21 +58,16 @@ def check_on_ranks(
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
-    with _watched_messages():  # before the class is loaded, whichever way it imports the functions
+    with _watched_messages(), observed() as sent:  # before the class imports the functions, in whichever way
         candidate, properties = cloudpickle.loads(pickled)
-        for each in properties:
-            works: list[Work] = []
-            with observed(lambda message, works=works: works.extend(filter(None, [message.work]))):
-                mistake = next(each.mistakes(context, candidate), None)
+        for own in properties(candidate):
             # What is still under way may or may not have arrived, so it is the better explanation.
-            by_rank = from_all(_unfinished(works) or mistake)
-            if all(isinstance(own, Unwatched) for own in by_rank):
-                context.send(f"· {each.name}: not watched ({mistake})")
-            elif any(by_rank):
-                ranks = {text: [str(n) for n, own in enumerate(by_rank) if own == text] for text in by_rank}
-                return [f"rank {', '.join(where)}: {text}" for text, where in ranks.items() if text]
-            else:
-                context.send(f"✓ {each.name}")
+            said = from_all(_unfinished(sent) or own)
+            sent.clear()
+            if mistakes := [text for text in dict.fromkeys(said) if text[0] not in "✓·"]:
+                where = {text: [str(n) for n, each in enumerate(said) if each == text] for text in mistakes}
+                return [f"rank {', '.join(ranks)}: {text}" for text, ranks in where.items()]
+            context.send(own)
     return []
 
 
@@ -108,54 +88,56 @@ def close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-class Work:
-    """The handle of an asynchronous message, which remembers whether it was waited for."""
+class Message:
+    """What the candidate has sent, and its handle if asynchronous. It keeps no tensor that was waited for.
+
+    name: of the function of torch.distributed. numel, dtype, storage: of the largest tensor, or list of some.
+    """
 
     _DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
-    def __init__(self, name: str, work: dist.Work):
-        self.name, self._work, self.waited_for = name, work, False
+    def __init__(self, name: str, arguments: Sequence[Any], work: dist.Work | None):
+        self.name, self._work, self.is_async = name, work or self._DONE, work is not None
+        self.waited_for = not self.is_async
+        lists = [x if isinstance(x, list | tuple) else [x] for x in arguments]
+        lists = [each for each in lists if each and isinstance(each[0], Tensor)] or [[torch.empty(0)]]
+        largest = max(lists, key=lambda each: sum(x.numel() for x in each))
+        self.numel, self.dtype = sum(x.numel() for x in largest), largest[0].dtype
+        self.storage = StorageWeakRef(largest[0].untyped_storage())
 
     def __getattr__(self, name: str) -> Any:
         self.waited_for = True
         return getattr(self._work, name)
 
     def wait(self, *args: Any) -> Any:
-        self.waited_for = True
-        work, self._work = self._work, self._DONE  # which does not keep the tensors alive
+        self.waited_for, work, self._work = True, self._work, self._DONE
         return work.wait(*args)
 
 
-def _unfinished(works: Sequence[Work]) -> str:
-    names = [work.name for work in works if not work.waited_for]
-    if not names:
+def _unfinished(sent: Sequence[Message]) -> str:
+    handles = [message for message in sent if message.is_async]
+    late = [message.name for message in handles if not message.waited_for]
+    if not late:
         return ""
     return (
-        f"{len(names)} of {len(works)} {names[0].replace('_', '-')}s may still be under way at the end. Keep "
-        f"every handle that {names[0]}(..., async_op=True) returns, and wait() for it."
+        f"{len(late)} of {len(handles)} {late[0].replace('_', '-')}s may still be under way at the end. Keep "
+        f"every handle that {late[0]}(..., async_op=True) returns, and wait() for it."
     )
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message that the candidate has started, by this function of torch.distributed."""
-
-    name: str
-    buffer: Tensor  # the largest; of a list of tensors, an empty one that stands for all together
-    work: Work | None  # the handle that was returned, if any
 
 
 _observers: list[Callable[[Message], None]] = []
 
 
 @contextlib.contextmanager
-def observed(observer: Callable[[Message], None]) -> Iterator[None]:
-    """The observer is called with each message that the candidate starts."""
-    _observers.append(observer)
+def observed(*observers: Callable[[Message], None]) -> Iterator[list[Message]]:
+    """The messages that the candidate starts inside; the observers are called with each when it starts."""
+    messages: list[Message] = []
+    before = [*_observers]
+    _observers.extend((messages.append, *observers))
     try:
-        yield
+        yield messages
     finally:
-        _observers.remove(observer)
+        _observers[:] = before
 
 
 @contextlib.contextmanager
@@ -170,19 +152,12 @@ def _watched_messages() -> Iterator[None]:
             under_way.pop()
         if under_way:
             return work
-        work = None if work is None else Work(name, work)
+        message = Message(name, [*args, *kwargs.values()], work)
         for observer in _observers:
-            observer(Message(name, _largest([*args, *kwargs.values()]), work))
-        return work
+            observer(message)
+        return message if message.is_async else None
 
     replaced = {name: partial(watched, name, getattr(dist, name)) for name in _WATCHED if hasattr(dist, name)}
     # The name that everybody uses, and the one under which a function is pickled.
     with patch.multiple(dist, **replaced), patch.multiple(dist.distributed_c10d, **replaced):
         yield
-
-
-def _largest(arguments: Sequence[Any]) -> Tensor:
-    lists = [x for x in arguments if isinstance(x, list | tuple) and x and isinstance(x[0], Tensor)]
-    together = [torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype) for parts in lists]
-    tensors = [*together, *(x for x in arguments if isinstance(x, Tensor))]
-    return max(tensors, key=Tensor.numel, default=torch.empty(0))

@@ -8,11 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cs336_systems.checks.on_ranks import Property, check_on_ranks, from_all, holds
-from cs336_systems.parallel import WorkerContext
+from cs336_systems.checks.on_ranks import check_on_ranks, from_all
 
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 _SHAPES = ((16, 16), (16,))  # they alternate: assigned in turn, all large ones would fall to one rank
+_AS_IF = {  # usual mistakes of a first step, as settings of AdamW and a number of steps
+    "the settings were AdamW's defaults. Hand **kwargs to optimizer_cls": ({"lr": 1e-3}, 1),
+    "it had been updated twice. Let one rank update it, once": (_SETTINGS, 2),
+}
 Make = Callable[..., Optimizer]
 
 
@@ -32,32 +35,56 @@ def check_sharded_optimizer(
         only_states: ask only whether it is an optimizer whose states are shared, not yet for the weights.
         thorough: also ask for what the assignment does not: two dtypes, and fewer parameters than ranks.
     """
-    tried = [is_an_optimizer, shares_states, clears_gradients] if only_states else properties(thorough)
+    tried = partial(properties, only_states=only_states, thorough=thorough)
     check_on_ranks(optimizer_class, wrapper_arguments, tried, world_size)
 
 
-def properties(thorough: bool) -> list[Property]:
-    """What `check_sharded_optimizer` tries, in this order."""
-    tried = [is_an_optimizer, updates_everywhere, shares_states, goes_on, runs_closures, clears_gradients]
-    tried += [leaves_others_alone, keeps_groups, takes_later_groups]
-    two = partial(_steps, n=1, dtypes=(torch.float32, torch.bfloat16))
-    unusual = [Property("Parameters of two dtypes are updated, each in its own", two)]
-    unusual += [Property("A rank that owns nothing takes part", partial(_steps, n=1, count=1))]
-    return tried + unusual if thorough else tried
+def properties(make: Make, only_states: bool = False, thorough: bool = False) -> Iterator[str]:
+    pair = _Pair(make)
+    yield from _of_an_optimizer(pair.candidate, len(pair.sharded))
+    yield "✓ It is a torch.optim.Optimizer, and its groups hold all parameters"
+    mistakes = pair.step()
+    if not only_states:
+        yield from mistakes
+        yield "✓ After a step every rank has the weights that one optimizer gives"
+    yield from pair.sharing_mistakes()
+    yield "✓ The states of each parameter are kept by one rank, and by bytes all keep about as much"
+    if not only_states:
+        yield from _steps(make)
+        yield from _steps(make, kind=SGD, lr=0.1, momentum=0.9)
+        yield "✓ So it goes on, with AdamW and with SGD, bit for bit"
+        yield from _of_closures(pair)
+        yield "✓ step(closure) runs the closure, once, before the update, and returns its loss"
+    pair.candidate.zero_grad()
+    left = [parameter.grad for parameter in pair.sharded if parameter.grad is not None]
+    if any(gradient.any() for gradient in left):
+        yield f"after zero_grad() {len(left)} of {len(pair.sharded)} gradients are there. Clear all of them."
+    yield "✓ zero_grad() clears every gradient, not only those of the shard"
+    if only_states:
+        return
+    yield from _without_gradient(_Pair(make))
+    yield "✓ A parameter without a gradient is left alone: no decay, no states, and still no gradient"
+    yield from _of_groups(make)
+    yield "✓ Groups keep their settings, and what a scheduler changes in them arrives"
+    yield from _of_later_groups(_Pair(make, groups=lambda params: params[:4]))
+    yield "✓ A group that is added after some steps is trained with its settings, and sharded like the first"
+    if thorough:
+        yield from _steps(make, n=1, dtypes=(torch.float32, torch.bfloat16))
+        yield "✓ Parameters of two dtypes are updated, each in its own"
+        yield from _steps(make, n=1, count=1)
+        yield "✓ A rank that owns nothing takes part"
 
 
 class _Pair:
-    """The same parameters twice, with their optimizers: one `alone`, and the candidate, which is `sharded`.
+    """The same parameters twice: `alone`, of one `optimizer`, and `sharded`, of the `candidate`.
 
-    Attributes:
-        inside: the optimizers that the candidate has made.
+    inside: the optimizers that the candidate has made. before: the parameters before the last step.
     """
 
     def __init__(
         self,
         make: Make,
         kind: type[Optimizer] = AdamW,
-        *,
         count: int = 8,
         dtypes: tuple[torch.dtype, ...] = (torch.float32,),
         groups: Callable[[list[nn.Parameter]], Any] = list,
@@ -66,21 +93,19 @@ class _Pair:
         torch.manual_seed(0)
         self.before = [torch.randn(_SHAPES[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
         self.alone, self.sharded = ([nn.Parameter(x.clone()) for x in self.before] for _ in range(2))
-        self.steps, self.inside = 0, []
-        made = self.inside
+        self.names = [
+            f"parameter {i} of {count}, of shape {tuple(x.shape)}," for i, x in enumerate(self.before)
+        ]
+        self.steps, settings = 0, settings or _SETTINGS
+        self.inside = inside = list[Optimizer]()
 
         class Recording(kind):
             def __init__(self, *args: Any, **settings: Any):
                 super().__init__(*args, **settings)
-                made.append(self)
+                inside.append(self)
 
-        settings = settings or _SETTINGS
         self.optimizer = kind(groups(self.alone), **settings)
         self.candidate = make(groups(self.sharded), Recording, **settings)
-
-    def each(self, act: Callable[[Optimizer, list[nn.Parameter]], None]) -> None:
-        act(self.optimizer, self.alone)
-        act(self.candidate, self.sharded)
 
     def set_gradients(self, without: int | None = None) -> None:
         """The same on every rank, as data parallelism leaves them."""
@@ -94,24 +119,32 @@ class _Pair:
     def step(self, without: int | None = None) -> list[str]:
         """A step of both, and the mistakes after it, the same on every rank."""
         self.set_gradients(without)
-        self.each(lambda optimizer, _: optimizer.step())
+        self.optimizer.step()
+        self.candidate.step()
         return self.mistakes()
 
     def mistakes(self) -> list[str]:
         """What is wrong with the parameters that are not right everywhere."""
-        own = [
-            "right" if torch.equal(one, other) else "old" if torch.equal(other, before) else "wrong"
-            for one, other, before in zip(self.alone, self.sharded, self.before, strict=True)
-        ]
-        by_parameter, mistakes = zip(*from_all(own), strict=True), []
-        for name, found in zip(self.names(), by_parameter, strict=True):
-            if set(found) == {"old"}:
+        kinds = {"right": self.alone, "old": self.before}
+        for reason, (settings, steps) in _AS_IF.items():
+            kinds[reason] = [nn.Parameter(x.clone()) for x in self.before]
+            for x, right in zip(kinds[reason], self.alone, strict=True):
+                x.grad = right.grad
+            optimizer = AdamW(kinds[reason], **settings)
+            for _ in range(steps):
+                optimizer.step()
+        kinds["wrong"] = self.sharded
+        own = [next(k for k, y in kinds.items() if torch.equal(x, y[i])) for i, x in enumerate(self.sharded)]
+        mistakes = []
+        for name, by_rank in zip(self.names, zip(*from_all(own), strict=True), strict=True):
+            where = ", ".join(str(rank) for rank, kind in enumerate(by_rank) if kind == "right")
+            if set(by_rank) == {"old"}:
                 mistakes.append(f"{name} is as before the step, on every rank. Send it with src=owner.")
-            elif set(found) == {"right", "old"}:
-                where = ", ".join(str(rank) for rank, status in enumerate(found) if status == "right")
+            elif set(by_rank) == {"right", "old"}:
                 mistakes.append(f"{name} is updated on rank {where} alone. Then broadcast it from its owner.")
-            elif "wrong" in found:
-                mistakes.append(f"{name} is not what one optimizer alone makes of it.")
+            elif set(by_rank) != {"right"}:
+                reasons = "".join(f" It is as if {reason}." for reason in _AS_IF if reason in by_rank)
+                mistakes.append(f"{name} is not what one optimizer alone makes of it.{reasons}")
         return mistakes
 
     def has_states(self) -> list[bool]:
@@ -120,7 +153,7 @@ class _Pair:
 
     def sharing_mistakes(self) -> list[str]:
         kept, sizes, mistakes = from_all(self.has_states()), [x.nbytes for x in self.sharded], []
-        for name, keeps in zip(self.names(), zip(*kept, strict=True), strict=True):
+        for name, keeps in zip(self.names, zip(*kept, strict=True), strict=True):
             if sum(keeps) != 1:
                 mistakes.append(f"{name} has states on {sum(keeps)} ranks. Give the one inside what it owns.")
         shares = [sum(size for size, keeps in zip(sizes, own, strict=True) if keeps) for own in kept]
@@ -129,66 +162,25 @@ class _Pair:
             mistakes.append(f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number.")
         return mistakes
 
-    def names(self) -> list[str]:
-        n = len(self.sharded)
-        return [f"parameter {i} of {n}, of shape {tuple(x.shape)}," for i, x in enumerate(self.sharded)]
 
-
-@holds("It is a torch.optim.Optimizer, and its groups hold all parameters")
-def is_an_optimizer(context: WorkerContext, make: Make) -> Iterator[str]:
-    pair = _Pair(make)
-    if not isinstance(pair.candidate, Optimizer):
+def _of_an_optimizer(candidate: Any, count: int) -> Iterator[str]:
+    if not isinstance(candidate, Optimizer):
         yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
-    groups = pair.candidate.param_groups
-    held, wanted = sum(len(group["params"]) for group in groups), len(pair.sharded)
-    if held != wanted:
-        yield f"its param_groups hold {held} parameters of {wanted}. Only the optimizer inside holds a shard."
-    if "lr" not in groups[0]:
+    if (held := sum(len(group["params"]) for group in candidate.param_groups)) != count:
+        yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
+    if "lr" not in candidate.param_groups[0]:
         yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
 
 
-@holds("After a step every rank has the weights that one optimizer gives")
-def updates_everywhere(context: WorkerContext, make: Make) -> Iterator[str]:
-    pair = _Pair(make)
-    mistakes = pair.step()
-    for reason, settings, steps in (
-        ("the settings were AdamW's defaults. Hand **kwargs to optimizer_cls", {"lr": 1e-3}, 1),
-        ("it had been updated twice. Let one rank update it, once", {}, 2),
-    ):
-        other = _Pair(lambda params, kind, **settings: kind(params, **settings), **settings)
-        other.set_gradients()
-        for _ in range(steps):
-            other.optimizer.step()
-        both = zip(pair.sharded, pair.alone, other.alone, strict=True)
-        as_if = any(torch.equal(x, y) and not torch.equal(x, right) for x, right, y in both)
-        if any(from_all(as_if)) and "not what" in mistakes[0]:
-            mistakes[0] += f" It is as if {reason}."
-    yield from mistakes
-
-
-@holds("The states of each parameter are kept by one rank, and by bytes all keep about as much")
-def shares_states(context: WorkerContext, make: Make) -> Iterator[str]:
-    pair = _Pair(make)
-    pair.step()
-    yield from pair.sharing_mistakes()
-
-
-def _steps(context: WorkerContext, make: Make, n: int = 4, **options: Any) -> Iterator[str]:
+def _steps(make: Make, n: int = 4, **options: Any) -> Iterator[str]:
     pair = _Pair(make, **options)
     for number in range(n):
         how = f"with {type(pair.optimizer).__name__}, after step {number + 1}:"
         yield from (f"{how} {mistake}" for mistake in pair.step())
 
 
-@holds("So it goes on, with AdamW and with SGD, bit for bit")
-def goes_on(context: WorkerContext, make: Make) -> Iterator[str]:
-    yield from _steps(context, make)
-    yield from _steps(context, make, kind=SGD, lr=0.1, momentum=0.9)
-
-
-@holds("step(closure) runs the closure, once, before the update, and returns its loss")
-def runs_closures(context: WorkerContext, make: Make) -> Iterator[str]:
-    pair, calls = _Pair(make), []
+def _of_closures(pair: _Pair) -> Iterator[str]:
+    calls = []
 
     def closure() -> Tensor:
         calls.append(torch.is_grad_enabled())
@@ -207,21 +199,8 @@ def runs_closures(context: WorkerContext, make: Make) -> Iterator[str]:
     yield from mistakes
 
 
-@holds("zero_grad() clears every gradient, not only those of the shard")
-def clears_gradients(context: WorkerContext, make: Make) -> Iterator[str]:
-    pair = _Pair(make)
-    pair.step()
-    pair.candidate.zero_grad()
-    left = [parameter.grad for parameter in pair.sharded if parameter.grad is not None]
-    if any(gradient.any() for gradient in left):
-        yield f"after zero_grad() {len(left)} of {len(pair.sharded)} gradients are there. Clear all of them."
-
-
-@holds("A parameter without a gradient is left alone: no decay, no states, and still no gradient")
-def leaves_others_alone(context: WorkerContext, make: Make) -> Iterator[str]:
-    pair = _Pair(make)
-    mistakes = pair.step(without=2) + pair.step(without=2)
-    x = pair.sharded[2]
+def _without_gradient(pair: _Pair) -> Iterator[str]:
+    mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
     own = x.grad is not None, not torch.equal(x, pair.alone[2]), pair.has_states()[2]
     found = zip(*from_all(own), strict=True)
     for wrong, what in zip(found, ("was given one", "was changed", "has states"), strict=True):
@@ -230,23 +209,22 @@ def leaves_others_alone(context: WorkerContext, make: Make) -> Iterator[str]:
     yield from mistakes
 
 
-@holds("Groups keep their settings, and what a scheduler changes in them arrives")
-def keeps_groups(context: WorkerContext, make: Make) -> Iterator[str]:
+def _of_groups(make: Make) -> Iterator[str]:
     settings = {"weight_decay": 0.5}, {"lr": 0.01}
     pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
     for mistake in pair.step():
         yield f"with two groups, {mistake} Hand the optimizer inside groups, each with its settings."
-    pair.each(lambda optimizer, _: optimizer.param_groups[0].update(lr=1e-3))
+    for each in (pair.optimizer, pair.candidate):
+        each.param_groups[0]["lr"] = 1e-3
     for mistake in pair.step():
         changed = "after a change of param_groups[0]['lr'], as a scheduler makes it,"
         yield f"{changed} {mistake} Copy settings into the groups of the optimizer inside before its step."
 
 
-@holds("A group that is added after some steps is trained with its settings, and sharded like the first")
-def takes_later_groups(context: WorkerContext, make: Make) -> Iterator[str]:
-    pair = _Pair(make, groups=lambda params: params[:4])
+def _of_later_groups(pair: _Pair) -> Iterator[str]:
     pair.step()
-    pair.each(lambda optimizer, x: optimizer.add_param_group({"params": x[4:], "lr": 0.01}))
+    pair.optimizer.add_param_group({"params": pair.alone[4:], "lr": 0.01})
+    pair.candidate.add_param_group({"params": pair.sharded[4:], "lr": 0.01})
     groups, _, mistakes = len(pair.candidate.param_groups), pair.step(), pair.step()
     sharing = pair.sharing_mistakes()
     if groups != 2:

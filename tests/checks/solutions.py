@@ -1,0 +1,82 @@
+"""The solutions of the notebooks, to be changed in one place and checked."""
+
+import contextlib
+import io
+import linecache
+import symtable
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import nbformat
+
+from labbook.book.notebooks import NOTEBOOKS
+from labbook.book.tidy import CHECKER, has_solution
+
+
+class Written:
+    """A step of a notebook: the cells that its checkers need, the solution among them."""
+
+    def __init__(self, number: str, name: str) -> None:
+        (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
+        cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        place = next(i for i, cell in enumerate(cells) if has_solution(cell) and name in makes(cell.source))
+        following = [i for i in range(place + 1, len(cells)) if has_solution(cells[i])] + [len(cells)]
+        checkers = [i for i in range(place, following[0]) if CHECKER in cells[i].metadata.get("tags", ())]
+        wanted, needed = set(), []
+        for i in range(checkers[-1], -1, -1):
+            if i in checkers or makes(cells[i].source) & wanted:
+                wanted |= _reads(cells[i].source)
+                needed.append(i)
+        self.name, self.solution = name, cells[place].source
+        self.before = [cells[i].source for i in needed[::-1] if i < place]
+        self.after = [cells[i].source for i in needed[::-1] if i > place]
+
+    def made(self, *changes: str) -> Any:
+        """What the cells make under its name, with pieces of them replaced: (piece, instead, piece, ...)."""
+        source, names = "\n\n".join([*self.before, self.solution]), {"__name__": "__main__"}
+        for piece, instead in zip(changes[::2], changes[1::2], strict=True):
+            assert piece in source, piece
+            source = source.replace(piece, instead)
+        with contextlib.redirect_stdout(io.StringIO()):
+            _run(source, names)
+        return names[self.name]
+
+    def says(self, solution: str, wrap: Callable[[Any], Any] = lambda made: made) -> str:
+        """What the checkers print of this solution, of which `wrap` may change what it has made."""
+        names: dict[str, Any] = {"__name__": "__main__"}
+        with contextlib.redirect_stdout(io.StringIO()):
+            for source in (*self.before, solution):
+                _run(source, names)
+        names[self.name] = wrap(names[self.name])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            for source in self.after:
+                _run(source, names)
+        return printed.getvalue()
+
+
+written = cache(Written)
+
+
+def _run(source: str, names: dict[str, Any]) -> None:
+    """As a notebook does: what is defined finds its own source, which Triton asks for."""
+    file = f"<cell {hash(source)}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), names)
+
+
+@cache
+def makes(source: str) -> set[str]:
+    symbols = symtable.symtable(source, "cell", "exec").get_symbols()
+    return {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+
+
+@cache
+def _reads(source: str) -> set[str]:
+    """The names that a cell takes from others; arguments and what is local to a function are its own."""
+    tables = [symtable.symtable(source, "cell", "exec")]
+    names = {symbol.get_name() for symbol in tables[0].get_symbols()}
+    while tables:
+        tables += (table := tables.pop()).get_children()
+        names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}
+    return names
