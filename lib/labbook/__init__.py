@@ -16,6 +16,7 @@ _EXPORTS = {
     "plots": "bars heatmap lines ratio stacked_bars",
     "ranks": "one_step_ms slowest time_together",
     "rows": "RowError load_rows published save_rows",
+    "sliders": "Sliders",
     "tables": "pivot row_lines show",
     "timing": "MIB Timing matmul_precision release_memory resolve_device run_or_out_of_memory "
     "time_cold_cache time_compiled time_steps",

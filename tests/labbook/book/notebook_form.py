@@ -164,6 +164,7 @@ def _outputs(notebook: NotebookNode) -> Iterator[str]:
             data = dict(output.get("data", {}))
             data.pop("image/png", None)
             text = "\n".join([*data, *map(str, data.values()), output.get("text", "")])
+            text = re.sub("<script>.*?</script>", "", text, flags=re.DOTALL)  # what it draws is not kept
             for found in _STRANGE_OUTPUT.finditer(text):
                 yield f"output of cell [{cell.execution_count}]: {found[0]}, another one elsewhere, or no PNG"
 
