@@ -36,6 +36,15 @@ if [ -f "$stamp" ] && kept; then
     if [ "$(cat "$stamp")" = "$wanted gpu=yes" ] || [ "$(cat "$stamp")" = "$wanted gpu=$gpu" ]; then exit 0; fi
 fi
 
+# Where uv is, it makes a new .venv in half a minute. What it cannot do is done with pip below.
+if ! kept && command -v uv >/dev/null 2>&1; then
+    say "making $venv with uv"
+    build=; [ "$gpu" = yes ] || build=--torch-backend=cpu
+    uv venv -q --seed --clear --python "${PYTHON:->=3.11,<3.15}" "$venv" &&
+        uv pip install -q --python "$python" $build -c "$pins" "${TORCH:-$pinned_torch}" -e '.[dev]' ||
+        say "uv could not (reason above): pip goes on"
+fi
+
 find_python() {  # a name on the PATH is not enough: version managers leave shims that only fail
     for candidate in ${PYTHON:-python3.12 python3.13 python3.11 python3.14 python3}; do
         if suits "$candidate"; then command -v "$candidate"; return; fi

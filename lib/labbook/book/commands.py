@@ -42,20 +42,24 @@ def _parser(program: str | None) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     add = {}
-    for function in (_run, _list, _card, _notebooks, _figures, _learn, _site):
+    for function in (_run, _list, _card, _notebooks, _figures, _learn, _site, _rows):
         name, text = function.__name__[1:], function.__doc__
         command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(command=function)
+        command.set_defaults(command=function, program=parser.prog)
         add[name] = command.add_argument
     add["run"]("--profile", choices=batch.PROFILES, help="default: what this machine has")
     add["run"]("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name")
     several = "for every notebook that has it; the same name again makes a grid"
     add["run"]("-p", action="append", default=[], metavar="NAME=VALUE", help=several)
     add["run"]("--force", action="store_true", help="execute also what is done and unchanged")
+    add["run"]("--cluster", choices=["slurm"], help="submit to it, and wait; SBATCH_PARTITION etc. as usual")
+    add["run"]("--job", metavar="NAME", help="one job of the plan alone, by the name of its files")
     add["run"]("--dry-run", action="store_true", help="print what would be executed")
     folder = notebooks.NOTEBOOKS.parent / "runs"
     add["run"]("--output", type=Path, default=folder, metavar="FOLDER", help="default: runs")
     add["card"]("--refresh", action="store_true", help="measure again")
+    add["rows"]("what", choices=["pack", "add"])
+    add["rows"]("source", help="a machine's slug, which becomes <slug>.zip here; or such a file")
     for name in ("notebooks", "figures", "learn"):
         add[name]("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     return parser
@@ -65,7 +69,7 @@ def _run(options: Namespace) -> int:
     """execute the notebooks that batch.yaml asks of this machine, where they are not done and unchanged"""
     import torch
 
-    from labbook.book import runs
+    from labbook.book import runs, slurm
 
     gpus = torch.cuda.device_count()
     profile = options.profile or batch.PROFILES[min(gpus, 2)]
@@ -73,7 +77,14 @@ def _run(options: Namespace) -> int:
     if options.dry_run:
         print("\n".join(f"{job.notebook.stem} {job.line()}" for job in jobs))
         return 0
-    needed = batch.PROFILES.index(profile)
+    needed, output = batch.PROFILES.index(profile), options.output.resolve()
+    if options.cluster:
+        command = [sys.executable, *options.program.split()[1:], "run", f"--profile={profile}"]
+        command += [*(f"-p={given}" for given in options.p), f"--output={output}"]
+        command += ["--force"] * options.force + ["--only", *options.only] * bool(options.only) + ["--job"]
+        return _told(slurm.run_batch(jobs, command, output, gpu=needed > 0, force=options.force), output)
+    if options.job:
+        jobs, needed = [job for job in jobs if job.name == options.job], min(needed, 1)
     if gpus < needed:
         allowed = ", ".join(batch.PROFILES[: gpus + 1])
         raise BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}")
@@ -86,11 +97,18 @@ def _run(options: Namespace) -> int:
         card = pool.submit(machine_card).result()
     print(card.line())
     make_folder(figures_dir() / card.slug)  # what cannot be kept is not measured
-    folder = options.output.resolve() / card.slug
+    folder = output / card.slug
     if options.force:
         os.environ["LABBOOK_AGAIN"] = "1"  # for the rows, too
     records = runs.run_batch(jobs, folder, card.line(), force=options.force)
-    print(f"\n{runs.summary(records)}\n\n{folder / 'index.html'}")
+    return _told(records, folder / "index.html")
+
+
+def _told(records: list[dict], where: Path) -> int:
+    """Print how each ended; the exit code."""
+    from labbook.book import runs
+
+    print(f"\n{runs.summary(records)}\n\n{where}")
     return int(any(record["status"] not in ("ok", "skipped") for record in records))
 
 
@@ -131,6 +149,13 @@ def _site(options: Namespace) -> None:
     from labbook.book.site import build
 
     print(build(notebooks.NOTEBOOKS.parent / "site"))
+
+
+def _rows(options: Namespace) -> None:
+    """pack a machine's rows with the runs that measured them; or check somebody's pack, and add it"""
+    from labbook.book import packs
+
+    print(packs.pack(options.source) if options.what == "pack" else packs.add(Path(options.source)))
 
 
 def _paths(words: list[str]) -> list[Path]:

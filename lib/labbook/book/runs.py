@@ -62,7 +62,7 @@ def run_batch(jobs: Sequence[Job], folder: Path, card: str, *, force: bool = Fal
             bar.set_postfix_str(job.name)
             with filelock.FileLock(folder / f".{job.name}.lock"):
                 record = load_record(folder / f"{job.name}.json")
-                if force or (why := _why_again(job, record, folder)) is not None:
+                if force or (why := why_again(job, record, folder)) is not None:
                     if record and not force:
                         bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
                     record = _run_job(job, folder)
@@ -74,7 +74,7 @@ def run_batch(jobs: Sequence[Job], folder: Path, card: str, *, force: bool = Fal
     return records
 
 
-def _why_again(job: Job, record: Record | None, folder: Path) -> str | None:
+def why_again(job: Job, record: Record | None, folder: Path) -> str | None:
     """Why a job has to run, given the record of the last time; None when it is done."""
     if record is None or not (folder / f"{job.name}.ipynb").exists():
         return "its notebook is gone"

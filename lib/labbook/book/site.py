@@ -9,16 +9,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 from nbformat import NotebookNode
 
 from labbook.book import notebooks
 from labbook.book.notebooks import BatchError
 from labbook.book.pages import copy_mathjax
-from labbook.files import REPOSITORY_FIGURES
+from labbook.compare import longest_warmup
+from labbook.files import REPOSITORY_FIGURES, find
+from labbook.labels import named_value
+from labbook.rows import TABLES, load_rows
+from labbook.tables import pivot
 
 _CONFIG = """\
 project = html_title = "Making language models train fast, measured"
@@ -51,6 +57,7 @@ def build(target: Path) -> Path:
             line for path in sorted(notebooks.NOTEBOOKS.glob("*.ipynb")) for line in _page(path, source)
         ]
         (source / "gallery.md").write_text("# Every plot, and what it shows\n\n" + "\n".join(gallery))
+        (source / "machines.md").write_text("\n".join(_machines()), encoding="utf-8")
         (source / "index.md").write_text(_contents(source), encoding="utf-8")
         command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-j", "auto", source, built]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
@@ -102,12 +109,33 @@ def _insert(notebook: NotebookNode, before: NotebookNode, text: str) -> None:
     notebook.cells.insert(place, nbformat.v4.new_markdown_cell(text))
 
 
+def _machines() -> Iterator[str]:
+    """The page of machines beside each other: of each table the times of what several of them measured."""
+    yield "# Machines beside each other\n\nMedian times of what was measured on each, in milliseconds.\n"
+    machines = sorted(path.parent.name for path in REPOSITORY_FIGURES.glob("*/machine.json"))
+    for path in sorted(notebooks.NOTEBOOKS.glob("*.ipynb")):
+        for name in (name for name, table in TABLES.items() if "p50_ms" in table.values):
+            there = [each for each in machines if find(each, path.stem[3:], f"{name}.csv").exists()]
+            if not there:
+                continue
+            rows = longest_warmup(pd.concat([load_rows(path.stem[3:], each, name) for each in there]))
+            keys = [key for key in TABLES[name].keys if key != "warmup_steps"]
+            if (rows := rows[rows.duplicated(keys, keep=False)]).empty:
+                continue
+            varying = [key for key in keys if rows[key].nunique(dropna=False) > 1]
+            fixed = [named_value(key, rows[key].iloc[0]) for key in keys if key not in varying]
+            yield f"## [{path.stem[:2]}]({path.stem}.ipynb), {name}\n\n{', '.join(fixed)}\n"
+            yield pivot(rows, varying, "machine").to_html(border=0) + "\n"
+
+
 def _contents(source: Path) -> str:
     """The first page: the notebook that starts, chapters, the gallery."""
     names = sorted(path.stem for path in source.glob("*.ipynb"))
     chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
     text = ["# Making language models train fast, measured\n"]
     for first, end in zip(chapters, [*[*chapters][1:], 100], strict=True):
-        pages = [name for name in names if first <= int(name[:2]) < end] + ["gallery"] * (first == 0)
+        pages = [name for name in names if first <= int(name[:2]) < end] + ["gallery", "machines"] * (
+            first == 0
+        )
         text += ["```{toctree}", f":caption: {chapters[first]}", ":maxdepth: 1", *pages, "```\n"]
     return "\n".join(text)

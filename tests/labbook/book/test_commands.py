@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from labbook import machine
-from labbook.book import commands, notebooks, runs
+from labbook.book import batch, commands, notebooks, runs
 from labbook.book.execute import Outcome
 
 
@@ -82,6 +82,21 @@ def test_run_ends_with_a_summary_and_tells_failure_by_its_exit_code(folder, outc
     assert all(word in said for word in ("11_one", status, reason, "no_such_package"))
     (index,) = (folder / "runs").glob("*/index.html")
     assert said.rstrip().endswith(str(index))
+
+
+def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(folder, outcome, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        "labbook.book.slurm.run_batch", lambda jobs, command, *_, **__: asked.append(command) or []
+    )
+    given = ["--only", "11", "12", "-p", "steps=7", "--output", folder / "runs"]
+    assert command("run", "--cluster", "slurm", *given) == 0
+    (job,) = [line for line in asked[0] if line.startswith("--profile")]
+    assert job == "--profile=cpu"
+    here = asked[0].index("run")
+    name = batch.plan("cpu", only=["11"], overrides=["steps=7"])[0].name
+    assert command(*asked[0][here:], name) == 0
+    assert [path.stem for path in (folder / "runs").glob("*/*.json")] == [name]
 
 
 def test_figures_are_where_the_command_was_given_and_looked_at_before_it_runs(

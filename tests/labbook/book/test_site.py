@@ -8,6 +8,7 @@ from nbformat import v4
 
 from labbook.book import notebooks, site
 from labbook.book.notebooks import BatchError
+from labbook.rows import load_rows
 
 PNG = base64.b64encode(b"\x89PNG").decode()
 
@@ -53,3 +54,11 @@ def test_pages_plots_and_rows(folder):
     assert 'id="11_one-1"' in page
     assert 'href="rows/m/one/times.csv"' in page
     assert (folder / "site" / "rows/m/one/times.csv").read_text() == "p50_ms\n1\n"
+
+
+def test_machines_stand_beside_each_other_with_the_times_of_their_rows():
+    *_, section = "".join(site._machines()).partition("[23](23_weighted_sum.ipynb), weighted_sum_times")
+    for machine in ("h100", "h200"):
+        rows = load_rows("weighted_sum", machine, "weighted_sum_times").query("implementation == 'eager'")
+        assert len(rows) > 3
+        assert all(f"<td>{ms:.3f}</td>" in section for ms in rows["p50_ms"])

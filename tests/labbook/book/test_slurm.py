@@ -1,0 +1,200 @@
+"""A batch on a real Slurm of one node, started here: what ends, fails, is killed, refused, and goes on."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from labbook.book import notebooks, slurm
+from labbook.book.batch import Job
+from labbook.book.notebooks import BatchError
+
+SLURM = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch")
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+MISSING = [name for name in SLURM if shutil.which(name, path=PATH) is None]
+CONFIG = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+GresTypes=gpu
+KillWait=1
+SlurmdParameters=config_overrides
+NodeName={host} NodeAddr=127.0.0.1 CPUs=4 Gres=gpu:2 State=UNKNOWN
+NodeName=other NodeAddr=127.0.0.1 NodeHostname={host} Port={ports[2]} CPUs=1 State=UNKNOWN
+PartitionName=gpus Nodes={host} Default=YES
+PartitionName=none Nodes=other
+"""
+# In place of a notebook: what its job does.
+RUN = """\
+import json, os, sys, time
+from dataclasses import asdict
+from pathlib import Path
+from labbook.book.execute import Outcome
+output, name = Path(sys.argv[1]), sys.argv[-1]
+with open(output / "started", "a") as started:
+    print(name, os.environ.get("SLURM_GPUS_ON_NODE", 0), file=started)
+while "slow" in name and not (output / "finish").exists():
+    time.sleep(0.1)
+outcome = Outcome("error", "cell [1]: Bad: luck") if "fails" in name else Outcome("ok")
+(output / "m").mkdir(exist_ok=True)
+text = json.dumps({"notebook": name, "parameters": "", "code": {}} | asdict(outcome))
+(output / "m" / f"{name}.json").write_text(text)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The environment in which Slurm's commands speak to a cluster of this machine."""
+    if MISSING or os.getuid():
+        pytest.skip(f"a Slurm of one node needs root, and {', '.join(SLURM)} (Debian: slurm-wlm, munge)")
+    folder = tmp_path_factory.mktemp("slurm")
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    for name in ("state", "spool"):
+        (folder / name).mkdir()
+    text = CONFIG.format(host=socket.gethostname().partition(".")[0], ports=ports, folder=folder)
+    (folder / "slurm.conf").write_text(text)
+    (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    env = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
+    subprocess.run(["mungekey", f"--keyfile={folder}/key"], env=env, check=True)
+    for each in tmp_path_factory.getbasetemp(), folder:
+        each.chmod(0o755)
+    daemons = [
+        ["munged", "-F", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/key",
+         f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/seed", f"--log-file={folder}/munge.log"],
+        ["slurmctld", "-D"], ["slurmd", "-D", "-N", socket.gethostname()],
+    ]  # fmt: skip
+    with open(folder / "log", "w") as log:
+        started = [subprocess.Popen(each, env=env, stdout=log, stderr=log) for each in daemons]
+    try:
+        idle = ["sinfo", "--noheader", "--partition=gpus", "--format=%t"]
+        for _ in range(200):
+            if subprocess.run(idle, env=env, capture_output=True, text=True).stdout.strip() == "idle":
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail(f"Slurm does not start: {(folder / 'log').read_text()}")
+        yield env
+    finally:
+        for each in reversed(started):
+            each.terminate()
+            each.wait(30)
+
+
+@pytest.fixture
+def batch(cluster, tmp_path, monkeypatch, write_notebook):
+    """Runs jobs of these names: batch("11_ok", ...)."""
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster[name])
+    monkeypatch.setattr(slurm, "_LOOK_EVERY_S", 0.2)
+    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+    (tmp_path / "book.yaml").write_text("last: [00_last]")
+    (tmp_path / "run.py").write_text(RUN)
+    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path)]
+
+    def run(*names, gpu=False, **parameters):
+        jobs = [Job(write_notebook(tmp_path / f"{name}.ipynb"), parameters) for name in names]
+        return slurm.run_batch(jobs, command, tmp_path, gpu=gpu)
+
+    return run
+
+
+@pytest.fixture
+def when_it_runs(tmp_path):
+    """Calls a function once a job that is slow has started."""
+
+    def wait(function):
+        while "slow" not in ((tmp_path / "started").read_text() if (tmp_path / "started").exists() else ""):
+            time.sleep(0.05)
+        function()
+
+    def start(function):
+        threading.Thread(target=wait, args=(function,), daemon=True).start()
+
+    return start
+
+
+def test_each_ends_in_the_summary_and_the_last_comes_after_the_others(batch, tmp_path):
+    records = batch("00_last", "11_ok", "12_fails")
+    assert [record["status"] for record in records] == ["ok", "ok", "error"]
+    assert records[2]["reason"] == "cell [1]: Bad: luck"
+    assert (tmp_path / "started").read_text().split()[-2:] == ["00_last", "0"]
+    assert not (tmp_path / "slurm.json").exists()
+
+
+def test_an_entry_gets_as_many_gpus_as_it_has_ranks_or_a_sentence(batch, tmp_path, monkeypatch):
+    assert [record["status"] for record in batch("11_two", gpu=True, backend="nccl", world_sizes=[1, 2])] == [
+        "ok"
+    ]
+    batch("12_one", gpu=True, backend="gloo", world_size=2)
+    assert [line.split()[1] for line in (tmp_path / "started").read_text().splitlines()] == ["2", "1"]
+    monkeypatch.setenv("SBATCH_PARTITION", "none")
+    (record,) = batch("13_none", gpu=True)
+    assert record["status"] == "error"
+    assert record["reason"].startswith("Slurm refused a job with 1 GPUs: ")
+    assert "not available" in record["reason"]
+
+
+def test_a_killed_job_is_a_row_and_done_again(batch, when_it_runs, tmp_path):
+    when_it_runs(lambda: subprocess.run(["scancel", "--name=labbook", "--state=RUNNING"]))
+    (record,) = batch("11_slow")
+    assert record["status"] == "error"
+    assert re.fullmatch(r"Slurm job \d+_0 ended without a record: CANCELLED, .*", record["reason"])
+    (tmp_path / "finish").touch()
+    assert batch("11_slow")[0]["status"] == "ok"
+
+
+def test_what_is_interrupted_leaves_nothing(batch, when_it_runs, tmp_path):
+    when_it_runs(lambda: os.kill(os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        batch("11_slow", "12_slow")
+    for _ in range(100):  # Slurm takes a moment to end them
+        if not (left := slurm._listed()):
+            break
+        time.sleep(0.1)
+    assert not left
+    assert not (tmp_path / "slurm.json").exists()
+
+
+def test_a_killed_run_waits_for_the_jobs_that_slurm_still_lists(
+    batch, when_it_runs, tmp_path, monkeypatch, capsys
+):
+    with monkeypatch.context() as killed:
+        killed.setattr(slurm, "_wait", lambda numbers: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            batch("11_slow")
+    state = json.loads((tmp_path / "slurm.json").read_text())
+    (tmp_path / "slurm.json").write_text(json.dumps(state | {"12_gone": "99999_3"}))
+    when_it_runs((tmp_path / "finish").touch)
+    assert [record["status"] for record in batch("11_slow", "12_gone")] == ["ok", "ok"]
+    assert sorted((tmp_path / "started").read_text().split()[::2]) == ["11_slow", "12_gone"]
+    assert "Slurm lists job 99999_3 no more: 12_gone is submitted again" in capsys.readouterr().out
+
+
+def test_where_there_is_no_slurm_it_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(BatchError, match="there is no squeue here; --cluster slurm is for"):
+        slurm.run_batch([], [], tmp_path, gpu=False)
