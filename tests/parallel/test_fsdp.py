@@ -1,26 +1,272 @@
-"""FSDP against one process, what it promises beyond that, and its checkpoints."""
+"""FSDP against one process, and what it promises beyond what is asked of every wrapper.
 
-import fsdp_workers
+Checks are run by `wrappers.run`; each asserts on every rank what it says in its docstring.
+"""
+
+import copy
+import gc
+import warnings
+from functools import partial
+
+import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from wrappers import one_pass, run, train
 
+from cs336_systems.checks.fsdp_checks import properties
+from cs336_systems.checks.on_ranks import try_properties
+from cs336_systems.configs import model_size
+from cs336_systems.measure.collective_calls import watch_collectives
+from cs336_systems.model import Linear, build_model
 from cs336_systems.parallel import FSDP, WorkerError, launch
+from cs336_systems.training.checkpointing import forward_with, strategy
+
+BLOCKS = {"unit_types": ("TransformerBlock",)}
+UNITS = {
+    "weights": {},
+    "weights, nothing ahead": {"prefetch": 0},
+    "blocks": BLOCKS,
+    "blocks, one ahead": BLOCKS | {"prefetch": 1},
+    "halves of blocks": {"unit_types": ("CausalSelfAttention", "SwiGLU"), "prefetch": 1},
+}
+VOCABULARY, LENGTH = 512, 8
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_it_keeps_its_promises(world_size):
-    launch(fsdp_workers.run_all, world_size, backend="gloo", timeout_s=300)
+def tiny(seed=0):
+    torch.manual_seed(seed)
+    return build_model(model_size("tiny"), LENGTH)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.gpu(n)) for n in (2, 4)])
-def test_it_keeps_its_promises_over_nccl(world_size):
-    launch(fsdp_workers.run_all, world_size, backend="nccl", timeout_s=300)
+def batch(rank, step=0):
+    generator = torch.Generator("cpu").manual_seed(100 * step + rank)
+    numbers = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator, device="cpu")
+    return numbers.to(torch.get_default_device())
+
+
+def every_property_of_the_checker(context):
+    """FSDP passes check_fsdp at its most thorough, for every kind of group."""
+    for options in ({}, {"unit_types": ("Toy",)}):
+        asked = cloudpickle.dumps((partial(FSDP, **options), partial(properties, thorough=True)))
+        assert try_properties(context, asked) == [], options
+
+
+def recomputation(context):
+    """Checkpointed blocks and segments gather again what they compute again."""
+
+    def follow(seed, options, call, **how):
+        def loss(model, rank, step):
+            tokens, targets = batch(rank, step)
+            logits = call(model, tokens) if isinstance(model, FSDP) else model(tokens)
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+        make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        train(context, tiny(), FSDP(tiny(seed), **options), loss, options, make=make, **how)
+
+    def planned(plan):
+        return lambda model, tokens: forward_with(model.module, strategy(plan), tokens)
+
+    for options in (UNITS["weights"], UNITS["blocks, one ahead"]):
+        for plan in ("every 1", "every 2", "recursive"):
+            follow(context.rank, options, planned(plan), max_norm=0.5)
+    follow(0, UNITS["halves of blocks"], planned("half blocks"))
+    follow(0, BLOCKS, partial(checkpoint, use_reentrant=False))
+
+
+class Pair(nn.Module):
+    """Two layers in one module."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Linear(LENGTH, 6), Linear(6, LENGTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+def compiled(context):
+    """Modules compiled before or after they are wrapped, by their method or as new modules."""
+    how = {"backend": "aot_eager", "fullgraph": True}
+    torch.manual_seed(0)
+    alone = nn.Sequential(Pair(), Pair(), Pair(), Linear(LENGTH, LENGTH))
+    module = copy.deepcopy(alone)
+    module[0].compile(**how)
+    module[1] = torch.compile(module[1], **how)
+    wrapped = FSDP(module, unit_types=(Pair,))
+    module[2].compile(**how)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's compiler looks at .grad of what has none
+        for step in range(2):
+            inputs = (batch(step)[0] % 7).float()
+            for model in (alone, wrapped):
+                model.zero_grad()
+                model(inputs).square().sum().backward()
+            wrapped.finish_gradient_synchronization()
+            for parameter in (*alone.parameters(), *wrapped.parameters()):
+                parameter.data -= 0.01 * parameter.grad
+    whole = wrapped.gather_full_parameters()
+    for name, expected in alone.named_parameters():
+        torch.testing.assert_close(whole[name], expected.detach(), msg=name)
+
+
+def compute_dtype(context):
+    """Weights travel and compute in bfloat16; what the optimizer sees stays float32, and learns."""
+    for options in UNITS.values():
+        wrapped = FSDP(tiny(), torch.bfloat16, **options)
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=3e-3)
+        tokens, targets = batch(context.rank)
+        losses = []
+        for _ in range(8):
+            optimizer.zero_grad()
+            with watch_collectives() as messages:
+                logits = wrapped(tokens)
+                losses.append(F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
+                losses[-1].backward()
+            wrapped.finish_gradient_synchronization()
+            optimizer.step()
+        assert logits.dtype == torch.bfloat16
+        assert {message.dtype for message in messages} == {"bfloat16"}
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in wrapped.parameters())
+        assert losses[-1] < 0.5 * losses[0]
+    wrapped = FSDP(Linear(64, 64, dtype=torch.float16))
+    (weight,) = wrapped.parameters()
+    weight.grad = torch.full_like(weight, 10)  # float16 cannot hold the square of the norm
+    assert wrapped.clip_grad_norm_(64).item() == pytest.approx(640, rel=1e-3)
+    torch.testing.assert_close(weight.grad, torch.ones_like(weight), rtol=1e-2, atol=0)
+
+
+def schedule(context):
+    """Each group is gathered in forward and, but for the last, in backward; few are whole at once."""
+    tokens, _ = batch(0)
+    for ahead, name in ((2, "weights"), (0, "weights, nothing ahead"), (1, "blocks, one ahead")):
+        wrapped, held = FSDP(tiny(), **UNITS[name]), []
+        groups = wrapped._groups
+
+        def count(*_, groups=groups, held=held):
+            held.append(sum(group._memory.nbytes() > 0 for group in groups))
+
+        for module in wrapped.module.modules():
+            module.register_forward_hook(count)
+        for weight in (weight for group in groups for weight in group.weights):
+            weight.whole.register_hook(count)
+        for _ in range(2):  # the order is known from the first
+            held.clear()
+            with watch_collectives() as messages:
+                one_pass(wrapped, tokens)
+        gathers = sum(message.collective == "all_gather" for message in messages)
+        assert gathers == 2 * sum(len(g.weights) for g in groups) - len(wrapped._order[-1].weights)
+        assert max(held) == ahead + 1
+        with torch.no_grad():
+            wrapped(tokens)
+        assert not any(group._memory.nbytes() for group in groups)
+        with watch_collectives() as messages, wrapped.no_sync():
+            wrapped(tokens).sum().backward()
+        assert {message.collective for message in messages} == {"all_gather"}
+
+
+def stale_weights(context):
+    """A forward without a backward, or an optimizer that gives parameters new memory: nothing is stale."""
+    wrapped = FSDP(nn.Sequential(Linear(4, 4), Linear(4, 4)))
+    inputs = torch.ones(1, 4)
+    one_pass(wrapped, inputs)
+    for _ in range(2):
+        wrapped(inputs)
+        expected = inputs
+        for weight in wrapped.gather_full_parameters().values():
+            expected = expected @ (2 * weight).T
+        for parameter in wrapped.parameters():
+            parameter.data = parameter.data * 2
+        torch.testing.assert_close(wrapped(inputs), expected)
+
+
+def failures(context):
+    """After a forward that raises, the next works and finds the shards in place."""
+    wrapped = FSDP(tiny(), **BLOCKS)
+    wrapped(batch(0)[0])
+    with pytest.raises(ValueError, match="at most"):
+        wrapped(torch.zeros(1, LENGTH + 1, dtype=torch.long))
+
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Linear(4, 4)
+
+        def forward(self, x):
+            raise KeyError("oh")
+
+    module = Breaks()
+    wrapped = FSDP(module, unit_types=(Breaks,))
+    for _ in range(2):
+        with pytest.raises(KeyError, match="oh"):
+            wrapped(torch.ones(1, 4))
+        assert module.inner.weight is next(wrapped.parameters())
+        assert wrapped._groups[0]._memory.nbytes() == 0
+
+
+def on_gpus(context):
+    """A step holds a few units and its shards, no more, and messages run beside kernels."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.set_device(context.device)
+    width, depth = 2048, 12
+    layer = width * width * 4  # bytes
+    with context.device:
+        module = nn.Sequential(*(Linear(width, width) for _ in range(depth)))
+        inputs = torch.randn(4096, width)
+    wrapped = FSDP(module, prefetch=1)
+    gc.collect()
+    before = torch.cuda.memory_allocated(context.device)
+    assert before < layer * depth / context.world_size + inputs.nbytes + layer
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
+
+    def step():
+        optimizer.zero_grad()
+        with torch.no_grad():
+            wrapped(inputs)
+        wrapped(inputs).square().mean().backward()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats(context.device)
+    with torch.no_grad():
+        wrapped(inputs)
+    activations = 4 * inputs.nbytes
+    gradients = layer * depth / context.world_size
+    assert torch.cuda.max_memory_allocated() < before + gradients + activations + 3 * layer
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    spans = {"nccl": [], "other": []}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            kind = "nccl" if "nccl" in event.name.lower() else "other"
+            spans[kind].append((event.time_range.start, event.time_range.end))
+    hidden = [
+        any(start < other_end and other_start < end for other_start, other_end in spans["other"])
+        for start, end in spans["nccl"]
+    ]
+    assert len(hidden) >= 3 * depth - 1
+    assert sum(hidden) > 0.6 * len(hidden)
+
+
+TWO_RANKS = [compute_dtype, schedule, recomputation, compiled, stale_weights, failures]
+GPUS = [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 2), ("gloo", 4), *GPUS])
+def test_it_keeps_its_promises(backend, ranks):
+    checks = [every_property_of_the_checker, *TWO_RANKS * (ranks == 2)]
+    launch(run, ranks, *checks, backend=backend, timeout_s=300)
 
 
 @pytest.mark.gpu(2)
 def test_on_gpus_memory_is_freed_and_gathers_hide():
-    launch(fsdp_workers.on_gpus, 2, backend="nccl", timeout_s=300)
+    launch(on_gpus, 2, backend="nccl", timeout_s=300)
 
 
 @pytest.mark.parametrize(
@@ -41,4 +287,4 @@ def test_it_needs_a_process_group_and_peers():
     with pytest.raises(RuntimeError, match="FSDP needs a process group"):
         FSDP(nn.Linear(2, 2))
     with pytest.raises(WorkerError, match="the number of ranks is 1; allowed: 2 or more"):
-        launch(fsdp_workers.stale_weights, 1, backend="gloo")
+        launch(stale_weights, 1, backend="gloo")

@@ -1,13 +1,510 @@
-"""What autograd and PyTorch's optimizers guarantee holds under every wrapper, or is refused in a sentence."""
+"""What autograd and PyTorch's optimizers guarantee holds under every wrapper, or is refused in a sentence.
 
-import guarantee_workers
+Checks are run by `wrappers.run`; each asserts on every rank what it says in its docstring.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import io
+import itertools
+import re
+import weakref
+from functools import partial
+
 import pytest
-
-from cs336_systems.parallel import launch
-
-
-@pytest.mark.parametrize(
-    "number", range(len(guarantee_workers.CHECKS)), ids=[check.__name__ for check in guarantee_workers.CHECKS]
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from wrappers import (
+    BLOCKS,
+    DDP,
+    SHARDED,
+    assert_same_gradients,
+    assert_same_weights,
+    backward,
+    one_pass,
+    run,
+    scattered,
+    train,
 )
-def test_on_two_ranks(number):
-    launch(guarantee_workers.run, 2, number, backend="gloo", timeout_s=120)
+
+from cs336_systems.model import Linear
+from cs336_systems.parallel import (
+    FSDP,
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlappedDDP,
+    ShardedOptimizer,
+    TorchDDP,
+    launch,
+)
+
+WIDTH = 6
+
+
+def batch(rank, step=0):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model, rank, step=0):
+    return model(batch(rank, step)).square().mean()
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    extra: Tensor
+
+
+class Square(torch.autograd.Function):
+    """x @ w.T, which keeps its weight by itself."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.T @ x
+
+
+def keep_as_attribute(block, h):
+    block.aux = block.b(h).square().mean()
+    return h
+
+
+RESULTS = {  # the ways in which the results of a block's second layer leave it
+    "dataclass": lambda block, h: Output(block.b(h), h),
+    "attribute": keep_as_attribute,
+    "view": lambda block, h: block.b(h)[None].squeeze(0),
+    "checkpoint": lambda block, h: block.b(checkpoint(lambda y: block.b(y).tanh(), h, use_reentrant=False)),
+    "generator": lambda block, h: (y for y in (block.b(h), h)),
+    "functional": lambda block, h: Square.apply(h, block.b.weight) + block.b.bias,
+}
+WAYS = ("plain", "frozen", "tied", *RESULTS)
+
+
+class Block(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.a, self.b = how, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        return RESULTS[self.how](self, h) if self.how in RESULTS else self.b(h)
+
+
+class Net(nn.Module):
+    def __init__(self, how, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.how, self.first, self.second = how, Block(how), Block(how)
+        self.head = nn.Linear(WIDTH, 3)
+        if how == "frozen":  # a part of a layer, and another layer
+            self.first.a.weight.requires_grad_(False), self.second.b.requires_grad_(False)
+        if how == "tied":
+            self.second.a.weight = self.first.b.weight
+
+    def forward(self, x):
+        a, b = self.first(x), self.second(x)
+        if self.how == "dataclass":
+            return self.head(a.hidden * b.extra)
+        if self.how == "attribute":
+            return self.first.aux + self.second.aux  # the results themselves and the head have no part in it
+        if self.how == "view":
+            a = a.unsqueeze(0)[0]
+            a += b
+            a[:, :2] *= b[:, :2]
+        if self.how == "generator":
+            (a, _), (_, b) = a, b
+        return self.head(a + b)
+
+
+def backward_finds_its_weights(context):
+    """Whatever way the results of a module take, and whoever keeps its weights."""
+    for how, (name, wrap) in itertools.product(WAYS, (DDP | SHARDED).items()):
+        if how == "functional" and name.startswith("fsdp ()"):
+            continue  # see `misuse_is_refused`
+        alone, wrapped = Net(how), wrap(Net(how, seed=context.rank))
+        for _ in range(2):
+            backward(context, alone, wrapped, loss_of)
+        wrapped.finish_gradient_synchronization()
+        assert_same_gradients(context, wrapped, alone, (how, name))
+
+
+def gradients_of_inputs_and_a_kept_graph(context):
+    """autograd.grad for an input between two passes through one graph."""
+    for name, wrap in SHARDED.items():
+        alone, wrapped = Net("view"), wrap(Net("view"))
+        x = batch(context.rank).requires_grad_()
+        total = wrapped(x).square().mean()
+        (found,) = torch.autograd.grad(total, x, retain_graph=True)
+        (expected,) = torch.autograd.grad(alone(x).square().mean(), x)
+        torch.testing.assert_close(found, expected, msg=name)
+        total.backward(retain_graph=True)
+        total.backward()
+        for rank in range(context.world_size):
+            (2 * loss_of(alone, rank) / context.world_size).backward()
+        wrapped.finish_gradient_synchronization()
+        assert_same_gradients(context, wrapped, alone, name)
+
+
+def in_autocast(context):
+    """As one process in autocast, and no copy of a whole weight is kept, not even of a layer used twice."""
+    for name, wrap in SHARDED.items():
+        alone, wrapped = Net("checkpoint"), wrap(Net("checkpoint"))
+        with torch.autocast("cpu", torch.bfloat16):
+            backward(context, alone, wrapped, loss_of)
+            y = wrap(Net("view"))(batch(context.rank))
+        kept, nodes = [], [y.grad_fn]
+        while nodes:
+            node = nodes.pop()
+            saved = [getattr(node, key) for key in dir(node) if key.startswith("_saved_")]
+            kept += [t.untyped_storage().nbytes() for t in saved if isinstance(t, Tensor) and t.dim() == 2]
+            nodes += [after for after, _ in node.next_functions if after is not None]
+        assert kept.count(WIDTH * WIDTH * 2) == 0, name
+        wrapped.finish_gradient_synchronization()
+        assert_same_gradients(context, wrapped, alone, name, rtol=0.05, atol=0.01)
+
+
+class Reads(nn.Module):
+    """Reads the weight of a layer that it does not call."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.inner = read, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.read(self.inner, x)
+
+
+READS = {
+    "matmul": lambda layer, x: x @ layer.weight.T,
+    "functional": lambda layer, x: F.linear(x, layer.weight, layer.bias),
+    "a function of its own": lambda layer, x: Square.apply(x, layer.weight),
+    "pointer": lambda layer, x: x + layer.weight.data_ptr(),
+    "data": lambda layer, x: x * layer.weight.data.sum(),
+    "penalty": lambda layer, x: layer(x) + layer.weight.square().sum(),
+}
+
+
+def misuse_is_refused(context):
+    """Weights that are read while they are not gathered or are changed; what autograd would notice."""
+    x = batch(context.rank)
+    sentence = r"inner.(weight|bias) of an FSDP is used while"
+    for name, read in READS.items():
+        wrapped = FSDP(Reads(read))
+        for mode, call in itertools.product((torch.enable_grad, torch.no_grad), (wrapped, wrapped.module)):
+            with mode(), pytest.raises(RuntimeError, match=sentence):
+                call(x)
+        assert [*wrapped.parameters()] == [*wrapped.module.inner.parameters()], name
+        assert FSDP(Reads(read), unit_types=("Reads",))(x).shape == (4, WIDTH) or name == "pointer"
+    shape = FSDP(Reads(lambda layer, x: layer(x) * layer.weight.shape[0]))(x)
+    assert shape.isfinite().all()  # its shape is that of the whole
+
+    for units in ((), BLOCKS):
+        wrapped = FSDP(Net("plain"), unit_types=units)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        wrapped(x).sum().backward()
+        total = wrapped(x).sum()
+        wrapped.finish_gradient_synchronization()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation; allowed"):
+            total.backward()
+        wrapped.zero_grad()
+        y = x.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match="is to be differentiated; allowed"):
+            torch.autograd.grad(wrapped(y).sum(), y, create_graph=True)
+        wrapped.zero_grad()
+
+    class Writes(Block):
+        def forward(self, x):
+            h = self.a(x).sigmoid()
+            y = self.b(h)
+            h.mul_(2)  # backward of sigmoid and of b needs what it was
+            return y
+
+    wrapped = FSDP(Writes("plain"), unit_types=("Writes",))
+    with pytest.raises(RuntimeError, match=r"a tensor .*modified by an inplace operation"):
+        wrapped(x).sum().backward()
+
+
+def modules_that_change_are_refused(context):
+    """Replaced, added, hooked, wrapped twice, copied: right, or a sentence."""
+    for wrap in (DDP | SHARDED).values():
+        for change, steps in itertools.product(("replaced", "added"), (0, 1)):
+            wrapped = wrap(Net("plain"))
+            for _ in range(steps):
+                one_pass(wrapped, batch(0))
+                wrapped.zero_grad()
+            if change == "replaced":
+                wrapped.module.head = nn.Linear(WIDTH, 2)
+            else:
+                wrapped.module.register_parameter("more", nn.Parameter(torch.ones(2)))
+            with pytest.raises(RuntimeError, match="other parameters than when it was wrapped"):
+                one_pass(wrapped, batch(0))
+        with pytest.raises(ValueError, match="wrapped already"):
+            wrap(nn.Sequential(wrap(Net("plain"))))
+        with torch.device("meta"):
+            modules = Net("plain"), nn.BatchNorm1d(2)
+        modules[1].weight, modules[1].bias = (nn.Parameter(torch.ones(2)) for _ in range(2))
+        for module in (*modules, nn.Sequential(nn.LazyLinear(2))):
+            with pytest.raises(ValueError, match=r"without values \(meta, or lazy\); allowed"):
+                wrap(module)
+    wrapped = FSDP(Net("plain"))
+    for wrap in (FSDP, NaiveDDP):
+        with pytest.raises(ValueError, match="wrapped already"):
+            wrap(wrapped.module)
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        module = Net("plain")
+        getattr(module.head.weight, register)(lambda _: None)
+        with pytest.raises(ValueError, match="has a hook that FSDP"):
+            FSDP(module)
+        late = FSDP(Net("plain"))
+        getattr(late.module.head.weight, register)(lambda _: None)
+        with pytest.raises(ValueError, match="has a hook that FSDP"):
+            one_pass(late, batch(0))
+    optimizer = ShardedOptimizer(Net("plain").parameters(), torch.optim.AdamW)
+    for thing in (wrapped, wrapped.module, optimizer):
+        for take in (copy.copy, copy.deepcopy, lambda thing: torch.save(thing, io.BytesIO())):
+            if (thing, take) != (wrapped.module, copy.copy):
+                with pytest.raises(TypeError, match="cannot be copied or pickled; allowed"):
+                    take(thing)
+
+
+class Lamb(torch.optim.Optimizer):
+    """Scales each update by the norm of the whole weight: no optimizer that anybody could list."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        for p in group["params"]:
+            p -= group["lr"] * p.grad * p.norm() / (p.grad.norm() + 1e-6)
+
+
+class Centred(torch.optim.SGD):
+    """Centralises gradients over the first dimension."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad = p.grad - p.grad.mean(0)
+        super().step()
+
+
+def optimizers(context):
+    """Those that look at more than one element are refused before they change anything; others are right."""
+    for make in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS, Lamb, Centred):
+        wrapped = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)))
+        before = wrapped.module[0].weight.detach().clone()
+        optimizer = make(wrapped.parameters(), lr=0.1)
+        optimizer.param_groups[0]["lr"] = 0.0  # as a warm-up begins
+        one_pass(wrapped, batch(context.rank))
+        with pytest.raises(ValueError, match="looks at more than one element"):
+            optimizer.step(lambda: None) if make is torch.optim.LBFGS else optimizer.step()
+        assert torch.equal(wrapped.module[0].weight, before)
+    of = torch.optim
+    makes = [of.SGD, of.Adam, of.AdamW, of.NAdam, of.RAdam, of.RMSprop, of.Adagrad, of.Adadelta, of.Adamax]
+    makes += [of.ASGD, of.Rprop, partial(of.AdamW, fused=True), partial(of.Adam, amsgrad=True)]
+    for make in makes:
+        train(context, Net("plain"), FSDP(Net("plain")), loss_of, make, make=partial(make, lr=0.01))
+
+
+def infinities(context):
+    """In the rows of one rank, even where another has no rows: a GradScaler skips the step on all ranks."""
+
+    wraps = FSDP, partial(FSDP, compute_dtype=torch.float16), scattered
+    for wrap, bad, unscale in itertools.product(wraps, (torch.inf, torch.nan), (False, True)):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1, bias=False))
+        wrapped, scaler = wrap(module), torch.amp.GradScaler("cpu", init_scale=4.0)
+        optimizer = getattr(wrapped, "_optimizer", None) or torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        before = [p.detach().clone() for p in module.parameters()]
+        for number in range(3):
+            wrapped.zero_grad()
+            y = wrapped(torch.ones(1, 2))
+            scaler.scale(y.float().sum() * (bad if number == 0 else 1)).backward()
+            wrapped.finish_gradient_synchronization()
+            if number == 0 and wrap is FSDP and context.rank == 1:  # rank 0 has all rows of it
+                assert module[1].weight.grad.numel() == 0
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            same = all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
+            assert (scaler.get_scale(), same) == (2.0, number == 0)
+
+
+class Bomb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, armed):
+        ctx.armed = armed
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.armed:
+            raise MemoryError("out of memory")
+        return grad, None
+
+
+class Fragile(Net):
+    def forward(self, x, where=""):
+        h = self.first(x)
+        if where == "forward":
+            raise MemoryError("out of memory")
+        return self.head(self.second(Bomb.apply(h, where == "backward")))
+
+
+def failed_batches(context):
+    """Skipped after zero_grad of the wrapper or of the optimizer: as if they had not been."""
+    plan = ["", "backward", "", "forward", "backward", "backward", ""]
+    ways = ("wrapper", "wrapper, to zero", "optimizer", "optimizer, to zero")
+    for (name, wrap), clear in itertools.product((DDP | SHARDED).items(), ways):
+        alone, wrapped, refused = Fragile("plain"), wrap(Fragile("plain")), False
+        pair = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (alone, wrapped)]
+        for step, where in enumerate(plan):
+            who = wrapped if clear.startswith("wrapper") else pair[1]
+            who.zero_grad(set_to_none="zero" not in clear)
+            pair[0].zero_grad()
+            try:
+                with contextlib.suppress(MemoryError):
+                    wrapped(batch(context.rank, step), where).square().mean().backward()
+                    wrapped.finish_gradient_synchronization()
+                    pair[1].step()
+            except RuntimeError as error:
+                assert "has raised an error" in str(error)  # noqa: PT017
+                refused = True
+                break
+            if not where:
+                for rank in range(context.world_size):
+                    (loss_of(alone, rank, step) / context.world_size).backward()
+                pair[0].step()
+        # Zeros of an optimizer may be written to by what is under way.
+        assert refused == (clear == "optimizer, to zero" and name not in ("naive", "flat")), (name, clear)
+        if not refused:
+            assert_same_weights(wrapped, alone, (name, clear), rtol=1.3e-6, atol=1e-5)
+
+
+def small_ranges_and_lazy_views(context):
+    """Means of float16 whose sum overflows, and gradients that are lazily conjugated or negated."""
+
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(3, 3, dtype=torch.cfloat))
+
+        def forward(self, x):
+            return (self.w.mH @ x.to(torch.cfloat)).imag.square().sum() + self.w.conj().imag.sum()
+
+    wrappers = DDP | {"scatter": scattered}
+    for name, wrap in wrappers.items():
+        alone, wrapped = Lazy(), wrap(Lazy())
+        for rank in range(context.world_size):
+            (alone(batch(rank)[:3]) / context.world_size).backward()
+        wrapped(batch(context.rank)[:3]).backward()
+        wrapped.finish_gradient_synchronization()
+        if wrapped.module.w.grad is not None:
+            torch.testing.assert_close(wrapped.module.w.grad, alone.w.grad.resolve_conj(), msg=name)
+    wrappers |= {"fsdp": FSDP, "fsdp of float32": partial(FSDP, compute_dtype=torch.float16)}
+    for name, wrap in wrappers.items():
+        for dtype in (torch.float16, torch.bfloat16):
+            whole = torch.float32 if "float32" in name else dtype
+            wrapped = wrap(nn.Linear(4, 4, bias=False, dtype=whole))
+            y = wrapped(torch.full((1, 4), 100, dtype=whole))
+            y.backward(torch.full_like(y, 320))
+            wrapped.finish_gradient_synchronization()
+            gradient = wrapped.module.weight.grad
+            assert gradient is None or (gradient == 32000).all(), (name, dtype)
+
+
+def disagreement(context):
+    """Ranks that wrap or run different things all get an error, and the group still works."""
+    first = context.rank == 0
+
+    def mixed():
+        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
+
+    for make, words in (
+        (lambda: NaiveDDP(nn.Linear(4, 4 + context.rank)), "weight (4, 4)"),
+        (lambda: FlatDDP(nn.Linear(4, 4, bias=first)), "rank 1 has 'nothing'"),
+        (lambda: NaiveDDP(nn.Linear(4, 4).requires_grad_(first)), "frozen"),
+        (lambda: NaiveDDP(nn.BatchNorm1d(4) if first else nn.LayerNorm(4)), "'buffer running_mean (4,)"),
+        (lambda: (NaiveDDP if first else FlatDDP)(nn.Linear(4, 4)), "'FlatDDP'"),
+        (lambda: BucketedDDP(nn.Linear(4, 4), bucket_size_mb=1 + context.rank), "buckets of"),
+        (lambda: NaiveDDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
+        (lambda: FSDP(nn.Linear(4, 4 + context.rank)), "weight (4, 4)"),
+        (lambda: FSDP(nn.Linear(4, 4), torch.bfloat16 if first else None), "compute_dtype torch.bfloat16"),
+        (lambda: FSDP(nn.LayerNorm(4)), "LayerNorm has nothing to shard; allowed: a module with"),
+        (lambda: FSDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
+        (lambda: FSDP(mixed()), "torch.float16 and torch.fl"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            make()
+    layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
+    FSDP(layers)
+    with pytest.raises(ValueError, match="rank 0 has 'gather 0' where rank 1 has 'gather 1'"):
+        layers[context.rank](torch.ones(1, 4))
+    layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
+    wrapped = FSDP(layers)
+    outputs = [layer(torch.ones(1, 4)) for layer in layers]
+    with pytest.raises(ValueError, match="the ranks diverge"):
+        sum(outputs[: 2 - context.rank]).sum().backward(), wrapped.finish_gradient_synchronization()
+
+
+def refusals(context):
+    """Sparse gradients, and parameters frozen, unfrozen, cast or assigned after wrapping: no silence."""
+    for wrap in (DDP | SHARDED).values():
+        with pytest.raises(TypeError, match="sparse"):
+            one_pass(wrap(nn.Embedding(4, 2, sparse=True)), torch.tensor([1]))
+        dist.barrier()
+    layers = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    model = OverlappedDDP(layers)
+    layers[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="frozen when wrapped"):
+        one_pass(model, torch.ones(1, 2))
+    wrapped = FSDP(nn.Linear(2, 2))
+    next(wrapped.parameters()).requires_grad_(False)
+    with pytest.raises(RuntimeError, match="frozen or unfrozen"):
+        one_pass(wrapped, torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match=r"wrapped, torch\.float32 on"):
+        wrapped.to(torch.bfloat16)
+    with pytest.raises(ValueError, match="assign is True; allowed: False"):
+        wrapped.load_state_dict(wrapped.state_dict(), assign=True)
+    before = [x.clone() for x in wrapped.to(context.device).parameters()]
+    wrapped.load_state_dict({name: x + 1 for name, x in wrapped.state_dict().items()})
+    for x, old in zip(wrapped.parameters(), before, strict=True):
+        assert torch.equal(x, old + 1)
+
+
+def garbage(context):
+    """Deleting a wrapper and its module frees both, hooks and all; PyTorch's own too."""
+    for name, wrap in (DDP | SHARDED | {"torch": partial(TorchDDP, bucket_size_mb=25)}).items():
+        module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        model = wrap(module)
+        one_pass(model, torch.ones(1, 2))
+        groups = vars(model).get("_groups", ())
+        watched = [weakref.ref(each) for each in (model, module, module[0].weight, *groups)]
+        del module, model, groups
+        gc.collect()
+        assert not any(reference() for reference in watched), name
+
+
+CHECKS = [backward_finds_its_weights, gradients_of_inputs_and_a_kept_graph, in_autocast, misuse_is_refused]
+CHECKS += [modules_that_change_are_refused, optimizers, infinities, failed_batches]
+CHECKS += [small_ranges_and_lazy_views, disagreement, refusals, garbage]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_on_two_ranks(check):
+    launch(run, 2, check, backend="gloo", timeout_s=120)

@@ -1,21 +1,290 @@
-"""The sharded optimizer against the optimizer that it shards."""
+"""The sharded optimizer against the optimizer that it shards.
+
+Checks are run by `wrappers.run`; each asserts on every rank what it says in its docstring.
+"""
+
+import copy
+import itertools
+import re
+from functools import partial
+from unittest import mock
 
 import pytest
-import sharded_workers
+import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, Adafactor, Adagrad, AdamW
+from wrappers import assert_same_weights, run
 
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
-from cs336_systems.parallel import ShardedOptimizer, launch, partition_tensors, segment_bytes, shard_bytes
+from cs336_systems.parallel import BucketedDDP, ReduceScatterDDP, ShardedOptimizer, launch, shards
+from cs336_systems.parallel.ddp import ALL_GATHER
+
+SMALL_MB = 1e-3  # buckets of about two matrices
+MATRICES, WIDTH = 6, 8
+
+
+class Odd(nn.Module):
+    """Matrices, a vector for each, and layouts that a flat buffer may get wrong."""
+
+    def __init__(self, seed=0, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH + n) for n in range(MATRICES))
+        self.vectors = nn.ParameterList(torch.randn(WIDTH) for _ in range(MATRICES))
+        self.transposed = nn.Parameter(torch.randn(3, 5).T)
+        self.short = nn.Parameter(torch.randn(WIDTH, WIDTH).bfloat16())
+        self.scalar = nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(WIDTH))
+
+    def groups(self):
+        matrices = [*self.matrices, self.transposed, self.short, self.frozen, self.unused]
+        return [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": [*self.vectors, self.scalar, self.empty], "lr": 0.03},
+        ]
+
+
+def set_gradients(module, step):
+    """The same on every rank, as data parallelism leaves them."""
+    generator = torch.Generator("cpu").manual_seed(step)
+    for name, parameter in module.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator, device="cpu")
+        if name not in ("frozen", "unused", "empty"):  # Adafactor divides by the size
+            parameter.grad = torch.empty_like(parameter).copy_(values)
+
+
+def assert_same(module, expected, what=None):
+    for (name, parameter), wanted in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, wanted), (what, name)
+        assert parameter.stride() == wanted.stride(), (what, name)
+
+
+class Counts(SGD):
+    """Keeps count of its steps in the settings of a group, and lets the count decide the step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["count"])
+
+
+OPTIMIZERS = {
+    "AdamW": (AdamW, {"amsgrad": True}),
+    "AdamW, no foreach": (AdamW, {"foreach": False}),
+    "SGD": (SGD, {"lr": 0.1, "momentum": 0.9}),
+    "Adagrad": (Adagrad, {"initial_accumulator_value": 0.5}),
+    "Adafactor": (Adafactor, {}),
+    "counts in a group": (Counts, {"lr": 0.1}),
+}
+
+
+def bitwise(context):
+    """Every weight is that of the unsharded optimizer, whatever the class, the groups and the schedule."""
+    for (name, (kind, settings)), size in itertools.product(OPTIMIZERS.items(), (SMALL_MB, 100)):
+        alone, module = Odd(), Odd()
+        sharded = ShardedOptimizer(module.groups(), kind, bucket_size_mb=size, **settings)
+        assert (len(sharded._buckets) > 3) == (size == SMALL_MB)
+        optimizers = kind(alone.groups(), **settings), sharded
+        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+        for step in range(4):
+            for optimizer, scheduler, model in zip(optimizers, schedulers, (alone, module), strict=True):
+                optimizer.zero_grad()
+                set_gradients(model, step)
+                optimizer.step()
+                scheduler.step()
+            assert_same(module, alone, (name, step))
+        assert all(sharded.owner(parameter) == context.rank for parameter in sharded.state)
+        assert module.unused.grad is None
+        groups = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers]
+        assert groups[0] == groups[1]
+
+
+def more_ranks_than_parameters(context):
+    """A rank that updates nothing has the settings of the group all the same."""
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = ShardedOptimizer([weight], Counts, lr=0.1)
+    for _ in range(2):
+        weight.grad = torch.ones(4)
+        optimizer.step()
+    assert optimizer.param_groups[0]["count"] == 2
+
+
+def balance(context):
+    """A shard has at most a vector more than another, and little more is sent than there is."""
+    parameters = [nn.Parameter(torch.empty(64, 64)) for _ in range(4 * context.world_size)]
+    parameters += [nn.Parameter(torch.empty(64)) for _ in range(5)]
+    vector, total = parameters[-1].nbytes, sum(parameter.nbytes for parameter in parameters)
+    for bucket_size_mb in (0.05, 100):
+        optimizer = ShardedOptimizer(parameters, SGD, bucket_size_mb=bucket_size_mb)
+        held = [0] * context.world_size
+        for parameter in parameters:
+            held[optimizer.owner(parameter)] += parameter.nbytes
+        assert max(held) - min(held) <= vector
+        assert 0 <= sum(bucket_bytes(optimizer)) - total <= context.world_size * vector
+        assert len({p.untyped_storage().data_ptr() for p in parameters}) == len(optimizer._buckets)
+
+
+def bucket_bytes(optimizer):
+    return [memory.whole.nbytes for memory, _ in optimizer._buckets]
+
+
+def overlap(context):
+    """A bucket leaves before the next one is updated; no bucket is larger than asked."""
+    module, events = Odd(), []
+
+    class Logged(SGD):
+        def step(self, closure=None):
+            events.append("update")
+            return super().step(closure)
+
+    limit_mb, send = 5e-4 * context.world_size, getattr(dist, ALL_GATHER)
+    optimizer = ShardedOptimizer(module.matrices, Logged, lr=0.1, bucket_size_mb=limit_mb)
+    set_gradients(module, 0)
+
+    def all_gather(*args, **kwargs):
+        events.append("send")
+        return send(*args, **kwargs)
+
+    with mock.patch.object(dist, ALL_GATHER, all_gather):
+        optimizer.step()
+    assert events.count("send") == len(optimizer._buckets) >= 2
+    updates = [number for number, event in enumerate(events) if event == "update"]
+    assert len(updates) > 1
+    assert all(events[number + 1] == "send" for number in updates)
+    assert max(bucket_bytes(optimizer)) <= limit_mb * 2**20
+
+
+def with_data_parallelism(context):
+    """Trained with every way to average gradients, weights are those of one process on the whole batch."""
+
+    def model():
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 2)]
+        module = nn.Sequential(*layers, nn.Linear(2, 2))  # the last one is not used
+        module[0].bias.requires_grad_(False)
+        module[4].weight = nn.Parameter(torch.randn(2, 16))
+        return module
+
+    def loss(module, rank, step):
+        generator = torch.Generator("cpu").manual_seed(10 * step + rank)
+        inputs = torch.randn(3, 4, generator=generator, device="cpu").to(context.device)
+        return module[:5](inputs).square().mean()
+
+    wraps = {
+        "bucketed": lambda module, _: BucketedDDP(module, bucket_size_mb=SMALL_MB),
+        "reduce-scatter": partial(ReduceScatterDDP, bucket_size_mb=SMALL_MB),
+        "reduce-scatter, one bucket": ReduceScatterDDP,
+    }
+    for name, wrap in wraps.items():
+        alone, module = model(), model()
+        optimizer = ShardedOptimizer(module.parameters(), AdamW, lr=0.01, bucket_size_mb=SMALL_MB)
+        wrapped, reference = wrap(module, optimizer), AdamW(alone.parameters(), lr=0.01)
+        for step in range(4):
+            for each in (optimizer, reference):
+                each.zero_grad(set_to_none=step % 2 == 0)
+            for rank, part in itertools.product(range(context.world_size), (0, 100)):
+                (loss(alone, rank, step + part) / context.world_size).backward()
+            with wrapped.no_sync():
+                loss(module, context.rank, step).backward()
+            loss(module, context.rank, step + 100).backward()
+            wrapped.finish_gradient_synchronization()
+            if name != "bucketed":
+                for parameter, of_all in zip(module.parameters(), alone.parameters(), strict=True):
+                    has = of_all.grad is not None and optimizer.owner(parameter) == context.rank
+                    assert (parameter.grad is not None) == has
+            optimizer.step()
+            reference.step()
+            assert_same_weights(wrapped, alone, f"{name}, step {step}", rtol=1.3e-6, atol=1e-5)
+        if name != "bucketed":
+            loss(module, context.rank, 0).backward()
+            with pytest.raises(RuntimeError, match=r"second backward pass .* no_sync"):
+                loss(module, context.rank, 0).backward()
+
+
+def refusals(context):
+    """Bad arguments, and ranks that disagree, are one sentence on every rank; the group still works."""
+    first = context.rank == 0
+    weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+    view = nn.Parameter(weights[0].data)
+    elsewhere = nn.Parameter(torch.empty(2, device="meta"))
+
+    def make(params, optimizer_cls=SGD, **settings):
+        return lambda: ShardedOptimizer(params, optimizer_cls, **{"lr": 0.1} | settings)
+
+    for construct, words in (
+        (make(weights, nn.Linear), "allowed: a subclass of torch.optim.Optimizer"),
+        (make(weights, torch.optim.LBFGS), "LBFGS, whose step needs a closure"),
+        (make([*weights, elsewhere]), "allowed: parameters with values"),
+        (make([weights[0], view]), "two parameters share their memory"),
+        (make(weights, bucket_size_mb=0), "bucket_size_mb is 0; allowed"),
+        (make(weights if first else []), "rank 1 has 'ValueError: optimizer got an empty"),
+        (make(weights[: 2 + context.rank]), "rank 0 has 'nothing' where rank 1 has '(4, 4)"),
+        (make(weights, SGD if first else AdamW), "AdamW"),
+        (make([{"params": weights, "lr": context.rank}]), "group {'lr': 0"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+            construct()
+    dist.barrier()
+    optimizer = ShardedOptimizer(weights, AdamW)
+    with pytest.raises(ValueError, match="rank 1"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2 + context.rank))]})
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": weights[:1]})
+    assert len(optimizer.param_groups) == 1
+    late = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="rank 1"):
+        optimizer.add_param_group({"params": [late, nn.Parameter(torch.ones(2 + context.rank))]})
+    optimizer.add_param_group({"params": [late]})
+    frozen = nn.Parameter(torch.ones(2), requires_grad=False)
+    optimizer.add_param_group({"params": [frozen]})
+    frozen.requires_grad_().grad = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="frozen when given"):
+        optimizer.step()
+    frozen.grad = None
+    other = (context.rank + 1) % context.world_size
+    with pytest.raises(ValueError, match=rf"of shard \[{other}, .*allowed: \[{context.rank}, "):
+        optimizer.load_state_dict(optimizer.state_dict() | {"shard": [other, context.world_size]})
+    with pytest.raises(ValueError, match="of shard None"):
+        optimizer.load_state_dict(AdamW(weights[:2]).state_dict())
+    weights[0].data = weights[0].data.clone()
+    with pytest.raises(RuntimeError, match="no longer where the optimizer has put it"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="has no owner"):
+        ReduceScatterDDP(nn.Linear(2, 2), optimizer)
+
+
+def shard_of_its_own(context):
+    """A rank's own state_dict brings back its shard, and what is trained on is the same."""
+    module, again = Odd(), Odd()
+    optimizer, other = (ShardedOptimizer(model.groups(), AdamW) for model in (module, again))
+    set_gradients(module, 0)
+    optimizer.step()
+    again.load_state_dict(module.state_dict())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert len(other.param_groups) == 3
+    for model, each in ((module, optimizer), (again, other)):
+        set_gradients(model, 1)
+        each.step()
+    assert_same(again, module)
+
+
+CHECKS = [bitwise, more_ranks_than_parameters, balance, overlap, with_data_parallelism, refusals]
+CHECKS += [shard_of_its_own]
 
 
 @pytest.mark.parametrize(
-    ("backend", "world_size"), [("gloo", 2), ("gloo", 3), pytest.param("nccl", 2, marks=pytest.mark.gpu(2))]
+    ("backend", "ranks"), [("gloo", 2), ("gloo", 3), pytest.param("nccl", 2, marks=pytest.mark.gpu(2))]
 )
-def test_it_keeps_its_promises(backend, world_size):
-    launch(sharded_workers.run_all, world_size, backend=backend, timeout_s=200)
+def test_it_keeps_its_promises(backend, ranks):
+    launch(run, ranks, *CHECKS, backend=backend, timeout_s=200)
 
 
 def test_a_world_of_one_is_told_what_to_use(tmp_path):
@@ -36,9 +305,9 @@ def test_without_a_process_group_is_an_error_that_says_what_to_do():
 def test_the_sizes_of_the_handout_are_partitioned_almost_evenly(world_size, padding):
     for name, edition in (("medium", 2025), ("xl", 2025), ("xl", 2026)):
         tensors = list(build_model(model_size(name, edition), 16, device="meta").parameters())
-        buckets = partition_tensors(tensors, world_size, 512)
+        buckets = shards.partition_tensors(tensors, world_size, 512)
         assert sum(len(segment) for segments in buckets for segment in segments) == len(tensors)
-        total = sum(shard_bytes(buckets))
+        total = sum(shards.shard_bytes(buckets))
         assert total == sum(tensor.nbytes for tensor in tensors)
-        padded = world_size * sum(segment_bytes(segments) for segments in buckets)
+        padded = world_size * sum(shards.segment_bytes(segments) for segments in buckets)
         assert total <= padded <= (1 + padding) * total

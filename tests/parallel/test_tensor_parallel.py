@@ -1,9 +1,36 @@
-"""What the tensor-parallel layer promises beyond what its checker asks."""
+"""What the tensor-parallel layer promises beyond what its checker asks; each check runs on every rank."""
 
-import tensor_parallel_workers
+import torch
+from wrappers import run
 
-from cs336_systems.parallel import launch
+from cs336_systems.model import SwiGLU
+from cs336_systems.parallel import TensorParallelSwiGLU, launch
+
+
+def frozen_weights_stay_frozen(context):
+    """A slice is trainable if the weight is."""
+    full = SwiGLU(4, 8)
+    full.w1.requires_grad_(False)
+    layer = TensorParallelSwiGLU(full)
+    assert [weight.requires_grad for weight in (layer.w1, layer.w2, layer.w3)] == [False, True, True]
+
+
+def gradients_of_a_gradient(context):
+    """With a penalty on the gradient of the input, everything is as in the whole layer."""
+    torch.manual_seed(0)
+    full, found = SwiGLU(4, 8), []
+    for layer in (full, TensorParallelSwiGLU(full)):
+        x = torch.ones(2, 4, requires_grad=True)
+        loss = layer(x).square().sum()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        found.append(torch.autograd.grad(loss + gradient.pow(3).sum(), [x, *layer.parameters()]))
+    cuts = {"w1": 0, "w2": 1, "w3": 0}
+    whole = dict(zip(("x", *dict(full.named_parameters())), found[0], strict=True))
+    for name, mine in zip(("x", "w1", "w2", "w3"), found[1], strict=True):
+        wanted = whole[name] if name == "x" else whole[f"{name}.weight"]
+        wanted = wanted if name == "x" else wanted.chunk(context.world_size, cuts[name])[context.rank]
+        torch.testing.assert_close(mine, wanted)
 
 
 def test_it_keeps_its_promises():
-    launch(tensor_parallel_workers.run_all, 2, backend="gloo", timeout_s=60)
+    launch(run, 2, frozen_weights_stay_frozen, gradients_of_a_gradient, backend="gloo", timeout_s=60)

@@ -1,6 +1,5 @@
 """Several processes at once: starting them, and what trains a module in them."""
 
-from cs336_systems.parallel.adapters import TorchDDP
 from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, NaiveDDP
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.launch import (
@@ -11,9 +10,9 @@ from cs336_systems.parallel.launch import (
     launch,
     stream,
 )
-from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes, fill_buckets
+from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes
 from cs336_systems.parallel.reduce_scatter_ddp import ReduceScatterDDP, ReduceScatterMean
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.parallel.shards import partition_tensors, segment_bytes, shard_bytes
-from cs336_systems.parallel.strategies import SHARDINGS
+from cs336_systems.parallel.shards import fill_buckets, partition_tensors, segment_bytes, shard_bytes
+from cs336_systems.parallel.strategies import SHARDINGS, TorchDDP
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU

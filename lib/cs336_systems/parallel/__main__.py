@@ -20,9 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="torchrun ... -m cs336_systems.parallel", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("worker", help="package.module:function", type=pkgutil.resolve_name)
-    parser.add_argument(
-        "--arguments", default={}, help="its keyword arguments, a JSON object", type=json.loads
-    )
+    parser.add_argument("--arguments", default={}, type=json.loads, help="keywords, a JSON object")
     parser.add_argument("--backend", choices=BACKENDS, default="auto")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="of a collective")
     try:
@@ -34,7 +32,7 @@ def main() -> None:
     if "RANK" not in os.environ:
         parser.error("there is no RANK in the environment: start it with torchrun")
     sent = []
-    context = join(options.backend, send=sent.append, timeout_s=options.timeout_s)
+    context = join(options.backend, sent.append, options.timeout_s)
     result = options.worker(context, **options.arguments)
     dist.destroy_process_group()
     if context.rank == 0:

@@ -11,7 +11,8 @@ taken on the whole batch (for a loss that averages over equal shares):
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -20,12 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from cs336_systems.parallel.elementwise import is_shard
-
 # PyTorch 2.13 renamed both and warns about the old names. Named, not bound, so that calls can be watched.
 _NEW = hasattr(dist, "all_gather_single")
 ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
+SPARSE = "a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)"
 
 
 class AllReduceMean:
@@ -65,12 +65,14 @@ class DataParallel(nn.Module):
             wrapped already, or the ranks disagree about the parameters. Raised on every rank.
     """
 
+    _keeps_shards = False  # of gradients, of which the other ranks have others
+
     def __init__(self, module: nn.Module):
         super().__init__()
         check_process_group(self)
         self.module, self._parameters_then = module, list(module.parameters())  # which has a tied weight once
         nested = any(isinstance(part, DataParallel) for part in module.modules())
-        if nested or any(map(is_shard, self._parameters_then)):
+        if nested or any(hasattr(parameter, "_is_shard") for parameter in self._parameters_then):
             raise ValueError(f"{type(module).__name__} is wrapped already, or a part; allowed: one wrapper")
         self._trainable = [parameter for parameter in self._parameters_then if parameter.requires_grad]
         self._frozen = [parameter for parameter in self._parameters_then if not parameter.requires_grad]
@@ -152,46 +154,37 @@ class DataParallel(nn.Module):
             self._unused.add(index)
             gradient = parameter.grad = torch.zeros_like(parameter)
         if gradient.is_sparse:
-            raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
+            raise TypeError(SPARSE)
         if not gradient.is_contiguous() or gradient.is_conj() or gradient.is_neg():  # the latter two are lazy
             gradient = parameter.grad = gradient.resolve_conj().resolve_neg().contiguous()
         return gradient.detach() if gradient.requires_grad else gradient
 
     def _settle(self) -> None:
-        """What no rank knows alone: which gradients no rank has, and of which a shard is not finite."""
-        used = torch.ones(len(self._trainable), dtype=torch.uint8, device=self._trainable[0].device)
+        """What no rank knows alone: which gradients no rank has, and whether a shard of one is not finite."""
+        number, device = len(self._trainable), self._trainable[0].device
+        flags = torch.ones(number + self._keeps_shards, dtype=torch.uint8, device=device)
         if self._unused:
-            used[list(self._unused)] = 0
-        flags = self._not_finite()
-        anywhere = used if flags is None else torch.cat([used, flags.to(used)])
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX)
-        if self._unused:  # only then is the result read, which makes the CPU wait for a GPU
-            was_used = anywhere.tolist()
+            flags[list(self._unused)] = 0
+        if self._keeps_shards:
+            largest = torch._foreach_norm(here, torch.inf) if (here := self._gradients_here()) else ()
+            flags[-1] = ~torch.stack([flags[0].float(), *(norm.float() for norm in largest)]).isfinite().all()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        if self._unused:  # only then are they read, which makes the CPU wait for a GPU
+            was_used = flags.tolist()
             for index in self._unused:
                 if not was_used[index]:
                     self._trainable[index].grad = None
             self._unused.clear()
-        if flags is not None:
-            self._spread(torch.where(anywhere[len(used) :].bool(), torch.nan, 0.0))
+        if self._keeps_shards and (here := self._gradients_here()):  # a GradScaler is to skip the step on all
+            here[0][(0,) * here[0].dim()].add_(torch.where(flags[-1].bool(), torch.nan, 0.0))
 
-    def _not_finite(self) -> Tensor | None:
-        """Which gradients have an infinity or a NaN here; None where the other ranks have the same."""
-        return None
-
-    def _spread(self, nan: Tensor) -> None:
-        """Let this rank's gradients show which are not finite on some rank: NaN for those, 0 for the rest."""
+    def _gradients_here(self) -> list[Tensor]:
+        return [p.grad for p in self._trainable if p.grad is not None and p.grad.numel()]
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
-
-        def line(name: str, tensor: Tensor) -> str:
-            return f"{name} {'lazy' if is_lazy(tensor) else tuple(tensor.shape)} {tensor.dtype}"
-
-        parameters = [
-            line(name, parameter) + " frozen" * (not parameter.requires_grad)
-            for name, parameter in self.module.named_parameters()
-        ]
-        buffers = [line(f"buffer {name}", buffer) for name, buffer in self.module.named_buffers()]
+        parameters = (f"{name} {describe(tensor)}" for name, tensor in self.module.named_parameters())
+        buffers = (f"buffer {name} {describe(tensor, '')}" for name, tensor in self.module.named_buffers())
         return [type(self).__name__, *parameters, *buffers]
 
 
@@ -221,18 +214,25 @@ def average_flat(gradients: list[Tensor], backend: str) -> None:
             gradient.copy_(mean.view_as(gradient))
 
 
+def describe(tensor: Tensor, without_gradient: str = " frozen") -> str:
+    kind = f"{'lazy' if is_lazy(tensor) else tuple(tensor.shape)} {tensor.dtype}"
+    return kind if tensor.requires_grad else kind + without_gradient
+
+
+def weakly(method: Callable, *arguments: int) -> Callable[[Tensor], None]:
+    """A hook for tensors: a method whose object it does not keep, as Python cannot collect such cycles."""
+    this, function = weakref.ref(method.__self__), method.__func__
+
+    def hook(_: Tensor) -> None:
+        if (wrapper := this()) is not None:
+            function(wrapper, *arguments)
+
+    return hook
+
+
 def has_no_memory(tensor: Tensor) -> bool:
     """On the meta device, or of a lazy module that has not seen an input."""
     return is_lazy(tensor) or tensor.is_meta
-
-
-def not_finite(parameters: Sequence[Tensor]) -> Tensor:
-    """Of each parameter, whether its gradient has an infinity or a NaN, without asking the GPU."""
-    gradients = [p.grad for p in parameters]
-    there = [gradient for gradient in gradients if gradient is not None and gradient.numel()]
-    largest = dict(zip(map(id, there), torch._foreach_norm(there, torch.inf) if there else (), strict=True))
-    zero = torch.zeros((), device=parameters[0].device)
-    return ~torch.stack([largest.get(id(gradient), zero).float() for gradient in gradients]).isfinite()
 
 
 def check_process_group(what: Any) -> None:
@@ -243,11 +243,7 @@ def check_process_group(what: Any) -> None:
 
 
 def check_ranks_agree(description: list[str]) -> None:
-    """Compare with rank 0's lines, so that a mismatch is an error now and not a hang later.
-
-    Raises:
-        ValueError: on every rank, the first difference.
-    """
+    """Compare with rank 0's lines: a mismatch is a ValueError on every rank now, and not a hang later."""
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, description)
     for rank, lines in enumerate(everyone):

@@ -3,14 +3,14 @@
 The order of forward is noted in the first pass. From then on, a parameter group is gathered while the one or
 two before it compute; in backward likewise, in the reverse order. A group is freed when it is done, in both.
 In backward a hook on the results of a module starts its gather early. If a result takes another way: autograd
-keeps a note of a gathered weight, and reading the note gathers the weight again (`_pack`, `_unpack`).
+keeps a note of a gathered weight, and reading the note gathers the weight again (`_kept_weight`).
 """
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from operator import call
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,24 +20,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.functional import at_least_float32
-from cs336_systems.parallel.ddp import DataParallel, average_flat, check_ranks_agree, not_finite
-from cs336_systems.parallel.elementwise import refuse_other_optimizers
-from cs336_systems.parallel.parameter_group import CommunicationStream, ParameterGroup, Reduction
+from cs336_systems.parallel.ddp import DataParallel, average_flat, check_ranks_agree, weakly
+from cs336_systems.parallel.parameter_group import CommunicationStream, Home, ParameterGroup, Reduction
+from cs336_systems.parallel.sharded_optimizer import refuse_other_optimizers
 
 Types = Sequence[type[nn.Module] | str]
-# Where a parameter is: the module whose forward needs it, the module that holds it, and its name there.
-_Home = tuple[nn.Module, nn.Module, str]
-
-
-class _Saved(NamedTuple):
-    """What autograd keeps of a tensor that is saved for backward in the forward of a group."""
-
-    tensor: Any
-    version: int = 0  # of the tensor; of the shards, if it is a weight
-    group: ParameterGroup | None = None  # whose weight it is
-    position: int = 0  # in the order of forward
-    dtype: torch.dtype | None = None  # of a copy that autocast made of the weight
-    unpack: Callable[[Any], Tensor] | None = None  # of hooks around ours, as of activation checkpointing
 
 
 class _Hook(partial):
@@ -49,9 +36,9 @@ class FSDP(DataParallel):
 
     Wrapping gives every rank rank 0's values, and then leaves it its rows of every parameter of the modules
     of `shard_types`; the rest (norms) stays whole. `parameters()` are then these shards, for an optimizer,
-    made before or after, that updates each element by itself (see `elementwise`). Whole weights exist while
-    their group computes: all that is in a module of `unit_types`, or else in one module of `shard_types`, and
-    in modules that share a weight with it. Under autocast a copy of a frozen weight is kept for backward.
+    made before or after, that updates each element by itself. Whole weights exist while their group computes:
+    all that is in a module of `unit_types`, or else in one module of `shard_types`, and in modules that share
+    a weight with it. Under autocast a copy of a frozen weight is kept for backward.
 
     All ranks have to run the same modules in the same order; in the first step that is checked. Each backward
     pass before `finish_gradient_synchronization()` reduces, and the shards add up in their dtype. Under
@@ -75,6 +62,8 @@ class FSDP(DataParallel):
             or dtypes to shard, a hook on a parameter to shard, or the ranks disagree. On every rank.
     """
 
+    _keeps_shards = True
+
     def __init__(
         self,
         module: nn.Module,
@@ -94,11 +83,8 @@ class FSDP(DataParallel):
         device = self._trainable[0].device
         streams = CommunicationStream(device, self._backend), CommunicationStream(device, self._backend)
         names = {other: name or type(module).__name__ for name, other in module.named_modules()}
-        groups = group_by_module(self._sharded)
-        self._groups = [
-            ParameterGroup(" and ".join(names[user] for user in users), homes, compute_dtype, streams)
-            for users, homes in groups
-        ]
+        groups = group_by_user(home for home in self._homes if home.parameter in self._sharded)
+        self._groups = [ParameterGroup(homes, names, compute_dtype, streams) for homes in groups]
         self._indices = {parameter: index for index, parameter in enumerate(self._trainable)}
         self._replicated = [n for n, weight in enumerate(self._trainable) if weight not in self._sharded]
         # In backward, gradients take the memory of the second block ahead, and it computes for longer.
@@ -109,34 +95,30 @@ class FSDP(DataParallel):
         self._positions: dict[nn.Module, int] = {}  # in that order
         self._caches_casts: list[bool] = []  # what to restore, of the modules whose forward is under way
         self._has_agreed = self._is_in_forward = False
-        for group, (modules, _) in zip(self._groups, groups, strict=True):
-            self._add_hooks(group, modules)
-        before, after = map(torch.compiler.disable, (self._before_all, self._after_all))
-        module.register_forward_pre_hook(_Hook(before), prepend=True)
-        module.register_forward_hook(_Hook(after), always_call=True)
+        self._add_hooks()
         refuse_other_optimizers(self._sharded)
 
     __reduce_ex__ = ParameterGroup.__reduce_ex__  # refuses
 
     def _description(self) -> list[str]:
-        settings = f"compute_dtype {self._compute_dtype}, prefetch {self._ahead}, "
-        return [*super()._description(), settings + f"{self._shard_types} in {self._unit_types}"]
+        how = f"compute_dtype {self._compute_dtype}, prefetch {self._ahead}"
+        return [*super()._description(), f"{how}, {self._shard_types} in {self._unit_types}"]
 
     def _check_module(self) -> None:
         super()._check_module()
         if (world_size := dist.get_world_size()) < 2:
             raise ValueError(f"the number of ranks is {world_size}; allowed: 2 or more, to share the weights")
-        name, self._sharded = type(self.module).__name__, self._homes_to_shard()
+        self._homes, name = list(dict.fromkeys(self._find_homes(self.module))), type(self.module).__name__
+        found = (home.parameter for home in self._homes if type(home.holder).__name__ in self._shard_types)
+        self._sharded, types = dict.fromkeys(found), " or ".join(self._shard_types)
         if not self._sharded:
-            types = " or ".join(self._shard_types)
             raise ValueError(f"{name} has nothing to shard; allowed: a module with a parameter in a {types}")
-        devices = sorted({str(parameter.device) for parameter in self.module.parameters()})
-        if len(devices) > 1:
-            raise ValueError(f"the parameters of {name} are on {' and '.join(devices)}; allowed: one device")
-        dtypes = {parameter.dtype for parameter in self._sharded}
-        if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
-            given = " and ".join(sorted(map(str, dtypes)))
-            raise ValueError(f"the weights of {name} are {given}; allowed: one floating-point dtype")
+        devices = " and ".join(sorted({str(parameter.device) for parameter in self.module.parameters()}))
+        if "and" in devices:
+            raise ValueError(f"the parameters of {name} are on {devices}; allowed: one device")
+        dtypes = " and ".join(sorted({str(parameter.dtype) for parameter in self._sharded}))
+        if "and" in dtypes or "float" not in dtypes:
+            raise ValueError(f"the weights of {name} are {dtypes}; allowed: one floating-point dtype")
         self._check_hooks()
 
     def _check_hooks(self) -> None:
@@ -146,40 +128,32 @@ class FSDP(DataParallel):
                 "allowed: parameters without hooks"
             )
 
-    def _homes_to_shard(self) -> dict[nn.Parameter, list[_Home]]:
-        """Every parameter to shard, with all its homes."""
-        found: dict[nn.Parameter, dict[_Home, None]] = {}  # the homes as an ordered set
-        sharded = set()
+    def _find_homes(self, module: nn.Module, unit: nn.Module | None = None) -> Iterator[Home]:
+        """Of every parameter that has rows."""
+        # torch.compile(block) holds the block, and is what is called.
+        inner = getattr(module, "_orig_mod", module)
+        if unit is None or getattr(unit, "_orig_mod", None) is not module:
+            kinds = {kind.__name__ for kind in type(inner).__mro__}
+            unit = unit if kinds.isdisjoint(self._unit_types) else module
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() > 0:
+                yield Home(parameter, module if unit is None else unit, module, name)
+        for child in module.children():
+            yield from self._find_homes(child, unit)
 
-        def walk(module: nn.Module, unit: nn.Module | None) -> None:
-            # torch.compile(block) holds the block, and is what is called.
-            inner = getattr(module, "_orig_mod", module)
-            if unit is None or getattr(unit, "_orig_mod", None) is not module:
-                kinds = {kind.__name__ for kind in type(inner).__mro__}
-                unit = unit if kinds.isdisjoint(self._unit_types) else module
-            needs = module if unit is None else unit
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.dim() > 0:
-                    found.setdefault(parameter, {})[needs, module, name] = None
-                    if type(module).__name__ in self._shard_types:
-                        sharded.add(parameter)
-            for child in module.children():
-                walk(child, unit)
-
-        walk(self.module, None)
-        return {parameter: list(homes) for parameter, homes in found.items() if parameter in sharded}
-
-    def _add_hooks(self, group: ParameterGroup, modules: list[nn.Module]) -> None:
+    def _add_hooks(self) -> None:
         # torch.compile leaves these calls as they are.
-        before, after = map(torch.compiler.disable, (self._before_forward, self._after_forward))
-        for module in modules:
-            module.register_forward_pre_hook(_Hook(before, group), prepend=True, with_kwargs=True)
-            module.register_forward_hook(_Hook(after, group), always_call=True)
-        this = weakref.ref(self)  # Python cannot collect a cycle through a tensor's hooks
-        position = self._groups.index(group)
-        for number in group.trainable:
-            weight = group.weights[number].whole
-            weight.register_post_accumulate_grad_hook(partial(_after_accumulation, this, position, number))
+        hooks = self._before_forward, self._after_forward, self._before_all, self._after_all
+        before, after, before_all, after_all = map(torch.compiler.disable, hooks)
+        for position, group in enumerate(self._groups):
+            for user in group.users:
+                user.register_forward_pre_hook(_Hook(before, group), prepend=True, with_kwargs=True)
+                user.register_forward_hook(_Hook(after, group), always_call=True)
+            for number in group.trainable:
+                hook = weakly(self._gradient_is_ready, position, number)
+                group.weights[number].whole.register_post_accumulate_grad_hook(hook)
+        self.module.register_forward_pre_hook(_Hook(before_all), prepend=True)
+        self.module.register_forward_hook(_Hook(after_all), always_call=True)
 
     def _before_all(self, module: nn.Module, args: tuple) -> None:
         if torch._C._current_autograd_node() is None:  # else backward computes it once more
@@ -196,13 +170,11 @@ class FSDP(DataParallel):
                 group.reshard()
 
     # These run for every group in every pass, and a training step in 16 bits may wait for Python.
-    def _before_forward(
-        self, group: ParameterGroup, module: nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict] | None:
-        group.users += 1
+    def _before_forward(self, group: ParameterGroup, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+        group.calls += 1
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         casts = torch.is_autocast_enabled(self._trainable[0].device.type)
-        torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, outer, casts), self._unpack)
+        torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, outer, casts), call)
         self._caches_casts.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)  # the cache would keep a copy of every whole weight
         following: Sequence[ParameterGroup] = ()
@@ -216,18 +188,17 @@ class FSDP(DataParallel):
         if (dtype := self._compute_dtype) is not None:
             cast = lambda x: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
             args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
-        if len(group.trainable) < len(group.weights) and torch.is_grad_enabled():
+        has_frozen = len(group.trainable) < len(group.weights)
+        if has_frozen and torch.is_grad_enabled() and (inputs := _with_gradient((args, kwargs))):
             # No gradient tells when a frozen weight is done: those of the arguments do.
-            inputs = _with_gradient((args, kwargs))
-            if inputs:
-                register_multi_grad_hook(inputs, lambda _: self._backward_is_done_with(group))
+            register_multi_grad_hook(inputs, lambda _: self._backward_is_done_with(group))
         return args, kwargs
 
     def _after_forward(self, group: ParameterGroup, module: nn.Module, args: tuple, output: Any) -> None:
-        group.users -= 1
+        group.calls -= 1
         torch._C._autograd._pop_saved_tensors_default_hooks()
         torch.set_autocast_cache_enabled(self._caches_casts.pop())
-        if group.users:
+        if group.calls:
             return
         if not group.is_in_backward:
             group.hide() if self._is_in_forward else group.reshard()
@@ -243,56 +214,34 @@ class FSDP(DataParallel):
         if not (is_last and outputs):
             self._free(group)
 
-    def _pack(self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor) -> _Saved:
+    def _pack(self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor) -> Callable:
+        """What backward calls to have a tensor again; `outer`: hooks around ours, as of checkpointing."""
+        leaf, remake = _leaf_of_cast(tensor) if casts else (tensor, None)
         try:
-            pointer = tensor.untyped_storage().data_ptr()
+            pointer = leaf.untyped_storage().data_ptr()
         except (RuntimeError, NotImplementedError):  # a sparse or nested tensor has none
             pointer = 0
         for group in self._gathered:
             if group.pointer == pointer:
-                return _Saved(tensor.detach(), group.versions, group, group.position)
-        if casts and (cast := self._cast_of_weight(tensor)):
-            return cast
+                kept = leaf.detach(), group, group.versions, group.position, remake
+                return partial(self._kept_weight, *kept)
         if outer is not None:
-            return _Saved(outer[0](tensor), unpack=outer[1])
-        return _Saved(tensor.detach(), tensor._version)
+            return partial(outer[1], outer[0](tensor))
+        return partial(_kept_tensor, tensor.detach(), tensor._version)
 
-    def _cast_of_weight(self, tensor: Tensor) -> _Saved | None:
-        """The note for a copy in 16 bits that autocast has made of a whole weight, or for a view of it."""
-        node = tensor.grad_fn
-        while node is not None and not hasattr(node, "variable"):
-            node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-        leaf = getattr(node, "variable", None)
-        if leaf is None or leaf.numel() * tensor.element_size() != tensor.untyped_storage().nbytes():
-            return None
-        for group in self._gathered:
-            if group.pointer == leaf.untyped_storage().data_ptr():
-                strided = (leaf.detach(), tensor.size(), tensor.stride(), tensor.storage_offset())
-                return _Saved(strided, group.versions, group, group.position, tensor.dtype)
-        return None
-
-    def _unpack(self, saved: _Saved) -> Tensor:
-        if saved.unpack is not None:
-            return saved.unpack(saved.tensor)
-        whole = saved.tensor if saved.dtype is None else saved.tensor[0]
-        now = whole._version if saved.group is None else saved.group.versions_now()
-        if now != saved.version:
-            what = f"a tensor {tuple(whole.shape)}" if saved.group is None else saved.group.name
-            raise RuntimeError(
-                f"{what}, needed for gradient computation, has been modified by an inplace operation; "
-                "allowed: an optimizer's step, or loading, after backward"
-            )
-        if saved.group is None:
-            return whole
+    def _kept_weight(
+        self, whole: Tensor, group: ParameterGroup, versions: int, position: int, remake: Callable | None
+    ) -> Tensor:
+        _check_unchanged(group.name, versions, group.versions_now())
         if torch._C._current_graph_task_id() == -1:  # somebody looks at the graph
             return whole
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"a backward pass through {saved.group.name} of an FSDP is to be differentiated; allowed: "
+                f"a backward pass through {group.name} of an FSDP is to be differentiated; allowed: "
                 "create_graph=False, as its weights will be gone (the other wrappers can)"
             )
-        self._before_backward(saved.group, saved.position)
-        return whole if saved.dtype is None else whole.to(saved.dtype).as_strided(*saved.tensor[1:])
+        self._before_backward(group, position)
+        return remake(whole) if remake else whole
 
     def _before_backward(self, group: ParameterGroup, position: int) -> None:
         if group.is_in_backward and group.is_gathered:
@@ -312,7 +261,8 @@ class FSDP(DataParallel):
                 self._gathered[other] = None
         group.wait_for_gather()
 
-    def _gradient_is_ready(self, group: ParameterGroup, number: int) -> None:
+    def _gradient_is_ready(self, position: int, number: int) -> None:
+        group = self._groups[position]
         self._announce_end()
         group.ready.add(number)
         if len(group.ready) < len(group.trainable):
@@ -324,7 +274,7 @@ class FSDP(DataParallel):
             self._start_reduction(group)
 
     def _backward_is_done_with(self, group: ParameterGroup) -> None:
-        if group.is_gathered and not group.users:
+        if group.is_gathered and not group.calls:
             self._free(group)
 
     def _start_reduction(self, group: ParameterGroup) -> None:
@@ -336,7 +286,7 @@ class FSDP(DataParallel):
             elif weight.parameter.grad is None:
                 self._unused.add(self._indices[weight.parameter])
         self._wait_for_reductions(max(self._ahead_in_backward, 1) - 1)  # or whole gradients would pile up
-        self._reductions.append(group.start_reduction())
+        self._reductions.append(Reduction(group))
 
     def _wait_for_reductions(self, leave: int = 0) -> None:
         while len(self._reductions) > leave:
@@ -359,8 +309,8 @@ class FSDP(DataParallel):
     def _average_gradients(self) -> None:
         self._agree("finish")
         for group in self._groups:
-            if group.has_gradients:  # of passes under no_sync(), or of some of its weights
-                self._start_reduction(group)
+            if any(weight.whole.grad is not None for weight in group.weights):
+                self._start_reduction(group)  # of passes under no_sync(), or of some of its weights
         self._agree("average what is not sharded")
         average_flat([self._gradient(index) for index in self._replicated], self._backend)
         self._wait_for_reductions()
@@ -370,19 +320,6 @@ class FSDP(DataParallel):
         weights = [weight for group in self._groups for weight in group.weights]
         if any(shard.requires_grad != whole.requires_grad for shard, whole in weights):
             raise RuntimeError("a weight was frozen or unfrozen since it was wrapped; do so, then wrap")
-
-    def _not_finite(self) -> Tensor | None:
-        return not_finite(self._trainable)
-
-    def _spread(self, nan: Tensor) -> None:
-        """Without asking the GPU, add NaN to an element of each gradient that is not finite somewhere."""
-        gradients = [weight.grad for weight in self._trainable]
-        here = [n for n, gradient in enumerate(gradients) if gradient is not None and gradient.numel()]
-        elsewhere = list({*range(len(gradients))} - {*here})
-        if elsewhere and here:  # this rank has no row of them
-            nan[here[0]] += nan[elsewhere].sum()
-        if here:
-            torch._foreach_add_([gradients[n].view(-1)[:1] for n in here], [nan[n : n + 1] for n in here])
 
     def _agree(self, what: str, group: ParameterGroup | None = None) -> None:
         """In the first step, compare with the other ranks before a message that they may not expect."""
@@ -400,9 +337,7 @@ class FSDP(DataParallel):
             )
         return super()._apply(change, recurse)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False) -> Any:
         """As of every module, of this rank's shards; a tensor that is assigned would be no shard."""
         if assign:
             raise ValueError("assign is True; allowed: False, which copies into the shards")
@@ -424,11 +359,7 @@ class FSDP(DataParallel):
         A tied weight has all its names. The tensors are copies in the dtype of the shards; parameters that
         are not sharded are returned as they are.
         """
-        whole = {
-            weight.parameter: tensor
-            for group in self._groups
-            for weight, tensor in zip(group.weights, group.gather_full(), strict=True)
-        }
+        whole = dict(pair for group in self._groups for pair in group.gather_full())
         return {
             name.replace("_orig_mod.", ""): whole.get(parameter, parameter.detach())
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
@@ -440,45 +371,52 @@ class FSDP(DataParallel):
 
         Call it after `finish_gradient_synchronization()`, on all ranks.
         """
-        with_gradient = [parameter for parameter in self._trainable if parameter.grad is not None]
-        norms = [
-            at_least_float32(
-                get_total_norm([p.grad for p in with_gradient if (p in self._sharded) is sharded])
-            )
-            for sharded in (True, False)
-        ]
-        # The norm of no gradients is a number on the CPU.
-        squared, of_whole = (norm.to(self._trainable[0].device) ** 2 for norm in norms)
-        dist.all_reduce(squared)
-        total = (squared + of_whole).sqrt()
-        clip_grads_with_norm_(with_gradient, max_norm, total)
+        squares, device = [], self._trainable[0].device
+        for is_sharded in (True, False):
+            mine = [p for p in self._trainable if p.grad is not None and (p in self._sharded) is is_sharded]
+            norm = get_total_norm([parameter.grad for parameter in mine])  # of nothing: on the CPU
+            squares.append(at_least_float32(norm).to(device) ** 2)
+        dist.all_reduce(squares[0])
+        total = sum(squares).sqrt()
+        clip_grads_with_norm_(self._trainable, max_norm, total)
         return total
 
 
-def _after_accumulation(this: weakref.ref, position: int, number: int, _: Tensor) -> None:
-    if wrapper := this():
-        wrapper._gradient_is_ready(wrapper._groups[position], number)
+def _kept_tensor(tensor: Tensor, version: int) -> Tensor:
+    _check_unchanged(f"a tensor {tuple(tensor.shape)}", version, tensor._version)
+    return tensor
 
 
-def group_by_module(
-    homes: dict[nn.Parameter, list[_Home]],
-) -> list[tuple[list[nn.Module], dict[nn.Parameter, list[tuple[nn.Module, str]]]]]:
-    """Parameters that are needed together: those of one module, and of all modules that share one of them.
+def _check_unchanged(what: str, then: int, now: int) -> None:
+    if now != then:
+        raise RuntimeError(
+            f"{what}, needed for gradient computation, has been modified by an inplace operation; "
+            "allowed: an optimizer's step, or loading, after backward"
+        )
 
-    Returns:
-        For each group the modules that need it, and of its parameters the modules that hold them, with names.
-    """
-    groups: dict[nn.Module, tuple[dict[nn.Module, None], dict]] = {}  # the modules as an ordered set
-    for parameter, found in homes.items():
-        modules, held = {}, {}
-        for user, *_ in found:
-            before = groups.get(user, ({user: None}, {}))
-            modules |= before[0]
-            held |= before[1]
-        held[parameter] = list(dict.fromkeys((holder, name) for _, holder, name in found))
-        groups |= dict.fromkeys(modules, (modules, held))
-    each_once = {id(group): group for group in groups.values()}
-    return [(list(modules), held) for modules, held in each_once.values()]
+
+def _leaf_of_cast(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
+    """If autocast made a tensor, or what it is a view of, from a leaf: the leaf, and how to make it again."""
+    node = tensor.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    leaf = getattr(node, "variable", None)
+    size, dtype = tensor.untyped_storage().nbytes() if leaf is not None else 0, tensor.dtype
+    if not size or leaf.dtype == dtype or leaf.numel() * dtype.itemsize != size:
+        return tensor, None
+    strided = tensor.size(), tensor.stride(), tensor.storage_offset()
+    return leaf, lambda leaf: leaf.to(dtype).as_strided(*strided)
+
+
+def group_by_user(homes: Iterable[Home]) -> list[list[Home]]:
+    """The homes of parameters that are used together: by one module, or by all that share one of them."""
+    groups: dict[nn.Module | nn.Parameter, list[Home]] = {}
+    for home in homes:
+        before = groups.get(home.parameter, []), groups.get(home.user, [])
+        together = [*dict.fromkeys([*before[0], *before[1], home])]
+        for each in together:
+            groups[each.parameter] = groups[each.user] = together
+    return [*{id(group): group for group in groups.values()}.values()]
 
 
 def _names(types: Types) -> tuple[str, ...]:

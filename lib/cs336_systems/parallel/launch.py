@@ -38,7 +38,7 @@ BACKENDS = ("auto", "gloo", "nccl")
 _PRELOADED = ["torch.distributed.fsdp", "pandas", "einops", "cloudpickle"]  # not ours: it may be edited
 _POLL_S, _GRACE_S = 0.02, 0.5  # grace: to write stacks, and for failures that one causes
 _CONSEQUENCES = ("by peer", "remote process exited")  # what Gloo and NCCL raise when another worker is gone
-_starting = threading.Lock()
+_LINUX, _starting = sys.platform == "linux", threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class WorkerError(RuntimeError):
 def choose_backend(backend: str, local_workers: int) -> str:
     """Resolve "auto": NCCL where every worker of this machine gets its own GPU, else Gloo on the CPU.
 
-    Raises:
-        ValueError: an unknown backend, or NCCL with more workers than GPUs.
+    Raises ValueError for an unknown backend, and for NCCL with more workers than GPUs.
     """
     check_choice("backend", backend, BACKENDS)
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
@@ -80,13 +79,13 @@ def choose_backend(backend: str, local_workers: int) -> str:
 def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
     """For a notebook: print and return the backend of each number of workers that can run here."""
     check_choice("backend", backend, BACKENDS)
-    chosen = {}
+    chosen: dict[int, str] = {}
     for world_size in world_sizes:
         try:
-            said = chosen[world_size] = choose_backend(backend, world_size)
+            chosen[world_size] = choose_backend(backend, world_size)
+            print(f"world size {world_size}: {chosen[world_size]}")
         except ValueError as error:
-            said = f"not possible here ({error})"
-        print(f"world size {world_size}: {said}")
+            print(f"world size {world_size}: not possible here ({error})")
     return chosen
 
 
@@ -128,22 +127,17 @@ def stream(
         raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
     if not callable(worker):
         raise TypeError(f"worker is {worker!r}; allowed: a function of a WorkerContext and the arguments")
-    backend = choose_backend(backend, world_size)
+    backend, deadline = choose_backend(backend, world_size), time.monotonic() + timeout_s
+    environment = os.environ | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     try:
-        call = cloudpickle.dumps((worker, args, kwargs))
+        job = cloudpickle.dumps((worker, args, kwargs)), backend, deadline, environment
     except Exception as error:
         raise TypeError(f"the worker or its arguments cannot be sent to other processes: {error}") from error
-    return _run(call, world_size, backend, timeout_s)
-
-
-def _run(call: bytes, world_size: int, backend: str, timeout_s: float) -> Generator[Any, None, list[Any]]:
     with tempfile.TemporaryDirectory(prefix="cs336-launch-") as folder:
-        deadline = time.monotonic() + timeout_s
-        environment = os.environ | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
         workers: list[_Worker] = []
         try:
             for rank in range(world_size):
-                workers.append(_Worker(rank, Path(folder), call, backend, deadline, environment))
+                workers.append(_Worker(rank, Path(folder), *job))
             while unfinished := [worker for worker in workers if worker.state != "result"]:
                 for worker in unfinished:
                     yield from worker.news()
@@ -166,8 +160,7 @@ class _Worker:
         self.log, self.stack = (folder / f"log-{rank}").open("a+b"), (folder / f"stack-{rank}").open("a+")
         # A fork could not use a GPU that its parent has looked for; a longer TMPDIR is no path for a socket.
         can_fork = not torch.cuda.is_available() and len(tempfile.gettempdir()) < 75
-        method = "forkserver" if can_fork and sys.platform == "linux" else "spawn"
-        context = multiprocessing.get_context(method)
+        context = multiprocessing.get_context("forkserver" if can_fork and _LINUX else "spawn")
         context.set_forkserver_preload(_PRELOADED)
         self.process = context.Process(target=_work, args=(rank, folder, *job))
         with _starting:  # the caller's script is hidden: a new process would run it again
@@ -182,12 +175,12 @@ class _Worker:
         alive = self.process.is_alive()  # asked first: if it is dead, all its messages are here
         self.show_output(to_the_end=not alive)
         for path in sorted(self.folder.glob(f"message-{self.rank}-*")):
-            kind, what = pickle.loads(path.read_bytes())
+            state, what = pickle.loads(path.read_bytes())
             path.unlink()
-            if kind == "sent":
+            if state == "runs":
                 yield what
             else:
-                self.state, self.outcome = kind, what
+                self.state, self.outcome = state, what
         if self.state == "runs" and not alive:
             self.state = "died"
 
@@ -242,27 +235,26 @@ def _work(rank: int, folder: Path, call: bytes, backend: str, deadline: float, e
     os.setsid()  # a process group of its own: what it starts ends with it, and Ctrl-C reaches only the caller
     threading.Thread(target=_end_with_caller, daemon=True).start()
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+    os.dup2(log, 1), os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)
     stacks = (folder / f"stack-{rank}").open("w")
     faulthandler.enable(stacks)  # a crash in native code leaves the Python stack, and so does the time limit
     faulthandler.dump_traceback_later(left_s := max(0.1, deadline - time.monotonic()), file=stacks)
 
-    def tell(kind: str, what: Any) -> None:
+    def tell(state: str, what: Any) -> None:
         incomplete = folder / f"incomplete-{rank}"
-        incomplete.write_bytes(cloudpickle.dumps((kind, what)))
+        incomplete.write_bytes(cloudpickle.dumps((state, what)))
         incomplete.rename(folder / f"message-{rank}-{time.monotonic_ns():020}")
 
     try:
         if backend == "gloo":  # all share the CPU of this machine, whose name may lead nowhere
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.set_num_threads(1)
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if _LINUX else "lo0")
         worker, args, kwargs = pickle.loads(call)
         store = dist.FileStore(str(folder / "rendezvous"), int(environment["WORLD_SIZE"]))  # needs no port
         # Its collectives wait longer than the caller, who can say more: the caller has all ranks' stacks.
-        context = join(backend, send=partial(tell, "sent"), timeout_s=left_s + 10, store=store)
+        context = join(backend, send=partial(tell, "runs"), timeout_s=left_s + 10, store=store)
         result = worker(context, *args, **kwargs)
         dist.destroy_process_group()
         tell("result", result)
@@ -287,13 +279,12 @@ def join(backend: str, send: Callable, timeout_s: float, store: dist.Store | Non
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, world_size, local_rank, local_workers = (int(os.environ[name]) for name in names)
-    backend = choose_backend(backend, local_workers)
-    device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
-    options = {"rank": rank, "world_size": world_size, "timeout": timedelta(seconds=timeout_s)}
+    backend, device, options = choose_backend(backend, local_workers), torch.device("cpu"), {}
     if backend == "nccl":
+        options["device_id"] = device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-        options["device_id"] = device
-    dist.init_process_group(backend, store=store, **options)
+    timeout = timedelta(seconds=timeout_s)
+    dist.init_process_group(backend, None, timeout, world_size, rank, store, **options)
     if backend == "gloo":
         dist.barrier()  # or a worker that is done at once would cut off those that are still connecting
     return WorkerContext(rank, world_size, local_rank, device, backend, send if rank == 0 else lambda _: None)

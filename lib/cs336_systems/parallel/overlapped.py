@@ -7,10 +7,8 @@ which rank 0 saw the gradients of the first step become ready.
 """
 
 import math
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -18,11 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.ddp import AllReduceMean, DataParallel
-from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, dtype_and_device
-
-# Each bucket lists indices in the list of trainable parameters, in the order in which they become ready.
-Buckets = list[list[int]]
+from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, weakly
+from cs336_systems.parallel.shards import BucketMemory, Buckets, Segments, allocate, fill_buckets
 
 
 @dataclass
@@ -48,13 +43,11 @@ class OverlappedDDP(DataParallel):
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
-        self._observed: dict[int, None] = {}  # the order of the first step; a dict as an ordered set
-        self._order_is_final = False
+        self._observed: dict[int, None] | None = {}  # in the first step: its order (an ordered set)
         self._use_order(list(range(len(self._trainable)))[::-1])
-        this = weakref.ref(self)  # Python cannot collect a cycle through a tensor's hooks
         for index, parameter in enumerate(self._trainable):
-            parameter.register_hook(partial(_before_accumulation, this, index))
-            parameter.register_post_accumulate_grad_hook(partial(_after_accumulation, this, index))
+            parameter.register_hook(weakly(self._before_accumulation, index))
+            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_is_ready, index))
 
     def _use_order(self, order: list[int]) -> None:
         self._buckets = self._fill(order)
@@ -74,9 +67,16 @@ class OverlappedDDP(DataParallel):
         self._pass = _Pass(missing=[len(bucket) for bucket in self._buckets])
         self._end_is_announced = self._is_over = False
 
+    # These two run for every parameter in every backward pass: each microsecond counts hundreds of times.
+    def _before_accumulation(self, index: int) -> None:
+        # What is being averaged must not be added to. And ranks whose passes reach different parameters have
+        # to send the gradients of one pass before those of the next.
+        if self._is_over or index in self._pass.ready:
+            self._start_another_pass()
+
     def _gradient_is_ready(self, index: int) -> None:
         self._unused.discard(index)
-        if not self._order_is_final:
+        if self._observed is not None:
             self._observed.setdefault(index)
         if not self._synchronizes:
             return
@@ -112,29 +112,12 @@ class OverlappedDDP(DataParallel):
 
     def _average_gradients(self) -> None:
         self._complete_pass()
-        if not self._order_is_final:
-            self._agree_on_order()
-
-    def _agree_on_order(self) -> None:
-        unobserved = [index for index in range(len(self._trainable))[::-1] if index not in self._observed]
-        order = torch.tensor([*self._observed, *unobserved], device=self._trainable[0].device)
-        dist.broadcast(order, src=0)
-        self._order_is_final = True
-        self._use_order(order.tolist())
-
-
-# These two run for every parameter in every backward pass: each microsecond in them counts hundreds of times.
-def _before_accumulation(this: weakref.ref, index: int, _: Tensor) -> None:
-    # What is being averaged must not be added to. And ranks whose passes reach different parameters have to
-    # send the gradients of one pass before those of the next.
-    wrapper = this()
-    if wrapper and (wrapper._is_over or index in wrapper._pass.ready):
-        wrapper._start_another_pass()
-
-
-def _after_accumulation(this: weakref.ref, index: int, _: Tensor) -> None:
-    if wrapper := this():
-        wrapper._gradient_is_ready(index)
+        if self._observed is not None:
+            last = range(len(self._trainable))[::-1]  # what the step did not use comes behind the rest
+            order = torch.tensor([*(self._observed | dict.fromkeys(last))], device=self._trainable[0].device)
+            dist.broadcast(order, src=0)
+            self._observed = None
+            self._use_order(order.tolist())
 
 
 class BucketedDDP(OverlappedDDP):
@@ -153,6 +136,9 @@ class BucketedDDP(OverlappedDDP):
         ValueError: bucket_size_mb is not a positive number.
     """
 
+    _open_buckets, _ranks = 1, 1  # ranks: segments of a bucket
+    _owners: Sequence[int] = ()  # of each gradient its segment, if there are several
+
     def __init__(self, module: nn.Module, bucket_size_mb: float):
         check_bucket_size(bucket_size_mb)
         self._bucket_bytes = bucket_size_mb * 2**20
@@ -164,7 +150,8 @@ class BucketedDDP(OverlappedDDP):
     def _fill(self, order: list[int]) -> Buckets:
         # Allocated on first use. After the first step, gradients keep the old buckets alive until zeroed.
         self._memory: list[BucketMemory] = []
-        return fill_buckets(self._trainable, order, self._bucket_bytes)
+        limit = self._bucket_bytes / self._ranks
+        return fill_buckets(self._trainable, order, limit, self._owners, self._open_buckets)
 
     def _message(self, number: int) -> Tensor:
         """The bucket, with each gradient in its slice; those that are not yet there move in one kernel."""
@@ -184,8 +171,8 @@ class BucketedDDP(OverlappedDDP):
         return memory.whole
 
     def _segments(self, bucket: list[int]) -> Segments:
-        """The gradients of a bucket as they lie in it: here all in one segment."""
-        return [[self._trainable[index] for index in bucket]]
+        owner = self._owners or dict.fromkeys(bucket, 0)
+        return [[self._trainable[n] for n in bucket if owner[n] == rank] for rank in range(self._ranks)]
 
 
 def check_bucket_size(bucket_size_mb: Any) -> None:
@@ -194,41 +181,8 @@ def check_bucket_size(bucket_size_mb: Any) -> None:
         raise ValueError(f"bucket_size_mb is {bucket_size_mb!r}; allowed: a number above 0")
 
 
-def fill_buckets(tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: float) -> Buckets:
-    """Fill buckets with tensors in this order, each up to its limit; a bucket holds one dtype and device.
-
-    Args:
-        tensors: parameters or gradients; only their sizes matter, so they may be on the meta device.
-        order: indices in `tensors`, in the order in which they become ready.
-        bucket_bytes: the most a bucket holds; a larger tensor is a bucket of its own.
-
-    Returns:
-        The buckets, in the order in which they become complete.
-    """
-    buckets: Buckets = []
-    open_buckets: dict[tuple, tuple[list[int], float]] = {}
-    for index in order:
-        kind, size = dtype_and_device(tensors[index]), tensors[index].nbytes
-        bucket, used = open_buckets.get(kind, ([], math.inf))
-        if used + size > bucket_bytes:
-            bucket, used = [], 0.0
-            buckets.append(bucket)
-        bucket.append(index)
-        open_buckets[kind] = (bucket, used + size)
-    return in_order_of_completion(buckets, order)
-
-
-def in_order_of_completion(buckets: Buckets, order: Sequence[int]) -> Buckets:
-    """A bucket is complete when its last gradient is ready."""
-    position = {index: number for number, index in enumerate(order)}
-    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
-
-
 def bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:
-    """Sizes of the messages of BucketedDDP, the first one first; parameters on the meta device will do.
-
-    Of one dtype and trainable; in the reverse of their order, as in the first step.
-    """
+    """Sizes of BucketedDDP's messages in its first step; parameters of one dtype, on meta too."""
     tensors = list(parameters)
     buckets = fill_buckets(tensors, range(len(tensors))[::-1], bucket_size_mb * 2**20)
     return [sum(tensors[index].nbytes for index in bucket) for bucket in buckets]

@@ -10,16 +10,12 @@ reduce-scatter sends half as much; the all-gather of the updated parameters is t
     optimizer.step()
 """
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.ddp import REDUCE_SCATTER, AllReduceMean, not_finite
-from cs336_systems.parallel.overlapped import BucketedDDP, Buckets, in_order_of_completion
+from cs336_systems.parallel.ddp import REDUCE_SCATTER, AllReduceMean
+from cs336_systems.parallel.overlapped import BucketedDDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.parallel.shards import Segments
-
-_OPEN_BUCKETS = 3  # that a gradient may still join: more leave less padding, and leave later
 
 
 class ReduceScatterMean(AllReduceMean):
@@ -33,7 +29,8 @@ class ReduceScatterMean(AllReduceMean):
 class ReduceScatterDDP(BucketedDDP):
     """BucketedDDP for a ShardedOptimizer: afterwards a gradient is there on the rank that owns its parameter.
 
-    On the others it is None, or NaN if it is not finite, so what looks at all gradients sees a shard of them.
+    On the others it is None, so what looks at all gradients sees a shard of them; if one is not finite, each
+    rank has a NaN, so that a GradScaler skips the step on all.
     Of the backward passes before a step all but the last one run under `no_sync()`. Clear the gradients after
     every step: what is left, on its owner alone, would be averaged with zeros.
 
@@ -47,7 +44,7 @@ class ReduceScatterDDP(BucketedDDP):
         RuntimeError: in backward, a second pass without `no_sync()`.
     """
 
-    _mean_of = ReduceScatterMean
+    _mean_of, _keeps_shards, _open_buckets = ReduceScatterMean, True, 3
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, bucket_size_mb: float = 256):
         self._optimizer = optimizer
@@ -56,35 +53,7 @@ class ReduceScatterDDP(BucketedDDP):
     def _check_module(self) -> None:
         super()._check_module()
         self._owners = [self._optimizer.owner(parameter) for parameter in self._trainable]
-
-    def _fill(self, order: list[int]) -> Buckets:
-        """Each gradient joins the first of the open buckets with room in its owner's segment."""
-        self._memory = []
-        limit = self._bucket_bytes / dist.get_world_size()
-        buckets: Buckets = []
-        used: list[list[int]] = []  # of each bucket, by rank, bytes in its segment
-        for index in order:
-            parameter, owner = self._trainable[index], self._owners[index]
-            room = (
-                number
-                for number in range(len(buckets))[-_OPEN_BUCKETS:]
-                if self._trainable[buckets[number][0]].dtype == parameter.dtype
-                and used[number][owner] + parameter.nbytes <= max(limit, *used[number])
-            )
-            number = next(room, len(buckets))
-            if number == len(buckets):
-                buckets.append([])
-                used.append([0] * dist.get_world_size())
-            buckets[number].append(index)
-            used[number][owner] += parameter.nbytes
-        return in_order_of_completion(buckets, order)
-
-    def _segments(self, bucket: list[int]) -> Segments:
-        """The gradients of each owner in its segment."""
-        segments: Segments = [[] for _ in range(dist.get_world_size())]
-        for index in bucket:
-            segments[self._owners[index]].append(self._trainable[index])
-        return segments
+        self._ranks = dist.get_world_size()
 
     def _start_another_pass(self) -> None:
         raise RuntimeError(
@@ -97,11 +66,3 @@ class ReduceScatterDDP(BucketedDDP):
         for parameter, owner in zip(self._trainable, self._owners, strict=True):
             if owner != dist.get_rank():
                 parameter.grad = None
-
-    def _not_finite(self) -> Tensor | None:
-        return not_finite(self._trainable)
-
-    def _spread(self, nan: Tensor) -> None:
-        """Let a rank that does not own such a gradient have NaN too: a GradScaler skips its step."""
-        for index in nan.nonzero().flatten().tolist():
-            self._trainable[index].grad = torch.full_like(self._trainable[index], torch.nan)

@@ -8,15 +8,24 @@ optimizer's states of its own shard of the parameters, updates that, and gets th
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cs336_systems.parallel.ddp import ALL_GATHER, check_process_group, check_ranks_agree, has_no_memory
+from cs336_systems.parallel.ddp import (
+    ALL_GATHER,
+    check_process_group,
+    check_ranks_agree,
+    describe,
+    has_no_memory,
+)
 from cs336_systems.parallel.overlapped import check_bucket_size
 from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, partition_tensors
 
@@ -56,18 +65,16 @@ class ShardedOptimizer(Optimizer):
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._bucket_size_mb = bucket_size_mb
         self._optimizer: Optimizer | None = None  # of this rank's shard
-        self._owner: dict[Tensor, int] = {}
+        self._places: dict[Tensor, tuple[int, int]] = {}  # of each parameter, its owner and its address
         # With each bucket what this rank updates in it, by the number of the group.
         self._buckets: list[tuple[BucketMemory, dict[int, list[Tensor]]]] = []
         self._frozen: list[Tensor] = []
-        self._addresses: dict[Tensor, int] = {}  # the address of each parameter in its bucket
         self.param_groups = []
 
         def make() -> list[Segments]:
             _check_arguments(optimizer_cls, bucket_size_mb, self._world_size)
             super(ShardedOptimizer, self).__init__(params, {})
-            partition = self._partition(self.param_groups)
-            groups = [self._own_part(group, partition) for group in self.param_groups]
+            partition, groups = self._partition(self.param_groups)
             self._optimizer = optimizer_cls(groups, **kwargs)
             for group, own in zip(self.param_groups, groups, strict=True):
                 group.update(_settings(own))
@@ -89,9 +96,9 @@ class ShardedOptimizer(Optimizer):
 
         def enlarge() -> list[Segments]:
             add(param_group)
-            partition = self._partition(self.param_groups[-1:])
+            partition, (own,) = self._partition(self.param_groups[-1:])
             self._optimizer.param_groups = []  # it may be our list, and `step` brings what it needs
-            self._optimizer.add_param_group(self._own_part(param_group, partition))
+            self._optimizer.add_param_group(own)
             return partition
 
         self._on_all_ranks(enlarge, [f"group {len(self.param_groups)}"])
@@ -126,28 +133,20 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def owner(self, parameter: Tensor) -> int:
-        """The rank that updates a parameter.
-
-        Raises:
-            ValueError: it has none.
-        """
-        if parameter not in self._owner:
+        """The rank that updates a parameter; ValueError if it has none."""
+        if parameter not in self._places:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} has no owner; allowed: those given, and "
                 "trainable when given"
             )
-        return self._owner[parameter]
+        return self._places[parameter][0]
 
     def state_dict(self) -> dict[str, Any]:
         """All groups, and the states of this rank's shard."""
         return super().state_dict() | {"shard": [self._rank, self._world_size]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict()` of this rank gave.
-
-        Raises:
-            ValueError: it is another rank's, or of other groups.
-        """
+        """Take back what `state_dict()` gave on this rank; ValueError for another's, or of other groups."""
         if state_dict.get("shard") != [self._rank, self._world_size]:
             raise ValueError(
                 f"the state is of shard {state_dict.get('shard')} (rank, ranks); allowed: "
@@ -164,9 +163,7 @@ class ShardedOptimizer(Optimizer):
             partition = take()
             for group in self.param_groups[count:]:
                 described = [*described, f"group {_plain(_settings(group))}"]
-                described += [
-                    f"{tuple(p.shape)} {p.dtype}" + " frozen" * (not p.requires_grad) for p in group["params"]
-                ]
+                described += map(describe, group["params"])
         except Exception as error:
             failure, described = error, [f"{type(error).__name__}: {error}"]
         try:
@@ -178,11 +175,15 @@ class ShardedOptimizer(Optimizer):
             raise
         self._lay_out(partition)
 
-    def _partition(self, groups: list[dict[str, Any]]) -> list[Segments]:
-        """Partition the trainable parameters of new groups."""
+    def _partition(self, groups: list[dict[str, Any]]) -> tuple[list[Segments], list[dict[str, Any]]]:
+        """Partition the trainable parameters of new groups; returns also this rank's part of each group."""
         _check_parameters([p for group in self.param_groups for p in group["params"]])
         trainable = [p for group in groups for p in group["params"] if p.requires_grad]
-        return partition_tensors(trainable, self._world_size, self._bucket_size_mb)
+        partition = partition_tensors(trainable, self._world_size, self._bucket_size_mb)
+        own = {parameter for segments in partition for parameter in segments[self._rank]}
+        return partition, [
+            _settings(group) | {"params": [p for p in group["params"] if p in own]} for group in groups
+        ]
 
     def _check_addresses(self) -> None:
         """Raise if parameters were moved or unfrozen since construction: they would not be updated."""
@@ -190,15 +191,11 @@ class ShardedOptimizer(Optimizer):
             raise RuntimeError(
                 "a parameter that was frozen when given has a gradient; allowed: unfrozen before it is given"
             )
-        if any(parameter.data_ptr() != place for parameter, place in self._addresses.items()):
+        if any(parameter.data_ptr() != address for parameter, (_, address) in self._places.items()):
             raise RuntimeError(
                 "a parameter is no longer where the optimizer has put it; allowed: module.to(...) and "
                 "load_state_dict(assign=True) before the optimizer is made"
             )
-
-    def _own_part(self, group: dict[str, Any], partition: list[Segments]) -> dict[str, Any]:
-        own = {parameter for segments in partition for parameter in segments[self._rank]}
-        return _settings(group) | {"params": [p for p in group["params"] if p in own]}
 
     @torch.no_grad()
     def _lay_out(self, partition: list[Segments]) -> None:
@@ -208,20 +205,18 @@ class ShardedOptimizer(Optimizer):
             (memory,) = allocate([segments])  # one at a time: the parameters leave their old memory
             for parameter, view in memory.views.items():
                 parameter.data = view.copy_(parameter)
-                self._addresses[parameter] = parameter.data_ptr()
             shard: dict[int, list[Tensor]] = {}
             for parameter in segments[self._rank]:
                 shard.setdefault(number_of[parameter], []).append(parameter)
             self._buckets.append((memory, shard))
-            self._owner |= {p: rank for rank, segment in enumerate(segments) for p in segment}
-        self._frozen = [p for p in number_of if p not in self._owner]
+            self._places |= {p: (rank, p.data_ptr()) for rank, part in enumerate(segments) for p in part}
+        self._frozen = [p for p in number_of if p not in self._places]
 
 
 def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -> None:
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise TypeError(f"optimizer_cls is {optimizer_cls!r}; allowed: a subclass of torch.optim.Optimizer")
-    closure = inspect.signature(optimizer_cls.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
+    if needs_closure(optimizer_cls):
         raise ValueError(
             f"optimizer_cls is {optimizer_cls.__name__}, whose step needs a closure; allowed: optimizers "
             "that update each parameter by itself"
@@ -251,3 +246,59 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     """For comparing with other ranks: of what is no plain value, the type."""
     return {name: value if isinstance(value, _PLAIN) else type(value) for name, value in settings.items()}
+
+
+_tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def refuse_other_optimizers(shards: Iterable[Tensor]) -> None:
+    """From now on, an optimizer that does not update each element by itself is refused at its first step.
+
+    It is given the rows of a weight. Muon and Shampoo (a matrix as a whole), Adafactor (means over rows and
+    columns), LAMB (norms) and LBFGS need all of it. A list of names would not know those of others, so each
+    is tried: on a small matrix and on its halves.
+    """
+    _watch_steps()
+    for shard in shards:
+        shard._is_shard = True
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups if optimizer not in _tried else ():
+        shards = [parameter for parameter in group["params"] if hasattr(parameter, "_is_shard")]
+        if shards and not _is_elementwise(type(optimizer), group, shards[0]):
+            raise ValueError(
+                f"{type(optimizer).__name__} looks at more than one element to update it, and of FSDP it is "
+                "given this rank's rows; allowed: optimizers that update each element by itself, as AdamW"
+            )
+    _tried.add(optimizer)
+
+
+_watch_steps = cache(partial(register_optimizer_step_pre_hook, _before_step))
+
+
+def needs_closure(kind: type[Optimizer]) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _is_elementwise(kind: type[Optimizer], group: dict[str, Any], like: Tensor) -> bool:
+    """Try an optimizer's class, with the settings of one group, on tensors of this dtype and device."""
+    known = inspect.signature(kind.__init__).parameters
+    settings = {name: value for name, value in group.items() if name in known and name != "params"}
+    if "lr" in settings:  # a warm-up begins with a step that changes nothing
+        settings["lr"] = 0.1
+    whole, updated = torch.linspace(-1, 1, 24, dtype=like.dtype, device=like.device).view(6, 4), []
+    try:
+        for pieces in (1, 2):
+            parameters = [nn.Parameter(piece.clone()) for piece in whole.chunk(pieces)]
+            trial = kind(parameters, **settings)
+            for step in (1, 2):
+                gradients = (whole.square() + step * whole.roll(1) / 3).chunk(pieces)
+                for parameter, gradient in zip(parameters, gradients, strict=True):
+                    parameter.grad = gradient.clone()
+                trial.step()
+            updated.append(torch.cat([parameter.detach() for parameter in parameters]))
+    except Exception:  # a class that cannot be made from the settings of its groups, or steps otherwise
+        return not needs_closure(kind)
+    return torch.allclose(*updated, rtol=1e-4, atol=1e-6)

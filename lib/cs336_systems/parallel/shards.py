@@ -8,6 +8,7 @@ So an all-gather in place gives everybody what each rank has updated in its segm
 place leaves each rank the sums of its own, and neither copies anything.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,11 +18,8 @@ ALIGNMENT_BYTES = 128  # of each tensor in its buffer: vectorised kernels are sl
 
 # What a bucket holds: for each rank the tensors in its segment, in their order.
 Segments = list[list[Tensor]]
-
-
-def dtype_and_device(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
-    """What the tensors of a bucket have in common."""
-    return tensor.dtype, tensor.device
+# Each bucket lists indices in a list of tensors, in the order in which they become ready.
+Buckets = list[list[int]]
 
 
 def padded_length(tensor: Tensor) -> int:
@@ -30,54 +28,80 @@ def padded_length(tensor: Tensor) -> int:
     return max(1, -(-tensor.numel() // step)) * step
 
 
+def fill_buckets(
+    tensors: Sequence[Tensor],
+    order: Sequence[int],
+    segment_bytes: float,
+    owners: Sequence[int] = (),
+    open_buckets: int = 1,
+) -> Buckets:
+    """Fill buckets with tensors in this order; a bucket holds one dtype and device.
+
+    Args:
+        tensors: parameters or gradients; only their sizes matter, so they may be on the meta device.
+        order: indices in `tensors`, in the order in which they become ready.
+        segment_bytes: the most a segment of a bucket holds; a larger tensor begins a bucket.
+        owners: by index, the segment in which a tensor lies. By default a bucket is one segment.
+        open_buckets: of a dtype, that a tensor may still join: more leave less padding, and leave later.
+
+    Returns:
+        The buckets, in the order in which they become complete: when their last tensor is ready.
+    """
+    buckets: Buckets = []
+    used: list[list[int]] = []  # of each bucket, by owner, bytes in its segment
+    of_kind: dict[tuple, list[int]] = defaultdict(list)
+    for index in order:
+        owner, size = owners[index] if owners else 0, tensors[index].nbytes
+        alike = of_kind[tensors[index].dtype, tensors[index].device]
+        room = (n for n in alike[-open_buckets:] if used[n][owner] + size <= max(segment_bytes, *used[n]))
+        number = next(room, len(buckets))
+        if number == len(buckets):
+            alike.append(number)
+            buckets.append([])
+            used.append([0] * (1 + max(owners, default=0)))
+        buckets[number].append(index)
+        used[number][owner] += size
+    position = {index: number for number, index in enumerate(order)}
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+
+
 def partition_tensors(tensors: Iterable[Tensor], world_size: int, bucket_size_mb: float) -> list[Segments]:
     """Partition tensors over the ranks so that in every bucket all have about as many bytes.
 
-    From the largest to the smallest, each goes into the tightest gap that it fits, between the end of a
-    segment and that of the longest one of its bucket. Where there is none, the newest bucket of its dtype
-    grows at its shortest segment, and where that would exceed the limit, a new bucket begins.
+    From the largest to the smallest, each joins the shortest segment of the first bucket of its dtype where
+    that stays within the longest. Else the newest bucket grows, up to the limit, or a new one begins.
 
     Args:
         tensors: parameters; only their sizes and dtypes matter, so they may be on the meta device.
         bucket_size_mb: the most a bucket holds, all segments together, in MB of 2**20 bytes. A larger tensor
             begins a bucket, and the gaps beside it are filled with others.
     """
-    buckets: list[Segments] = []
-    used: list[list[int]] = []  # of each bucket, by rank, the length of its segment so far
-    newest: dict[torch.dtype, int] = {}
+    of_dtype: dict[torch.dtype, list] = defaultdict(
+        list
+    )  # buckets, with the lengths of their segments so far
     for tensor in sorted(tensors, key=lambda tensor: -tensor.nbytes):
         length, limit = padded_length(tensor), bucket_size_mb * 2**20 / tensor.element_size() / world_size
-        gaps = (
-            (max(used[number]) - taken - length, number, rank)
-            for number, segments in enumerate(buckets)
-            if dtype_of(segments) == tensor.dtype
-            for rank, taken in enumerate(used[number])
-        )
-        _, number, rank = min((gap for gap in gaps if gap[0] >= 0), default=(0, None, 0))
-        if number is None:
-            number = newest.get(tensor.dtype)
-            if number is None or min(used[number]) + length > limit:
-                number = newest[tensor.dtype] = len(buckets)
-                buckets.append([[] for _ in range(world_size)])
-                used.append([0] * world_size)
-            rank = used[number].index(min(used[number]))
-        buckets[number][rank].append(tensor)
-        used[number][rank] += length
-    return buckets
+        buckets = of_dtype[tensor.dtype]
+        for bucket in buckets:
+            segments, used = bucket
+            rank = used.index(min(used))
+            if used[rank] + length <= max(limit if bucket is buckets[-1] else 0, *used):
+                break
+        else:
+            rank, segments, used = 0, [[] for _ in range(world_size)], [0] * world_size
+            buckets.append((segments, used))
+        segments[rank].append(tensor)
+        used[rank] += length
+    return [segments for buckets in of_dtype.values() for segments, _ in buckets]
 
 
-def dtype_of(segments: Segments) -> torch.dtype:
-    return next(tensor.dtype for segment in segments for tensor in segment)
-
-
-def segment_length(segments: Segments) -> int:
-    """Elements of each segment, padding included."""
-    return max(sum(map(padded_length, segment)) for segment in segments)
+def _first(segments: Segments) -> Tensor:
+    return next(tensor for segment in segments for tensor in segment)
 
 
 def segment_bytes(segments: Segments) -> int:
     """The size of each segment, padding included."""
-    return segment_length(segments) * dtype_of(segments).itemsize
+    return max(sum(map(padded_length, part)) for part in segments) * _first(segments).element_size()
 
 
 def shard_bytes(buckets: Sequence[Segments]) -> list[int]:
@@ -89,17 +113,12 @@ def shard_bytes(buckets: Sequence[Segments]) -> list[int]:
 
 
 class BucketMemory:
-    """The memory of one bucket.
-
-    Attributes:
-        whole: the flat buffer, all segments and their padding.
-        segments: of each rank, its part of `whole`.
-        views: of each tensor its slice, with the tensor's shape and, if it is dense, its strides.
-    """
+    """The memory of one bucket."""
 
     def __init__(self, segments: Segments, whole: Tensor):
-        self.whole, self.segments = whole, whole.chunk(len(segments))
-        self.views: dict[Tensor, Tensor] = {}
+        self.whole = whole  # the flat buffer, all segments and their padding
+        self.segments = whole.chunk(len(segments))  # by rank
+        self.views: dict[Tensor, Tensor] = {}  # slices, in a tensor's shape and, if it is dense, strides
         for tensors, slice_ in zip(segments, self.segments, strict=True):
             start = 0
             for tensor in tensors:
@@ -110,12 +129,8 @@ class BucketMemory:
 
 
 def allocate(buckets: Sequence[Segments]) -> list[BucketMemory]:
-    """Memory for buckets, side by side in one buffer for each dtype and device."""
-    firsts = [next(tensor for segment in segments for tensor in segment) for segments in buckets]
-    wholes: dict[int, Tensor] = {}
-    for kind in dict.fromkeys(map(dtype_and_device, firsts)):
-        numbers = [number for number, first in enumerate(firsts) if dtype_and_device(first) == kind]
-        lengths = [len(buckets[number]) * segment_length(buckets[number]) for number in numbers]
-        buffer = torch.zeros(sum(lengths), dtype=kind[0], device=kind[1])
-        wholes |= zip(numbers, buffer.split(lengths), strict=True)
-    return [BucketMemory(segments, wholes[number]) for number, segments in enumerate(buckets)]
+    """Memory for buckets, side by side in one buffer."""
+    sizes = [len(segments) * segment_bytes(segments) for segments in buckets]
+    memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=_first(buckets[0]).device)
+    pairs = zip(buckets, memory.split(sizes), strict=True)
+    return [BucketMemory(segments, piece.view(_first(segments).dtype)) for segments, piece in pairs]

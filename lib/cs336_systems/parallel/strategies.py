@@ -1,19 +1,86 @@
-"""What is compared on several GPUs, by name: data-parallel wrappers, and strategies of sharding."""
+"""What is compared on several GPUs, by name: data-parallel wrappers, and strategies of sharding.
 
+PyTorch's own, and one process alone, are given the interface of ours. What takes seconds to import waits.
+"""
+
+import contextlib
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from cs336_systems.parallel.adapters import Single, TorchDDP, TorchFSDP, torch_zero
-from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP
+from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP, broadcast_from_rank_0
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP
 from cs336_systems.parallel.reduce_scatter_ddp import ReduceScatterDDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
+
+# PyTorch 2.13 renamed this one and warns about the old name.
+_parameters = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers"
+
+
+class Single(nn.Module):
+    """Single-process baseline."""
+
+    def __init__(self, module: nn.Module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
+
+    def finish_gradient_synchronization(self) -> None:
+        """Nothing to do."""
+
+
+class TorchDDP(DistributedDataParallel):
+    """PyTorch's own: it averages during backward. Like ours it leaves buffers alone between steps."""
+
+    def __init__(self, module: nn.Module, bucket_size_mb: float):
+        options = {"gradient_as_bucket_view": True, _SYNC_BUFFERS: False}
+        super().__init__(module, bucket_cap_mb=bucket_size_mb, **options)
+
+    finish_gradient_synchronization = Single.finish_gradient_synchronization
+
+
+class TorchFSDP(Single):
+    """PyTorch's FSDP2: `fully_shard` of each block of a TransformerLM, and of what is around them.
+
+    Args:
+        compute_dtype: to which weights are cast before they are gathered; gradients are reduced in it too,
+            and kept in the dtype of the weights.
+    """
+
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None):
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        broadcast_from_rank_0(module)
+        # By default the mesh is of GPUs wherever there is one, also for ranks that share its machine's CPU.
+        mesh = dist.init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
+        for part in (*module.layers, module):
+            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype))
+        super().__init__(module)
+
+
+def torch_zero(parameters: Iterable[nn.Parameter], optimizer_cls: type, **settings: Any) -> Optimizer:
+    """PyTorch's ZeroRedundancyOptimizer; its `state` is that of the optimizer inside."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    zero = ZeroRedundancyOptimizer(parameters, optimizer_cls, **settings)
+    zero.state = zero.optim.state
+    return zero
+
 
 WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "single": Single,
@@ -24,10 +91,6 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
     "torch": TorchDDP,
 }
 WITH_BUCKETS = ("bucketed", "torch")  # they take bucket_size_mb
-
-
-def _whole_optimizer(parameters: Iterable[nn.Parameter], optimizer_cls: type, **settings: Any) -> Optimizer:
-    return optimizer_cls(parameters, **settings)
 
 
 @dataclass(frozen=True)
@@ -41,7 +104,9 @@ class Sharding:
     """
 
     wrap: Callable[..., nn.Module]
-    make_optimizer: Callable[..., Optimizer] = _whole_optimizer
+    make_optimizer: Callable[..., Optimizer] = lambda parameters, kind, **settings: kind(
+        parameters, **settings
+    )
     wraps_optimizer: bool = False
     casts: bool = False
 

@@ -1,0 +1,92 @@
+"""What these tests share: wrappers by name, one process beside a wrapper, and one launch for many checks."""
+
+import os
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs336_systems import parallel
+from cs336_systems.parallel import FSDP, BucketedDDP
+
+DDP = {"naive": parallel.NaiveDDP, "flat": parallel.FlatDDP, "overlapped": parallel.OverlappedDDP}
+DDP |= {"some buckets": partial(BucketedDDP, bucket_size_mb=4e-4)}
+BLOCKS = ("Block",)
+SHARDED = {
+    f"fsdp {units} {prefetch}": partial(FSDP, unit_types=units, prefetch=prefetch)
+    for units in ((), BLOCKS)
+    for prefetch in (0, 2)
+}
+
+
+def scattered(module):
+    """A ReduceScatterDDP, whose optimizer is its attribute."""
+    optimizer = parallel.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
+    return parallel.ReduceScatterDDP(module, optimizer)
+
+
+def rows(context, whole):
+    n = -(-len(whole) // context.world_size)
+    return whole[context.rank * n : (context.rank + 1) * n]
+
+
+def assert_same_gradients(context, wrapped, alone, what, **tolerance):
+    sharded = wrapped._sharded if isinstance(wrapped, FSDP) else ()
+    for (name, mine), other in zip(wrapped.module.named_parameters(), alone.parameters(), strict=True):
+        expected = rows(context, other.grad) if mine in sharded and other.grad is not None else other.grad
+        if expected is None or mine.grad is None:
+            assert mine.grad is expected, (what, name)
+        else:
+            torch.testing.assert_close(mine.grad, expected, msg=f"{what}, {name}", **tolerance)
+
+
+def assert_same_weights(wrapped, alone, what, rtol=1e-4, atol=1e-6):
+    whole = wrapped.gather_full_parameters() if isinstance(wrapped, FSDP) else wrapped.module.state_dict()
+    for name, expected in alone.named_parameters():
+        torch.testing.assert_close(
+            whole[name], expected.detach(), rtol=rtol, atol=atol, msg=f"{what}, {name}"
+        )
+
+
+def one_pass(model, inputs):
+    model(inputs).sum().backward()
+    model.finish_gradient_synchronization()
+
+
+def backward(context, alone, wrapped, loss, **options):
+    """One process on the batches of all ranks, and this rank on its own."""
+    for rank in range(context.world_size):
+        (loss(alone, rank) / context.world_size).backward(**options)
+    loss(wrapped, context.rank).backward(**options)
+
+
+def train(context, alone, wrapped, loss, what, *, make, steps=2, passes=1, max_norm=None):
+    """The same with an optimizer: the weights have to stay the same. loss(model, rank, step)."""
+    pair = [make(model.parameters()) for model in (alone, wrapped)]
+    for step in range(steps):
+        for optimizer in pair:
+            optimizer.zero_grad()
+        for number in range(passes):
+            backward(context, alone, wrapped, partial(loss, step=10 * step + number))
+        wrapped.finish_gradient_synchronization()
+        if max_norm:
+            norm = nn.utils.clip_grad_norm_(alone.parameters(), max_norm)
+            torch.testing.assert_close(wrapped.clip_grad_norm_(max_norm), norm, rtol=1e-5, atol=0)
+        for optimizer in pair:
+            optimizer.step()
+    assert_same_weights(wrapped, alone, what)
+
+
+def run(context, *checks):
+    """One launch for all of them: starting processes takes longer than the checks."""
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="Lazy modules are a new feature")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS needs to be deterministic
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_device(context.device)
+    for check in checks:
+        print(check.__name__)
+        check(context)
+        dist.barrier()
