@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 
 _LOOK_EVERY_S = 0.25
+# A kernel ends when it has tidied up: to take torch down, module by module, lasts seconds more.
+_AT_EXIT = '__import__("atexit").register(__import__("os")._exit, 0);'
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
         how = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "start_new_session": True}
         process = subprocess.Popen(command, **how)
         try:
-            while (code := process.poll()) is None:
-                time.sleep(_LOOK_EVERY_S)
+            while code is None:
+                with suppress(subprocess.TimeoutExpired):
+                    code = process.wait(_LOOK_EVERY_S)
                 with suppress(psutil.NoSuchProcess):
                     tree = psutil.Process(process.pid).children(recursive=True)
                     peak = max(peak, sum(each.memory_info().rss for each in tree))
@@ -87,6 +90,7 @@ def _main(source: str, output: str, parameters: str) -> int:
     from jupyter_client import AsyncKernelManager
     from jupyter_client.kernelspec import KernelSpec
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from papermill import engines
     from papermill.exceptions import PapermillExecutionError
 
     class ThisPython(AsyncKernelManager):
@@ -94,8 +98,16 @@ def _main(source: str, output: str, parameters: str) -> int:
 
         @property
         def kernel_spec(self) -> KernelSpec:
-            return KernelSpec(**get_kernel_dict())
+            return KernelSpec(**get_kernel_dict([f"--IPKernelApp.exec_lines={_AT_EXIT}"]))
 
+    class SavedSeldom(engines.NotebookExecutionManager):
+        """Writes the notebook once a second at most; papermill's own does before and after each cell."""
+
+        def save(self, **how: Any) -> None:
+            if (self.now() - self.last_save_time).total_seconds() > 1:
+                super().save(**how)
+
+    engines.NotebookExecutionManager = SavedSeldom
     logging.getLogger("papermill").setLevel(logging.ERROR)
     try:
         papermill.execute_notebook(

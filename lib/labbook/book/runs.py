@@ -5,6 +5,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from html import escape
 from pathlib import Path
@@ -56,21 +57,28 @@ def run_batch(jobs: Sequence[Job], folder: Path, card: str, *, force: bool = Fal
     if importlib.util.find_spec("ipykernel") is None:
         raise BatchError(f"no Jupyter kernel: {sys.executable} lacks ipykernel; run: pip install ipykernel")
     make_folder(folder, "name one that can: --output FOLDER")
-    records = []
-    with tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:
+    records, pages = [], []
+    # A page is made while the next notebook starts
+    with ThreadPoolExecutor(1) as maker, tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:
         for job in bar:
             bar.set_postfix_str(job.name)
+            output = folder / f"{job.name}.ipynb"
             with filelock.FileLock(folder / f".{job.name}.lock"):
-                record = load_record(folder / f"{job.name}.json")
-                if force or (why := why_again(job, record, folder)) is not None:
+                record = load_record(output.with_suffix(".json"))
+                if again := force or (why := why_again(job, record, folder)) is not None:
                     if record and not force:
                         bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
                     record = _run_job(job, folder)
                     bar.write(_line(record))
-                elif not (folder / f"{job.name}.html").exists():  # what it lacked may be there now
-                    record = _save(record | {"reason": _make_page(folder / f"{job.name}.ipynb")}, job, folder)
             records.append(record)
+            # What a page lacked may be there now
+            is_due = output.exists() and (again or not output.with_suffix(".html").exists())
+            pages.append(maker.submit(_make_page, output) if is_due else None)
             _write_index(folder, card)
+    for number, (job, page) in enumerate(zip(jobs, pages, strict=True)):
+        if page and records[number]["status"] == "ok":
+            records[number] = _save(records[number] | {"reason": page.result()}, job, folder)
+    _write_index(folder, card)
     return records
 
 
@@ -92,8 +100,6 @@ def _run_job(job: Job, folder: Path) -> Record:
         record = asdict(Outcome("skipped", reason))
     else:
         record = asdict(execute(job.notebook, output, job.parameters))
-        warning = _make_page(output) if output.exists() else ""
-        record["reason"] = record["reason"] or warning
     about = {"notebook": job.notebook.stem, "parameters": job.line(), "code": found}
     return _save(about | record, job, folder)
 
