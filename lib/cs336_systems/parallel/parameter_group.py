@@ -238,9 +238,8 @@ class Reduction:
             if stream.cuda is None:  # a sum of float16 overflows where its mean does not
                 torch._foreach_div_(self._gradients, dist.get_world_size())
             slices = group._padded_slices(self._received)
-            works = stream.send(
-                REDUCE_SCATTER, [slices[number] for number in group.trainable], self._gradients
-            )
+            outputs = [slices[number] for number in group.trainable]
+            works = stream.send(REDUCE_SCATTER, outputs, self._gradients)
             if stream.cuda is not None:
                 self._hand_over()
             self._arrival = stream.arrival(works)

@@ -181,9 +181,8 @@ class ShardedOptimizer(Optimizer):
         trainable = [p for group in groups for p in group["params"] if p.requires_grad]
         partition = partition_tensors(trainable, self._world_size, self._bucket_size_mb)
         own = {parameter for segments in partition for parameter in segments[self._rank]}
-        return partition, [
-            _settings(group) | {"params": [p for p in group["params"] if p in own]} for group in groups
-        ]
+        parts = [_settings(group) | {"params": [p for p in group["params"] if p in own]} for group in groups]
+        return partition, parts
 
     def _check_addresses(self) -> None:
         """Raise if parameters were moved or unfrozen since construction: they would not be updated."""

@@ -76,9 +76,7 @@ def partition_tensors(tensors: Iterable[Tensor], world_size: int, bucket_size_mb
         bucket_size_mb: the most a bucket holds, all segments together, in MB of 2**20 bytes. A larger tensor
             begins a bucket, and the gaps beside it are filled with others.
     """
-    of_dtype: dict[torch.dtype, list] = defaultdict(
-        list
-    )  # buckets, with the lengths of their segments so far
+    of_dtype: dict[torch.dtype, list] = defaultdict(list)  # buckets, each with the lengths of its segments
     for tensor in sorted(tensors, key=lambda tensor: -tensor.nbytes):
         length, limit = padded_length(tensor), bucket_size_mb * 2**20 / tensor.element_size() / world_size
         buckets = of_dtype[tensor.dtype]

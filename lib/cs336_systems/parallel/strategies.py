@@ -95,20 +95,16 @@ WITH_BUCKETS = ("bucketed", "torch")  # they take bucket_size_mb
 
 @dataclass(frozen=True)
 class Sharding:
-    """A strategy of training on several GPUs: who wraps the module, and who wraps its optimizer.
+    """A strategy of training on several GPUs: who wraps the module, and who wraps its optimizer."""
 
-    wrap: called as wrap(module), where it `casts` as wrap(module, compute_dtype=...).
-    make_optimizer: called as make_optimizer(parameters, optimizer class, **settings).
-    wraps_optimizer: wrap is called as wrap(module, optimizer).
-    casts: the wrapper itself computes in 16 bits; without, the forward runs under autocast.
-    """
-
+    # Called as wrap(module), where it casts as wrap(module, compute_dtype=...), or as wrap(module, optimizer).
     wrap: Callable[..., nn.Module]
+    # Called as make_optimizer(parameters, optimizer class, **settings).
     make_optimizer: Callable[..., Optimizer] = lambda parameters, kind, **settings: kind(
         parameters, **settings
     )
     wraps_optimizer: bool = False
-    casts: bool = False
+    casts: bool = False  # the wrapper itself computes in 16 bits; without, the forward runs under autocast
 
 
 _bucketed = partial(BucketedDDP, bucket_size_mb=25)
