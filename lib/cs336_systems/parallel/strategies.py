@@ -97,7 +97,7 @@ WITH_BUCKETS = ("bucketed", "torch")  # they take bucket_size_mb
 class Sharding:
     """A strategy of training on several GPUs: who wraps the module, and who wraps its optimizer."""
 
-    # Called as wrap(module), where it casts as wrap(module, compute_dtype=...), or as wrap(module, optimizer).
+    # Called as wrap(module); where it casts, as wrap(module, compute_dtype=...); or wrap(module, optimizer).
     wrap: Callable[..., nn.Module]
     # Called as make_optimizer(parameters, optimizer class, **settings).
     make_optimizer: Callable[..., Optimizer] = lambda parameters, kind, **settings: kind(
