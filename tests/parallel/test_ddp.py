@@ -174,11 +174,6 @@ def test_every_wrapper_keeps_its_promises(backend, ranks):
     launch(run, ranks, *EVERYWHERE, *TWO_RANKS * (ranks == 2), backend=backend, timeout_s=200)
 
 
-def test_without_a_process_group_is_an_error_that_says_what_to_do():
-    with pytest.raises(RuntimeError, match=r"NaiveDDP .* `launch`"):
-        NaiveDDP(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("size", [0, float("nan"), "25"])
 def test_bucket_size_is_checked(size):
     with pytest.raises(ValueError, match="bucket_size_mb"):

@@ -142,14 +142,12 @@ def backward_finds_its_weights(context):
 def gradients_of_inputs_and_a_kept_graph(context):
     """autograd.grad for an input between two passes through one graph."""
     for name, wrap in SHARDED.items():
-        alone, wrapped = Net("view"), wrap(Net("view"))
-        x = batch(context.rank).requires_grad_()
+        alone, wrapped, x = Net("view"), wrap(Net("view")), batch(context.rank).requires_grad_()
         total = wrapped(x).square().mean()
         (found,) = torch.autograd.grad(total, x, retain_graph=True)
         (expected,) = torch.autograd.grad(alone(x).square().mean(), x)
         torch.testing.assert_close(found, expected, msg=name)
-        total.backward(retain_graph=True)
-        total.backward()
+        total.backward(retain_graph=True), total.backward()
         for rank in range(context.world_size):
             (2 * loss_of(alone, rank) / context.world_size).backward()
         wrapped.finish_gradient_synchronization()
@@ -481,10 +479,9 @@ def refusals(context):
         wrapped.to(torch.bfloat16)
     with pytest.raises(ValueError, match="assign is True; allowed: False"):
         wrapped.load_state_dict(wrapped.state_dict(), assign=True)
-    before = [x.clone() for x in wrapped.to(context.device).parameters()]
-    wrapped.load_state_dict({name: x + 1 for name, x in wrapped.state_dict().items()})
-    for x, old in zip(wrapped.parameters(), before, strict=True):
-        assert torch.equal(x, old + 1)
+    raised = {name: x + 1 for name, x in wrapped.to(context.device).state_dict().items()}
+    wrapped.load_state_dict(raised)
+    assert all(torch.equal(x, raised[name]) for name, x in wrapped.named_parameters())
 
 
 def garbage(context):
@@ -508,3 +505,11 @@ CHECKS += [small_ranges_and_lazy_views, disagreement, refusals, garbage]
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_two_ranks(check):
     launch(run, 2, check, backend="gloo", timeout_s=120)
+
+
+@pytest.mark.parametrize("kind", [NaiveDDP, FSDP, ShardedOptimizer])
+def test_without_a_process_group_is_an_error_that_says_what_to_do(kind):
+    module = nn.Linear(2, 2)
+    arguments = (module.parameters(), torch.optim.AdamW) if kind is ShardedOptimizer else (module,)
+    with pytest.raises(RuntimeError, match=f"{kind.__name__} needs a process group; .* `launch`"):
+        kind(*arguments)

@@ -296,11 +296,6 @@ def test_a_world_of_one_is_told_what_to_use(tmp_path):
         dist.destroy_process_group()
 
 
-def test_without_a_process_group_is_an_error_that_says_what_to_do():
-    with pytest.raises(RuntimeError, match=r"ShardedOptimizer .* `launch`"):
-        ShardedOptimizer(nn.Linear(2, 2).parameters(), AdamW)
-
-
 @pytest.mark.parametrize(("world_size", "padding"), [(2, 1e-5), (3, 0.01), (8, 0.02)])
 def test_the_sizes_of_the_handout_are_partitioned_almost_evenly(world_size, padding):
     for name, edition in (("medium", 2025), ("xl", 2025), ("xl", 2026)):
