@@ -41,7 +41,7 @@ notebooks: setup ## execute every notebook in place on the CPU, as it is committ
 
 site: setup ## the notebooks as a site in site/, read offline; installs Sphinx, myst-nb and furo into .venv
 	@$(PY) -c 'import furo, myst_nb' 2>/dev/null || $(PY) -m pip install -q -e '.[site]'
-	@$(PY) -m cs336_systems site
+	@$(PY) -m cs336_systems site $(ARGS)
 
 figures: setup ## redraw every plot from the rows
 	@$(PY) -m cs336_systems figures $(ARGS)

@@ -12,7 +12,7 @@
   });
   const place = (value, axis) => {
     const share = (Math.log10(value) - ranges[axis][0]) / (ranges[axis][1] - ranges[axis][0]);
-    return (axis ? 250 - 240 * share : 50 + 560 * share).toFixed(1);
+    return (axis ? 250 - 240 * share : 50 + 540 * share).toFixed(1);
   };
   const text = (x, y, said) => `<text x="${x}" y="${y}" font-size="12" fill="currentColor">${said}</text>`;
   const curve = (points, n) => {
@@ -39,11 +39,12 @@
       const across = powers(ranges[0]).map(x => text(place(x, 0) - 4, 268, short(x)));
       const up = powers(ranges[1]).map(y => text(2, place(y, 1), short(y)));
       const known = curves.map((points, n) => [points, n]).filter(([points]) => points.length);
-      const told = known.map(([points, n]) => `<span style="color:${colors[n]}">●</span> ${figure.labels[n]}` +
-        (points.length === 1 ? ` ${short(points[0][1])}` : ""));
+      const told = known.map(([points, n]) => '<span style="white-space:nowrap">' +
+        `<span style="color:${colors[n]}">●</span> ${figure.labels[n]} ` +
+        `${points.length > 1 ? "" : short(points[0][1])}</span>`);
       const drawn = [...figure.fixed.map(points => curve(points)), ...known.map(pair => curve(...pair))];
       return `<svg viewBox="0 0 640 290" style="width:100%">${[...across, ...up, ...drawn].join("")}` +
-        `${text(300, 286, figure.xlabel)}</svg>${figure.ylabel}: ${told.join(" &nbsp; ")}`;
+        `${text(300, 286, figure.xlabel)}</svg>${figure.ylabel}: ${told.join(" &emsp;")}`;
     },
   };
   const html = at => draw[figure.kind](state(at));

@@ -1,6 +1,6 @@
 """A figure with sliders, in the output of a cell: Python computes each state, a script shows the one chosen.
 
-It stands below a plot of one of its states, which is what a page without scripts shows. It loads nothing.
+It stands below a plot, which is what a page without scripts shows. It loads nothing.
 """
 
 import json

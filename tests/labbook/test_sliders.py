@@ -61,7 +61,7 @@ def test_lines_place_points_on_logarithmic_axes_and_cells_show_their_texts(tmp_p
 
     how = {"labels": ["a", "b"], "fixed": [[(1, 1), (100, 10)]], "xlabel": "x", "ylabel": "y"}
     texts = shown(Sliders("lines", CONTROLS, points, **how).html(), tmp_path)
-    assert 'cx="330.0" cy="250.0"' in texts[0]
+    assert 'cx="320.0" cy="250.0"' in texts[0]
     assert "a 1" in texts[0]
     assert [text.count("<polyline") for text in texts] == [1, 2] * 3
     rows = lambda batch_size, dtype: [[f"{batch_size} ←", ""], ["", dtype]]  # noqa: E731

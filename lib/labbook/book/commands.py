@@ -58,6 +58,7 @@ def _parser(program: str | None) -> ArgumentParser:
     folder = notebooks.NOTEBOOKS.parent / "runs"
     add["run"]("--output", type=Path, default=folder, metavar="FOLDER", help="default: runs")
     add["card"]("--refresh", action="store_true", help="measure again")
+    add["site"]("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
     add["rows"]("what", choices=["pack", "add"])
     add["rows"]("source", help="a machine's slug, which becomes <slug>.zip here; or such a file")
     for name in ("notebooks", "figures", "learn"):
@@ -145,10 +146,10 @@ def _learn(options: Namespace) -> None:
 
 
 def _site(options: Namespace) -> None:
-    """the executed notebooks as a site in site/, to be read offline"""
+    """the executed notebooks as a site in site/, to be read offline; or those of a run, in its folder"""
     from labbook.book.site import build
 
-    print(build(notebooks.NOTEBOOKS.parent / "site"))
+    print(build((options.folder or notebooks.NOTEBOOKS.parent) / "site", options.folder))
 
 
 def _rows(options: Namespace) -> None:

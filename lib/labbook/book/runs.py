@@ -33,8 +33,12 @@ _INDEX = """\
 <meta charset="utf-8">
 <title>The workbook on {machine}</title>
 <style>
+:root {{ color-scheme: light dark; }}
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
-td {{ padding: .35rem .75rem; }}
+table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
+td, th {{ padding: .25rem .5rem; border-bottom: 1px solid #8886; }}
+a {{ color: #2757dd; }}
+@media (prefers-color-scheme: dark) {{ a {{ color: #5ca5ff; }} }}
 </style>
 <h1>The workbook on {machine}</h1>
 <p>{card}</p>

@@ -40,22 +40,26 @@ html_show_sphinx, copyright = False, ""
 """
 
 
-def build(target: Path) -> Path:
-    """Write the site into a folder, in place of what is there; its first page.
+def build(target: Path, folder: Path | None = None) -> Path:
+    """Write the site of the notebooks in a folder, by default the committed ones, in place of what is there.
+
+    Returns:
+        Its first page.
 
     Raises:
         BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
     """
     if missing := [name for name in ("sphinx", "myst_nb", "furo") if find_spec(name) is None]:
         raise BatchError(f"{', '.join(missing)} is not installed; `pip install -e '.[site]'` does it")
-    with tempfile.TemporaryDirectory() as folder:
-        source, built = Path(folder) / "source", Path(folder) / "built"
+    executed = folder or notebooks.NOTEBOOKS
+    if not any(executed.glob("*.ipynb")):
+        raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
+    with tempfile.TemporaryDirectory() as scratch:
+        source, built = Path(scratch) / "source", Path(scratch) / "built"
         (source / "extra").mkdir(parents=True)
         copy_mathjax(source / "static" / "mathjax")
         (source / "conf.py").write_text(_CONFIG, encoding="utf-8")
-        gallery = [
-            line for path in sorted(notebooks.NOTEBOOKS.glob("*.ipynb")) for line in _page(path, source)
-        ]
+        gallery = [line for path in sorted(executed.glob("*.ipynb")) for line in _page(path, source)]
         (source / "gallery.md").write_text("# Every plot, and what it shows\n\n" + "\n".join(gallery))
         (source / "machines.md").write_text("\n".join(_machines()), encoding="utf-8")
         (source / "index.md").write_text(_contents(source), encoding="utf-8")

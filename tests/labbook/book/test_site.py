@@ -36,6 +36,8 @@ def test_what_is_not_installed_or_not_executed_is_said(folder, monkeypatch):
     with pytest.raises(BatchError, match=r"furo is not installed; `pip install -e '.\[site\]'`"):
         site.build(folder / "site")
     monkeypatch.setattr(site, "find_spec", lambda name: name)
+    with pytest.raises(BatchError, match=r"there is no executed notebook in .*figures"):
+        site.build(folder / "site", folder / "figures")
     nbformat.write(v4.new_notebook(cells=[v4.new_code_cell("1")]), folder / "notebooks" / "13_three.ipynb")
     with pytest.raises(BatchError, match=r"13_three.ipynb has no outputs"):
         site.build(folder / "site")
