@@ -1,6 +1,6 @@
 """Execute one notebook in a process of its own, which leaves nothing behind however it ends.
 
-As a program: python -m labbook.book.execute SOURCE OUTPUT '{"model_size": "small"}'
+As a program, python -m labbook.book.execute, it reads a line: ["SOURCE", "OUTPUT", {"model_size": "small"}].
 """
 
 import json
@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -37,19 +37,34 @@ class Outcome:
     host_memory_mib: float = 0.0
 
 
-def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
+_ready: list[tuple[subprocess.Popen, IO]] = []  # processes that wait for a notebook, and their logs
+
+
+def _start() -> tuple[subprocess.Popen, IO]:
+    # It watches its stdin: when we are killed the pipe closes, and it ends itself and its kernel
+    log = tempfile.TemporaryFile()  # noqa: SIM115  closed by who takes it
+    how = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "start_new_session": True}
+    return subprocess.Popen([sys.executable, "-m", __name__], **how), log
+
+
+def execute(source: Path, output: Path, parameters: dict[str, Any], *, more: bool = False) -> Outcome:
     """Execute a notebook with this Python; `output` is replaced when it has ended, well or with an error.
 
     Its folder is the kernel's working directory. Ctrl-C ends everything that was started here.
+
+    Args:
+        more: another one will follow; the process for it starts, and imports what it needs, in the meantime.
     """
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
-    command = [sys.executable, "-m", __name__, str(source), str(partial), json.dumps(parameters)]
     started, peak, code = time.perf_counter(), 0, None
-    with tempfile.TemporaryFile() as log:
-        # It watches its stdin: when we are killed the pipe closes, and it ends itself and its kernel
-        how = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "start_new_session": True}
-        process = subprocess.Popen(command, **how)
+    process, log = _ready.pop() if _ready else _start()
+    if more:
+        _ready.append(_start())
+    with log:
         try:
+            with suppress(BrokenPipeError):  # it has ended
+                process.stdin.write(json.dumps([str(source), str(partial), parameters]).encode() + b"\n")
+                process.stdin.flush()
             while code is None:
                 with suppress(subprocess.TimeoutExpired):
                     code = process.wait(_LOOK_EVERY_S)
@@ -57,7 +72,8 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
                     tree = psutil.Process(process.pid).children(recursive=True)
                     peak = max(peak, sum(each.memory_info().rss for each in tree))
         finally:
-            process.stdin.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
             if code is None:
                 _kill_tree(process.pid)
                 process.wait()
@@ -81,9 +97,8 @@ def _kill_tree(pid: int) -> None:
                 process.kill()
 
 
-def _main(source: str, output: str, parameters: str) -> int:
-    """Run it with papermill; print one line if that fails, saying what and where."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _main() -> int:
+    """Run a notebook with papermill; print one line if that fails, saying what and where."""
     # Here and not above: only this process needs the Jupyter libraries, which take a second to import.
     import papermill
     from ipykernel.kernelspec import get_kernel_dict
@@ -109,9 +124,13 @@ def _main(source: str, output: str, parameters: str) -> int:
 
     engines.NotebookExecutionManager = SavedSeldom
     logging.getLogger("papermill").setLevel(logging.ERROR)
+    if not (line := sys.stdin.buffer.readline()):
+        return 0  # there is none any more
+    source, output, parameters = json.loads(line)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         papermill.execute_notebook(
-            source, output, json.loads(parameters), cwd=Path(source).parent, progress_bar=False,
+            source, output, parameters, cwd=Path(source).parent, progress_bar=False,
             kernel_name="python3", language="python", kernel_manager_class=ThisPython,
         )  # fmt: skip
     except PapermillExecutionError as error:
@@ -130,4 +149,4 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_main(*sys.argv[1:]))
+    sys.exit(_main())

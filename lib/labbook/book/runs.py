@@ -72,7 +72,7 @@ def run_batch(jobs: Sequence[Job], folder: Path, card: str, *, force: bool = Fal
                 if again := force or (why := why_again(job, record, folder)) is not None:
                     if record and not force:
                         bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
-                    record = _run_job(job, folder)
+                    record = _run_job(job, folder, more=job is not jobs[-1])
                     bar.write(_line(record))
             records.append(record)
             # What a page lacked may be there now
@@ -98,12 +98,12 @@ def why_again(job: Job, record: Record | None, folder: Path) -> str | None:
     return code.why(dict.fromkeys(now, "") | before, now) or None
 
 
-def _run_job(job: Job, folder: Path) -> Record:
+def _run_job(job: Job, folder: Path, *, more: bool) -> Record:
     output, found = folder / f"{job.name}.ipynb", _code(job)
     if reason := why_not_here(job.notebook.stem):
         record = asdict(Outcome("skipped", reason))
     else:
-        record = asdict(execute(job.notebook, output, job.parameters))
+        record = asdict(execute(job.notebook, output, job.parameters, more=more))
     about = {"notebook": job.notebook.stem, "parameters": job.line(), "code": found}
     return _save(about | record, job, folder)
 

@@ -38,7 +38,7 @@ def outcome(monkeypatch):
     """How executions end, without any: outcome(status, reason)."""
 
     def set_outcome(*fields):
-        monkeypatch.setattr(runs, "execute", lambda *_: Outcome(*fields))
+        monkeypatch.setattr(runs, "execute", lambda *_, more: Outcome(*fields))
 
     set_outcome("ok")
     return set_outcome

@@ -28,7 +28,7 @@ def executed(monkeypatch):
     """Executions without a kernel: the list of what was executed; notebooks with 12 in their name fail."""
     done = []
 
-    def execute(source, output, parameters):
+    def execute(source, output, parameters, more):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
         return (
