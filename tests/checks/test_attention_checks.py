@@ -1,16 +1,21 @@
-"""check_attention accepts what is right, and names what is wrong with the mistakes that people make."""
+"""What is checked of attention: right answers pass, and of wrong ones the usual reason is named.
+
+The steps of single tiles are tried in test_notebook_steps.py, with the solutions of 24 and 25.
+"""
 
 import math
 
 import pytest
 import torch
 
+from cs336_systems.attention import FlashAttentionPyTorch, flash_pytorch
 from cs336_systems.attention.plain import causal_mask, plain_attention
-from cs336_systems.checks import BASIC, AttentionCase, check_attention, check_logsumexp
+from cs336_systems.checks import BASIC, AttentionCase, check_attention, check_logsumexp, step
 
 
-def visible(scores):
-    return causal_mask(*scores.shape[-2:], device=scores.device)
+def scores_of(q, k):
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    return scores, causal_mask(*scores.shape[-2:], device=q.device)
 
 
 def mixed_batch(q, k, v, is_causal):
@@ -19,15 +24,13 @@ def mixed_batch(q, k, v, is_causal):
 
 
 def mask_of_the_wrong_side(q, k, v, is_causal):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if is_causal:
-        scores = scores.masked_fill(~visible(scores).mT, -1e4)
-    return scores.softmax(-1) @ v
+    scores, visible = scores_of(q, k)
+    return (scores.masked_fill(~visible.mT, -1e4) if is_causal else scores).softmax(-1) @ v
 
 
 def without_a_maximum(q, k, v, is_causal):
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    p = scores.masked_fill(~visible(scores), -math.inf).exp() if is_causal else scores.exp()
+    scores, visible = scores_of(q, k)
+    p = (scores.masked_fill(~visible, -math.inf) if is_causal else scores).exp()
     return p / p.sum(-1, keepdim=True) @ v
 
 
@@ -35,16 +38,35 @@ def in_float16(q, k, v, is_causal):
     return plain_attention(q.half(), k.half(), v.half(), is_causal).to(q.dtype)
 
 
-def without_a_gradient_for_k(q, k, v, is_causal):
-    return plain_attention(q, k.detach(), v, is_causal)
+def unscaled(q, k, v, is_causal):
+    return plain_attention(q * math.sqrt(q.shape[-1]), k, v, is_causal)
 
 
-def of_another_shape(q, k, v, is_causal):
-    return plain_attention(q, k, v, is_causal).mT
+def in_tf32(q, k, v, is_causal):
+    """With the ten bits of mantissa that TF32 keeps."""
+    q, k, v = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (q, k, v))
+    return plain_attention(q, k, v, is_causal)
 
 
-def of_another_dtype(q, k, v, is_causal):
-    return plain_attention(q, k, v, is_causal).double()
+def greedy(q, k, v, is_causal):
+    """Reads a row beyond the last and gives it no weight, which NaN survives."""
+    beyond = q.as_strided((q.numel() + q.shape[-1],), (1,), q.storage_offset())[-1]
+    return plain_attention(q, k, v, is_causal) + 0 * beyond
+
+
+class WithoutDelta(FlashAttentionPyTorch):
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, logsumexp = ctx.saved_tensors
+        return *flash_pytorch.flash_backward(do, q, k, v, 0 * o, logsumexp, ctx.is_causal), None
+
+
+class KeepsLogsumexpOfBase2(FlashAttentionPyTorch):
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False):
+        o = FlashAttentionPyTorch.forward(ctx, q, k, v, is_causal)
+        ctx.save_for_backward(*ctx.to_save[:-1], ctx.to_save[-1] / math.log(2))
+        return o
 
 
 def test_accepts_what_is_right():
@@ -67,9 +89,9 @@ def test_takes_a_name_of_the_registry():
         (mask_of_the_wrong_side, "O of case 'causal'"),
         (without_a_maximum, "O of case 'large scores'.*not finite"),
         (in_float16, "O of case 'full'.*allowed"),
-        (without_a_gradient_for_k, "dK of case 'full' is missing"),
-        (of_another_shape, r"is \(3, 64, 128\), .*; wanted: \(3, 128, 64\)"),
-        (of_another_dtype, "torch.float64; wanted: .*torch.float32"),
+        (lambda q, k, v, c: plain_attention(q, k.detach(), v, c), "dK of case 'full' is missing"),
+        (lambda *qkvc: plain_attention(*qkvc).mT, r"is \(3, 64, 128\), .*; wanted: \(3, 128, 64\)"),
+        (lambda *qkvc: plain_attention(*qkvc).double(), "torch.float64; wanted: .*torch.float32"),
     ],
 )
 def test_names_what_is_wrong(wrong, message):
@@ -93,25 +115,30 @@ def test_a_first_tile_that_weighs_nothing_is_asked_of_libraries():
         check_attention(online, cases=[AttentionCase("padding first", n_keys=400, n_padding=260)])
 
 
-class SavesLogsumexp(torch.autograd.Function):
-    base = 1.0  # of the logarithm that is saved: 1 for the natural one
-
-    @staticmethod
-    def forward(ctx, q, k, v, is_causal):
-        scores = q @ k.mT / math.sqrt(q.shape[-1])
-        scores = scores.masked_fill(~visible(scores), -math.inf)
-        ctx.save_for_backward(q, k, v, scores.logsumexp(-1) * SavesLogsumexp.base)
-        return scores.softmax(-1) @ v
-
-    @staticmethod
-    def backward(ctx, do):
-        raise NotImplementedError
-
-
-def test_logsumexp_is_natural_and_alone(monkeypatch):
-    check_logsumexp(SavesLogsumexp.apply)
-    monkeypatch.setattr(SavesLogsumexp, "base", math.log2(math.e))
-    with pytest.raises(AssertionError, match="natural logarithm"):
-        check_logsumexp(SavesLogsumexp.apply)
+def test_logsumexp_is_natural_and_alone():
+    check_logsumexp(FlashAttentionPyTorch.apply)
     with pytest.raises(AssertionError, match="0 saved tensors have shape"):
         check_logsumexp(plain_attention)
+
+
+@pytest.mark.parametrize(
+    ("checked", "candidate", "named"),
+    [
+        ("forward", FlashAttentionPyTorch.apply, ""),
+        ("forward", mixed_batch, "first sequence is right"),
+        ("forward", unscaled, "agrees with attention"),
+        ("forward", in_tf32, "TF32"),
+        ("forward", greedy, "out of bounds"),
+        ("backward", FlashAttentionPyTorch.apply, ""),
+        ("backward", WithoutDelta.apply, "dQ"),
+        ("backward", KeepsLogsumexpOfBase2.apply, "natural logarithm"),
+    ],
+)
+def test_the_steps_name_what_is_wrong(checked, candidate, named, capsys):
+    flash_steps = pytest.importorskip("cs336_systems.checks.flash_steps", exc_type=ImportError)
+    with step("step") as check:
+        getattr(flash_steps, f"check_{checked}")(check, candidate)
+    shown = capsys.readouterr().out.splitlines()
+    crosses = " ".join(line for line in shown if line.startswith("✗"))
+    assert check.passed is not bool(named), crosses
+    assert named in crosses

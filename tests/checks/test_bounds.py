@@ -92,3 +92,34 @@ def test_another_interpreter_is_not_watched(monkeypatch, capsys):
         check("it goes on", True)
     assert check.passed
     assert "not watched" in capsys.readouterr().out
+
+
+@triton.jit
+def without_end(x_ptr):
+    while True:
+        tl.store(x_ptr, tl.load(x_ptr) + 1)
+
+
+@triton.jit
+def that_exits(x_ptr):
+    raise SystemExit(tl.load(x_ptr))
+
+
+@triton.jit
+def to_come(x_ptr):
+    raise NotImplementedError()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "passed", "said"),
+    [
+        (without_end, False, "✗ not done within 0.5 s; does a loop never end?"),
+        (that_exits, False, "✗ SystemExit was raised"),
+        (to_come, None, "kernel: not yet"),
+    ],
+)
+def test_a_kernel_that_does_not_return_is_a_sentence(kernel, passed, said, capsys):
+    with step("kernel", timeout_s=0.5) as check:
+        kernel[1,](torch.zeros(1))
+    assert check.passed is passed
+    assert capsys.readouterr().out.startswith(said)

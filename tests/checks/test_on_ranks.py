@@ -12,280 +12,183 @@ from candidates import try_each
 from solutions import written
 
 from cs336_systems import checks, parallel
-from cs336_systems.checks import ddp_checks, fsdp_checks, sharded_optimizer_checks, tensor_parallel_checks
+from cs336_systems.checks import ddp_checks, fsdp_checks
 from cs336_systems.parallel import launch
 
+
+def lines(*lines):
+    return "\n        ".join(lines)
+
+
 # What is said of a solution, and the pieces in which it is changed: (piece, instead, piece, instead, ...).
-_START, _ALL_REDUCE = (
-    "self.module, self.handles = module, []",
-    "dist.all_reduce(parameter.grad, async_op=True)",
+START, SEND = "self.module, self.handles = module, []", "dist.all_reduce(parameter.grad, async_op=True)"
+DIVIDE, WAIT, FINISH = (
+    "parameter.grad /= dist.get_world_size()",
+    "self.handles.pop().wait()",
+    "while self.handles:",
 )
-_DIVIDE, _END = "parameter.grad /= dist.get_world_size()", "self.handles.pop().wait()"
+DIVIDE_ALL = "[p.grad.div_(dist.get_world_size()) for p in self.module.parameters() if p.grad is not None]"
+SEND_ALL = "[self.on_gradient(p) for p in self.module.parameters() if p.grad is not None]"
 DDP = {
     "^$": (),
-    "rank 1: after wrapping, 'shift' .* Broadcast every parameter": (
-        "dist.broadcast(tensor.data, src=0)",
-        "pass",
-    ),
+    "rank 1: after wrapping, 'shift' .* Broadcast every": ("dist.broadcast(tensor.data, src=0)", "pass"),
     "rank 1: .* 'shift' ": (", *module.buffers()", ""),
     "'first.weight' has changed before": ("all_reduce(parameter.grad", "all_reduce(parameter.data.div_(4)"),
-    "'first.weight' is the sum over .* Div": (_DIVIDE, "pass"),
-    "rank 0, 1: backward waits for each message. .* async_op=True": (
-        f"self.handles.append({_ALL_REDUCE})",
-        "dist.all_reduce(parameter.grad)",
-    ),
-    "rank 0, 1: 4 of 4 messages leave only in finish_gradient_synchronization": (
-        "parameter.register_post_accumulate_grad_hook(self.on_gradient)",
-        "pass",
-        "while self.handles:",
-        """for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                self.on_gradient(parameter)
-        while self.handles:""",
-    ),
-    "rank 0[, 1]*: 4 of 4 all-reduces may still be under way": (_END, "self.handles.pop()"),
-    "rank 0[, 1]*: 1 of 4 all-reduces": ("while self.handles:", "while self.handles[1:]:"),
-    "'first.weight' is still this rank's own. Average it": (
-        *(_DIVIDE, "pass"),
-        *("all_reduce(parameter.grad", "all_reduce(parameter.grad.clone()"),
-    ),
-    "'rarely.weight' is still this rank's own": (
-        _DIVIDE,
-        f"if parameter is self.module.rarely.weight:\n            return\n        {_DIVIDE}",
-    ),
-    "frozen parameter 'frozen.weight'": (_START, "self.module, self.handles = module.requires_grad_(), []"),
+    "'first.weight' is the sum over .* Div": (DIVIDE, "pass"),
+    "rank 0, 1: backward waits for each message. .* async_op=True":
+        (f"self.handles.append({SEND})", "dist.all_reduce(parameter.grad)"),
+    "rank 0, 1: 4 of 4 messages leave only in finish_gradient_synchronization":
+        ("parameter.register_post_accumulate_grad_hook", "id", FINISH, lines(SEND_ALL, FINISH)),
+    "rank 0[, 1]*: 4 of 4 all-reduces may still be under way": (WAIT, "self.handles.pop()"),
+    "rank 0[, 1]*: 1 of 4 all-reduces": (FINISH, "while self.handles[1:]:"),
+    "'first.weight' is still this rank's own. Average it":
+        (DIVIDE, "pass", "all_reduce(parameter.grad", "all_reduce(parameter.grad.clone()"),
+    "'rarely.weight' is still this rank's own":
+        (DIVIDE, lines("if parameter is self.module.rarely.weight: return", DIVIDE)),
+    "frozen parameter 'frozen.weight'": (START, "self.module, self.handles = module.requires_grad_(), []"),
     "rank 0, 1: `.module` ": ("self.module", "self.inner"),
-    "float16 gradients .* divide by the world size before the sum": (
-        *(_DIVIDE, "pass"),
-        _END,
-        f"""{_END}
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                {_DIVIDE}""",
-    ),
-    "hooks on a parameter do not": (
-        _START,
-        f"""{_START}
-        for parameter in module.parameters():
-            (parameter._post_accumulate_grad_hooks or {{}}).clear()""",
-    ),
-}
-_CLASS, _STEP = "class AsyncSharded(ShardedStates):\n", "self.inside.step()\n"
-_SEND = "[dist.broadcast(p.data, src=owner, async_op=True) for p, owner in self.owners.items()]"
-_NO_UPDATE = ("mine.update(", "dict(")
+    "float16 gradients .* divide .* before the sum": (DIVIDE, "pass", WAIT, lines(WAIT, DIVIDE_ALL)),
+    "hooks on a parameter do not":
+        (START, lines(START, "[(p._post_accumulate_grad_hooks or {}).clear() for p in module.parameters()]")),
+}  # fmt: skip
+CLASS, STEP, SUPER = (
+    "class AsyncSharded(ShardedStates):\n",
+    "self.inside.step()\n",
+    "super().__init__(params, settings)",
+)
+BROADCASTS = "[dist.broadcast(p.data, src=owner, async_op=True) for p, owner in self.owners.items()]"
+ROUNDED = "[[dist.broadcast(y := p.data.bfloat16(), src=r), p.data.copy_(y)] for p, r in self.owners.items()]"
+NO_UPDATE, LATER = ("mine.update(", "dict("), "self.inside.add_param_group(mine)"
+FILL = (
+    "without = [p for p in self.owners if p.grad is None]",
+    "for p in without: p.grad = torch.zeros_like(p)",
+)
 OPTIMIZER = {
     "^$": (),
-    "no torch.optim.Optimizer": (_CLASS, f"{_CLASS}    __new__ = lambda *_, **__: object()\n"),
-    "param_groups hold 4 parameters of 8": (
-        "self.owners |= owners",
-        "self.owners |= owners\n        group['params'] = mine['params']",
-    ),
-    "param_groups have no 'lr'": (
-        "super().__init__(params, settings)",
-        "super().__init__(params, settings)\n        self.param_groups[0].pop('lr')",
-    ),
-    "parameter 0 .* the settings were AdamW's defaults": (
-        *("([mine], **self.settings)", "(mine['params'])"),
-        *_NO_UPDATE,
-    ),
-    "parameter 0 .* updated on rank 0 alone.* broadcast": (_SEND, "[]"),
-    "parameter 0 .* as before the step, on every rank.* src=owner": (
-        "src=owner",
-        "src=(owner + 1) % self.world_size",
-    ),
+    "no torch.optim.Optimizer": (CLASS, f"{CLASS}    __new__ = lambda *_, **__: object()\n"),
+    "param_groups hold 4 parameters of 8":
+        ("self.owners |= owners", lines("self.owners |= owners", "group['params'] = mine['params']")),
+    "param_groups have no 'lr'": (SUPER, lines(SUPER, "self.param_groups[0].pop('lr')")),
+    "parameter 0 .* the settings were AdamW's defaults":
+        ("([mine], **self.settings)", "(mine['params'])", *NO_UPDATE),
+    "parameter 0 .* updated on rank 0 alone.* broadcast": (BROADCASTS, "[]"),
+    "parameter 0 .* as before the step, on every rank.* src=owner":
+        ("src=owner", "src=(owner + 1) % self.world_size"),
     "8 of 8 broadcasts may still be under way": ("handle.wait()", "pass"),
-    "updated twice": (_STEP, f"{_STEP}        {_STEP}"),
-    "parameter 0 .* states on 2 ranks.* the one inside what it owns": (
-        *("if owners[p] == self.rank]", "]"),
-        *(_SEND, "[]"),
-    ),
-    "rank 0 keeps 94% of the states. Assign by bytes": (
-        *("sorted(parameters, key=lambda parameter: -parameter.nbytes)", "parameters"),
-        *("load.index(min(load))", "len(owners) % world_size"),
-    ),
-    "without a gradient was given one": (
-        _STEP,
-        f"""for p in self.owners:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        {_STEP}""",
-    ),
-    "without a gradient was changed": (
-        _STEP,
-        f"""without = [p for p in self.owners if p.grad is None]
-        for p in without:
-            p.grad = torch.zeros_like(p)
-        {_STEP}
-        for p in without:
-            p.grad = None
-""",
-    ),
+    "updated twice": (STEP, lines(STEP, STEP)),
+    "parameter 0 .* states on 2 ranks.* the one inside what it owns":
+        ("if owners[p] == self.rank]", "]", BROADCASTS, "[]"),
+    "rank 0 keeps 94% of the states. Assign by bytes":
+        ("parameter: -parameter.nbytes", "_: 0", "load.index(min(load))", "len(owners) % world_size"),
+    "without a gradient was given one": (STEP, lines(*FILL, STEP)),
+    "without a gradient was changed": (STEP, lines(*FILL, STEP, "for p in without: p.grad = None\n")),
     "called the closure 0 times": ("closure() if", "None if"),
     "called the closure 2 times": ("closure() if", "closure() and closure() if"),
     "under no_grad": ("with torch.enable_grad():", "with torch.no_grad():"),
     "returned None": ("return loss", "return None"),
-    r"after zero_grad\(\) 4 of 8 gradients": (
-        _CLASS,
-        f"{_CLASS}    zero_grad = lambda self, set_to_none=True: self.inside.zero_grad(set_to_none)\n",
-    ),
-    "with two groups, parameter 0 .* each with its settings": (
-        "super().add_param_group(group)",
-        "super().add_param_group(group)\n        group.update(self.settings)",
-    ),
-    "change of .* as a scheduler makes it": _NO_UPDATE,
-    "after add_param_group, parameter 4 .* as before .* inside its part": (
-        "self.inside.add_param_group(mine)",
-        "self.inside.add_param_group({**mine, 'params': [] if self.inside.state else mine['params']})",
-    ),
-    "after add_param_group, parameter 0 .* keep the first group's states": (
-        "self.inside.add_param_group(mine)",
-        "self.inside.add_param_group(mine)\n            self.inside.state.clear()",
-    ),
+    r"after zero_grad\(\) 4 of 8 gradients":
+        (CLASS, f"{CLASS}    zero_grad = lambda self, to_none=True: self.inside.zero_grad(to_none)\n"),
+    "with two groups, parameter 0 .* each with its settings":
+        ("super().add_param_group(group)", "super().add_param_group({**group, **self.settings})"),
+    "change of .* as a scheduler makes it": NO_UPDATE,
+    "after add_param_group, parameter 4 .* as before .* inside its part":
+        (LATER, lines("mine['params'] = [] if self.inside.state else mine['params']", f"    {LATER}")),
+    "after add_param_group, parameter 0 .* keep the first group's states":
+        (LATER, lines(LATER, "    self.inside.state.clear()")),
     "parameter 4 .* states on 2 ranks": ("if owners[p] ==", "if self.inside or owners[p] =="),
-    "parameter 0 .* not what one optimizer alone makes of it": (
-        _SEND,
-        """[]
-        for p, owner in self.owners.items():
-            message = p.data.bfloat16()
-            dist.broadcast(message, src=owner)
-            p.data.copy_(message)""",
-    ),
-}
-_GATHER = "weight.work = all_gather(weight.all_rows, weight.sent, async_op=True)"
-_ARRIVED, _GRADIENT = "wanted[0].work.wait()", "weight.shard.grad = mine.to(weight.shard.dtype)"
-_MEAN = "weight.whole.grad / dist.get_world_size(), None"
-_AFTER_FORWARD = "weight.layer.weight = weight.shard\n        weight.free()"
-FSDP = {
-    "^$": (),
-    "`.mod": ("self.module = module", "self.module = torch.nn.Sequential(module)"),
-    "'embedding.weight' is not that of rank 0. Broadcast": ("dist.broadcast(parameter.data, src=0)", "pass"),
-    "in the order of the ranks": ("rows[: len(weight.whole)]", "rows.flip(0)"),
-    "it has no 'embedding.weight', but w": (
-        "        return full\n",
-        "        return {'w': full['norm.weight']}\n",
-    ),
-    "'embedding.weight' still has 288 of 288 elements.* rows, 144": (
-        *("return torch.cat([mine, padding])", "return full.clone()"),
-        *("all_gather(rows, weight.shard.detach())", "rows = weight.shard"),
-    ),
-    "'norm.weight' was sharded. Leave": (
-        *("names[parameter]: parameter.detach()", "names[parameter]: self.norms[parameter]"),
-        "if parameter not in shards]\n",
-        """if parameter not in shards]
-        self.norms = {parameter: parameter.data for parameter in self.replicated}
-        for parameter in self.replicated:
-            parameter.data = parameter.data[:30]
-""",
-    ),
-    r"after forward, parameters\(\) are not the shards": ("weight.layer.weight = weight.shard", "pass"),
-    r"'embedding' computes while its weight .* wait\(\)": (_ARRIVED, "pass"),
-    r"shape \(24, 12\) and its shard \(12, 12\)": (
-        _GRADIENT,
-        """shard, weight.shard.data = weight.shard.data, torch.zeros_like(weight.whole)
-            weight.shard.grad = torch.zeros_like(weight.shard)
-            weight.shard.data = shard""",
-    ),
-    "'embedding.weight' is the sum over the ranks. Divide": (_MEAN, "weight.whole.grad, None"),
-    "'embedding.weight' is averaged twice": (_MEAN, "weight.whole.grad / dist.get_world_size() ** 2, None"),
-    "'norm.weight' is still this rank's own": (
-        *("dist.all_reduce(parameter.grad)", "pass"),
-        *("parameter.grad /= dist.get_world_size()", "pass"),
-    ),
-    r"\d+ of \d+ reduce-scatter.* may still be under way": ("            work.wait()", "            pass"),
-    "whole gradient of 'head' went through all_reduce": (
-        "work = reduce_scatter(mine, all_rows, async_op=True)",
-        """work = dist.all_reduce(all_rows, async_op=True)
-        mine = all_rows[dist.get_rank() * len(mine) :][: len(mine)]""",
-    ),
-    "with the weights from before the optimizer's step. Gather": ("weight.free()", "pass"),
-    "with 'embedding.weight' from before the optimizer's step": (
-        "None\n        weight.free()",
-        "None\n        len(weight.whole) == 24 or weight.free()",
-    ),
-    r"after forward the whole .*resize_\(0\)": (_AFTER_FORWARD, "weight.layer.weight = weight.shard"),
-    "after backward the whole .* still have memory: wide": (
-        *("None\n        weight.free()", "None\n        len(weight.whole) == 48 or weight.free()"),
-        "class MyFSDP(ShortFSDP):\n",
-        """class MyFSDP(ShortFSDP):
-    def forward(self, *inputs):
+    "parameter 0 .* not what one optimizer alone makes of it": (BROADCASTS, lines("[]", ROUNDED)),
+}  # fmt: skip
+GATHER = "weight.work = all_gather(weight.all_rows, weight.sent, async_op=True)"
+ARRIVED, GRADIENT = "wanted[0].work.wait()", "weight.shard.grad = mine.to(weight.shard.dtype)"
+MEAN, MY_FSDP = "weight.whole.grad / dist.get_world_size(), None", "class MyFSDP(ShortFSDP):\n"
+FREE_IN_BACKWARD, REPLICATED = "None\n        weight.free()", "if parameter not in shards]\n"
+FREE_BEFORE_FORWARD = """    def forward(self, *inputs):
         for weight in self.weights:
             if weight.work is not None:
                 weight.work.wait()
                 weight.free()
         return super().forward(*inputs)
-""",
-    ),
-    "5 whole gradients have memory at once. Wait for the oldest": (
-        "self.wait_for_reductions(left=1)",
-        "pass",
-    ),
+"""
+FSDP = {
+    "^$": (),
+    "`.mod": ("self.module = module", "self.module = torch.nn.Sequential(module)"),
+    "'embedding.weight' is not that of rank 0. Broadcast": ("dist.broadcast(parameter.data, src=0)", "pass"),
+    "in the order of the ranks": ("rows[: len(weight.whole)]", "rows.flip(0)"),
+    "it has no 'embedding.weight', but w": (" return full\n", " return {'w': full['norm.weight']}\n"),
+    "'embedding.weight' still has 288 of 288 elements.* rows, 144":
+        ("torch.cat([mine, padding])", "full.clone()",
+         "all_gather(rows, weight.shard.detach())", "rows = weight.shard"),
+    "'norm.weight' was sharded. Leave":
+        ("names[parameter]: parameter.detach()", "names[parameter]: parameter.detach().expand(60)",
+         REPLICATED, lines(REPLICATED, "for p in self.replicated: p.data = p.data[:1]\n")),
+    r"after forward, parameters\(\) are not the shards": ("weight.layer.weight = weight.shard", "pass"),
+    r"'embedding' computes while its weight .* wait\(\)": (ARRIVED, "pass"),
+    r"shape \(24, 12\) and its shard \(12, 12\)":
+        (GRADIENT, lines("shard, weight.shard.data = weight.shard.data, torch.zeros_like(weight.whole)",
+         "    weight.shard.grad = torch.zeros_like(weight.shard)", "    weight.shard.data = shard")),
+    "'embedding.weight' is the sum over the ranks. Divide": (MEAN, "weight.whole.grad, None"),
+    "'embedding.weight' is averaged twice": (MEAN, "weight.whole.grad / dist.get_world_size() ** 2, None"),
+    "'norm.weight' is still this rank's own": ("dist.all_reduce(parameter.grad)", "pass", DIVIDE, "pass"),
+    r"\d+ of \d+ reduce-scatter.* may still be under way": ("            work.wait()", "            pass"),
+    "whole gradient of 'head' went through all_reduce":
+        ("work = reduce_scatter(mine, all_rows, async_op=True)",
+         "work, mine = dist.all_reduce(all_rows, async_op=True), all_rows.chunk(2)[dist.get_rank()]"),
+    "with the weights from before the optimizer's step. Gather": ("weight.free()", "pass"),
+    "with 'embedding.weight' from before the optimizer's step":
+        (FREE_IN_BACKWARD, lines("None", "len(weight.whole) == 24 or weight.free()")),
+    r"after forward the whole .*resize_\(0\)":
+        (lines("weight.layer.weight = weight.shard", "weight.free()"), "weight.layer.weight = weight.shard"),
+    "after backward the whole .* still have memory: wide":
+        (FREE_IN_BACKWARD, lines("None", "len(weight.whole) == 48 or weight.free()"),
+         MY_FSDP, MY_FSDP + FREE_BEFORE_FORWARD),
+    "5 whole gradients have memory at once. Wait for": ("self.wait_for_reductions(left=1)", "pass"),
     "all-gather of 'up' starts only when its layer begins": ("place : place + 3", "place : place + 1"),
-    "all-gather of 'embedding' is waited for where it starts": (
-        *(_GATHER, "all_gather(weight.all_rows, weight.sent)\n        weight.work = True"),
-        *(_ARRIVED, "pass"),
-    ),
+    "all-gather of 'embedding' is waited for where it starts":
+        (GATHER, lines("all_gather(weight.all_rows, weight.sent)", "weight.work = True"), ARRIVED, "pass"),
     "all-gather of 'down' starts before .* two layers ahead": ("place : place + 3", "place : place + 4"),
     "in backward 'embedding' is gathered only when": ("max(place - 2, 0) : place", "place : place"),
-    "'embedding' is gathered in torch.float32. Cast": (
-        *(_ARRIVED, "wanted[0].work.wait()\n        wanted[0].all_rows.copy_(wanted[0].arrived)"),
-        *("self.work = None", "self.work = self.arrived = None"),
-        _GATHER,
-        """weight.arrived = torch.empty_like(weight.all_rows, dtype=torch.float32)
-        weight.work = all_gather(weight.arrived, weight.shard.detach(), async_op=True)""",
-    ),
-    "'embedding.weight' loses small updates": (
-        "rows = weight.shard.new_empty",
-        "weight.shard.data = weight.shard.data.to(weight.all_rows.dtype).float()\n            "
-        "rows = weight.shard.new_empty",
-    ),
-    "the shard of 'embedding.weight' is torch.bfloat16": (
-        "rows_of(full, dist.get_rank(), ranks)",
-        "rows_of(full, dist.get_rank(), ranks).to(compute_dtype or full.dtype)",
-    ),
+    "'embedding' is gathered in torch.float32. Cast":
+        (ARRIVED, lines(ARRIVED, "wanted[0].all_rows.copy_(wanted[0].arrived)"),
+         "self.work = None", "self.work = self.arrived = None",
+         GATHER, lines("weight.arrived = torch.empty_like(weight.all_rows, dtype=torch.float32)",
+         "weight.work = all_gather(weight.arrived, weight.shard.detach(), async_op=True)")),
+    "'embedding.weight' loses small updates":
+        ("rows = weight.shard.new_empty",
+         "weight.shard.data = weight.shard.data.to(weight.all_rows.dtype).float();"
+         "rows = weight.shard.new_empty"),
+    "the shard of 'embedding.weight' is torch.bfloat16":
+        ("dist.get_rank(), ranks)", "dist.get_rank(), ranks).to(compute_dtype or full.dtype)"),
     # Last: what they leave in their process looks like casts that live on.
     "casts of shards live on": ("wanted[0].sent = None", "pass"),
-    "dtype torch.bfloat16 and its shard torch.float32": (
-        _GRADIENT,
-        "weight.shard.grad_dtype = None\n            weight.shard.grad = mine.to(weight.all_rows.dtype)",
-    ),
-}
-_SUM = "return Sum.apply(hidden @ self.w2.T, self.group)"
+    "dtype torch.bfloat16 and its shard torch.float32":
+        (GRADIENT, "weight.shard.grad_dtype = None; weight.shard.grad = mine.to(weight.all_rows.dtype)"),
+}  # fmt: skip
+SUM = "return Sum.apply(hidden @ self.w2.T, self.group)"
 TENSOR = {
     "^$": (),
-    "output is only this rank's term. All-reduce": (_SUM, "return hidden @ self.w2.T"),
-    "output is the mean": (_SUM, f"{_SUM} / 2"),
+    "output is only this rank's term. All-reduce": (SUM, "return hidden @ self.w2.T"),
+    "output is the mean": (SUM, f"{SUM} / 2"),
     "gradient of the input is only what comes": ("x = SumGradient.apply(x, self.group)", "pass"),
-    "gradient of w1 is 2 times too large": (
-        "return grad, None",
-        "total = grad.clone()\n        torch.distributed.all_reduce(total)\n        return total, None",
-    ),
-    "w1 has no gradient": (
-        _SUM,
-        "return Sum.apply((hidden @ self.w2.T).detach(), self.group).requires_grad_()",
-    ),
+    "gradient of w1 is 2 times too large":
+        ("return grad, None", "torch.distributed.all_reduce(grad := grad.clone()); return grad, None"),
+    "w1 has no gradient": (SUM, "return Sum.apply((hidden @ self.w2.T).detach(), None).requires_grad_()"),
     r"w2 is \(3, 10\), not \(6, 5\). Cut it into columns": ('dim=1 if name == "w2" else 0', "dim=0"),
-    "rank 1: w3 is not the slice of rank 1": (
-        ".detach(), name, rank, ranks)",
-        ".detach(), name, rank * (name != 'w3'), ranks)",
-    ),
+    "rank 1: w3 is not the slice": ("name, rank, ranks)\n", "name, rank * (name != 'w3'), ranks)\n"),
     "`.w1` is no nn.Parameter": ("torch.nn.Parameter(piece.clone())", "piece.clone()"),
-}
+}  # fmt: skip
 
 
 def _ddp_and_the_unusual(wrap):
-    yield from ddp_checks.properties(wrap, overlapped=True)
+    yield from checks.check_ddp.properties(wrap, overlapped=True)
     yield from ddp_checks.unusual(wrap)
 
 
+SHARDED = partial(checks.check_sharded_optimizer.properties, thorough=True)
 GROUPS = {  # notebook and solution, what is asked, and what is said
     "ddp": ("35", "ShortOverlap", _ddp_and_the_unusual, DDP),
-    "optimizer": (
-        "41",
-        "AsyncSharded",
-        partial(sharded_optimizer_checks.properties, thorough=True),
-        OPTIMIZER,
-    ),
+    "optimizer": ("41", "AsyncSharded", SHARDED, OPTIMIZER),
     "fsdp": ("43", "MyFSDP", fsdp_checks.properties, FSDP),
-    "tensor": ("55", "TensorParallelSwiGLU", tensor_parallel_checks.properties, TENSOR),
+    "tensor": ("55", "TensorParallelSwiGLU", checks.check_tensor_parallel.properties, TENSOR),
 }
 
 
@@ -328,20 +231,13 @@ def test_ours_passes_where_most_is_asked(check, candidate, options, capsys):
     assert len(held) >= 11
 
 
-_FINISH = "while self.handles:"
-
-
 @pytest.mark.parametrize(
     ("changes", "timeout_s", "named"),
     [
-        ((_FINISH, "raise KeyError('oh')\n        while self.handles:"), 60, "raised KeyError: 'oh'"),
+        ((FINISH, lines("raise KeyError('oh')", FINISH)), 60, "raised KeyError: 'oh'"),
         (("return self.module(", "self.module("), 60, "return"),
-        (
-            (_FINISH, "while True:\n            continue\n        while self.handles:"),
-            4,
-            "not done within 4 s",
-        ),
-        ((_FINISH, "raise SystemExit\n        while self.handles:"), 60, "SystemExit"),
+        ((FINISH, lines("while True: pass", FINISH)), 4, "not done within 4 s"),
+        ((FINISH, lines("raise SystemExit", FINISH)), 60, "SystemExit"),
     ],
 )
 def test_what_does_not_get_through_is_one_sentence(changes, timeout_s, named, capsys):
@@ -352,7 +248,7 @@ def test_what_does_not_get_through_is_one_sentence(changes, timeout_s, named, ca
 
 
 def test_less_or_more_can_be_asked_for(capsys):
-    unsent = written("41", "AsyncSharded").made(_SEND, "[]")
+    unsent = written("41", "AsyncSharded").made(BROADCASTS, "[]")
     checks.check_sharded_optimizer(unsent, only_states=True)
     assert "3 cases right" in capsys.readouterr().out
     with pytest.raises(AssertionError, match=r"ShortOverlap, rank 0: .* no_sync"):
@@ -366,12 +262,12 @@ def test_less_or_more_can_be_asked_for(capsys):
 
 
 def test_what_cannot_be_watched_is_not_judged(capsys):
-    broadcasts = """for rank, rows in enumerate(weight.all_rows.chunk(dist.get_world_size())):
-            if rank == dist.get_rank():
-                rows.copy_(weight.sent)
-            dist.broadcast(rows, src=rank)
-        weight.work = True"""
-    by_broadcast = written("43", "MyFSDP").made(_GATHER, broadcasts, _ARRIVED, "pass")
+    by_broadcast = lines(
+        "rows = weight.all_rows.chunk(2)",
+        "rows[dist.get_rank()].copy_(weight.sent)",
+        "weight.work = [dist.broadcast(each, src=rank) for rank, each in enumerate(rows)]",
+    )
+    by_broadcast = written("43", "MyFSDP").made(GATHER, by_broadcast, ARRIVED, "pass")
     checks.check_fsdp(by_broadcast, only=("prefetch", "precision"))
     first, *_, verdict = capsys.readouterr().out.splitlines()
     assert re.match("· .* not watched", first)

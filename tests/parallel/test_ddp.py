@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from wrappers import DDP, run
 
-from cs336_systems.checks.ddp_checks import properties
+from cs336_systems.checks.ddp_checks import check_ddp
 from cs336_systems.checks.on_ranks import try_properties
 from cs336_systems.measure.collective_calls import watch_collectives
 from cs336_systems.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, fill_buckets, launch
@@ -30,7 +30,7 @@ WRAPPERS = DDP | {
 def every_property_of_the_checker(context):
     """Every wrapper passes check_ddp at its most thorough; of one rank and of four, the two unlike most."""
     for name in WRAPPERS if context.world_size == 2 else ("flat", "some buckets"):
-        asked = cloudpickle.dumps((WRAPPERS[name], partial(properties, thorough=True)))
+        asked = cloudpickle.dumps((WRAPPERS[name], partial(check_ddp.properties, thorough=True)))
         assert try_properties(context, asked) == [], name
 
 

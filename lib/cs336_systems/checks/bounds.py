@@ -15,6 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 # Native functions, what they do, and which of their arguments are the addresses and the mask.
 _ACCESSES = {
@@ -89,7 +90,8 @@ def _outside(places: np.ndarray, extents: list[tuple[int, int]]) -> int:
 def _extents(arguments: Iterable[Any]) -> list[tuple[int, int]]:
     """The addresses of each tensor's first number and behind its last; an error if integers may be some."""
     extents, integers = [], [0]
-    for x in _flat(arguments):
+    for leaf in tree_leaves([*arguments]):
+        x = getattr(leaf, "base", leaf)  # of a descriptor or a wrapper: its tensor
         if isinstance(x, int):
             integers.append(x)
         elif isinstance(x, Tensor) and x.numel():
@@ -100,11 +102,3 @@ def _extents(arguments: Iterable[Any]) -> list[tuple[int, int]]:
     if extents and max(integers) >= min(extents)[0] // 2:
         raise ValueError("it may take addresses from integers")
     return extents
-
-
-def _flat(arguments: Iterable[Any]) -> Iterator[Any]:
-    for x in arguments:
-        if isinstance(x, tuple):
-            yield from _flat(x)
-        else:
-            yield getattr(x, "base", x)  # of a descriptor or a wrapper: its tensor

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cs336_systems.checks.on_ranks import check_on_ranks, close, from_all, observed, unlike
+from cs336_systems.checks.on_ranks import checker, close, from_all, observed, unlike
 from cs336_systems.model import Embedding, Linear, RMSNorm
 
 VOCABULARY = 24
@@ -25,20 +25,14 @@ _OPTIMIZERS = {
 }
 
 
+@checker
 def check_ddp(
-    ddp_class: type[nn.Module],
-    *,
-    world_size: int = 2,
-    thorough: bool = False,
-    some_unused: bool = False,
-    overlapped: bool = False,
-    timeout_s: float = 60.0,
-    **wrapper_arguments: Any,
-) -> None:
+    wrap: Wrap, *, thorough: bool = False, some_unused: bool = False, overlapped: bool = False
+) -> Iterator[str]:
     """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
 
-    It is called as `ddp_class(module, **wrapper_arguments)` and needs `.module`, `forward` and
-    `finish_gradient_synchronization()`; see `check_on_ranks`.
+    It is called as `wrap(module, **options)`, with the options that are not among these, and needs `.module`,
+    `forward` and `finish_gradient_synchronization()`; see `on_ranks.checker`.
 
     Args:
         thorough: also ask for what the assignment does not: parameters unused on some ranks or on all,
@@ -46,19 +40,23 @@ def check_ddp(
         some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
     """
-    tried = partial(properties, thorough=thorough, some_unused=some_unused, overlapped=overlapped)
-    check_on_ranks(ddp_class, wrapper_arguments, tried, world_size, timeout_s)
-
-
-def properties(
-    wrap: Wrap, thorough: bool = False, some_unused: bool = False, overlapped: bool = False
-) -> Iterator[str]:
     yield from starts_from_rank_0(wrap, "Broadcast every parameter and buffer from rank 0 in __init__.")
     yield "✓ parameters and buffers are rank 0's"
     yield from gradients(wrap)
     yield "✓ gradients are the mean over the ranks"
     if overlapped:
-        yield from _overlaps(wrap)
+        wrapped = wrap(Toy(seed=0))
+        with observed() as sent:
+            loss_of(wrapped, dist.get_rank()).backward()
+            early = len(sent)
+            wrapped.finish_gradient_synchronization()
+        if not all(message.is_async for message in sent):
+            yield "backward waits for each message. Send with async_op=True, and wait() at the end."
+        if early < len(sent):
+            late = (
+                f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization()"
+            )
+            yield f"{late}, when backward is over. Send, while backward goes on, all that may leave."
         yield "✓ messages leave during backward, which waits for none"
     several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
     alternating = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
@@ -180,21 +178,6 @@ def wrong_kinds(wrapped: nn.Module, alone: nn.Module) -> Iterator[str]:
         elif gradient.dtype != parameter.dtype:
             kinds = f"{its} dtype {gradient.dtype} and its shard {parameter.dtype}"
             yield f"{kinds}. Cast after the reduce-scatter."
-
-
-def _overlaps(wrap: Wrap) -> Iterator[str]:
-    wrapped = wrap(Toy(seed=0))
-    with observed() as sent:
-        loss_of(wrapped, dist.get_rank()).backward()
-        early = len(sent)
-        wrapped.finish_gradient_synchronization()
-    if not all(message.is_async for message in sent):
-        yield "backward waits for each message. Send with async_op=True, and wait() at the end."
-    if early < len(sent):
-        yield (
-            f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization(), "
-            "when backward is over. Send, while backward goes on, all that may leave."
-        )
 
 
 def follow(

@@ -37,7 +37,7 @@ class Step:
 
     def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
-        show(f"✓ {property}" if holds else _joined(": ", f"✗ {property}", diagnosis))
+        show(f"✓ {property}" if holds else f"✗ {property}" + (f": {diagnosis}" if diagnosis else ""))
         self.passed = self.passed and bool(holds)
 
     def note(self, property: str, holds: Any, hint: str) -> None:
@@ -57,13 +57,13 @@ class Step:
         kind, wanted_kind = (f"{tuple(x.shape)}, {x.dtype}" for x in (found, wanted))
         assert kind == wanted_kind, f"{property}: it is {kind}; wanted: {wanted_kind}"
         finite = bool(found.isfinite().all()) or not wanted.isfinite().all()
-        assert finite, _joined("; ", f"{property}: it has NaN or infinities", diagnosis)
+        assert finite, f"{property}: it has NaN or infinities" + (f"; {diagnosis}" if diagnosis else "")
         self(property, torch.allclose(found, wanted, **tolerance), diagnosis)
 
     def equal(self, property: str, found: Any, wanted: Any, diagnosis: str = "") -> None:
         """Show whether what was returned is what was wanted, and if not, what it was. None is an error."""
         _assert_something(property, found)
-        self(property, found == wanted, _joined("; ", f"{found!r:.80}", diagnosis))
+        self(property, found == wanted, f"{found!r:.80}" + (f"; {diagnosis}" if diagnosis else ""))
 
     def keeps(self, **tensors: Tensor) -> None:
         """The step is right only if these hold in the end what they hold now."""
@@ -74,10 +74,6 @@ class Step:
         for name, tensor, before in self._kept:
             if not torch.equal(tensor, before):
                 self(f"{name} stays as it was", False, "it was overwritten; clone it first")
-
-
-def _joined(by: str, *texts: str) -> str:
-    return by.join(filter(None, texts))
 
 
 def assert_tensor(what: str, found: Any, wanted: Tensor) -> None:

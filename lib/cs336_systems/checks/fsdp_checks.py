@@ -11,12 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
 from cs336_systems.checks.ddp_checks import VOCABULARY, Wrap, loss_of, one_step, tokens_of
-from cs336_systems.checks.on_ranks import Message, check_on_ranks, close, from_all, observed
+from cs336_systems.checks.on_ranks import Message, checker, close, from_all, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
 
 # No two have as many elements, which identifies messages.
@@ -28,18 +29,11 @@ _GRADIENTS = 3  # whole at once: the one that has just been made, and two on the
 _LOW = torch.bfloat16
 
 
-def check_fsdp(
-    fsdp_class: type[nn.Module],
-    *,
-    only: Sequence[str] = (),
-    world_size: int = 2,
-    thorough: bool = False,
-    **wrapper_arguments: Any,
-) -> None:
+def check_fsdp(fsdp_class: type[nn.Module], *, only: Sequence[str] = (), **options: Any) -> None:
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
-    It is called as `fsdp_class(module, compute_dtype=None, **wrapper_arguments)` and needs `.module`,
-    `forward`, `finish_gradient_synchronization()` and `gather_full_parameters()`; see `check_on_ranks`.
+    It is called as `fsdp_class(module, compute_dtype=None, **options)` and needs `.module`, `forward`,
+    `finish_gradient_synchronization()` and `gather_full_parameters()`; see `on_ranks.checker`.
 
     Args:
         only: the groups of properties to ask for, of GROUPS; () asks for all.
@@ -51,8 +45,7 @@ def check_fsdp(
     """
     for word in only:
         check_choice("property", word, GROUPS)
-    tried = partial(properties, only=only, thorough=thorough)
-    check_on_ranks(fsdp_class, wrapper_arguments, tried, world_size)
+    checker(properties)(fsdp_class, only=only, **options)
 
 
 def properties(wrap: Wrap, only: Sequence[str] = (), thorough: bool = False) -> Iterator[str]:
@@ -158,16 +151,14 @@ def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
     older = {name: x for name, x in _whole(wrapped).items() if x.numel() in _LAYER_OF}
     one_step(wrapped)
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
-    now, probe, errors = _whole(wrapped), _Layers(seed=0), {}
+    now = _whole(wrapped)
     candidates = {"": now, "the weights": now | older}
     if dtype is None:  # otherwise rounding hides a single one
         candidates |= {repr(name): now | {name: tensor} for name, tensor in older.items()}
     with torch.no_grad():
         outputs = wrapped(tokens)
-        for name, weights in candidates.items():
-            probe.load_state_dict(weights)
-            errors[name] = (probe(tokens) - outputs).norm().item()
-    if nearest := min(errors, key=errors.__getitem__):
+        made = {name: functional_call(_Layers(0), weights, tokens) for name, weights in candidates.items()}
+    if nearest := min(made, key=lambda name: (made[name] - outputs).norm()):
         yield f"forward computes with {nearest} from before the optimizer's step. Gather anew."
 
 
@@ -186,12 +177,12 @@ class _Whole:
     def layers(self, allowed: int) -> list[str]:
         """Those that keep memory after at most a second, in which cycles and Gloo's threads may free some."""
         until = time.monotonic() + 1
-        while len(alive := sorted({layer for layer, x in self.seen if _has_memory(x)})) > allowed:
-            if time.monotonic() > until:
-                break
+        while True:
+            alive = {layer for layer, storage in self.seen if _has_memory(storage)}
+            if len(alive) <= allowed or time.monotonic() > until:
+                return sorted(alive)
             gc.collect()
             time.sleep(0.01)
-        return alive
 
 
 def _has_memory(reference: StorageWeakRef) -> bool:
@@ -238,15 +229,12 @@ def _prefetch(wrap: Wrap) -> Iterator[str]:
         if layer := _gathered(message):
             events.append(f"{'gather' if message.is_async else 'wait'} {layer}")
 
-    def on_entry(layer: str, *_: Any) -> None:
-        events.append(f"enter {layer}")
-
     def on_result(layer: str, module: nn.Module, inputs: Any, result: Tensor) -> None:
         result.register_hook(lambda _: events.append(f"back {layer}"))
 
     for layer in LAYERS:
         module = getattr(wrapped.module, layer)
-        module.register_forward_pre_hook(partial(on_entry, layer), prepend=True)
+        module.register_forward_pre_hook(lambda *_, at=layer: events.append(f"enter {at}"), prepend=True)
         module.register_forward_hook(partial(on_result, layer))
     for step in range(2):
         events.clear()
@@ -312,11 +300,5 @@ def _low_kinds(wrapped: nn.Module) -> Iterator[str]:
 
 
 # In the order in which an FSDP is written.
-GROUPS = {
-    "shards": _shards,
-    "forward": _forward,
-    "backward": _backward,
-    "memory": _memory,
-    "prefetch": _prefetch,
-    "precision": _precision,
-}
+GROUPS = {"shards": _shards, "forward": _forward, "backward": _backward, "memory": _memory}
+GROUPS |= {"prefetch": _prefetch, "precision": _precision}

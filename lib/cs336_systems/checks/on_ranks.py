@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -18,42 +19,42 @@ from cs336_systems.parallel import WorkerContext, WorkerError, stream
 
 _WATCHED = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single")
 _WATCHED += ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
-# A checker is a generator that every rank runs with the candidate. It yields "✓ " and a property once that
-# holds, "· " and one that cannot be tried, or a mistake of this rank: what is wrong and how to mend it, the
-# likeliest reason first. At each yield all ranks meet, and end if one has a mistake; so all communication of
-# a property comes before its first mistake, or the others would wait for ever.
-Properties = Callable[[Any], Iterator[str]]
+# The properties of a checker are a generator that every rank runs with the candidate. It yields "✓ " and a
+# property that holds, "· " and one that cannot be tried, or a mistake of this rank: what is wrong and how to
+# mend it, the likeliest reason first. At each yield all ranks meet, and end if one has a mistake; so all
+# communication of a property comes before its first mistake, or the others would wait for ever.
+Properties = Callable[..., Iterator[str]]
 
 
-def check_on_ranks(
-    candidate: Callable[..., Any],
-    arguments: dict[str, Any],
-    properties: Properties,
-    world_size: int = 2,
-    timeout_s: float = 60.0,
-) -> None:
-    """Try properties in CPU processes, up to the first that does not hold on every rank; print what holds.
+def checker(properties: Properties) -> Callable[..., None]:
+    """Makes of `properties(candidate, **asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
 
-    Args:
-        candidate: what is tried, given these arguments; it may be defined in a notebook.
-
-    Raises:
-        AssertionError: what is wrong, where, and how to mend it.
+    It tries them in CPU processes, up to the first that does not hold on every rank, and prints what holds.
+    What they do not take of the options is for the candidate, which may be defined in a notebook.
+    It raises AssertionError: what is wrong, where, and how to mend it.
     """
-    name = getattr(candidate, "__name__", repr(candidate))
-    pickled = cloudpickle.dumps((partial(candidate, **arguments), properties))
-    tried, right = stream(try_properties, world_size, pickled, backend="gloo", timeout_s=timeout_s), 0
-    try:
-        while True:
-            show(line := next(tried))
-            right += line.startswith("✓")
-    except StopIteration as end:
-        failures = end.value[0]
-    except WorkerError as error:
-        raise AssertionError(f"{name} did not get through: {error}") from error
-    if failures:
-        raise AssertionError("\n".join(f"{name}, {failure}" for failure in failures))
-    show(f"{name}: {right} cases right on {world_size} ranks")
+    taken = signature(properties).parameters
+
+    @wraps(properties)
+    def check(candidate: Callable, *, world_size: int = 2, timeout_s: float = 60.0, **options: Any) -> None:
+        asked = {name: options.pop(name) for name in [*options] if name in taken}
+        name = getattr(candidate, "__name__", repr(candidate))
+        pickled = cloudpickle.dumps((partial(candidate, **options), partial(properties, **asked)))
+        tried, right = stream(try_properties, world_size, pickled, backend="gloo", timeout_s=timeout_s), 0
+        try:
+            while True:
+                show(line := next(tried))
+                right += line.startswith("✓")
+        except StopIteration as end:
+            failures = end.value[0]
+        except WorkerError as error:
+            raise AssertionError(f"{name} did not get through: {error}") from error
+        if failures:
+            raise AssertionError("\n".join(f"{name}, {failure}" for failure in failures))
+        show(f"{name}: {right} cases right on {world_size} ranks")
+
+    check.properties = properties
+    return check
 
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:

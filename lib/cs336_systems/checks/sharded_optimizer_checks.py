@@ -1,14 +1,13 @@
 """Properties of a sharded optimizer, with error messages for its author."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cs336_systems.checks.on_ranks import check_on_ranks, from_all
+from cs336_systems.checks.on_ranks import checker, from_all
 
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 _SHAPES = ((16, 16), (16,))  # they alternate: assigned in turn, all large ones would fall to one rank
@@ -19,60 +18,116 @@ _AS_IF = {  # usual mistakes of a first step, as settings of AdamW and a number 
 Make = Callable[..., Optimizer]
 
 
+@checker
 def check_sharded_optimizer(
-    optimizer_class: type[Optimizer],
-    *,
-    world_size: int = 2,
-    only_states: bool = False,
-    thorough: bool = False,
-    **wrapper_arguments: Any,
-) -> None:
+    make: Make, *, only_states: bool = False, thorough: bool = False
+) -> Iterator[str]:
     """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
 
-    It is called as `optimizer_class(params, optimizer_cls, **kwargs)`; see `check_on_ranks`.
+    It is called as `make(params, optimizer_cls, **kwargs)`; see `on_ranks.checker`.
 
     Args:
         only_states: ask only whether it is an optimizer whose states are shared, not yet for the weights.
         thorough: also ask for what the assignment does not: two dtypes, and fewer parameters than ranks.
     """
-    tried = partial(properties, only_states=only_states, thorough=thorough)
-    check_on_ranks(optimizer_class, wrapper_arguments, tried, world_size)
-
-
-def properties(make: Make, only_states: bool = False, thorough: bool = False) -> Iterator[str]:
     pair = _Pair(make)
-    yield from _of_an_optimizer(pair.candidate, len(pair.sharded))
+    candidate, count = pair.candidate, len(pair.sharded)
+    if not isinstance(candidate, Optimizer):
+        yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
+    if (held := sum(len(group["params"]) for group in candidate.param_groups)) != count:
+        yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
+    if "lr" not in candidate.param_groups[0]:
+        yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
     yield "✓ It is a torch.optim.Optimizer, and its groups hold all parameters"
+
     mistakes = pair.step()
     if not only_states:
         yield from mistakes
         yield "✓ After a step every rank has the weights that one optimizer gives"
     yield from pair.sharing_mistakes()
     yield "✓ The states of each parameter are kept by one rank, and by bytes all keep about as much"
+
     if not only_states:
         yield from _steps(make)
         yield from _steps(make, kind=SGD, lr=0.1, momentum=0.9)
         yield "✓ So it goes on, with AdamW and with SGD, bit for bit"
         yield from _of_closures(pair)
         yield "✓ step(closure) runs the closure, once, before the update, and returns its loss"
-    pair.candidate.zero_grad()
+
+    candidate.zero_grad()
     left = [parameter.grad for parameter in pair.sharded if parameter.grad is not None]
     if any(gradient.any() for gradient in left):
-        yield f"after zero_grad() {len(left)} of {len(pair.sharded)} gradients are there. Clear all of them."
+        yield f"after zero_grad() {len(left)} of {count} gradients are there. Clear all of them."
     yield "✓ zero_grad() clears every gradient, not only those of the shard"
     if only_states:
         return
-    yield from _without_gradient(_Pair(make))
+
+    pair = _Pair(make)
+    mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
+    wrong = x.grad is not None, not torch.equal(x, pair.alone[2]), pair.has_states()[2]
+    found = zip(("was given one", "was changed", "has states"), *from_all(wrong), strict=True)
+    for what, *by_rank in found:
+        if any(by_rank):
+            yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
+    yield from mistakes
     yield "✓ A parameter without a gradient is left alone: no decay, no states, and still no gradient"
-    yield from _of_groups(make)
+
+    settings = {"weight_decay": 0.5}, {"lr": 0.01}
+    pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
+    for mistake in pair.step():
+        yield f"with two groups, {mistake} Hand the optimizer inside groups, each with its settings."
+    for each in (pair.optimizer, pair.candidate):
+        each.param_groups[0]["lr"] = 1e-3
+    for mistake in pair.step():
+        changed = "after a change of param_groups[0]['lr'], as a scheduler makes it,"
+        yield f"{changed} {mistake} Copy settings into the groups of the optimizer inside before its step."
     yield "✓ Groups keep their settings, and what a scheduler changes in them arrives"
-    yield from _of_later_groups(_Pair(make, groups=lambda params: params[:4]))
+
+    pair = _Pair(make, groups=lambda params: params[:4])
+    pair.step()
+    pair.optimizer.add_param_group({"params": pair.alone[4:], "lr": 0.01})
+    pair.candidate.add_param_group({"params": pair.sharded[4:], "lr": 0.01})
+    _, mistakes, sharing = pair.step(), pair.step(), pair.sharing_mistakes()
+    if (groups := len(pair.candidate.param_groups)) != 2:
+        yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
+    for mistake in mistakes:
+        mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
+        yield f"after add_param_group, {mistake} {mend}"
+    yield from sharing
     yield "✓ A group that is added after some steps is trained with its settings, and sharded like the first"
+
     if thorough:
         yield from _steps(make, n=1, dtypes=(torch.float32, torch.bfloat16))
         yield "✓ Parameters of two dtypes are updated, each in its own"
         yield from _steps(make, n=1, count=1)
         yield "✓ A rank that owns nothing takes part"
+
+
+def _steps(make: Make, n: int = 4, **options: Any) -> Iterator[str]:
+    pair = _Pair(make, **options)
+    for number in range(n):
+        how = f"with {type(pair.optimizer).__name__}, after step {number + 1}:"
+        yield from (f"{how} {mistake}" for mistake in pair.step())
+
+
+def _of_closures(pair: "_Pair") -> Iterator[str]:
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        pair.set_gradients()
+        return torch.tensor(3.0)
+
+    loss = pair.candidate.step(closure)
+    pair.optimizer.step()
+    mistakes = pair.mistakes()
+    if len(calls) != 1:
+        yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
+    if not all(calls):
+        yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
+    if loss is None or float(loss) != 3:
+        yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
+    yield from mistakes
 
 
 class _Pair:
@@ -161,75 +216,3 @@ class _Pair:
             rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
             mistakes.append(f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number.")
         return mistakes
-
-
-def _of_an_optimizer(candidate: Any, count: int) -> Iterator[str]:
-    if not isinstance(candidate, Optimizer):
-        yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
-    if (held := sum(len(group["params"]) for group in candidate.param_groups)) != count:
-        yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
-    if "lr" not in candidate.param_groups[0]:
-        yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
-
-
-def _steps(make: Make, n: int = 4, **options: Any) -> Iterator[str]:
-    pair = _Pair(make, **options)
-    for number in range(n):
-        how = f"with {type(pair.optimizer).__name__}, after step {number + 1}:"
-        yield from (f"{how} {mistake}" for mistake in pair.step())
-
-
-def _of_closures(pair: _Pair) -> Iterator[str]:
-    calls = []
-
-    def closure() -> Tensor:
-        calls.append(torch.is_grad_enabled())
-        pair.set_gradients()
-        return torch.tensor(3.0)
-
-    loss = pair.candidate.step(closure)
-    pair.optimizer.step()
-    mistakes = pair.mistakes()
-    if len(calls) != 1:
-        yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
-    if not all(calls):
-        yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
-    if loss is None or float(loss) != 3:
-        yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
-    yield from mistakes
-
-
-def _without_gradient(pair: _Pair) -> Iterator[str]:
-    mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
-    own = x.grad is not None, not torch.equal(x, pair.alone[2]), pair.has_states()[2]
-    found = zip(*from_all(own), strict=True)
-    for wrong, what in zip(found, ("was given one", "was changed", "has states"), strict=True):
-        if any(wrong):
-            yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
-    yield from mistakes
-
-
-def _of_groups(make: Make) -> Iterator[str]:
-    settings = {"weight_decay": 0.5}, {"lr": 0.01}
-    pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
-    for mistake in pair.step():
-        yield f"with two groups, {mistake} Hand the optimizer inside groups, each with its settings."
-    for each in (pair.optimizer, pair.candidate):
-        each.param_groups[0]["lr"] = 1e-3
-    for mistake in pair.step():
-        changed = "after a change of param_groups[0]['lr'], as a scheduler makes it,"
-        yield f"{changed} {mistake} Copy settings into the groups of the optimizer inside before its step."
-
-
-def _of_later_groups(pair: _Pair) -> Iterator[str]:
-    pair.step()
-    pair.optimizer.add_param_group({"params": pair.alone[4:], "lr": 0.01})
-    pair.candidate.add_param_group({"params": pair.sharded[4:], "lr": 0.01})
-    groups, _, mistakes = len(pair.candidate.param_groups), pair.step(), pair.step()
-    sharing = pair.sharing_mistakes()
-    if groups != 2:
-        yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
-    for mistake in mistakes:
-        mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
-        yield f"after add_param_group, {mistake} {mend}"
-    yield from sharing

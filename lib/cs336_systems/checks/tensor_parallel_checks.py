@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs336_systems.checks.on_ranks import check_on_ranks, unlike
+from cs336_systems.checks.on_ranks import checker, unlike
 from cs336_systems.model import SwiGLU
 
 _D_MODEL, _WIDTH, _TOKENS = 6, 5, 4  # _WIDTH of a rank: different sizes, so that a wrong cut shows
@@ -14,16 +14,13 @@ _CUTS = {"w1": 0, "w2": 1, "w3": 0}
 LayerClass = Callable[[SwiGLU, dist.ProcessGroup | None], nn.Module]
 
 
-def check_tensor_parallel(layer_class: LayerClass) -> None:
+@checker
+def check_tensor_parallel(layer_class: LayerClass) -> Iterator[str]:
     """Try a tensor-parallel SwiGLU layer in two CPU processes, against the whole layer.
 
     It is called as `layer_class(full, group)` with the whole layer, equal on every rank, and needs parameters
-    `.w1` and `.w3` (its rows of the whole ones), `.w2` (its columns), and `forward(x)`; see `check_on_ranks`.
+    `.w1` and `.w3` (its rows of the whole ones), `.w2` (its columns), `forward(x)`; see `on_ranks.checker`.
     """
-    check_on_ranks(layer_class, {}, properties)
-
-
-def properties(layer_class: LayerClass) -> Iterator[str]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     full = SwiGLU(_D_MODEL, _WIDTH * ranks)
