@@ -15,15 +15,15 @@ __getattr__, __all__ = lazy_exports(
         "attention_peak_breakdown attention_peak_bytes attention_saved_bytes attention_traffic_bytes "
         "flash_bytes flash_flops flash_scores",
         "checkpoint_costs": "checkpoint_costs",
-        "collective_costs": "COLLECTIVES MB AlphaBeta bus_bandwidth_gbps bus_factor fit_alpha_beta "
-        "fit_collective ring_seconds torch_bucket_bytes",
+        "collective_costs": "COLLECTIVES MB AlphaBeta bus_factor fit_alpha_beta fit_collective ring_seconds "
+        "torch_bucket_bytes",
         "element_counts": "DTYPE_BYTES",
-        "flops": "backward_flops flops_breakdown forward_flops parameter_breakdown "
-        "parameter_count roofline_seconds utilisation",
+        "flops": "flops_breakdown forward_flops parameter_breakdown parameter_count roofline_seconds "
+        "utilisation",
         "data_sheets": "Hardware hardware hardware_names",
-        "model_memory": "activation_bytes block_activation_breakdown gradient_bytes "
-        "head_activation_breakdown optimizer_bytes parameter_bytes peak_bytes peak_phases",
-        "network": "Links Task collective_finish run_tasks spans",
+        "model_memory": "activation_bytes block_activation_breakdown head_activation_breakdown "
+        "parameter_bytes peak_bytes peak_phases",
+        "network": "Links Task collective_finish run_tasks",
         "scaling": "scaling",
         "sharding_costs": "sharding_costs",
     },

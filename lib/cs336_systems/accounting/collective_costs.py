@@ -33,11 +33,6 @@ def bus_factor(collective: str, world_size: int) -> float:
     return {"all_reduce": 2 * around, "broadcast": 1.0}.get(collective, around)
 
 
-def bus_bandwidth_gbps(collective: str, message_bytes: float, seconds: float, world_size: int) -> float:
-    """Bytes over each link and second, in GB/s: to compare with the link's rate, for any number of ranks."""
-    return bus_factor(collective, world_size) * message_bytes / seconds / 1e9
-
-
 def ring_seconds(
     collective: str, message_bytes: float, world_size: int, *, hop_s: float, link_bytes_per_s: float
 ) -> float:

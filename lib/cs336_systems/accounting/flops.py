@@ -49,13 +49,8 @@ def flops_breakdown(config: ModelConfig, batch_size: int, context_length: int) -
 
 
 def forward_flops(config: ModelConfig, batch_size: int, context_length: int) -> int:
-    """Operations in the matmuls of one forward pass."""
+    """Operations in the matmuls of one forward pass; backward has two for every one of them."""
     return sum(flops_breakdown(config, batch_size, context_length).values())
-
-
-def backward_flops(config: ModelConfig, batch_size: int, context_length: int) -> int:
-    """The same of one backward pass: two for every one of the forward."""
-    return 2 * forward_flops(config, batch_size, context_length)
 
 
 def roofline_seconds(flops: float, bytes_moved: float, matmul_tflops: float, copy_gbps: float) -> float:

@@ -18,18 +18,8 @@ from cs336_systems.configs import ModelConfig
 
 
 def parameter_bytes(config: ModelConfig) -> int:
-    """4 bytes a parameter; under autocast too, which keeps the float32 originals."""
+    """4 bytes a parameter, under autocast too. So are gradients, and each of AdamW's two moments."""
     return FLOAT32_BYTES * parameter_count(config)
-
-
-def gradient_bytes(config: ModelConfig) -> int:
-    """A gradient has its parameter's shape and type."""
-    return parameter_bytes(config)
-
-
-def optimizer_bytes(config: ModelConfig) -> int:
-    """AdamW's two moments for every parameter."""
-    return 2 * parameter_bytes(config)
 
 
 def block_activation_breakdown(
@@ -130,9 +120,9 @@ def peak_phases(
     resident = parameter_bytes(config)
     phases = _forward_phases(n) if pass_ == "forward" else _training_phases(n, plan)
     if pass_ == "train_step":
-        resident += optimizer_bytes(config)
+        resident *= 3
         # AdamW's one temporary is as large as the largest weight.
-        phases["optimizer"] = gradient_bytes(config) + FLOAT32_BYTES * max(n.head, n.feed_forward)
+        phases["optimizer"] = parameter_bytes(config) + FLOAT32_BYTES * max(n.head, n.feed_forward)
     return {name: resident + alive for name, alive in phases.items()}
 
 
@@ -191,7 +181,7 @@ def _training_phases(n: Counts, plan: Plan) -> dict[str, int]:
         "loss": saved + 3 * FLOAT32_BYTES * n.logits,
         "output head": saved + (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream,
         "final norm": saved_by_blocks + FLOAT32_BYTES * (6 * n.stream + n.head),
-        "embedding": gradient_bytes(n.config) + stream,
+        "embedding": parameter_bytes(n.config) + stream,
     }
     last = n.layers - 1
     for block, of_others in enumerate(others):

@@ -1,8 +1,8 @@
-"""One SwiGLU layer in 16 bits on many devices: what each keeps, and the numbers that formulas of it have.
+"""The numbers that formulas of one layer on many devices have.
 
 The devices form a mesh of X by Y. Along X the tokens are split (data parallelism, FSDP), along Y the columns
 of w1 and w3 and the rows of w2 (tensor parallelism; Shoeybi et al. 2019, section 3). Schemes with one axis
-have N devices on it. What they compute and send is derived in notebooks 53 to 56.
+have N devices on it. What they compute, send and keep is derived in notebooks 53 to 56.
 """
 
 from collections.abc import Mapping
@@ -19,32 +19,6 @@ C = sp.Symbol("C", positive=True)  # FLOP/s of a device
 W, W_X, W_Y = sp.symbols("W W_X W_Y", positive=True)  # bytes/s that a device sends along an axis
 SYMBOLS = {str(symbol): symbol for symbol in (B, D, F, N, X, Y, C, W, W_X, W_Y)}
 _COUNTS = {"N", "X", "Y"}
-
-BYTES = 2  # of a weight, a gradient and an activation
-OPTIMIZER_BYTES = 12  # of a parameter: its float32 value and AdamW's two moments
-WEIGHTS = 3 * D * F
-
-SCHEMES = ("dp", "fsdp", "tp", "fsdp_tp")
-_ON_ONE_AXIS = {"dp": {X: N, Y: 1}, "fsdp": {X: N, Y: 1}, "tp": {X: 1, Y: N}}
-
-
-def memory_bytes(scheme: str) -> dict[str, sp.Expr]:
-    """Bytes that a device keeps of the layer between its forward and its backward, by part.
-
-    Training with AdamW on float32 copies of the weights; activations as autograd saves them around torch's
-    silu: x, w1 x, silu(w1 x), w3 x and silu(w1 x) * w3 x. FSDP holds besides, while the layer is at work, its
-    gathered weights and its whole gradients: "gathered".
-    """
-    check_choice("scheme", scheme, SCHEMES)
-    sharded = X * Y if "fsdp" in scheme else Y
-    parts = {
-        "parameters": BYTES * WEIGHTS / sharded,
-        "gradients": BYTES * WEIGHTS / sharded,
-        "optimizer state": OPTIMIZER_BYTES * WEIGHTS / sharded,
-        "activations": BYTES * (D + 4 * F / Y) * B / X,
-        "gathered": 2 * BYTES * WEIGHTS / Y if "fsdp" in scheme else sp.S.Zero,
-    }
-    return {name: part.subs(_ON_ONE_AXIS.get(scheme, {})) for name, part in parts.items()}
 
 
 def evaluate(expression: sp.Expr | float, values: Mapping[str, Any] | None = None, **more: Any) -> Any:
