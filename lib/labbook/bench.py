@@ -160,7 +160,11 @@ def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], conte
         warmup_steps = case.get("warmup_steps", options["warmup_steps"])
         how = {"warmup_steps": warmup_steps, "steps": options["steps"]}
         if on_rank:
-            times, values = ranks.timed(step.run, context, **how | step.together)
+            ranks.reset_peaks(context)
+            times, values = (
+                ranks.time_together(step.run, context, **how | step.together),
+                ranks.peaks(context),
+            )
         else:
             times = step.timed(device, **how)
         more = step.values() if step.values and times.status == "ok" else {}

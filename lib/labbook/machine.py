@@ -94,12 +94,6 @@ def card_path(slug: str) -> Path:
     return find(slug, "machine.json")
 
 
-def machines() -> list[str]:
-    """The machines that have a card, and so may have rows."""
-    folders = {figures_dir(), REPOSITORY_FIGURES}
-    return sorted({card.parent.name for folder in folders for card in folder.glob("*/machine.json")})
-
-
 def load_card(slug: str) -> MachineCard:
     """The stored card of a machine.
 
@@ -108,7 +102,8 @@ def load_card(slug: str) -> MachineCard:
     """
     path = card_path(slug)
     if not path.exists():
-        known = ", ".join(machines()) or "none yet"
+        cards = [*figures_dir().glob("*/machine.json"), *REPOSITORY_FIGURES.glob("*/machine.json")]
+        known = ", ".join(sorted({card.parent.name for card in cards}))
         raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {known}")
     try:
         card = MachineCard(**json.loads(path.read_text(encoding="utf-8")))
@@ -213,11 +208,6 @@ def memory_bytes() -> int:
     return min(whole, int(text)) if text.isdigit() else whole
 
 
-def available_memory_bytes() -> int:
-    """Memory that this process could still take."""
-    return min(psutil.virtual_memory().available, memory_bytes())
-
-
 def why_no_tf32(device: torch.device) -> str:
     """Why the device has no TF32 matmuls."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
@@ -230,7 +220,8 @@ def why_no_memory(needed_bytes: int, device: torch.device) -> str:
 
     A GPU reports that it is out of memory and goes on, so there everything is tried.
     """
-    if device.type == "cuda" or needed_bytes <= (available := available_memory_bytes()):
+    available = min(psutil.virtual_memory().available, memory_bytes())
+    if device.type == "cuda" or needed_bytes <= available:
         return ""
     return f"needs about {needed_bytes / GIB:.1f} GiB, and {available / GIB:.1f} GiB are free"
 

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -58,12 +58,6 @@ def one_step_ms(operation: Callable[[], None], context: Context, calls: int) -> 
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / calls
-
-
-def timed(operation: Callable[[], None], context: Context, **how: Any) -> tuple[Timing, dict[str, float]]:
-    """`time_together`, and the value columns of `peaks` meanwhile."""
-    reset_peaks(context)
-    return time_together(operation, context, **how), peaks(context)
 
 
 def reset_peaks(context: Context) -> None:

@@ -121,22 +121,17 @@ def test_a_gpus_card_is_measured(figures):
     assert 100 < card.copy_gbps < 20_000
 
 
-def test_a_gpus_code_is_not_compiled_without_triton(monkeypatch):
+def test_compiling_needs_a_compiler_and_for_a_gpu_triton(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(module, "find_spec", lambda name: name)
+    for installed, runs_on in (("clang++", {"cpu", "cuda"}), ("gcc", {"cuda"}), ("", set())):
+        monkeypatch.setattr(module.shutil, "which", lambda name, there=installed: name == there)
+        assert {device.type for device in (CPU, CUDA) if not why_no_compile(device)} == runs_on
+    monkeypatch.setenv("CXX", "my-c++")
+    assert "my-c++" in why_no_compile(CPU)
     monkeypatch.setattr(module, "find_spec", lambda name: None)
     monkeypatch.setattr(module.shutil, "which", lambda name: name)
     assert ("triton" in why_no_compile(CUDA), why_no_compile(CPU)) == (True, "")
-
-
-@pytest.mark.parametrize(
-    ("installed", "runs_on"), [("clang++", {"cpu", "cuda"}), ("gcc", {"cuda"}), ("", set())]
-)
-def test_compiling_needs_a_compiler(monkeypatch, installed, runs_on):
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(module, "find_spec", lambda name: name)
-    monkeypatch.setattr(module.shutil, "which", lambda name: name == installed)
-    assert {device.type for device in (CPU, CUDA) if not why_no_compile(device)} == runs_on
-    monkeypatch.setenv("CXX", "my-c++")
-    assert "my-c++" in why_no_compile(CPU)
 
 
 def test_only_a_cpu_is_kept_from_running_out_of_memory():

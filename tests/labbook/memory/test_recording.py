@@ -205,16 +205,16 @@ def test_the_history_agrees_with_the_allocator(tmp_path):
 
 
 def test_recordings_without_history_or_ranges(tmp_path):
-    with pytest.raises(ProfileError, match="history of 0 GPUs"):
-        read_snapshot(a_snapshot() | {"device_traces": []}, {}, {})
-    with pytest.raises(ProfileError, match="history of 2 GPUs"):
-        read_snapshot(a_snapshot() | {"device_traces": 2 * a_snapshot()["device_traces"]}, {}, {})
-    older = a_snapshot()
+    older, two = a_snapshot(), 2 * a_snapshot()["device_traces"]
     del older["external_annotations"]
-    with pytest.raises(ProfileError, match="'external_annotations': it is of another version"):
-        read_snapshot(older, {}, {})
-    with pytest.raises(ProfileError, match="no ranges"):
-        read_snapshot(a_snapshot() | {"external_annotations": []}, {}, {})
+    for snapshot, told in (
+        (a_snapshot() | {"device_traces": []}, "history of 0 GPUs"),
+        (a_snapshot() | {"device_traces": two}, "history of 2 GPUs"),
+        (older, "'external_annotations': it is of another version"),
+        (a_snapshot() | {"external_annotations": []}, "no ranges"),
+    ):
+        with pytest.raises(ProfileError, match=told):
+            read_snapshot(snapshot, {}, {})
     (tmp_path / "t.json").write_text(json.dumps({"traceEvents": []}))
     with pytest.raises(ProfileError, match=r"t\.json"):
         read_memory_trace(tmp_path / "t.json", {}, {})

@@ -58,20 +58,14 @@ def two_steps() -> Profile:
     return a_profile(ranges(*opened), kernels(*launched))
 
 
-def test_a_kernel_belongs_to_the_ranges_open_at_its_launch():
+def test_a_kernel_belongs_to_the_ranges_open_at_its_launch_on_all_threads_of_its_process():
     launched = kernels(*((MUL, at, at + 85, at + 86) for at in (5, 15, 20, 30, 100)))
     found = paths(ranges(("measure", 0, 100), ("forward", 10, 50), ("softmax", 20, 30)), launched)
     assert found == ["measure", "measure/forward", "measure/forward/softmax", "measure/forward", ""]
-
-
-def test_attribution_counts_all_threads_of_the_process_and_no_other_process():
     opened = ranges(("backward", 0, 100), ("other", 0, 100, 1, 2))
     launched = kernels((GEMM, 50, 60, 70, 1), (GEMM, 50, 70, 80, 99), (GEMM, 50, 60, 70, 1, 2))
     assert paths(opened, launched) == ["backward", "backward", "other"]
-
-
-def test_a_range_opened_on_autograds_thread_nests_in_the_main_threads():
-    """Activation checkpointing runs a forward, ranges and all, inside backward on another thread."""
+    # Activation checkpointing runs a forward, ranges and all, inside backward on another thread.
     opened = ranges(("backward", 0, 100, 1), ("layers.0", 10, 20, 2))
     assert paths(opened, kernels((GEMM, 15, 30, 40, 2))) == ["backward/layers.0"]
 

@@ -154,18 +154,13 @@ def test_damaged_files(cpu, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("category", "lacking", "said"),
-    [
-        ("user_annotation", "dur", "lack dur"),
-        ("kernel", "ts", "lack ts"),
-        ("gpu_memcpy", "stream", "lack stream"),
-    ],
+    ("category", "lacking"), [("user_annotation", "dur"), ("kernel", "ts"), ("gpu_memcpy", "stream")]
 )
-def test_events_that_lack_what_sums_need_are_counted_and_refused(save, category, lacking, said):
+def test_events_that_lack_what_sums_need_are_counted_and_refused(save, category, lacking):
     trace = cuda_trace()
     odd = next(e for e in trace["traceEvents"] if e.get("cat") == category)
     odd.pop(lacking, None), odd["args"].pop(lacking, None)
-    with pytest.raises(ProfileError, match=said):
+    with pytest.raises(ProfileError, match=f"lack {lacking}"):
         read_trace(save(trace))
 
 
@@ -182,15 +177,11 @@ def test_traces_of_others(save):
         read_trace(save(trace))
 
 
-def test_a_trace_without_a_step_keeps_none(save, tmp_path):
-    trace = cuda_trace()
-    trace["traceEvents"] = [e for e in trace["traceEvents"] if e["name"] != "measure"]
+def test_a_trace_without_a_step_keeps_none_and_one_without_kernels_says_why(save, tmp_path):
+    events = cuda_trace()["traceEvents"]
+    without_step = save({"traceEvents": [e for e in events if e["name"] != "measure"]})
     with pytest.raises(ProfileError, match="no step"):
-        keep_one_step(save(trace), tmp_path / "kept.json.gz")
-
-
-def test_cuda_calls_without_kernels(save):
-    trace = cuda_trace()
-    trace["traceEvents"] = [e for e in trace["traceEvents"] if e.get("cat") not in ("kernel", "gpu_memcpy")]
+        keep_one_step(without_step, tmp_path / "kept.json.gz")
+    calls = save({"traceEvents": [e for e in events if e.get("cat") not in ("kernel", "gpu_memcpy")]})
     with pytest.raises(ProfileError, match="CUPTI"):
-        read_trace(save(trace))
+        read_trace(calls)
