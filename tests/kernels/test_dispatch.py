@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from cs336_systems import kernels
 from cs336_systems.checks import FUSED, check_attention, check_fused
 
 pytest.importorskip("triton")
@@ -123,3 +124,14 @@ def test_overwritten_logits_are_noticed():
     wanted = logits.clone()
     losses = cross_entropy_(wanted, targets)
     torch.testing.assert_close(traced(logits), (losses, wanted))
+
+
+def test_where_our_kernels_cannot_run_is_said_before(monkeypatch):
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr("cs336_systems.kernels.runtime.INTERPRETED", True)
+    assert (kernels.why_no_triton(cpu), kernels.why_no_triton(cuda)) == ("", "")
+    monkeypatch.setattr("cs336_systems.kernels.runtime.INTERPRETED", False)  # as beside a GPU
+    assert "TRITON_INTERPRET" in kernels.why_no_triton(cpu)
+    assert kernels.why_no_triton(cuda) == ""
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    assert "not installed" in kernels.why_no_triton(cpu)

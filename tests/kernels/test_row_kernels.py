@@ -17,7 +17,7 @@ from cs336_systems.kernels import weighted_sum as weighted_sum_kernels
 from cs336_systems.kernels.rms_norm import WIDEST, rms_norm
 from cs336_systems.kernels.rotary import rotary
 from cs336_systems.kernels.swiglu import swiglu
-from cs336_systems.kernels.weighted_sum import forward_from_descriptor, weighted_sum
+from cs336_systems.kernels.weighted_sum import weighted_sum
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -113,14 +113,6 @@ def test_many_rows_a_partial_sum(monkeypatch):
         dx, dw = weighted_sum_kernels.backward(dy, x, weight)
         torch.testing.assert_close(dw, dy @ x, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(dx, dy[:, None] * weight)
-
-
-@pytest.mark.parametrize("shape", [(37, 100), (5, 2048)])
-def test_from_a_descriptor(shape):
-    x, weight = torch.randn(shape, device=DEVICE), torch.randn(shape[1], device=DEVICE)
-    every_second = torch.stack((weight, weight + 1), -1)[:, 0]
-    for w in (weight, every_second):
-        torch.testing.assert_close(forward_from_descriptor(x, w), x @ weight, rtol=1e-4, atol=1e-4)
 
 
 @over_dtypes

@@ -12,7 +12,7 @@ from labbook.files import PROJECT, REPOSITORY_FIGURES, committed
 from labbook.rows import load_rows, run_counts, save_rows
 
 SLUG, MACHINE, TABLE = "mixed_precision_accumulation", "testbox", "accumulation"
-CODE = {"lib/cs336_systems/training/numerics.py": "abc", "lib/labbook/timing.py": "def"}
+CODE = {"lib/cs336_systems/training/selective.py": "abc", "lib/labbook/timing.py": "def"}
 
 
 @pytest.fixture(autouse=True)

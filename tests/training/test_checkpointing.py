@@ -135,30 +135,23 @@ def test_selective_runs_attention_again_and_no_linear_layer(model, dtype):
     assert selective["bmm"] == whole["bmm"] == plain["bmm"] + 2 * layers
 
 
-@given(st.integers(1, 40), st.integers(1, 40))
-def test_every_k_in_closed_form(count, k):
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 10))
+def test_plans_in_closed_form(count, k, depth):
     """Segments hold their input; the one that backward is at is there in full."""
     plan = every_k(range(count), k)
     segments, last = divmod(count, k)
     full = (segments - 1) * BOUNDARY + k * (INSIDE + BOUNDARY) if segments else 0
     short = segments * BOUNDARY + last * (INSIDE + BOUNDARY) if last else 0
-    assert peak(plan, INSIDE, BOUNDARY) == max(full, short)
-    assert recomputed(plan) == count
-
-
-@given(st.integers(1, 10))
-def test_recursion_is_logarithmic_in_memory(depth):
+    assert (peak(plan, INSIDE, BOUNDARY), recomputed(plan)) == (max(full, short), count)
     plan = recursive(range(2**depth))
-    assert peak(plan, INSIDE, BOUNDARY) == INSIDE + (depth + 1) * BOUNDARY
     # A segment's last segment is not run again with it, so the reruns halve against N log2 N.
-    assert recomputed(plan) == 2**depth * (1 + (depth - 1) / 2)
-
-
-@given(st.integers(2, 20))
-def test_from_the_start_is_constant_in_memory(count):
-    plan = strategy("from start")(range(count))
-    assert peak(plan, INSIDE, BOUNDARY) == INSIDE + 2 * BOUNDARY
-    assert recomputed(plan) == count * (count - 1) // 2
+    wanted = INSIDE + (depth + 1) * BOUNDARY, 2**depth * (1 + (depth - 1) / 2)
+    assert (peak(plan, INSIDE, BOUNDARY), recomputed(plan)) == wanted
+    plan = strategy("from start")(range(count + 1))
+    assert (peak(plan, INSIDE, BOUNDARY), recomputed(plan)) == (
+        INSIDE + 2 * BOUNDARY,
+        count * (count + 1) // 2,
+    )
 
 
 def test_best_k_has_the_lowest_peak_and_is_the_square_root_for_cheap_blocks():

@@ -161,20 +161,14 @@ def test_a_changed_block_is_not_taken_apart(change, monkeypatch):
     torch.testing.assert_close(model.layers[0](x), run_block(model.layers[0], x))
 
 
-def test_a_patched_class_is_not_taken_apart(monkeypatch):
-    model = use_fused_blocks(plain_model())
-    forward = Linear.forward
-    Linear.forward = lambda self, x: 2 * forward(self, x)
-    try:
-        assert not is_taken_apart(monkeypatch, model)
-    finally:
-        Linear.forward = forward
-
-
-def test_ranges_for_profilers_change_nothing(monkeypatch):
+def test_ranges_for_profilers_change_nothing_and_a_patched_class_does(monkeypatch):
     model = use_fused_blocks(plain_model())
     with recording(model):
         assert is_taken_apart(monkeypatch, model)
+    with pytest.MonkeyPatch.context() as patch:
+        forward = Linear.forward
+        patch.setattr(Linear, "forward", lambda self, x: 2 * forward(self, x))
+        assert not is_taken_apart(monkeypatch, model)
 
 
 @over_changes

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.kernels.autograd_guards import first_order_only
 from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile, stored_dtype
@@ -36,19 +35,6 @@ def forward_kernel(
         x = tl.load(x_rows + columns[None, :].to(tl.int64) * stride_xd, mask=inside, other=0.0)
         w = tl.load(w_ptr + columns.to(tl.int64) * stride_w, mask=columns < d, other=0.0)
         y += tl.sum(x.to(tl.float32) * w.to(tl.float32)[None, :], axis=1)
-    tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < n_rows)
-
-
-@triton.jit
-def forward_descriptor_kernel(x, w_ptr, y_ptr, n_rows, d, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The same from a tensor descriptor: it knows shape and strides, so no pointers and no masks."""
-    first_row = tl.program_id(0) * ROWS
-    y = tl.zeros([ROWS], tl.float32)
-    for first in tl.range(0, d, COLUMNS):
-        columns = first + tl.arange(0, COLUMNS)
-        w = tl.load(w_ptr + columns, mask=columns < d, other=0.0)
-        y += tl.sum(x.load([first_row, first]).to(tl.float32) * w.to(tl.float32)[None, :], axis=1)
-    rows = first_row + tl.arange(0, ROWS)
     tl.store(y_ptr + rows, y.to(y_ptr.dtype.element_ty), mask=rows < n_rows)
 
 
@@ -91,17 +77,6 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
     grid = (triton.cdiv(n_rows, options["ROWS"]),)
     launch(forward_kernel, grid, x, weight, y, *x.stride(), *weight.stride(), n_rows, d, **options)
     return y.to(x.dtype)
-
-
-def forward_from_descriptor(x: Tensor, weight: Tensor) -> Tensor:
-    """As `forward`, for an x that TMA can load: contiguous, with rows of a multiple of 16 bytes."""
-    n_rows, d = x.shape
-    options = row_tile(n_rows, d, TILE, WIDEST, 4)
-    y = torch.empty(n_rows, dtype=x.dtype, device=x.device)
-    descriptor = TensorDescriptor.from_tensor(x, [options["ROWS"], options["COLUMNS"]])
-    grid = (triton.cdiv(n_rows, options["ROWS"]),)
-    launch(forward_descriptor_kernel, grid, descriptor, weight.contiguous(), y, n_rows, d, **options)
-    return y
 
 
 @kernel_function
