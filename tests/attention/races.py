@@ -21,41 +21,25 @@ from cs336_systems.attention.launcher import Launcher, config_for
 from cs336_systems.checks import AttentionCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-# And the kernels that run each on a Hopper GPU of 132 SMs.
+# Name, heads, queries, keys, d, causal; dtype; and the kernels that run it on a Hopper GPU of 132 SMs.
+_CASES = [
+    ("short", 180, 250, 250, 64, True, BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
+    ("wide", 120, 250, 250, 128, True, BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
+    ("full", 60, 768, 1152, 64, False, BF16, "hopper_forward 192x128 persistent, hopper_backward"),
+    ("ragged", 60, 768, 1100, 64, False, BF16, "hopper_forward 192x128, hopper_backward"),
+    ("wide, full", 60, 520, 640, 128, False, BF16, "hopper_forward 128x128 persistent, hopper_backward"),
+    ("wide, causal", 40, 1030, 400, 128, True, FP16, "hopper_forward 64x64 persistent, hopper_backward"),
+    ("narrow", 45, 1030, 400, 16, True, FP16, "hopper_forward 64x64 persistent, hopper_backward"),
+    ("few", 40, 200, 200, 64, False, BF16, "hopper_forward 64x128, dq, dkdv"),
+    ("fewer", 2, 300, 300, 128, True, BF16, "hopper_forward 64x128, backward"),
+    ("float32, wide", 12, 520, 530, 128, True, FP32, "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"),
+    ("float32, full", 12, 520, 530, 64, False, FP32, "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"),
+    ("float32, split", 2, 1100, 1100, 64, True, FP32, "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"),
+    ("float32, short", 2, 300, 300, 64, True, FP32, "forward, backward"),
+]
 CASES = [
-    (AttentionCase("short", (180,), 250, 250, 64, True), BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
-    (AttentionCase("wide", (120,), 250, 250, 128, True), BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
-    (AttentionCase("full", (60,), 768, 1152), BF16, "hopper_forward 192x128 persistent, hopper_backward"),
-    (AttentionCase("ragged", (60,), 768, 1100), BF16, "hopper_forward 192x128, hopper_backward"),
-    (
-        AttentionCase("wide, full", (60,), 520, 640, 128),
-        BF16,
-        "hopper_forward 128x128 persistent, hopper_backward",
-    ),
-    (
-        AttentionCase("wide, causal", (40,), 1030, 400, 128, True),
-        FP16,
-        "hopper_forward 64x64 persistent, hopper_backward",
-    ),
-    (
-        AttentionCase("narrow", (45,), 1030, 400, 16, True),
-        FP16,
-        "hopper_forward 64x64 persistent, hopper_backward",
-    ),
-    (AttentionCase("few", (40,), 200, 200), BF16, "hopper_forward 64x128, dq, dkdv"),
-    (AttentionCase("fewer", (2,), 300, 300, 128, True), BF16, "hopper_forward 64x128, backward"),
-    (
-        AttentionCase("float32, wide", (12,), 520, 530, 128, True),
-        FP32,
-        "bf16x3_forward, bf16x3_dq, bf16x3_dkdv",
-    ),
-    (AttentionCase("float32, full", (12,), 520, 530), FP32, "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"),
-    (
-        AttentionCase("float32, split", (2,), 1100, 1100, 64, True),
-        FP32,
-        "bf16x3_forward, bf16x3_dq, bf16x3_dkdv",
-    ),
-    (AttentionCase("float32, short", (2,), 300, 300, 64, True), FP32, "forward, backward"),
+    (AttentionCase(name, (heads,), *sizes), dtype, launched)
+    for name, heads, *sizes, dtype, launched in _CASES
 ]
 
 

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass
 
 import torch
+from tests.layouts import LAYOUTS
 from torch import Tensor
 
 from cs336_systems.attention import FlashAttentionPyTorch, FlashAttentionTriton
@@ -27,14 +28,6 @@ from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks.accuracy import EPS, compare, random_on
 
 HEAD_SIZES = (16, 32, 33, 40, 64, 64, 80, 96, 128, 128, 256)
-LAYOUTS = {
-    "contiguous": lambda x: x,
-    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-    "sliced": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
-    "every other row": lambda x: x.repeat_interleave(2, -2)[..., ::2, :],
-    "offset by 1": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape),
-    "offset by 8": lambda x: torch.cat((x.new_zeros(8), x.flatten()))[8:].view(x.shape),
-}
 EXPANDED = {"nothing": (), "queries": (-2,), "queries and d": (-2, -1)}  # of O's gradient, as a sum's is
 CASES_OF_A_FORM = 60
 LARGEST = 2**24  # scores of a case, or quarters of its keys' numbers: some gigabytes in float64

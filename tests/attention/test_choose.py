@@ -5,7 +5,6 @@ import torch
 
 from cs336_systems.attention.choose import Problem, choose
 from cs336_systems.attention.config import (
-    GLUON_KERNELS,
     HOPPER_TILES,
     INTERPRETER,
     KERNELS,
@@ -16,8 +15,7 @@ from cs336_systems.attention.config import (
 pytest.importorskip("triton")
 from tests.attention import races
 
-from cs336_systems.attention import launcher
-from cs336_systems.attention.launcher import Launcher, config_for, kernel_layout, layout, tma_compatible
+from cs336_systems.attention.launcher import Launcher, kernel_layout, layout, tma_compatible
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -137,16 +135,6 @@ def test_the_kernels_of_one_head_size_round_scores_alike(d, gpu):
 )  # fmt: skip
 def test_tma_loads_where_it_costs_no_registers(dtype, d, gpu, tf32, use_tma):
     assert select_config(dtype, d, gpu, 132, tf32).use_tma == use_tma
-
-
-@pytest.mark.parametrize(("version", "old"), [("3.5.1", True), ("3.10.0", False)])
-def test_an_old_triton_has_no_kernels_of_hoppers_own(version, old, monkeypatch, recwarn):
-    monkeypatch.setattr(launcher, "capability", lambda device: HOPPER)
-    monkeypatch.setattr(launcher, "sm_count", lambda device: 132)
-    monkeypatch.setattr(launcher.triton, "__version__", version)
-    config = config_for.__wrapped__(BF16, 64, torch.device("cuda", 0))
-    assert config.tiles.keys() == ({*KERNELS} if old else {*KERNELS, *GLUON_KERNELS})
-    assert bool(recwarn.list) == old
 
 
 @pytest.mark.parametrize(("case", "dtype", "launched"), races.CASES, ids=lambda x: getattr(x, "name", ""))

@@ -20,6 +20,7 @@ from labbook import matmul_precision
 
 pytest.importorskip("triton")
 import large_scores
+from tests.layouts import LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton, flash_triton
 from cs336_systems.attention.flash_triton import FlashAttentionCompiled, flash_backward, flash_forward
@@ -33,14 +34,6 @@ both = pytest.mark.parametrize("flash", [FlashAttentionPyTorch, FlashAttentionTr
 def random_inputs(*leading, n=64, n_keys=None, d=32, dtype=torch.float32):
     shapes = [(*leading, n, d), (*leading, n_keys or n, d), (*leading, n_keys or n, d)]
     return [torch.randn(shape, device=DEVICE, dtype=dtype).requires_grad_() for shape in shapes]
-
-
-def every_second(x):
-    return torch.empty(*x.shape[:-1], 2 * x.shape[-1], device=x.device, dtype=x.dtype)[..., ::2].copy_(x)
-
-
-def off_alignment(x):
-    return torch.empty(x.numel() + 1, device=x.device, dtype=x.dtype)[1:].view(x.shape).copy_(x)
 
 
 # What a library function should take.
@@ -63,13 +56,6 @@ EVERYTHING = (
     AttentionCase("head of 256", leading=(8,), d=256, n_queries=64, n_keys=96, is_causal=True),
     AttentionCase("padding first", n_keys=400, n_padding=260),
 )
-# The same numbers in every layout that an attention function meets.
-LAYOUTS = {
-    "heads between queries and head size": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),
-    "head size first": lambda x: x.mT.contiguous().mT,
-    "every second element": every_second,
-    "one element off alignment": off_alignment,
-}
 
 
 def gradients(flash, inputs, do, is_causal=True):

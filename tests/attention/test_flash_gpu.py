@@ -12,6 +12,7 @@ from labbook import matmul_precision
 
 pytest.importorskip("triton")
 from tests.attention import races
+from tests.layouts import LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.attention.choose import Problem, choose
@@ -182,15 +183,9 @@ def test_many_programs_write_every_element(n, d, is_causal):
 @pytest.mark.parametrize("d", [40, 64, 128])
 def test_many_programs_with_any_strides(d):
     """A forward has the same bits every time: so it must have the same in any layout."""
-    layouts = [
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda x: x.mT.contiguous().mT,
-        lambda x: torch.stack([x, x], -1)[..., 0],
-        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-    ]
     inputs = [x.detach() for x in random_inputs(5, 10, 300, d)]
     wanted = flash_forward(*inputs, True)
-    for arrange in layouts:
+    for arrange in LAYOUTS.values():
         assert all(map(torch.equal, flash_forward(*map(arrange, inputs), True), wanted))
 
 

@@ -15,6 +15,7 @@ from cs336_systems.checks import AttentionCase, check_attention
 
 pytest.importorskip("triton")
 import large_scores
+from tests.layouts import LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton, choose, flash_triton
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
@@ -84,15 +85,9 @@ def both_passes(q, k, v, do, is_causal=True):
 
 @pytest.mark.usefixtures("form")
 def test_the_same_bits_in_any_layout():
-    layouts = [
-        lambda x: x.clone(),
-        lambda x: x.transpose(0, 2).mT.contiguous().mT.transpose(0, 2),
-        lambda x: torch.stack([x, x], -1)[..., 0],
-        lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
-    ]
     tensors = torch.randn(4, 1, 2, 66, 20).unbind()
     wanted = both_passes(*tensors)
-    for change in layouts:
+    for change in LAYOUTS.values():
         assert all(map(torch.equal, both_passes(*map(change, tensors)), wanted))
     q, k, v, _ = tensors
     expanded = q, k[:, :1].expand_as(k), v[..., :1, :].expand_as(v), torch.ones(()).expand_as(q)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.layouts import LAYOUTS
 
 from cs336_systems.checks import FUSED, check_fused, check_weighted_sum
 
@@ -42,12 +43,7 @@ def test_any_shape(name, leading, d):
     CHECKS[name](shapes=[(*leading, 2 * d if name == "rotary" else d)])
 
 
-LAYOUTS = {
-    "columns first": lambda x: x.mT.contiguous().mT,
-    "every second row": lambda x: x.repeat_interleave(2, 0)[::2],
-    "a part of each row": lambda x: torch.cat((x, x + 1), -1)[..., : x.shape[-1]],
-    "every second column": lambda x: x.repeat_interleave(2, -1)[..., ::2],
-    "one element off alignment": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+FORMS = LAYOUTS | {
     "the same rows everywhere": lambda x: x[:1].expand(x.shape),
     "lazily negated": lambda x: torch.imag(torch.complex(x, -x).conj()),
     "no rows": lambda x: x[:0],
@@ -55,7 +51,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", FORMS.values(), ids=FORMS)
 @over_kernels
 def test_any_layout(name, layout):
     """Of the first input and of the gradient that comes in."""

@@ -1,8 +1,7 @@
 """PyTorch's own attentions, measured beside ours: torch.softmax, SDPA's backends, FlexAttention, compiled."""
 
 import math
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,14 +39,10 @@ def torch_softmax(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> T
 def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """FlexAttention, compiled: PyTorch's generator of Triton attention kernels."""
     mask = _block_mask(q.shape[-2], k.shape[-2], str(q.device)) if is_causal else None
-    return _compiled_flex()(_as_bhnd(q), _as_bhnd(k), _as_bhnd(v), block_mask=mask).reshape(q.shape)
-
-
-@cache
-def _compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    attend = _compiled(flex_attention)
+    return attend(_as_bhnd(q), _as_bhnd(k), _as_bhnd(v), block_mask=mask).reshape(q.shape)
 
 
 @cache
@@ -59,12 +54,10 @@ def _block_mask(n_queries: int, n_keys: int, device: str) -> Any:
 
 def compiled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """torch.compile of `plain_attention`."""
-    return _compiled_plain()(q, k, v, is_causal)
+    return _compiled(plain_attention)(q, k, v, is_causal)
 
 
-@cache
-def _compiled_plain() -> Callable[..., Tensor]:
-    return torch.compile(plain_attention, dynamic=False)
+_compiled = cache(partial(torch.compile, dynamic=False))
 
 
 def _as_bhnd(x: Tensor) -> Tensor:

@@ -92,9 +92,8 @@ def _bf16x3_runs(problem: Problem, config: KernelConfig) -> bool:
     """
     if not config.tiles.keys() >= set(BF16X3_KERNELS):
         return False
-    if min(problem.n_queries, problem.n_keys) < BF16X3_LENGTH[config.block_d]:
-        return False
-    return _fills_gpu(problem, config, "bf16x3_forward", _tile(problem, config, "bf16x3_forward"))
+    long = min(problem.n_queries, problem.n_keys) >= BF16X3_LENGTH[config.block_d]
+    return long and _fills_gpu(problem, config, "bf16x3_forward", _tile(problem, config, "bf16x3_forward"))
 
 
 def _hopper_backward_runs(problem: Problem, config: KernelConfig) -> bool:

@@ -14,8 +14,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from multiprocessing.pool import ThreadPool
 from typing import Any
 
 import torch
@@ -33,12 +31,14 @@ from cs336_systems.dtypes import torch_dtype
 MANY_SMS = 2**20  # enough for every loop to be split, and for every work tile to have a program
 # Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-Work = tuple[str, str, int, int]  # kernel, dtype, d_head, capability
 _HEAD = "import json, sys, triton\ntl = triton.language"
 _SHIPPED = f"""
+from multiprocessing import get_context
 from {__name__} import compile_one, config_for_capability
-shipped = lambda kernel, *place: config_for_capability(*place).all_tiles(kernel)
-print(json.dumps([[compile_one(*x, tile) for tile in shipped(*x)] for x in json.loads(sys.argv[1])]))
+def shipped(kernel, *place):
+    return [compile_one(kernel, *place, tile) for tile in config_for_capability(*place).all_tiles(kernel)]
+with get_context("fork").Pool() as pool:
+    print(json.dumps(pool.starmap(shipped, json.loads(sys.argv[1]), chunksize=1)))
 """
 
 
@@ -47,8 +47,8 @@ def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelCon
     return select_config(torch_dtype(dtype), d_head, divmod(capability, 10), 1, dtype == "tf32")
 
 
-def compile_tiles(work: list[Work]) -> list[dict[str, Any]]:
-    """Compile the shipped tiles in as many processes as there are cores.
+def compile_tiles(work: list[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
+    """Compile the shipped tiles of each (kernel, dtype, d_head, capability), on all cores.
 
     Returns:
         A row of table kernel_resources for each tile, in the order of the work: registers and spilled_bytes
@@ -59,10 +59,7 @@ def compile_tiles(work: list[Work]) -> list[dict[str, Any]]:
         RuntimeError: a tile does not compile, or matmuls that are meant to run meanwhile are waited for; the
             message ends with the compiler's.
     """
-    count = max(1, min(len(work), os.cpu_count() or 1))
-    with ThreadPool(count) as pool:
-        found = pool.map(partial(in_own_process, _SHIPPED), [work[i::count] for i in range(count)])
-    return [row for i in range(len(work)) for row in found[i % count][i // count]]
+    return [row for rows in in_own_process(_SHIPPED, work) for row in rows]
 
 
 def in_own_process(source: str, given: Any, kernels: Iterable[Any] = ()) -> Any:
@@ -93,14 +90,23 @@ def compiled_forms(kernel: str, dtype: str, d_head: int, capability: int, tile: 
     persistent or not. The others causal, with whole tiles. Those whose loop can be split, both ways."""
     import triton
 
+    from cs336_systems.attention.launcher import SPLIT_DTYPE, Launcher, layout
+
     triton.runtime.driver.set_active(Chip(capability))
     config = config_for_capability(dtype, d_head, capability)
     config = config.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
     masks = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
     sm_counts = (1, MANY_SMS) if kernel in {*config.splits, "hopper_forward"} else (1,)
     for (is_causal, odd), sm_count in itertools.product(masks, sm_counts):
-        shape = 16, tile.block_m * tile.block_n + odd, d_head  # whole tiles, or one row more
-        yield _compile(kernel, shape, replace(config, sm_count=sm_count), is_causal)
+        n = tile.block_m * tile.block_n + odd  # whole tiles, or one row more
+        x = torch.empty(16, n, d_head, dtype=config.dtype, device="meta")
+        rows = torch.empty(16, n, device="meta")
+        layouts, changed = [layout(x)] * (4 if kernel.endswith("forward") else 8), {"sm_count": sm_count}
+        launch = Launcher(layouts, replace(config, **changed), is_causal, kernels=(kernel,)).launches[kernel]
+        of_rows = ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src")
+        made = dict.fromkeys(of_rows, rows) | {"counter_ptr": rows.int()}
+        made["_src"] = x.to(SPLIT_DTYPE) if kernel in BF16X3_KERNELS else x
+        yield launch.compile(*(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names))
 
 
 @dataclass
@@ -119,18 +125,6 @@ class Chip:
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.capability, 32)
-
-
-def _compile(kernel: str, shape: tuple[int, int, int], config: KernelConfig, is_causal: bool) -> Any:
-    from cs336_systems.attention.launcher import SPLIT_DTYPE, Launcher, layout
-
-    x, row = torch.empty(shape, dtype=config.dtype, device="meta"), torch.empty(shape[:-1], device="meta")
-    layouts = [layout(x)] * (4 if kernel.endswith("forward") else 8)
-    launch = Launcher(layouts, config, is_causal, kernels=(kernel,)).launches[kernel]
-    made = {"_src": x.to(SPLIT_DTYPE) if kernel in BF16X3_KERNELS else x, "counter_ptr": row.int()}
-    of_rows = ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src")
-    made |= dict.fromkeys(of_rows, row)
-    return launch.compile(*(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names))
 
 
 def ask_ptxas(ptx: str, capability: int) -> dict[str, int]:

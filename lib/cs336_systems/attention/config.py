@@ -161,22 +161,17 @@ class SplitLimits:
 
 
 # By kernel, precision and largest head size. Measured on an H200, 1 to 16 heads of 256 to 16,384 tokens.
-_TABLE = {  # kernel, precision, largest head size: shortest, long, many, most, few
-    ("forward", "16bit", 256): (256, 2048, 4, 4),
-    ("backward", "16bit", 64): (256, 1024, 8, 4),
-    ("backward", "16bit", 256): (128, 704, 11, 4),
-    ("forward", "ieee", 32): (64, 256, 8, 8),
-    ("forward", "ieee", 128): (64, 512, 8, 8, 1),
-    ("forward", "ieee", 256): (64, 256, 8, 8),
-    ("backward", "ieee", 32): (32, 128, 8, 8),
-    ("backward", "ieee", 256): (32, 512, 8, 8, 1),
-    ("bf16x3_forward", "ieee", 128): (128, 1024, 2, 8, 1),
-    ("bf16x3_dq", "ieee", 128): (128, 512, 4, 8, 2),
-    ("bf16x3_dkdv", "ieee", 128): (128, 512, 4, 8, 2),
-}
-SPLITS: dict[tuple[str, str], dict[int, SplitLimits]] = {}
-for (_kernel, _precision, _size), _limits in _TABLE.items():
-    SPLITS.setdefault((_kernel, _precision), {})[_size] = SplitLimits(*_limits)
+SPLITS = {
+    ("forward", "16bit"): {256: SplitLimits(256, 2048, 4, 4)},
+    ("backward", "16bit"): {64: SplitLimits(256, 1024, 8, 4), 256: SplitLimits(128, 704, 11, 4)},
+    ("forward", "ieee"): {
+        32: SplitLimits(64, 256, 8, 8), 128: SplitLimits(64, 512, 8, 8, 1), 256: SplitLimits(64, 256, 8, 8),
+    },
+    ("backward", "ieee"): {32: SplitLimits(32, 128, 8, 8), 256: SplitLimits(32, 512, 8, 8, 1)},
+    ("bf16x3_forward", "ieee"): {128: SplitLimits(128, 1024, 2, 8, 1)},
+    ("bf16x3_dq", "ieee"): {128: SplitLimits(128, 512, 4, 8, 2)},
+    ("bf16x3_dkdv", "ieee"): {128: SplitLimits(128, 512, 4, 8, 2)},
+}  # fmt: skip
 SPLITS |= {(kernel, "tf32"): SPLITS[kernel, "16bit"] for kernel in ("forward", "backward")}
 
 
@@ -230,12 +225,26 @@ def select_config(
             if kernel not in BF16X3_KERNELS or block_d in BF16X3_LENGTH
         }
     splits = {kernel: SPLITS[kernel, precision] for kernel in tiles if (kernel, precision) in SPLITS}
+    # Float32 keeps its bits in a matmul as three bfloat16 each (six matmuls), or two TF32 (three). The first
+    # has 0.3 to 0.6 of the error of PyTorch's attention on an H200, and is Hopper's. The second needs fewer
+    # registers and is faster where programs are few, but was off by 2.5 to 3.2 times as much as PyTorch's in
+    # dK and dV of large scores: on other GPUs, which have no registers for the first. (BF16X3_KERNELS have a
+    # precision of their own.)
+    ieee = "bf16x6" if capability[0] == 9 else "tf32x3"
+    # TMA loads the tiles where there is one, and where that does not cost registers: matmuls in "ieee" of
+    # tiles that it loaded take up to twice the registers. And the host makes a descriptor for each tensor at
+    # every launch: of a short sequence that is time that the GPU waits.
+    if capability[0] == 9:
+        use_tma = precision == "16bit" or (precision == "tf32" and block_d <= 128)
+    else:
+        newer = capability[0] > 9 and precision == "16bit" and block_d <= 128
+        use_tma = newer or capability == INTERPRETER
     return KernelConfig(
         dtype,
         precision,
-        _ieee_precision(capability) if precision == "ieee" else "tf32",
+        ieee if precision == "ieee" else "tf32",
         block_d,
-        _use_tma(capability, precision, block_d),
+        use_tma,
         tiles,
         {kernel: _up_to(sizes, block_d) for kernel, sizes in splits.items()},
         _up_to(SHORT_SEQUENCES, block_d) if "hopper_forward" in tiles else None,
@@ -246,25 +255,3 @@ def select_config(
 def _up_to(sizes: dict[int, Any], block_d: int) -> Any:
     """What is for the smallest of these head sizes that is large enough."""
     return sizes[min(size for size in sizes if size >= block_d)]
-
-
-def _ieee_precision(capability: Capability) -> str:
-    """How float32 keeps its bits in a matmul: as three bfloat16 each (six matmuls), or two TF32 (three).
-
-    The first has 0.3 to 0.6 of the error of PyTorch's attention on an H200, and is Hopper's. The second needs
-    fewer registers and is faster where programs are few, but was off by 2.5 to 3.2 times as much as PyTorch's
-    in dK and dV of large scores: on other GPUs, which have no registers for the first. (BF16X3_KERNELS
-    have a precision of their own.)
-    """
-    return "bf16x6" if capability[0] == 9 else "tf32x3"
-
-
-def _use_tma(capability: Capability, precision: str, block_d: int) -> bool:
-    """Whether TMA loads the tiles: where there is one, and where that does not cost registers.
-
-    Matmuls in "ieee" of tiles that it loaded take up to twice the registers. And the host makes a descriptor
-    for each tensor at every launch: of a short sequence that is time that the GPU waits.
-    """
-    if capability[0] == 9:
-        return precision == "16bit" or (precision == "tf32" and block_d <= 128)
-    return capability == INTERPRETER or (capability[0] > 9 and precision == "16bit" and block_d <= 128)

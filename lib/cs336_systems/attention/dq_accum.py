@@ -6,7 +6,7 @@ o, do, dq [BLOCK_M, BLOCK_D]    lse, delta [BLOCK_M]    dq_accum: float32, BLOCK
 import triton
 import triton.language as tl
 
-from cs336_systems.attention.triton_common import LOG2E, pointers
+from cs336_systems.attention.triton_common import LOG2E, own_tile, pointers, store_tile
 
 
 @triton.jit
@@ -18,18 +18,15 @@ def bwd_preprocess_kernel(
 
     Past the last query L is infinite, so that P is zero there.
     """
-    tiles = tl.cdiv(n_queries, BLOCK_M)
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, False)
+    batch_head = place[1].to(tl.int64)
+    rows = place[0] * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     inside = (rows[:, None] < n_queries) & (dims[None, :] < D)
-    batch, head = batch_head // n_heads, batch_head % n_heads
-    o_tile = pointers(o_ptr, o_strides, batch, head, rows, dims)
-    do_tile = pointers(do_ptr, do_strides, batch, head, rows, dims)
-    o = tl.load(o_tile, mask=inside, other=0.0).to(tl.float32)
-    do = tl.load(do_tile, mask=inside, other=0.0).to(tl.float32)
+    o = tl.load(pointers(o_ptr, o_strides, place, rows, dims), mask=inside, other=0.0).to(tl.float32)
+    do = tl.load(pointers(do_ptr, do_strides, place, rows, dims), mask=inside, other=0.0).to(tl.float32)
     lse = tl.load(lse_ptr + batch_head * n_queries + rows, mask=rows < n_queries, other=float("inf"))
-    padded = batch_head * tiles * BLOCK_M + rows
+    padded = batch_head * tl.cdiv(n_queries, BLOCK_M) * BLOCK_M + rows
     tl.store(lse2_ptr + padded, lse * LOG2E)
     tl.store(delta_ptr + padded, tl.sum(o * do, 1))
     accum_tile = dq_accum_ptr + padded[:, None] * BLOCK_D + dims[None, :]
@@ -42,14 +39,10 @@ def bwd_postprocess_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * dq_accum, brought from the order of the registers into rows. Grid: as before."""
-    tiles = tl.cdiv(n_queries, BLOCK_M)
-    batch_head = (tl.program_id(0) // tiles).to(tl.int64)
+    place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, False)
     start = dq_accum_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
     pieces = tl.load(start + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
     pieces = tl.reshape(pieces, [BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2])
     dq = tl.reshape(tl.permute(pieces, [0, 4, 2, 1, 3, 5]), [BLOCK_M, BLOCK_D])
-    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    inside = (rows[:, None] < n_queries) & (dims[None, :] < D)
-    dq_tile = pointers(dq_ptr, dq_strides, batch_head // n_heads, batch_head % n_heads, rows, dims)
-    tl.store(dq_tile, dq.to(dq_ptr.dtype.element_ty), mask=inside)
+    rows = place[0] * BLOCK_M + tl.arange(0, BLOCK_M)
+    store_tile(dq_ptr, dq_strides, place, rows, rows < n_queries, dq, D)

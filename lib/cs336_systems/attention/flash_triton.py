@@ -21,7 +21,7 @@ from cs336_systems.attention import flash_pytorch
 from cs336_systems.attention.inputs import check_inputs, in_autocast
 from cs336_systems.attention.kernel_launch import KernelLaunch
 from cs336_systems.attention.launcher import Launcher, config_for, layout
-from cs336_systems.kernels.autograd_guards import first_order_only
+from cs336_systems.kernels.autograd_guards import dispatch_modes, first_order_only, transforms_active
 from cs336_systems.kernels.runtime import (
     ALIGNMENT,
     INTERPRETED,
@@ -36,7 +36,6 @@ Prepared = tuple[Launcher | KernelLaunch, Callable[..., Tensor], list[tuple]]  #
 _forwards: dict[tuple, Prepared] = {}
 _backwards: dict[tuple, Prepared] = {}
 MAX_LAUNCHERS = 256  # of each
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, tracing, counters of FLOPs
 
 
 def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
@@ -46,7 +45,7 @@ def flash_forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tens
     where all scores are minus infinity (O is 0 there); residual (..., n_queries, 1), what L lost when it was
     rounded.
     """
-    run = _forward_op if torch.compiler.is_compiling() or _dispatch_modes() else _forward
+    run = _forward_op if torch.compiler.is_compiling() or dispatch_modes() else _forward
     return run(q, k, v, is_causal)
 
 
@@ -95,7 +94,7 @@ def flash_backward(
 
     Scores are computed again as forward computed them: those of float32 in TF32 if it made no residual.
     """
-    run = _backward_op if torch.compiler.is_compiling() or _dispatch_modes() else _backward
+    run = _backward_op if torch.compiler.is_compiling() or dispatch_modes() else _backward
     return run(do, q, k, v, o, logsumexp, is_causal, residual)
 
 
@@ -194,7 +193,7 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
         q, k, v = in_autocast(q, k, v)
-        run = _forward_op if torch.compiler.is_compiling() or _dispatch_modes() else _forward
+        run = _forward_op if torch.compiler.is_compiling() or dispatch_modes() else _forward
         made = run(q, k, v, is_causal)
         ctx.save_for_backward(q, k, v, *made)
         ctx.is_causal = is_causal
@@ -205,19 +204,18 @@ class FlashAttentionTriton(torch.autograd.Function):
         compiling = torch.compiler.is_compiling()
         if torch.is_grad_enabled() and not compiling:  # decorated, it would be a call more in the usual case
             return first_order_only(FlashAttentionTriton.backward)(ctx, do)
-        run = _backward_op if compiling or _dispatch_modes() else _backward
+        run = _backward_op if compiling or dispatch_modes() else _backward
         q, k, v, o, logsumexp, *residual = ctx.saved_tensors
         return *run(do, q, k, v, o, logsumexp, ctx.is_causal, *residual), None
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """`FlashAttentionTriton.apply` without the Python before it that serves torch.func's transforms."""
-    if torch.compiler.is_compiling() or _transforms_active():
+    if torch.compiler.is_compiling() or transforms_active():
         return FlashAttentionTriton.apply(q, k, v, is_causal)
     return _apply(q, k, v, is_causal)
 
 
-_transforms_active = torch._C._are_functorch_transforms_active
 _apply = super(torch.autograd.Function, FlashAttentionTriton).apply
 
 

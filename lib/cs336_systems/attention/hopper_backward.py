@@ -20,7 +20,7 @@ computed by four more, the dQ warps. One warp, the producer, has TMA fill a ring
              the rest                                         dq_accum += dQ(t)
 
 where t is a tile of queries. dS goes to the dQ warps through shared memory, and from registers into dK. The
-dQ warps have registers for PART columns of dQ at a time.
+dQ warps have registers for DQ_COLUMNS columns of dQ at a time.
 
 Every buffer has two mbarriers, `ready` (or full) and `free`: who fills it waits for free, who reads it for
 ready. A wait names the phase that must have ended; it flips with every round of the ring (`_next`). At first
@@ -56,18 +56,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
 
 KEYS = gl.constexpr(64)  # of a consumer: one matmul of four warps has so many rows
-PART = gl.constexpr(64)  # columns of dQ that the dQ warps have registers for; wider heads are "wide"
+DQ_COLUMNS = gl.constexpr(64)  # columns of dQ that the dQ warps have registers for; wider heads are "wide"
 SLOTS = gl.constexpr(2)  # a consumer is up to two tiles ahead of the dQ warps
 
 
 @gluon.constexpr_function
-def _accumulator_layout(num_warps, m, n):
-    """The registers of an (m, n) matmul: a warp for every 16 rows; what warps are left share the columns."""
-    rows = max(4, min(num_warps, m // 16))
-    columns = num_warps // rows
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[rows, columns], instr_shape=[16, n // columns, 16]
-    )
+def _accumulator_layout(columns):
+    """The registers of a matmul of 64 rows by four warps, 16 rows each."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def new_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """So many (ROWS, COLUMNS) tiles in shared memory, laid out as matmuls read them."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many mbarriers; a phase of each ends with ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
 
 
 @gluon.jit
@@ -81,13 +93,6 @@ def _probabilities(st, lse, queries, seen_from, scale_log2, MASKED: gl.constexpr
     if MASKED:
         pt = gl.where(queries[None, :] >= seen_from[:, None], pt, 0.0)
     return pt
-
-
-@gluon.jit
-def first_queries(keys, n_keys, CAUSAL: gl.constexpr):
-    """Of each key the first query that sees it; none sees keys past the last."""
-    seen_from = keys if CAUSAL else keys * 0
-    return gl.where(keys < n_keys, seen_from, 0x7FFFFFFF)
 
 
 @gluon.jit
@@ -109,35 +114,23 @@ def _next(index, phase, COUNT: gl.constexpr):
 @gluon.jit
 def _pack(x, dtype: gl.constexpr):
     """x rounded, two to a register: else the compiler rounds one by one, four times as long."""
-    if dtype == gl.bfloat16:
-        y = gl.inline_asm_elementwise(
-            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.bfloat16, is_pure=True, pack=2
-        )
-    else:
-        y = gl.inline_asm_elementwise(
-            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], dtype=gl.float16, is_pure=True, pack=2
-        )
-    return y
+    IS_BF16: gl.constexpr = dtype == gl.bfloat16
+    asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if IS_BF16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    return gl.inline_asm_elementwise(
+        asm, "=r,r,r", [x], dtype=gl.bfloat16 if IS_BF16 else gl.float16, is_pure=True, pack=2
+    )
 
 
 @gluon.jit
 def _product(p, x):
     """p * x in float32; p stays packed: unpacked by the compiler it would take twice the registers."""
     if p.dtype == gl.bfloat16:
-        y = gl.inline_asm_elementwise(
-            """{ .reg .f32 l, h;
-            shl.b32 l, $2, 16; and.b32 h, $2, 0xffff0000;
-            mul.f32 $0, l, $3; mul.f32 $1, h, $4; }""",
-            "=&r,=&r,r,r,r", [p, x], dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+        UNPACK: gl.constexpr = "shl.b32 l, $2, 16; and.b32 h, $2, 0xffff0000;"
     else:
-        y = gl.inline_asm_elementwise(
-            """{ .reg .f32 l, h; .reg .f16 a, b;
-            mov.b32 {a, b}, $2; cvt.f32.f16 l, a; cvt.f32.f16 h, b;
-            mul.f32 $0, l, $3; mul.f32 $1, h, $4; }""",
-            "=&r,=&r,r,r,r", [p, x], dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
-    return y
+        UNPACK: gl.constexpr = ".reg .f16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 l, a; cvt.f32.f16 h, b;"
+    asm: gl.constexpr = "{ .reg .f32 l, h; " + UNPACK + " mul.f32 $0, l, $3; mul.f32 $1, h, $4; }"
+    operands: gl.constexpr = "=&r,=&r,r,r,r"
+    return gl.inline_asm_elementwise(asm, operands, [p, x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -188,32 +181,32 @@ def atomic_add_dq(dq_accum, dq, BLOCK_D: gl.constexpr):
 
 @gluon.jit
 def add_dq(buffers, barriers, dq_accum, tiles):
-    """The dQ warps: dq_accum += dS K, of all tiles in turn, PART columns at a time."""
+    """The dQ warps: dq_accum += dS K, of all tiles in turn, DQ_COLUMNS columns at a time."""
     ks, _, qs, _, _, _, dss = buffers
     kv_ready, _, _, _, ds_ready, ds_free = barriers
     BLOCK_M: gl.constexpr = qs.shape[1]
     BLOCK_D: gl.constexpr = qs.shape[2]
-    columns: gl.constexpr = min(BLOCK_D, PART)
-    parts: gl.constexpr = BLOCK_D // columns
-    zeros = gl.zeros([BLOCK_M, columns], gl.float32, _accumulator_layout(4, BLOCK_M, columns))
-    part_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, columns], ks.dtype)
-    k_parts = ks._reinterpret(ks.dtype, [2 * parts, KEYS, columns], part_shape)
+    columns: gl.constexpr = min(BLOCK_D, DQ_COLUMNS)
+    chunks: gl.constexpr = BLOCK_D // columns
+    zeros = gl.zeros([BLOCK_M, columns], gl.float32, _accumulator_layout(columns))
+    chunk_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, columns], ks.dtype)
+    k_chunks = ks._reinterpret(ks.dtype, [2 * chunks, KEYS, columns], chunk_shape)
     mbarrier.wait(kv_ready.index(0), 0)
     mbarrier.wait(kv_ready.index(1), 0)
     slot = 0
     phase = 0
     for _ in range(tiles):
-        for part in range(parts):
+        for chunk in range(chunks):
             mbarrier.wait(ds_ready.index(slot * 2), phase)
             ds = dss.index(slot * 2).permute([1, 0])
-            dq = warpgroup_mma(ds, k_parts.index(part), zeros, use_acc=False, is_async=True)
+            dq = warpgroup_mma(ds, k_chunks.index(chunk), zeros, use_acc=False, is_async=True)
             mbarrier.wait(ds_ready.index(slot * 2 + 1), phase)
             ds = dss.index(slot * 2 + 1).permute([1, 0])
-            dq = warpgroup_mma(ds, k_parts.index(parts + part), dq, is_async=True)
+            dq = warpgroup_mma(ds, k_chunks.index(chunks + chunk), dq, is_async=True)
             dq = warpgroup_mma_wait(0, deps=[dq])
             # The matmul has read dS; after the last columns the consumers may write the next into this slot.
-            mbarrier.arrive(ds_free.index(slot), pred=part == parts - 1)
-            atomic_add_dq(dq_accum + part * columns * 16, dq, BLOCK_D)
+            mbarrier.arrive(ds_free.index(slot), pred=chunk == chunks - 1)
+            atomic_add_dq(dq_accum + chunk * columns * 16, dq, BLOCK_D)
         dq_accum += BLOCK_M * BLOCK_D
         slot, phase = _next(slot, phase, SLOTS)
 
@@ -225,7 +218,7 @@ def _start_scores(ks, qs, q_ready, stage, phase, none, pred, CONSUMER: gl.conste
     none: 0, which the compiler cannot know.
     """
     BLOCK_M: gl.constexpr = qs.shape[1]
-    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, _accumulator_layout(4, KEYS, BLOCK_M))
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, _accumulator_layout(BLOCK_M))
     mbarrier.wait(q_ready.index(stage), phase, pred=pred)
     k = ks.index(CONSUMER + none)
     return warpgroup_mma(k, qs.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
@@ -241,7 +234,7 @@ def add_narrow_tile(
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
     queries, seen_from = index
     BLOCK_M: gl.constexpr = qs.shape[1]
-    scores: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_M)
+    scores: gl.constexpr = _accumulator_layout(BLOCK_M)
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
     q = qs.index(stage)
@@ -282,10 +275,10 @@ def add_wide_tile(
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
     queries, seen_from = index
     BLOCK_M: gl.constexpr = qs.shape[1]
-    scores: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_M)
+    scores: gl.constexpr = _accumulator_layout(BLOCK_M)
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
-    none = tile >> 30  # 0, which the compiler cannot know: it would keep the places of all parts of K and V
+    none = tile >> 30  # 0, which the compiler cannot know: it would keep the addresses of all of K and V
     do = dos.index(stage)
     lse = lses.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
     pt = _pack(_probabilities(st, lse, queries, seen_from, scale_log2, MASKED), do.dtype)
@@ -329,7 +322,7 @@ def add_tiles(
         if MASKED and not EVEN:
             rows = gl.where(rows < n_queries, rows, -1)
         place = rows, seen_from
-        if qs.shape[2] > PART:
+        if qs.shape[2] > DQ_COLUMNS:
             state = add_wide_tile(state, tile, tiles, buffers, barriers, place, scale_log2, CONSUMER, MASKED)
         else:
             state = add_narrow_tile(state, k, v, buffers, barriers, place, scale_log2, CONSUMER, MASKED)
@@ -351,15 +344,17 @@ def consume(
     dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
     BLOCK_M: gl.constexpr = qs.shape[1]
     BLOCK_D: gl.constexpr = qs.shape[2]
-    scores: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_M)
-    gradients: gl.constexpr = _accumulator_layout(4, KEYS, BLOCK_D)
+    scores: gl.constexpr = _accumulator_layout(BLOCK_M)
+    gradients: gl.constexpr = _accumulator_layout(BLOCK_D)
     first_key += CONSUMER * KEYS
-    seen_from = first_queries(first_key + gl.arange(0, KEYS, gl.SliceLayout(1, scores)), n_keys, CAUSAL)
+    keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, scores))
+    # Of each key the first query that sees it; none sees keys past the last.
+    seen_from = gl.where(keys < n_keys, keys if CAUSAL else keys * 0, 0x7FFFFFFF)
     queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
     dv = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
     mbarrier.wait(kv_ready.index(CONSUMER), 0)
-    if BLOCK_D > PART:
+    if BLOCK_D > DQ_COLUMNS:
         kv = ks, vs
         st = _start_scores(ks, qs, q_ready, 0, 0, 0, True, CONSUMER)
         st = warpgroup_mma_wait(0, deps=[st])
@@ -372,7 +367,7 @@ def consume(
     constants = kv, buffers, barriers, (queries, seen_from), scale_log2, n_queries
     # The last tile may have fewer queries. q reads as zero there, and an infinite key times zero is NaN: so
     # it is masked, too, but for wide heads without a causal mask, where that spills registers.
-    WHOLE: gl.constexpr = EVEN or (BLOCK_D > PART and not CAUSAL)
+    WHOLE: gl.constexpr = EVEN or (BLOCK_D > DQ_COLUMNS and not CAUSAL)
     state = add_tiles(state, 0, masked, tiles, first_query, constants, CONSUMER, True, WHOLE)
     if WHOLE:
         state = add_tiles(state, masked, tiles, tiles, first_query, constants, CONSUMER, False, WHOLE)
@@ -400,37 +395,23 @@ def hopper_backward_kernel(
     K and V are loaded KEYS at a time.
     """
     dtype: gl.constexpr = q_src.dtype
-    tile_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_D], dtype)
-    key_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_D], dtype)
-    ds_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BLOCK_M], dtype)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     buffers = (
-        gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_D], key_shape),
-        gl.allocate_shared_memory(dtype, [2, KEYS, BLOCK_D], key_shape),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], tile_shape),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_M, BLOCK_D], tile_shape),
+        new_tiles(dtype, 2, KEYS, BLOCK_D),
+        new_tiles(dtype, 2, KEYS, BLOCK_D),
+        new_tiles(dtype, STAGES, BLOCK_M, BLOCK_D),
+        new_tiles(dtype, STAGES, BLOCK_M, BLOCK_D),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_src.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_src.layout),
-        gl.allocate_shared_memory(dtype, [2 * SLOTS, KEYS, BLOCK_M], ds_shape),
+        new_tiles(dtype, 2 * SLOTS, KEYS, BLOCK_M),
     )
     barriers = (
-        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [2 * SLOTS, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier),
+        new_barriers(2, 1),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, 2),
+        new_barriers(2 * SLOTS, 1),
+        new_barriers(SLOTS, 1),
     )
-    for consumer in gl.static_range(2):
-        mbarrier.init(barriers[0].index(consumer), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(barriers[1].index(stage), count=1)
-        mbarrier.init(barriers[2].index(stage), count=1)
-        mbarrier.init(barriers[3].index(stage), count=2)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(barriers[4].index(slot * 2), count=1)
-        mbarrier.init(barriers[4].index(slot * 2 + 1), count=1)
-        mbarrier.init(barriers[5].index(slot), count=1)
     fence_async_shared()
     block_barrier()
 

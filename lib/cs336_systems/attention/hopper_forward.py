@@ -44,7 +44,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper_backward import _accumulator_layout, _next, _store, block_barrier
+from cs336_systems.attention.hopper_backward import (
+    _accumulator_layout,
+    _next,
+    _store,
+    block_barrier,
+    new_barriers,
+    new_tiles,
+)
 
 LN2 = gl.constexpr(0.6931471805599453)
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32's numbers
@@ -53,27 +60,10 @@ L2_ELEMENTS = gl.constexpr(2**23)  # of K, and as many of V: together 32 of the 
 
 
 @gluon.constexpr_function
-def _worker_warps(consumers):
-    """Of every worker: all but the first consumer, which are the warps that the program begins with."""
-    return [4] * (consumers - 1) + [1]
-
-
-@gluon.constexpr_function
-def _worker_registers(consumers):
-    """Of a thread. The first consumer gets as many as the others, or what the producer leaves it."""
-    return [[24], [240, 24], [160, 160, 32]][consumers - 1]
-
-
-@gluon.constexpr_function
-def _slots(persistent):
-    """How many work tiles Q is loaded of."""
-    return 2 if persistent else 1
-
-
-@gluon.constexpr_function
-def _one_number(num_warps):
-    """The registers of one number that all threads have."""
-    return gl.BlockedLayout([1], [32], [num_warps], [0])
+def _workers(consumers):
+    """Warps, and registers of a thread, of all but the first consumer, which is the warps that the program
+    begins with. It gets as many registers as the others, or what the producer leaves it."""
+    return [4] * (consumers - 1) + [1], [[24], [240, 24], [160, 160, 32]][consumers - 1]
 
 
 @gluon.jit
@@ -113,7 +103,7 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers[:6]
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK_N: gl.constexpr = ks.shape[1]
-    SLOTS: gl.constexpr = _slots(PERSISTENT)
+    SLOTS: gl.constexpr = 2 if PERSISTENT else 1  # how many work tiles Q is loaded of
     CONSUMERS: gl.constexpr = qs.shape[0] // SLOTS
     work = gl.program_id(0)
     stage, phase, slot, slot_phase, turn = 0, 0, 0, 0, 0
@@ -141,7 +131,7 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
             mbarrier.wait(barriers[7], turn ^ 1)
             # compute-sanitizer's racecheck names this store and the load in `consume`. It does not know
             # mbarriers: a program in CUDA that does nothing but this, and is right, it names as well.
-            buffers[3].store(gl.full([1], work, gl.int32, _one_number(1)))
+            buffers[3].store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
             mbarrier.arrive(barriers[6])
             slot, slot_phase = _next(slot, slot_phase, SLOTS)
             turn ^= 1
@@ -164,7 +154,7 @@ def consume(
 ):  # fmt: skip
     """O and L of one consumer's queries of every work tile."""
     _, buffers, barriers, sizes, _ = shared
-    CONSUMERS: gl.constexpr = buffers[0].shape[0] // _slots(PERSISTENT)
+    CONSUMERS: gl.constexpr = buffers[0].shape[0] // (2 if PERSISTENT else 1)
     work = gl.program_id(0)
     ring = (0, 0)
     if PERSISTENT:
@@ -173,7 +163,7 @@ def consume(
             i = slot * CONSUMERS + CONSUMER
             ring = attend(shared, work, ring, i, slot_phase, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS, D)
             mbarrier.wait(barriers[6], turn)
-            work = gl.max(buffers[3].load(_one_number(4)), 0)
+            work = gl.max(buffers[3].load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             mbarrier.arrive(barriers[7])
             slot, slot_phase = _next(slot, slot_phase, 2)
             turn ^= 1
@@ -197,8 +187,8 @@ def attend(
     BLOCK_M: gl.constexpr = CONSUMERS * QUERIES
     BLOCK_N: gl.constexpr = ks.shape[1]
     BLOCK_D: gl.constexpr = ks.shape[2]
-    scores: gl.constexpr = _accumulator_layout(4, QUERIES, BLOCK_N)
-    out: gl.constexpr = _accumulator_layout(4, QUERIES, BLOCK_D)
+    scores: gl.constexpr = _accumulator_layout(BLOCK_N)
+    out: gl.constexpr = _accumulator_layout(BLOCK_D)
     operand: gl.constexpr = gl.DotOperandLayout(0, out, 2)
 
     stage, phase = ring
@@ -287,40 +277,24 @@ def hopper_forward_kernel(
     """
     dtype: gl.constexpr = q_src.dtype
     consumers: gl.constexpr = BLOCK_M // QUERIES
-    slots: gl.constexpr = _slots(PERSISTENT) * consumers
-    query_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([QUERIES, BLOCK_D], dtype)
-    key_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_D], dtype)
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    slots: gl.constexpr = consumers * (2 if PERSISTENT else 1)
     buffers = (
-        gl.allocate_shared_memory(dtype, [slots, QUERIES, BLOCK_D], query_shape),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], key_shape),
-        gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], key_shape),
+        new_tiles(dtype, slots, QUERIES, BLOCK_D),
+        new_tiles(dtype, STAGES, BLOCK_N, BLOCK_D),
+        new_tiles(dtype, STAGES, BLOCK_N, BLOCK_D),
     )
     barriers = (
-        gl.allocate_shared_memory(gl.int64, [slots, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [slots, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
-        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        new_barriers(slots, 1),
+        new_barriers(slots, 1),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, consumers),
+        new_barriers(STAGES, 1),
+        new_barriers(STAGES, consumers),
     )
-    for i in gl.static_range(slots):
-        mbarrier.init(barriers[0].index(i), count=1)
-        mbarrier.init(barriers[1].index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(barriers[2].index(i), count=1)
-        mbarrier.init(barriers[3].index(i), count=consumers)
-        mbarrier.init(barriers[4].index(i), count=1)
-        mbarrier.init(barriers[5].index(i), count=consumers)
     if PERSISTENT:  # allocated only then: unused, Triton would reuse their memory and corrupt O
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         buffers += (gl.allocate_shared_memory(gl.int32, [1], flat),)
-        barriers += (
-            gl.allocate_shared_memory(gl.int64, [1], barrier),
-            gl.allocate_shared_memory(gl.int64, [1], barrier),
-        )
-        mbarrier.init(barriers[6], count=1)
-        mbarrier.init(barriers[7], count=consumers)
+        barriers += (new_barriers(1, 1).index(0), new_barriers(1, consumers).index(0))
     fence_async_shared()
     block_barrier()
 
@@ -335,6 +309,6 @@ def hopper_forward_kernel(
             (consume, (shared, consumers - 1, CAUSAL, EVEN_KEYS, D, PERSISTENT)),
             (produce, (shared, counter_ptr, CAUSAL, PERSISTENT)),
         ][3 - consumers :],
-        _worker_warps(consumers),
-        _worker_registers(consumers),
+        _workers(consumers)[0],
+        _workers(consumers)[1],
     )

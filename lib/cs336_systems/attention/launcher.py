@@ -6,14 +6,14 @@ for the layouts that it meets. It belongs to one GPU: that of its first call.
 """
 
 import math
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.bf16x3 import split_kernel
@@ -22,7 +22,6 @@ from cs336_systems.attention.config import (
     BF16X3_KERNELS,
     BF16X3_TILE,
     GLUON_KERNELS,
-    HOPPER_KERNELS,
     MERGE_TILE,
     OWN_KEYS,
     PRE_POST_TILE,
@@ -31,23 +30,25 @@ from cs336_systems.attention.config import (
     Tile,
     select_config,
 )
-from cs336_systems.attention.kernel_launch import KernelLaunch, triton_version
+from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
+from cs336_systems.attention.hopper_backward import hopper_backward_kernel
+from cs336_systems.attention.hopper_forward import hopper_forward_kernel
+from cs336_systems.attention.kernel_launch import KernelLaunch
 from cs336_systems.attention.triton_backward import backward_kernel, dkdv_kernel, dq_kernel, sum_kernel
 from cs336_systems.attention.triton_forward import forward_kernel, merge_kernel
 from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, capability, sm_count
 
 LOG2E = math.log2(math.e)
 SPLIT_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter multiplies its bit patterns
-GLUON = 3, 6  # the Triton whose Gluon GLUON_KERNELS are written in; BF16X3_KERNELS come with it
 FORWARD, BACKWARD = ("q", "k", "v", "o"), ("q", "k", "v", "do", "o", "dq", "dk", "dv")
-TRITON_KERNELS = {
+BF16X3 = "bf16x3_"  # of the names of kernels whose operands are in three parts
+FUNCTIONS = {
     "forward": forward_kernel,
+    "hopper_forward": hopper_forward_kernel,
     "dq": dq_kernel,
     "dkdv": dkdv_kernel,
     "backward": backward_kernel,
-    "bf16x3_forward": forward_kernel,
-    "bf16x3_dq": dq_kernel,
-    "bf16x3_dkdv": dkdv_kernel,
+    "hopper_backward": hopper_backward_kernel,
 }
 Shape = tuple[int, ...]
 Layout = tuple[Shape, Shape]  # shape, strides
@@ -65,16 +66,10 @@ def as_bhnd(layout: Layout) -> Layout:
     return (1,) * missing + tuple(shape), (0,) * missing + tuple(strides)
 
 
-def contiguous(shape: Shape, row: int | None = None) -> Layout:
-    """That of a contiguous tensor, or of one whose rows are `row` numbers apart."""
-    sizes = (*shape[:-1], row or shape[-1])
+def contiguous(shape: Shape, unit: int = 1) -> Layout:
+    """That of a tensor that is contiguous, but for rows that begin at multiples of so many numbers."""
+    sizes = (*shape[:-1], cdiv(shape[-1], unit) * unit)
     return shape, tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
-
-
-def padded(shape: Shape, itemsize: int) -> Layout:
-    """Contiguous but for the rows, which begin at multiples of 16 bytes, as TMA asks."""
-    unit = ALIGNMENT // itemsize
-    return contiguous(shape, cdiv(shape[-1], unit) * unit)
 
 
 def tma_compatible(layout: Layout, itemsize: int) -> bool:
@@ -91,7 +86,7 @@ def kernel_layout(layout: Layout, itemsize: int, use_tma: bool) -> Layout:
     """
     shape, strides = layout
     if use_tma:
-        return layout if tma_compatible(layout, itemsize) else padded(shape, itemsize)
+        return layout if tma_compatible(layout, itemsize) else contiguous(shape, ALIGNMENT // itemsize)
     steps = zip(shape, strides, contiguous(shape)[1], strict=True)
     return layout if all(size == 1 or x == wanted for size, x, wanted in steps) else contiguous(shape)
 
@@ -104,11 +99,7 @@ def describe(layout: Layout, block_shape: Shape, dtype: torch.dtype, gluon: Any 
     shape, strides = layout
     outer = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides, strict=False)]
     arguments = torch.empty(0, dtype=dtype, device="meta"), list(shape), [*outer, 1], list(block_shape)
-    if gluon is None:
-        return TensorDescriptor(*arguments)
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-
-    return GluonDescriptor(*arguments, layout=gluon)
+    return TensorDescriptor(*arguments) if gluon is None else GluonDescriptor(*arguments, layout=gluon)
 
 
 class Launcher:
@@ -140,7 +131,8 @@ class Launcher:
         if self.bf16x3:  # the kernels load three matrices of each
             shapes = [as_bhnd(each)[0] for each in given]
             self.dtype, self.copies = SPLIT_DTYPE, []
-            self.inputs = [padded((b, 3 * h, n, d), SPLIT_DTYPE.itemsize) for b, h, n, d in shapes]
+            unit = ALIGNMENT // SPLIT_DTYPE.itemsize
+            self.inputs = [contiguous((b, 3 * h, n, d), unit) for b, h, n, d in shapes]
             self.split_inputs = self._split_inputs(shapes)
         else:
             self.inputs = [kernel_layout(x, config.dtype.itemsize, self.use_tma) for x in given]
@@ -150,14 +142,12 @@ class Launcher:
         self.merge = self._merge() if self.plan.splits > 1 else None
         self.launches = {kernel: self._launch(kernel) for kernel in kernels}
         self.run = {
-            ("forward",): self._forward,
-            ("bf16x3_forward",): self._forward,
-            ("hopper_forward",): self._hopper_forward,
-            ("dq", "dkdv"): self._dq_dkdv,
-            ("bf16x3_dq", "bf16x3_dkdv"): self._dq_dkdv,
-            ("backward",): self._backward,
-            ("hopper_backward",): self._hopper_backward,
-        }.get(kernels)
+            "forward": self._forward,
+            "hopper_forward": self._hopper_forward,
+            "dkdv": self._dq_dkdv,
+            "backward": self._backward,
+            "hopper_backward": self._hopper_backward,
+        }.get(kernels[-1].removeprefix(BF16X3))
         if kernels == ("hopper_backward",):
             self._prepare_hopper_backward()
 
@@ -204,7 +194,8 @@ class Launcher:
         if self.merge is not None:
             outputs |= {name: contiguous(shape) for name, (shape, _) in self.outputs.items()}
         arguments = self.arguments(tile, **outputs)
-        return KernelLaunch(_function(kernel), grid, arguments, tile, self._descriptors(kernel, tile))
+        function = FUNCTIONS[kernel.removeprefix(BF16X3)]
+        return KernelLaunch(function, grid, arguments, tile, self._descriptors(kernel, tile))
 
     def _descriptors(self, kernel: str, tile: Tile) -> list[Any]:
         """Of the inputs; none where threads load the tiles. In Gluon a matmul's rows of what programs own."""
@@ -216,8 +207,10 @@ class Launcher:
         elif gluon:
             queries = min(queries, WARP_GROUP_ROWS)
         shapes = [(1, 1, n, self.config.block_d) for n in (queries, keys, keys, queries)]
+        element = getattr(gl, str(self.dtype).removeprefix("torch."))
+        in_shared = gl.NVMMASharedLayout.get_default_for if gluon else lambda *_: None
         return [
-            describe(as_bhnd(x), shape, self.dtype, _tile_layout(shape, self.dtype) if gluon else None)
+            describe(as_bhnd(x), shape, self.dtype, in_shared(shape, element))
             for x, shape in zip(self.inputs, shapes, strict=False)
         ]
 
@@ -285,14 +278,13 @@ class Launcher:
 
     def _prepare_hopper_backward(self) -> None:
         """A kernel before it, and one after it (dq_accum)."""
-        from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
-
         problem, tile = self.problem, self.plan.tiles["hopper_backward"]
         query_tiles, heads = cdiv(problem.n_queries, tile.block_m), problem.batch * problem.heads
         # lse2, delta and each of dq_accum's dimensions: (batch * heads, queries up to whole tiles)
         rows = heads, query_tiles * tile.block_m
         self.workspace = 2 + self.config.block_d, *rows
-        row = describe(contiguous(rows), (1, tile.block_m), torch.float32, _row_layout())
+        in_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        row = describe(contiguous(rows), (1, tile.block_m), torch.float32, in_shared)
         self.launches["hopper_backward"].descriptors += [row, row]
         around = {"do": self.inputs[3], "o": self.layouts["o"], "dq": self.layouts["dq"]}
         around = (heads * query_tiles, 1), self.arguments(tile, **around), PRE_POST_TILE
@@ -308,43 +300,9 @@ class Launcher:
         self.launches["postprocess"].run(dq_accum, dq)
 
 
-def _function(kernel: str) -> Callable[..., Any]:
-    if kernel == "hopper_forward":
-        from cs336_systems.attention.hopper_forward import hopper_forward_kernel
-
-        return hopper_forward_kernel
-    if kernel == "hopper_backward":
-        from cs336_systems.attention.hopper_backward import hopper_backward_kernel
-
-        return hopper_backward_kernel
-    return TRITON_KERNELS[kernel]
-
-
-def _tile_layout(block_shape: Shape, dtype: torch.dtype) -> Any:
-    """How a tile lies in shared memory, for the matmuls of Gluon's kernels to read."""
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout.get_default_for(block_shape, getattr(gl, str(dtype).removeprefix("torch.")))
-
-
-def _row_layout() -> Any:
-    """How a row of float32 numbers, of L or delta, lies in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
 @lru_cache(maxsize=256)
 def config_for(
     dtype: torch.dtype, d_head: int, device: torch.device, allow_tf32: bool = False
 ) -> KernelConfig:
     """`select_config` for the GPU that this device is, or for the interpreter."""
-    config = select_config(dtype, d_head, capability(device), sm_count(device), allow_tf32)
-    if config.tiles.keys() & set(HOPPER_KERNELS) and triton_version() < GLUON:
-        warnings.warn(
-            f"Triton {triton.__version__} is older than 3.6, which Hopper's own kernels need: "
-            "the slower ones for all GPUs run",
-            stacklevel=2,
-        )
-        return config.with_tiles(**dict.fromkeys(HOPPER_KERNELS))
-    return config
+    return select_config(dtype, d_head, capability(device), sm_count(device), allow_tf32)

@@ -32,11 +32,11 @@ from cs336_systems.attention.triton_common import (
     load_logsumexp,
     load_tile,
     mask_scores,
-    matmul_in_chunks,
     operand,
     own_tile,
     pointers,
     query_range,
+    store_tile,
 )
 
 
@@ -60,35 +60,28 @@ def row_dot(o, do, PRECISION: tl.constexpr):
 
 @triton.jit
 def add_dq_tiles(
-    dq, saved, sources, head, rows, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    dq, own, sources, head, queries, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
 ):  # fmt: skip
-    """Adds the key tiles in [first_key, last_key) to dQ. saved: (q, do, lse, residual, delta)."""
-    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
-    q, do, lse, residual, delta = saved
-    q_src, k_src, v_src, do_src = sources
-    first_query, n_queries, queries = rows
+    """Adds the key tiles in [first_key, last_key) to dQ. own: (rows of q, rows of do, L, residual, delta)."""
+    _, _, _, BLOCK_N, _, PRECISION, CHUNK = constants
+    q_rows, do_rows, lse, residual, delta = own
+    k_src, v_src = sources
     first_key, last_key, n_keys = keys
     LATE: tl.constexpr = PRECISION == "bf16x3"  # load V after P is made: for six tiles there are no registers
     for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=CHUNK > 0 or LATE):
-        k = load_tile(k_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
+        k = load_tile(k_src, head, start, n_keys, BLOCK_N, constants)
         if not LATE:
-            v = load_tile(v_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
-        if CHUNK:
-            q_rows, k_rows = (q_src, first_query, n_queries), (k_src, start, n_keys)
-            do_rows, v_rows = (do_src, first_query, n_queries), (v_src, start, n_keys)
-            s = matmul_in_chunks(q_rows, k_rows, head, D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION)
-            dp = matmul_in_chunks(do_rows, v_rows, head, D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION)
-        else:
-            s = dot_transposed(q, k, PRECISION, True)
-            if not LATE:
-                dp = dot_transposed(do, v, PRECISION, False)
+            v = load_tile(v_src, head, start, n_keys, BLOCK_N, constants)
+        s = dot_transposed(q_rows, (k, k_src, start, n_keys), head, True, constants)
+        if not LATE:
+            dp = dot_transposed(do_rows, (v, v_src, start, n_keys), head, False, constants)
         if MASKED:
             s = mask_scores(s, queries, start, n_keys, BLOCK_N, CAUSAL)
         p = probabilities(s, lse[:, None], residual[:, None], scale, PRECISION != "tf32")
         if LATE:
-            v = load_tile(v_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
-            dp = dot_transposed(do, v, PRECISION, False)
+            v = load_tile(v_src, head, start, n_keys, BLOCK_N, constants)
+            dp = dot_transposed(do_rows, (v, v_src, start, n_keys), head, False, constants)
         ds = operand(p * (dp - delta[:, None]), k, PRECISION)
         dq = dot(ds, k, dq, PRECISION)
     return dq
@@ -103,42 +96,39 @@ def own_dq(
 
     place: of `own_tile`. saved: (o_ptr, o_strides, lse_ptr, residual_ptr). delta_ptr: or None.
     """
-    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, _ = constants
-    tile, batch_head, batch, head = place
+    D, BLOCK_D, BLOCK_M, BLOCK_N, _, PRECISION, _ = constants
+    q_src, k_src, v_src, do_src = sources
     o_ptr, o_strides, lse_ptr, residual_ptr = saved
     n_heads, n_queries, n_keys, split_rows, split_size, scale = sizes
-    head_index = (batch, head, n_heads)
+    head = (place[2], place[3], n_heads)
 
-    first_query = tile * BLOCK_M
+    first_query = place[0] * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     in_range = queries < n_queries
     inside = in_range[:, None] & (dims[None, :] < D)
-    q = load_tile(sources[0], head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
-    do = load_tile(sources[3], head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
-    o = tl.load(pointers(o_ptr, o_strides, batch, head, queries, dims), mask=inside, other=0.0)
+    q = load_tile(q_src, head, first_query, n_queries, BLOCK_M, constants)
+    do = load_tile(do_src, head, first_query, n_queries, BLOCK_M, constants)
+    o = tl.load(pointers(o_ptr, o_strides, place, queries, dims), mask=inside, other=0.0)
     delta = row_dot(o, do, PRECISION)
-    lse_rows = batch_head.to(tl.int64) * n_queries + queries
+    lse_rows = place[1].to(tl.int64) * n_queries + queries
     lse, residual = load_logsumexp(lse_ptr + lse_rows, residual_ptr + lse_rows, in_range, PRECISION != "tf32")
     if delta_ptr is not None:
         tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    first_key, unmasked, last_key = key_range(
-        first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
-    )
-    loaded = (q, do, lse, residual, delta)
-    rows = (first_query, n_queries, queries)
-    keys = (first_key, unmasked, n_keys)
-    dq = add_dq_tiles(dq, loaded, sources, head_index, rows, keys, scale, False, CAUSAL, constants)
+    first, unmasked, last = key_range(first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
+    q_rows, do_rows = (q, q_src, first_query, n_queries), (do, do_src, first_query, n_queries)
+    own = (q_rows, do_rows, lse, residual, delta)
+    keys = (first, unmasked, n_keys)
+    dq = add_dq_tiles(dq, own, (k_src, v_src), head, queries, keys, scale, False, CAUSAL, constants)
     if CAUSAL or not EVEN_KEYS:
-        keys = (unmasked, last_key, n_keys)
-        dq = add_dq_tiles(dq, loaded, sources, head_index, rows, keys, scale, True, CAUSAL, constants)
+        keys = (unmasked, last, n_keys)
+        dq = add_dq_tiles(dq, own, (k_src, v_src), head, queries, keys, scale, True, CAUSAL, constants)
     if SPLIT:
-        inside = inside & (first_key < last_key)
+        in_range = in_range & (first < last)
         dq_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
-    dq_tile = pointers(dq_ptr, dq_strides, batch, head, queries, dims)
-    tl.store(dq_tile, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+    store_tile(dq_ptr, dq_strides, place, queries, in_range, dq * scale, D)
 
 
 @triton.jit
@@ -159,37 +149,30 @@ def dq_kernel(
 
 @triton.jit
 def add_dkdv_tiles(
-    grads, tiles, sources, sums, head, keys, rows, scale, DIAGONAL: tl.constexpr, RAGGED: tl.constexpr,
+    grads, own, sources, sums, head, keys, rows, scale, DIAGONAL: tl.constexpr, RAGGED: tl.constexpr,
     GIVEN: tl.constexpr, constants: tl.constexpr,
 ):  # fmt: skip
-    """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). tiles: (k, v).
+    """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). own: k and v with their rows.
 
     sums: (L, residual, delta) if GIVEN; else (L, residual, o_ptr, o_strides): delta is computed here.
     DIAGONAL: not all queries see all keys. RAGGED: some are outside the tensors; q reads as zero there, and
     an infinite key times zero is NaN. A key outside only spoils a row that is never stored.
     """
-    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
+    D, BLOCK_D, BLOCK_M, _, _, PRECISION, CHUNK = constants
     dk, dv = grads
-    k, v = tiles
-    q_src, k_src, v_src, do_src = sources
-    first_key, n_keys, columns = keys
+    k_rows, v_rows = own
+    q_src, do_src = sources
     first_query, last_query, n_queries = rows
     LATE: tl.constexpr = PRECISION == "bf16x3"  # load dO after P is made, as in add_dq_tiles
     for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=CHUNK > 0 or LATE):
         queries = start + tl.arange(0, BLOCK_M)
         in_range = queries < n_queries
-        q = load_tile(q_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
+        q = load_tile(q_src, head, start, n_queries, BLOCK_M, constants)
         if not LATE:
-            do = load_tile(do_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
-        if CHUNK:
-            k_rows, q_rows = (k_src, first_key, n_keys), (q_src, start, n_queries)
-            v_rows, do_rows = (v_src, first_key, n_keys), (do_src, start, n_queries)
-            st = matmul_in_chunks(k_rows, q_rows, head, D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION)
-            dpt = matmul_in_chunks(v_rows, do_rows, head, D, BLOCK_N, BLOCK_M, BLOCK_D, CHUNK, PRECISION)
-        else:
-            st = dot_transposed(k, q, PRECISION, True)
-            if not LATE:
-                dpt = dot_transposed(v, do, PRECISION, False)
+            do = load_tile(do_src, head, start, n_queries, BLOCK_M, constants)
+        st = dot_transposed(k_rows, (q, q_src, start, n_queries), head, True, constants)
+        if not LATE:
+            dpt = dot_transposed(v_rows, (do, do_src, start, n_queries), head, False, constants)
         lse, residual = load_logsumexp(sums[0] + queries, sums[1] + queries, in_range, PRECISION != "tf32")
         if not GIVEN:
             dims = tl.arange(0, BLOCK_D)
@@ -199,14 +182,14 @@ def add_dkdv_tiles(
         elif not LATE:
             delta = tl.load(sums[2] + queries, mask=in_range, other=0.0)
         if DIAGONAL:
-            st = tl.where(queries[None, :] >= columns[:, None], st, -float("inf"))
+            st = tl.where(queries[None, :] >= keys[:, None], st, -float("inf"))
         if RAGGED:
             st = tl.where(in_range[None, :], st, -float("inf"))
         pt = probabilities(st, lse[None, :], residual[None, :], scale, PRECISION != "tf32")
         if LATE:
-            do = load_tile(do_src, head, start, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
+            do = load_tile(do_src, head, start, n_queries, BLOCK_M, constants)
             dv = dot(operand(pt, do, PRECISION), do, dv, PRECISION)
-            dpt = dot_transposed(v, do, PRECISION, False)
+            dpt = dot_transposed(v_rows, (do, do_src, start, n_queries), head, False, constants)
             delta = tl.load(sums[2] + queries, mask=in_range, other=0.0)
         dst = operand(pt * (dpt - delta[None, :]), q, PRECISION)
         dk = dot(dst, q, dk, PRECISION)
@@ -224,19 +207,19 @@ def own_dkdv(
 
     place: of `own_tile`. sums: of `add_dkdv_tiles`, of this head. outputs: (dk_ptr, dv_ptr, strides of each).
     """
-    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, _ = constants
-    tile, _, batch, head = place
+    D, BLOCK_D, BLOCK_M, BLOCK_N, _, _, _ = constants
+    q_src, k_src, v_src, do_src = sources
     dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
     n_heads, n_queries, n_keys, split_rows, split_size, scale = sizes
-    head_index = (batch, head, n_heads)
+    head = (place[2], place[3], n_heads)
 
-    first_key = tile * BLOCK_N
+    first_key = place[0] * BLOCK_N
     keys = first_key + tl.arange(0, BLOCK_N)
-    k = load_tile(sources[1], head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
-    v = load_tile(sources[2], head_index, first_key, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
+    k = load_tile(k_src, head, first_key, n_keys, BLOCK_N, constants)
+    v = load_tile(v_src, head, first_key, n_keys, BLOCK_N, constants)
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32))
 
-    tiles, ours = (k, v), (first_key, n_keys, keys)
+    own, loop = ((k, k_src, first_key, n_keys), (v, v_src, first_key, n_keys)), (q_src, do_src)
     first_query, unmasked, last_query = query_range(
         first_key, n_queries, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
     )
@@ -244,30 +227,23 @@ def own_dkdv(
     if CAUSAL:
         rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
         grads = add_dkdv_tiles(
-            grads, tiles, sources, sums, head_index, ours, rows, scale, True, not EVEN, GIVEN, constants
+            grads, own, loop, sums, head, keys, rows, scale, True, not EVEN, GIVEN, constants
         )
     rows = (unmasked, whole, n_queries)
-    grads = add_dkdv_tiles(
-        grads, tiles, sources, sums, head_index, ours, rows, scale, False, False, GIVEN, constants
-    )
+    grads = add_dkdv_tiles(grads, own, loop, sums, head, keys, rows, scale, False, False, GIVEN, constants)
     if not EVEN:
         rows = (tl.maximum(unmasked, whole), last_query, n_queries)
-        grads = add_dkdv_tiles(
-            grads, tiles, sources, sums, head_index, ours, rows, scale, False, True, GIVEN, constants
-        )
+        grads = add_dkdv_tiles(grads, own, loop, sums, head, keys, rows, scale, False, True, GIVEN, constants)
     dk, dv = grads
 
-    dims = tl.arange(0, BLOCK_D)
-    inside = (keys[:, None] < n_keys) & (dims[None, :] < D)
+    in_range = keys < n_keys
     if SPLIT:
         start = tl.program_id(1) * split_size
-        inside = inside & (start < n_queries) & (first_query < start + split_size)
+        in_range = in_range & (start < n_queries) & (first_query < start + split_size)
         dk_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
         dv_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
-    dk_tile = pointers(dk_ptr, dk_strides, batch, head, keys, dims)
-    dv_tile = pointers(dv_ptr, dv_strides, batch, head, keys, dims)
-    tl.store(dk_tile, (dk * scale).to(dk_ptr.dtype.element_ty), mask=inside)
-    tl.store(dv_tile, dv.to(dv_ptr.dtype.element_ty), mask=inside)
+    store_tile(dk_ptr, dk_strides, place, keys, in_range, dk * scale, D)
+    store_tile(dv_ptr, dv_strides, place, keys, in_range, dv, D)
 
 
 @triton.jit
@@ -327,18 +303,18 @@ def sum_tile(
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One tile of ROWS rows of the sum over the splits."""
-    tile, batch_head, batch, head = place
-    rows = tile * ROWS + tl.arange(0, ROWS)
+    rows = place[0] * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
-    inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
+    in_range = rows < n_rows
+    inside = in_range[:, None] & (dims[None, :] < D)
     stride = tl.cast(all_rows, tl.int64) * D
-    tile_rows = batch_head.to(tl.int64) * n_rows + rows
+    tile_rows = place[1].to(tl.int64) * n_rows + rows
     split = split_ptr + first_split * stride + tile_rows[:, None] * D + dims[None, :]
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for _ in tl.range(first_split, last_split, num_stages=3):
         total += tl.load(split, mask=inside, other=0.0)
         split += stride
-    tl.store(pointers(ptr, strides, batch, head, rows, dims), total.to(ptr.dtype.element_ty), mask=inside)
+    store_tile(ptr, strides, place, rows, in_range, total, D)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ dimensions at a time. (Once more in every round of the loop; from L1 or L2, it c
 Tuples that functions pass on:
 
     head       (batch, head, n_heads)
+    rows       (tile, source, its first row, n_rows): a tile of a tensor, and what it was loaded from
     constants  (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     strides    of a (batch, heads, n, d) tensor
 """
@@ -28,15 +29,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_tile(
-    source, head, first_row, n_rows,
-    D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, USE_TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def load_tile(source, head, first_row, n_rows, BLOCK: tl.constexpr, constants: tl.constexpr):
     """Rows [first_row, first_row + BLOCK) of one head as [BLOCK, BLOCK_D], zero outside its (n_rows, D).
 
     If PRECISION is "bf16x3", the three matrices of which they are the sum.
     """
+    D, BLOCK_D, _, _, USE_TMA, PRECISION, _ = constants
     if PRECISION == "bf16x3":
         first = head[1] * 3
         x0 = source.load([head[0], first, first_row, 0]).reshape([BLOCK, BLOCK_D])
@@ -73,9 +71,19 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def dot_transposed(a, b, PRECISION: tl.constexpr, SCORES: tl.constexpr):
-    """A B^T. SCORES: infinite ones keep their sign, which decides whether a key has no weight."""
-    if PRECISION == "bf16x3":
+def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.constexpr):
+    """A B^T, of two rows tuples. SCORES: infinite ones keep their sign, which decides whether a key has no
+    weight."""
+    D, BLOCK_D, _, _, _, PRECISION, CHUNK = constants
+    a, a_src, first_a, n_a = a_rows
+    b, b_src, first_b, n_b = b_rows
+    if CHUNK:
+        result = tl.zeros([a.shape[0], b.shape[0]], tl.float32)
+        for first_dim in tl.static_range(0, BLOCK_D, CHUNK):
+            a_part = load_by_pointers(a_src, head, first_a, n_a, first_dim, D, a.shape[0], CHUNK)
+            b_part = load_by_pointers(b_src, head, first_b, n_b, first_dim, D, b.shape[0], CHUNK)
+            result = tl.dot(a_part, b_part.T, result, input_precision=PRECISION)
+    elif PRECISION == "bf16x3":
         result = product(a, (b[0].T, b[1].T, b[2].T), SCORES)
     else:
         result = tl.dot(a, b.T, input_precision=PRECISION)
@@ -86,22 +94,6 @@ def dot_transposed(a, b, PRECISION: tl.constexpr, SCORES: tl.constexpr):
 def operand(x, like, PRECISION: tl.constexpr):
     """What was computed in float32, to be multiplied by a tile that was loaded like this one."""
     return split_bf16(x, like[0].dtype) if PRECISION == "bf16x3" else x.to(like.dtype)
-
-
-@triton.jit
-def matmul_in_chunks(
-    a, b, head, D: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_D: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A B^T [BLOCK_A, BLOCK_B], of two tiles of rows, each (source, its first row, n_rows)."""
-    a_src, first_a, n_a = a
-    b_src, first_b, n_b = b
-    product = tl.zeros([BLOCK_A, BLOCK_B], tl.float32)
-    for first_dim in tl.static_range(0, BLOCK_D, CHUNK):
-        a_part = load_by_pointers(a_src, head, first_a, n_a, first_dim, D, BLOCK_A, CHUNK)
-        b_part = load_by_pointers(b_src, head, first_b, n_b, first_dim, D, BLOCK_B, CHUNK)
-        product = tl.dot(a_part, b_part.T, product, input_precision=PRECISION)
-    return product
 
 
 @triton.jit
@@ -176,10 +168,19 @@ def query_range(
 
 
 @triton.jit
-def pointers(ptr, strides, batch, head, rows, dims):
-    """Of a (rows, dims) tile of a (batch, heads, n, d) tensor."""
-    base = ptr + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[1]
+def pointers(ptr, strides, place, rows, dims):
+    """Of a (rows, dims) tile of a (batch, heads, n, d) tensor; place: of `own_tile`."""
+    base = ptr + place[2].to(tl.int64) * strides[0] + place[3].to(tl.int64) * strides[1]
     return base + rows[:, None].to(tl.int64) * strides[2] + dims[None, :] * strides[3]
+
+
+@triton.jit
+def store_tile(ptr, strides, place, rows, in_range, tile, D: tl.constexpr):
+    """Store those rows of a tile that are in_range, in the dtype of the tensor."""
+    tile = tile.to(ptr.dtype.element_ty)
+    dims = tl.arange(0, tile.shape[1])
+    inside = in_range[:, None] & (dims[None, :] < D)
+    tl.store(pointers(ptr, strides, place, rows, dims), tile, mask=inside)
 
 
 @triton.jit

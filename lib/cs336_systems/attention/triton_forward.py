@@ -30,10 +30,9 @@ from cs336_systems.attention.triton_common import (
     load_logsumexp,
     load_tile,
     mask_scores,
-    matmul_in_chunks,
     operand,
     own_tile,
-    pointers,
+    store_tile,
 )
 
 
@@ -76,30 +75,25 @@ def store_logsumexp(
 
 @triton.jit
 def attend(
-    state, q, sources, head, rows, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    state, q_rows, sources, head, queries, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
     constants: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the key tiles in [first_key, last_key). state: (acc, total, m)."""
-    D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK = constants
+    _, _, _, BLOCK_N, _, PRECISION, CHUNK = constants
     acc, total, m = state
-    q_src, k_src, v_src = sources
-    first_query, n_queries, queries = rows
+    k_src, v_src = sources
     first_key, last_key, n_keys = keys
     # What LLVM would move out of the loop are addresses: of split operands nearly a hundred registers.
     KEEP: tl.constexpr = CHUNK > 0 or PRECISION == "bf16x3"
     for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=KEEP):
-        k = load_tile(k_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
-        if CHUNK:
-            q_rows, k_rows = (q_src, first_query, n_queries), (k_src, start, n_keys)
-            s = matmul_in_chunks(q_rows, k_rows, head, D, BLOCK_M, BLOCK_N, BLOCK_D, CHUNK, PRECISION)
-        else:
-            s = dot_transposed(q, k, PRECISION, True)
+        k = load_tile(k_src, head, start, n_keys, BLOCK_N, constants)
+        s = dot_transposed(q_rows, (k, k_src, start, n_keys), head, True, constants)
         if MASKED:
             s = mask_scores(s, queries, start, n_keys, BLOCK_N, CAUSAL)
         p, correction, m = softmax_step(s, m, scale_log2, PRECISION != "tf32")
         total = total * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
-        v = load_tile(v_src, head, start, n_keys, D, BLOCK_N, BLOCK_D, USE_TMA, PRECISION)
+        v = load_tile(v_src, head, start, n_keys, BLOCK_N, constants)
         acc = dot(operand(p, v, PRECISION), v, acc, PRECISION)
     return acc, total, m
 
@@ -118,43 +112,37 @@ def forward_kernel(
     (splits, batch, heads, n_queries, d) and (splits, batch * heads, n_queries), for merge_kernel.
     """
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    tile, batch_head, batch, head = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
-    head_index = (batch, head, n_heads)
+    place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
+    head = (place[2], place[3], n_heads)
 
-    first_query = tile * BLOCK_M
+    first_query = place[0] * BLOCK_M
     queries = first_query + tl.arange(0, BLOCK_M)
-    q = load_tile(q_src, head_index, first_query, n_queries, D, BLOCK_M, BLOCK_D, USE_TMA, PRECISION)
+    q = load_tile(q_src, head, first_query, n_queries, BLOCK_M, constants)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
 
-    first_key, unmasked, last_key = key_range(
-        first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
-    )
-    sources = (q_src, k_src, v_src)
-    rows = (first_query, n_queries, queries)
+    first, unmasked, last = key_range(first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
+    q_rows, sources = (q, q_src, first_query, n_queries), (k_src, v_src)
     state = (acc, total, m)
-    keys = (first_key, unmasked, n_keys)
-    state = attend(state, q, sources, head_index, rows, keys, scale_log2, False, CAUSAL, constants)
+    keys = (first, unmasked, n_keys)
+    state = attend(state, q_rows, sources, head, queries, keys, scale_log2, False, CAUSAL, constants)
     if CAUSAL or not EVEN_KEYS:
-        keys = (unmasked, last_key, n_keys)
-        state = attend(state, q, sources, head_index, rows, keys, scale_log2, True, CAUSAL, constants)
+        keys = (unmasked, last, n_keys)
+        state = attend(state, q_rows, sources, head, queries, keys, scale_log2, True, CAUSAL, constants)
     acc, total, m = state
 
     in_range = queries < n_queries
     if SPLIT:
-        in_range = in_range & (first_key < last_key)
+        in_range = in_range & (first < last)
         lse_ptr += tl.program_id(1) * all_queries
         residual_ptr += tl.program_id(1) * all_queries
         o_ptr += (tl.program_id(1) * all_queries).to(tl.int64) * D
-    lse_rows = batch_head.to(tl.int64) * n_queries + queries
+    lse_rows = place[1].to(tl.int64) * n_queries + queries
     EXACT: tl.constexpr = PRECISION != "tf32"
     unit = scale if EXACT else LN2
     total = store_logsumexp(lse_ptr, residual_ptr, lse_rows, in_range, m, unit, total, EXACT, SPLIT)
-    o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
-    dims = tl.arange(0, BLOCK_D)
-    inside = in_range[:, None] & (dims[None, :] < D)
-    tl.store(pointers(o_ptr, o_strides, batch, head, queries, dims), o, mask=inside)
+    store_tile(o_ptr, o_strides, place, queries, in_range, acc / total[:, None], D)
 
 
 @triton.jit
@@ -169,15 +157,14 @@ def merge_kernel(
     BLOCK_M: of the kernel that wrote the splits; a multiple of ROWS. Grid: (tiles of ROWS * batch * heads,).
     Stages: the loads of two splits are under way while one is added, which takes a fraction of their latency.
     """
-    tile, batch_head, batch, head = own_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
-    queries = tile * ROWS + tl.arange(0, ROWS)
+    place = own_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
+    queries = place[0] * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     in_range = queries < n_queries
     inside = in_range[:, None] & (dims[None, :] < D)
-    _, _, last_key = key_range(
-        tile * ROWS // BLOCK_M * BLOCK_M, n_keys, split_size, BLOCK_M, 1, CAUSAL, False
-    )
-    rows = batch_head.to(tl.int64) * n_queries + queries
+    first_query = place[0] * ROWS // BLOCK_M * BLOCK_M
+    _, _, last_key = key_range(first_query, n_keys, split_size, BLOCK_M, 1, CAUSAL, False)
+    rows = place[1].to(tl.int64) * n_queries + queries
     EXACT: tl.constexpr = PRECISION != "tf32"
     lse_tile, residual_tile = split_lse_ptr + rows, split_residual_ptr + rows
     o_tile = split_o_ptr + rows[:, None] * D + dims[None, :]
@@ -197,5 +184,4 @@ def merge_kernel(
         residual_tile += stride
         o_tile += stride * D
     total = store_logsumexp(lse_ptr, residual_ptr, rows, in_range, m, 1.0, total, EXACT, False)
-    o = (acc / total[:, None]).to(o_ptr.dtype.element_ty)
-    tl.store(pointers(o_ptr, o_strides, batch, head, queries, dims), o, mask=inside)
+    store_tile(o_ptr, o_strides, place, queries, in_range, acc / total[:, None], D)

@@ -51,13 +51,13 @@ class _Unpacked:
 
 
 _PLAIN, _is_compiling = {Tensor, nn.Parameter}, torch.compiler.is_compiling
-_dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, tracing, counters of FLOPs
-_transforms_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp of torch.func
+dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, tracing, counters of FLOPs
+transforms_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp of torch.func
 
 
 def needs_dispatcher(*arguments: Any) -> bool:
     """Whether a direct launch would miss something that the dispatcher does for one of these tensors."""
-    if _is_compiling() or _dispatch_modes() or _transforms_active():
+    if _is_compiling() or dispatch_modes() or transforms_active():
         return True
     for x in arguments:
         if isinstance(x, Tensor) and (type(x) not in _PLAIN or not x.data_ptr() or x.is_neg()):
