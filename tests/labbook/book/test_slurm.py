@@ -74,7 +74,8 @@ def cluster(tmp_path_factory):
         each.close()
     for name in ("state", "spool"):
         (folder / name).mkdir()
-    text = CONFIG.format(host=socket.gethostname().partition(".")[0], ports=ports, folder=folder)
+    host = socket.gethostname().partition(".")[0]
+    text = CONFIG.format(host=host, ports=ports, folder=folder)
     (folder / "slurm.conf").write_text(text)
     (folder / "gres.conf").write_text("Name=gpu File=/dev/null\nName=gpu File=/dev/zero\n")
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
@@ -85,7 +86,7 @@ def cluster(tmp_path_factory):
     daemons = [
         ["munged", "-F", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/key",
          f"--pid-file={folder}/munge.pid", f"--seed-file={folder}/seed", f"--log-file={folder}/munge.log"],
-        ["slurmctld", "-D"], ["slurmd", "-D", "-N", socket.gethostname()],
+        ["slurmctld", "-D"], ["slurmd", "-D", "-N", host],
     ]  # fmt: skip
     with open(folder / "log", "w") as log:
         started = [subprocess.Popen(each, env=env, stdout=log, stderr=log) for each in daemons]
