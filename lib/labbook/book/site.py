@@ -126,7 +126,7 @@ def _machines() -> Iterator[str]:
             keys = [key for key in TABLES[name].keys if key != "warmup_steps"]
             if (rows := rows[rows.duplicated(keys, keep=False)]).empty:
                 continue
-            varying = [key for key in keys if rows[key].nunique(dropna=False) > 1]
+            varying = [key for key in keys if rows[key].nunique(dropna=False) > 1] or keys[:1]
             fixed = [named_value(key, rows[key].iloc[0]) for key in keys if key not in varying]
             yield f"## [{path.stem[:2]}]({path.stem}.ipynb), {name}\n\n{', '.join(fixed)}\n"
             yield pivot(rows, varying, "machine").to_html(border=0) + "\n"
