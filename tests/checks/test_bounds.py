@@ -76,9 +76,10 @@ def test_a_table_of_addresses_is_not_watched(capsys):
     assert "· by_table: not watched" in capsys.readouterr().out
 
 
-def test_a_watcher_that_fails_does_not_judge(monkeypatch, capsys):
+@pytest.mark.parametrize("part", ["_extents", "_outside"])
+def test_a_watcher_that_fails_does_not_judge(part, monkeypatch, capsys):
     x, y = torch.randn(20), torch.zeros(20)
-    monkeypatch.setattr(bounds, "_extents", lambda arguments: 1 / 0)
+    monkeypatch.setattr(bounds, part, lambda *_: 1 / 0)
     with step("copy") as check:
         by_pointers[1,](x, y, 20, 20, BLOCK=32)
         check.close("a copy", y, x)

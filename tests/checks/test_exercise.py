@@ -1,6 +1,7 @@
 """A step of an exercise says what it found, and nothing leaves it."""
 
 import contextlib
+import re
 import signal
 import sys
 import time
@@ -70,8 +71,9 @@ def catches_everything(check):
     ("body", "said"),
     [
         (raises(AssertionError("off by 2")), "off by 2"),
-        (raises(NameError("off by 2")), "NameError: off by 2"),
+        (raises(NameError("off by 2")), "NameError: off by 2$"),
         (raises(NotImplementedError("aten::equal on meta tensors")), "aten::equal"),
+        (raises(TypeError("'NoneType' object is not callable")), "'NoneType' .* a missing `return`"),
         # What would end the notebook's kernel:
         (raises(SystemExit(1)), "SystemExit"),
         (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
@@ -83,7 +85,7 @@ def catches_everything(check):
 )
 def test_a_mistake_is_a_sentence_and_goes_no_further(body, said, capsys):
     assert run(body, timeout_s=0.3).passed is False
-    assert said in shown(capsys)[0]
+    assert re.search(said, shown(capsys)[0])
 
 
 def test_a_user_can_interrupt(capsys):

@@ -33,7 +33,7 @@ class Step:
 
     def __init__(self) -> None:
         self.passed: bool | None = True
-        self._kept: list[tuple[str, Tensor, Tensor]] = []
+        self.kept: list[tuple[str, Tensor, Tensor]] = []
 
     def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
@@ -67,13 +67,7 @@ class Step:
 
     def keeps(self, **tensors: Tensor) -> None:
         """The step is right only if these hold in the end what they hold now."""
-        self._kept += [(name, tensor, tensor.detach().clone()) for name, tensor in tensors.items()]
-
-    def overwritten(self) -> None:
-        """Show which of the tensors that had to stay as they were did not."""
-        for name, tensor, before in self._kept:
-            if not torch.equal(tensor, before):
-                self(f"{name} stays as it was", False, "it was overwritten; clone it first")
+        self.kept += [(name, tensor, tensor.detach().clone()) for name, tensor in tensors.items()]
 
 
 def assert_tensor(what: str, found: Any, wanted: Tensor) -> None:
@@ -108,7 +102,9 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
     try:
         with _limited(timeout_s, by_user), _cut(sys.stdout), _cut(sys.stderr), inside_tensors(show):
             yield found
-            found.overwritten()
+            for tensor, now, before in found.kept:
+                if not torch.equal(now, before):
+                    found(f"{tensor} stays as it was", False, "it was overwritten; clone it first")
     except BaseException as error:
         if by_user:
             raise

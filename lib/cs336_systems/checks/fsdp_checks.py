@@ -178,16 +178,12 @@ class _Whole:
         """Those that keep memory after at most a second, in which cycles and Gloo's threads may free some."""
         until = time.monotonic() + 1
         while True:
-            alive = {layer for layer, storage in self.seen if _has_memory(storage)}
+            living = ((layer, torch.UntypedStorage._new_with_weak_ptr(x.cdata)) for layer, x in self.seen)
+            alive = {layer for layer, storage in living if storage is not None and storage.nbytes()}
             if len(alive) <= allowed or time.monotonic() > until:
                 return sorted(alive)
             gc.collect()
             time.sleep(0.01)
-
-
-def _has_memory(reference: StorageWeakRef) -> bool:
-    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-    return storage is not None and storage.nbytes() > 0
 
 
 def _memory(wrap: Wrap) -> Iterator[str]:

@@ -51,7 +51,23 @@ def check_sharded_optimizer(
         yield from _steps(make)
         yield from _steps(make, kind=SGD, lr=0.1, momentum=0.9)
         yield "✓ So it goes on, with AdamW and with SGD, bit for bit"
-        yield from _of_closures(pair)
+        calls = []
+
+        def closure() -> Tensor:
+            calls.append(torch.is_grad_enabled())
+            pair.set_gradients()
+            return torch.tensor(3.0)
+
+        loss = candidate.step(closure)
+        pair.optimizer.step()
+        mistakes = pair.mistakes()
+        if len(calls) != 1:
+            yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
+        if not all(calls):
+            yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
+        if loss is None or float(loss) != 3:
+            yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
+        yield from mistakes
         yield "✓ step(closure) runs the closure, once, before the update, and returns its loss"
 
     candidate.zero_grad()
@@ -108,26 +124,6 @@ def _steps(make: Make, n: int = 4, **options: Any) -> Iterator[str]:
     for number in range(n):
         how = f"with {type(pair.optimizer).__name__}, after step {number + 1}:"
         yield from (f"{how} {mistake}" for mistake in pair.step())
-
-
-def _of_closures(pair: "_Pair") -> Iterator[str]:
-    calls = []
-
-    def closure() -> Tensor:
-        calls.append(torch.is_grad_enabled())
-        pair.set_gradients()
-        return torch.tensor(3.0)
-
-    loss = pair.candidate.step(closure)
-    pair.optimizer.step()
-    mistakes = pair.mistakes()
-    if len(calls) != 1:
-        yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
-    if not all(calls):
-        yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
-    if loss is None or float(loss) != 3:
-        yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
-    yield from mistakes
 
 
 class _Pair:
