@@ -168,12 +168,6 @@ def sheet(
     return chart, list(zip(grid, panels, strict=False))
 
 
-def x_places(values: pd.Series, column: str) -> pd.Series:
-    """Where values are on the x axis: numbers where they are, names at equal distances in their order."""
-    distinct = ordered(values, column)
-    return values.map(distinct.index) if any(isinstance(value, str) for value in distinct) else values
-
-
 def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:
     """Tick each measured value when they are few, round ones else; `log`: where they are numbers."""
     distinct = ordered(values, column)

@@ -73,7 +73,8 @@ def lines(
     """
     require_one_row_each(frame, x, hue, facet)
     told = _Encoding(frame, hue)
-    places = figure.x_places(frame[x], x)
+    names = ordered(frame[x], x)  # at equal distances; numbers are where they are
+    places = frame[x].map(names.index) if any(isinstance(name, str) for name in names) else frame[x]
     chart, panels = sheet(told.frame.assign(_x=places), facet, sharey=sharey)
     banded = band is not None and set(band) <= set(frame) and (frame[band[1]] > 1.1 * frame[band[0]]).any()
     for axes, rows in panels:

@@ -119,7 +119,11 @@ def save_rows(
     schema, where = TABLES[table], _name(path)
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
     batch = [checked(row, table, f"{where}, rows[{i}]", machine) for i, row in enumerate(records)]
-    _check_batch(batch, schema, where)
+    keys = pd.Index([_described(row, schema.keys) for row in batch], dtype=object)
+    for number in keys.duplicated().nonzero()[0]:
+        raise RowError(f"{where}, rows[{number}]: duplicate key {keys[number]}; allowed: once")
+    for error in pass_order_errors(batch):
+        raise RowError(f"{where}: {error}")
     gpus, gpu = here.gpu_names(), here.gpu_of(machine)
     if gpu not in gpus:
         raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {', '.join(gpus)}")
@@ -176,7 +180,7 @@ def published(name: str) -> pd.DataFrame:
     return pd.read_csv(path)
 
 
-# One value, one row, one save.
+# One value, one row.
 
 
 def _check(column: str, kind: str, value: Any) -> int | float | str | bool | None:
@@ -259,15 +263,6 @@ def _contradiction(row: Row, table: Table) -> str:
     if None not in percentiles and percentiles != sorted(percentiles):
         return f"{', '.join(PERCENTILES)} are {percentiles}; allowed: rising"
     return ""
-
-
-def _check_batch(rows: list[Row], table: Table, where: str) -> None:
-    """Refuse rows that contradict each other: two with one key, or a pass faster than its part."""
-    keys = pd.Index([_described(row, table.keys) for row in rows], dtype=object)
-    for number in keys.duplicated().nonzero()[0]:
-        raise RowError(f"{where}, rows[{number}]: duplicate key {keys[number]}; allowed: once")
-    for error in pass_order_errors(rows):
-        raise RowError(f"{where}: {error}")
 
 
 def _described(row: Mapping[str, Any], columns: Iterable[str]) -> str:
