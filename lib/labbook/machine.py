@@ -94,6 +94,12 @@ def card_path(slug: str) -> Path:
     return find(slug, "machine.json")
 
 
+def machines() -> list[str]:
+    """The machines that have a card, and so may have rows; parameters.yaml asks."""
+    cards = [*figures_dir().glob("*/machine.json"), *REPOSITORY_FIGURES.glob("*/machine.json")]
+    return sorted({card.parent.name for card in cards})
+
+
 def load_card(slug: str) -> MachineCard:
     """The stored card of a machine.
 
@@ -102,9 +108,7 @@ def load_card(slug: str) -> MachineCard:
     """
     path = card_path(slug)
     if not path.exists():
-        cards = [*figures_dir().glob("*/machine.json"), *REPOSITORY_FIGURES.glob("*/machine.json")]
-        known = ", ".join(sorted({card.parent.name for card in cards}))
-        raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {known}")
+        raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {', '.join(machines())}")
     try:
         card = MachineCard(**json.loads(path.read_text(encoding="utf-8")))
         card.line()
