@@ -77,16 +77,10 @@ def test_the_figure_is_the_tagged_one_or_the_first_of_the_reference(entry_of):
     assert entry_of(here).figure == ""
 
 
-@pytest.mark.parametrize(
-    "question",
-    [
-        "Add numbers. Which of the sums is off? Why?",
-        "Which of the sums is off? (a) All. (b) Why?",
-        "(a) Which of the sums is off? (b) Why?",
-    ],
-)
-def test_a_question_in_short(question):
-    assert overview.in_short(question) == "Which of the sums is off?"
+def test_a_question_in_short():
+    asked = "Which of the sums is off?"
+    for question in (f"Add numbers. {asked} Why?", f"{asked} (a) All. (b) Why?", f"(a) {asked} (b) Why?"):
+        assert overview.in_short(question) == asked
 
 
 def test_the_map_has_a_line_for_each_notebook_with_its_rows(entry_of):
@@ -94,10 +88,8 @@ def test_the_map_has_a_line_for_each_notebook_with_its_rows(entry_of):
     save_rows(rows, NAME[3:], "accumulation", machine="m")
     *_, chapter, line = overview.map_table({NAME: entry_of()}, "m").replace("<wbr>", "").splitlines()
     assert chapter.startswith("| **Numbers** |")
-    assert (
-        line
-        == f"| [13 · {NAME[3:]}]({NAME}.ipynb) | both | Which of the four sums is far off? |  | 5, 15 | 2 |"
-    )
+    told = "both | Which of the four sums is far off? |  | 5, 15 | 2"
+    assert line == f"| [13 · {NAME[3:]}]({NAME}.ipynb) | {told} |"
 
 
 def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, tmp_path, monkeypatch):

@@ -31,9 +31,8 @@ def executed(monkeypatch):
     def execute(source, output, parameters, more):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
-        return (
-            Outcome("error", "cell [1]: Bad: <luck>", 1.25, 100.4) if "12" in source.stem else Outcome("ok")
-        )
+        failed = Outcome("error", "cell [1]: Bad: <luck>", 1.25, 100.4)
+        return failed if "12" in source.stem else Outcome("ok")
 
     monkeypatch.setattr(runs, "execute", execute)
     return done

@@ -37,11 +37,8 @@ class Sum:
         # YOUR CODE HERE
         raise NotImplementedError()
 """
-WITH_STEPS = [
-    path
-    for path in sorted(NOTEBOOKS.glob("*.ipynb"))
-    if "### BEGIN SOLUTION" in path.read_text(encoding="utf-8")
-]
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+WITH_STEPS = [path for path in PATHS if "### BEGIN SOLUTION" in path.read_text(encoding="utf-8")]
 
 
 @pytest.fixture

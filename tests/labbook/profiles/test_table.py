@@ -123,12 +123,8 @@ def test_the_optimizers_range_names_the_purpose_of_ordinary_kernels():
 
 
 def test_a_profile_without_kernels_or_ranges_is_refused():
-    opened, launched = ranges(("measure", 0, 9)), kernels((MUL, 1, 2, 3))
-    for lacking in (
-        (opened, pd.DataFrame()),
-        (pd.DataFrame(), launched),
-        (opened, launched.assign(kind="memcpy")),
-    ):
+    opened, launched, none = ranges(("measure", 0, 9)), kernels((MUL, 1, 2, 3)), pd.DataFrame()
+    for lacking in ((opened, none), (none, launched), (opened, launched.assign(kind="memcpy"))):
         with pytest.raises(ProfileError):
             a_profile(*lacking)
 
