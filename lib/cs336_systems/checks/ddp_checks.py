@@ -1,7 +1,7 @@
 """Properties of a data-parallel wrapper, with error messages for its author; FSDP's share most of them."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -53,10 +53,9 @@ def check_ddp(
         if not all(message.is_async for message in sent):
             yield "backward waits for each message. Send with async_op=True, and wait() at the end."
         if early < len(sent):
-            late = (
-                f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization()"
-            )
-            yield f"{late}, when backward is over. Send, while backward goes on, all that may leave."
+            late = f"{len(sent) - early} of {len(sent)} messages leave only in"
+            mend = "when backward is over. Send, while backward goes on, all that may leave."
+            yield f"{late} finish_gradient_synchronization(), {mend}"
         yield "✓ messages leave during backward, which waits for none"
     several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
     alternating = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
@@ -142,7 +141,8 @@ def gradients(wrap: Wrap, hint: str = "", make: Make = Toy, weights: Weights = m
     before = weights(wrapped)
     changed = [name for name, old in own.named_parameters() if not close(before[name], old)]
     does = "has changed before any optimizer step. All-reduce parameter.grad, not parameter."
-    mistakes = [*(f"{name!r} {does}" for name in changed), *wrong_kinds(wrapped, own)]
+    frozen = [name for name, each in own.named_parameters() if not each.requires_grad]
+    mistakes = [*(f"{name!r} {does}" for name in changed), *wrong_kinds(wrapped, frozen)]
     if any(from_all(mistakes)):  # SGD would raise
         yield from mistakes
         return
@@ -163,14 +163,14 @@ def gradients(wrap: Wrap, hint: str = "", make: Make = Toy, weights: Weights = m
         yield from unlike(before[name] - after[name], of_all / ranks, diagnoses, otherwise)
 
 
-def wrong_kinds(wrapped: nn.Module, alone: nn.Module) -> Iterator[str]:
+def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]:
     """Gradients after a step that are missing, or that no optimizer would take."""
-    for (name, parameter), own in zip(wrapped.module.named_parameters(), alone.parameters(), strict=True):
+    for name, parameter in wrapped.module.named_parameters():
         gradient, its = parameter.grad, f"the gradient of {name!r} has"
         if gradient is None:
-            if own.requires_grad:
+            if name not in frozen:
                 yield f"{name!r} has no gradient after finish_gradient_synchronization()."
-        elif not own.requires_grad:
+        elif name in frozen:
             yield f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
         elif gradient.shape != parameter.shape:
             kinds = f"{its} shape {tuple(gradient.shape)} and its shard {tuple(parameter.shape)}"

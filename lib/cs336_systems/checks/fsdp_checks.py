@@ -278,7 +278,7 @@ def _low_kinds(wrapped: nn.Module) -> Iterator[str]:
     wrapped.module.register_forward_hook(lambda _, inputs, output: outputs.append(output.dtype))
     with observed() as messages:
         one_step(wrapped)
-    yield from shared.wrong_kinds(wrapped, _Layers(seed=0))
+    yield from shared.wrong_kinds(wrapped)
     if outputs and outputs[0] != _LOW:
         yield f"the layers compute in {outputs[0]}. Gather into a tensor of compute_dtype."
     for message in messages:
