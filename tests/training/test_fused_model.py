@@ -44,12 +44,13 @@ def gradients(model, loss):
     return dict(zip(names, torch.autograd.grad(loss, [*model.parameters()]), strict=True))
 
 
-def is_taken_apart(monkeypatch, model, x=None) -> bool:
+def is_taken_apart(model) -> bool:
     """Whether the first block runs as one function."""
-    calls, apply = [], fused_block.BlockFunction.apply
-    monkeypatch.setattr(fused_block.BlockFunction, "apply", lambda *given: calls.append(1) or apply(*given))
-    model.layers[0](torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE) if x is None else x)
-    monkeypatch.undo()
+    calls, function = [], fused_block.BlockFunction
+    with pytest.MonkeyPatch.context() as patch:
+        apply = function.apply
+        patch.setattr(function, "apply", lambda *given: calls.append(1) or apply(*given))
+        model.layers[0](torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE))
     return bool(calls)
 
 
@@ -83,14 +84,16 @@ def test_in_autocast_as_the_plain_model(use):
         assert (ours.grad - other.grad).norm() <= 3e-2 * other.grad.norm()
 
 
-def test_autocast_around_backward_alone_changes_nothing():
+def test_backward_of_a_block_in_autocast_and_twice():
     model = use_fused_blocks(plain_model())
     x = torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE, requires_grad=True)
     loss = model.layers[0](x).square().sum()
-    (wanted,) = torch.autograd.grad(loss, x, retain_graph=True)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        (found,) = torch.autograd.grad(loss, x)
-    assert torch.equal(found, wanted)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):  # its forward chose the dtypes
+        (found,) = torch.autograd.grad(loss, x, retain_graph=True)
+    assert torch.equal(found, gradient)
+    with pytest.raises(RuntimeError, match="BlockFunction has no second derivative"):
+        torch.autograd.grad(loss + gradient.square().sum(), x)
 
 
 def test_what_is_kept_changes_no_bit():
@@ -147,16 +150,16 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_block_is_not_taken_apart(change, monkeypatch):
+def test_a_changed_block_is_not_taken_apart(change):
     torch.manual_seed(0)
     model = use_fused_blocks(plain_model())
-    assert is_taken_apart(monkeypatch, model)
+    assert is_taken_apart(model)
     change(model)
     if change is CHANGES["float64"]:
         with pytest.raises(TypeError, match="float64"):
             model.layers[0](torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE).double())
         return
-    assert not is_taken_apart(monkeypatch, model)
+    assert not is_taken_apart(model)
     x = torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE)
     torch.testing.assert_close(model.layers[0](x), run_block(model.layers[0], x))
 
@@ -164,11 +167,10 @@ def test_a_changed_block_is_not_taken_apart(change, monkeypatch):
 def test_ranges_for_profilers_change_nothing_and_a_patched_class_does(monkeypatch):
     model = use_fused_blocks(plain_model())
     with recording(model):
-        assert is_taken_apart(monkeypatch, model)
-    with pytest.MonkeyPatch.context() as patch:
-        forward = Linear.forward
-        patch.setattr(Linear, "forward", lambda self, x: 2 * forward(self, x))
-        assert not is_taken_apart(monkeypatch, model)
+        assert is_taken_apart(model)
+    forward = Linear.forward
+    monkeypatch.setattr(Linear, "forward", lambda self, x: 2 * forward(self, x))
+    assert not is_taken_apart(model)
 
 
 @over_changes
@@ -189,15 +191,6 @@ def test_changed_heads_and_shapes(use):
     torch.testing.assert_close(before.layers[0](x), wanted, rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="38 positions; allowed: at most 37"):
         before.layers[0](torch.randn(1, SEQUENCE + 1, CONFIG.d_model, device=DEVICE))
-
-
-def test_a_block_has_no_second_derivative():
-    model = use_fused_blocks(plain_model())
-    x = torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE, requires_grad=True)
-    total = model.layers[0](x).sum()
-    (gradient,) = torch.autograd.grad(total, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="BlockFunction has no second derivative"):
-        torch.autograd.grad(total + gradient.square().sum(), x)
 
 
 def test_compiled_and_copied():
