@@ -43,11 +43,6 @@ def run(plan: Plan, x: Tensor) -> Tensor:
     return x
 
 
-def none(blocks: Sequence[Any]) -> Plan:
-    """Keep everything."""
-    return tuple(blocks)
-
-
 def every_k(blocks: Sequence[Any], k: int) -> Plan:
     """Segments of k blocks, the last one possibly shorter.
 
@@ -90,19 +85,16 @@ def selective(blocks: Sequence[Any]) -> Plan:
 
 def half_blocks(blocks: Sequence[Any]) -> Plan:
     """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
-    return tuple((partial(half, block),) for block in blocks for half in (_attention, _feed_forward))
+    halves = (half for block in blocks for half in ((block.attn, block.ln1), (block.ffn, block.ln2)))
+    return tuple((partial(_residual, *half),) for half in halves)
 
 
-def _attention(block: nn.Module, x: Tensor) -> Tensor:
-    return x + block.attn(block.ln1(x))
-
-
-def _feed_forward(block: nn.Module, x: Tensor) -> Tensor:
-    return x + block.ffn(block.ln2(x))
+def _residual(layer: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+    return x + layer(norm(x))
 
 
 STRATEGIES: dict[str, Strategy] = {
-    "none": none,
+    "none": tuple,  # keep everything
     "half blocks": half_blocks,
     "sqrt_n": sqrt_n,
     "recursive": recursive,

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from cs336_systems.attention.implementations import OURS
 from cs336_systems.training.fused import use_fused_blocks, use_fused_kernels, use_fused_loss
@@ -46,21 +46,14 @@ class FullStep:
             model.layers[n] = outer(inner(block)) if n < count else compiled(block)
 
 
-def _keeps_attention() -> tuple:
-    """Contexts of a checkpoint that keeps what PyTorch's fused attentions return, and nothing else."""
-    ops = torch.ops.aten
-    attentions = (
-        ops._scaled_dot_product_cudnn_attention.default,
-        ops._scaled_dot_product_flash_attention.default,
-        ops._scaled_dot_product_flash_attention_for_cpu.default,
-    )
-
-    def policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
-        kept = operation in attentions
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)
-
+# Contexts of a checkpoint that keeps what PyTorch's fused attentions return, and nothing else.
+_ops = torch.ops.aten
+_FUSED_ATTENTIONS = [
+    _ops._scaled_dot_product_cudnn_attention.default,
+    _ops._scaled_dot_product_flash_attention.default,
+    _ops._scaled_dot_product_flash_attention_for_cpu.default,
+]
+_keeps_attention = partial(create_selective_checkpoint_contexts, _FUSED_ATTENTIONS)
 
 FULL_STEPS: dict[str, FullStep] = {
     "fsdp2_compiled": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "all", compiles=True),
