@@ -1,6 +1,6 @@
-"""What one step does, of a model and of attention alone: the same for the clock, profilers and memory."""
+"""What one step of a model does: the same for the clock, profilers and memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -99,29 +99,3 @@ class ModelSteps:
         self.forward_backward()
         with annotate("optimizer"):
             self.optimizer.step()
-
-
-def attention_steps(
-    function: Callable[..., Tensor], inputs: Sequence[Tensor]
-) -> dict[str, tuple[Callable[..., Any], Callable[[], Any] | None]]:
-    """The passes of attention alone: function(q, k, v), each (batch, n, d) and in need of a gradient.
-
-    Returns:
-        By pass (forward, which keeps for backward; backward alone; forward_backward) the step and what must
-        run untimed before it and hand it its argument, or None.
-    """
-    gradient = torch.randn_like(inputs[0])
-
-    def forward() -> Tensor:
-        for tensor in inputs:
-            tensor.grad = None
-        return function(*inputs)
-
-    def backward(output: Tensor) -> None:
-        output.backward(gradient)
-
-    return {
-        "forward": (forward, None),
-        "backward": (backward, forward),
-        "forward_backward": (lambda: backward(forward()), None),
-    }
