@@ -124,6 +124,17 @@ family(  # of kernels, labbook.profiles.names.CLASSES
     other           | other                    | grey
     """,
 )
+family(  # of a step over ranks, what a GPU does: labbook.profiles.told_apart
+    "doing",
+    """
+    forward               | forward               | sky
+    backward              | backward              | orange
+    copies                | copies                | purple
+    optimizer             | optimizer             | grey
+    communication, hidden | communication, hidden | green
+    communication, exposed | communication, exposed | vermillion
+    """,
+)
 family(  # what memory is used for in training
     "category",
     """

@@ -21,11 +21,7 @@ ARROWS = {
     "training": "base kernels attention model accounting",
     "parallel": "base model training",
     "checks": "base kernels attention model training parallel",
-    # What is not the subject, and may measure and show it.
     "labbook": "",
-    "measure": "base accounting training labbook",
-    "bench": "base kernels attention model accounting training parallel checks measure labbook",
-    "report": "base accounting measure labbook",
     "command line": "base labbook",
 }
 MODULES = {
@@ -37,7 +33,7 @@ ROOMS = sorted(module.removesuffix(".__init__") for module in MODULES if module.
 
 
 def room(name: str) -> str:
-    """ "cs336_systems.bench.ddp_bench" -> "bench"."""
+    """ "cs336_systems.parallel.steps" -> "parallel"."""
     package, _, rest = name.partition(".")
     first = rest.partition(".")[0]
     if package == "labbook":

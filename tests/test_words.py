@@ -18,13 +18,6 @@ takes\ the\ tensors\ as\ they | goes?\ wrong\ in\ silence | by\ and\ large | may
 the\ later\ counts | last\ words | that\ of\ the\ fullest | everything\ that\ shows | at\ the\ least\b
 """
 PATTERN = re.compile(rf"(?i)\b({'|'.join(WORDS.strip().splitlines())})", re.VERBOSE)
-# What still has one. The list only shrinks.
-EXEMPT = {
-    "lib/cs336_systems/bench",
-    "lib/cs336_systems/report",
-    "notebooks/35_ddp_overlap_individual_parameters.ipynb",
-    "notebooks/44_fsdp_accounting.ipynb",
-}
 PLACES = ["README.md", *(f"lib/{package}" for package in ("cs336_systems", "labbook")), "notebooks"]
 
 
@@ -35,13 +28,9 @@ def files():
         yield from ((str(each.relative_to(REPOSITORY)), each.read_text(encoding="utf-8")) for each in found)
 
 
-def exempt(name):
-    return any(name.startswith(each) for each in EXEMPT)
-
-
 def test_no_house_words():
     found = {name: {match[0] for match in PATTERN.finditer(text)} for name, text in files()}
-    assert {name: words for name, words in found.items() if words and not exempt(name)} == {}
+    assert {name: words for name, words in found.items() if words} == {}
 
 
 @pytest.mark.parametrize(

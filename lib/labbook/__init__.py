@@ -13,7 +13,7 @@ _EXPORTS = {
     "labels": "MISSING column_label named_value ordered significant value_label",
     "machine": "MachineCard load_card machine_card watched_clocks why_no_compile why_no_memory why_no_tf32",
     "page": "Page",
-    "plots": "bars heatmap lines ratio stacked_bars",
+    "plots": "bars heatmap lines ratio spans stacked_bars",
     "ranks": "one_step_ms slowest time_together",
     "rows": "RowError load_rows published save_rows",
     "sliders": "Sliders",

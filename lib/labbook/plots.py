@@ -1,17 +1,19 @@
-"""The ordinary plots, drawn from rows: lines, ratios, bars, stacks, heat maps. Equal rows, equal pictures.
+"""The ordinary plots, drawn from rows: lines, ratios, bars, stacks, heat maps, spans. Equal rows, equal ones.
 
 Each takes title, subtitle, xlabel and ylabel too, see `figure.plot`; `facet` is a column whose values get a
 panel each. Two rows in one place (x, hue, facet, machine) are refused: the ValueError names their difference.
 """
 
 import textwrap
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
-from matplotlib.colors import LogNorm
+from matplotlib.colors import LogNorm, to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
@@ -282,3 +284,66 @@ def heatmap(
         axes.tick_params(length=0, rotation=0)
         axes.grid(False)
     return Drawing(chart, (), column_label(columns), column_label(index))
+
+
+@plot
+def spans(
+    frame: pd.DataFrame, lane: str, color: str, *, x: tuple[str, str] = ("start_ms", "end_ms"),
+    side: str | None = None, text: str | None = None, facet: str | None = None,
+    between: tuple[float, float] | None = None, shades: Mapping[Hashable, str] = MappingProxyType({}),
+) -> Drawing:  # fmt: skip
+    """What happens when: a lane for each value of `lane`, a box for each row.
+
+    Args:
+        x: columns with the start and the end of a box, times since a step began.
+        side: a column of two values, of which the first is drawn in the upper half of its lane and the second
+            below it, no box so thin that it could not be seen.
+        text: a column with what is written into a box, where it fits.
+        between: look at this part of the time only.
+        shades: colours of values that the vocabulary does not have.
+    """
+    start, end = between or (frame[x[0]].clip(upper=0).min(), frame[x[1]].max())
+    frame = frame[(frame[x[1]] > start) & (frame[x[0]] < end)]
+    lanes, colors = ordered(frame[lane], lane), palette(frame[color], color) | shades
+    sides = ordered(frame[side], side) if side else [0]
+    frame = frame.assign(
+        _place=frame[lane].map(lanes.index), _half=frame[side].map(sides.index) if side else 0,
+        _length=frame[x[1]] - frame[x[0]], _named=frame[text].ne("") if text else False,
+    )  # fmt: skip
+    chart, panels = sheet(frame, facet, height=(0.72 if side else 0.58) * max(len(lanes), 1.5) + 0.75)
+    for axes, rows in panels:
+        axes.set(xlim=(start, end), ylim=(len(lanes) - 0.45, -0.55))
+        axes.set_yticks(range(len(lanes)), [value_label(value, lane) for value in lanes])
+        axes.grid(False)
+        plain_numbers(axes.xaxis)
+        for place in range(len(lanes)):
+            axes.axhspan(place - 0.4, place + 0.4, color=ZONE, lw=0, zorder=0.5)
+        for value, shade in colors.items():
+            boxes = rows[rows[color] == value].groupby(["_place", "_half", "_named"])
+            for (place, half, named), times in boxes[[x[0], "_length"]]:
+                edge = {"edgecolor": PAPER if named else shade, "lw": 0.6 if half or named else 0}
+                room = (place - 0.4 + 0.4 * half, 0.8 / len(sides))
+                axes.broken_barh(times.to_numpy(), room, facecolor=shade, zorder=2, **edge)
+    chart.draw_without_rendering()  # only now it is known how much room there is
+    for axes, rows in panels:
+        for row in rows[rows["_named"]].to_dict("records"):
+            ends = max(row[x[0]], start), min(row[x[1]], end)
+            _write_inside(axes, ends, row["_place"], row[text], colors[row[color]])
+    lasted = (frame["_length"] + frame["_half"] * (end - start)).groupby(frame[color]).sum()
+    seen = [value for value in colors if lasted.get(value, 0) > _VISIBLE * (end - start)]
+    legend = [Patch(color=colors[value], label=value_label(value, color)) for value in seen]
+    return Drawing(chart, legend, "time since the step began (ms)")
+
+
+def _write_inside(axes: Axes, ends: tuple[float, float], place: int, text: str, ground: str) -> None:
+    """Write a text into its box the first way that fits: across, smaller, upright."""
+    corners = axes.transData.transform([(ends[0], place + 0.4), (ends[1], place - 0.4)])
+    width, height = np.ptp(corners, axis=0)
+    style = {"ha": "center", "va": "center", "color": INK if sum(to_rgb(ground)) > 1.8 else PAPER}
+    upright = text.replace("_", "_\n")  # on two lines
+    for words, size, rotation in ((text, 8.5, 0), (text, 7, 0), (text, 7, 90), (upright, 7, 90)):
+        written = axes.text(sum(ends) / 2, place, words, size=size, rotation=rotation, zorder=3, **style)
+        room = written.get_window_extent()
+        if room.width < width and room.height < height:
+            return
+        written.remove()

@@ -85,6 +85,7 @@ WRONG = [
     ("31", "star_all_reduce", "other[:] = first", "other = first", "in place?"),
     ("31", "bus_gbps", "2**20", "1e6", "MiB?"),
     ("31", "bus_gbps", "accounting.bus_factor(collective, n) * ", "", "the factor of the table"),
+    ("32", "combined", "n / sum(samples) * g", "g / len(samples)", "each sample counts once"),
     ("32", "MyDDP", "parameter.grad /= dist.get_world_size()", "pass", "is the sum over the ranks"),
     ("33", "communication_share", "6 * tokens", "4 * tokens", "6 and 4?"),
     ("33", "communication_share", "4 / bytes_per_s", "4 * tokens / bytes_per_s", "does not grow with T"),

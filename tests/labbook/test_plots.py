@@ -3,11 +3,12 @@
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from labbook import bars, heatmap, lines, ratio, stacked_bars
-from labbook.style import BLUE, VERMILLION
+from labbook import bars, heatmap, lines, ratio, spans, stacked_bars
+from labbook.style import BLUE, GREEN, VERMILLION, WINE
 
 BY_CONTEXT = {"x": "context_length", "hue": "implementation"}
 PLAIN, COMPILED = BLUE.lower(), VERMILLION.lower()
@@ -128,3 +129,33 @@ def test_stacks_add_up_ranges_to_their_whole(shares):
     assert np.sum(list(parts.values()), axis=0).tolist() == pytest.approx([100, 100])
     with pytest.raises(ValueError, match=r"context_length=128.* model_size \(small, large\)"):
         stacked_bars(pd.concat([shares, shares.assign(model_size="large")]), "context_length")
+
+
+def boxes(chart, color) -> list[list[float]]:
+    """Left, right, lower and upper end of each box of one colour."""
+    found = [each for each in chart.axes[0].findobj(PolyCollection) if len(each.get_facecolor())]
+    found = [each for each in found if to_hex(each.get_facecolor()[0]) == color.lower()]
+    ends = [path.get_extents() for each in found for path in each.get_paths()]
+    return [np.round([box.x0, box.x1, box.y0, box.y1], 6).tolist() for box in ends]
+
+
+def test_spans_are_boxes_on_their_lanes_with_names_where_they_fit():
+    rows = [("host", "host range", "forward", 0, 10), ("host", "host range", "no room", 10, 10.01)]
+    rows += [("stream 7", "attention", "", 2, 5), ("stream 20", "communication", "", 6, 9)]
+    frame = pd.DataFrame(rows, columns=["lane", "class", "name", "start_ms", "end_ms"])
+    chart = spans(frame, "lane", "class", text="name")
+    lanes = [label.get_text() for label in chart.axes[0].get_yticklabels()]
+    assert lanes == ["host", "stream 7", "stream 20"]
+    assert "forward" in texts(chart)
+    assert "no room" not in texts(chart)
+    assert (boxes(chart, GREEN), boxes(chart, WINE)) == ([[2, 5, 0.6, 1.4]], [[6, 9, 1.6, 2.4]])
+    late = spans(frame, "lane", "class", text="name", between=(6, 9))
+    assert [label.get_text() for label in late.axes[0].get_yticklabels()] == ["host", "stream 20"]
+
+
+def test_two_sides_of_a_lane_touch():
+    rows = [("a", "compute", "backward", 0, 8), ("a", "communication", "communication, exposed", 8, 9)]
+    frame = pd.DataFrame(rows, columns=["step", "lane", "doing", "start_ms", "end_ms"])
+    chart = spans(frame, "step", "doing", side="lane")
+    assert boxes(chart, VERMILLION) == [[8, 9, 0, 0.4]]
+    assert {"communication, exposed", "backward"} <= texts(chart)

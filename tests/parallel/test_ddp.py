@@ -18,8 +18,8 @@ from wrappers import DDP, run
 
 from cs336_systems.checks.ddp_checks import check_ddp
 from cs336_systems.checks.on_ranks import try_properties
-from cs336_systems.measure.collective_calls import watch_collectives
 from cs336_systems.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, fill_buckets, launch
+from cs336_systems.parallel.collective_calls import watch_collectives
 
 WRAPPERS = DDP | {
     "one bucket each": partial(BucketedDDP, bucket_size_mb=1e-6),

@@ -19,9 +19,9 @@ from wrappers import assert_same_weights, one_pass, run, train
 from cs336_systems.checks.fsdp_checks import properties
 from cs336_systems.checks.on_ranks import try_properties
 from cs336_systems.configs import model_size
-from cs336_systems.measure.collective_calls import watch_collectives
 from cs336_systems.model import Linear, build_model
 from cs336_systems.parallel import FSDP, WorkerError, launch
+from cs336_systems.parallel.collective_calls import watch_collectives
 from cs336_systems.training.checkpointing import forward_with, strategy
 
 BLOCKS = {"unit_types": ("TransformerBlock",)}

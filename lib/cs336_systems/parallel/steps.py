@@ -1,14 +1,20 @@
 """What a training step does over ranks: for the clock and for profilers, whatever wraps the model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.nn.utils import parameters_to_vector
+from torch.optim import SGD, AdamW
 
+from cs336_systems import optimizer as ours
 from cs336_systems.configs import model_size
 from cs336_systems.dtypes import torch_dtype
+from cs336_systems.functional import cross_entropy
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
 from cs336_systems.parallel.launch import WorkerContext
@@ -53,10 +59,15 @@ def steps_of(case: Mapping[str, Any], context: WorkerContext) -> DataParallelSte
     """
     where = {"attention_implementation": case["attention"], "device": context.device}
     config = model_size(case["model_size"], case["edition"])
-    model, size = build_model(config, case["context_length"], **where), case["bucket_size_mb"]
-    wrapped = WRAPPERS[case["implementation"]](model, **({} if size is None else {"bucket_size_mb": size}))
+    wrapped = wrap(build_model(config, case["context_length"], **where), case)
     share = case["batch_size"] // context.world_size
     return DataParallelSteps(wrapped, share, case["context_length"], case["dtype"])
+
+
+def wrap(module: nn.Module, case: Mapping[str, Any]) -> nn.Module:
+    """The module in the case's wrapper, with its `bucket_size_mb` if it has one."""
+    size = case["bucket_size_mb"]
+    return WRAPPERS[case["implementation"]](module, **({} if size is None else {"bucket_size_mb": size}))
 
 
 class ShardedSteps(DataParallelSteps):
@@ -96,3 +107,92 @@ class ShardedSteps(DataParallelSteps):
             category: [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
             for category, tensors in super().tensors().items()
         }
+
+
+OPTIMIZERS = {"SGD": partial(SGD, lr=0.1, momentum=0.9), "AdamW": ours.AdamW}
+
+
+def training_drift(context: WorkerContext, cases: Iterable[Mapping[str, Any]], steps: int) -> None:
+    """Train under each case's wrapper, and beside it one process on the whole batch; rank 0 sends rows.
+
+    Every rank starts from its own random weights, as it would without care; the process alone starts from
+    those of rank 0. After each step there are two rows of training_drift, their `max_difference` the largest
+    of any weight: compared "weights" with the process alone, compared "replicas" between the ranks.
+    """
+    for case in cases:
+        config, models = model_size(case["model_size"], case["edition"]), []
+        for seed in (0, context.rank):
+            torch.manual_seed(seed)
+            models.append(build_model(config, case["context_length"], device=context.device))
+        alone, wrapped = models[0], wrap(models[1], case)
+        optimizers = [OPTIMIZERS[case["optimizer"]](model.parameters()) for model in models]
+        share = case["batch_size"] // context.world_size
+        shares = slice(None), slice(context.rank * share, (context.rank + 1) * share)
+        for step in range(1, steps + 1):
+            generator = torch.Generator().manual_seed(step - 1)  # the same batch on every rank
+            shape = case["batch_size"], case["context_length"] + 1
+            tokens = torch.randint(config.vocab_size, shape, generator=generator).to(context.device)
+            for model, mine, optimizer in zip((alone, wrapped), shares, optimizers, strict=True):
+                optimizer.zero_grad()
+                cross_entropy(model(tokens[mine, :-1]), tokens[mine, 1:]).backward()
+                if model is wrapped:
+                    wrapped.finish_gradient_synchronization()
+                optimizer.step()
+            differences = _differences(
+                *(parameters_to_vector(model.parameters()).detach() for model in models)
+            )
+            found = [{"compared": name, "max_difference": value} for name, value in differences.items()]
+            context.send([{**case, "step_index": step, **row} for row in found])
+
+
+def _differences(alone: Tensor, together: Tensor) -> dict[str, float]:
+    """The largest, over all weights and ranks."""
+    low, high = together.clone(), together.clone()
+    dist.all_reduce(low, op=dist.ReduceOp.MIN)
+    dist.all_reduce(high, op=dist.ReduceOp.MAX)
+    furthest = torch.maximum(high - alone, alone - low).max()
+    return {"weights": furthest.item(), "replicas": (high - low).max().item()}
+
+
+def log_messages(
+    context: WorkerContext, wrappers: Mapping[Any, Callable[[nn.Module], nn.Module]]
+) -> list[dict[str, Any]]:
+    """The all-reduces of gradients in two steps of a tiny Transformer, in their order, under each wrapper.
+
+    Returns:
+        One dictionary a message: wrapper, step_index, message (both from 1), gradients (in it), mib, ready
+        and ready_mib (how many of the step's gradients were when it left), last_gradient (the name of the
+        last in it), buffers (pieces of memory in which all gradients of the step lie).
+    """
+    rows, config = [], model_size("tiny")
+    for name, make in wrappers.items():
+        module, ready, log = build_model(config, 16, device=context.device), set(), []
+        for parameter in module.parameters():  # before the wrapper's own hooks
+            parameter.register_post_accumulate_grad_hook(ready.add)
+        wrapped = make(module)
+        for step in (1, 2):
+            ready.clear()
+            log.clear()
+            wrapped.zero_grad()
+            with patch.object(dist, "all_reduce", partial(_logged, dist.all_reduce, module, ready, log)):
+                wrapped(torch.zeros(1, 16, dtype=torch.long, device=context.device)).sum().backward()
+                wrapped.finish_gradient_synchronization()
+            memory = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
+            of_step = {"wrapper": name, "step_index": step, "buffers": len(memory)}
+            rows += [of_step | {"message": number} | sent for number, sent in enumerate(log, start=1)]
+    return rows
+
+
+def _logged(
+    all_reduce: Callable, module: nn.Module, ready: set, log: list, tensor: Tensor, **how: Any
+) -> Any:
+    """An all-reduce, and in the log which gradients lie in its tensor; flags and the like have none."""
+    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    with_gradient = [each for each in module.named_parameters() if each[1].grad is not None]
+    inside = [each for each in with_gradient if start <= each[1].grad.data_ptr() < end]
+    if inside:
+        last, _ = max(inside, key=lambda each: each[1].grad.data_ptr())
+        mib = sum(parameter.nbytes for _, parameter in inside) / 2**20
+        so_far = {"ready": len(ready), "ready_mib": sum(parameter.nbytes for parameter in ready) / 2**20}
+        log.append({"gradients": len(inside), "mib": mib, **so_far, "last_gradient": last})
+    return all_reduce(tensor, **how)

@@ -22,7 +22,7 @@ def test_form(path):
 BREAKS = {
     "not executed": {"execution_count": None},
     "is empty": {"source": ""},
-    "public names": {"source": "from cs336_systems.report import _x"},
+    "public names": {"source": "from cs336_systems.parallel import _x"},
     "TODO is left": {"source": "x = 1  # TODO"},
     "absolute path": {"source": "open('/home/ada/x')"},
     "keeps metadata": {"metadata": {"papermill": {}}},

@@ -4,13 +4,41 @@ Communication is *exposed* while it runs and nothing is computed: that is what i
 is hidden behind computing, and free. A communication kernel also runs while it waits for its peer.
 """
 
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pandas as pd
+import torch.distributed as dist
+from torch.profiler import record_function
 
-from labbook.profiles.table import Profile, one_step, stages, union
+from labbook.profiles.table import STEP, Profile, one_step, stages, union
+from labbook.profiles.torch_trace import record
+from labbook.ranks import Context
+from labbook.timing import synchronize
 
 LANES = ("compute", "communication")
 _TIMES = ["start_ms", "end_ms"]
+
+
+def record_steps(step: Callable[[], None], context: Context) -> Profile:
+    """Two steps of this rank under torch.profiler, each in a range `measure`; the first warms it up.
+
+    All ranks call it together, and start each step together. Turn named ranges on around it.
+    """
+
+    def two_steps() -> None:
+        for _ in range(2):
+            dist.barrier()
+            synchronize(context.device)
+            with record_function(STEP):
+                step()
+                synchronize(context.device)
+
+    with tempfile.TemporaryDirectory(prefix="labbook-lanes-") as folder:
+        return record(two_steps, Path(folder) / "trace.json", device=context.device)
 
 
 def step_lanes(profile: Profile) -> pd.DataFrame:
@@ -62,13 +90,29 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
     }
 
 
-def merged(lanes: pd.DataFrame, gap_ms: float = 0.02) -> pd.DataFrame:
-    """The same lanes in fewer spans: neighbours of one lane and stage with hardly a gap become one."""
+def lane_rows(lanes: pd.DataFrame, key: Mapping[str, Any], gap_ms: float = 0.1) -> list[dict[str, Any]]:
+    """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed; microseconds."""
     parts = []
     for lane in LANES:
         spans = lanes[lanes.lane == lane].sort_values("start_ms")
         reached = spans.end_ms.cummax().shift()
         begins = (spans.start_ms > reached + gap_ms) | (spans.range != spans.range.shift()) | reached.isna()
         first_and_last = {"lane": "first", "range": "first", "start_ms": "min", "end_ms": "max"}
-        parts.append(spans.groupby(begins.cumsum()).agg(first_and_last))
+        parts.append(spans.groupby(begins.cumsum()).agg(first_and_last).reset_index(names="span"))
+    rows = pd.concat(parts).round({"start_ms": 3, "end_ms": 3}).assign(span=lambda rows: rows["span"] - 1)
+    return [{**key, **row} for row in rows.to_dict("records")]
+
+
+def told_apart(lanes: pd.DataFrame, by: str) -> pd.DataFrame:
+    """Lanes of several steps for `plots.spans`: `doing` is a stage, or "communication, hidden" or "exposed".
+
+    by: column that tells the steps apart. Copies to and from one long tensor are launched by the stage that
+    communicates.
+    """
+    parts = [lanes[lanes.lane == "compute"].assign(doing=lambda spans: spans["range"])]
+    parts[0]["doing"] = parts[0]["doing"].replace({"communication": "copies"})
+    for step, of_step in lanes.groupby(by, sort=False):
+        sent = covered(of_step[of_step.lane == "communication"]).assign(doing="communication, hidden")
+        both = [sent, exposed(of_step).assign(doing="communication, exposed")]
+        parts += [spans.assign(**{by: step}, lane="communication") for spans in both]
     return pd.concat(parts, ignore_index=True)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems.measure.overlap import exposed, merged, overlap_values, step_lanes
-from labbook.profiles.table import Profile
+from labbook.profiles import Profile, exposed, lane_rows, overlap_values, step_lanes, told_apart
 
 spans = st.lists(
     st.tuples(st.sampled_from(["compute", "communication"]), st.integers(0, 30), st.integers(0, 8)),
@@ -36,9 +35,9 @@ def test_overlap_counts_what_a_grid_counts(rows):
 
 
 @given(spans)
-def test_merging_without_a_gap_keeps_every_number(rows):
+def test_rows_without_a_gap_keep_every_number(rows):
     lanes = frame(rows)
-    fewer = merged(lanes, gap_ms=0)
+    fewer = pd.DataFrame(lane_rows(lanes, {}, gap_ms=0), columns=["span", *lanes])
     assert len(fewer) <= len(lanes)
     assert overlap_values(fewer) == overlap_values(lanes)
 
@@ -51,15 +50,31 @@ def test_the_tail_begins_where_backward_ends():
     assert overlap_values(forward)["profiled_tail_ms"] is None
 
 
-def test_merging_bridges_small_gaps_and_keeps_stages_apart():
+def test_rows_bridge_small_gaps_and_keep_stages_apart():
     forward = frame([("compute", 0, 2), ("compute", 3, 2), ("compute", 9, 1)], "forward")
     backward = frame([("compute", 10, 5), ("communication", 10, 2), ("communication", 12, 3)])
-    fewer = merged(pd.concat([forward, backward]), gap_ms=1.5)
-    assert fewer.to_numpy().tolist() == [
-        ["compute", "forward", 0, 5],
-        ["compute", "forward", 9, 10],
-        ["compute", "backward", 10, 15],
-        ["communication", "backward", 10, 15],
+    fewer = pd.DataFrame(lane_rows(pd.concat([forward, backward]), {"rank": 0}, gap_ms=1.5))
+    assert fewer[["rank", "lane", "span", "range", "start_ms", "end_ms"]].to_numpy().tolist() == [
+        [0, "compute", 0, "forward", 0, 5],
+        [0, "compute", 1, "forward", 9, 10],
+        [0, "compute", 2, "backward", 10, 15],
+        [0, "communication", 0, "backward", 10, 15],
+    ]
+
+
+def test_communication_is_exposed_where_nothing_is_computed():
+    """Two steps: in one 2 ms follow backward, in the other 1 ms runs in it and 1 ms follows."""
+    backward = [("compute", 4, 6)]
+    naive, overlapped = [*backward, ("communication", 10, 2)], [*backward, ("communication", 9, 2)]
+    steps = pd.concat([frame(naive).assign(step="naive"), frame(overlapped).assign(step="overlapped")])
+    found = told_apart(steps, "step")
+    assert found[["step", "lane", "doing", "start_ms", "end_ms"]].to_numpy().tolist() == [
+        ["naive", "compute", "backward", 4, 10],
+        ["overlapped", "compute", "backward", 4, 10],
+        ["naive", "communication", "communication, hidden", 10, 12],
+        ["naive", "communication", "communication, exposed", 10, 12],
+        ["overlapped", "communication", "communication, hidden", 9, 11],
+        ["overlapped", "communication", "communication, exposed", 10, 11],
     ]
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -26,14 +27,8 @@ class Message:
     sent_bytes: int | None
 
 
-class Done:
-    """The handle of a collective that needs no waiting: it is over, or was not carried out."""
-
-    def wait(self, *_: Any) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
+# The handle of a collective that needs no waiting: it is over, or was not carried out.
+_DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
 
 @contextmanager
@@ -43,7 +38,7 @@ def watch_collectives(*, send: bool = True, as_rings: bool = False) -> Iterator[
     Args:
         send: False leaves them out: every buffer stays as it is. What is then computed is wrong, but takes
             the time that it takes with nothing sent.
-        as_rings: carry them out by the rings of `accounting.bus_factor`, hop by hop, and count every send:
+        as_rings: carry them out as rings, hop by hop, and count every send:
             Gloo and NCCL do not tell what they put on the wire. Sums and means of CPU tensors.
     """
     messages: list[Message] = []
@@ -53,7 +48,7 @@ def watch_collectives(*, send: bool = True, as_rings: bool = False) -> Iterator[
             given = signature(ring).bind(*args, **kwargs).arguments
             buffers = [value for value in given.values() if isinstance(value, Tensor)]
             largest = max(buffers, key=lambda buffer: buffer.nbytes)
-            result = Done() if given.pop("async_op", False) else None
+            result = _DONE if given.pop("async_op", False) else None
             sent_bytes = ring(**given) if as_rings else None
             if send and not as_rings:
                 result = function(*args, **kwargs)
