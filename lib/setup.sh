@@ -36,7 +36,7 @@ if [ -f "$stamp" ] && kept; then
     if [ "$(cat "$stamp")" = "$wanted gpu=yes" ] || [ "$(cat "$stamp")" = "$wanted gpu=$gpu" ]; then exit 0; fi
 fi
 
-# Where uv is, it makes a new .venv in half a minute. What it cannot do is done with pip below.
+# Where uv is, it makes a new .venv. What it cannot do is done with pip below.
 if ! kept && command -v uv >/dev/null 2>&1; then
     say "making $venv with uv"
     build=; [ "$gpu" = yes ] || build=--torch-backend=cpu

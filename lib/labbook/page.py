@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from labbook import bench, code, later, runs
-from labbook.files import figures_dir, make_folder, write_atomically
+from labbook.files import committed, figures_dir, make_folder, write_atomically
 from labbook.machine import MachineCard, load_card, machine_card
 from labbook.rows import TABLES, load_rows, run_counts, save_rows
 
@@ -18,7 +18,7 @@ class Page:
     """The rows and figures of one notebook, on this machine (`card`) and on the reference machine.
 
     Creating it begins a run, prints this machine's card, which is measured first where there is none, and how
-    old the reference machine's rows are.
+    old the rows of the committed machines are.
 
     Args:
         slug: of the notebook's problem.
@@ -40,7 +40,8 @@ class Page:
         given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
         self._executed: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
         self.run = runs.begin(runs.Run(slug, self.card.slug, given, self.code))
-        self._say(f"{self.card.line()}\n{self._age()}".strip())
+        machines = sorted({self.reference, *committed()})
+        self._say("\n".join(filter(None, [self.card.line(), *map(self._age, machines)])))
 
     def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """The reference machine's rows of a table, of another notebook's problem if a slug is given.
@@ -93,12 +94,13 @@ class Page:
         if left_out := sum(_key(case, keys) in kept for case in cases):
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
 
-    def figure(self, figure: Any, stem: str, *, here: bool = False) -> Any:
+    def figure(self, figure: Any, stem: str, *, here: bool = False, machine: str | None = None) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
 
-        here: drawn from this machine's rows, not the reference machine's.
+        here, machine: drawn from this machine's rows, or a named one's, not the reference machine's.
         """
-        folder = make_folder(figures_dir() / (self.card.slug if here else self.reference) / self.slug)
+        machine = self.card.slug if here else machine or self.reference
+        folder = make_folder(figures_dir() / machine / self.slug)
         for suffix, content in ((".png", figure.png()), (".svg", figure.svg())):
             write_atomically(folder / f"{stem}{suffix}", content)
         return figure
@@ -107,17 +109,17 @@ class Page:
         """The hashes of what the running cell saves (see `labbook.code`); none outside of IPython."""
         return code.of_cells(self._executed, self._names) if self._executed else {}
 
-    def _age(self) -> str:
-        """How many of the reference machine's rows are of today's code, and what the others are."""
+    def _age(self, machine: str) -> str:
+        """How many of a machine's rows are of today's code, and what the others are."""
         counts = Counter()
-        for names in run_counts(self.slug, self.reference).values():
+        for names in run_counts(self.slug, machine).values():
             for name, count in names.items():
-                record = runs.load_run(self.reference, name)
+                record = runs.load_run(machine, name)
                 path = code.notebook_of(record.slug) if record else None
                 now = code.of_notebook(path) if path and record.code else {}
                 counts[runs.why_old(record, now) or "of today's code"] += count
         told = "; ".join(f"{count:,} {why}" for why, count in counts.most_common())
-        return f"rows of {self.reference}: {told}" if told else ""
+        return f"rows of {machine}: {told}" if told else ""
 
     def _say(self, line: str) -> None:
         if line and line not in self._printed:

@@ -41,9 +41,8 @@ class Sliders:
 
     def html(self) -> str:
         """The script, and the numbers that it shows, to four digits."""
-        data = json.dumps(_rounded(self.figure), ensure_ascii=False, separators=(",", ":")).replace(
-            "</", "<\\/"
-        )
+        data = json.dumps(_rounded(self.figure), ensure_ascii=False, separators=(",", ":"))
+        data = data.replace("</", "<\\/")
         script = _SCRIPT.read_text(encoding="utf-8").strip()
         start = f"({data}, document.currentScript.previousElementSibling)"
         return f"<div>{_WITHOUT}</div><script>{script}{start}</script>"

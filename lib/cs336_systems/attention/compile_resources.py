@@ -33,12 +33,13 @@ MANY_SMS = 2**20  # enough for every loop to be split, and for every work tile t
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 _HEAD = "import json, sys, triton\ntl = triton.language"
 _SHIPPED = f"""
+from concurrent.futures import ProcessPoolExecutor  # raises where a compiler ends its process; a Pool waits
 from multiprocessing import get_context
 from {__name__} import compile_one, config_for_capability
 def shipped(kernel, *place):
     return [compile_one(kernel, *place, tile) for tile in config_for_capability(*place).all_tiles(kernel)]
-with get_context("fork").Pool() as pool:
-    print(json.dumps(pool.starmap(shipped, json.loads(sys.argv[1]), chunksize=1)))
+with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+    print(json.dumps(list(pool.map(shipped, *zip(*json.loads(sys.argv[1]))))))
 """
 
 

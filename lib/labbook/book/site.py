@@ -81,9 +81,8 @@ def _page(path: Path, source: Path) -> list[str]:
     if not any(cell.get("outputs") for cell in notebook.cells):
         raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
     for cell in list(notebook.cells):
-        cell.source = re.sub(
-            r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", cell.source
-        )  # files that are not on the site
+        # Without links to files that are not on the site.
+        cell.source = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", cell.source)
         for output in [] if notebooks.is_last(path.stem) else cell.get("outputs", []):  # it shows the others'
             if title := output.get("metadata", {}).get("image/png", {}).get("alt"):
                 name = f"{path.stem}-{len(lines) + 1}"

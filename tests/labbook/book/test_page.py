@@ -55,19 +55,23 @@ def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
     figure = lines(page.rows("accumulation"), "steps", "total", "accumulation")
     assert page.figure(figure, "one") is figure
     page.figure(figure, "two", here=True)
+    page.figure(figure, "three", machine="h100")
     assert (tmp_path / "h200" / SLUG / "one.png").read_bytes() == figure.png()
     assert (tmp_path / page.card.slug / SLUG / "two.svg").read_bytes() == figure.svg()
+    assert (tmp_path / "h100" / SLUG / "three.png").exists()
 
 
 SAVING = "from cs336_systems.training.selective import choose\npage.save(choose(rows), 'accumulation')"
 
 
-def test_a_page_says_how_old_the_references_rows_are(monkeypatch, capsys):
+def test_a_page_says_how_old_the_rows_of_committed_machines_are(monkeypatch, capsys):
     now = runs.code.of_notebook(runs.code.notebook_of("torch_compile"))
     record = runs.load_run("h200", "20261121-043456-torch_compile-4487")
     monkeypatch.setattr(record, "code", now | {"lib/labbook/timing.py": "other"})
     Page("torch_compile", {})
-    assert "28 older: labbook/timing.py changed since" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "28 older: labbook/timing.py changed since" in said
+    assert "rows of h100: " in said
 
 
 def test_historical_rows_are_named_once_where_they_are_used(page, capsys):
