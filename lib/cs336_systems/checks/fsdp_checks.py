@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -175,15 +175,22 @@ class _Whole:
         self.most = max(self.most, len(self.layers(allowed=max(self.most, self.allowed))))
 
     def layers(self, allowed: int) -> list[str]:
-        """Those that keep memory after at most a second, in which cycles and Gloo's threads may free some."""
-        until = time.monotonic() + 1
-        while True:
+        """Those that keep memory."""
+
+        def alive() -> set[str]:
             living = ((layer, torch.UntypedStorage._new_with_weak_ptr(x.cdata)) for layer, x in self.seen)
-            alive = {layer for layer, storage in living if storage is not None and storage.nbytes()}
-            if len(alive) <= allowed or time.monotonic() > until:
-                return sorted(alive)
-            gc.collect()
-            time.sleep(0.01)
+            return {layer for layer, storage in living if storage is not None and storage.nbytes()}
+
+        return sorted(_left(alive, allowed))
+
+
+def _left(find: Callable[[], set], allowed: int) -> set:
+    """What is found after at most a second, in which cycles and Gloo's threads may free some."""
+    until = time.monotonic() + 1
+    while len(found := find()) > allowed and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    return found
 
 
 def _memory(wrap: Wrap) -> Iterator[str]:
@@ -289,9 +296,13 @@ def _low_kinds(wrapped: nn.Module) -> Iterator[str]:
         if shard.dtype != torch.float32:
             yield f"the shard of {name!r} is {shard.dtype}, not float32."
     shapes, gradients = {x.shape for x in shards.values()}, {id(x.grad) for x in shards.values()}
-    low = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype == _LOW and x.shape in shapes]
-    low = [x for x in low if x.untyped_storage().nbytes() == x.nbytes]  # no slices of a whole weight
-    if {id(x) for x in low} - gradients:
+
+    def casts() -> set[int]:
+        low = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype == _LOW and x.shape in shapes]
+        # No slices of a whole weight.
+        return {id(x) for x in low if x.untyped_storage().nbytes() == x.nbytes} - gradients
+
+    if _left(casts, allowed=0):
         yield "casts of shards live on. When a gather has arrived, drop what was sent for it."
 
 
