@@ -32,7 +32,7 @@ try() {
     python="$CS336_VENV/bin/python"
     [ "$1" = oldest ] || "$python" -m pip install -qq -c "$CS336_PINS" pyarrow || return
     CUDA_VISIBLE_DEVICES='' OMP_NUM_THREADS=1 "$python" -m pytest -q -n 2 --dist loadfile --nbval --nbval-current-env \
-        tests/kernels tests/report tests/labbook/test_*.py tests/test_environment.py \
+        tests/kernels tests/labbook/test_*.py tests/test_environment.py \
         notebooks/1[13]_*.ipynb notebooks/2[1347]_*.ipynb
 }
 
