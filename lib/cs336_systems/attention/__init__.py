@@ -1,7 +1,6 @@
 """Attention: every implementation computes the same function of (q, k, v); `attention` calls any of them."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
 from torch import Tensor
 
@@ -12,9 +11,9 @@ from cs336_systems.attention.implementations import ATTENTION, ATTENTION_PASSES,
 from cs336_systems.attention.inputs import MAX_HEAD_SIZE, check_tensors
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.dtypes import KERNEL_DTYPES
+from cs336_systems.kernels import HAS_TRITON
 from cs336_systems.nvtx import annotate
 
-HAS_TRITON = find_spec("triton") is not None  # not on macOS
 if HAS_TRITON:
     from cs336_systems.attention.flash_triton import FlashAttentionTriton
 

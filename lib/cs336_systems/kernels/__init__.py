@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+HAS_TRITON = find_spec("triton") is not None  # not on macOS
 __all__ = ["cross_entropy", "rms_norm", "rotary", "swiglu", "weighted_sum"]
 
 
@@ -21,7 +22,7 @@ def __getattr__(name: str) -> ModuleType:
 
 def why_no_triton(device: torch.device) -> str:
     """Why the kernels cannot run on the device; "" where they can."""
-    if find_spec("triton") is None:
+    if not HAS_TRITON:
         return "our kernels need triton, which is not installed"
     from cs336_systems.kernels.runtime import INTERPRETED  # imports triton
 

@@ -7,12 +7,11 @@ float32. FLOPs: those of the plain model. The factor, d(loss) / count, comes las
 no room for softmax / 65,536.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from cs336_systems.functional import at_least_float32
+from cs336_systems.kernels import HAS_TRITON
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
 from cs336_systems.kernels.tensors import check_tensors
 
@@ -32,7 +31,7 @@ def plain_cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
 
 def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     """Losses (n,) in float32; the logits (n, vocabulary) become the gradient of their sum."""
-    if find_spec("triton") is not None:
+    if HAS_TRITON:
         from cs336_systems.kernels import cross_entropy, runtime
 
         if logits.is_cuda or runtime.INTERPRETED:
