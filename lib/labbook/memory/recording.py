@@ -119,15 +119,15 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
     Raises:
         FileNotFoundError, ProfileError: see `torch_trace.load_trace`; or it has no memory events or ranges.
     """
-    events = torch_trace.load_trace(path)["traceEvents"]
+    trace = torch_trace.load_trace(path)
     changes = [
         (event["ts"], event["args"]["Addr"], event["args"]["Bytes"], "")
-        for event in events
+        for event in trace["traceEvents"]
         if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
     ]
     if not changes:
         raise ProfileError(f"{path.name} has no memory events; record it with_memory")
-    ranges = torch_trace.trace_ranges([event for event in events if event.get("cat") == "user_annotation"])
+    ranges = torch_trace.trace_ranges(torch_trace.trace_events(trace, path.name))
     ranges[["start_ns", "end_ns"]] /= 1000
     known = {address: size for address, (_, size) in before.items()}
     return read_history(changes, ranges, before, after, known)

@@ -104,9 +104,8 @@ _NAMES = {
 # The call that launched it has its correlation id and process; of several such calls, one inside the other or
 # long after, the last that began before it. With max() SQLite takes the other columns from that row.
 _LAUNCHES = """
-SELECT {name} AS name, '{kind}' AS kind, a.globalPid AS process, r.globalTid AS thread,
-       coalesce(max(r.start), a.start) AS launch_ns, a.start AS start_ns, a.end AS end_ns, {grid} AS grid,
-       a.streamId AS stream
+SELECT {name} AS name, '{kind}' AS kind, a.globalPid AS process, r.globalTid AS thread, a.streamId AS stream,
+       coalesce(max(r.start), a.start) AS launch_ns, a.start AS start_ns, a.end AS end_ns
 FROM CUPTI_ACTIVITY_KIND_{table} a LEFT JOIN CUPTI_ACTIVITY_KIND_RUNTIME r
   ON r.correlationId = a.correlationId AND (r.globalTid >> 24) = (a.globalPid >> 24) AND r.start <= a.start
 GROUP BY a.rowid"""
@@ -146,7 +145,7 @@ def read_export(path: Path) -> Profile:
                     f"{path.name} has no calls of the CUDA API, which tell what launched a kernel; record "
                     "with --trace=cuda,nvtx and export all tables"
                 )
-            launches = [pd.read_sql_query(_of_kind(kind), export) for kind in found]
+            launches = [pd.read_sql_query(_launches(table), export) for table in found]
             profile = Profile(
                 source="nsys",
                 machine=", ".join(name or "a GPU without a name" for (name,) in gpus),
@@ -166,10 +165,8 @@ def read_export(path: Path) -> Profile:
     return profile
 
 
-def _of_kind(kind: str) -> str:
-    grid = "a.gridX || ',' || a.gridY || ',' || a.gridZ" if kind == "KERNEL" else "''"
-    shown = "graph" if kind == "GRAPH_TRACE" else kind.lower()
-    return _LAUNCHES.format(name=_NAMES[kind], kind=shown, grid=grid, table=kind)
+def _launches(table: str) -> str:
+    return _LAUNCHES.format(table=table, name=_NAMES[table], kind=table.lower().removesuffix("_trace"))
 
 
 def _run(command: list, environment: dict[str, str]) -> str:

@@ -32,7 +32,7 @@ class Profile:
         machine: the GPU's name; without a GPU, the host's.
         ranges: process, thread, name, start_ns, end_ns; one row each time that a range was open.
         kernels: name (full), kind ("kernel", "memcpy", "memset", "graph"; on a CPU "operator"), process,
-            thread, launch_ns, start_ns, end_ns, grid, stream; one row a launch.
+            thread, launch_ns, start_ns, end_ns, stream; one row a launch.
         calls: of the CUDA API: process, thread, name, start_ns, end_ns.
     """
 
@@ -58,18 +58,16 @@ def attribute(profile: Profile) -> pd.DataFrame:
     Inside a range called optimizer, elementwise work, reductions and copies count as "optimizer": written in
     plain PyTorch it launches the same kernels as everybody, and only the range tells them apart.
     """
-    kernels = profile.kernels.copy()
-    kernels["range"], _ = range_paths(profile.ranges, kernels)
-    kernels["kernel"] = kernels.name.map(short_name)
-    kernels["class"] = kernels.name.map(kernel_class)
-    in_optimizer = kernels.range.str.contains(r"(?:^|/)optimizer\b")
-    ordinary = kernels["class"].isin(["elementwise", "reduction", "copy/cast"])
-    kernels.loc[in_optimizer & ordinary, "class"] = "optimizer"
-    return kernels
+    paths, _ = range_paths(profile.ranges, profile.kernels)
+    kernels = profile.kernels.assign(range=paths, kernel=profile.kernels.name.map(short_name))
+    classes = kernels.name.map(kernel_class)
+    ordinary = classes.isin(["elementwise", "reduction", "copy/cast"])
+    in_optimizer = paths.str.contains(r"(?:^|/)optimizer\b")
+    return kernels.assign(**{"class": classes.mask(in_optimizer & ordinary, "optimizer")})
 
 
 def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
-    """The kernels of one step: range, kernel, class, grid, stream, kind, calls, total_ms; the longest first.
+    """The kernels of one step: range, kernel, class, stream, kind, calls, total_ms; the longest first.
 
     A step is one time that the range `root` is open; calls and total_ms are means over the steps, of which
     `table.attrs["steps"]` tells how many. What ran outside `root`, the warm-up, is left out. Ranges start at
@@ -78,11 +76,9 @@ def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
     Raises:
         ProfileError: no range of that name was recorded; the message lists those that were.
     """
-    steps = _occurrences(profile, root)
-    kernels = attribute(profile)
-    kernels["range"] = _from_root(kernels.range, root)
-    kernels = kernels[kernels.range.notna()].assign(total_ms=(kernels.end_ns - kernels.start_ns) * MS)
-    grouped = kernels.groupby(["range", "kernel", "class", "grid", "stream", "kind"])["total_ms"]
+    steps, _, kernels = _inside(profile, root)
+    kernels = kernels.assign(total_ms=(kernels.end_ns - kernels.start_ns) * MS)
+    grouped = kernels.groupby(["range", "kernel", "class", "stream", "kind"])["total_ms"]
     table = grouped.agg(calls="size", total_ms="sum") / len(steps)
     table = table.reset_index().sort_values("total_ms", ascending=False, ignore_index=True)
     table.attrs["steps"] = len(steps)
@@ -97,18 +93,14 @@ def range_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
         one's end; device_busy_ms, the part of it with a kernel running; calls (launches); device_idle_share
         of the span. A range whose device is mostly idle is bound by the host that launches.
     """
-    _occurrences(profile, root)
-    kernels = profile.kernels
-    _, paths = range_paths(profile.ranges, kernels)
-    ranges = profile.ranges.assign(range=_from_root(paths, root))
-    ranges = ranges[ranges.range.notna() & (ranges.range.str.count("/") <= 1)]
+    _, ranges, kernels = _inside(profile, root)
     records = []
-    for opened in ranges.itertuples():
-        own = kernels[(kernels.process == opened.process) & _inside(kernels.launch_ns, opened)]
-        busy = union(zip(own.start_ns, own.end_ns, strict=True))
-        host, span = opened.end_ns - opened.start_ns, busy[-1][1] - busy[0][0] if busy else 0
-        times = [time * MS for time in (host, span, sum(end - start for start, end in busy))]
-        records.append((opened.range, *times, len(own)))
+    for opened in ranges[ranges.range.str.count("/") <= 1].itertuples():
+        own = _since(kernels[kernels.process == opened.process], opened, "launch_ns")
+        busy = union(own[["start_ms", "end_ms"]].itertuples(index=False, name=None))
+        span_ms = busy[-1][1] - busy[0][0] if busy else 0
+        host_ms, busy_ms = (opened.end_ns - opened.start_ns) * MS, sum(end - start for start, end in busy)
+        records.append((opened.range, host_ms, span_ms, busy_ms, len(own)))
     columns = ["range", "host_ms", "device_span_ms", "device_busy_ms", "calls"]
     table = pd.DataFrame(records, columns=columns).groupby("range", sort=False).mean().reset_index()
     span_ms = table.device_span_ms.where(table.calls > 0)
@@ -167,33 +159,18 @@ def one_step(profile: Profile) -> tuple[pd.DataFrame, pd.DataFrame]:
         ranges: name, depth (0 for the step itself), start_ms, end_ms;
         kernels: range (path at launch, from the step on), kernel, class, stream, start_ms, end_ms.
     """
-    step = _occurrences(profile, STEP).iloc[-1]
-    _, paths = range_paths(profile.ranges, profile.kernels)
-    ranges = profile.ranges.assign(depth=_from_root(paths, STEP).str.count("/"))
-    ranges = ranges[ranges.depth.notna() & _inside(ranges.start_ns, step)].copy()
-    kernels = attribute(profile)
-    kernels = kernels[_inside(kernels.launch_ns, step)]
-    kernels = kernels.assign(range=_from_root(kernels.range, STEP))
-    for frame in (ranges, kernels):
-        frame[["start_ms", "end_ms"]] = (frame[["start_ns", "end_ns"]] - step.start_ns) * MS
-    ranges, kernels = (frame.reset_index(drop=True) for frame in (ranges, kernels))
-    return (
-        ranges[["name", "depth", "start_ms", "end_ms"]].astype({"depth": int}),
-        kernels[["range", "kernel", "class", "stream", "start_ms", "end_ms"]],
-    )
+    steps, ranges, kernels = _inside(profile, STEP)
+    ranges = _since(ranges.assign(depth=ranges.range.str.count("/")), steps.iloc[-1])
+    kernels = _since(kernels, steps.iloc[-1], "launch_ns")
+    columns = ["range", "kernel", "class", "stream", "start_ms", "end_ms"]
+    return ranges[["name", "depth", "start_ms", "end_ms"]], kernels[columns]
 
 
 def step_calls(profile: Profile) -> pd.DataFrame:
     """The calls of the CUDA API in the last step: name, start_ms, end_ms, since it began as in `one_step`."""
-    step = _occurrences(profile, STEP).iloc[-1]
+    steps, _, _ = _inside(profile, STEP)
     calls = profile.calls.reindex(columns=["name", "start_ns", "end_ns"])
-    calls = calls[_inside(calls.start_ns, step)].copy()
-    calls[["start_ms", "end_ms"]] = (calls[["start_ns", "end_ns"]] - step.start_ns) * MS
-    return calls[["name", "start_ms", "end_ms"]].reset_index(drop=True)
-
-
-def _inside(times: pd.Series, opened: Any) -> pd.Series:
-    return (times >= opened.start_ns) & (times < opened.end_ns)
+    return _since(calls, steps.iloc[-1])[["name", "start_ms", "end_ms"]]
 
 
 def kernel_rows(table: pd.DataFrame, smallest_share: float = 2e-3) -> list[dict[str, Any]]:
@@ -210,14 +187,22 @@ def kernel_rows(table: pd.DataFrame, smallest_share: float = 2e-3) -> list[dict[
     return rows.to_dict("records")
 
 
-def _occurrences(profile: Profile, root: str) -> pd.DataFrame:
-    found = profile.ranges[profile.ranges.name == root]
-    if found.empty:
+def _inside(profile: Profile, root: str) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    """Each time that `root` is open; the ranges and the kernels inside it, `range` their path from it on."""
+    steps = profile.ranges[profile.ranges.name == root]
+    if steps.empty:
         names = sorted(set(profile.ranges.name))
         raise ProfileError(f"the profile has no range {root!r}; it has {', '.join(names[:20])}")
-    return found
+    _, paths = range_paths(profile.ranges, profile.kernels.head(0))
+    ranges, kernels = (
+        frame.assign(range=frame.range.str.extract(rf"(?:^|/)({re.escape(root)}(?:/.*)?)$")[0])
+        for frame in (profile.ranges.assign(range=paths), attribute(profile))
+    )
+    return steps, ranges.dropna(subset="range"), kernels.dropna(subset="range")
 
 
-def _from_root(paths: pd.Series, root: str) -> pd.Series:
-    """Each path from its part `root` on; missing where the path does not pass through it."""
-    return paths.str.extract(rf"(?:^|/)({re.escape(root)}(?:/.*)?)$")[0]
+def _since(frame: pd.DataFrame, step: Any, time: str = "start_ns") -> pd.DataFrame:
+    """The rows whose `time` lies in a step, with start_ms and end_ms since it began."""
+    frame = frame[(frame[time] >= step.start_ns) & (frame[time] < step.end_ns)]
+    times = {f"{end}_ms": (frame[f"{end}_ns"] - step.start_ns) * MS for end in ("start", "end")}
+    return frame.assign(**times).reset_index(drop=True)

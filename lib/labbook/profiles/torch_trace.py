@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import warnings
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,8 @@ _BOOKKEEPING = re.compile(
     r"|(new_)?(empty|zeros|ones)(_like|_strided)?|resize_|promote_types|real|resolve_(conj|neg)|result_type|item|is_nonzero|set_|diagonal|broadcast\w*)$"
     r"|^detach_?$|^torch::autograd|^autograd::|Backward\d*$|^profiler::|^Torch-|^CompiledFunction|^TorchDynamo"
 )
-Events = dict[str, list[dict[str, Any]]]
+_FIELDS = ["cat", "name", "pid", "tid", "ts", "dur"]  # of every event that is read
+_ARGUMENTS = ["correlation", "stream"]
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log goes to stderr, from its first use on
 
 
@@ -73,20 +73,19 @@ def keep_one_step(path: Path, kept: Path) -> None:
         ProfileError: it has no step, a range `measure`; or as `read_trace`.
     """
     trace = load_trace(path)
-    events = _by_category(trace, path.name)
-    steps = [event for event in events["user_annotation"] if event["name"] == STEP]
-    if not steps:
+    events = trace_events(trace, path.name)
+    steps = events[(events["cat"] == "user_annotation") & (events.name == STEP)]
+    if steps.empty:
         raise ProfileError(f"{path.name} has no step to keep: no range {STEP!r} was recorded in it")
-    step = max(steps, key=lambda event: event["ts"])
-    gpu = [event for category in _KINDS for event in events[category]]
-    host = [e for category in ["user_annotation", *(_CALLS if gpu else ["cpu_op"])] for e in events[category]]
-    inside = [e for e in host if step["ts"] <= e["ts"] < step["ts"] + step["dur"]]
-    launched = {_args(event).get("correlation") for event in inside} - {None}
-    inside += [event for event in gpu if _args(event).get("correlation") in launched]
-    for event in inside:
-        event["args"] = {k: v for k, v in _args(event).items() if k in ("correlation", "grid", "stream")}
-    small = {name: trace[name] for name in ["deviceProperties" if gpu else _HOST] if name in trace}
-    small["traceEvents"] = [event for event in trace["traceEvents"] if event.get("ph") == "M"] + inside
+    step, on_gpu = steps.loc[steps.ts.idxmax()], events["cat"].isin(_KINDS)
+    host = events["cat"].isin(["user_annotation", *(_CALLS if on_gpu.any() else ["cpu_op"])])
+    inside = host & (events.ts >= step.ts) & (events.ts < step.ts + step.dur)
+    launched = on_gpu & events.correlation.isin(events.correlation[inside].dropna())
+    small = {name: trace[name] for name in ["deviceProperties" if on_gpu.any() else _HOST] if name in trace}
+    small["traceEvents"] = [event for event in trace["traceEvents"] if event.get("ph") == "M"]
+    for event in events[inside | launched].astype(object).to_dict("records"):
+        args = {name: value for name in _ARGUMENTS if pd.notna(value := event.pop(name))}
+        small["traceEvents"].append({"ph": "X", **event, "args": args})
     make_folder(kept.parent)
     kept.write_bytes(gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
 
@@ -115,13 +114,14 @@ def read_trace(path: Path) -> Profile:
             every such event has; or several processes are merged in it.
     """
     trace = load_trace(path)
-    events = _by_category(trace, path.name)
-    if len({event["pid"] for event in events["user_annotation"]}) > 1:
+    events = trace_events(trace, path.name)
+    annotations, calls = events[events["cat"] == "user_annotation"], events[events["cat"].isin(_CALLS)]
+    if annotations.pid.nunique() > 1:
         raise ProfileError(
             f"{path.name} is of several processes, whose ids and clocks are their own: read each rank's trace"
         )
-    has_kernels = any(events[category] for category in _KINDS)
-    if not has_kernels and any(events[category] for category in _CALLS):
+    has_kernels = events["cat"].isin(_KINDS).any()
+    if not has_kernels and len(calls):
         raise ProfileError(
             f"{path.name} has CUDA calls but no GPU kernels: CUPTI could not record; end other profilers "
             "(nsys among them), or allow this user to read GPU performance counters"
@@ -130,92 +130,78 @@ def read_trace(path: Path) -> Profile:
     return Profile(
         source="torch cuda" if has_kernels else "torch cpu",
         machine=", ".join(sorted(devices)) if has_kernels else trace.get(_HOST, "unknown"),
-        ranges=trace_ranges(events["user_annotation"]),
-        kernels=pd.DataFrame(_gpu_kernels(events) if has_kernels else _cpu_operators(events)),
-        calls=trace_ranges([event for category in _CALLS for event in events[category]]),
+        ranges=trace_ranges(events),
+        kernels=_gpu_kernels(events) if has_kernels else _cpu_operators(events),
+        calls=_timed(calls),
     )
 
 
-def trace_ranges(annotations: list[dict[str, Any]]) -> pd.DataFrame:
-    """Our ranges among a trace's user annotations."""
-    ranges = [
-        (event["pid"], event["tid"], event["name"], _ns(event["ts"]), _ns(event["ts"] + event["dur"]))
-        for event in annotations
-        if not FOREIGN.match(event["name"])
-    ]
-    return pd.DataFrame(ranges, columns=["process", "thread", "name", "start_ns", "end_ns"])
+def trace_ranges(events: pd.DataFrame) -> pd.DataFrame:
+    """Our ranges among a trace's user annotations, as in a `Profile`."""
+    ours = (events["cat"] == "user_annotation") & ~events.name.str.match(FOREIGN)
+    return _timed(events[ours])
 
 
-def _by_category(trace: dict[str, Any], name: str) -> Events:
-    """The events that are read, by category; of others' traces, too, whose events may lack fields."""
-    events: Events = defaultdict(list)
-    for event in trace["traceEvents"]:
-        if event.get("ph") == "X" and event.get("cat") in (*_KINDS, *_CALLS, "user_annotation", "cpu_op"):
-            events[event["cat"]].append(event)
-    for category, found in events.items():
-        wanted = {"name", "pid", "tid", "ts", "dur"} | ({"stream"} if category in _KINDS else set())
-        lacking = [wanted - {*event, *_args(event)} for event in found]
-        if any(lacking):
-            fields = ", ".join(sorted(set().union(*lacking)))
-            count = f"{sum(map(bool, lacking))} of {len(found)} events {category!r}"
-            raise ProfileError(f"{name}: {count} lack {fields}; without them its sums would be wrong")
-    return events
+def _timed(events: pd.DataFrame) -> pd.DataFrame:
+    """Events as a `Profile` has them, in nanoseconds."""
+    starts, ends = _ns(events.ts), _ns(events.ts + events.dur)
+    named = {"process": events.pid, "thread": events.tid, "name": events.name}
+    return pd.DataFrame({**named, "start_ns": starts, "end_ns": ends}).reset_index(drop=True)
 
 
-def _args(event: dict[str, Any]) -> dict[str, Any]:
-    return event.get("args") or {}
+def _ns(microseconds: pd.Series) -> pd.Series:
+    return (microseconds.astype(float) * 1000).round().astype("int64")
 
 
-def _gpu_kernels(events: Events) -> list[dict[str, Any]]:
+def trace_events(trace: dict[str, Any], name: str) -> pd.DataFrame:
+    """The events that are read: _FIELDS and _ARGUMENTS; of others' traces, too, whose events may lack fields.
+
+    Raises:
+        ProfileError: some lack a field, a GPU's its stream.
+    """
+    read = (*_KINDS, *_CALLS, "user_annotation", "cpu_op")
+    found = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in read]
+    events = pd.DataFrame(found, columns=[*_FIELDS, "args"])
+    for field in _ARGUMENTS:
+        events[field] = [(event.get("args") or {}).get(field) for event in found]
+    lacking = events[_FIELDS].isna().assign(stream=events.stream.isna() & events["cat"].isin(_KINDS))
+    for category, of_category in lacking.groupby(events["cat"]):
+        if count := of_category.any(axis=1).sum():
+            fields = ", ".join(of_category.columns[of_category.any()])
+            told = f"{count} of {len(of_category)} events {category!r} lack {fields}"
+            raise ProfileError(f"{name}: {told}; without them its sums would be wrong")
+    return events.drop(columns="args").astype({"ts": float, "dur": float, "correlation": float})
+
+
+def _gpu_kernels(events: pd.DataFrame) -> pd.DataFrame:
     """Kernels, copies and fills, each with the time and thread of the CUDA call that launched it.
 
     An id may be carried by several calls, and come again: the last that began before the kernel launched it.
     """
-    launches = defaultdict(list)
-    for event in sorted((e for category in _CALLS for e in events[category]), key=lambda e: e["ts"]):
-        launches[_args(event).get("correlation")].append(event)
+    calls = events[events["cat"].isin(_CALLS)].sort_values("ts", kind="stable").assign(called=events.ts)
+    gpu = events[events["cat"].isin(_KINDS)].sort_values("ts", kind="stable")
+    calls = calls.dropna(subset="correlation")[["ts", "correlation", "called", "tid"]]
+    launched = pd.merge_asof(gpu, calls, on="ts", by="correlation", suffixes=("_of_gpu", ""))
+    launched = launched.fillna({"called": launched.ts, "tid": launched.tid_of_gpu})
     # One trace is of one process; CUPTI and torch may each have a number of their own for it.
-    process = next((event["pid"] for event in events["user_annotation"]), 0)
-    records = []
-    for event, kind in ((event, kind) for category, kind in _KINDS.items() for event in events[category]):
-        args = _args(event)
-        calls = launches.get(args.get("correlation"), [event])
-        launch = calls[max(0, bisect_right([call["ts"] for call in calls], event["ts"]) - 1)]
-        grid = ",".join(map(str, args.get("grid", [])))
-        records.append(_launch(event, kind, process, launch, event["dur"], grid, args["stream"]))
-    return records
+    process = events.pid[events["cat"] == "user_annotation"].min()
+    more = {"kind": launched["cat"].map(_KINDS), "stream": launched.stream}
+    return _timed(launched).assign(process=process, launch_ns=_ns(launched.called), **more)
 
 
-def _cpu_operators(events: Events) -> list[dict[str, Any]]:
+def _cpu_operators(events: pd.DataFrame) -> pd.DataFrame:
     """Operators, with the time they spent themselves by nesting them thread by thread; and Gloo's work."""
-    operators = events["cpu_op"] + [e for e in events["user_annotation"] if e["name"].startswith("gloo:")]
-    own_time, open_on = {}, defaultdict(list)
-    for event in sorted(operators, key=lambda event: (event["ts"], -event["dur"])):
-        enclosing = open_on[event["tid"]]
-        while enclosing and event["ts"] >= enclosing[-1]["ts"] + enclosing[-1]["dur"]:
+    communicates = (events["cat"] == "user_annotation") & events.name.str.startswith("gloo:")
+    operators = pd.concat([events[events["cat"] == "cpu_op"], events[communicates]], ignore_index=True)
+    own_us, open_on = operators.dur.to_dict(), defaultdict(list)
+    for event in operators.sort_values(["ts", "dur"], ascending=[True, False], kind="stable").itertuples():
+        enclosing = open_on[event.tid]
+        while enclosing and event.ts >= enclosing[-1].ts + enclosing[-1].dur:
             enclosing.pop()
-        own_time[id(event)] = event["dur"]
         if enclosing:
-            own_time[id(enclosing[-1])] -= event["dur"]
+            own_us[enclosing[-1].Index] -= event.dur
         enclosing.append(event)
     threads = {thread: number for number, thread in enumerate(sorted(open_on))}
-    return [
-        _launch(e, "operator", e["pid"], e, max(0.0, own_time[id(e)]), "", threads[e["tid"]])
-        for e in operators
-        if not _BOOKKEEPING.search(e["name"])
-    ]
-
-
-def _launch(
-    event: dict, kind: str, process: int, launch: dict, duration: float, grid: str, stream: int
-) -> dict[str, Any]:
-    """A row of `Profile.kernels`; `launch` is the event that started this one, maybe itself."""
-    start, end = _ns(event["ts"]), _ns(event["ts"] + duration)
-    return {
-        "name": event["name"], "kind": kind, "process": process, "thread": launch["tid"],
-        "launch_ns": _ns(launch["ts"]), "start_ns": start, "end_ns": end, "grid": grid, "stream": stream,
-    }  # fmt: skip
-
-
-def _ns(microseconds: float) -> int:
-    return round(microseconds * 1000)
+    frame = _timed(operators.assign(dur=pd.Series(own_us, dtype=float).clip(lower=0)))
+    found = frame.assign(launch_ns=frame.start_ns, kind="operator", stream=frame.thread.map(threads))
+    return found[[not _BOOKKEEPING.search(name) for name in found.name]]

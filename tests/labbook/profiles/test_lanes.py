@@ -85,7 +85,7 @@ def test_lanes_of_a_profile():
     kernels = [(gemm, 50, 60, 200, 7), (gemm, 150, 200, 400, 7)]
     kernels += [(nccl, 210, 300, 500, 21), (nccl, 310, 500, 550, 21)]
     columns = ["name", "launch_ns", "start_ns", "end_ns", "stream"]
-    launched = pd.DataFrame(kernels, columns=columns).assign(kind="kernel", process=1, thread=1, grid="")
+    launched = pd.DataFrame(kernels, columns=columns).assign(kind="kernel", process=1, thread=1)
     opened = pd.DataFrame(ranges, columns=["name", "start_ns", "end_ns"]).assign(process=1, thread=1)
     profile = Profile("torch cuda", "NVIDIA H200", opened, launched)
     lanes = step_lanes(profile)

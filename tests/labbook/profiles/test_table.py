@@ -34,7 +34,7 @@ def kernels(*rows) -> pd.DataFrame:
     """Rows of (name, launch, start, end[, thread[, process]])."""
     rows = [(*row, *(1, 1)[len(row) - 4 :]) for row in rows]
     frame = pd.DataFrame(rows, columns=["name", "launch_ns", "start_ns", "end_ns", "thread", "process"])
-    return frame.assign(kind="kernel", grid="1,1,1", stream=7)
+    return frame.assign(kind="kernel", stream=7)
 
 
 def a_profile(ranges: pd.DataFrame, kernels: pd.DataFrame) -> Profile:
