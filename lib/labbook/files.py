@@ -1,12 +1,15 @@
 """Where measurements live, and how a file there is written: whole, or not at all."""
 
+import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import filelock
 
@@ -76,3 +79,21 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Write a dataclass as JSON, as `write_atomically` does."""
+    write_atomically(path, json.dumps(asdict(record), indent=1, default=str) + "\n")
+
+
+def read_record(path: Path, kind: Callable[..., Any]) -> Any:
+    """The dataclass in a JSON file.
+
+    Raises:
+        ValueError: the file is damaged, in a sentence that names it.
+    """
+    try:
+        return kind(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, AttributeError) as error:
+        name = "/".join(path.parts[-3:])
+        raise ValueError(f"{name} is damaged ({error}); restore it from git, or remove it") from None

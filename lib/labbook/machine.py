@@ -5,7 +5,6 @@ A `why_no_...` gives a reason, or "" where nothing is missing.
 
 import importlib.metadata
 import io
-import json
 import os
 import platform
 import re
@@ -13,7 +12,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,11 +21,10 @@ import pandas as pd
 import psutil
 import torch
 
-from labbook.files import REPOSITORY_FIGURES, committed, figures_dir, find, write_atomically
+from labbook.files import REPOSITORY_FIGURES, committed, figures_dir, find, read_record, write_record
 from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
 
 GIB = 2**30
-SAMPLED_EVERY_MS = 100
 _GPU_STATE = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
 _DTYPES = {"float32": torch.float32, "tf32": torch.float32}
 _DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -55,16 +53,18 @@ class MachineCard:
     copy_gbps: float
     measured_at: str = field(default_factory=now)
 
+    def __post_init__(self) -> None:
+        self.line()  # which fails where a file was damaged
+
     def line(self) -> str:
         """The card on one line."""
         memory = self.gpu_memory_gib
         gpu = f"{self.gpu} ({memory:.0f} GiB, {self.sm_count} SMs)" if memory else "no GPU"
         rates = ", ".join(f"{dtype} {rate:.3g}" for dtype, rate in self.matmul_tflops.items())
-        return (
-            f"{self.slug}: {gpu}, {self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB), "
-            f"torch {self.torch}, triton {self.triton}; "
-            f"measured: matmul {rates} TFLOP/s, copy {float(f'{self.copy_gbps:.3g}'):,g} GB/s"
-        )
+        host = f"{self.cpu} ({self.cores} cores, {self.memory_gib:.0f} GiB)"
+        measured = f"matmul {rates} TFLOP/s, copy {float(f'{self.copy_gbps:.3g}'):,g} GB/s"
+        about = f"{self.slug}: {gpu}, {host}, torch {self.torch}, triton {self.triton}"
+        return f"{about}; measured: {measured}"
 
 
 def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) -> MachineCard:
@@ -78,14 +78,13 @@ def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) 
     """
     device = resolve_device(device)
     found = _describe(device)
-    slug = found["slug"]
-    if not refresh and card_path(slug).exists():
-        card = load_card(slug)
+    if not refresh and card_path(found["slug"]).exists():
+        card = load_card(found["slug"])
         if all(getattr(card, name) == found[name] for name in ("gpu", "torch", "triton")):
             return card
     card = MachineCard(**found, matmul_tflops=_matmul_tflops(device), copy_gbps=_copy_gbps(device))
     release_memory(device)
-    write_atomically(figures_dir() / slug / "machine.json", json.dumps(asdict(card), indent=2) + "\n")
+    write_record(figures_dir() / card.slug / "machine.json", card)
     return card
 
 
@@ -109,12 +108,7 @@ def load_card(slug: str) -> MachineCard:
     path = card_path(slug)
     if not path.exists():
         raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {', '.join(machines())}")
-    try:
-        card = MachineCard(**json.loads(path.read_text(encoding="utf-8")))
-        card.line()
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{slug}/machine.json is damaged ({error}); remove it to measure it again") from None
-    return card
+    return read_record(path, MachineCard)
 
 
 def gpu_of(slug: str) -> str:
@@ -127,12 +121,12 @@ def gpu_names() -> list[str]:
     return [torch.cuda.get_device_name(), "none"] if torch.cuda.is_available() else ["none"]
 
 
-def triton_version() -> str:
-    """Version of triton, not importing it: the import settles for good whether kernels are interpreted."""
-    try:
-        return importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
+def versions() -> dict[str, str]:
+    """Of triton without importing it: the import settles for good whether kernels are interpreted."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "triton": "none"}
+    with suppress(importlib.metadata.PackageNotFoundError):
+        found["triton"] = importlib.metadata.version("triton")
+    return found
 
 
 def machine_slug(gpu: str, cpu: str, cores: int) -> str:
@@ -157,18 +151,12 @@ def _describe(device: torch.device) -> dict:
     cpu = found[1].strip() if found else platform.processor() or platform.machine()
     # That this process may use; macOS tells only how many there are
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {
-        "slug": machine_slug(gpu, cpu, cores),
-        "gpu": gpu,
-        "gpu_memory_gib": round(properties.total_memory / GIB, 1) if properties else None,
-        "sm_count": properties.multi_processor_count if properties else None,
-        "cpu": cpu,
-        "cores": cores,
-        "memory_gib": round(memory_bytes() / GIB, 1),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton_version(),
-    }
+    graphics = {"gpu": gpu, "gpu_memory_gib": None, "sm_count": None}
+    if properties:
+        graphics["gpu_memory_gib"] = round(properties.total_memory / GIB, 1)
+        graphics["sm_count"] = properties.multi_processor_count
+    host = {"cpu": cpu, "cores": cores, "memory_gib": round(memory_bytes() / GIB, 1)}
+    return {"slug": machine_slug(gpu, cpu, cores), **graphics, **host, **versions()}
 
 
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
@@ -232,25 +220,25 @@ def why_no_memory(needed_bytes: int, device: torch.device) -> str:
 
 def why_no_compile(device: torch.device) -> str:
     """Why torch.compile cannot make code for the device."""
-    if device.type == "cuda" and find_spec("triton") is None:
+    on_gpu, given = device.type == "cuda", os.environ.get("CXX")
+    if on_gpu and find_spec("triton") is None:
         return "torch.compile needs triton to make code for a GPU, and it is not installed"
-    given = os.environ.get("CXX")
     # For a GPU only a small launcher in C is compiled on the host.
-    compilers = [given] if given else ["g++", "clang++", "c++", *(["gcc"] if device.type == "cuda" else [])]
-    if not any(shutil.which(compiler) for compiler in compilers):
-        return f"torch.compile needs a C++ compiler, and there is none ({', '.join(compilers)})"
-    return ""
+    compilers = [given] if given else ["g++", "clang++", "c++", *(["gcc"] if on_gpu else [])]
+    if any(map(shutil.which, compilers)):
+        return ""
+    return f"torch.compile needs a C++ compiler, and there is none ({', '.join(compilers)})"
 
 
 def _nvidia_smi(fields: str, layout: str, device: torch.device) -> list[str]:
     """The command that asks for fields of a GPU."""
     which = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return ["nvidia-smi", "-i", which, f"--query-gpu={fields}", f"--format={layout}"]
+    return ["nvidia-smi", "-i", which, f"--query-gpu={fields}", f"--format=csv,noheader{layout}"]
 
 
 def gpu_state() -> dict[str, str]:
     """Driver, clocks and power of the current GPU, as nvidia-smi tells them; empty where it does not."""
-    query = _nvidia_smi(_GPU_STATE, "csv,noheader", torch.device("cuda"))
+    query = _nvidia_smi(_GPU_STATE, "", torch.device("cuda"))
     with suppress(OSError, subprocess.SubprocessError):
         said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
         return dict(zip(_GPU_STATE.split(","), map(str.strip, said.split(",")), strict=False))
@@ -267,8 +255,7 @@ def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
     if device.type != "cuda" or not shutil.which("nvidia-smi"):
         yield medians
         return
-    query = _nvidia_smi("clocks.sm,power.draw,utilization.gpu", "csv,noheader,nounits", device)
-    query += ["-lms", str(SAMPLED_EVERY_MS)]
+    query = [*_nvidia_smi("clocks.sm,power.draw,utilization.gpu", ",nounits", device), "-lms", "100"]
     watch = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield medians

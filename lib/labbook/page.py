@@ -39,7 +39,7 @@ class Page:
         self._names = code.parameter_names(path) if (path := code.notebook_of(slug)) else frozenset()
         given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
         self._executed: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
-        self.run = runs.begin(runs.Run(slug, self.card.slug, given, self.code))
+        self.run = runs.Run(slug, self.card.slug, given, self.code)
         machines = sorted({self.reference, *committed()})
         self._say("\n".join(filter(None, [self.card.line(), *map(self._age, machines)])))
 

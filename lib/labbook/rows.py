@@ -37,10 +37,9 @@ Row = dict[str, Any]
 
 STATUSES = ("ok", "oom", "skipped", "error")
 PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
-# Where rows came from before runs had files of their own.
-_FORMERLY = ("machine", "gpu", "torch", "triton", "kernels", "measured_at", "commit")
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
-_EXPECTED = {"int": "a whole number", "bool": "true or false", "text": "text"}
+_EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
+_READ = {"int": int, "float": float, "exact": float, "bool": {"true": True, "false": False}.__getitem__}
 # How much one step does: a pass of a higher level contains those below, so it cannot be faster.
 _PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
 _REPAIR = "restore the file from git, or move it away and measure again"
@@ -96,7 +95,7 @@ def save_rows(
     rows: Iterable[Mapping[str, Any]] | pd.DataFrame,
     slug: str,
     table: str,
-    machine: str | None = None,
+    machine: str,
     run: runs.Run | None = None,
 ) -> Path:
     """Save rows into `figures/<machine>/<slug>/<table>.csv`: each replaces the one that has its key.
@@ -107,14 +106,13 @@ def save_rows(
         rows: key and value columns; a missing one is empty, a missing status is "ok". A given run stays.
         slug: of the problem, as in its notebook's name.
         table: one of `notebooks/tables.yaml`.
-        machine: slug of where the rows were measured; by default the machine that "auto" means here.
-        run: that measured them; by default the process's current run of that machine, or a new one.
+        machine: slug of where the rows were measured.
+        run: that measured them; by default a new one.
 
     Raises:
         RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
         PermissionError: the folder cannot be written to.
     """
-    machine = machine or here.machine_card().slug
     path = _path(figures_dir(), machine, slug, table)
     schema, where = TABLES[table], _name(path)
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
@@ -132,7 +130,7 @@ def save_rows(
     make_folder(path.parent)
     with locked(path.parent.parent):
         before = _read(path, table)
-        run = run or runs.current(machine, slug)
+        run = run or runs.Run(slug, machine)
         if any("run" not in row for row in batch):
             run.write()
         fields = [{name: _format(each) for name, each in ({"run": run.name} | row).items()} for row in batch]
@@ -175,8 +173,8 @@ def published(name: str) -> pd.DataFrame:
     """
     path = find("published", f"{name}.csv")
     if not path.is_file():
-        tables = sorted(file.stem for file in (REPOSITORY_FIGURES / "published").glob("*.csv"))
-        raise ValueError(f"unknown published table {name!r}; allowed: {', '.join(tables)}")
+        tables = ", ".join(sorted(file.stem for file in (REPOSITORY_FIGURES / "published").glob("*.csv")))
+        raise ValueError(f"unknown published table {name!r}; allowed: {tables}")
     return pd.read_csv(path)
 
 
@@ -192,27 +190,22 @@ def _check(column: str, kind: str, value: Any) -> int | float | str | bool | Non
         if text and text not in ALLOWED.get(column, [text]):
             raise ValueError(f"allowed: {', '.join(ALLOWED[column])}")
         return text or None
-    is_bool = isinstance(value, bool | np.bool_)
-    if kind == "bool" and is_bool:
-        return bool(value)
-    is_number = isinstance(value, numbers.Real) and not is_bool and math.isfinite(value)
-    if kind == "int" and is_number and float(value).is_integer():
-        if value < 0:
-            raise ValueError("allowed: 0 or more")
-        return int(value)
-    if kind in _DIGITS and is_number:
-        return float(f"{value:.{_DIGITS[kind]}g}")
+    if isinstance(value, bool | np.bool_):
+        if kind == "bool":
+            return bool(value)
+    elif isinstance(value, numbers.Real) and math.isfinite(value):
+        if kind in _DIGITS:
+            return float(f"{value:.{_DIGITS[kind]}g}")
+        if kind == "int" and value >= 0 and float(value).is_integer():
+            return int(value)
     raise ValueError(f"allowed: {_EXPECTED.get(kind, 'a finite number')}")
 
 
 def _parse(column: str, kind: str, text: str) -> int | float | str | bool | None:
     """The value of a CSV field. Errors as in `_check`."""
     value: Any = text or None
-    if kind == "bool":
-        value = {"true": True, "false": False}.get(text, value)
-    elif text and kind != "text":
-        with suppress(ValueError):
-            value = int(text) if kind == "int" else float(text)
+    with suppress(KeyError, ValueError):  # text is as it is; what cannot be read is refused as it is
+        value = _READ[kind](text)
     return _check(column, kind, value)
 
 
@@ -320,8 +313,7 @@ def _read(path: Path, table: str) -> pd.DataFrame:
         header, *lines = list(csv.reader(io.StringIO(path.read_bytes().decode(), newline=""), strict=True))
     except (ValueError, csv.Error) as error:
         raise RowError(f"{name} is damaged ({error or 'it is empty'}); {_REPAIR}") from None
-    known = {*schema.types, *_FORMERLY}
-    if len(set(header) & known) < len(header) or not set(header) >= set(schema.keys):
+    if len(set(header) & {*schema.types}) < len(header) or not set(header) >= set(schema.keys):
         allowed = ", ".join(schema.types)
         raise RowError(f"{name}, line 1: the columns are {', '.join(header)}; allowed: {allowed}; {_REPAIR}")
     for number, fields in enumerate(lines, start=2):
@@ -352,15 +344,9 @@ def _sorted(text: pd.DataFrame, schema: Table) -> pd.DataFrame:
     """Rows sorted by their keys: empty first, numbers by size, listed values as listed."""
 
     def places(fields: pd.Series) -> pd.Series:
-        ranks = {field: _rank(fields.name, schema.keys[fields.name], field) for field in fields.unique()}
-        return fields.map({field: place for place, field in enumerate(sorted(ranks, key=ranks.get))})
+        if listed := ALLOWED.get(fields.name):
+            return fields.map({value: place for place, value in enumerate(listed)}).fillna(-1)
+        is_text = schema.keys[fields.name] in ("text", "bool")
+        return fields if is_text else pd.to_numeric(fields, errors="coerce").fillna(-math.inf)
 
     return text.sort_values([*schema.keys], key=places, kind="stable")
-
-
-def _rank(column: str, kind: str, field: str) -> tuple:
-    if field in ALLOWED.get(column, ()):
-        return (1, ALLOWED[column].index(field))
-    with suppress(ValueError):
-        return (1, float(field)) if kind in ("int", *_DIGITS) else (bool(field), field)
-    return (0,)

@@ -4,13 +4,11 @@ It says where, when, with which versions, settings and parameters, and with whic
 rows were measured, and it is written before them. Nothing in it names a host, a user or a path.
 """
 
-import json
 import os
-import platform
 import secrets
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -22,7 +20,7 @@ import torch.distributed as dist
 
 from labbook import code
 from labbook import machine as here
-from labbook.files import PROJECT, figures_dir, find, write_atomically
+from labbook.files import PROJECT, figures_dir, find, read_record, write_record
 
 _SETTINGS = ("NCCL_", "CUDA_", "CUBLAS", "PYTORCH_", "TORCH", "TRITON_")
 
@@ -50,62 +48,41 @@ class Record:
     historical: str = ""  # why its rows cannot be measured again with this repository
 
 
+@dataclass
 class Run:
     """The run that this process measures in.
 
-    Args:
-        slug: of the problem.
-        machine: slug of this machine.
-        parameters: of the notebook.
-        executed: gives the code behind what is being measured, as `code.of_cells` does; called at each write.
+    slug, machine: of the problem, of this machine. parameters: of the notebook.
+    executed: gives the code behind what is being measured, as `code.of_cells` does; called at each write.
     """
 
-    def __init__(
-        self,
-        slug: str,
-        machine: str,
-        parameters: Mapping[str, Any] | None = None,
-        executed: Callable[[], dict[str, str]] = dict,
-    ) -> None:
-        self.slug, self.machine = slug, machine
-        self.name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{slug}-{secrets.token_hex(2)}"
-        self._parameters, self._executed = dict(parameters or {}), executed
-        self._record: Record | None = None
+    slug: str
+    machine: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    executed: Callable[[], dict[str, str]] = dict
+    record: Record | None = None
+
+    def __post_init__(self) -> None:
+        self.name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{self.slug}-{secrets.token_hex(2)}"
 
     def write(self) -> None:
         """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
         now = here.now()
-        self._record = record = self._record or self._described(now)
+        self.record = record = self.record or self._described(now)
         record.measured_at[1:] = [now]
-        record.code = dict(sorted((record.code | self._executed()).items()))
-        text = json.dumps(asdict(record), indent=1, default=str)
-        write_atomically(_path(figures_dir(), self.machine, self.name), text + "\n")
+        record.code = dict(sorted((record.code | self.executed()).items()))
+        write_record(figures_dir() / _path(self.machine, self.name), record)
 
     def _described(self, now: str) -> Record:
         """The part of a record that does not change during its run."""
         gpu = here.gpu_of(self.machine)
-        about = {"slug": self.slug, "machine": self.machine, "gpu": gpu, "torch": torch.__version__}
-        about |= {"triton": here.triton_version(), "python": platform.python_version()}
-        about |= {"settings": _settings(), "measured_at": [now], "parameters": self._parameters}
+        about = {"slug": self.slug, "machine": self.machine, "gpu": gpu, **here.versions()}
+        about |= {"settings": _settings(), "measured_at": [now], "parameters": dict(self.parameters)}
         about |= {"commit": os.environ.get("LABBOOK_COMMIT") or git_commit(PROJECT)}
         if gpu != "none" and torch.cuda.is_available():
             nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
             about |= {"cuda": torch.version.cuda or "", "nccl": nccl, "gpu_state": here.gpu_state()}
         return Record(self.name, **about)
-
-
-_current: dict[str, Run] = {}  # by machine; the last one begun
-
-
-def begin(run: Run) -> Run:
-    """Make a run the one in which this process saves rows of its machine."""
-    _current[run.machine] = run
-    return run
-
-
-def current(machine: str, slug: str) -> Run:
-    """The run in which this process saves rows of a machine; without one, a new one of the problem."""
-    return _current.get(machine) or begin(Run(slug, machine))
 
 
 def load_run(machine: str, name: str) -> Record | None:
@@ -114,17 +91,13 @@ def load_run(machine: str, name: str) -> Record | None:
     Raises:
         ValueError: the file is damaged.
     """
-    path = find(*_path(Path(), machine, name).parts)
+    path = find(*_path(machine, name).parts)
     return _loaded(path, path.stat().st_mtime_ns) if name and path.exists() else None
 
 
 @cache
 def _loaded(path: Path, _: int) -> Record:
-    try:
-        return Record(**json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        place = "/".join(path.parts[-3:])
-        raise ValueError(f"{place} is damaged ({error}); restore it from git, or remove it") from None
+    return read_record(path, Record)
 
 
 def why_old(record: Record | None, now: Mapping[str, str]) -> str:
@@ -150,11 +123,11 @@ def remove_unused(machine: str, names: Iterable[str]) -> None:
     for name in names:
         tables = (figures_dir() / machine).glob("*/*.csv")
         if Path(name).name == name and not any(name.encode() in table.read_bytes() for table in tables):
-            _path(figures_dir(), machine, name).unlink(missing_ok=True)
+            (figures_dir() / _path(machine, name)).unlink(missing_ok=True)
 
 
-def _path(root: Path, machine: str, name: str) -> Path:
-    return root / machine / "runs" / f"{name}.json"
+def _path(machine: str, name: str) -> Path:
+    return Path(machine, "runs", f"{name}.json")
 
 
 def _settings() -> dict[str, str]:

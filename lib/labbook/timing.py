@@ -48,14 +48,13 @@ class Timing:
 
     def as_row(self) -> dict[str, Any]:
         """The value columns of a row; without times where there are none."""
-        names = ("mean_ms", "std_ms", "p20_ms", "p50_ms", "p80_ms", "steps")
-        values: Iterable[Any] = [None] * len(names)
-        if self.status == "ok":
-            p20, p80 = np.percentile(self.step_ms, (20, 80)).tolist()
-            std = statistics.stdev(self.step_ms) if self.steps > 1 else None  # of a sample
-            values = self.mean_ms, std, p20, self.p50_ms, p80, self.steps
-        row = dict(zip(names, values, strict=True)) | {"peak_memory_mib": self.peak_memory_mib}
-        return row | {"compile_s": self.compile_s, "status": self.status, "reason": self.reason}
+        row = {name: getattr(self, name) for name in ("peak_memory_mib", "compile_s", "status", "reason")}
+        if self.status != "ok":
+            return row
+        p20, p80 = np.percentile(self.step_ms, (20, 80)).tolist()
+        std = statistics.stdev(self.step_ms) if self.steps > 1 else None  # of a sample
+        spread = {"std_ms": std, "p20_ms": p20, "p50_ms": self.p50_ms, "p80_ms": p80}
+        return {"mean_ms": self.mean_ms, **spread, "steps": self.steps, **row}
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:

@@ -19,7 +19,6 @@ CODE = {"lib/cs336_systems/training/selective.py": "abc", "lib/labbook/timing.py
 def figures(tmp_path, monkeypatch):
     monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
     monkeypatch.setenv("LABBOOK_COMMIT", "abc1234")
-    monkeypatch.setattr(runs, "_current", {})
     return tmp_path
 
 

@@ -82,7 +82,7 @@ def test_out_of_memory_is_a_status_and_the_memory_comes_back(error, works, prepa
     assert (timing.status, timing.step_ms, timing.warmup_ms) == ("oom", (), ())
     assert timing.reason.startswith(type(error).__name__)
     assert step.all_given_back()
-    assert timing.as_row()["mean_ms"] is None
+    assert "mean_ms" not in timing.as_row()
 
 
 def test_other_errors_propagate():
