@@ -39,8 +39,7 @@ learn: setup ## your copies of the notebooks, solutions cleared, in learn/; copi
 notebooks: setup ## execute every notebook in place on the CPU, as it is committed
 	@$(PY) -m cs336_systems notebooks $(ARGS)
 
-site: setup ## the notebooks as a site in site/, read offline; installs Sphinx, myst-nb and furo into .venv
-	@$(PY) -c 'import furo, myst_nb' 2>/dev/null || $(PY) -m pip install -q -e '.[site]'
+site: setup ## the notebooks as a site in site/, read offline
 	@$(PY) -m cs336_systems site $(ARGS)
 
 figures: setup ## redraw every plot from the rows

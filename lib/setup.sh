@@ -41,7 +41,7 @@ if ! kept && command -v uv >/dev/null 2>&1; then
     say "making $venv with uv"
     build=; [ "$gpu" = yes ] || build=--torch-backend=cpu
     uv venv -q --seed --clear --python "${PYTHON:->=3.11,<3.15}" "$venv" &&
-        uv pip install -q --python "$python" $build -c "$pins" "${TORCH:-$pinned_torch}" -e '.[dev]' ||
+        uv pip install -q --python "$python" $build -c "$pins" "${TORCH:-$pinned_torch}" -e '.[dev,site]' ||
         say "uv could not (reason above): pip goes on"
 fi
 
@@ -107,6 +107,6 @@ if [ -n "${TORCH:-}" ]; then  # another torch brings its own triton: pin everyth
 else
     cp "$pins" "$venv/pins.txt"
 fi
-"$python" -m pip install -qq -c "$venv/pins.txt" -e '.[dev]' || die "pip failed (reason above); make continues where it stopped"
+"$python" -m pip install -qq -c "$venv/pins.txt" -e '.[dev,site]' || die "pip failed (reason above); make continues where it stopped"
 printf '%s' "$wanted gpu=$gpu" >"$stamp"
 say "ready: $("$python" -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)')"

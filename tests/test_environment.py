@@ -20,6 +20,7 @@ PIP_ONLY = {"triton"}
 CONDA_NAMES = {"torch": "pytorch"}
 # Run or looked into, not imported: JupyterLab itself, the MathJax of the pages, pytest's plugins, the linter.
 NOT_IMPORTED = {"jupyterlab", "jupyter-server-mathjax", "pytest-timeout", "pytest-xdist", "nbval", "ruff"}
+NOT_IMPORTED |= {"sphinx", "myst-nb", "furo"}  # Sphinx is a process of its own
 
 
 def required(*groups):
@@ -28,7 +29,8 @@ def required(*groups):
 
 
 LIBRARY = required(PROJECT["dependencies"])
-ALL = required(PROJECT["dependencies"], PROJECT["optional-dependencies"]["dev"])
+EXTRAS = PROJECT["optional-dependencies"]
+ALL = required(PROJECT["dependencies"], EXTRAS["dev"], EXTRAS["site"])
 
 
 def pins():

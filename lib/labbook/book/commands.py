@@ -5,6 +5,7 @@ import signal
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,6 +18,7 @@ from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.files import figures_dir, make_folder, write_atomically
 from labbook.machine import machine_card
+from labbook.timing import one_line
 
 
 def main(arguments: list[str] | None = None, program: str | None = None) -> int:
@@ -83,7 +85,8 @@ def _run(options: Namespace) -> int:
         command = [sys.executable, *options.program.split()[1:], "run", f"--profile={profile}"]
         command += [*(f"-p={given}" for given in options.p), f"--output={output}"]
         command += ["--force"] * options.force + ["--only", *options.only] * bool(options.only) + ["--job"]
-        return _told(slurm.run_batch(jobs, command, output, gpu=needed > 0, force=options.force), output)
+        records = slurm.run_batch(jobs, command, output, gpu=needed > 0, force=options.force)
+        return _told(records, sorted({path.parent for path in output.glob("*/*.ipynb")}))
     if options.job:
         jobs, needed = [job for job in jobs if job.name == options.job], min(needed, 1)
     if gpus < needed:
@@ -101,15 +104,20 @@ def _run(options: Namespace) -> int:
     folder = output / card.slug
     if options.force:
         os.environ["LABBOOK_AGAIN"] = "1"  # for the rows, too
-    records = runs.run_batch(jobs, folder, card.line(), force=options.force)
-    return _told(records, folder / "index.html")
+    records = runs.run_batch(jobs, folder, force=options.force)
+    return _told(records, [folder] * (not options.job))  # the site of all of them is made by who waits
 
 
-def _told(records: list[dict], where: Path) -> int:
-    """Print how each ended; the exit code."""
-    from labbook.book import runs
+def _told(records: list[dict], folders: Sequence[Path]) -> int:
+    """Print how each ended, and where the site of each folder is; the exit code."""
+    from labbook.book import runs, site
 
-    print(f"\n{runs.summary(records)}\n\n{where}")
+    print(f"\n{runs.summary(records)}\n")
+    for folder in folders:
+        try:
+            print(site.build(folder, folder, [record for record in records if "code" not in record]))
+        except Exception as error:  # whatever Sphinx, its extensions or the disk lack
+            print(f"warning: {folder / 'index.html'} cannot be made: {one_line(error)}", file=sys.stderr)
     return int(any(record["status"] not in ("ok", "skipped") for record in records))
 
 
@@ -149,7 +157,8 @@ def _site(options: Namespace) -> None:
     """the executed notebooks as a site in site/, to be read offline; or those of a run, in its folder"""
     from labbook.book.site import build
 
-    print(build((options.folder or notebooks.NOTEBOOKS.parent) / "site", options.folder))
+    committed = notebooks.NOTEBOOKS
+    print(build(options.folder or committed.parent / "site", options.folder or committed))
 
 
 def _rows(options: Namespace) -> None:

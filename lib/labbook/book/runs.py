@@ -1,57 +1,33 @@
-"""Carrying out a batch: one process a notebook, a record of each on disk, a summary and an index."""
+"""Carrying out a batch: one process a notebook, a record of each on disk, a summary."""
 
 import importlib.metadata
 import importlib.util
 import json
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import filelock
 import nbformat
-import pandas as pd
 import tqdm
 
 from labbook import code
 from labbook.book.batch import Job
 from labbook.book.execute import Outcome, execute
 from labbook.book.notebooks import BatchError, is_last, read_parameters, why_not_here
-from labbook.book.pages import render
 from labbook.files import make_folder, write_atomically
-from labbook.timing import one_line
 
 Record = dict[str, Any]  # how a job ended, as kept beside its executed notebook: an Outcome, and these
 _KEYS = {"notebook", "parameters", "code", *Outcome.__dataclass_fields__}
-_SHOWN = ("notebook", "parameters", "status", "reason", "seconds", "host_memory_mib")
-_INDEX = """\
-<!DOCTYPE html>
-<html lang="en">
-<meta charset="utf-8">
-<title>The workbook on {machine}</title>
-<style>
-:root {{ color-scheme: light dark; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
-table {{ border-collapse: collapse; display: block; overflow-x: auto; }}
-td, th {{ padding: .25rem .5rem; border-bottom: 1px solid #8886; }}
-a {{ color: #2757dd; }}
-@media (prefers-color-scheme: dark) {{ a {{ color: #5ca5ff; }} }}
-</style>
-<h1>The workbook on {machine}</h1>
-<p>{card}</p>
-{table}
-"""
 
 
-def run_batch(jobs: Sequence[Job], folder: Path, card: str, *, force: bool = False) -> list[Record]:
+def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list[Record]:
     """Execute jobs, leaving out what is done and unchanged; a failing notebook does not stop the others.
 
-    Each ends as `<name>.ipynb`, `.html` and `.json` in the folder, whose index.html is renewed each time, so
-    that a killed run continues where it was. Of two runs at once one waits for what the other executes.
-    `card` says in the index what machine it is; `force` executes also what is done.
+    Each ends as `<name>.ipynb` and `.json` in the folder, so that a killed run continues where it was. Of two
+    runs at once one waits for what the other executes. `force` executes also what is done.
 
     Raises:
         BatchError: there is no Jupyter kernel to run on.
@@ -61,28 +37,18 @@ def run_batch(jobs: Sequence[Job], folder: Path, card: str, *, force: bool = Fal
     if importlib.util.find_spec("ipykernel") is None:
         raise BatchError(f"no Jupyter kernel: {sys.executable} lacks ipykernel; run: pip install ipykernel")
     make_folder(folder, "name one that can: --output FOLDER")
-    records, pages = [], []
-    # A page is made while the next notebook starts
-    with ThreadPoolExecutor(1) as maker, tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:
+    records = []
+    with tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:
         for job in bar:
             bar.set_postfix_str(job.name)
-            output = folder / f"{job.name}.ipynb"
             with filelock.FileLock(folder / f".{job.name}.lock"):
-                record = load_record(output.with_suffix(".json"))
-                if again := force or (why := why_again(job, record, folder)) is not None:
+                record = load_record(folder / f"{job.name}.json")
+                if force or (why := why_again(job, record, folder)) is not None:
                     if record and not force:
                         bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
                     record = _run_job(job, folder, more=job is not jobs[-1])
                     bar.write(_line(record))
             records.append(record)
-            # What a page lacked may be there now
-            is_due = output.exists() and (again or not output.with_suffix(".html").exists())
-            pages.append(maker.submit(_make_page, output) if is_due else None)
-            _write_index(folder, card)
-    for number, (job, page) in enumerate(zip(jobs, pages, strict=True)):
-        if page and records[number]["status"] == "ok":
-            records[number] = _save(records[number] | {"reason": page.result()}, job, folder)
-    _write_index(folder, card)
     return records
 
 
@@ -104,23 +70,14 @@ def _run_job(job: Job, folder: Path, *, more: bool) -> Record:
         record = asdict(Outcome("skipped", reason))
     else:
         record = asdict(execute(job.notebook, output, job.parameters, more=more))
-    about = {"notebook": job.notebook.stem, "parameters": job.line(), "code": found}
-    return _save(about | record, job, folder)
-
-
-def _make_page(notebook: Path) -> str:
-    """Make the page of an executed notebook; what comes back warns that it cannot be made, and why."""
-    try:
-        render(notebook)
-    except Exception as error:  # whatever nbconvert, its templates or the disk lack
-        notebook.with_suffix(".html").unlink(missing_ok=True)  # of an earlier execution
-        return f"executed, but its page cannot be made: {one_line(error)}"
-    return ""
-
-
-def _save(record: Record, job: Job, folder: Path) -> Record:
+    record |= {"notebook": job.notebook.stem, "parameters": job.line(), "code": found}
     write_atomically(folder / f"{job.name}.json", json.dumps(record, indent=2) + "\n")
     return record
+
+
+def load_records(folder: Path) -> dict[str, Record]:
+    """How the jobs of a folder ended, by the names of their files."""
+    return {path.stem: record for path in sorted(folder.glob("*.json")) if (record := load_record(path))}
 
 
 def load_record(path: Path) -> Record | None:
@@ -138,18 +95,6 @@ def _code(job: Job) -> dict[str, str]:
     values = {name: parameter.default for name, parameter in known.items()} | job.parameters
     found = {f"parameter {name}": json.dumps(value) for name, value in values.items()}
     return found | {"torch": importlib.metadata.version("torch")} | code.of_notebook(job.notebook)
-
-
-def _write_index(folder: Path, card: str) -> None:
-    """Write index.html: every executed notebook of the folder, with a link to its page."""
-    found = {path.stem: record for path in sorted(folder.glob("*.json")) if (record := load_record(path))}
-    table = pd.DataFrame(found.values(), found.keys())[[*_SHOWN]].map(lambda value: escape(str(value)))
-    for name in table.index:
-        if (folder / f"{name}.html").exists():
-            table.loc[name, "notebook"] = f'<a href="{name}.html">{table.loc[name, "notebook"]}</a>'
-    html = table.to_html(index=False, escape=False, border=0, justify="left")
-    text = _INDEX.format(machine=escape(folder.name), card=escape(card), table=html)
-    write_atomically(folder / "index.html", text)
 
 
 def _line(record: Record) -> str:

@@ -1,15 +1,17 @@
-"""The executed notebooks as a site that reads offline: chapters, search, a gallery of every plot, its rows.
+"""Executed notebooks as a site that reads offline: chapters, search, a gallery of every plot, its rows.
 
-Sphinx builds it, with myst-nb and furo (`pip install -e '.[site]'`). Nothing is executed.
+Sphinx builds it, with myst-nb and furo (`pip install -e '.[site]'`). Nothing is executed. The site of a run
+lies beside its notebooks; its first page says how each ended, and what failed.
 """
 
 import base64
+import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,31 +19,56 @@ import nbformat
 import pandas as pd
 from nbformat import NotebookNode
 
-from labbook.book import notebooks
+from labbook.book import notebooks, runs
 from labbook.book.notebooks import BatchError
-from labbook.book.pages import copy_mathjax
 from labbook.compare import longest_warmup
-from labbook.files import REPOSITORY_FIGURES, find
+from labbook.files import REPOSITORY_FIGURES, find, locked
 from labbook.labels import named_value
+from labbook.machine import load_card
 from labbook.rows import TABLES, load_rows
 from labbook.tables import pivot
 
-_CONFIG = """\
-project = html_title = "Making language models train fast, measured"
+_TITLE = "Making language models train fast, measured"
+_CONFIG = f"""\
+project = html_title = "{_TITLE}"
 extensions, html_theme = ["myst_nb"], "furo"
 nb_execution_mode = "off"
 myst_enable_extensions = ["dollarmath", "amsmath"]
 suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type"]
 mathjax_path = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,Safe,workbook"
 myst_update_mathjax = False
-mathjax2_config = {"tex2jax": {"processClass": "math"}}
-html_static_path, html_extra_path = ["static"], ["extra"]
-html_show_sphinx, copyright = False, ""
+mathjax2_config = {{"tex2jax": {{"processClass": "math"}}}}
+html_static_path, html_extra_path, html_css_files = ["static"], ["extra"], ["workbook.css"]
+html_show_sphinx, html_copy_source, copyright = False, False, ""
 """
+_STYLE = """\
+.wide { overflow-x: auto; }
+.wide td, .wide th { padding: .25rem .5rem; text-align: left; }
+.plots a { display: inline-block; width: 14rem; margin: 0 1rem 1rem 0; vertical-align: top; }
+"""
+# jupyter_server_mathjax has STIX as its only font, which MathJax has to be told: left alone it waits for a
+# font that is not there. And browsers refuse its blank font, about:blank, to a page that is a file.
+_MATHJAX = """\
+MathJax.Hub.Config({
+  "HTML-CSS": {
+    availableFonts: [], imageFont: null, preferredFont: null, webFont: "STIX-Web",
+    styles: { "@font-face": { "font-family": "MathJax_Blank", src: "local('none')" } }
+  },
+  "fast-preview": { disabled: true },
+  showMathMenu: false
+});
+MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
+"""
+_COLUMNS = ("notebook", "parameters", "status", "seconds", "host_memory_mib", "reason")
 
 
-def build(target: Path, folder: Path | None = None) -> Path:
-    """Write the site of the notebooks in a folder, by default the committed ones, in place of what is there.
+def build(target: Path, executed: Path, unrecorded: Sequence[runs.Record] = ()) -> Path:
+    """Write the site of the executed notebooks of a folder: into it, for a run's, or in place of another.
+
+    A file is replaced whole, the first page as the last: one that is there stays until all others are.
+
+    Args:
+        unrecorded: how notebooks ended that have left no record in the folder.
 
     Returns:
         Its first page.
@@ -49,52 +76,68 @@ def build(target: Path, folder: Path | None = None) -> Path:
     Raises:
         BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
     """
-    if missing := [name for name in ("sphinx", "myst_nb", "furo") if find_spec(name) is None]:
+    wanted = ("sphinx", "myst_nb", "furo", "jupyter_server_mathjax")
+    if missing := [name for name in wanted if find_spec(name) is None]:
         raise BatchError(f"{', '.join(missing)} is not installed; `pip install -e '.[site]'` does it")
-    executed = folder or notebooks.NOTEBOOKS
-    if not any(executed.glob("*.ipynb")):
+    paths, records = sorted(executed.glob("*.ipynb")), runs.load_records(executed)
+    if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
-    with tempfile.TemporaryDirectory() as scratch:
-        source, built = Path(scratch) / "source", Path(scratch) / "built"
+    with locked(target):
+        scratch = target / ".site"
+        shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
+        source, built = scratch / "source", scratch / "built"
         (source / "extra").mkdir(parents=True)
-        copy_mathjax(source / "static" / "mathjax")
         (source / "conf.py").write_text(_CONFIG, encoding="utf-8")
-        gallery = [line for path in sorted(executed.glob("*.ipynb")) for line in _page(path, source)]
+        pages = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
+        plots = {path.stem: _page(path, source, pages, path.stem in records) for path in paths}
+        gallery = [line for name in plots for line in _of_gallery(name, plots[name])]
         (source / "gallery.md").write_text("# Every plot, and what it shows\n\n" + "\n".join(gallery))
-        (source / "machines.md").write_text("\n".join(_machines()), encoding="utf-8")
-        (source / "index.md").write_text(_contents(source), encoding="utf-8")
-        command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-j", "auto", source, built]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        (source / "machines.md").write_text(
+            _linked("\n".join(_machines()), pages, ".ipynb"), encoding="utf-8"
+        )
+        told = _outcomes(executed.name, records, unrecorded, plots) if records else ""
+        (source / "index.md").write_text(_contents([*plots], told), encoding="utf-8")
+        mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
+        shutil.copytree(mathjax, source / "static" / "mathjax")
+        (source / "static" / "mathjax" / "config" / "workbook.js").write_text(_MATHJAX)
+        (source / "static" / "workbook.css").write_text(_STYLE)
+        command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-j", "auto", "-d", scratch / "trees"]
+        done = subprocess.run([*map(str, [*command, source, built])], capture_output=True, text=True)
         if done.returncode:
             raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
-        for page in built.glob("*.html"):  # links in outputs, which Sphinx does not follow
-            text = re.sub(r'(href="\d\d_\w+)\.ipynb', r"\1.html", page.read_text(encoding="utf-8"))
-            page.write_text(text, encoding="utf-8")
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(built, target)
+        if target != executed:
+            for path in set(target.iterdir()) - {scratch, target / ".lock"}:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        first = built / "index.html"
+        for path in [*(path for path in built.rglob("*") if path.is_file() and path != first), first]:
+            place = target / path.relative_to(built)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, place)
+        shutil.rmtree(scratch)
     return target / "index.html"
 
 
-def _page(path: Path, source: Path) -> list[str]:
-    """Write a notebook's page, its plots and its rows into the source; its lines of the gallery."""
+def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool) -> list[str]:
+    """Write a notebook's page, its plots and its rows into the source; a line of HTML for each plot."""
     notebook, lines = nbformat.read(path, as_version=4), []
-    if not any(cell.get("outputs") for cell in notebook.cells):
+    if not may_be_empty and not any(cell.get("outputs") for cell in notebook.cells):
         raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
     for cell in list(notebook.cells):
-        # Without links to files that are not on the site.
-        cell.source = re.sub(r"\[([^]]*)\]\(\.\./[^)]*\)", r"\1", cell.source)
-        for output in [] if notebooks.is_last(path.stem) else cell.get("outputs", []):  # it shows the others'
-            if title := output.get("metadata", {}).get("image/png", {}).get("alt"):
+        cell.source = _linked(cell.source, pages, ".ipynb")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {})
+            if "text/markdown" in data:
+                data["text/markdown"] = _linked(data["text/markdown"], pages, ".html")
+            title = output.get("metadata", {}).get("image/png", {}).get("alt")
+            if title and not notebooks.is_last(path.stem):  # it shows the others'
                 name = f"{path.stem}-{len(lines) + 1}"
                 picture = source / "extra" / "plots" / f"{name}.png"
                 picture.parent.mkdir(exist_ok=True)
-                picture.write_bytes(base64.b64decode(output.data["image/png"]))
+                picture.write_bytes(base64.b64decode(data["image/png"]))
                 _insert(notebook, cell, f'<a id="{name}"></a>')
-                link = f"{path.stem}.html#{name}"
-                lines.append(
-                    f'<p><a href="{link}">{title}<br><img src="plots/{name}.png" width="600"></a></p>\n'
-                )
-    if rows := sorted(REPOSITORY_FIGURES.glob(f"*/{path.stem[3:]}/*.csv")):
+                shown = f'<img src="plots/{name}.png" alt="" width="600" loading="lazy">'
+                lines.append(f'<a href="{path.stem}.html#{name}">{escape(title)}<br>{shown}</a>')
+    if rows := sorted(REPOSITORY_FIGURES.glob(f"*/{path.stem.partition('-')[0][3:]}/*.csv")):
         links = []
         for table in rows:
             name = table.relative_to(REPOSITORY_FIGURES)
@@ -104,12 +147,28 @@ def _page(path: Path, source: Path) -> list[str]:
             links.append(f'<a href="rows/{name}">{name}</a>')
         notebook.cells.append(nbformat.v4.new_markdown_cell("**Rows:** " + ", ".join(links)))
     nbformat.write(notebook, source / path.name)
-    return [f"## [{path.stem[:2]}]({path.stem}.ipynb)\n", *lines] if lines else []
+    return lines
+
+
+def _linked(text: str, pages: Mapping[str, str], suffix: str) -> str:
+    """Markdown in which a link to a notebook leads to its page here, and one to a file not here is text."""
+
+    def link(found: re.Match) -> str:
+        name = pages.get(found["name"] or "")
+        return f"[{found[1]}]({name}{suffix}{found['at'] or ''})" if name else found[1]
+
+    return re.sub(r"\[([^]]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)", link, text)
 
 
 def _insert(notebook: NotebookNode, before: NotebookNode, text: str) -> None:
     place = next(n for n, cell in enumerate(notebook.cells) if cell is before)
     notebook.cells.insert(place, nbformat.v4.new_markdown_cell(text))
+
+
+def _of_gallery(name: str, plots: Sequence[str]) -> list[str]:
+    return [f"## [{name.partition('_')[0]}]({name}.ipynb)\n", *(f"<p>{plot}</p>\n" for plot in plots)] * any(
+        plots
+    )
 
 
 def _machines() -> Iterator[str]:
@@ -131,14 +190,34 @@ def _machines() -> Iterator[str]:
             yield pivot(rows, varying, "machine").to_html(border=0) + "\n"
 
 
-def _contents(source: Path) -> str:
-    """The first page: the notebook that starts, chapters, the gallery."""
-    names = sorted(path.stem for path in source.glob("*.ipynb"))
+def _outcomes(
+    machine: str, records: Mapping[str, runs.Record], unrecorded: Sequence[runs.Record], plots: Mapping
+) -> str:
+    """The first page of a run: its machine, what failed and why, how each ended, and every plot, small."""
+    names = [*records, *[""] * len(unrecorded)]
+    table = pd.DataFrame([*records.values(), *unrecorded])[[*_COLUMNS]].astype(str).map(escape)
+    links = [f'<a href="{name}.html">{{}}</a>' if name in plots else "{}" for name in names]
+    table["notebook"] = [link.format(name) for link, name in zip(links, table["notebook"], strict=True)]
+    counts = ", ".join(f"{count} {status}" for status, count in table["status"].value_counts().items())
+    failed = table[table["status"] == "error"]
+    items = [f"<li>{row.notebook} {row.parameters}: {row.reason}</li>" for row in failed.itertuples()]
+    card = load_card(machine).line() if find(machine, "machine.json").exists() else ""
+    why = ["## What failed, and why\n", "<ul>", *items, "</ul>\n"] * bool(items)
+    ended = f'<div class="wide">{table.to_html(index=False, escape=False, border=0)}</div>'
+    shown = "\n".join(plot for several in plots.values() for plot in several)
+    lines = [f"# The workbook on {machine}\n\n{card}\n\n{len(table)} notebooks: {counts}.\n", *why]
+    lines += ["## How each ended\n", ended, "\n## Its plots\n", f'<div class="plots">\n{shown}\n</div>\n']
+    return "\n".join(lines)
+
+
+def _contents(names: Sequence[str], told: str) -> str:
+    """The first page: what is told of a run, and the chapters."""
     chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
-    text = ["# Making language models train fast, measured\n"]
+    text, hidden = [told or f"# {_TITLE}\n"], [":hidden:"] * bool(told)
     for first, end in zip(chapters, [*[*chapters][1:], 100], strict=True):
-        pages = [name for name in names if first <= int(name[:2]) < end] + ["gallery", "machines"] * (
-            first == 0
-        )
-        text += ["```{toctree}", f":caption: {chapters[first]}", ":maxdepth: 1", *pages, "```\n"]
+        pages = [
+            f"{name} <{name}>" if "-" in name else name for name in names if first <= int(name[:2]) < end
+        ]
+        pages += ["gallery", "machines"] * (first == 0)
+        text += ["```{toctree}", f":caption: {chapters[first]}", ":maxdepth: 1", *hidden, *pages, "```\n"]
     return "\n".join(text)

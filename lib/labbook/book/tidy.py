@@ -37,7 +37,7 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         tags = cell.metadata.get("tags")
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
-        if HIDE_INPUT in (tags or []):  # JupyterLab folds it; nbconvert's page does by the tag
+        if HIDE_INPUT in (tags or []):  # JupyterLab folds it; the site does by the tag
             cell.metadata["jupyter"] = NotebookNode(source_hidden=True)
         if (solution := has_solution(cell)) or CHECKER in (tags or []):
             kind = {"solution": solution, "grade": not solution, "locked": not solution, "task": False}

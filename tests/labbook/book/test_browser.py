@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -11,14 +10,10 @@ import nbformat
 import pytest
 
 from labbook.book.notebooks import NOTEBOOKS
-from labbook.book.tidy import write_copies
-
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH")
+from labbook.book.tidy import CHECKER, has_solution, write_copies
 
 NAME = "13_mixed_precision_accumulation.ipynb"
-SETUP, SOLUTION, CHECKER = (0, 1), 3, 4  # of the code cells
+SETUP = (0, 1)  # of the code cells
 NEAR_MS = 180_000  # a kernel starts, and the machine's card is measured
 
 
@@ -39,15 +34,16 @@ def lab(tmp_path):
 
 
 @pytest.fixture
-def page():
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser.new_page(viewport={"width": 1400, "height": 3000})
-        browser.close()
+def page(browser):
+    return browser.new_page(viewport={"width": 1400, "height": 3000})
 
 
-def test_a_solution_typed_into_the_copy_turns_its_checker_green(lab, page):
-    code = [cell.source for cell in nbformat.read(NOTEBOOKS / NAME, 4).cells if cell.cell_type == "code"]
+def test_a_solution_typed_into_the_copy_turns_its_checker_green(page, lab):
+    playwright = pytest.importorskip("playwright.sync_api")
+
+    code = [cell for cell in nbformat.read(NOTEBOOKS / NAME, 4).cells if cell.cell_type == "code"]
+    solution = next(number for number, cell in enumerate(code) if has_solution(cell))
+    checker = next(number for number, cell in enumerate(code) if CHECKER in cell.metadata.get("tags", []))
     for _ in range(60):  # until the server answers
         try:
             page.goto(f"{lab}/lab/tree/{NAME}")
@@ -55,18 +51,18 @@ def test_a_solution_typed_into_the_copy_turns_its_checker_green(lab, page):
         except playwright.Error:
             page.wait_for_timeout(1000)
     cells = page.locator(".jp-Notebook .jp-CodeCell")
-    says = playwright.expect(cells.nth(CHECKER).locator(".jp-OutputArea"))
+    says = playwright.expect(cells.nth(checker).locator(".jp-OutputArea"))
 
     def run(*numbers):
         for number in numbers:
             cells.nth(number).locator(".cm-content").click(timeout=NEAR_MS)
             page.keyboard.press("Shift+Enter")
 
-    run(*SETUP, SOLUTION, CHECKER)
+    run(*SETUP, solution, checker)
     says.to_contain_text("step 1, the grid: not yet", timeout=NEAR_MS)
-    cells.nth(SOLUTION).locator(".cm-content").click()
+    cells.nth(solution).locator(".cm-content").click()
     page.keyboard.press("ControlOrMeta+A")
-    page.keyboard.insert_text(re.sub(r" *### (BEGIN|END) SOLUTION\n?", "", code[SOLUTION]))
-    run(SOLUTION, CHECKER)
+    page.keyboard.insert_text(re.sub(r" *### (BEGIN|END) SOLUTION\n?", "", code[solution].source))
+    run(solution, checker)
     says.to_contain_text("step 1, the grid: right", timeout=NEAR_MS)
-    playwright.expect(cells.nth(CHECKER)).not_to_contain_text("✗")
+    playwright.expect(cells.nth(checker)).not_to_contain_text("✗")

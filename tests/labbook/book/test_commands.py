@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from labbook import machine
-from labbook.book import batch, commands, notebooks, runs
+from labbook.book import batch, commands, notebooks, runs, site
 from labbook.book.execute import Outcome
 
 
@@ -35,7 +35,8 @@ def folder(tmp_path, write_notebook, monkeypatch):
 
 @pytest.fixture
 def outcome(monkeypatch):
-    """How executions end, without any: outcome(status, reason)."""
+    """How executions end, without any: outcome(status, reason). Nor is there a site."""
+    monkeypatch.setattr(site, "build", lambda target, *_: target / "index.html")
 
     def set_outcome(*fields):
         monkeypatch.setattr(runs, "execute", lambda *_, more: Outcome(*fields))
@@ -80,8 +81,15 @@ def test_run_ends_with_a_summary_and_tells_failure_by_its_exit_code(folder, outc
     assert command("run", "--output", folder / "runs", "--only", "11", "12") == (status == "error")
     said = capsys.readouterr().out
     assert all(word in said for word in ("11_one", status, reason, "no_such_package"))
-    (index,) = (folder / "runs").glob("*/index.html")
-    assert said.rstrip().endswith(str(index))
+    (machine,) = (folder / "runs").iterdir()
+    assert said.rstrip().endswith(str(machine / "index.html"))
+
+
+def test_a_site_that_cannot_be_made_is_a_warning(folder, outcome, monkeypatch, capsys):
+    monkeypatch.setattr(site, "build", lambda *_: 1 / 0)
+    assert command("run", "--output", folder / "runs", "--only", "11") == 0
+    warned = r"warning: \S+/index.html cannot be made: ZeroDivisionError: division by zero\n"
+    assert re.search(warned, capsys.readouterr().err)
 
 
 def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(folder, outcome, monkeypatch, capsys):

@@ -40,48 +40,26 @@ def executed(monkeypatch):
 
 def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_path, capsys):
     folder = tmp_path / "runs"
-    records = runs.run_batch(jobs, folder, "a CPU")
+    records = runs.run_batch(jobs, folder)
     assert [record["status"] for record in records] == ["ok", "error", "ok"]
     assert executed == ["11_nb", "12_nb", "14_nb"]
-    again = runs.run_batch(jobs, folder, "a CPU")
+    again = runs.run_batch(jobs, folder)
     assert executed[3:] == ["12_nb"]
     assert [again[0], again[2]] == [records[0], records[2]]
-    runs.run_batch(jobs[:1], folder, "a CPU", force=True)
+    runs.run_batch(jobs[:1], folder, force=True)
     assert executed[4:] == ["11_nb"]
-    page = (folder / "index.html").read_text()
-    assert all((folder / f"{job.name}.html").exists() and f'href="{job.name}.html"' in page for job in jobs)
-    assert "cell [1]: Bad: &lt;luck&gt;" in page
+    assert list(runs.load_records(folder)) == [job.name for job in jobs]
     assert "steps=12\n    cell [1]: Bad: <luck>" in runs.summary(records)
-
-
-def test_a_page_that_cannot_be_made_is_a_warning_and_made_when_it_can(jobs, executed, tmp_path, monkeypatch):
-    folder = tmp_path / "runs"
-    page = folder / f"{jobs[0].name}.html"
-    runs.run_batch(jobs[:1], folder, "a CPU")
-    assert page.exists()
-    with monkeypatch.context() as lacking:
-        lacking.setattr("nbconvert.HTMLExporter.from_filename", lambda *_: 1 / 0)
-        records = runs.run_batch(jobs, folder, "a CPU", force=True)
-        assert [record["status"] for record in records] == ["ok", "error", "ok"]
-        assert "ZeroDivisionError" in records[0]["reason"]
-        assert records[0]["reason"] in runs.summary(records)
-        assert records[1]["reason"] == "cell [1]: Bad: <luck>"
-        assert not page.exists(), "the page of an earlier execution is left"
-        lacking.setattr(runs, "execute", None)  # a notebook without a page is done
-        assert runs.run_batch(jobs[:1], folder, "a CPU") == records[:1]
-    again = runs.run_batch(jobs[:1], folder, "a CPU")
-    assert (again[0]["reason"], page.exists()) == ("", True)
-    assert runs.load_record(page.with_suffix(".json")) == again[0]
 
 
 def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
     jobs, executed, tmp_path, write_notebook
 ):
     jobs[1:] = [Job(write_notebook(tmp_path / f"{name}.ipynb")) for name in ("13_nb", "00_start_here")]
-    records = runs.run_batch(jobs, tmp_path / "runs", "a CPU")
+    records = runs.run_batch(jobs, tmp_path / "runs")
     assert [record["status"] for record in records] == ["ok", "skipped", "ok"]
     assert "no_such_package" in runs.summary(records)
-    runs.run_batch(jobs, tmp_path / "runs", "a CPU")
+    runs.run_batch(jobs, tmp_path / "runs")
     assert executed == ["11_nb", "00_start_here", "00_start_here"]
 
 
@@ -100,28 +78,28 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changed_is_done_again(jobs, executed, tmp_path, change):
-    runs.run_batch(jobs[:1], tmp_path / "runs", "a CPU")
+    runs.run_batch(jobs[:1], tmp_path / "runs")
     CHANGES[change](jobs[0], tmp_path / "runs" / f"{jobs[0].name}.ipynb")
     for _ in range(2):
-        runs.run_batch(jobs[:1], tmp_path / "runs", "a CPU")
+        runs.run_batch(jobs[:1], tmp_path / "runs")
         assert executed == ["11_nb", "11_nb"]
 
 
 def test_why_it_is_done_again_is_said_in_a_line(jobs, executed, tmp_path, capsys):
-    runs.run_batch(jobs[:1], tmp_path / "runs", "a CPU")
+    runs.run_batch(jobs[:1], tmp_path / "runs")
     CHANGES["a default"](jobs[0], None)
     capsys.readouterr()
-    runs.run_batch(jobs[:1], tmp_path / "runs", "a CPU")
+    runs.run_batch(jobs[:1], tmp_path / "runs")
     assert "again: 11_nb steps=11: parameter rate" in capsys.readouterr().out
 
 
 def test_what_is_missing_is_said_before_anything_starts(jobs, executed, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     with pytest.raises(PermissionError, match="--output"):
-        runs.run_batch(jobs, tmp_path / "file" / "runs", "a CPU")
+        runs.run_batch(jobs, tmp_path / "file" / "runs")
     monkeypatch.setattr(runs.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BatchError, match="ipykernel"):
-        runs.run_batch(jobs, tmp_path / "runs", "a CPU")
+        runs.run_batch(jobs, tmp_path / "runs")
     assert executed == []
 
 
@@ -138,7 +116,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the backg
 from labbook.book import runs
 from labbook.book.batch import Job
 folder = Path(sys.argv[1])
-runs.run_batch([Job(folder / "11_nb.ipynb", {"steps": n}) for n in (1, 2)], folder / "runs", "a CPU")
+runs.run_batch([Job(folder / "11_nb.ipynb", {"steps": n}) for n in (1, 2)], folder / "runs")
 """
 
 

@@ -1,6 +1,8 @@
 """The site: what it needs, what it refuses, and that pages, plots, rows and links are there."""
 
 import base64
+import json
+import re
 
 import nbformat
 import pytest
@@ -34,19 +36,97 @@ def folder(tmp_path, monkeypatch):
 def test_what_is_not_installed_or_not_executed_is_said(folder, monkeypatch):
     monkeypatch.setattr(site, "find_spec", lambda name: None if name == "furo" else name)
     with pytest.raises(BatchError, match=r"furo is not installed; `pip install -e '.\[site\]'`"):
-        site.build(folder / "site")
+        site.build(folder / "site", folder / "notebooks")
     monkeypatch.setattr(site, "find_spec", lambda name: name)
     with pytest.raises(BatchError, match=r"there is no executed notebook in .*figures"):
         site.build(folder / "site", folder / "figures")
     nbformat.write(v4.new_notebook(cells=[v4.new_code_cell("1")]), folder / "notebooks" / "13_three.ipynb")
     with pytest.raises(BatchError, match=r"13_three.ipynb has no outputs"):
-        site.build(folder / "site")
+        site.build(folder / "site", folder / "notebooks")
 
 
-def test_pages_plots_and_rows(folder):
+@pytest.fixture
+def sphinx():
     for name in ("sphinx", "myst_nb", "furo"):
-        pytest.importorskip(name, reason="`make site` installs it")
-    first = site.build(folder / "site")
+        pytest.importorskip(name, reason="the extra `site` is not installed")
+
+
+@pytest.fixture
+def run(folder):
+    """A run: 11 ended well, with a parameter; 12 did not; 13 left neither notebook nor record."""
+    there = folder / "runs" / "m"
+    there.mkdir(parents=True)
+    outcome = {"parameters": "steps=3", "code": {}, "status": "ok", "reason": "", "seconds": 1.0}
+    for name, more in {
+        "11_one-3": {},
+        "12_two": {"status": "error", "reason": "cell [1]: Bad: <luck>"},
+    }.items():
+        notebook = nbformat.read(folder / "notebooks" / f"{name.partition('-')[0]}.ipynb", as_version=4)
+        notebook.cells[
+            0
+        ].source += "\n\n$a^2$, [11](11_one.ipynb), [13](13_three.ipynb), [there](../lib/x.py)"
+        nbformat.write(notebook, there / f"{name}.ipynb")
+        record = outcome | {"notebook": name.partition("-")[0], "host_memory_mib": 2} | more
+        (there / f"{name}.json").write_text(json.dumps(record))
+    lost = record | {"notebook": "13_three", "reason": "Slurm job 7 ended without a record"}
+    return lambda: site.build(there, there, [lost]), there
+
+
+def test_the_first_page_of_a_run_says_how_each_ended_and_why_one_failed(run, sphinx):
+    build, there = run
+    text = build().read_text()
+    failed = re.search(r"What failed, and why(.*?)How each ended", text, re.DOTALL)[1]
+    assert re.findall(r"<li>(.*?)</li>", failed) == [
+        '<a href="12_two.html">12_two</a> steps=3: cell [1]: Bad: &lt;luck&gt;',
+        "13_three steps=3: Slurm job 7 ended without a record",
+    ]
+    assert "3 notebooks: 2 error, 1 ok." in text
+    assert '<a href="11_one-3.html#11_one-3-1">It is fast' in text
+    assert {path.name for path in there.glob("*.ipynb")} == {"11_one-3.ipynb", "12_two.ipynb"}
+
+
+def test_what_cannot_be_built_leaves_the_last_site(run, sphinx, monkeypatch):
+    build, there = run
+    before = build().read_text()
+    (there / ".site" / "killed").mkdir(parents=True)
+    assert build().read_text() == before
+    monkeypatch.setattr(site, "_CONFIG", "1 / 0")
+    with pytest.raises(BatchError, match="ZeroDivisionError"):
+        build()
+    assert (there / "index.html").read_text() == before
+
+
+def test_links_lead_somewhere(run, sphinx):
+    pages = sorted(run[0]().parent.glob("*.html"))
+    for page in pages:
+        for link in re.findall(r'(?:href|src)="(?!https?:|data:|mailto:)([^"]*)"', page.read_text()):
+            name, _, place = link.partition("#")
+            linked = page.parent / (name.partition("?")[0] or page.name)
+            assert linked.exists(), (page.name, link)
+            assert not place or linked.suffix != ".html" or f'id="{place}"' in linked.read_text(), link
+    assert (
+        'href="11_one-3.html"><span class="std std-doc">11</span></a>, 13, there'
+        in (pages[0].parent / "12_two.html").read_text()
+    )
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_a_browser_has_nothing_to_complain_of_at_a_desk_or_on_a_phone(run, sphinx, browser, width):
+    pages, said = sorted(run[0]().parent.glob("*.html")), []
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    for event in ("console", "pageerror", "requestfailed"):
+        page.on(event, lambda what: said.append(what))
+    page.goto((pages[0].parent / "12_two.html").as_uri())
+    page.wait_for_selector(".MathJax .mi")
+    for each in pages:
+        page.goto(each.as_uri())
+        page.wait_for_load_state("networkidle")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, each.name
+    assert said == []
+
+
+def test_pages_plots_and_rows(folder, sphinx):
+    first = site.build(folder / "site", folder / "notebooks")
     assert "11_one.html" in first.read_text()
     assert 'href="11_one.html"' in (folder / "site" / "12_two.html").read_text()
     gallery = (folder / "site" / "gallery.html").read_text()
