@@ -169,6 +169,7 @@ def test_large_and_small_numbers():
         (lambda z: rms_norm(z(1, WIDEST + 1), z(WIDEST + 1)), ValueError, f"d from 1 to {WIDEST}"),
         (lambda z: rms_norm(z(2, 3).double(), z(3)), TypeError, "float64, torch.float32; allowed"),
         (lambda z: rms_norm(z(2, 3), z(3).to("meta")), ValueError, "meta; allowed: the same one"),
+        (lambda z: rms_norm(z(2, 3).to_sparse(), z(3)), ValueError, "sparse_coo, .*; allowed: torch.strided"),
         (lambda z: rotary(z(4, 5), z(4, 2), z(4, 2)), ValueError, "allowed.* an even d"),
         (lambda z: rotary(z(4, 6), z(3, 3), z(3, 3)), ValueError, r"\(s or more, d / 2\)"),
         (lambda z: rotary(z(4, 6), z(4, 2), z(4, 2)), ValueError, r"\(s or more, d / 2\)"),

@@ -6,6 +6,7 @@ import fused_workers
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from cs336_systems.configs import ModelConfig
 from cs336_systems.functional import cross_entropy
@@ -193,8 +194,34 @@ def test_changed_heads_and_shapes(use):
         before.layers[0](torch.randn(1, SEQUENCE + 1, CONFIG.d_model, device=DEVICE))
 
 
-def test_compiled_and_copied():
+OWN = {
+    "a hook on the head": lambda model: model.lm_head.register_forward_hook(lambda m, x, y: 2 * y),
+    "a pre-hook on the head": lambda model: model.lm_head.register_forward_pre_hook(lambda m, x: 2 * x[0]),
+    "a gate": lambda model: setattr(model.layers[0].ffn, "gate", lambda a, b: a.relu() * b),
+    "a norm": lambda model: setattr(model.ln_final, "norm", lambda x, weight, eps: x * weight),
+    "a rotation": lambda model: setattr(model.layers[0].attn.rope, "rotate", lambda x, cos, sin: -x),
+    "a block": lambda model: setattr(model.layers[1], "run", lambda block, x: block.ffn(x)),
+}
+
+
+@over_changes
+@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
+def test_what_is_the_users_own_stays(own, use):
+    """Put there before the model is changed or after."""
+    plain, (tokens, targets) = plain_model(), batch()
+    before, after = copy.deepcopy(plain), use(copy.deepcopy(plain))
+    for model in (plain, before, after):
+        own(model)
+    wanted = plain(tokens, targets)
+    for model in (use(before), after):
+        torch.testing.assert_close(model(tokens, targets), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_compiled_traced_and_copied():
     model, (tokens, targets) = use_fused_blocks(plain_model()), batch()
     torch._dynamo.reset()
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens, targets), model(tokens, targets))
+    wanted = model(tokens, targets)
+    torch.testing.assert_close(compiled(tokens, targets), wanted)
+    traced = make_fx(lambda *given: model(*given))(tokens, targets)
+    torch.testing.assert_close(traced(tokens, targets), wanted)

@@ -9,7 +9,16 @@ Parameters, their names and the state dict stay, and so do the modules' types.
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cs336_systems.model import CausalSelfAttention, Linear, RMSNorm, RotaryEmbedding, SwiGLU, TransformerLM
+from cs336_systems import functional
+from cs336_systems.model import (
+    CausalSelfAttention,
+    Linear,
+    RMSNorm,
+    RotaryEmbedding,
+    SwiGLU,
+    TransformerLM,
+    run_block,
+)
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 
 
@@ -19,11 +28,15 @@ class LossHead(Linear):
     It takes over the weight of another layer.
     """
 
-    takes_targets = True
-
     def __init__(self, layer: Linear):
         nn.Module.__init__(self)
         self.weight = layer.weight
+
+    @property
+    def takes_targets(self) -> bool:
+        """Not where a hook, other than those that shard or observe, expects logits."""
+        hooks = *self._forward_pre_hooks.values(), *self._forward_hooks.values()
+        return all(hook.__module__.startswith(("cs336_systems.", "torch.")) for hook in hooks)
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight) if targets is None else linear_cross_entropy(x, self.weight, targets)
@@ -42,6 +55,8 @@ def use_fused_loss(model: TransformerLM) -> TransformerLM:
 def use_fused_kernels(model: TransformerLM) -> TransformerLM:
     """Change the model in place: norms, rotary embeddings, gates and the loss compute with kernels.
 
+    What computes with another function than the model was written with keeps it.
+
     Raises:
         ImportError: Triton is not installed.
     """
@@ -49,10 +64,15 @@ def use_fused_kernels(model: TransformerLM) -> TransformerLM:
     from cs336_systems.kernels.rotary import rotary
     from cs336_systems.kernels.swiglu import swiglu
 
-    kernels = {RMSNorm: ("norm", rms_norm), RotaryEmbedding: ("rotate", rotary), SwiGLU: ("gate", swiglu)}
+    kernels = {
+        RMSNorm: ("norm", functional.rms_norm, rms_norm),
+        RotaryEmbedding: ("rotate", functional.rotary, rotary),
+        SwiGLU: ("gate", None, swiglu),
+    }
     for module in model.modules():
-        if type(module) in kernels:
-            setattr(module, *kernels[type(module)])
+        name, plain, kernel = kernels.get(type(module), ("", None, None))
+        if name and getattr(module, name) is plain:
+            setattr(module, name, kernel)
     return use_fused_loss(model)
 
 
@@ -62,7 +82,8 @@ def use_fused_blocks(model: TransformerLM) -> TransformerLM:
 
     use_fused_kernels(model)
     for layer in model.layers:
-        layer.run = run_fused
+        if getattr(layer, "run", None) is run_block:
+            layer.run = run_fused
     return model
 
 

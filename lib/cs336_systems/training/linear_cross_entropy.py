@@ -44,7 +44,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk_tokens: int) -> Tensor:
-        rows, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        with torch.enable_grad():  # empty, to lead first_order_only to the inputs, which are not saved
+            parts = [x.flatten()[:0].clone() for x in (hidden, weight)]
+        rows, targets = hidden.detach().reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        weight = weight.detach()  # a product into what is there cannot be traced of one with a gradient
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_rows = torch.empty_like(rows) if wants_hidden else None
@@ -60,8 +63,6 @@ class LinearCrossEntropy(torch.autograd.Function):
                 add_product_(d_weight, logits.T, rows[chunk])
             del logits  # before the next chunk's are made
         count = (targets != IGNORED).sum()
-        with torch.enable_grad():  # empty, to lead first_order_only to the inputs, which are not saved
-            parts = [x.flatten()[:0].clone() for x in (hidden, weight)]
         ctx.save_for_backward(d_rows, d_weight, count, *parts)
         ctx.dtype, ctx.shape = hidden.dtype, hidden.shape
         return total / count
