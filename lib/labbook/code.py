@@ -242,7 +242,7 @@ def _loaded(module: str, path: Path, _: int) -> tuple[_Said, dict[str, tuple[str
         assigned = ast.unparse(node).partition(" =")[0] if isinstance(node, ast.Assign) else ""
         if isinstance(node, ast.ImportFrom):
             exports |= {bound: (source, name) for bound, source, name in _imports(node, module)}
-        elif assigned in ("_EXPORTS", "__getattr__, __all__"):
+        elif assigned == "__getattr__, __all__":
             table = next(each for each in ast.walk(node) if isinstance(each, ast.Dict))
             for source, names in ast.literal_eval(table).items():
                 exports |= {name: (f"{module}.{source}", name) for name in names.split()}

@@ -28,7 +28,7 @@ class Operation:
     bytes_moved: int
 
 
-def operations(function: Callable[[], Any]) -> list[Operation]:
+def operations_of(function: Callable[[], Any]) -> list[Operation]:
     """The operations that a call of the function runs, its backward included where it calls that.
 
     Views are left out: they move nothing. Temporaries inside one operation are not seen.
@@ -42,7 +42,7 @@ def sum_of_rooflines_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps
     """Least time when each operation is a kernel of its own, waiting for the one before: a sum of rooflines.
 
     Args:
-        of: what `operations` returned.
+        of: what `operations_of` returned.
         matmul_tflops, copy_gbps: rates, as on a machine's card.
     """
     return 1e3 * sum(

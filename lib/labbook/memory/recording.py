@@ -47,7 +47,7 @@ def record_memory(
         stem = stem or Path(scratch) / "step"
         path = stem.with_name(stem.name + ".json.gz")
         with steps.recording():
-            torch_trace.record(lambda: step(*argument), path, device="cpu", with_memory=True)
+            torch_trace.record_trace(lambda: step(*argument), path, device="cpu", with_memory=True)
         return read_memory_trace(path, before, owners(steps))
 
 

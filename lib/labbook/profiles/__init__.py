@@ -1,17 +1,14 @@
 """Profiles of Nsight Systems or torch.profiler, as one table of kernels under the ranges they serve."""
 
-from labbook.profiles import lanes, nsys, table
-from labbook.profiles import torch_trace as trace
+from labbook import offered
 
-Profile, ProfileError, attribute = table.Profile, table.ProfileError, table.attribute
-kernel_rows, kernel_table, range_table = table.kernel_rows, table.kernel_table, table.range_table
-one_step, stages, step_calls, union = table.one_step, table.stages, table.step_calls, table.union
-read_export, record_report, why_no_nsys = nsys.read_export, nsys.record, nsys.why_no_nsys
-keep_one_step, read_trace, record_trace = trace.keep_one_step, trace.read_trace, trace.record
-covered, exposed, overlap_values, told_apart = (
-    lanes.covered,
-    lanes.exposed,
-    lanes.overlap_values,
-    lanes.told_apart,
+__getattr__, __all__ = offered(
+    "labbook.profiles",
+    {
+        "lanes": "covered exposed lane_rows overlap_values record_steps step_lanes told_apart",
+        "nsys": "read_export record_report why_no_nsys",
+        "table": "Profile ProfileError attribute kernel_rows kernel_table one_step range_table stages "
+        "step_calls union",
+        "torch_trace": "keep_one_step read_trace record_trace",
+    },
 )
-lane_rows, record_steps, step_lanes = lanes.lane_rows, lanes.record_steps, lanes.step_lanes

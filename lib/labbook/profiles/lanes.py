@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from labbook.profiles.table import STEP, Profile, one_step, stages, union
-from labbook.profiles.torch_trace import record
+from labbook.profiles.torch_trace import record_trace
 from labbook.ranks import Context
 from labbook.timing import synchronize
 
@@ -38,7 +38,7 @@ def record_steps(step: Callable[[], None], context: Context) -> Profile:
                 synchronize(context.device)
 
     with tempfile.TemporaryDirectory(prefix="labbook-lanes-") as folder:
-        return record(two_steps, Path(folder) / "trace.json", device=context.device)
+        return record_trace(two_steps, Path(folder) / "trace.json", device=context.device)
 
 
 def step_lanes(profile: Profile) -> pd.DataFrame:

@@ -61,7 +61,7 @@ def nsys_command(command: list[str], stem: Path) -> list[str]:
     return ["nsys", "profile", *options, f"--output={stem}", *command]
 
 
-def record(command: list[str], stem: Path) -> Path:
+def record_report(command: list[str], stem: Path) -> Path:
     """Run `nsys_command` and export its report: <stem>.nsys-rep for the viewer, <stem>.sqlite (returned).
 
     Raises:
@@ -133,7 +133,7 @@ def read_export(path: Path) -> Profile:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"there is no Nsight Systems export {path}; make one with nsys.record")
+        raise FileNotFoundError(f"there is no Nsight Systems export {path}; make one with nsys.record_report")
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as export:
             query = "SELECT name FROM sqlite_master WHERE type = 'table'"

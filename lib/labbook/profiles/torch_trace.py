@@ -37,7 +37,7 @@ _ARGUMENTS = ["correlation", "stream"]
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log goes to stderr, from its first use on
 
 
-def record(
+def record_trace(
     run: Callable[[], Any], path: Path, *, device: torch.device | str, with_memory: bool = False
 ) -> Profile:
     """Call `run()` under torch.profiler and save a Chrome trace, .json or .json.gz (for ui.perfetto.dev).

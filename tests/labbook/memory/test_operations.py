@@ -5,7 +5,7 @@ import torch
 
 from cs336_systems import accounting
 from cs336_systems.attention.plain import plain_attention
-from labbook.memory.operations import Operation, operations, sum_of_rooflines_ms
+from labbook.memory.operations import Operation, operations_of, sum_of_rooflines_ms
 
 FLOAT = 4
 
@@ -33,12 +33,12 @@ def empty(*shape, **options):
 )
 def test_bytes_that_an_operation_moves(function, elements):
     x = empty(30, 20)
-    assert sum(one.bytes_moved for one in operations(lambda: function(x))) == FLOAT * elements
+    assert sum(one.bytes_moved for one in operations_of(lambda: function(x))) == FLOAT * elements
 
 
 def test_a_matmul_counts_its_floating_point_operations():
     x = empty(30, 20)
-    assert [one.flops for one in operations(lambda: x @ x.T)] == [2 * 30 * 20 * 30]
+    assert [one.flops for one in operations_of(lambda: x @ x.T)] == [2 * 30 * 20 * 30]
 
 
 @pytest.mark.parametrize(("context_length", "d_head"), [(64, 16), (256, 128)])
@@ -51,7 +51,7 @@ def test_closed_form_of_attention_is_what_eager_attention_moves(context_length, 
         "backward": lambda: output.backward(gradient.detach()),
     }
     for pass_, run in runs.items():
-        counted = operations(run)
+        counted = operations_of(run)
         moved = sum(one.bytes_moved for one in counted)
         assert moved == accounting.attention_traffic_bytes(*shape, pass_)
         assert sum(one.flops for one in counted) == accounting.attention_flops(*shape, pass_)
@@ -71,7 +71,7 @@ def test_the_parts_of_a_causal_forward():
     whole = accounting.attention_traffic_bytes(*shape)
     assert sum(parts.values()) == whole + 4 * a_pass + context_length**2
     q, k, v = (torch.empty(*shape, device="meta") for _ in range(3))
-    seen = operations(lambda: plain_attention(q, k, v, is_causal=True))
+    seen = operations_of(lambda: plain_attention(q, k, v, is_causal=True))
     of = {name: [one for one in seen if one.name == name] for name in ("bmm", "masked_fill", "div", "exp")}
     assert [one.bytes_moved for one in of["bmm"]] == [parts["scores"], parts["values"]]
     assert of["masked_fill"][0].bytes_moved == 2 * a_pass + context_length**2

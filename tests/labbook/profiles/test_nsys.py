@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from labbook.profiles import nsys
-from labbook.profiles.nsys import find_nsys, read_export, record
+from labbook.profiles.nsys import find_nsys, read_export, record_report
 from labbook.profiles.table import ProfileError, kernel_table, one_step, step_calls
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
@@ -175,7 +175,7 @@ def no_nsys(tmp_path, monkeypatch):
 def test_nsys_on_path(no_nsys, tmp_path):
     make = f"[ $1 = profile ] && echo report > $out.nsys-rep; [ $1 = export ] && cp {SAMPLE} $out; exit 0"
     script(tmp_path / "bin" / "nsys", FAKE.format(log=tmp_path / "log", make=make))
-    export = record(["python", "-m", "target"], tmp_path / "out" / "profile")
+    export = record_report(["python", "-m", "target"], tmp_path / "out" / "profile")
     assert export == tmp_path / "out" / "profile.sqlite"
     assert read_export(export).machine == "NVIDIA H200"
     profile, _ = (tmp_path / "log").read_text().splitlines()
@@ -199,7 +199,7 @@ def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch, stream):
         made = "[ -f $2 ] && echo > $out"
         script(host / "linux-desktop-x64" / "QdstrmImporter", FAKE.format(log=log, make=made))
     assert "2025.10.1" in str(find_nsys()[0])
-    assert read_export(record(["true"], tmp_path / "profile")).source == "nsys"
+    assert read_export(record_report(["true"], tmp_path / "profile")).source == "nsys"
     profile, importer, export = (line.split()[:2] for line in log.read_text().splitlines())
     assert profile == ["nsys", "/my/libraries"], "the profiled program keeps its own libraries"
     for tool, libraries in (importer, export):
@@ -219,7 +219,7 @@ def test_a_traceback_is_a_failure_even_with_a_report(no_nsys, tmp_path):
     make = f"echo > $out.nsys-rep; cat <<END\n{TRACEBACK}\nEND\nexit 1"
     script(tmp_path / "bin" / "nsys", FAKE.format(log="/dev/null", make=make))
     with pytest.raises(ProfileError, match=r"'train'.*torch\.OutOfMemoryError: CUDA out of memory"):
-        record(["train"], tmp_path / "profile")
+        record_report(["train"], tmp_path / "profile")
 
 
 def test_a_missing_library_is_named_before_anything_runs(no_nsys, tmp_path):
@@ -228,7 +228,7 @@ def test_a_missing_library_is_named_before_anything_runs(no_nsys, tmp_path):
     script(host / "linux-desktop-x" / "QdstrmImporter", "")
     (host / "linux-desktop-x" / "libdw.so.1").write_text("no library")
     with pytest.raises(ProfileError, match="libdw"):
-        record(["train"], tmp_path / "profile")
+        record_report(["train"], tmp_path / "profile")
     assert not (tmp_path / "started").exists()
 
 
@@ -236,5 +236,5 @@ def test_an_old_export_is_never_taken_for_the_new_one(no_nsys, tmp_path):
     (tmp_path / "profile.sqlite").write_bytes(SAMPLE.read_bytes())
     script(tmp_path / "bin" / "nsys", f"[ $1 = profile ] && touch {tmp_path}/profile.nsys-rep; exit 1")
     with pytest.raises(ProfileError, match=r"export profile\.nsys-rep"):
-        record(["train"], tmp_path / "profile")
+        record_report(["train"], tmp_path / "profile")
     assert not (tmp_path / "profile.sqlite").exists()

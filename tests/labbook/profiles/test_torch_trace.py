@@ -10,7 +10,7 @@ import torch
 
 from cs336_systems.nvtx import annotate, recording
 from labbook.profiles.table import ProfileError, kernel_table, range_table
-from labbook.profiles.torch_trace import keep_one_step, load_trace, read_trace, record
+from labbook.profiles.torch_trace import keep_one_step, load_trace, read_trace, record_trace
 
 MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float> >(int)"
 
@@ -67,7 +67,7 @@ def cpu(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("trace") / "trace.json.gz"
     with recording():
-        return record(run, path, device="cpu"), path
+        return record_trace(run, path, device="cpu"), path
 
 
 def test_cuda_kernels_belong_to_the_range_of_their_launch(save):
