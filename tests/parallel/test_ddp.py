@@ -141,7 +141,7 @@ def overlap(context):
     # An order that runs against the registration holds everything back, but only in the first step.
     backwards, sent = OverlappedDDP(OutOfOrder(order=[3, 2, 1, 0])), []
     third = backwards.module.layers[2].weight  # the third to be ready
-    third.register_post_accumulate_grad_hook(lambda _: sent.append(len(backwards._pass.in_flight)))
+    third.register_post_accumulate_grad_hook(lambda _: sent.append(len(backwards._in_flight)))
     run(backwards), run(backwards)
     assert sent == [0, 3]
     # A checkpoint of the old kind runs a backward inside the backward: still one pass.

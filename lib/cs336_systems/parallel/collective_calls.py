@@ -78,15 +78,15 @@ def pass_on(leaving: Tensor, arriving: Tensor, group: Any = None) -> int:
 def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> int:
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
     pieces = whole.view(-1).tensor_split(dist.get_world_size(group))
-    count = _reduce(pieces, group, op) + _spread(pieces, group)
+    count = _reduce(pieces, group, op) + _around(pieces, dist.get_rank(group), group, Tensor.copy_)
     tensor.detach().copy_(whole)
     return count
 
 
 def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> int:
     pieces = output_tensor.detach().view(-1).chunk(dist.get_world_size(group))
-    pieces[dist.get_rank(group)].copy_(input_tensor.detach().flatten())
-    return _spread(pieces, group)
+    pieces[rank := dist.get_rank(group)].copy_(input_tensor.detach().flatten())
+    return _around(pieces, rank, group, Tensor.copy_)
 
 
 def reduce_scatter(
@@ -118,15 +118,10 @@ _RINGS |= dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), redu
 def _reduce(pieces: tuple[Tensor, ...], group: Any, op: Any) -> int:
     """Add up the pieces of all ranks; rank r ends with piece r."""
     rank = dist.get_rank(group)
-    count = _around(pieces, rank - 1, group, lambda piece, received: piece.add_(received))
+    count = _around(pieces, rank - 1, group, Tensor.add_)
     if op == dist.ReduceOp.AVG:
         pieces[rank].div_(len(pieces))
     return count
-
-
-def _spread(pieces: tuple[Tensor, ...], group: Any) -> int:
-    """Hand rank r's piece r on until every rank has all pieces."""
-    return _around(pieces, dist.get_rank(group), group, lambda piece, received: piece.copy_(received))
 
 
 def _around(pieces: tuple[Tensor, ...], first: int, group: Any, take: Callable[[Tensor, Tensor], Any]) -> int:

@@ -25,7 +25,6 @@ from torch.nn.parameter import is_lazy
 _NEW = hasattr(dist, "all_gather_single")
 ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
-SPARSE = "a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)"
 
 
 class AllReduceMean:
@@ -153,11 +152,10 @@ class DataParallel(nn.Module):
         if gradient is None:
             self._unused.add(index)
             gradient = parameter.grad = torch.zeros_like(parameter)
-        if gradient.is_sparse:
-            raise TypeError(SPARSE)
-        if not gradient.is_contiguous() or gradient.is_conj() or gradient.is_neg():  # the latter two are lazy
-            gradient = parameter.grad = gradient.resolve_conj().resolve_neg().contiguous()
-        return gradient.detach() if gradient.requires_grad else gradient
+        sendable = as_it_is_sent(gradient)
+        if sendable.data_ptr() != gradient.data_ptr():  # it is a copy
+            parameter.grad = sendable
+        return sendable
 
     def _settle(self) -> None:
         """What no rank knows alone: which gradients no rank has, and whether a shard of one is not finite."""
@@ -210,8 +208,14 @@ def average_flat(gradients: list[Tensor], backend: str) -> None:
         flat = torch.cat([gradient.flatten() for gradient in group])
         AllReduceMean(flat, backend).wait()
         means = flat.split([gradient.numel() for gradient in group])
-        for gradient, mean in zip(group, means, strict=True):
-            gradient.copy_(mean.view_as(gradient))
+        torch._foreach_copy_(group, [mean.view_as(each) for mean, each in zip(means, group, strict=True)])
+
+
+def as_it_is_sent(gradient: Tensor) -> Tensor:
+    """Contiguous, without a graph and without what is done lazily; where it is so already, in its memory."""
+    if gradient.is_sparse:
+        raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
+    return gradient.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def describe(tensor: Tensor, without_gradient: str = " frozen") -> str:

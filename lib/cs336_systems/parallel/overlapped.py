@@ -6,27 +6,15 @@ have left. In the first step the order is that of the parameters, reversed; from
 which rank 0 saw the gradients of the first step become ready.
 """
 
-import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, weakly
-from cs336_systems.parallel.shards import BucketMemory, Buckets, Segments, allocate, fill_buckets
-
-
-@dataclass
-class _Pass:
-    """How far a backward pass has come. Buckets are sent in order, so the next one is len(in_flight)."""
-
-    missing: list[int]  # of each bucket, how many gradients are not ready
-    ready: set[int] = field(default_factory=set)  # indices of gradients that this pass has made
-    in_flight: list[AllReduceMean] = field(default_factory=list)  # one for each bucket that was sent
+from cs336_systems.parallel.ddp import REDUCE_SCATTER, AllReduceMean, DataParallel, weakly
+from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
+from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, check_bucket_size, fill_buckets
 
 
 class OverlappedDDP(DataParallel):
@@ -54,7 +42,7 @@ class OverlappedDDP(DataParallel):
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
         self._start_pass()
 
-    def _fill(self, order: list[int]) -> Buckets:
+    def _fill(self, order: list[int]) -> list[list[int]]:
         """The buckets, for gradients that become ready in this order."""
         return [[index] for index in order]
 
@@ -64,15 +52,23 @@ class OverlappedDDP(DataParallel):
         return self._gradient(index)
 
     def _start_pass(self) -> None:
-        self._pass = _Pass(missing=[len(bucket) for bucket in self._buckets])
+        self._missing = [len(bucket) for bucket in self._buckets]  # of each bucket, gradients not ready
+        self._ready = set[int]()  # indices of gradients that this pass has made
+        # The means of the buckets that were sent, in their order: the next to be sent is len(in_flight).
+        self._in_flight: list[AllReduceMean] = []
         self._end_is_announced = self._is_over = False
 
     # These two run for every parameter in every backward pass: each microsecond counts hundreds of times.
     def _before_accumulation(self, index: int) -> None:
         # What is being averaged must not be added to. And ranks whose passes reach different parameters have
         # to send the gradients of one pass before those of the next.
-        if self._is_over or index in self._pass.ready:
-            self._start_another_pass()
+        if self._is_over or index in self._ready:
+            if self._keeps_shards:
+                raise RuntimeError(
+                    "a second backward pass before finish_gradient_synchronization(); allowed: all but the "
+                    "last one under no_sync(), as half-reduced gradients cannot be added to"
+                )
+            self._complete_pass()
 
     def _gradient_is_ready(self, index: int) -> None:
         self._unused.discard(index)
@@ -80,35 +76,32 @@ class OverlappedDDP(DataParallel):
             self._observed.setdefault(index)
         if not self._synchronizes:
             return
-        state, number = self._pass, self._bucket_of[index]
+        number = self._bucket_of[index]
         self._announce_end()
-        state.ready.add(index)
-        state.missing[number] -= 1
-        if state.missing[number] == 0 and number == len(state.in_flight):
+        self._ready.add(index)
+        self._missing[number] -= 1
+        if self._missing[number] == 0 and number == len(self._in_flight):
             self._send()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module; a pass that was not finished is given up, once its messages have come."""
-        if self._pass.ready:  # all ranks send all messages of a pass, or they would mix up those of the next
+        if self._ready:  # all ranks send all messages of a pass, or they would mix up those of the next
             self._complete_pass()
         super().zero_grad(set_to_none)
 
     def _send(self, incomplete_too: bool = False) -> None:
         """Start the all-reduces of the buckets that come next: as many as are complete, or all."""
-        missing, in_flight = self._pass.missing, self._pass.in_flight
-        while len(in_flight) < len(missing) and (incomplete_too or missing[len(in_flight)] == 0):
-            in_flight.append(self._mean_of(self._message(len(in_flight)), self._backend))
+        for number in range(len(self._in_flight), len(self._buckets)):
+            if self._missing[number] and not incomplete_too:
+                return
+            self._in_flight.append(self._mean_of(self._message(number), self._backend))
 
     @torch.no_grad()
     def _complete_pass(self) -> None:
         self._send(incomplete_too=True)
-        for mean in self._pass.in_flight:
+        for mean in self._in_flight:
             mean.wait()
         self._start_pass()
-
-    def _start_another_pass(self) -> None:
-        """Called before backward adds to a gradient that may be in flight."""
-        self._complete_pass()
 
     def _average_gradients(self) -> None:
         self._complete_pass()
@@ -147,7 +140,7 @@ class BucketedDDP(OverlappedDDP):
     def _description(self) -> list[str]:
         return [*super()._description(), f"buckets of {self._bucket_bytes:g} bytes"]
 
-    def _fill(self, order: list[int]) -> Buckets:
+    def _fill(self, order: list[int]) -> list[list[int]]:
         # Allocated on first use. After the first step, gradients keep the old buckets alive until zeroed.
         self._memory: list[BucketMemory] = []
         limit = self._bucket_bytes / self._ranks
@@ -175,10 +168,55 @@ class BucketedDDP(OverlappedDDP):
         return [[self._trainable[n] for n in bucket if owner[n] == rank] for rank in range(self._ranks)]
 
 
-def check_bucket_size(bucket_size_mb: Any) -> None:
-    """Refuse (ValueError) what is not a positive number."""
-    if not (isinstance(bucket_size_mb, Real) and 0 < bucket_size_mb < math.inf):
-        raise ValueError(f"bucket_size_mb is {bucket_size_mb!r}; allowed: a number above 0")
+class ReduceScatterMean(AllReduceMean):
+    """A reduce-scatter in flight: after `wait()`, this rank's segment of the tensor holds the mean."""
+
+    def _send(self, tensor: Tensor, operation: dist.ReduceOp) -> dist.Work:
+        own = tensor.chunk(dist.get_world_size())[dist.get_rank()]
+        return getattr(dist, REDUCE_SCATTER)(own, tensor, op=operation, async_op=True)
+
+
+class ReduceScatterDDP(BucketedDDP):
+    """ZeRO stage 1 as in the paper (Rajbhandari et al. 2020, section 5.1): a rank gets what it updates with.
+
+    Next to a ShardedOptimizer an all-reduce sends too much: a rank uses the mean gradients of its own shard.
+    A reduce-scatter sends half as much; the all-gather of the updated parameters is the other half.
+
+        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
+        model = ReduceScatterDDP(module, optimizer)
+
+    Afterwards a gradient is there on the rank that owns its parameter. On the others it is None, so what
+    looks at all gradients sees a shard of them; if one is not finite, each rank has a NaN, so that a
+    GradScaler skips the step on all. Of the backward passes before a step all but the last one run under
+    `no_sync()`. Clear the gradients after every step: what is left, on its owner alone, would be averaged
+    with zeros.
+
+    Args:
+        optimizer: has all trainable parameters of the module.
+        bucket_size_mb: as in BucketedDDP. Padding makes the segments of the ranks equal: up to 4 % of the
+            gradients of the handout's sizes on two ranks, and more if buckets are smaller.
+
+    Raises:
+        ValueError: as BucketedDDP, and where a trainable parameter is not the optimizer's.
+        RuntimeError: in backward, a second pass without `no_sync()`.
+    """
+
+    _mean_of, _keeps_shards, _open_buckets = ReduceScatterMean, True, 3
+
+    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, bucket_size_mb: float = 256):
+        self._optimizer = optimizer
+        super().__init__(module, bucket_size_mb)
+
+    def _check_module(self) -> None:
+        super()._check_module()
+        self._owners = [self._optimizer.owner(parameter) for parameter in self._trainable]
+        self._ranks = dist.get_world_size()
+
+    def _average_gradients(self) -> None:
+        super()._average_gradients()
+        for parameter, owner in zip(self._trainable, self._owners, strict=True):
+            if owner != dist.get_rank():
+                parameter.grad = None
 
 
 def bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:

@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER, SPARSE
+from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER, as_it_is_sent
 from cs336_systems.parallel.shards import ALIGNMENT_BYTES
 
 
@@ -250,9 +250,7 @@ class Reduction:
         gradient, whole.grad = whole.grad, None
         if gradient is None:
             return whole.new_zeros(length)
-        if gradient.is_sparse:
-            raise TypeError(SPARSE)
-        flat = gradient.detach().contiguous().view(-1)
+        flat = as_it_is_sent(gradient).view(-1)
         return F.pad(flat, (0, length - len(flat))) if length > len(flat) else flat
 
     def wait(self) -> None:

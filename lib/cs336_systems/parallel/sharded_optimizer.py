@@ -26,8 +26,13 @@ from cs336_systems.parallel.ddp import (
     describe,
     has_no_memory,
 )
-from cs336_systems.parallel.overlapped import check_bucket_size
-from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, partition_tensors
+from cs336_systems.parallel.shards import (
+    BucketMemory,
+    Segments,
+    allocate,
+    check_bucket_size,
+    partition_tensors,
+)
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 

@@ -8,8 +8,11 @@ So an all-gather in place gives everybody what each rank has updated in its segm
 place leaves each rank the sums of its own, and neither copies anything.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +23,12 @@ ALIGNMENT_BYTES = 128  # of each tensor in its buffer: vectorised kernels are sl
 Segments = list[list[Tensor]]
 # Each bucket lists indices in a list of tensors, in the order in which they become ready.
 Buckets = list[list[int]]
+
+
+def check_bucket_size(bucket_size_mb: Any) -> None:
+    """Refuse (ValueError) what is not a positive number."""
+    if not (isinstance(bucket_size_mb, Real) and 0 < bucket_size_mb < math.inf):
+        raise ValueError(f"bucket_size_mb is {bucket_size_mb!r}; allowed: a number above 0")
 
 
 def padded_length(tensor: Tensor) -> int:
