@@ -71,8 +71,8 @@ OPTIMIZER = {
     "param_groups have no 'lr'": (SUPER, lines(SUPER, "self.param_groups[0].pop('lr')")),
     "parameter 0 .* the settings were AdamW's defaults":
         ("([mine], **self.settings)", "(mine['params'])", *NO_UPDATE),
-    "parameter 0 .* updated on rank 0 alone.* broadcast": (BROADCASTS, "[]"),
-    "parameter 0 .* as before the step, on every rank.* src=owner":
+    "rank 0: parameter 2 .* as before .* by its owner alone.* Broadcast it": (BROADCASTS, "[]"),
+    "rank 0, 1: parameter 0 .* as before the step.* src=owner":
         ("src=owner", "src=(owner + 1) % self.world_size"),
     "8 of 8 broadcasts may still be under way": ("handle.wait()", "pass"),
     "updated twice": (STEP, lines(STEP, STEP)),

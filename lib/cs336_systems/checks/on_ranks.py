@@ -79,14 +79,16 @@ def from_all(own: Any) -> list[Any]:
     return gathered
 
 
-def unlike(found: Tensor, wanted: Tensor, diagnoses: dict[str, Tensor], otherwise: str) -> Iterator[str]:
-    """Nothing where a tensor is the wanted one; else the diagnosis whose tensor it is."""
-    if not close(found, wanted):
-        yield next((text for text, other in diagnoses.items() if close(found, other)), otherwise)
-
-
 def close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def unlike(
+    found: Tensor, wanted: Tensor, diagnoses: dict[str, Tensor], otherwise: str, alike: Callable = close
+) -> Iterator[str]:
+    """Nothing where a tensor is the wanted one; else the diagnosis whose tensor it is."""
+    if not alike(found, wanted):
+        yield next((text for text, other in diagnoses.items() if alike(found, other)), otherwise)
 
 
 class Message:

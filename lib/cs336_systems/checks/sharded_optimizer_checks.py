@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cs336_systems.checks.on_ranks import checker, from_all
+from cs336_systems.checks.on_ranks import checker, from_all, unlike
 
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 _SHAPES = ((16, 16), (16,))  # they alternate: assigned in turn, all large ones would fall to one rank
 _AS_IF = {  # usual mistakes of a first step, as settings of AdamW and a number of steps
-    "the settings were AdamW's defaults. Hand **kwargs to optimizer_cls": ({"lr": 1e-3}, 1),
-    "it had been updated twice. Let one rank update it, once": (_SETTINGS, 2),
+    "is as before the step: updated by its owner alone, if at all. Broadcast it, with src=owner.": ({}, 0),
+    "is as if the settings were AdamW's defaults. Hand **kwargs to optimizer_cls.": ({"lr": 1e-3}, 1),
+    "is as if it had been updated twice. Let one rank update it, once.": (_SETTINGS, 2),
 }
 Make = Callable[..., Optimizer]
 
@@ -48,8 +49,7 @@ def check_sharded_optimizer(
     yield "✓ The states of each parameter are kept by one rank, and by bytes all keep about as much"
 
     if not only_states:
-        yield from _steps(make)
-        yield from _steps(make, kind=SGD, lr=0.1, momentum=0.9)
+        yield from _steps(make) + _steps(make, kind=SGD, lr=0.1, momentum=0.9)
         yield "✓ So it goes on, with AdamW and with SGD, bit for bit"
         calls = []
 
@@ -80,36 +80,32 @@ def check_sharded_optimizer(
 
     pair = _Pair(make)
     mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
-    wrong = x.grad is not None, not torch.equal(x, pair.alone[2]), pair.has_states()[2]
-    found = zip(("was given one", "was changed", "has states"), *from_all(wrong), strict=True)
-    for what, *by_rank in found:
-        if any(by_rank):
-            yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
+    changed = not torch.equal(x, pair.alone[2])
+    wrong = {"was given one": x.grad is not None, "was changed": changed, "has states": pair.has_states()[2]}
+    for what in (what for what, found in wrong.items() if found):
+        yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
     yield from mistakes
     yield "✓ A parameter without a gradient is left alone: no decay, no states, and still no gradient"
 
     settings = {"weight_decay": 0.5}, {"lr": 0.01}
     pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
-    for mistake in pair.step():
-        yield f"with two groups, {mistake} Hand the optimizer inside groups, each with its settings."
+    first = pair.step("with two groups,", "Hand the optimizer inside groups, each with its settings.")
     for each in (pair.optimizer, pair.candidate):
         each.param_groups[0]["lr"] = 1e-3
-    for mistake in pair.step():
-        changed = "after a change of param_groups[0]['lr'], as a scheduler makes it,"
-        yield f"{changed} {mistake} Copy settings into the groups of the optimizer inside before its step."
+    mend = "Copy settings into the groups of the optimizer inside before its step."
+    yield from first + pair.step("after a change of param_groups[0]['lr'], as a scheduler makes it,", mend)
     yield "✓ Groups keep their settings, and what a scheduler changes in them arrives"
 
     pair = _Pair(make, groups=lambda params: params[:4])
     pair.step()
     pair.optimizer.add_param_group({"params": pair.alone[4:], "lr": 0.01})
     pair.candidate.add_param_group({"params": pair.sharded[4:], "lr": 0.01})
-    _, mistakes, sharing = pair.step(), pair.step(), pair.sharing_mistakes()
+    mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
+    mistakes = pair.step("after add_param_group,", mend) + pair.step("after add_param_group,", mend)
+    sharing = pair.sharing_mistakes()
     if (groups := len(pair.candidate.param_groups)) != 2:
         yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
-    for mistake in mistakes:
-        mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
-        yield f"after add_param_group, {mistake} {mend}"
-    yield from sharing
+    yield from [*mistakes, *sharing]
     yield "✓ A group that is added after some steps is trained with its settings, and sharded like the first"
 
     if thorough:
@@ -119,11 +115,9 @@ def check_sharded_optimizer(
         yield "✓ A rank that owns nothing takes part"
 
 
-def _steps(make: Make, n: int = 4, **options: Any) -> Iterator[str]:
+def _steps(make: Make, n: int = 4, **options: Any) -> list[str]:
     pair = _Pair(make, **options)
-    for number in range(n):
-        how = f"with {type(pair.optimizer).__name__}, after step {number + 1}:"
-        yield from (f"{how} {mistake}" for mistake in pair.step())
+    return [x for i in range(n) for x in pair.step(f"with {type(pair.optimizer).__name__}, step {i + 1}:")]
 
 
 class _Pair:
@@ -167,35 +161,25 @@ class _Pair:
             gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
             one.grad, other.grad = (None, None) if number == without else (gradient, gradient.clone())
 
-    def step(self, without: int | None = None) -> list[str]:
-        """A step of both, and the mistakes after it, the same on every rank."""
+    def step(self, when: str = "", mend: str = "", without: int | None = None) -> list[str]:
+        """A step of both, and the mistakes of this rank after it."""
         self.set_gradients(without)
         self.optimizer.step()
         self.candidate.step()
-        return self.mistakes()
+        return [" ".join(filter(None, (when, mistake, mend))) for mistake in self.mistakes()]
 
     def mistakes(self) -> list[str]:
-        """What is wrong with the parameters that are not right everywhere."""
-        kinds = {"right": self.alone, "old": self.before}
-        for reason, (settings, steps) in _AS_IF.items():
-            kinds[reason] = [nn.Parameter(x.clone()) for x in self.before]
-            for x, right in zip(kinds[reason], self.alone, strict=True):
-                x.grad = right.grad
-            optimizer = AdamW(kinds[reason], **settings)
-            for _ in range(steps):
-                optimizer.step()
-        kinds["wrong"] = self.sharded
-        own = [next(k for k, y in kinds.items() if torch.equal(x, y[i])) for i, x in enumerate(self.sharded)]
+        """Which parameters are not, bit for bit, what one optimizer makes of them, and the usual reasons."""
         mistakes = []
-        for name, by_rank in zip(self.names, zip(*from_all(own), strict=True), strict=True):
-            where = ", ".join(str(rank) for rank, kind in enumerate(by_rank) if kind == "right")
-            if set(by_rank) == {"old"}:
-                mistakes.append(f"{name} is as before the step, on every rank. Send it with src=owner.")
-            elif set(by_rank) == {"right", "old"}:
-                mistakes.append(f"{name} is updated on rank {where} alone. Then broadcast it from its owner.")
-            elif set(by_rank) != {"right"}:
-                reasons = "".join(f" It is as if {reason}." for reason in _AS_IF if reason in by_rank)
-                mistakes.append(f"{name} is not what one optimizer alone makes of it.{reasons}")
+        for name, found, right, before in zip(self.names, self.sharded, self.alone, self.before, strict=True):
+            diagnoses = {}
+            for reason, (settings, steps) in _AS_IF.items():
+                diagnoses[reason] = alike = nn.Parameter(before.clone())
+                alike.grad, optimizer = right.grad, AdamW([alike], **settings)
+                for _ in range(steps):
+                    optimizer.step()
+            otherwise = "is not what one optimizer alone makes of it."
+            mistakes += [f"{name} {x}" for x in unlike(found, right, diagnoses, otherwise, torch.equal)]
         return mistakes
 
     def has_states(self) -> list[bool]:
