@@ -3,7 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -12,11 +13,10 @@ from typing import Any
 import yaml
 
 from labbook.book import notebooks
-from labbook.book.notebooks import BatchError, Parameter, load_notebooks, resolve, unknown
-from labbook.book.parameters import convert, parameter_errors, parse_value
+from labbook.book.notebooks import BatchError, load_notebooks, resolve, unknown
+from labbook.book.parameters import convert, parameter_errors
 
 PROFILES = ("cpu", "gpu", "multi-gpu")
-Known = Mapping[str, Mapping[str, Parameter]]  # the parameters of notebooks
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,19 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
         names, planned = resolve(only, known), {name for name, _ in entries}
         entries = [entry for entry in entries if entry[0] in names]
         entries += [(name, {}) for name in names if name not in planned]
-    given = _parse_overrides(overrides, {name: known[name] for name, _ in entries})
+    names = sorted({name for notebook, _ in entries for name in known[notebook]})
+    given = defaultdict(list)
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or name not in names:
+            raise BatchError(f"-p {override}: {unknown('parameter', name, names)}")
+        given[name].append(text)
     jobs, errors = {}, {}  # as sets that keep their order
     for name, texts in entries:
-        known_keys = texts.keys() & known[name].keys()
-        values = texts | {key: convert(known[name][key].default, texts[key]) for key in known_keys}
-        for changed in _grid(given.get(name, {})):
-            job = Job(notebooks.NOTEBOOKS / f"{name}.ipynb", values | changed)
+        types = {key: parameter.default for key, parameter in known[name].items()}
+        for changed in _grid({key: given[key] for key in given if key in known[name]}):
+            values = {key: convert(types.get(key, ""), text) for key, text in (texts | changed).items()}
+            job = Job(notebooks.NOTEBOOKS / f"{name}.ipynb", values)
             jobs.setdefault(job.name, job)
             found = parameter_errors(known[name], job.parameters, name.partition("_")[2])
             errors |= dict.fromkeys(f"{name}: {error}" for error in found)
@@ -99,21 +105,3 @@ def _entries(
 def _grid(values: dict[str, list]) -> Iterable[dict[str, Any]]:
     """Every combination, the last name varying fastest; no names give one empty combination."""
     return (dict(zip(values, point, strict=True)) for point in product(*values.values()))
-
-
-def _parse_overrides(overrides: Sequence[str], known: Known) -> dict[str, dict[str, list]]:
-    """The values of each `name=value` for each of the notebooks that has the name."""
-    parsed: dict[str, dict[str, list]] = {}
-    for override in overrides:
-        name, equals, text = override.partition("=")
-        having = [notebook for notebook, parameters in known.items() if name in parameters]
-        if not equals or not having:
-            names = sorted({name for parameters in known.values() for name in parameters})
-            raise BatchError(f"-p {override}: {unknown('parameter', name, names)}")
-        for notebook in having:
-            try:
-                value = parse_value(known[notebook][name], text)
-            except ValueError as error:
-                raise BatchError(f"{notebook}: {error}") from None
-            parsed.setdefault(notebook, {}).setdefault(name, []).append(value)
-    return parsed

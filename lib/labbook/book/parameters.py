@@ -29,21 +29,14 @@ _LIMITS = {  # what is true of a right number, and how it is said
 _RULE = {*_LIMITS, "words", "by", "also", "may_be_empty"}
 
 
-def parse_value(parameter: Parameter, text: str) -> Any:
-    """The value meant by `-p name=text`: text where the default is text ("10B"), else a number or a list."""
-    if isinstance(parameter.default, str):
-        return text
-    try:
-        return convert(parameter.default, yaml.load(text, yaml.BaseLoader))
-    except yaml.YAMLError:
-        raise ValueError(f"{parameter.name}={text}: allowed: {describe(parameter.default)}") from None
-
-
 def convert(default: Any, given: Any) -> Any:
-    """What YAML gives as text, as the type of a default; left as it is where it cannot be that.
+    """Text, or a list that YAML gives as text, as the type of a default; as it is where it cannot be that.
 
     YAML's own numbers would not do: 064 is 52 there, 1:30 is 90, and 1e-3 is text.
     """
+    if isinstance(default, list) and isinstance(given, str):  # of a command line
+        with suppress(yaml.YAMLError):
+            given = yaml.load(given, yaml.BaseLoader)
     if isinstance(default, list) and isinstance(given, list):
         return [convert(default[0], item) for item in given]
     with suppress(KeyError, ValueError):

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import nbformat
 import pandas as pd
-from nbformat import NotebookNode
 
 from labbook.book import notebooks, runs
 from labbook.book.notebooks import BatchError
@@ -42,8 +41,8 @@ html_static_path, html_extra_path, html_css_files = ["static"], ["extra"], ["wor
 html_show_sphinx, html_copy_source, copyright = False, False, ""
 """
 _STYLE = """\
-.wide { overflow-x: auto; }
-.wide td, .wide th { padding: .25rem .5rem; text-align: left; }
+table.dataframe { display: block; overflow-x: auto; }
+table.dataframe :is(td, th) { padding: .25rem .5rem; }
 .plots a { display: inline-block; width: 14rem; margin: 0 1rem 1rem 0; vertical-align: top; }
 """
 # jupyter_server_mathjax has STIX as its only font, which MathJax has to be told: left alone it waits for a
@@ -86,21 +85,18 @@ def build(target: Path, executed: Path, unrecorded: Sequence[runs.Record] = ()) 
         scratch = target / ".site"
         shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
         source, built = scratch / "source", scratch / "built"
-        (source / "extra").mkdir(parents=True)
-        (source / "conf.py").write_text(_CONFIG, encoding="utf-8")
+        (source / "extra" / "plots").mkdir(parents=True)
         pages = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
         plots = {path.stem: _page(path, source, pages, path.stem in records) for path in paths}
-        gallery = [line for name in plots for line in _of_gallery(name, plots[name])]
-        (source / "gallery.md").write_text("# Every plot, and what it shows\n\n" + "\n".join(gallery))
-        (source / "machines.md").write_text(
-            _linked("\n".join(_machines()), pages, ".ipynb"), encoding="utf-8"
-        )
         told = _outcomes(executed.name, records, unrecorded, plots) if records else ""
-        (source / "index.md").write_text(_contents([*plots], told), encoding="utf-8")
+        shutil.copytree(REPOSITORY_FIGURES, source / "extra" / "rows", ignore=_all_but_rows)
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
-        (source / "static" / "mathjax" / "config" / "workbook.js").write_text(_MATHJAX)
-        (source / "static" / "workbook.css").write_text(_STYLE)
+        texts = {"index.md": _contents([*plots], told), "gallery.md": _gallery(plots)}
+        texts |= {"machines.md": _linked("\n".join(_machines()), pages, ".ipynb"), "conf.py": _CONFIG}
+        texts |= {"static/workbook.css": _STYLE, "static/mathjax/config/workbook.js": _MATHJAX}
+        for name, text in texts.items():
+            (source / name).write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-j", "auto", "-d", scratch / "trees"]
         done = subprocess.run([*map(str, [*command, source, built])], capture_output=True, text=True)
         if done.returncode:
@@ -122,7 +118,8 @@ def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool
     notebook, lines = nbformat.read(path, as_version=4), []
     if not may_be_empty and not any(cell.get("outputs") for cell in notebook.cells):
         raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
-    for cell in list(notebook.cells):
+    cells, notebook.cells = notebook.cells, []
+    for cell in cells:
         cell.source = _linked(cell.source, pages, ".ipynb")
         for output in cell.get("outputs", []):
             data = output.get("data", {})
@@ -131,23 +128,28 @@ def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool
             title = output.get("metadata", {}).get("image/png", {}).get("alt")
             if title and not notebooks.is_last(path.stem):  # it shows the others'
                 name = f"{path.stem}-{len(lines) + 1}"
-                picture = source / "extra" / "plots" / f"{name}.png"
-                picture.parent.mkdir(exist_ok=True)
-                picture.write_bytes(base64.b64decode(data["image/png"]))
-                _insert(notebook, cell, f'<a id="{name}"></a>')
+                (source / "extra" / "plots" / f"{name}.png").write_bytes(base64.b64decode(data["image/png"]))
+                notebook.cells.append(nbformat.v4.new_markdown_cell(f'<a id="{name}"></a>'))
                 shown = f'<img src="plots/{name}.png" alt="" width="600" loading="lazy">'
                 lines.append(f'<a href="{path.stem}.html#{name}">{escape(title)}<br>{shown}</a>')
-    if rows := sorted(REPOSITORY_FIGURES.glob(f"*/{path.stem.partition('-')[0][3:]}/*.csv")):
-        links = []
-        for table in rows:
-            name = table.relative_to(REPOSITORY_FIGURES)
-            copied = source / "extra" / "rows" / name
-            copied.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(table, copied)
-            links.append(f'<a href="rows/{name}">{name}</a>')
-        notebook.cells.append(nbformat.v4.new_markdown_cell("**Rows:** " + ", ".join(links)))
+        notebook.cells.append(cell)
+    rows = sorted(REPOSITORY_FIGURES.glob(f"*/{path.stem.partition('-')[0][3:]}/*.csv"))
+    names = [table.relative_to(REPOSITORY_FIGURES) for table in rows]
+    links = ", ".join(f'<a href="rows/{name}">{name}</a>' for name in names)
+    notebook.cells += [nbformat.v4.new_markdown_cell(f"**Rows:** {links}")] * bool(links)
     nbformat.write(notebook, source / path.name)
     return lines
+
+
+def _all_but_rows(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if Path(folder, name).is_file() and not name.endswith(".csv")]
+
+
+def _gallery(plots: Mapping[str, Sequence[str]]) -> str:
+    text = "# Every plot, and what it shows\n"
+    for name, shown in plots.items():
+        text += f"\n## [{name[:2]}]({name}.ipynb)\n\n<p>{'</p><p>'.join(shown)}</p>\n" if shown else ""
+    return text
 
 
 def _linked(text: str, pages: Mapping[str, str], suffix: str) -> str:
@@ -158,17 +160,6 @@ def _linked(text: str, pages: Mapping[str, str], suffix: str) -> str:
         return f"[{found[1]}]({name}{suffix}{found['at'] or ''})" if name else found[1]
 
     return re.sub(r"\[([^]]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)", link, text)
-
-
-def _insert(notebook: NotebookNode, before: NotebookNode, text: str) -> None:
-    place = next(n for n, cell in enumerate(notebook.cells) if cell is before)
-    notebook.cells.insert(place, nbformat.v4.new_markdown_cell(text))
-
-
-def _of_gallery(name: str, plots: Sequence[str]) -> list[str]:
-    return [f"## [{name.partition('_')[0]}]({name}.ipynb)\n", *(f"<p>{plot}</p>\n" for plot in plots)] * any(
-        plots
-    )
 
 
 def _machines() -> Iterator[str]:
@@ -203,7 +194,7 @@ def _outcomes(
     items = [f"<li>{row.notebook} {row.parameters}: {row.reason}</li>" for row in failed.itertuples()]
     card = load_card(machine).line() if find(machine, "machine.json").exists() else ""
     why = ["## What failed, and why\n", "<ul>", *items, "</ul>\n"] * bool(items)
-    ended = f'<div class="wide">{table.to_html(index=False, escape=False, border=0)}</div>'
+    ended = table.to_html(index=False, escape=False, border=0, justify="left")
     shown = "\n".join(plot for several in plots.values() for plot in several)
     lines = [f"# The workbook on {machine}\n\n{card}\n\n{len(table)} notebooks: {counts}.\n", *why]
     lines += ["## How each ended\n", ended, "\n## Its plots\n", f'<div class="plots">\n{shown}\n</div>\n']

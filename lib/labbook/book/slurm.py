@@ -1,17 +1,15 @@
-"""A batch on a Slurm cluster: an array of jobs for each number of GPUs, a job for each entry of the plan.
+"""A batch on a Slurm cluster: a job for each entry of the plan.
 
-Partition, account, time limit and the like are Slurm's own variables, SBATCH_PARTITION and so on. Which jobs
-were submitted stands in `slurm.json` beside the results: the same command waits for those that Slurm still
-lists, and submits what is left. Ctrl-C cancels them.
+Partition, account, time limit and the like are Slurm's own variables, SBATCH_PARTITION and so on. A job has
+the name of its files and, as its comment, the folder of results: by these the same command knows the jobs
+that Slurm still lists, waits for them, and submits what is left. Ctrl-C cancels them.
 """
 
-import json
 import re
 import shlex
 import shutil
 import subprocess
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +18,7 @@ from labbook.book import runs
 from labbook.book.batch import Job
 from labbook.book.execute import Outcome
 from labbook.book.notebooks import BatchError, is_last
-from labbook.files import make_folder, write_atomically
+from labbook.files import make_folder
 
 _LOOK_EVERY_S = 5
 
@@ -38,36 +36,34 @@ def run_batch(
         BatchError: there is no Slurm here, or it does not answer.
         KeyboardInterrupt: Ctrl-C; every job is cancelled, and none is left.
     """
-    log, state = make_folder(output / "slurm"), output / "slurm.json"
-    listed, before = _listed(), json.loads(state.read_text(encoding="utf-8")) if state.exists() else {}
-    submitted = {name: number for name, number in before.items() if number in listed}
-    due = [job for job in jobs if job.name not in submitted and (force or not _is_done(job, output))]
+    make_folder(output / "slurm")
+    names = {job.name for job in jobs}
+    numbers = {name: number for name, number in _listed(output).items() if name in names}
     refused: dict[str, str] = {}
     try:
-        for last in (False, True):  # what shows the others' results comes after them
-            arrays = defaultdict(list)
-            for job in due:
-                if is_last(job.notebook.stem) == last:
-                    arrays[_gpus(job) if gpu else 0].append(job)
-            for gpus, array in arrays.items():
-                for job in array:
-                    if job.name in before:
-                        print(f"Slurm lists job {before[job.name]} no more: {job.name} is submitted again")
-                    for record in output.glob(f"*/{job.name}.json"):
-                        record.unlink()  # so that one that is there is this job's
-                after = [] if not last else sorted({number.split("_")[0] for number in submitted.values()})
-                number, why = _submit(array, command, log, gpus, after)
-                numbers = {job.name: f"{number}_{n}" for n, job in enumerate(array)}
-                refused |= dict.fromkeys(numbers, why) if why else {}
-                submitted |= {} if why else numbers
-                write_atomically(state, json.dumps(submitted, indent=1))
-        _wait(set(submitted.values()))
+        for job in sorted(jobs, key=lambda job: is_last(job.notebook.stem)):
+            if job.name in numbers or not (force or _is_due(job, output)):
+                continue
+            for record in output.glob(f"*/{job.name}.json"):
+                record.unlink()  # so that one that is there is this job's
+            after = [*numbers.values()] if is_last(job.notebook.stem) else []  # it shows the others' results
+            gpus = _gpus(job) if gpu else 0
+            done = _submit(job, command, output, gpus, after)
+            if done.returncode:
+                refused[job.name] = f"Slurm refused a job with {gpus} GPUs: {_last(done.stderr)}"
+            else:
+                numbers[job.name] = done.stdout.strip().partition(";")[0]
+        left = None
+        while (now := len(names & _listed(output).keys())) > 0:
+            if now != left:
+                print(f"{now} of {len(numbers)} jobs wait or run", flush=True)
+            left = now
+            time.sleep(_LOOK_EVERY_S)
     except KeyboardInterrupt:
-        subprocess.run(["scancel", *submitted.values()], capture_output=True)
-        state.unlink(missing_ok=True)
+        mine = [number for name, number in _listed(output).items() if name in names]
+        subprocess.run(["scancel", *mine], capture_output=True)
         raise
-    state.unlink(missing_ok=True)
-    return [_record(job, submitted.get(job.name, ""), refused.get(job.name, ""), output) for job in jobs]
+    return [_record(job, numbers.get(job.name, ""), refused.get(job.name, ""), output) for job in jobs]
 
 
 def _gpus(job: Job) -> int:
@@ -76,47 +72,34 @@ def _gpus(job: Job) -> int:
     return max(ranks) if job.parameters.get("backend") == "nccl" else 1
 
 
-def _is_done(job: Job, output: Path) -> bool:
+def _is_due(job: Job, output: Path) -> bool:
     records = {path.parent: runs.load_record(path) for path in output.glob(f"*/{job.name}.json")}
-    return any(runs.why_again(job, record, folder) is None for folder, record in records.items())
+    return all(runs.why_again(job, record, folder) for folder, record in records.items())
 
 
-def _slurm(*command: str, script: str = "") -> subprocess.CompletedProcess:
+def _slurm(*command: str) -> subprocess.CompletedProcess:
     if shutil.which(command[0]) is None:
         raise BatchError(f"there is no {command[0]} here; --cluster slurm is for a node of a Slurm cluster")
-    return subprocess.run(command, input=script, capture_output=True, text=True)
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def _submit(
-    array: Sequence[Job], command: Sequence[str], log: Path, gpus: int, after: Sequence[str]
-) -> tuple[str, str]:
-    """Submit an array: the number that Slurm gave it, or why it did not."""
-    names = shlex.join(job.name for job in array)
-    script = f'#!/bin/sh\nset -- {names}\nshift "$SLURM_ARRAY_TASK_ID"\nexec {shlex.join(command)} "$1"\n'
-    asked = ["--parsable", "--nodes=1", f"--array=0-{len(array) - 1}", f"--output={log}/%A_%a.log"]
+    job: Job, command: Sequence[str], output: Path, gpus: int, after: Sequence[str]
+) -> subprocess.CompletedProcess:
+    asked = ["--parsable", "--nodes=1", f"--job-name={job.name}", f"--comment={output}"]
+    asked += [f"--output={output}/slurm/{job.name}.log", f"--wrap=exec {shlex.join([*command, job.name])}"]
     asked += [f"--gpus-per-node={gpus}"] * (gpus > 0)
     asked += [f"--dependency=afterany:{':'.join(after)}"] * (len(after) > 0)
-    done = _slurm("sbatch", "--job-name=labbook", *asked, script=script)
-    number = done.stdout.strip().partition(";")[0]
-    print(f"{len(array)} jobs, GPUs of each: {gpus}: {number or 'refused'}")
-    return number, f"Slurm refused a job with {gpus} GPUs: {_last(done.stderr)}" if done.returncode else ""
+    return _slurm("sbatch", *asked)
 
 
-def _listed() -> set[str]:
-    """My jobs that wait or run, an element of an array each: 17_0."""
-    done = _slurm("squeue", "--me", "--noheader", "--array", "--format=%i")
+def _listed(output: Path) -> dict[str, str]:
+    """The numbers of my jobs with results in a folder that wait or run, by their names."""
+    done = _slurm("squeue", "--me", "--noheader", "--format=%i|%j|%k")
     if done.returncode:
         raise BatchError(f"Slurm does not answer ({_last(done.stderr)}); the same command continues")
-    return set(done.stdout.split())
-
-
-def _wait(numbers: set[str]) -> None:
-    left = None
-    while (now := numbers & _listed()) != set():
-        if now != left:
-            print(f"{len(now)} of {len(numbers)} jobs wait or run", flush=True)
-        left = now
-        time.sleep(_LOOK_EVERY_S)
+    lines = [line.split("|", 2) for line in done.stdout.splitlines()]
+    return {name: number for number, name, comment in lines if comment == str(output)}
 
 
 def _record(job: Job, number: str, refused: str, output: Path) -> runs.Record:

@@ -6,7 +6,7 @@ from nbformat import v4
 
 from labbook.book import notebooks
 from labbook.book.notebooks import BatchError, read_parameters
-from labbook.book.parameters import check_parameters, parameter_errors, parse_value, rules_of
+from labbook.book.parameters import check_parameters, convert, parameter_errors, rules_of
 
 NOTEBOOKS = notebooks.load_notebooks()
 
@@ -20,7 +20,7 @@ def errors_of(notebook: str, *given: str) -> list[str]:
     """Of "name=text"s for a notebook, by its number."""
     (name,) = (name for name in NOTEBOOKS if name.startswith(notebook))
     known, pairs = NOTEBOOKS[name], (each.partition("=") for each in given)
-    values = {key: parse_value(known[key], text) for key, _, text in pairs}
+    values = {key: convert(known[key].default, text) for key, _, text in pairs}
     return parameter_errors(known, values, name[3:])
 
 
@@ -99,7 +99,7 @@ def test_a_rule_of_an_unknown_kind_is_an_error(known, tmp_path, monkeypatch, tex
 def test_text_means_what_a_person_means(notebook, text, meant):
     (known,) = (known for name, known in NOTEBOOKS.items() if name.startswith(notebook))
     name, _, text = text.partition("=")
-    value = parse_value(known[name], text)
+    value = convert(known[name].default, text)
     assert (value, type(value)) == (meant, type(meant))
 
 
