@@ -3,32 +3,23 @@
     use_fused_kernels(model)
     loss = model(token_ids, targets)      # without targets: the logits, as before
 
-Parameters, their names and the state dict stay, and so do the modules' types.
+Parameters, their names and the state dict stay, and so do the modules' types and what the user put into them.
 """
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cs336_systems import functional
-from cs336_systems.model import (
-    CausalSelfAttention,
-    Linear,
-    RMSNorm,
-    RotaryEmbedding,
-    SwiGLU,
-    TransformerLM,
-    run_block,
-)
+from cs336_systems import functional, model
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 
 
-class LossHead(Linear):
+class LossHead(model.Linear):
     """Logits of hidden states; of hidden states and targets the loss, and then no logits are kept.
 
     It takes over the weight of another layer.
     """
 
-    def __init__(self, layer: Linear):
+    def __init__(self, layer: model.Linear):
         nn.Module.__init__(self)
         self.weight = layer.weight
 
@@ -42,20 +33,19 @@ class LossHead(Linear):
         return F.linear(x, self.weight) if targets is None else linear_cross_entropy(x, self.weight, targets)
 
 
-_FORWARDS = {kind: kind.forward for kind in (Linear, RMSNorm, RotaryEmbedding, CausalSelfAttention, SwiGLU)}
+_KINDS = model.Linear, model.RMSNorm, model.RotaryEmbedding, model.CausalSelfAttention, model.SwiGLU
+_FORWARDS = {kind: kind.forward for kind in _KINDS}
 
 
-def use_fused_loss(model: TransformerLM) -> TransformerLM:
+def use_fused_loss(lm: model.TransformerLM) -> model.TransformerLM:
     """Change the model in place: with targets, no logits are held. A head that is no plain layer stays."""
-    if is_as_written(model.lm_head, Linear):
-        model.lm_head = LossHead(model.lm_head)
-    return model
+    if is_as_written(lm.lm_head, model.Linear):
+        lm.lm_head = LossHead(lm.lm_head)
+    return lm
 
 
-def use_fused_kernels(model: TransformerLM) -> TransformerLM:
+def use_fused_kernels(lm: model.TransformerLM) -> model.TransformerLM:
     """Change the model in place: norms, rotary embeddings, gates and the loss compute with kernels.
-
-    What computes with another function than the model was written with keeps it.
 
     Raises:
         ImportError: Triton is not installed.
@@ -64,27 +54,24 @@ def use_fused_kernels(model: TransformerLM) -> TransformerLM:
     from cs336_systems.kernels.rotary import rotary
     from cs336_systems.kernels.swiglu import swiglu
 
-    kernels = {
-        RMSNorm: ("norm", functional.rms_norm, rms_norm),
-        RotaryEmbedding: ("rotate", functional.rotary, rotary),
-        SwiGLU: ("gate", None, swiglu),
-    }
-    for module in model.modules():
-        name, plain, kernel = kernels.get(type(module), ("", None, None))
-        if name and getattr(module, name) is plain:
-            setattr(module, name, kernel)
-    return use_fused_loss(model)
+    for module in lm.modules():
+        if type(module) is model.RMSNorm and module.norm is functional.rms_norm:
+            module.norm = rms_norm
+        elif type(module) is model.RotaryEmbedding and module.rotate is functional.rotary:
+            module.rotate = rotary
+        elif type(module) is model.SwiGLU and module.gate is None:
+            module.gate = swiglu
+    return use_fused_loss(lm)
 
 
-def use_fused_blocks(model: TransformerLM) -> TransformerLM:
-    """`use_fused_kernels(model)`, and a backward by hand in its blocks, see `training.fused_block`."""
+def use_fused_blocks(lm: model.TransformerLM) -> model.TransformerLM:
+    """`use_fused_kernels(lm)`, and a backward by hand in its blocks, see `training.fused_block`."""
     from cs336_systems.training.fused_block import run_fused
 
-    use_fused_kernels(model)
-    for layer in model.layers:
-        if getattr(layer, "run", None) is run_block:
+    for layer in use_fused_kernels(lm).layers:
+        if getattr(layer, "run", None) is model.run_block:
             layer.run = run_fused
-    return model
+    return lm
 
 
 def is_as_written(module: nn.Module, kind: type[nn.Module]) -> bool:

@@ -29,16 +29,12 @@ from cs336_systems.training.fused import is_as_written, use_fused_blocks
 
 __all__ = ["KEEPABLE", "BlockFunction", "kept_bytes", "recomputation", "run_fused", "use_fused_blocks"]
 KEEPABLE = ("qkv", "h", "ab")
-
-
-# Of a block, in the order of its parameters; each matrix is (d_out, d_in).
+# Of a block, in the order of its modules; each matrix is (d_out, d_in).
 Weights = namedtuple("Weights", "ln1 q k v o ln2 w1 w2 w3")
 
 
 def weights(block: TransformerBlock) -> Weights:
-    attn, ffn = block.attn, block.ffn
-    layers = attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj, block.ln2, ffn.w1, ffn.w2, ffn.w3
-    return Weights(*(layer.weight for layer in (block.ln1, *layers)))
+    return Weights(*(part.weight for part in block.modules() if hasattr(part, "weight")))
 
 
 class BlockFunction(torch.autograd.Function):

@@ -109,17 +109,8 @@ def linear_cross_entropy(
     device = "cpu" if hidden.is_meta else hidden.device.type  # autocast does not know meta
     if torch.is_autocast_enabled(device):
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
-    _check(hidden, weight, targets, chunk_tokens)
-    if not torch.is_grad_enabled():  # then no gradient is made either
-        hidden, weight = hidden.detach(), weight.detach()
-    with torch.autocast(device, enabled=False):
-        return LinearCrossEntropy.apply(hidden, weight, targets, chunk_tokens)
-
-
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -> None:
-    fits = hidden.dim() >= 1 and weight.dim() == 2 and hidden.shape[-1:] == weight.shape[1:]
+    fits = weight.dim() == 2 and 0 not in weight.shape and hidden.shape[-1:] == weight.shape[1:]
     allowed = "(..., d) and (vocabulary, d), d and vocabulary at least 1"
-    fits = fits and 0 not in weight.shape
     check_tensors("hidden, weight", hidden, weight, fits=fits, allowed=allowed, same_dtype=True)
     if targets.dtype != torch.int64:
         raise TypeError(f"targets are {targets.dtype}; allowed: torch.int64")
@@ -132,3 +123,7 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_tokens: int) -
         wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= len(weight)))]
         if len(wrong):
             raise ValueError(f"a target is {wrong[0]}; allowed: {IGNORED}, or 0 to {len(weight) - 1}")
+    if not torch.is_grad_enabled():  # then no gradient is made either
+        hidden, weight = hidden.detach(), weight.detach()
+    with torch.autocast(device, enabled=False):
+        return LinearCrossEntropy.apply(hidden, weight, targets, chunk_tokens)
