@@ -26,6 +26,8 @@ from labbook import ranks, timing
 from labbook.rows import Row, pass_order_errors
 from labbook.timing import Timing
 
+TIMEOUT_S = 3600  # of one start of processes
+
 
 class Case(dict):
     """One point of a grid: the key columns of a row, also as attributes (`case.pass_` for the column "pass").
@@ -92,7 +94,6 @@ def measure(
     device: str | torch.device = "auto",
     warmup_steps: int = 5,
     steps: int = 10,
-    timeout_s: float = 3600.0,
 ) -> Iterator[list[Row]]:
     """Time each case; yields the rows of the cases that share a set-up, those that differ in `pass` alone.
 
@@ -108,7 +109,6 @@ def measure(
             called as setup(case, context) on each rank, and of every step the slowest rank counts.
         device: where the cases run; over ranks each has its own.
         warmup_steps, steps: as in `timing.time_steps`; a case's column `warmup_steps` goes before.
-        timeout_s: time limit of one start of processes.
 
     Raises:
         Whatever a set-up or step raises that is neither out of memory nor one of `errors`.
@@ -134,7 +134,7 @@ def measure(
                 yield _measured(waiting.pop(), setup, options)
     by_processes = groupby(waiting, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
     for (world_size, backend), groups in by_processes:
-        start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=timeout_s)
+        start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=TIMEOUT_S)
         yield from _over_ranks(list(groups), setup, options, start)
 
 
@@ -161,10 +161,8 @@ def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], conte
         how = {"warmup_steps": warmup_steps, "steps": options["steps"]}
         if on_rank:
             ranks.reset_peaks(context)
-            times, values = (
-                ranks.time_together(step.run, context, **how | step.together),
-                ranks.peaks(context),
-            )
+            times = ranks.time_together(step.run, context, **how | step.together)
+            values = ranks.peaks(context)
         else:
             times = step.timed(device, **how)
         more = step.values() if step.values and times.status == "ok" else {}

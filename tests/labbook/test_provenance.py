@@ -108,17 +108,12 @@ def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path
 
     assert commit() == "unknown"
     git("init", "-q")
-    (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "a.py").write_text("a = 1\n")
-    git("add", ".")
-    git("commit", "-qm", "a")
+    git("commit", "-qm", "a", "--allow-empty")
     clean = git("rev-parse", "--short=10", "HEAD")
     (tmp_path / "notes.txt").write_text("not the library\n")
     assert commit() == clean
-    (tmp_path / "lib" / "a.py").write_text("a = 2\n")
-    assert commit() == clean + "+"
-    git("checkout", "lib")
-    (tmp_path / "lib" / "b.py").write_text("")
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").write_text("")
     assert commit() == clean + "+"
     runs.git_commit.cache_clear()
 

@@ -56,7 +56,8 @@ class _Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = operation(*args, **kwargs)
         packet, name = operation.overloadpacket, operation.overloadpacket.__name__
         read, written = _tensors((args, kwargs)), _tensors(result)
         is_view = {_storage(t) for t in written} <= {_storage(t) for t in read}
@@ -67,9 +68,8 @@ class _Recorder(TorchDispatchMode):
         in_bytes, out_bytes = _bytes(read), _bytes(written)
         if name in _GATHERS:
             in_bytes = min(in_bytes, out_bytes)
-        flops = (
-            flop_registry[packet](*args, **(kwargs or {}), out_val=result) if packet in flop_registry else 0
-        )
+        count = flop_registry.get(packet, lambda *_, **__: 0)
+        flops = count(*args, **kwargs, out_val=result)
         self.operations.append(Operation(name, flops, in_bytes + out_bytes))
         return result
 

@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 import torch
 
-from labbook.files import make_folder
+from labbook.files import write_atomically
 from labbook.memory.allocations import MemoryHistory, Owners, read_history
 from labbook.memory.saved import own_line
 from labbook.profiles import torch_trace
@@ -29,23 +29,20 @@ def record_memory(
     Args:
         steps: has `model`, `device`, `of(pass_)`, the step and what prepares it; `tensors()`, what lives from
             step to step by its category; and `recording()`, in which its ranges are open.
-        stem: leaves <stem>.pickle on a GPU, for pytorch.org/memory_viz, or <stem>.json.gz on a CPU.
+        stem: leaves <stem>.pickle on a GPU, for pytorch.org/memory_viz.
         others: owners of what else is there when the step begins, as far as it is known.
     """
     step, prepare = steps.of(pass_)
     steps.model.zero_grad(set_to_none=True)
     argument = () if prepare is None else (prepare(),)
     before = {**(others or {}), **owners(steps)}
-    if stem is not None:
-        make_folder(stem.parent)
     if steps.device.type == "cuda":
         snapshot = record_snapshot(lambda: step(*argument), steps)
         if stem is not None:
-            stem.with_name(stem.name + ".pickle").write_bytes(pickle.dumps(snapshot))
+            write_atomically(stem.with_name(f"{stem.name}.pickle"), pickle.dumps(snapshot))
         return read_snapshot(snapshot, before, owners(steps))
-    with TemporaryDirectory(prefix="cs336-memory-") as scratch:
-        stem = stem or Path(scratch) / "step"
-        path = stem.with_name(stem.name + ".json.gz")
+    with TemporaryDirectory(prefix="labbook-memory-") as scratch:
+        path = Path(scratch, "step.json.gz")
         with steps.recording():
             torch_trace.record_trace(lambda: step(*argument), path, device="cpu", with_memory=True)
         return read_memory_trace(path, before, owners(steps))

@@ -15,7 +15,7 @@ import pandas as pd
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from labbook.files import make_folder
+from labbook.files import make_folder, write_atomically
 from labbook.profiles.table import STEP, Profile, ProfileError
 
 _HOST = "recorded_on"  # the host's name, by our hand: torch 2.11 leaves out its own "host_name"
@@ -86,8 +86,7 @@ def keep_one_step(path: Path, kept: Path) -> None:
     for event in events[inside | launched].astype(object).to_dict("records"):
         args = {name: value for name in _ARGUMENTS if pd.notna(value := event.pop(name))}
         small["traceEvents"].append({"ph": "X", **event, "args": args})
-    make_folder(kept.parent)
-    kept.write_bytes(gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
+    write_atomically(kept, gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
 
 
 def load_trace(path: Path) -> dict[str, Any]:
