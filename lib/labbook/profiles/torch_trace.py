@@ -149,7 +149,7 @@ def _timed(events: pd.DataFrame) -> pd.DataFrame:
 
 
 def _ns(microseconds: pd.Series) -> pd.Series:
-    return (microseconds.astype(float) * 1000).round().astype("int64")
+    return (microseconds * 1000).round().astype("int64")
 
 
 def trace_events(trace: dict[str, Any], name: str) -> pd.DataFrame:
@@ -162,14 +162,15 @@ def trace_events(trace: dict[str, Any], name: str) -> pd.DataFrame:
     found = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in read]
     events = pd.DataFrame(found, columns=[*_FIELDS, "args"])
     for field in _ARGUMENTS:
-        events[field] = [(event.get("args") or {}).get(field) for event in found]
+        events[field] = pd.Series([(event.get("args") or {}).get(field) for event in found], dtype=object)
+    events[["ts", "dur"]] = events[["ts", "dur"]].apply(pd.to_numeric, errors="coerce").astype(float)
     lacking = events[_FIELDS].isna().assign(stream=events.stream.isna() & events["cat"].isin(_KINDS))
     for category, of_category in lacking.groupby(events["cat"]):
         if count := of_category.any(axis=1).sum():
             fields = ", ".join(of_category.columns[of_category.any()])
             told = f"{count} of {len(of_category)} events {category!r} lack {fields}"
             raise ProfileError(f"{name}: {told}; without them its sums would be wrong")
-    return events.drop(columns="args").astype({"ts": float, "dur": float, "correlation": float})
+    return events.drop(columns="args")
 
 
 def _gpu_kernels(events: pd.DataFrame) -> pd.DataFrame:
