@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from cs336_systems.attention import FlashAttentionPyTorch, flash_pytorch
+from cs336_systems.attention import FlashAttentionPyTorch
 from cs336_systems.attention.plain import causal_mask, plain_attention
 from cs336_systems.checks import BASIC, AttentionCase, check_attention, check_logsumexp, step
 
@@ -38,10 +38,6 @@ def in_float16(q, k, v, is_causal):
     return plain_attention(q.half(), k.half(), v.half(), is_causal).to(q.dtype)
 
 
-def unscaled(q, k, v, is_causal):
-    return plain_attention(q * math.sqrt(q.shape[-1]), k, v, is_causal)
-
-
 def in_tf32(q, k, v, is_causal):
     """With the ten bits of mantissa that TF32 keeps."""
     q, k, v = ((x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (q, k, v))
@@ -52,13 +48,6 @@ def greedy(q, k, v, is_causal):
     """Reads a row beyond the last and gives it no weight, which NaN survives."""
     beyond = q.as_strided((q.numel() + q.shape[-1],), (1,), q.storage_offset())[-1]
     return plain_attention(q, k, v, is_causal) + 0 * beyond
-
-
-class WithoutDelta(FlashAttentionPyTorch):
-    @staticmethod
-    def backward(ctx, do):
-        q, k, v, o, logsumexp = ctx.saved_tensors
-        return *flash_pytorch.flash_backward(do, q, k, v, 0 * o, logsumexp, ctx.is_causal), None
 
 
 class KeepsLogsumexpOfBase2(FlashAttentionPyTorch):
@@ -125,12 +114,9 @@ def test_logsumexp_is_natural_and_alone():
     ("checked", "candidate", "named"),
     [
         ("forward", FlashAttentionPyTorch.apply, ""),
-        ("forward", mixed_batch, "first sequence is right"),
-        ("forward", unscaled, "agrees with attention"),
         ("forward", in_tf32, "TF32"),
         ("forward", greedy, "out of bounds"),
         ("backward", FlashAttentionPyTorch.apply, ""),
-        ("backward", WithoutDelta.apply, "dQ"),
         ("backward", KeepsLogsumexpOfBase2.apply, "natural logarithm"),
     ],
 )

@@ -94,7 +94,6 @@ WRONG = [
     ("34", "flat_gain_s", "4 *", "2 *", "reads and writes"),
     ("34", "MyFlatDDP", "flat /= dist.get_world_size()", "pass", "is the sum over the ranks"),
     ("34", "SmallFlatDDP", "gradient.nbytes < self.limit_bytes", "gradient.nbytes < 50", "three of 32 bytes"),
-    ("34", "SmallFlatDDP", "tensor /= dist.get_world_size()", "pass", "is the sum over the ranks"),
     ("35", "ShortOverlap", ".pop().wait()", ".pop()", "Keep every handle"),
     ("35", "OrderedOverlap", "while len(self.handles) < len(self.order) and", "if", "messages leave only in"),
     ("36", "most_gain_ms", "sent_ms - last_ms", "sent_ms", "C - c"),

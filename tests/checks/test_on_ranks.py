@@ -39,8 +39,7 @@ DDP = {
         (f"self.handles.append({SEND})", "dist.all_reduce(parameter.grad)"),
     "rank 0, 1: 4 of 4 messages leave only in finish_gradient_synchronization":
         ("parameter.register_post_accumulate_grad_hook", "id", FINISH, lines(SEND_ALL, FINISH)),
-    "rank 0[, 1]*: 4 of 4 all-reduces may still be under way": (WAIT, "self.handles.pop()"),
-    "rank 0[, 1]*: 1 of 4 all-reduces": (FINISH, "while self.handles[1:]:"),
+    "rank 0[, 1]*: 1 of 4 all-reduces may still be under way": (FINISH, "while self.handles[1:]:"),
     "'first.weight' is still this rank's own. Average it":
         (DIVIDE, "pass", "all_reduce(parameter.grad", "all_reduce(parameter.grad.clone()"),
     "'rarely.weight' is still this rank's own":
@@ -145,7 +144,6 @@ FSDP = {
     "all-gather of 'up' starts only when its layer begins": ("place : place + 3", "place : place + 1"),
     "all-gather of 'embedding' is waited for where it starts":
         (GATHER, lines("all_gather(weight.all_rows, weight.sent)", "weight.work = True"), ARRIVED, "pass"),
-    "all-gather of 'down' starts before .* two layers ahead": ("place : place + 3", "place : place + 4"),
     "in backward 'embedding' is gathered only when": ("max(place - 2, 0) : place", "place : place"),
     "'embedding' is gathered in torch.float32. Cast":
         (ARRIVED, lines(ARRIVED, "wanted[0].all_rows.copy_(wanted[0].arrived)"),
@@ -168,7 +166,6 @@ TENSOR = {
     "^$": (),
     "output is only this rank's term. All-reduce": (SUM, "return hidden @ self.w2.T"),
     "output is the mean": (SUM, f"{SUM} / 2"),
-    "gradient of the input is only what comes": ("x = SumGradient.apply(x, self.group)", "pass"),
     "gradient of w1 is 2 times too large":
         ("return grad, None", "torch.distributed.all_reduce(grad := grad.clone()); return grad, None"),
     "w1 has no gradient": (SUM, "return Sum.apply((hidden @ self.w2.T).detach(), None).requires_grad_()"),

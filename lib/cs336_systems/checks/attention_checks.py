@@ -38,9 +38,7 @@ class AttentionCase:
     is_causal: bool = False
     logit_scale: float = 1.0  # q is multiplied by it: 1 gives scores of unit variance
     n_padding: int = 0  # so many keys come first whose scores are -inf in float32
-    scores_by_matmul: bool = (
-        False  # of PyTorch, in backward of another shape than in forward: rounded differently
-    )
+    scores_by_matmul: bool = False  # PyTorch's, of other shapes in backward: rounded differently
 
 
 # What the handout asks for: one batch dimension, lengths and head sizes that are powers of two.

@@ -150,9 +150,8 @@ def check_backward(check: Step, attention: AttentionFunction, device: str | torc
     check("dQ, dK and dV agree with float64", *compared("one tile", (1,), 16, 16, 16))
     check("sums go over all tiles", *compared("many tiles", (2,), 64, 128, 32))
     check("lengths that no tile divides", *compared("odd lengths", (2,), 45, 77, 24))
-    check(
-        "large scores", *compared("large scores", (2,), 64, 64, 32, logit_scale=30.0, scores_by_matmul=True)
-    )
+    large = {"logit_scale": 30.0, "scores_by_matmul": True}
+    check("large scores", *compared("large scores", (2,), 64, 64, 32, **large))
     check("causal", *compared("causal", (2,), 77, 50, 16, is_causal=True))
 
 

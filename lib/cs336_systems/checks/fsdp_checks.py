@@ -162,28 +162,6 @@ def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
         yield f"forward computes with {nearest} from before the optimizer's step. Gather anew."
 
 
-class _Whole:
-    """Of which layers what was noted, weights or gradients, still has memory; and of how many at most."""
-
-    def __init__(self, allowed: int) -> None:
-        self.seen: list[tuple[str, StorageWeakRef]] = []
-        self.most, self.allowed = 0, allowed
-
-    def note(self, numel: int, storage: StorageWeakRef) -> None:
-        if numel in _LAYER_OF:
-            self.seen.append((_LAYER_OF[numel], storage))
-        self.most = max(self.most, len(self.layers(allowed=max(self.most, self.allowed))))
-
-    def layers(self, allowed: int) -> list[str]:
-        """Those that keep memory."""
-
-        def alive() -> set[str]:
-            living = ((layer, torch.UntypedStorage._new_with_weak_ptr(x.cdata)) for layer, x in self.seen)
-            return {layer for layer, storage in living if storage is not None and storage.nbytes()}
-
-        return sorted(_left(alive, allowed))
-
-
 def _left(find: Callable[[], set], allowed: int) -> set:
     """What is found after at most a second, in which cycles and Gloo's threads may free some."""
     until = time.monotonic() + 1
@@ -195,33 +173,46 @@ def _left(find: Callable[[], set], allowed: int) -> set:
 
 def _memory(wrap: Wrap) -> Iterator[str]:
     wrapped, mistakes = wrap(_Layers(seed=0)), []
-    whole, reduced = _Whole(_WEIGHTS), _Whole(_GRADIENTS)
+    seen: dict[str, list] = {"gather": [], "reduce": []}  # layer and storage of weights, of gradients
+    most = {"gather": _WEIGHTS, "reduce": _GRADIENTS}  # that had memory at once, or what is allowed
     still = "the whole weights of these layers still have memory:"
     mend = "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor again."
 
+    def whole(kind: str, allowed: int) -> list[str]:
+        def alive() -> set[str]:
+            living = ((layer, torch.UntypedStorage._new_with_weak_ptr(x.cdata)) for layer, x in seen[kind])
+            return {layer for layer, storage in living if storage is not None and storage.nbytes()}
+
+        return sorted(_left(alive, allowed))
+
+    def note(kind: str, numel: int, storage: StorageWeakRef) -> None:
+        if numel in _LAYER_OF:
+            seen[kind].append((_LAYER_OF[numel], storage))
+        most[kind] = max(most[kind], len(whole(kind, allowed=most[kind])))
+
     def on_message(message: Message) -> None:
-        for word, noted in (("gather", whole), ("reduce", reduced)):
-            if word in message.name:
-                noted.note(message.numel, message.storage)
+        for kind in (kind for kind in seen if kind in message.name):
+            note(kind, message.numel, message.storage)
 
     def on_saved(x: Tensor) -> Tensor:
-        whole.note(x.numel(), StorageWeakRef(x.untyped_storage()))
+        note("gather", x.numel(), StorageWeakRef(x.untyped_storage()))
         return x
 
     with observed(on_message), torch.autograd.graph.saved_tensors_hooks(on_saved, lambda kept: kept):
         for step in range(2):
             loss = loss_of(wrapped, dist.get_rank(), step)
-            if len(kept := whole.layers(allowed=1)) > 1:  # backward begins with the last
+            if len(kept := whole("gather", allowed=1)) > 1:  # backward begins with the last
                 mistakes.append(f"after forward {still} {', '.join(kept)}. {mend}")
             loss.backward()
             wrapped.finish_gradient_synchronization()
-            if kept := whole.layers(allowed=0):
+            if kept := whole("gather", allowed=0):
                 mistakes.append(f"after backward {still} {', '.join(kept)}. Free each with its gradient.")
     yield from mistakes
-    if whole.most > _WEIGHTS:
-        yield f"{whole.most} whole weights have memory at once; allowed: the one in use and two ahead of it."
-    if reduced.most > _GRADIENTS:
-        yield f"{reduced.most} whole gradients have memory at once. Wait for the oldest before a third goes."
+    weights, gradients = most.values()
+    if weights > _WEIGHTS:
+        yield f"{weights} whole weights have memory at once; allowed: the one in use and two ahead of it."
+    if gradients > _GRADIENTS:
+        yield f"{gradients} whole gradients have memory at once. Wait for the oldest before a third goes."
     yield "✓ whole weights are freed after use, in forward and in backward, and whole gradients too"
 
 
@@ -249,12 +240,11 @@ def _prefetch(wrap: Wrap) -> Iterator[str]:
         return
     turn = next(i for i, event in enumerate(events) if event.startswith("back"))
     before, after = events[:turn], events[turn:]
-    for layer in LAYERS:
+    for number, layer in enumerate(LAYERS):
         if f"wait {layer}" in events:
             yield f"the all-gather of {layer!r} is waited for where it starts. Start it with async_op=True."
         if f"gather {layer}" not in before:
             yield f"forward does not gather {layer!r}; the weight that it computes with may be stale."
-    for number, layer in enumerate(LAYERS):
         start, gather = before.index(f"gather {layer}"), f"the all-gather of {layer!r}"
         if number > 0 and start > before.index(f"enter {layer}"):
             yield f"{gather} starts only when its layer begins. Start it earlier, in forward's order."

@@ -138,9 +138,8 @@ class _Pair:
         torch.manual_seed(0)
         self.before = [torch.randn(_SHAPES[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
         self.alone, self.sharded = ([nn.Parameter(x.clone()) for x in self.before] for _ in range(2))
-        self.names = [
-            f"parameter {i} of {count}, of shape {tuple(x.shape)}," for i, x in enumerate(self.before)
-        ]
+        shapes = [tuple(x.shape) for x in self.before]
+        self.names = [f"parameter {i} of {count}, of shape {shape}," for i, shape in enumerate(shapes)]
         self.steps, settings = 0, settings or _SETTINGS
         self.inside = inside = list[Optimizer]()
 
