@@ -46,7 +46,7 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
                 if force or (why := why_again(job, record, folder)) is not None:
                     if record and not force:
                         bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
-                    record = _run_job(job, folder, more=job is not jobs[-1])
+                    record = _run_job(job, folder)
                     bar.write(_line(record))
             records.append(record)
     return records
@@ -64,12 +64,12 @@ def why_again(job: Job, record: Record | None, folder: Path) -> str | None:
     return code.why(dict.fromkeys(now, "") | before, now) or None
 
 
-def _run_job(job: Job, folder: Path, *, more: bool) -> Record:
+def _run_job(job: Job, folder: Path) -> Record:
     output, found = folder / f"{job.name}.ipynb", _code(job)
     if reason := why_not_here(job.notebook.stem):
         record = asdict(Outcome("skipped", reason))
     else:
-        record = asdict(execute(job.notebook, output, job.parameters, more=more))
+        record = asdict(execute(job.notebook, output, job.parameters))
     record |= {"notebook": job.notebook.stem, "parameters": job.line(), "code": found}
     write_atomically(folder / f"{job.name}.json", json.dumps(record, indent=2) + "\n")
     return record

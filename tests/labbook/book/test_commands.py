@@ -39,7 +39,7 @@ def outcome(monkeypatch):
     monkeypatch.setattr(site, "build", lambda target, *_: target / "index.html")
 
     def set_outcome(*fields):
-        monkeypatch.setattr(runs, "execute", lambda *_, more: Outcome(*fields))
+        monkeypatch.setattr(runs, "execute", lambda *_: Outcome(*fields))
 
     set_outcome("ok")
     return set_outcome

@@ -4,7 +4,6 @@ import sys
 
 import nbformat
 
-from labbook.book import execute as module
 from labbook.book.execute import execute
 
 
@@ -37,10 +36,12 @@ def test_a_kernel_that_dies_is_an_error(tmp_path, write_notebook):
     assert (outcome.status, "died" in outcome.reason) == ("error", True)
 
 
-def test_the_process_of_the_next_one_is_ready(tmp_path, write_notebook):
-    source = write_notebook(tmp_path / "01_a.ipynb", "print(steps)")
-    for steps in (1, 2):
-        outcome = execute(source, tmp_path / "out.ipynb", {"steps": steps}, more=steps == 1)
-        assert (outcome.status, outcome.reason) == ("ok", "")
-        assert f'"{steps}\\n"' in (tmp_path / "out.ipynb").read_text().replace("\\\\", "\\")
-    assert module._ready == []
+def test_what_papermill_refuses_is_an_error_and_a_killed_process_too(tmp_path, write_notebook):
+    (tmp_path / "01_a.ipynb").write_text("{")
+    outcome = execute(tmp_path / "01_a.ipynb", tmp_path / "out.ipynb", {})
+    assert (outcome.status, "Error: " in outcome.reason) == ("error", True)
+    source = write_notebook(
+        tmp_path / "02_a.ipynb", "import os; os.kill(os.getppid(), 9); import time; time.sleep(9)"
+    )
+    outcome = execute(source, tmp_path / "out.ipynb", {})
+    assert (outcome.status, outcome.reason) == ("error", "killed by SIGKILL, perhaps out of memory")

@@ -28,7 +28,7 @@ def executed(monkeypatch):
     """Executions without a kernel: the list of what was executed; notebooks with 12 in their name fail."""
     done = []
 
-    def execute(source, output, parameters, more):
+    def execute(source, output, parameters):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
         failed = Outcome("error", "cell [1]: Bad: <luck>", 1.25, 100.4)
