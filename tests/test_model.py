@@ -14,14 +14,7 @@ from cs336_systems.model import Embedding, Linear, RMSNorm, TransformerLM, build
 from cs336_systems.optimizer import AdamW
 from cs336_systems.training import linear_cross_entropy
 
-DIMENSIONS = {
-    "vocab_size": 50,
-    "context_length": 16,
-    "d_model": 24,
-    "num_layers": 2,
-    "num_heads": 3,
-    "d_ff": 40,
-}
+DIMENSIONS = dict(vocab_size=50, context_length=16, d_model=24, num_layers=2, num_heads=3, d_ff=40)
 
 
 def a_model(**changes) -> TransformerLM:

@@ -1,7 +1,5 @@
 """Plain attention, the measure of all the others, against torch's own."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from cs336_systems.attention.plain import causal_mask, plain_attention
+from cs336_systems.checks import check_attention
 
 
 def qkv(leading, n_queries: int, n_keys: int, d: int, dtype=torch.float64, seed: int = 0):
@@ -33,13 +32,6 @@ def test_it_is_torchs_attention(leading, n_queries, n_keys, d, is_causal, seed):
     torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("n_queries", "n_keys"), [(5, 5), (3, 7), (7, 3)])
-def test_gradients(is_causal, n_queries, n_keys):
-    tensors = [tensor.requires_grad_() for tensor in qkv((2,), n_queries, n_keys, 4)]
-    assert torch.autograd.gradcheck(lambda q, k, v: plain_attention(q, k, v, is_causal), tensors)
-
-
 def test_the_mask_is_aligned_at_the_top_left():
     assert causal_mask(2, 4).tolist() == [[True, False, False, False], [True, True, False, False]]
     assert causal_mask(3, 2).tolist() == [[True, False], [True, True], [True, True]]
@@ -53,16 +45,6 @@ def test_values_may_have_a_width_of_their_own_and_scores_any_size():
     assert large.isfinite().all(), "scores of 1e8 overflow"
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_type_is_kept_and_the_error_is_that_of_the_formula_in_torch(dtype, is_causal):
-    q, k, v = qkv((4,), 64, 64, 32, dtype)
-    exact = plain_attention(q.double(), k.double(), v.double(), is_causal)
-    output = plain_attention(q, k, v, is_causal)
-    bias = torch.zeros(64, 64, dtype=dtype)
-    if is_causal:
-        bias.masked_fill_(~causal_mask(64, 64), -torch.inf)
-    torchs = torch.softmax(q @ k.mT / math.sqrt(32) + bias, -1) @ v
-    assert output.dtype == dtype
-    assert (output - exact).abs().max() <= 2 * (torchs - exact).abs().max()
-    assert (output - exact).abs().mean() <= 2 * (torchs - exact).abs().mean()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_error_and_gradients_are_those_of_the_formula_in_torch(dtype):
+    check_attention(plain_attention, dtype=dtype, device="cpu")
