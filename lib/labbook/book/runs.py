@@ -47,7 +47,7 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
                     if record and not force:
                         bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
                     record = _run_job(job, folder)
-                    bar.write(_line(record))
+                    bar.write(summary([record]))
             records.append(record)
     return records
 
@@ -97,13 +97,11 @@ def _code(job: Job) -> dict[str, str]:
     return found | {"torch": importlib.metadata.version("torch")} | code.of_notebook(job.notebook)
 
 
-def _line(record: Record) -> str:
-    """A record as a line of text, and its reason below."""
-    numbers = f"{record['status']:7} {record['seconds']:7.1f} s {record['host_memory_mib']:7,.0f} MiB"
-    line = f"{numbers}  {record['notebook']} {record['parameters']}".rstrip()
-    return f"{line}\n    {record['reason']}" if record["reason"] else line
-
-
 def summary(records: Sequence[Record]) -> str:
     """How each ended, how long it took, and how much host memory; a failure's reason under its line."""
-    return "\n".join(map(_line, records))
+    lines = []
+    for record in records:
+        numbers = f"{record['status']:7} {record['seconds']:7.1f} s {record['host_memory_mib']:7,.0f} MiB"
+        lines.append(f"{numbers}  {record['notebook']} {record['parameters']}".rstrip())
+        lines += [f"    {record['reason']}"] * bool(record["reason"])
+    return "\n".join(lines)
