@@ -3,6 +3,7 @@
 from cs336_systems.parallel.collective_calls import pass_on, watch_collectives
 from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, NaiveDDP
 from cs336_systems.parallel.fsdp import FSDP
+from cs336_systems.parallel.hosts import PacedLayer, slow_link, why_no_slow_link
 from cs336_systems.parallel.launch import (
     WorkerContext,
     WorkerError,

@@ -1,0 +1,107 @@
+"""Ranks of one machine as if each were a host: a network namespace each, joined by links of a given rate.
+
+A link this slow is the bottleneck, so models of communication can be tested without a GPU where they bind.
+"""
+
+import ctypes
+import os
+import shutil
+import socket
+import subprocess
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs336_systems.parallel.launch import WorkerContext
+
+_CLONE_NEWNET = 0x40000000
+_INTERFACE, _ADDRESS = "host", "10.33.6.{}/24"
+
+
+def why_no_slow_link() -> str:
+    """Why this process cannot call `slow_link`; "" if it can."""
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        return f"there is no {' and no '.join(missing)} (Linux has them in the package iproute2)"
+    return "" if os.geteuid() == 0 else "a network namespace needs root"
+
+
+def slow_link(context: WorkerContext, gbps: float) -> None:
+    """From now on this rank sends at most `gbps` GB/s (10**9 bytes), as all ranks do; all have to call it.
+
+    The first call moves each rank to a network namespace of its own, which ends with its process, and makes
+    the process group anew: what was made with the old one cannot be used any more.
+
+    Raises:
+        RuntimeError: the machine cannot (see `why_no_slow_link`), or a command failed; it says which.
+        ValueError: the backend is not Gloo, or gbps is not above 0.
+    """
+    if context.backend != "gloo" or not gbps > 0:
+        raise ValueError(f"backend {context.backend!r}, {gbps!r} GB/s; allowed: 'gloo', and a rate above 0")
+    if reason := why_no_slow_link():
+        raise RuntimeError(f"no slow link here: {reason}")
+    if _INTERFACE not in [name for _, name in socket.if_nameindex()]:
+        _move_apart(context)
+    burst_kb = max(32, 2000 * gbps)  # what may leave at once after a pause: 2 ms of the rate
+    rate = f"rate {8000 * gbps:g}mbit burst {burst_kb:g}kb latency 100ms"
+    _command(f"tc qdisc replace dev {_INTERFACE} root tbf {rate}")
+    dist.barrier()
+
+
+def _move_apart(context: WorkerContext) -> None:
+    """Each rank in its own namespace, its interface plugged into a switch in rank 0's."""
+    rank, processes = context.rank, [None] * context.world_size
+    dist.all_gather_object(processes, os.getpid())
+    if ctypes.CDLL(None, use_errno=True).unshare(_CLONE_NEWNET):
+        raise RuntimeError(f"no network namespace: {os.strerror(ctypes.get_errno())}")
+    dist.barrier()  # old connections stay in the old namespace, and work
+    _command(f"ip link add {_INTERFACE} type veth peer name port{rank} netns {processes[0]}")
+    _command(f"ip addr add {_ADDRESS.format(rank + 1)} dev {_INTERFACE}")
+    for interface in ("lo", _INTERFACE):
+        _command(f"ip link set {interface} up")
+    dist.barrier()
+    if rank == 0:
+        _command("ip link add switch type bridge")
+        for interface in ("switch", *(f"port{other} master switch" for other in range(context.world_size))):
+            _command(f"ip link set {interface} up")
+    dist.barrier()
+    store = dist.PrefixStore("hosts", dist.distributed_c10d._get_default_store())
+    dist.destroy_process_group()
+    os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+    dist.init_process_group("gloo", store=store, world_size=context.world_size, rank=rank)
+
+
+def _command(line: str) -> None:
+    done = subprocess.run(line.split(), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{line}: {done.stderr.strip() or done.returncode}")
+
+
+class PacedLayer(nn.Module):
+    """A float32 weight of `mib` MiB, and in place of computing a wait: `seconds`, in backward twice as long.
+
+    Its result is its argument, and each element of the gradient of its weight is 1.
+    """
+
+    def __init__(self, mib: float, seconds: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(int(mib * 2**18)))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Wait.apply(x, self.weight, self.seconds)
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds, ctx.shape = seconds, weight.shape
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, torch.ones(ctx.shape), None

@@ -1,0 +1,62 @@
+"""Ranks in network namespaces of their own, over a link of a given rate."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cs336_systems import parallel
+from cs336_systems.parallel import WorkerContext, hosts
+
+
+def timed(context, rates_gbps):
+    """Of an all-reduce of 4 MiB at each rate; and its sum."""
+    found = []
+    for rate in rates_gbps:
+        parallel.slow_link(context, rate)
+        message = torch.ones(2**20)
+        dist.all_reduce(message)
+        started = time.perf_counter()
+        dist.all_reduce(message)
+        found.append((time.perf_counter() - started, message[-1].item()))
+    return found
+
+
+@pytest.mark.skipif(bool(parallel.why_no_slow_link()), reason=parallel.why_no_slow_link())
+def test_a_slow_link_is_as_slow_as_asked():
+    """Of two ranks each sends as many bytes as the message has; of three a third more."""
+    for ranks, passes in ((2, 1), (3, 4 / 3)):
+        for rank in parallel.launch(timed, ranks, (0.04, 0.01), backend="gloo"):
+            for (took_s, total), rate in zip(rank, (0.04, 0.01), strict=True):
+                least_s = passes * (2**22 - 2**18) / (1e9 * rate)  # a burst is free
+                assert total == ranks**2
+                assert least_s < took_s < 5 * least_s
+
+
+def test_what_cannot_be_is_refused(monkeypatch):
+    context = WorkerContext(0, 2, 0, torch.device("cpu"), "gloo", print)
+    for bad in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match="a rate above 0"):
+            parallel.slow_link(context, bad)
+    monkeypatch.setattr(hosts.shutil, "which", lambda tool: None if tool == "tc" else tool)
+    with pytest.raises(RuntimeError, match=r"no tc \(Linux has"):
+        parallel.slow_link(context, 0.1)
+    monkeypatch.setattr(hosts.shutil, "which", str)
+    monkeypatch.setattr(hosts.os, "geteuid", lambda: 1000)
+    with pytest.raises(RuntimeError, match="needs root"):
+        parallel.slow_link(context, 0.1)
+
+
+def test_a_paced_layer_waits_and_has_a_gradient():
+    layer = parallel.PacedLayer(0.5, 0.02)
+    x = torch.ones(3, requires_grad=True)
+    started = time.perf_counter()
+    y = layer(x)
+    forward_s = time.perf_counter() - started
+    y.sum().backward()
+    assert forward_s >= 0.02
+    assert time.perf_counter() - started >= 0.06
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad, torch.ones(3))
+    assert torch.equal(layer.weight.grad, torch.ones(2**17))
