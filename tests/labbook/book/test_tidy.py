@@ -2,7 +2,7 @@
 
 import copy
 import os
-from multiprocessing import get_context
+from multiprocessing import forkserver, get_context
 
 import nbformat
 import pytest
@@ -125,14 +125,22 @@ def run_copy(path, told):
     told.send("")
 
 
-@pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
-def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path):
-    """Up to the last checker: of what follows, all that uses a solution is marked as allowed to raise.
-
-    As JupyterLab does, it goes on after a cell so marked. A fork of a server has torch already.
-    """
+@pytest.fixture(scope="module")
+def context():
+    """Of processes that are forks of a server, which has torch already."""
+    forkserver._forkserver._stop()  # another test's has not
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed.fsdp", "labbook.plots", "nbformat"])
+    yield context
+    forkserver._forkserver._stop()
+
+
+@pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
+def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path, context):
+    """Up to the last checker: of what follows, all that uses a solution is marked as allowed to raise.
+
+    As JupyterLab does, it goes on after a cell so marked.
+    """
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=run_copy, args=(path, send))
     process.start()
