@@ -44,6 +44,7 @@ def slow_link(context: WorkerContext, gbps: float) -> None:
         raise RuntimeError(f"no slow link here: {reason}")
     if _INTERFACE not in [name for _, name in socket.if_nameindex()]:
         _move_apart(context)
+    dist.barrier()  # nothing is queued any more: what is larger than a smaller burst would never leave
     burst_kb = max(32, 2000 * gbps)  # what may leave at once after a pause: 2 ms of the rate
     rate = f"rate {8000 * gbps:g}mbit burst {burst_kb:g}kb latency 100ms"
     _command(f"tc qdisc replace dev {_INTERFACE} root tbf {rate}")
