@@ -9,7 +9,7 @@ from cs336_systems.other_notebooks import taken_from
 
 def test_what_is_taken_from_another_notebook_runs_nothing_of_it(tmp_path, monkeypatch):
     cells = [
-        "import math\npi = math.pi\nshow()",
+        "import math\npi = math.pi\nsize = load().size\nshow()",
         "def twice(x):\n    return 2 * pi * half(x)",
         "def half(x):\n    return x / 2",
     ]
