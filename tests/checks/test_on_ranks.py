@@ -110,7 +110,7 @@ FREE_BEFORE_FORWARD = """    def forward(self, *inputs):
 """
 FSDP = {
     "^$": (),
-    "`.mod": ("self.module = module", "self.module = torch.nn.Sequential(module)"),
+    "`.mod": ("self.module, kinds = module,", "self.module, kinds = torch.nn.Sequential(module),"),
     "'embedding.weight' is not that of rank 0. Broadcast": ("dist.broadcast(parameter.data, src=0)", "pass"),
     "in the order of the ranks": ("rows[: len(weight.whole)]", "rows.flip(0)"),
     "it has no 'embedding.weight', but w": (" return full\n", " return {'w': full['norm.weight']}\n"),
