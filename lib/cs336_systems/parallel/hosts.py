@@ -19,13 +19,19 @@ from cs336_systems.parallel.launch import WorkerContext
 
 _CLONE_NEWNET = 0x40000000
 _INTERFACE, _ADDRESS = "host", "10.33.6.{}/24"
+_RATE = "rate {:g}mbit burst {:g}kb latency 100ms"
 
 
 def why_no_slow_link() -> str:
     """Why this process cannot call `slow_link`; "" if it can."""
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        return f"there is no {' and no '.join(missing)} (Linux has them in the package iproute2)"
-    return "" if os.geteuid() == 0 else "a network namespace needs root"
+    if missing := [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]:
+        return f"there is no {' and no '.join(missing)} (Linux has them in iproute2 and util-linux)"
+    if os.geteuid() != 0:
+        return "a network namespace needs root"
+    made = "ip link add end1 type veth peer name end2 && ip link add switch type bridge"
+    tried = f"{made} && tc qdisc add dev end1 root tbf {_RATE.format(1, 32)}"
+    done = subprocess.run(["unshare", "--net", "sh", "-c", tried], capture_output=True, text=True)
+    return done.stderr.strip() if done.returncode else ""
 
 
 def slow_link(context: WorkerContext, gbps: float) -> None:
@@ -46,8 +52,7 @@ def slow_link(context: WorkerContext, gbps: float) -> None:
         _move_apart(context)
     dist.barrier()  # nothing is queued any more: what is larger than a smaller burst would never leave
     burst_kb = max(32, 2000 * gbps)  # what may leave at once after a pause: 2 ms of the rate
-    rate = f"rate {8000 * gbps:g}mbit burst {burst_kb:g}kb latency 100ms"
-    _command(f"tc qdisc replace dev {_INTERFACE} root tbf {rate}")
+    _command(f"tc qdisc replace dev {_INTERFACE} root tbf {_RATE.format(8000 * gbps, burst_kb)}")
     dist.barrier()
 
 

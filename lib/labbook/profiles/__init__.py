@@ -1,6 +1,10 @@
 """Profiles of Nsight Systems or torch.profiler, as one table of kernels under the ranges they serve."""
 
+import os
+
 from labbook import offered
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch.profiler writes a log to stderr
 
 __getattr__, __all__ = offered(
     "labbook.profiles",

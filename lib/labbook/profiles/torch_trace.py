@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import platform
 import re
 import warnings
@@ -34,7 +33,6 @@ _BOOKKEEPING = re.compile(
 )
 _FIELDS = ["cat", "name", "pid", "tid", "ts", "dur"]  # of every event that is read
 _ARGUMENTS = ["correlation", "stream"]
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own log goes to stderr, from its first use on
 
 
 def record_trace(

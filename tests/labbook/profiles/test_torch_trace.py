@@ -2,7 +2,10 @@
 
 import gzip
 import json
+import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,3 +189,10 @@ def test_a_trace_without_a_step_keeps_none_and_one_without_kernels_says_why(save
     calls = save({"traceEvents": [e for e in events if e.get("cat") not in ("kernel", "gpu_memcpy")]})
     with pytest.raises(ProfileError, match="CUPTI"):
         read_trace(calls)
+
+
+def test_the_profilers_own_log_stays_off_stderr_wherever_it_is_first_used():
+    code = "import torch, labbook.profiles\nwith torch.profiler.profile(): torch.ones(1).exp()"
+    given = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    run = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
