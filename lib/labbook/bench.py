@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby, permutations, product
 from types import MappingProxyType
 from typing import Any
 
@@ -23,10 +23,12 @@ import torch
 from torch import Tensor
 
 from labbook import ranks, timing
-from labbook.rows import Row, pass_order_errors
+from labbook.rows import Row
 from labbook.timing import Timing
 
 TIMEOUT_S = 3600  # of one start of processes
+# How much one step does: a pass of a higher level contains those below, so it cannot be faster.
+_PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
 
 
 class Case(dict):
@@ -174,11 +176,20 @@ def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], conte
             found = [made if isinstance(made, Timing) else attempt(timed, case) for case in group]
             tried = zip(group, found, strict=True)
             rows = [_row(case, each) if isinstance(each, Timing) else each for case, each in tried]
-            if not pass_order_errors(rows):
+            if not _contradict(rows):
                 break
         made = None
     timing.release_memory(device)
     return rows
+
+
+def _contradict(rows: Iterable[Row]) -> bool:
+    """Whether a pass took less than one that it contains, by more than the spread of their steps."""
+    timed = [row for row in rows if row.get("pass") in _PASS_LEVEL and "p50_ms" in row]
+    return any(
+        _PASS_LEVEL[part["pass"]] < _PASS_LEVEL[whole["pass"]] and whole["p80_ms"] < part["p20_ms"]
+        for part, whole in permutations(timed, 2)
+    )
 
 
 def _over_ranks(

@@ -9,11 +9,9 @@ import io
 import math
 import numbers
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from labbook import machine as here
 from labbook import runs
 from labbook.files import (
     NOTEBOOKS,
-    REPOSITORY_FIGURES,
     figures_dir,
     find,
     locked,
@@ -40,8 +37,6 @@ PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
 _READ = {"int": int, "float": float, "exact": float, "bool": {"true": True, "false": False}.__getitem__}
-# How much one step does: a pass of a higher level contains those below, so it cannot be faster.
-_PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
 _REPAIR = "restore the file from git, or move it away and measure again"
 
 
@@ -86,9 +81,6 @@ TABLES = {
 ALLOWED: dict[str, Sequence[str]] = {"status": STATUSES, **DECLARED["allowed"]}
 KEYS = tuple(dict.fromkeys(name for table in TABLES.values() for name in table.keys))
 VALUES = tuple(dict.fromkeys(name for table in TABLES.values() for name in table.values))
-# Of the tables with times: what is equal in all passes of one measurement.
-_SAME = {name for table in TABLES.values() if "p50_ms" in table.values for name in table.keys}
-_SAME -= {"pass", "warmup_steps"}
 
 
 def save_rows(
@@ -120,8 +112,6 @@ def save_rows(
     keys = pd.Index([_described(row, schema.keys) for row in batch], dtype=object)
     for number in keys.duplicated().nonzero()[0]:
         raise RowError(f"{where}, rows[{number}]: duplicate key {keys[number]}; allowed: once")
-    for error in pass_order_errors(batch):
-        raise RowError(f"{where}: {error}")
     gpus, gpu = here.gpu_names(), here.gpu_of(machine)
     if gpu not in gpus:
         raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {', '.join(gpus)}")
@@ -166,16 +156,8 @@ def run_counts(slug: str, machine: str) -> dict[str, dict[str, int]]:
 
 
 def published(name: str) -> pd.DataFrame:
-    """What public reports measured on other GPUs: `figures/published/<name>.csv`, its columns as they are.
-
-    Raises:
-        ValueError: there is no such table; the message lists those there are.
-    """
-    path = find("published", f"{name}.csv")
-    if not path.is_file():
-        tables = ", ".join(sorted(file.stem for file in (REPOSITORY_FIGURES / "published").glob("*.csv")))
-        raise ValueError(f"unknown published table {name!r}; allowed: {tables}")
-    return pd.read_csv(path)
+    """What public reports measured on other GPUs: `figures/published/<name>.csv`, its columns as they are."""
+    return pd.read_csv(find("published", f"{name}.csv"))
 
 
 # One value, one row.
@@ -260,30 +242,6 @@ def _contradiction(row: Row, table: Table) -> str:
 
 def _described(row: Mapping[str, Any], columns: Iterable[str]) -> str:
     return ", ".join(f"{name}={row[name]}" for name in columns if row.get(name) is not None)
-
-
-def pass_order_errors(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Sentences about passes faster than a pass inside them, by more than the spread of the steps.
-
-    Rows are compared when they are equal in every other key. Of several warm-ups only the longest counts: the
-    shorter ones are there to show the start, not the pass.
-    """
-    groups = defaultdict(list)
-    for row in rows:
-        if row.get("pass") in _PASS_LEVEL and row.get("p50_ms") is not None and row.get("warmup_steps") != 0:
-            groups[tuple((name, row[name]) for name in sorted(_SAME & row.keys()))].append(row)
-    errors = []
-    for group in groups.values():
-        longest = max(row.get("warmup_steps") or 0 for row in group)
-        group = [row for row in group if (row.get("warmup_steps") or 0) == longest]
-        for small, large in permutations(group, 2):
-            if _PASS_LEVEL[small["pass"]] < _PASS_LEVEL[large["pass"]] and large["p80_ms"] < small["p20_ms"]:
-                at = _described(large, [name for name in KEYS if name in _SAME])
-                errors.append(
-                    f"{large['pass']} took {large['p80_ms']:.4g} ms (p80_ms), {small['pass']} inside it "
-                    f"{small['p20_ms']:.4g} ms (p20_ms), at {at}; measure both again, in one run"
-                )
-    return errors
 
 
 # The file.

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from labbook.files import REPOSITORY_FIGURES, committed
-from labbook.rows import ALLOWED, DECLARED, TABLES, RowError, load_rows, pass_order_errors, save_rows
+from labbook.rows import ALLOWED, DECLARED, TABLES, RowError, load_rows, save_rows
 
 SLUG, MACHINE, TABLE = "benchmarking_script", "testbox", "model_times"
 
@@ -174,18 +174,6 @@ def test_a_row_that_does_not_fit_is_refused_and_nothing_changes(columns, told):
 def test_empty_columns_of_other_tables_may_be_given():
     save(row(power_w=None, saved_for_backward_mib=float("nan")))
     assert "power_w" not in load().columns
-
-
-def test_a_pass_faster_than_its_part_is_refused_of_several_warmups_after_the_longest():
-    with pytest.raises(RowError, match=r"30.1 ms.*34.9 ms.*context_length=128"):
-        save(row("forward", 35), row("forward_backward", 30))
-    assert not pass_order_errors([row("forward_backward", 30), row("train_step", 29.9)])  # within the spread
-    assert not pass_order_errors([row("forward", 500, context_length=1024), row("forward_backward", 30)])
-    start = [row("forward", 500, warmup_steps=1), row("forward_backward", 30, warmup_steps=1)]
-    longest = [row("forward", 10, warmup_steps=5), row("forward_backward", 30, warmup_steps=5)]
-    assert not pass_order_errors(start + longest)
-    assert pass_order_errors(start)
-    assert not pass_order_errors([r | {"warmup_steps": 0} for r in start])
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,6 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever reads has seen enough: `list | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
-        return 0
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

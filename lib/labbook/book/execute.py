@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 
-_LOOK_EVERY_S = 0.25
 # A kernel ends when it has tidied up: to take torch down, module by module, lasts seconds more.
 _AT_EXIT = '__import__("atexit").register(__import__("os")._exit, 0);'
 _PROCESSES = get_context("forkserver")  # whose server imports, once, what each of them needs
@@ -23,15 +22,11 @@ _PROCESSES.set_forkserver_preload(["papermill", "ipykernel.kernelspec", "jupyter
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an execution ended. `status` is "ok", "error" or "skipped"; then `reason` says why.
-
-    host_memory_mib: the most that the kernel and its children held.
-    """
+    """How an execution ended. `status` is "ok", "error" or "skipped"; then `reason` says why."""
 
     status: str
     reason: str = ""
     seconds: float = 0.0
-    host_memory_mib: float = 0.0
 
 
 def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
@@ -40,16 +35,12 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     Its folder is the kernel's working directory. Ctrl-C ends everything that was started here.
     """
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
-    started, peak, reason = time.perf_counter(), 0, None
+    started, reason = time.perf_counter(), None
     receive, send = _PROCESSES.Pipe(duplex=False)
     process = _PROCESSES.Process(target=_run, args=(send, dict(os.environ), source, partial, parameters))
     process.start()
     send.close()
     try:
-        while not receive.poll(_LOOK_EVERY_S):
-            with suppress(psutil.NoSuchProcess):
-                tree = psutil.Process(process.pid).children(recursive=True)
-                peak = max(peak, sum(each.memory_info().rss for each in tree))
         reason = receive.recv()
     except EOFError:  # it could not say why
         process.join()
@@ -63,8 +54,7 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
         process.join()
     if partial.exists():
         os.replace(partial, output)
-    seconds, mib = round(time.perf_counter() - started, 1), round(peak / 2**20)
-    return Outcome("error" if reason else "ok", reason, seconds, mib)
+    return Outcome("error" if reason else "ok", reason, round(time.perf_counter() - started, 1))
 
 
 def _kill_tree(pid: int) -> None:
@@ -95,8 +85,6 @@ def _execute(source: Path, output: Path, parameters: dict[str, Any]) -> str:
     from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client import AsyncKernelManager
     from jupyter_client.kernelspec import KernelSpec
-    from nbclient.exceptions import CellTimeoutError, DeadKernelError
-    from papermill import engines
     from papermill.exceptions import PapermillExecutionError
 
     class ThisPython(AsyncKernelManager):
@@ -106,14 +94,6 @@ def _execute(source: Path, output: Path, parameters: dict[str, Any]) -> str:
         def kernel_spec(self) -> KernelSpec:
             return KernelSpec(**get_kernel_dict([f"--IPKernelApp.exec_lines={_AT_EXIT}"]))
 
-    class SavedSeldom(engines.NotebookExecutionManager):
-        """Writes the notebook once a second at most; papermill's own does before and after each cell."""
-
-        def save(self, **how: Any) -> None:
-            if (self.now() - self.last_save_time).total_seconds() > 1:
-                super().save(**how)
-
-    engines.NotebookExecutionManager = SavedSeldom
     logging.getLogger("papermill").setLevel(logging.ERROR)
     try:
         papermill.execute_notebook(
@@ -122,8 +102,6 @@ def _execute(source: Path, output: Path, parameters: dict[str, Any]) -> str:
         )  # fmt: skip
     except PapermillExecutionError as error:
         return f"cell [{error.exec_count}]: {' '.join(f'{error.ename}: {error.evalue}'.split())}"
-    except (DeadKernelError, CellTimeoutError) as error:
-        return f"the kernel died, perhaps out of memory ({' '.join(str(error).split())})"
-    except Exception as error:
+    except Exception as error:  # DeadKernelError: Kernel died, and others
         return " ".join(f"{type(error).__name__}: {error}".split())
     return ""

@@ -5,7 +5,8 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from unittest import mock
 
 from labbook import code, runs
 from labbook.book.notebooks import BatchError
@@ -26,7 +27,7 @@ def pack(machine: str) -> Path:
     _check(root)
     target = Path(f"{machine}.zip").resolve()
     with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as file:
-        for path in sorted(path for pattern in _PACKED for path in root.glob(pattern)):
+        for path in _files(root):
             file.write(path, path.relative_to(root.parent))
     return target
 
@@ -40,38 +41,31 @@ def add(source: Path) -> Path:
     """
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            with zipfile.ZipFile(source) as file:
-                names = [PurePosixPath(name) for name in file.namelist()]
-                machines = sorted({name.parts[0] for name in names})
-                known = [f"{machine}/{pattern}" for machine in machines for pattern in _PACKED]
-                if len(machines) != 1 or not all(any(map(name.match, known)) for name in names):
-                    raise BatchError(
-                        f"{source.name} holds other things than {', '.join(_PACKED)} of one machine"
-                    )
-                file.extractall(scratch)
+            shutil.unpack_archive(source, scratch, "zip")
         except (OSError, zipfile.BadZipFile) as error:
             raise BatchError(f"{source} is no pack of rows: {error}") from None
-        packed = Path(scratch) / machines[0]
+        packed = next(iter(Path(scratch).iterdir()), Path(scratch))
+        if {path for path in Path(scratch).rglob("*") if path.is_file()} != {*_files(packed)}:
+            raise BatchError(f"{source.name} holds other things than {', '.join(_PACKED)} of one machine")
         _check(packed)
         target = figures_dir() / packed.name
         here = target / "machine.json"
         if here.exists() and here.read_bytes() != (packed / "machine.json").read_bytes():
-            raise BatchError(
-                f"there is another {packed.name} here, with a card of its own; allowed: another name"
-            )
+            raise BatchError(f"there is another {packed.name} here, with its own card; allowed: another name")
         shutil.copytree(packed, make_folder(target), dirs_exist_ok=True)
     return target
 
 
+def _files(root: Path) -> list[Path]:
+    """Those of a machine that a pack has."""
+    return sorted(path for pattern in _PACKED for path in root.glob(pattern))
+
+
 def _check(root: Path) -> None:
     """Raises BatchError: a line for everything that keeps a machine's rows from being added."""
-    before = os.environ.get("LABBOOK_FIGURES")
-    os.environ["LABBOOK_FIGURES"] = str(root.parent)
-    try:
+    with mock.patch.dict(os.environ, LABBOOK_FIGURES=str(root.parent)):
         if problems := [*_problems(root)]:
             raise BatchError("\n".join(problems))
-    finally:
-        os.environ.pop("LABBOOK_FIGURES") if before is None else os.environ.update(LABBOOK_FIGURES=before)
 
 
 def _problems(root: Path) -> Iterator[str]:

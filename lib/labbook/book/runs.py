@@ -98,10 +98,10 @@ def _code(job: Job) -> dict[str, str]:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """How each ended, how long it took, and how much host memory; a failure's reason under its line."""
+    """How each ended and how long it took; a failure's reason under its line."""
     lines = []
     for record in records:
-        numbers = f"{record['status']:7} {record['seconds']:7.1f} s {record['host_memory_mib']:7,.0f} MiB"
-        lines.append(f"{numbers}  {record['notebook']} {record['parameters']}".rstrip())
+        told = "{status:7} {seconds:7.1f} s  {notebook} {parameters}".format(**record)
+        lines.append(told.rstrip())
         lines += [f"    {record['reason']}"] * bool(record["reason"])
     return "\n".join(lines)

@@ -58,7 +58,7 @@ MathJax.Hub.Config({
 });
 MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
 """
-_COLUMNS = ("notebook", "parameters", "status", "seconds", "host_memory_mib", "reason")
+_COLUMNS = ("notebook", "parameters", "status", "seconds", "reason")
 
 
 def build(target: Path, executed: Path, unrecorded: Sequence[runs.Record] = ()) -> Path:

@@ -11,7 +11,6 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from labbook.code import statements
 from labbook.files import make_folder, write_atomically
 
 HIDE_INPUT = "hide-input"  # tag of a cell whose output is what one reads
@@ -55,42 +54,19 @@ def has_solution(cell: NotebookNode) -> bool:
 
 
 def cleared(notebook: NotebookNode) -> NotebookNode:
-    """A copy without solutions, and without the outputs of what uses them.
+    """A copy with stubs for solutions, and checkers that have yet to say something.
 
-    A cell that uses what is yet to be written may raise: the copy runs to its end all the same.
+    Any cell may raise, as those do that use what is yet to be written: the copy runs to its end all the same.
     """
     notebook = deepcopy(notebook)
-    unwritten: set[str] = set()  # names that the solutions make, and what is made from those
-    written: set[str] = set()  # the other way round
-    noted: set[str] = set()  # by checkers, which raise nothing, but may stop before they make them
     for cell in notebook.cells:
-        if cell.cell_type != "code":
-            continue
-        tags, (reads, makes) = cell.metadata.get("tags", []), _names(cell.source)
-        checker, uses = CHECKER in tags, bool((unwritten | (noted - written - makes)) & reads)
-        if uses or has_solution(cell):
-            cell.outputs, cell.execution_count = [], None
-        if checker:
-            noted |= makes
-        elif has_solution(cell):
-            unwritten |= makes
-            cell.source = _SOLUTION.sub(_STUB, cell.source)
-        elif uses:
-            unwritten |= makes
+        if cell.cell_type == "code":
+            tags = cell.metadata.get("tags", [])
             cell.metadata["tags"] = [*tags, _MAY_RAISE]
-        else:
-            unwritten -= makes
-            written |= makes
+            if has_solution(cell) or CHECKER in tags:
+                cell.outputs, cell.execution_count = [], None
+            cell.source = _SOLUTION.sub(_STUB, cell.source)
     return notebook
-
-
-def _names(source: str) -> tuple[set[str], set[str]]:
-    """The names that code reads before it makes them, and those that it defines, assigns or changes."""
-    reads, makes = set(), set()
-    for statement in statements(source):
-        reads |= statement.said.uses.keys() - makes
-        makes |= statement.binds | statement.changes
-    return reads, makes
 
 
 def write_copies(notebooks: Sequence[Path], folder: Path) -> Iterator[str]:

@@ -7,18 +7,17 @@ import nbformat
 from labbook.book.execute import execute
 
 
-def test_parameters_folder_interpreter_and_memory(tmp_path, write_notebook, monkeypatch):
+def test_parameters_folder_and_interpreter(tmp_path, write_notebook, monkeypatch):
     kernel = tmp_path / "kernels" / "python3" / "kernel.json"  # the user's, not to be chosen
     kernel.parent.mkdir(parents=True)
     kernel.write_text('{"argv": ["false"], "display_name": "mine", "language": "python"}')
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    code = "import os, sys\nblock = b'x' * 300_000_000\nprint(steps, os.getcwd(), sys.executable)"
+    code = "import os, sys\nprint(steps, os.getcwd(), sys.executable)"
     (tmp_path / "there").mkdir()
-    source = write_notebook(tmp_path / "there" / "01_a.ipynb", code, "import time; time.sleep(1)")
+    source = write_notebook(tmp_path / "there" / "01_a.ipynb", code)
     outcome = execute(source, tmp_path / "out.ipynb", {"steps": 7})
     assert (outcome.status, outcome.reason) == ("ok", "")
-    assert outcome.host_memory_mib > 300
-    printed = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[-2].outputs[0].text
+    printed = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[-1].outputs[0].text
     assert printed == f"7 {source.parent} {sys.executable}\n"
     assert list(tmp_path.glob(".*")) == []
 

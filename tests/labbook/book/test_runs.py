@@ -32,7 +32,7 @@ def executed(monkeypatch):
     def execute(source, output, parameters):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
-        failed = Outcome("error", "cell [1]: Bad: <luck>", 1.25, 100.4)
+        failed = Outcome("error", "cell [1]: Bad: <luck>", 1.25)
         return failed if "12" in source.stem else Outcome("ok")
 
     monkeypatch.setattr(runs, "execute", execute)

@@ -57,9 +57,11 @@ def test_solutions_become_stubs_and_checkers_forget_what_they_said(notebook):
     assert notebook.cells[0].source == SOLUTION
 
 
-def test_what_uses_a_solution_may_raise(notebook):
-    tags = [cell.metadata.get("tags", []) for cell in cleared(notebook).cells]
-    assert tags == [[], [CHECKER], ["raises-exception"], ["raises-exception"], []]
+def test_any_cell_of_a_copy_may_raise_and_what_others_showed_stays(notebook):
+    notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", name="stdout", text="3\n")]
+    learners = cleared(notebook)
+    assert all("raises-exception" in cell.metadata["tags"] for cell in learners.cells)
+    assert learners.cells[-1].outputs == notebook.cells[-1].outputs
 
 
 def test_a_tidied_notebook_stays_and_a_messy_one_becomes_it(notebook):
@@ -70,19 +72,6 @@ def test_a_tidied_notebook_stays_and_a_messy_one_becomes_it(notebook):
     before = copy.deepcopy(messy)
     assert tidy(messy) == tidy(tidy(notebook)) == tidy(notebook)
     assert messy == before
-
-
-def test_what_only_a_checker_made_may_be_missing_until_a_cell_makes_it():
-    check = new_code_cell("noted = name = Sum()", metadata={"tags": [CHECKER]})
-    uses = ["print(noted)", "for name in 'ab':\n    print(name)", "noted = lambda name: name", "print(noted)"]
-    learners = cleared(new_notebook(cells=[new_code_cell(SOLUTION), check, *map(new_code_cell, uses)]))
-    assert [bool(cell.metadata.get("tags")) for cell in learners.cells[2:]] == [True, False, False, False]
-
-
-def test_a_name_that_a_loop_goes_through_values_with_is_its_own():
-    uses = ["each = Sum()", "print([each for each in 'ab'])", "for each in 'ab':\n    print(each)"]
-    learners = cleared(new_notebook(cells=[new_code_cell(SOLUTION), *map(new_code_cell, uses)]))
-    assert [bool(cell.metadata.get("tags")) for cell in learners.cells[1:]] == [True, False, False]
 
 
 def test_a_copy_that_is_there_stays(notebook, tmp_path):
@@ -106,23 +95,19 @@ def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
 
 def run_copy(path, told):
     """In a process of its own, send what is wrong with a copy up to its last checker; "" at the end."""
-    learners = cleared(nbformat.read(path, as_version=4))
-    cells = [(cell, cell.metadata.get("tags", ())) for cell in learners.cells if cell.cell_type == "code"]
-    last = max(i for i, (_, tags) in enumerate(cells) if CHECKER in tags)
-    if any(map(has_solution, learners.cells)) or not any(
-        CHECKER in tags and not c.outputs for c, tags in cells
-    ):
-        told.send("a solution is left, or nothing is to be written")
+    notebook = nbformat.read(path, as_version=4)
+    cells = [cell for cell in cleared(notebook).cells if cell.cell_type == "code"]
+    checks, not_yet = [i for i, cell in enumerate(cells) if CHECKER in cell.metadata["tags"]], 0
     os.chdir(NOTEBOOKS)
     shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
-    for cell, tags in cells[: last + 1]:
+    for i, cell in enumerate(cells[: checks[-1] + 1]):
         with capture_output() as said:
             done = shell.run_cell(cell.source, store_history=True)
-        if not done.success and "raises-exception" not in tags:
-            told.send(f"{cell.source}\nraised {done.error_before_exec or done.error_in_exec!r}")
-        if CHECKER in tags and not cell.outputs and ": not yet" not in said.stdout:
-            told.send(f"{cell.source}\nsaid\n{said.stdout}")
-    told.send("")
+        not_yet += i in checks and ": not yet" in said.stdout
+        if (i in checks and not done.success) or has_solution(cell):
+            told.send(f"{cell.source}\nraised {done.error_in_exec!r}, said\n{said.stdout}")
+    steps = sum(map(has_solution, notebook.cells))
+    told.send("" if not_yet >= steps else f"{not_yet} checkers say that {steps} steps are not written yet")
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +122,7 @@ def context():
 
 @pytest.mark.parametrize("path", WITH_STEPS, ids=lambda path: path.stem)
 def test_a_copy_runs_past_its_steps_and_says_not_yet_at_each(path, context):
-    """Up to the last checker: of what follows, all that uses a solution is marked as allowed to raise.
-
-    As JupyterLab does, it goes on after a cell so marked.
-    """
+    """As JupyterLab does, it goes on after a cell that raises and is marked as allowed to."""
     receive, send = context.Pipe(duplex=False)
     process = context.Process(target=run_copy, args=(path, send))
     process.start()
