@@ -1,10 +1,12 @@
-"""One notebook in a process of its own: how it can end, and that nothing of it stays."""
+"""One notebook in a process of its own: how it can end, that nothing stays; some with other parameters."""
 
 import sys
 
 import nbformat
+import pytest
 
 from labbook.book.execute import execute
+from labbook.files import NOTEBOOKS
 
 
 def test_parameters_folder_and_interpreter(tmp_path, write_notebook, monkeypatch):
@@ -44,3 +46,28 @@ def test_what_papermill_refuses_is_an_error_and_a_killed_process_too(tmp_path, w
     )
     outcome = execute(source, tmp_path / "out.ipynb", {})
     assert (outcome.status, outcome.reason) == ("error", "killed by SIGKILL, perhaps out of memory")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    def run(number, **parameters):
+        monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
+        (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
+        outcome = execute(path, tmp_path / "out.ipynb", parameters)
+        assert outcome.status == "ok", outcome.reason
+        return tmp_path
+
+    return run
+
+
+def test_the_first_exercise_of_13_runs_and_leaves_the_picture_of_the_handouts_sum_alone(run):
+    folder = run("13", value=0.02, count=500)
+    assert [path.parts[-3] != "h200" for path in folder.glob("*/*/error.png")] == [True]
+
+
+def test_22_shows_one_part_alone(run):
+    run("22", parts=["model"], implementations=["eager"], dtypes=["float32"])
+
+
+def test_12_shows_what_there_is_where_no_step_was_kept(run):
+    run("12", passes=["forward"], context_lengths=[32], traces=False)

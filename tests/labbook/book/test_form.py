@@ -1,4 +1,4 @@
-"""Every committed notebook is in form, and some run with other parameters than they are committed with."""
+"""Every committed notebook is in form."""
 
 from pathlib import Path
 
@@ -6,8 +6,6 @@ import nbformat
 import pytest
 from nbformat import v4
 from notebook_form import problems
-
-from labbook.book.execute import execute
 
 NOTEBOOKS = sorted((Path(__file__).parents[3] / "notebooks").glob("*.ipynb"))
 
@@ -37,28 +35,3 @@ def test_what_is_out_of_form_is_found(said):
     notebook = nbformat.read(NOTEBOOKS[1], as_version=4)
     next(cell for cell in notebook.cells[3:] if cell.cell_type == "code").update(BREAKS[said])
     assert any(said in problem for problem in problems(notebook, NOTEBOOKS[1].stem))
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    def run(number, **parameters):
-        monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
-        (path,) = (path for path in NOTEBOOKS if path.stem.startswith(number))
-        outcome = execute(path, tmp_path / "out.ipynb", parameters)
-        assert outcome.status == "ok", outcome.reason
-        return tmp_path
-
-    return run
-
-
-def test_the_first_exercise_of_13_runs_and_leaves_the_picture_of_the_handouts_sum_alone(run):
-    folder = run("13", value=0.02, count=500)
-    assert [path.parts[-3] != "h200" for path in folder.glob("*/*/error.png")] == [True]
-
-
-def test_22_shows_one_part_alone(run):
-    run("22", parts=["model"], implementations=["eager"], dtypes=["float32"])
-
-
-def test_12_shows_what_there_is_where_no_step_was_kept(run):
-    run("12", passes=["forward"], context_lengths=[32], traces=False)
