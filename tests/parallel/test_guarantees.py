@@ -318,10 +318,12 @@ def optimizers(context):
 
 
 def infinities(context):
-    """In the rows of one rank, even where another has no rows: a GradScaler skips the step on all ranks."""
+    """In the rows of one rank, even where another has no rows: a GradScaler skips the step on all ranks.
 
+    That is so as well after all gradients but the wrong one were cleaned.
+    """
     wraps = FSDP, partial(FSDP, compute_dtype=torch.float16), scattered
-    for wrap, bad, unscale in itertools.product(wraps, (torch.inf, torch.nan), (False, True)):
+    for wrap, bad, then in itertools.product(wraps, (torch.inf, torch.nan), ("", "unscale", "clean")):
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1, bias=False))
         wrapped, scaler = wrap(module), torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -334,8 +336,10 @@ def infinities(context):
             wrapped.finish_gradient_synchronization()
             if number == 0 and wrap is FSDP and context.rank == 1:  # rank 0 has all rows of it
                 assert module[1].weight.grad.numel() == 0
-            if unscale:
+            if then == "unscale":
                 scaler.unscale_(optimizer)
+            if then == "clean" and module[1].weight.grad is not None and module[1].weight.grad.numel():
+                [p.grad.nan_to_num_(0.5, 0.5, 0.5) for p in module[0].parameters() if p.grad is not None]
             scaler.step(optimizer)
             scaler.update()
             same = all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))

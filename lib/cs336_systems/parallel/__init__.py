@@ -12,13 +12,8 @@ from cs336_systems.parallel.launch import (
     launch,
     stream,
 )
-from cs336_systems.parallel.overlapped import (
-    BucketedDDP,
-    OverlappedDDP,
-    ReduceScatterDDP,
-    ReduceScatterMean,
-    bucket_bytes,
-)
+from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, bucket_bytes
+from cs336_systems.parallel.reduce_scatter_ddp import ReduceScatterDDP, ReduceScatterMean
 from cs336_systems.parallel.sent_bytes import count_sent_bytes
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import fill_buckets, partition_tensors, segment_bytes, shard_bytes

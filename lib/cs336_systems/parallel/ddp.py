@@ -158,26 +158,43 @@ class DataParallel(nn.Module):
         return sendable
 
     def _settle(self) -> None:
-        """What no rank knows alone: which gradients no rank has, and whether a shard of one is not finite."""
+        """What no rank knows alone: which gradients no rank has, and which are not finite on some rank."""
         number, device = len(self._trainable), self._trainable[0].device
-        flags = torch.ones(number + self._keeps_shards, dtype=torch.uint8, device=device)
+        flags = torch.ones(1 + self._keeps_shards, number, dtype=torch.uint8, device=device)
         if self._unused:
-            flags[list(self._unused)] = 0
+            flags[0, list(self._unused)] = 0
         if self._keeps_shards:
-            largest = torch._foreach_norm(here, torch.inf) if (here := self._gradients_here()) else ()
-            flags[-1] = ~torch.stack([flags[0].float(), *(norm.float() for norm in largest)]).isfinite().all()
+            zero, here = flags.new_zeros((), dtype=torch.float32), self._gradients_here()
+            largest = dict(
+                zip(here, torch._foreach_norm([*here.values()], torch.inf) if here else (), strict=True)
+            )
+            flags[1] = ~torch.stack([largest.get(n, zero).float() for n in range(number)]).isfinite()
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if self._unused:  # only then are they read, which makes the CPU wait for a GPU
-            was_used = flags.tolist()
+            was_used = flags[0].tolist()
             for index in self._unused:
                 if not was_used[index]:
                     self._trainable[index].grad = None
             self._unused.clear()
-        if self._keeps_shards and (here := self._gradients_here()):  # a GradScaler is to skip the step on all
-            here[0][(0,) * here[0].dim()].add_(torch.where(flags[-1].bool(), torch.nan, 0.0))
+        if self._keeps_shards:
+            self._spread(flags[1].bool())
 
-    def _gradients_here(self) -> list[Tensor]:
-        return [p.grad for p in self._trainable if p.grad is not None and p.grad.numel()]
+    def _spread(self, not_finite: Tensor) -> None:
+        """A NaN in each of these gradients, so that a GradScaler skips the step on all ranks.
+
+        Of those that are not here, in the first that is; where that makes no CPU wait, in one of their own.
+        """
+        nan, here = torch.where(not_finite, torch.nan, 0.0), self._gradients_here()
+        if here:
+            nans = nan.sum(), *(nan[number] for number in [*here][1:])
+            torch._foreach_add_([gradient[(0,) * gradient.dim()] for gradient in here.values()], nans)
+        for index in () if nan.is_cuda else not_finite.nonzero().flatten().tolist():
+            if self._trainable[index].grad is None:
+                self._trainable[index].grad = torch.full_like(self._trainable[index], torch.nan)
+
+    def _gradients_here(self) -> dict[int, Tensor]:
+        gradients = enumerate(parameter.grad for parameter in self._trainable)
+        return {number: each for number, each in gradients if each is not None and each.numel()}
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
