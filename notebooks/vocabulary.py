@@ -55,6 +55,7 @@ family(
     sharded         | ShardedOptimizer         | orange
     sharded_scatter | ZeRO 1 (paper)           | vermillion
     fsdp2           | FSDP2                    | black
+    fsdp2_kept      | FSDP2, weights kept      | wine
     fsdp_weight     | FSDP by weight           | sky
     fsdp_block      | FSDP by block            | green
     """,

@@ -59,9 +59,10 @@ def test_the_step_sends_what_the_paper_says():
         assert sent["ddp"] == {"all_reduce": 2 * around * whole}
         assert sent["zero"] == {"all_reduce": 2 * around * whole, "broadcast": around * whole}
         for name in FSDP:
-            assert sum(sent[name].values()) == pytest.approx(3 * around * whole, rel=0.02)
+            passes = 2 if name == "fsdp2_kept" else 3
+            assert sum(sent[name].values()) == pytest.approx(passes * around * whole, rel=0.02)
             half = sharding_costs.sent_bytes(XL, name, ranks, "bfloat16")
-            assert sum(half.values()) == pytest.approx(1.5 * around * whole, rel=0.02)
+            assert sum(half.values()) == pytest.approx(passes / 2 * around * whole, rel=0.02)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,6 +7,7 @@ With P the bytes of float32 parameters and W ranks, AdamW's state is 2P; a categ
     ZeRO 1 of the handout         P           P          2P/W   2P  all-reduce + P  broadcast
     ZeRO 1 of the paper           P           P          2P/W   P  reduce-scatter + P  all-gather
     FSDP (ZeRO 3)                 P/W         P/W        2P/W   P  reduce-scatter + 2 P  all-gather
+    FSDP, weights kept (ZeRO 2)   P/W, P in a step  P/W  2P/W   P  reduce-scatter + P  all-gather
 
 (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sections 5
 and 7.) FSDP in 16 bits gathers and reduces half as much; what stays gathered from forward to backward is
@@ -51,6 +52,7 @@ class Strategy:
     stays: tuple[str, ...] = ()
 
 
+_ALL = ("token_embeddings", "attention", "feed_forward", "norms", "lm_head")
 _STATE, _FSDP = SHARDED[2:], {"sends": ("all_gather", "reduce_scatter"), "shards": SHARDED}
 _OURS = _FSDP | {"replicates": ("norms",), "stays": ("lm_head",)}
 STRATEGIES: dict[str, Strategy] = {
@@ -61,6 +63,7 @@ STRATEGIES: dict[str, Strategy] = {
     "fsdp2": Strategy(
         **_FSDP, unit="block", ahead=1, copies=True, stays=("token_embeddings", "norms", "lm_head")
     ),
+    "fsdp2_kept": Strategy(**_FSDP, unit="block", stays=_ALL),
     "fsdp_weight": Strategy(**_OURS, unit="weight", ahead=2),
     "fsdp_block": Strategy(**_OURS, unit="block", ahead=1),
 }
@@ -170,14 +173,16 @@ def peak_phases(n: Counts, entry: Strategy, world_size: int) -> dict[str, tuple[
     head, stays = n.width * n.head, n.width * _count(n.config, entry.stays)
     some = FLOAT32_BYTES * n.head / world_size
     nearly_all = FLOAT32_BYTES * (n.head + (n.layers - 1) * n.block_weights) / world_size
-    computing = in_block + (1 + entry.ahead) * unit
+    kept = "attention" in entry.stays  # the blocks' weights are whole until the backward of their block
+    computing = in_block + (0 if kept else (1 + entry.ahead) * unit)
     copying = stream + (2 + entry.ahead) * unit if entry.copies else 0
-    whole = max(computing, copying) + (stays if entry.copies else 0)
+    whole = max(computing, copying) + (stays if entry.copies or kept else 0)
+    freed = (n.layers - 1) * unit if kept else 0
     return {
         "loss": (0.0, loss + stays),
         "output head": (0.0, output_head + stays + entry.ahead * unit),
         "last block": (0.0 if entry.copies else some, blocks + head + whole),
-        "first block": (nearly_all, block + unit + whole),
+        "first block": (nearly_all, block + unit + whole - freed),
     }
 
 

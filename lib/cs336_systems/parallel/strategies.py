@@ -60,16 +60,20 @@ class TorchFSDP(Single):
     Args:
         compute_dtype: to which weights are cast before they are gathered; gradients are reduced in it too,
             and kept in the dtype of the weights.
+        reshard: free the blocks' whole weights after forward, and gather them again in backward; without,
+            they are gathered once a step and held until backward has used them (as ZeRO 2 does).
     """
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None):
+    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None, reshard: bool = True):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         broadcast_from_rank_0(module)
         # By default the mesh is of GPUs wherever there is one, also for ranks that share its machine's CPU.
         mesh = dist.init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
-        for part in (*module.layers, module):
-            fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=compute_dtype))
+        options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype)}
+        for block in module.layers:
+            fully_shard(block, reshard_after_forward=reshard, **options)
+        fully_shard(module, **options)
         super().__init__(module)
 
 
@@ -114,6 +118,7 @@ SHARDINGS: dict[str, Sharding] = {
     "sharded": Sharding(_bucketed, ShardedOptimizer),
     "sharded_scatter": Sharding(ReduceScatterDDP, ShardedOptimizer, wraps_optimizer=True),
     "fsdp2": Sharding(TorchFSDP, casts=True),
+    "fsdp2_kept": Sharding(partial(TorchFSDP, reshard=False), casts=True),
     "fsdp_weight": Sharding(FSDP, casts=True),
     "fsdp_block": Sharding(partial(FSDP, unit_types=("TransformerBlock",)), casts=True),
 }
