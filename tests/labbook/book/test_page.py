@@ -2,7 +2,7 @@
 
 import pytest
 
-from labbook import Page, lines, machine, runs
+from labbook import Page, Step, grid, lines, machine, runs
 from labbook.book.notebooks import BatchError
 
 SLUG = "mixed_precision_accumulation"
@@ -96,3 +96,24 @@ def test_rows_of_the_running_cell_are_on_record_until_it_changes():
     assert len(page.on_record("accumulation")) == 1, "a parameter is no code"
     executed.append(SAVING.replace("choose(rows)", "choose(rows[:1])"))
     assert len(page.on_record("accumulation")) == 0
+
+
+def test_a_sweep_continues_after_the_cases_on_record_and_measures_them_again_where_it_must(monkeypatch):
+    page, made = Page(SLUG, {"In": ["", "page.measure('weighted_sum_times', cases, setup)"]}), []
+    cases = grid(implementation="eager", num_rows=[1, 2], d_model=4, dtype="float32", pass_="forward")
+
+    def setup(case):
+        made.append(case.num_rows)
+        return {"forward": Step(list, values=lambda: {"tables": {"accumulation": [ROW]}})}
+
+    def measure(cases, steps=2):
+        page.measure("weighted_sum_times", cases, setup, warmup_steps=0, steps=steps)
+        return made
+
+    assert measure(cases[:1]) == [1]
+    assert measure(cases) == [1, 2]
+    assert measure(cases, steps=3) == [1, 2, 1, 2], "with more steps"
+    assert len(page.here("weighted_sum_times")) == 2
+    assert len(page.here("accumulation")) == 1, "rows of another table"
+    monkeypatch.setenv("LABBOOK_AGAIN", "1")
+    assert measure(cases[:1], steps=3)[4:] == [1]
