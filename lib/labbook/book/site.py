@@ -31,7 +31,7 @@ _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
 project = html_title = "{_TITLE}"
 extensions, html_theme = ["myst_nb"], "furo"
-nb_execution_mode = "off"
+nb_execution_mode, nb_render_markdown_format = "off", "myst"
 myst_enable_extensions = ["dollarmath", "amsmath"]
 suppress_warnings = ["myst.header", "myst.xref_missing", "mystnb.unknown_mime_type"]
 mathjax_path = "mathjax/MathJax.js?config=TeX-AMS-MML_HTMLorMML-full,Safe,workbook"
@@ -93,7 +93,7 @@ def build(target: Path, executed: Path, unrecorded: Sequence[runs.Record] = ()) 
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
         texts = {"index.md": _contents([*plots], told), "gallery.md": _gallery(plots)}
-        texts |= {"machines.md": _linked("\n".join(_machines()), pages, ".ipynb"), "conf.py": _CONFIG}
+        texts |= {"machines.md": _linked("\n".join(_machines()), pages), "conf.py": _CONFIG}
         texts |= {"static/workbook.css": _STYLE, "static/mathjax/config/workbook.js": _MATHJAX}
         for name, text in texts.items():
             (source / name).write_text(text, encoding="utf-8")
@@ -120,11 +120,11 @@ def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool
         raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
     cells, notebook.cells = notebook.cells, []
     for cell in cells:
-        cell.source = _linked(cell.source, pages, ".ipynb")
+        cell.source = _linked(cell.source, pages)
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "text/markdown" in data:
-                data["text/markdown"] = _linked(data["text/markdown"], pages, ".html")
+                data["text/markdown"] = _linked(data["text/markdown"], pages)
             title = output.get("metadata", {}).get("image/png", {}).get("alt")
             if title and not notebooks.is_last(path.stem):  # it shows the others'
                 name = f"{path.stem}-{len(lines) + 1}"
@@ -152,12 +152,12 @@ def _gallery(plots: Mapping[str, Sequence[str]]) -> str:
     return text
 
 
-def _linked(text: str, pages: Mapping[str, str], suffix: str) -> str:
+def _linked(text: str, pages: Mapping[str, str]) -> str:
     """Markdown in which a link to a notebook leads to its page here, and one to a file not here is text."""
 
     def link(found: re.Match) -> str:
         name = pages.get(found["name"] or "")
-        return f"[{found[1]}]({name}{suffix}{found['at'] or ''})" if name else found[1]
+        return f"[{found[1]}]({name}.ipynb{found['at'] or ''})" if name else found[1]
 
     return re.sub(r"\[([^]]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)", link, text)
 

@@ -26,7 +26,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "figures/m/one/times.csv").write_text("p50_ms\n1\n")
     title = {"image/png": {"alt": "It is fast"}}
     shown = v4.new_output("display_data", {"image/png": PNG}, metadata=title)
-    linked = v4.new_output("display_data", {"text/markdown": "[11](11_one.ipynb)"})
+    answer = "[11](11_one.ipynb) takes $b^2$\n\n| a |\n|--:|\n| 1 |"
+    linked = v4.new_output("display_data", {"text/markdown": answer})
     for name, output in (("11_one", shown), ("12_two", linked)):
         cells = [v4.new_markdown_cell(f"# {name}"), v4.new_code_cell("1", outputs=[output])]
         nbformat.write(v4.new_notebook(cells=cells), tmp_path / "notebooks" / f"{name}.ipynb")
@@ -128,7 +129,10 @@ def test_a_browser_has_nothing_to_complain_of_at_a_desk_or_on_a_phone(run, sphin
 def test_pages_plots_and_rows(folder, sphinx):
     first = site.build(folder / "site", folder / "notebooks")
     assert "11_one.html" in first.read_text()
-    assert 'href="11_one.html"' in (folder / "site" / "12_two.html").read_text()
+    answer = (folder / "site" / "12_two.html").read_text().partition("takes")
+    assert 'href="11_one.html"' in answer[0]
+    assert 'class="math' in answer[2]
+    assert "</table>" in answer[2]
     gallery = (folder / "site" / "gallery.html").read_text()
     assert "It is fast" in gallery
     assert 'href="11_one.html#11_one-1"' in gallery
