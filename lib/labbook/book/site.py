@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,12 +133,24 @@ def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool
                 shown = f'<img src="plots/{name}.png" alt="" width="600" loading="lazy">'
                 lines.append(f'<a href="{path.stem}.html#{name}">{escape(title)}<br>{shown}</a>')
         notebook.cells.append(cell)
-    rows = sorted(REPOSITORY_FIGURES.glob(f"*/{path.stem.partition('-')[0][3:]}/*.csv"))
-    names = [table.relative_to(REPOSITORY_FIGURES) for table in rows]
-    links = ", ".join(f'<a href="rows/{name}">{name}</a>' for name in names)
+    links = _links(_tables_of(path.stem.partition("-")[0][3:], cells))
     notebook.cells += [nbformat.v4.new_markdown_cell(f"**Rows:** {links}")] * bool(links)
     nbformat.write(notebook, source / path.name)
     return lines
+
+
+def _tables_of(slug: str, cells: Sequence[nbformat.NotebookNode]) -> Iterator[Path]:
+    """The files of rows that a notebook saves, and those that its code names: others' and published ones."""
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    named = {slug, "published", *re.findall(r'"(\w+)"', code)}
+    for path in sorted(REPOSITORY_FIGURES.glob("**/*.csv")):
+        if path.parent.name == slug or {path.parent.name, path.stem} <= named:
+            yield path
+
+
+def _links(tables: Iterable[Path]) -> str:
+    names = [table.relative_to(REPOSITORY_FIGURES) for table in tables]
+    return ", ".join(f'<a href="rows/{name}">{name}</a>' for name in names)
 
 
 def _all_but_rows(folder: str, names: list[str]) -> list[str]:
@@ -179,6 +191,8 @@ def _machines() -> Iterator[str]:
             fixed = [named_value(key, rows[key].iloc[0]) for key in keys if key not in varying]
             yield f"## [{path.stem[:2]}]({path.stem}.ipynb), {name}\n\n{', '.join(fixed)}\n"
             yield pivot(rows, varying, "machine").to_html(border=0) + "\n"
+    if links := _links(sorted(REPOSITORY_FIGURES.glob("published/*.csv"))):
+        yield f"## Published by others\n\n{links}\n"
 
 
 def _outcomes(

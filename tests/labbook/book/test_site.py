@@ -20,16 +20,18 @@ def folder(tmp_path, monkeypatch):
     """A workbook of two notebooks, one with a plot that rows stand behind."""
     monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path / "notebooks")
     monkeypatch.setattr(site, "REPOSITORY_FIGURES", tmp_path / "figures")
-    for name in ("notebooks", "figures/m/one"):
+    for name in ("notebooks", "figures/m/one", "figures/m/two", "figures/published"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "notebooks" / "book.yaml").write_text("chapters: {11: Profiling}")
-    (tmp_path / "figures/m/one/times.csv").write_text("p50_ms\n1\n")
+    for name in ("m/one/times", "m/two/steps", "m/two/times", "published/peaks", "published/times"):
+        (tmp_path / "figures" / f"{name}.csv").write_text("p50_ms\n1\n")
     title = {"image/png": {"alt": "It is fast"}}
     shown = v4.new_output("display_data", {"image/png": PNG}, metadata=title)
     answer = "[11](11_one.ipynb) takes $b^2$\n\n| a |\n|--:|\n| 1 |"
     linked = v4.new_output("display_data", {"text/markdown": answer})
     for name, output in (("11_one", shown), ("12_two", linked)):
-        cells = [v4.new_markdown_cell(f"# {name}"), v4.new_code_cell("1", outputs=[output])]
+        code = 'rows("steps", "two"), published("peaks")'
+        cells = [v4.new_markdown_cell(f"# {name}"), v4.new_code_cell(code, outputs=[output])]
         nbformat.write(v4.new_notebook(cells=cells), tmp_path / "notebooks" / f"{name}.ipynb")
     return tmp_path
 
@@ -138,7 +140,11 @@ def test_pages_plots_and_rows(folder, sphinx):
     assert 'href="11_one.html#11_one-1"' in gallery
     page = (folder / "site" / "11_one.html").read_text()
     assert 'id="11_one-1"' in page
-    assert 'href="rows/m/one/times.csv"' in page
+    assert re.findall(r'href="rows/(.*?)"', page) == [
+        "m/one/times.csv",
+        "m/two/steps.csv",
+        "published/peaks.csv",
+    ]
     assert (folder / "site" / "rows/m/one/times.csv").read_text() == "p50_ms\n1\n"
 
 
