@@ -33,7 +33,6 @@ from labbook.files import (
 Row = dict[str, Any]
 
 STATUSES = ("ok", "oom", "skipped", "error")
-PERCENTILES = ("p20_ms", "p50_ms", "p80_ms")
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
 _READ = {"int": int, "float": float, "exact": float, "bool": {"true": True, "false": False}.__getitem__}
@@ -219,25 +218,7 @@ def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> 
                 row[name] = value
         elif name != "machine" and not ((name in (*KEYS, *VALUES) and given in (None, "")) or given != given):
             raise RowError(f"{where}: there is no column {name!r}; allowed: {', '.join(list(types)[:-1])}")
-    if problem := _contradiction(row, TABLES[table]):
-        raise RowError(f"{where}: {problem}")
     return row
-
-
-def _contradiction(row: Row, table: Table) -> str:
-    values = [name for name in table.values if name in row and name != "steps"]
-    times = [name for name in values if name.endswith(("_ms", "_s"))]
-    percentiles = [row.get(name) for name in PERCENTILES]
-    if row["status"] != "ok" and times:
-        told = f"status is {row['status']!r}, but {times[0]} is {row[times[0]]:g}"
-        return f"{told}; allowed: times with 'ok' only"
-    if row["status"] == "ok" and not values:
-        return f"status is 'ok', but nothing was measured; allowed: a value, or {', '.join(STATUSES[1:])}"
-    if {"mean_ms", *PERCENTILES} & row.keys() and None in percentiles:
-        return f"{PERCENTILES[percentiles.index(None)]} is empty; allowed: all of {', '.join(PERCENTILES)}"
-    if None not in percentiles and percentiles != sorted(percentiles):
-        return f"{', '.join(PERCENTILES)} are {percentiles}; allowed: rising"
-    return ""
 
 
 def _described(row: Mapping[str, Any], columns: Iterable[str]) -> str:
