@@ -41,7 +41,8 @@ class Sliders:
 
     def html(self) -> str:
         """The script, and the numbers that it shows, to four digits."""
-        data = json.dumps(_rounded(self.figure), ensure_ascii=False, separators=(",", ":"))
+        rounded = json.loads(json.dumps(self.figure), parse_float=lambda text: float(f"{float(text):.4g}"))
+        data = json.dumps(rounded, ensure_ascii=False, separators=(",", ":"))
         data = data.replace("</", "<\\/")
         script = _SCRIPT.read_text(encoding="utf-8").strip()
         start = f"({data}, document.currentScript.previousElementSibling)"
@@ -51,11 +52,3 @@ class Sliders:
         from IPython.display import display
 
         display({"text/html": self.html(), "text/plain": "<figure with sliders>"}, raw=True)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _rounded(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [*map(_rounded, value)]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
