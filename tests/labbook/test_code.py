@@ -190,6 +190,16 @@ def test_of_a_notebook_counts_what_its_saving_cells_use(tmp_path, cell, old, new
     assert bool(code.changed(before, code.of_notebook(notebook(tmp_path, *after)))) == matters
 
 
+@pytest.mark.parametrize(("old", "new"), [("rows * 2", "rows * 3"), ("append(1)", "append(2)")])
+def test_a_function_that_saves_counts_where_it_is_called(tmp_path, old, new):
+    keep = "def keep(rows):\n    page.save(scaled(rows), 'accumulation')\n"
+    keep += "def scaled(rows):\n    return rows * 2"
+    cells = [*CELLS[:2], keep, "rows = []\nrows.append(1)\nkeep(rows)"]
+    before = code.of_notebook(notebook(tmp_path, *cells))
+    after = code.of_notebook(notebook(tmp_path, *(cell.replace(old, new) for cell in cells)))
+    assert code.changed(before, after)
+
+
 def test_executed_cells_have_the_hashes_of_the_notebook(tmp_path, monkeypatch):
     monkeypatch.setattr(code.psutil.Process, "create_time", lambda process: 1e12)
     written = code.of_notebook(notebook(tmp_path, *CELLS))
