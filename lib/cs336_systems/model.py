@@ -231,7 +231,6 @@ class TransformerLM(nn.Module):
         check_positive_integers(**sizes, num_layers=num_layers, num_heads=num_heads, d_ff=d_ff)
         if d_model % num_heads:
             raise ValueError(f"num_heads must divide d_model; got d_model={d_model}, num_heads={num_heads}")
-        self.context_length = context_length
         factory = {"device": device, "dtype": dtype}
         rope = RotaryEmbedding(context_length, d_model // num_heads, rope_theta, device=device)
         self.token_embeddings = Embedding(vocab_size, d_model, **factory)
@@ -242,23 +241,13 @@ class TransformerLM(nn.Module):
         self.ln_final = RMSNorm(d_model, **factory)
         self.lm_head = Linear(d_model, vocab_size, **factory)
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """(b, s) integers -> (b, s, d_model), what the first block is given.
+    def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(b, s) integers -> (b, s, vocab_size) logits, or with (b, s) targets the mean loss.
 
         Raises:
             ValueError: the sequence is longer than the context length the model was built for.
         """
-        sequence = token_ids.shape[-1]
-        if sequence > self.context_length:
-            raise ValueError(f"sequence of {sequence} tokens; this model takes at most {self.context_length}")
-        return self.token_embeddings(token_ids)
-
-    def forward(self, token_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """(b, s) integers -> (b, s, vocab_size) logits, or with (b, s) targets the mean loss.
-
-        Raises what `embed` raises.
-        """
-        x = self.embed(token_ids)
+        x = self.token_embeddings(token_ids)
         for layer in self.layers:
             x = layer(x)
         hidden = self.ln_final(x)

@@ -32,15 +32,9 @@ def annotate(name: str) -> AbstractContextManager:
 
 @contextmanager
 def _range(name: str) -> Iterator[None]:
-    nvtx = torch.cuda.is_available()  # CPU builds of torch have no NVTX
-    if nvtx:
-        torch.cuda.nvtx.range_push(name)
-    try:
-        with record_function(name):
-            yield
-    finally:
-        if nvtx:
-            torch.cuda.nvtx.range_pop()
+    # CPU builds of torch have no NVTX.
+    with torch.cuda.nvtx.range(name) if torch.cuda.is_available() else _OFF, record_function(name):
+        yield
 
 
 @contextmanager

@@ -2,16 +2,12 @@
 
 import pytest
 import torch
+from solutions import written
 
 from cs336_systems.checks import check_ring, run_ring, step
 
-
-def whole_ring(mine, rank, n):
-    total, moving = mine.clone(), mine
-    for _ in range(n - 1):
-        moving = yield moving
-        total += moving
-    return total
+ALTERNATE = written("52", "whole_ring")
+whole_ring = ALTERNATE.made()
 
 
 def usual_ring(mine, rank, n):
@@ -20,37 +16,6 @@ def usual_ring(mine, rank, n):
         arrived, target = (yield parts[(rank - hop) % n]), parts[(rank - hop - 1) % n]
         target.copy_(target + arrived if hop < n - 1 else arrived)
     return torch.cat(parts)
-
-
-def one_short(mine, rank, n):
-    total, moving = mine.clone(), mine
-    for _ in range(n - 2):
-        moving = yield moving
-        total += moving
-    return total
-
-
-def in_place(mine, rank, n):
-    moving = mine.clone()
-    for _ in range(n - 1):
-        moving = yield moving
-        mine += moving
-    return mine
-
-
-def endless(mine, rank, n):
-    while True:
-        mine = yield mine
-
-
-def silent(mine, rank, n):
-    return n * mine
-
-
-def uneven(mine, rank, n):
-    for _ in range(rank):
-        yield mine
-    return mine
 
 
 @pytest.mark.parametrize(
@@ -62,20 +27,20 @@ def test_right_rings_pass(ring, sent, capsys):
     assert check.passed, capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("ring", "word"),
-    [
-        (one_short, "missing"),
-        (in_place, "clone"),
-        (silent, "yield"),
-        (endless, "loop never end"),
-        (uneven, "still send"),
-        (usual_ring, "they send"),
-    ],
-)
-def test_a_mistake_is_named(ring, word, capsys):
+LOOP = "for _ in range(n - 1):"
+WRONG = {  # what is said, and how the ring is changed
+    "missing": (LOOP, "for _ in range(n - 2):"),
+    "clone": ("total, moving = mine.clone(), mine", "total, moving = mine, mine.clone()"),
+    "yield": ("moving = yield moving", "pass"),
+    "loop never end": (LOOP, "while True:"),
+    "still send": (LOOP, "for _ in range(rank):"),
+}
+
+
+@pytest.mark.parametrize("word", ["they send", *WRONG])
+def test_a_mistake_is_named(word, capsys):
     with step("ring") as check:
-        check_ring(check, ring, lambda n: n - 1)
+        check_ring(check, ALTERNATE.made(*WRONG[word]) if word in WRONG else usual_ring, lambda n: n - 1)
     assert check.passed is False
     assert word in capsys.readouterr().out
 

@@ -2,19 +2,22 @@
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cs336_systems import kernels
 from cs336_systems.checks import FUSED, check_attention, check_fused
+from cs336_systems.configs import model_size
+from cs336_systems.model import build_model
 
 pytest.importorskip("triton")
-from cs336_systems.attention import FlashAttentionTriton
+from cs336_systems.attention import FlashAttentionPyTorch, FlashAttentionTriton
 from cs336_systems.kernels.cross_entropy import cross_entropy_
 from cs336_systems.kernels.rms_norm import rms_norm
 from cs336_systems.kernels.rotary import rotary
 from cs336_systems.kernels.swiglu import swiglu
 from cs336_systems.kernels.weighted_sum import weighted_sum
+from cs336_systems.training.fused import use_fused_blocks
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -25,6 +28,10 @@ def loss(hidden, weight):
     return linear_cross_entropy(hidden, weight, targets, chunk_tokens=4)
 
 
+def flash(function):
+    return lambda q, k, is_causal=True: function.apply(q, k, 2 * k, is_causal)
+
+
 # Functions of two tensors with a gradient, and the shapes of these.
 KERNELS = {
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), (6, 8), (8,)),
@@ -32,6 +39,8 @@ KERNELS = {
     "rotary": (lambda x, other: rotary(x, x[:, :4].detach(), x[:, 4:].detach()) + other, (6, 8), (6, 8)),
     "weighted_sum": (weighted_sum, (6, 8), (8,)),
     "linear_cross_entropy": (loss, (6, 8), (12, 8)),
+    "flash_triton": (flash(FlashAttentionTriton), (2, 3, 40, 16), (2, 3, 40, 16)),
+    "flash_pytorch": (flash(FlashAttentionPyTorch), (2, 40, 16), (2, 40, 16)),
 }
 over_kernels = pytest.mark.parametrize("name", KERNELS)
 
@@ -52,10 +61,16 @@ def test_fake_tensors_have_the_layouts_of_real_ones(name):
     tensors = inputs(name)
     real = with_gradients(KERNELS[name][0], tensors)
     with FakeTensorMode() as mode:
-        fake = with_gradients(KERNELS[name][0], [mode.from_tensor(x) for x in tensors])
+        given = [mode.from_tensor(x) for x in tensors]
+        fake = with_gradients(KERNELS[name][0], given)
     for found, wanted in zip(fake, real, strict=True):
         assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
-    assert KERNELS[name][0](*(x.to("meta") for x in tensors)).shape == real[0].shape
+    if name.startswith("flash"):
+        assert isinstance(KERNELS[name][0](*given, False), FakeTensor), "outside its mode, too"
+        with mode, pytest.raises(TypeError, match="dtypes"):
+            KERNELS[name][0](given[0], given[1].half())
+    else:
+        assert KERNELS[name][0](*(x.to("meta") for x in tensors)).shape == real[0].shape
 
 
 @over_kernels
@@ -65,20 +80,28 @@ def test_traced_and_compiled(name):
     wanted = with_gradients(function, others)
     traced = make_fx(lambda *given: with_gradients(function, given))(*tensors)
     torch._dynamo.reset()
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"  # without a C++ compiler's ten seconds
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
     for found in (traced(*others), with_gradients(compiled, others)):
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("constant", [True, False])
+@pytest.mark.parametrize("cast", [True, False])
 @over_kernels
-def test_a_gradient_of_a_gradient_is_right_or_refused(name):
+def test_a_gradient_of_a_gradient_is_right_or_refused(name, constant, cast):
+    """Whether what comes from above is a constant or not, in autocast or not."""
     function = KERNELS[name][0]
     x, w = (tensor.requires_grad_() for tensor in inputs(name))
-    total = function(x, w).sum()
-    gradients = torch.autograd.grad(total, (x, w), create_graph=True)
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=cast):
+        result = function(x, w).float()
+    above = torch.ones_like(result, requires_grad=not constant)
+    gradients = torch.autograd.grad(result, (x, w), above, create_graph=True)
+    torch.testing.assert_close(gradients, torch.autograd.grad(result, (x, w), above, retain_graph=True))
     if name == "rotary":  # a linear function: nothing of its gradient depends on x
-        assert not any(gradient.requires_grad for gradient in gradients)
+        assert all(gradient.requires_grad != constant for gradient in gradients)
         return
+    total = result.sum()
     for gradient in gradients:
         with pytest.raises(RuntimeError, match="no second derivative"):
             gradient.sum().backward(retain_graph=True)
@@ -99,8 +122,12 @@ def test_a_rotation_can_be_differentiated_twice():
 
 @pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
 def test_the_default_dtype_changes_nothing(default):
+    model = use_fused_blocks(build_model(model_size("tiny"), 8, dtype=torch.float32, device=DEVICE))
+    tokens = torch.arange(16, device=DEVICE).view(2, 8)
+    wanted = model(tokens, tokens)
     torch.set_default_dtype(default)
     try:
+        assert torch.equal(model(tokens, tokens), wanted)
         for name in FUSED:
             check_fused(name, shapes=[(30, 20, 64) if name == "linear_cross_entropy" else (30, 64)])
         check_attention(FlashAttentionTriton.apply)

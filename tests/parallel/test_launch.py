@@ -15,7 +15,7 @@ import psutil
 import pytest
 import slow_to_join
 
-from cs336_systems.parallel import WorkerError, backends_here, choose_backend, launch, stream
+from cs336_systems.parallel import WorkerError, backends_here, launch, stream
 from cs336_systems.parallel.__main__ import main
 
 _PATHS = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -192,7 +192,6 @@ def test_what_cannot_be_sent_is_refused():
 def test_backend_is_chosen_by_what_is_there(monkeypatch, capsys):
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert choose_backend("gloo", 2) == "gloo"
     assert backends_here("auto", [1, 2, 3]) == {1: "nccl", 2: "nccl", 3: "gloo"}
     assert backends_here("nccl", [2, 4]) == {2: "nccl"}
     assert "world size 4: not possible here" in capsys.readouterr().out
@@ -202,7 +201,7 @@ def test_backend_is_chosen_by_what_is_there(monkeypatch, capsys):
     with pytest.raises(ValueError, match="mpi"):
         backends_here("mpi", [1])
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    assert choose_backend("auto", 1) == "gloo"
+    assert backends_here("auto", [1]) == {1: "gloo"}
 
 
 def test_torchrun_runs_the_same_worker_on_two_nodes():

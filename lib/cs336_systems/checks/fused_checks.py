@@ -17,9 +17,8 @@ from torch.nn import functional as F
 
 from cs336_systems.arguments import check_choice
 from cs336_systems.checks.accuracy import compare, random_on
-from cs336_systems.functional import at_least_float32
-
-IGNORED = -100
+from cs336_systems.functional import at_least_float32, rotary
+from cs336_systems.training.linear_cross_entropy import IGNORED
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,6 @@ class Fused:
             compared = compare(function, self.plain, inputs, d_output, where=f"{label} {shape}", **how)
             lines += [{"shape": str(shape)} | line for line in compared]
         return pd.DataFrame(lines)
-
-
-def _plain_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Computed in float32 at least, as in the model."""
-    cos, sin = cos[: x.shape[-2]], sin[: x.shape[-2]]
-    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2).to(x.dtype)
 
 
 def _plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -101,7 +93,7 @@ FUSED: dict[str, Fused] = {
         ((64, 128), (37, 100), (2, 3, 5, 33), (1, 1500), (300, 40), (7,)),
     ),
     "rotary": Fused(
-        _plain_rotary,
+        lambda x, cos, sin: rotary(x, cos[: x.shape[-2]], sin[: x.shape[-2]]),
         ("x", "Cos", "Sin"),
         _rotary_inputs,
         ((2, 3, 40, 64), (2, 37, 20), (1, 2), (70, 128), (2, 1, 2, 9, 6)),

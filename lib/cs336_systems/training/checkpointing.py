@@ -44,13 +44,7 @@ def run(plan: Plan, x: Tensor) -> Tensor:
 
 
 def every_k(blocks: Sequence[Any], k: int) -> Plan:
-    """Segments of k blocks, the last one possibly shorter.
-
-    Raises:
-        ValueError: k is not a positive integer.
-    """
-    if not isinstance(k, int) or k < 1:
-        raise ValueError(f"a segment has a positive number of blocks; got k={k!r}")
+    """Segments of k blocks, k positive, the last one possibly shorter."""
     return tuple(tuple(blocks[start : start + k]) for start in range(0, len(blocks), k))
 
 
@@ -86,11 +80,7 @@ def selective(blocks: Sequence[Any]) -> Plan:
 def half_blocks(blocks: Sequence[Any]) -> Plan:
     """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
     halves = (half for block in blocks for half in ((block.attn, block.ln1), (block.ffn, block.ln2)))
-    return tuple((partial(_residual, *half),) for half in halves)
-
-
-def _residual(layer: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
-    return x + layer(norm(x))
+    return tuple((partial(lambda layer, norm, x: x + layer(norm(x)), *half),) for half in halves)
 
 
 STRATEGIES: dict[str, Strategy] = {
@@ -110,7 +100,7 @@ def strategy(name: str) -> Strategy:
         ValueError: there is none of that name; the message lists what there is.
     """
     word, _, number = name.partition(" ")
-    if word == "every" and number.isdigit():
+    if word == "every" and number.isdigit() and int(number):
         return partial(every_k, k=int(number))
     check_choice("strategy", name, ["every 1", "every 2 ...", *STRATEGIES])
     return STRATEGIES[name]
@@ -118,4 +108,4 @@ def strategy(name: str) -> Strategy:
 
 def forward_with(model: nn.Module, plan: Strategy, token_ids: Tensor) -> Tensor:
     """A TransformerLM's forward with its blocks checkpointed: `forward_with(model, sqrt_n, token_ids)`."""
-    return model.lm_head(model.ln_final(run(plan(list(model.layers)), model.embed(token_ids))))
+    return model.lm_head(model.ln_final(run(plan(list(model.layers)), model.token_embeddings(token_ids))))

@@ -47,11 +47,9 @@ class FullStep:
 
 
 # Contexts of a checkpoint that keeps what PyTorch's fused attentions return, and nothing else.
-_ops = torch.ops.aten
 _FUSED_ATTENTIONS = [
-    _ops._scaled_dot_product_cudnn_attention.default,
-    _ops._scaled_dot_product_flash_attention.default,
-    _ops._scaled_dot_product_flash_attention_for_cpu.default,
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
 ]
 _keeps_attention = partial(create_selective_checkpoint_contexts, _FUSED_ATTENTIONS)
 
