@@ -317,33 +317,42 @@ def optimizers(context):
         train(context, Net("plain"), FSDP(Net("plain")), loss_of, make, make=partial(make, lr=0.01))
 
 
-def infinities(context):
-    """In the rows of one rank, even where another has no rows: a GradScaler skips the step on all ranks.
+class Apart(nn.Module):
+    """Two layers, one beside the other; `factor` is in the gradient of the second's first row alone."""
 
-    That is so as well after all gradients but the wrong one were cleaned.
+    def __init__(self, rows):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(2, 4), nn.Linear(4, rows, bias=False)
+
+    def forward(self, x, factor):
+        return self.first(x).sum() + factor * self.second(torch.ones(1, 4))[0, 0]
+
+
+def infinities(context):
+    """In the rows of one rank, where another may have none: a GradScaler skips the step on all ranks.
+
+    Where all have rows or a gradient of their own, that is so after all other gradients were cleaned, too.
     """
     wraps = FSDP, partial(FSDP, compute_dtype=torch.float16), scattered
     for wrap, bad, then in itertools.product(wraps, (torch.inf, torch.nan), ("", "unscale", "clean")):
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1, bias=False))
+        module = Apart(rows=4 if then == "clean" else 1)
         wrapped, scaler = wrap(module), torch.amp.GradScaler("cpu", init_scale=4.0)
         optimizer = getattr(wrapped, "_optimizer", None) or torch.optim.SGD(wrapped.parameters(), lr=0.1)
         before = [p.detach().clone() for p in module.parameters()]
         for number in range(3):
             wrapped.zero_grad()
-            y = wrapped(torch.ones(1, 2))
-            scaler.scale(y.float().sum() * (bad if number == 0 else 1)).backward()
+            loss = wrapped(torch.ones(1, 2), bad if number == 0 else 1.0)
+            scaler.scale(loss.float()).backward()
             wrapped.finish_gradient_synchronization()
-            if number == 0 and wrap is FSDP and context.rank == 1:  # rank 0 has all rows of it
-                assert module[1].weight.grad.numel() == 0
             if then == "unscale":
                 scaler.unscale_(optimizer)
-            if then == "clean" and module[1].weight.grad is not None and module[1].weight.grad.numel():
-                [p.grad.nan_to_num_(0.5, 0.5, 0.5) for p in module[0].parameters() if p.grad is not None]
+            for parameter in module.first.parameters() if then == "clean" else ():
+                parameter.grad = None if parameter.grad is None else parameter.grad.nan_to_num()
             scaler.step(optimizer)
             scaler.update()
             same = all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
-            assert (scaler.get_scale(), same) == (2.0, number == 0)
+            assert (scaler.get_scale(), same) == (2.0, number == 0), (wrap, bad, then)
 
 
 class Bomb(torch.autograd.Function):

@@ -1,10 +1,11 @@
 """A model on the fused kernels, and on blocks with a backward by hand: the plain model's numbers."""
 
 import copy
+from functools import partial
 
-import fused_workers
 import pytest
 import torch
+from tests.parallel.wrappers import train
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -12,7 +13,7 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import Linear, build_model, run_block
 from cs336_systems.nvtx import recording
-from cs336_systems.parallel import launch
+from cs336_systems.parallel import FSDP, launch
 from labbook.memory.saved import saved_for_backward
 
 pytest.importorskip("triton")
@@ -118,8 +119,25 @@ def test_it_keeps_the_bytes_that_it_says(keep):
     assert saved_for_backward(block, x)["size_bytes"].sum() == sum(said[name] for name in ("always", *keep))
 
 
+def under_fsdp(context):
+    """Blocks that keep little: the weights of the plain model on the whole batch."""
+
+    def loss(model, rank, step):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        return model(*torch.randint(CONFIG.vocab_size, (2, 1, SEQUENCE), generator=generator))
+
+    torch.manual_seed(0)
+    plain, calls = build_model(CONFIG, SEQUENCE), []
+    fused, apply = use_fused_blocks(copy.deepcopy(plain)), fused_block.BlockFunction.apply
+    fused_block.BlockFunction.apply = lambda *given: calls.append(1) or apply(*given)
+    fused.layers[0].keep, fused.layers[1].keep = ("h",), ("qkv",)
+    wrapped = FSDP(fused, unit_types=("TransformerBlock",))
+    train(context, plain, wrapped, loss, "fused", make=partial(torch.optim.SGD, lr=0.1))
+    assert len(calls) == 4, "the blocks are taken apart"
+
+
 def test_under_fsdp_it_trains_as_one_process_does():
-    launch(fused_workers.trains_as_one_process, 2, backend="gloo", timeout_s=200)
+    launch(under_fsdp, 2, backend="gloo", timeout_s=200)
 
 
 class LowRank(Linear):
