@@ -39,6 +39,7 @@ myst_update_mathjax = False
 mathjax2_config = {{"tex2jax": {{"processClass": "math"}}}}
 html_static_path, html_extra_path, html_css_files = ["static"], ["extra"], ["workbook.css"]
 html_show_sphinx, html_copy_source, copyright = False, False, ""
+html_show_search_summary = False  # it is fetched, which browsers refuse to a page that is a file
 """
 _STYLE = """\
 table.dataframe { display: block; overflow-x: auto; }

@@ -125,6 +125,10 @@ def test_a_browser_has_nothing_to_complain_of_at_a_desk_or_on_a_phone(run, sphin
         page.goto(each.as_uri())
         page.wait_for_load_state("networkidle")
         assert page.evaluate("document.documentElement.scrollWidth") <= width, each.name
+    page.goto((pages[0].parent / "search.html").as_uri() + "?q=takes")
+    page.get_by_role("link", name="12_two").last.click()
+    page.wait_for_load_state("networkidle")
+    assert page.url.partition("?")[0].endswith("12_two.html")
     assert said == []
 
 
