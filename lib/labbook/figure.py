@@ -19,7 +19,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
-from labbook.labels import named_value, ordered, value_label
+from labbook.labels import named_value, ordered, value_label, vocabulary
 from labbook.style import MUTED, STYLE, ZONE
 
 WIDTH = 9.2  # inches: 1472 pixels at 160 dpi
@@ -180,7 +180,9 @@ def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:
     few = len(distinct) <= _MOST_TICKS and (log or values.dtype.kind != "f")
     many = LogLocator(10) if log else MaxNLocator(8, steps=[1, 2, 5, 10], integer=True)
     axes.xaxis.set_major_locator(FixedLocator(distinct) if few else many)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_label(float(value), column)))
+    plain_numbers(axes.xaxis)
+    if vocabulary().columns.get(column, ("", "", None))[2]:  # written in its own way
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_label(float(value), column)))
 
 
 def log_y(axes: Axes, values: pd.Series) -> None:
@@ -201,6 +203,6 @@ def plain_numbers(axis: Axis) -> None:
     """1,250 and 0.05 instead of powers of ten; below a thousandth 1e-04."""
 
     def text(value: float, _: int) -> str:
-        return f"{value:.1e}".replace(".0e", "e") if 0 < abs(value) < 9e-4 else f"{value:,.6g}"
+        return f"{value:.1e}".replace(".0e", "e") if 0 < abs(value) < 9e-4 else f"{value:,.7g}"
 
     axis.set_major_formatter(FuncFormatter(text))
