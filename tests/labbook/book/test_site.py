@@ -3,6 +3,8 @@
 import base64
 import json
 import re
+import resource
+import shutil
 
 import nbformat
 import pytest
@@ -111,6 +113,20 @@ def test_links_lead_somewhere(run, sphinx):
         'href="11_one-3.html"><span class="std std-doc">11</span></a>, 13, there'
         in (pages[0].parent / "12_two.html").read_text()
     )
+
+
+@pytest.fixture
+def browser():
+    """A headless one; the test is skipped where there is none."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = [*filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome")))]
+    if not found:
+        pytest.skip("no Chromium on the PATH")
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))  # it reserves addresses by the terabyte
+    with playwright.sync_playwright() as driver:
+        yield driver.chromium.launch(executable_path=found[0], args=["--no-sandbox"])
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @pytest.mark.parametrize("width", [1400, 390])
