@@ -113,6 +113,12 @@ def test_rows_measured_here_cannot_become_those_of_another_machine(figures, monk
     assert not (figures / "h200" / "slug").exists()
 
 
+def test_the_rates_of_a_cpu_are_measured():
+    rates = module._matmul_tflops(CPU)
+    assert (rates["float32"] > 1e-4, "tf32" in rates) == (True, False)
+    assert 0.01 < module._copy_gbps(CPU) < 5_000
+
+
 @pytest.mark.gpu
 def test_a_gpus_card_is_measured(figures):
     card = machine_card("cuda", refresh=True)
