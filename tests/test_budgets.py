@@ -19,7 +19,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/labbook/memory": (511, 400),
     "lib/labbook/profiles": (829, 550),
     "notebooks": (254, None),
-    "tests": (12_550, 9_500),
+    "tests": (12_556, 9_500),
 }
 
 
