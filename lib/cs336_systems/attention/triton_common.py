@@ -72,8 +72,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.constexpr):
-    """A B^T, of two rows tuples. SCORES: infinite ones keep their sign, which decides whether a key has no
-    weight."""
+    """A B^T, of two rows tuples. SCORES: infinite ones keep their sign, which says what weighs nothing."""
     D, BLOCK_D, _, _, _, PRECISION, CHUNK = constants
     a, a_src, first_a, n_a = a_rows
     b, b_src, first_b, n_b = b_rows

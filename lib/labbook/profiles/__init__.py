@@ -11,6 +11,7 @@ __getattr__, __all__ = offered(
     {
         "lanes": "covered exposed lane_rows overlap_values record_steps step_lanes told_apart",
         "names": "short_name",
+        "ncu": "count_kernels",
         "nsys": "read_export record_report why_no_nsys",
         "table": "Profile ProfileError attribute kernel_rows kernel_table one_step range_table stages "
         "step_calls union",
