@@ -85,6 +85,8 @@ def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.con
             result = tl.dot(a_part, b_part.T, result, input_precision=PRECISION)
     elif PRECISION == "bf16x3":
         result = product(a, (b[0].T, b[1].T, b[2].T), SCORES)
+    elif SCORES and PRECISION == "bf16x6":  # Triton's own has no clamp: +inf of small products hides a -inf
+        result = product(split_bf16(a, tl.bfloat16), split_bf16(b.T, tl.bfloat16), True)
     else:
         result = tl.dot(a, b.T, input_precision=PRECISION)
     return result
