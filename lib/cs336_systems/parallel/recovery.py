@@ -21,7 +21,7 @@ from cs336_systems.parallel.launch import WorkerContext
 
 
 def train(context: WorkerContext, folder: str, steps: int, every: int) -> None:
-    """The worker: train the tiny model up to so many steps, with a checkpoint after every few of them."""
+    """The worker: train the tiny model for so many steps in all, with a checkpoint after every few."""
     from cs336_systems.parallel import checkpoint  # not above: it takes seconds to import
 
     def note(event: str, step: int) -> None:
