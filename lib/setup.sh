@@ -55,36 +55,18 @@ find_python() {  # a name on the PATH is not enough: version managers leave shim
 if ! kept || ! "$python" -m pip --version >/dev/null 2>&1; then
     base=$(find_python) || die "needs Python 3.11 to 3.14; found ${PYTHON:-python3} =" \
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo none). Install one, or name it: make PYTHON=/path/to/python3.12"
-    if ! "$base" -c 'import ensurepip, venv' 2>/dev/null; then
-        package=python$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv
-        if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
-            say "installing $package"
-            { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package"; } >&2 ||
-                die "apt-get could not install $package, which $base needs to make a virtual environment"
-        else
-            die "$base cannot make a virtual environment: sudo apt-get install $package"
-        fi
-    fi
     say "making $venv with $base ($("$base" --version))"
     rm -rf "$venv"
-    "$base" -m venv "$venv"
+    "$base" -m venv "$venv" || die "$base cannot make a virtual environment (reason above); Debian and Ubuntu need python3-venv"
 fi
 rm -f "$stamp"
 
-has_torch() {  # is the build of torch that is wanted here already?
-    "$python" - "$pinned_torch" "$gpu" 2>/dev/null <<'PY'
-import sys
-from importlib.metadata import version
-name, _, wanted = sys.argv[1].partition("==")
-release, _, build = version(name).partition("+")
-sys.exit(not (release == wanted and (sys.argv[2] == "no" or build != "cpu")))
-PY
-}
 install_torch() {
+    here=torch==$("$python" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null) || here=
     if [ -n "${TORCH:-}" ]; then
         say "installing $TORCH"
         "$python" -m pip install -qq "$TORCH"
-    elif has_torch; then
+    elif [ "${here%+*}" = "$pinned_torch" ] && [ "$gpu $here" != "yes $pinned_torch+cpu" ]; then
         return
     elif [ "$gpu" = yes ] || [ "$(uname -s)" != Linux ]; then
         say "installing $pinned_torch"

@@ -180,9 +180,7 @@ def x_ticks(axes: Axes, column: str, values: pd.Series, *, log: bool) -> None:
     few = len(distinct) <= _MOST_TICKS and (log or values.dtype.kind != "f")
     many = LogLocator(10) if log else MaxNLocator(8, steps=[1, 2, 5, 10], integer=True)
     axes.xaxis.set_major_locator(FixedLocator(distinct) if few else many)
-    plain_numbers(axes.xaxis)
-    if vocabulary().columns.get(column, ("", "", None))[2]:  # written in its own way
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: value_label(float(value), column)))
+    plain_numbers(axes.xaxis, column)
 
 
 def log_y(axes: Axes, values: pd.Series) -> None:
@@ -199,10 +197,11 @@ def log_y(axes: Axes, values: pd.Series) -> None:
     plain_numbers(axes.yaxis)
 
 
-def plain_numbers(axis: Axis) -> None:
-    """1,250 and 0.05 instead of powers of ten; below a thousandth 1e-04."""
+def plain_numbers(axis: Axis, column: str = "") -> None:
+    """1,250 and 0.05 instead of powers of ten, below a thousandth 1e-04; or as the column has its numbers."""
+    text = vocabulary().columns.get(column, ("", "", None))[2] or _plain
+    axis.set_major_formatter(FuncFormatter(lambda value, _: text(float(value))))
 
-    def text(value: float, _: int) -> str:
-        return f"{value:.1e}".replace(".0e", "e") if 0 < abs(value) < 9e-4 else f"{value:,.7g}"
 
-    axis.set_major_formatter(FuncFormatter(text))
+def _plain(value: float) -> str:
+    return f"{value:.1e}".replace(".0e", "e") if 0 < abs(value) < 9e-4 else f"{value:,.7g}"

@@ -95,8 +95,9 @@ def value_label(value: object, column: str | None = None) -> str:
 
 
 def named_value(column: str, value: object) -> str:
-    """A value that stands alone: text as it is, a number named: "context 512", "bucket size 25 MB"."""
-    text, unit = value_label(value, column), UNITS.get(column.rpartition("_")[2], "")
+    """A value that stands alone: text as it is, a number named: "context 512", "bucket size 25 MiB"."""
+    text, has_unit = value_label(value, column), column.rpartition("_")[2] in UNITS
+    unit = column_label(column).rpartition("(")[2].rstrip(")") if has_unit else ""
     name = vocabulary().columns.get(column, ("", ""))[1] or column.removeprefix("is_").replace("_", " ")
     if isinstance(value, str):
         return text

@@ -81,7 +81,7 @@ def test_values_are_in_the_order_a_reader_expects():
 def test_a_value_that_stands_alone_says_what_it_is():
     contexts = [named_value("context_length", n) for n in (128, 2048, 65536, 1000, 1536)]
     assert contexts == [f"context {text}" for text in ("128", "2K", "64K", "1000", "1536")]
-    assert named_value("bucket_size_mb", 25.0) == "bucket size 25 MB"
+    assert named_value("bucket_size_mb", 25.0) == "bucket size 25 MiB"
     assert named_value("implementation", "sdpa") == "SDPA"
     assert [named_value("is_causal", flag) for flag in (True, np.False_)] == ["causal", "not causal"]
     assert value_label("reference: H200", "where") == "H200 (reference)"

@@ -414,9 +414,11 @@ def small_ranges_and_lazy_views(context):
             super().__init__()
             torch.manual_seed(0)
             self.w = nn.Parameter(torch.randn(3, 3, dtype=torch.cfloat))
+            self.v = nn.Parameter(torch.randn(3))
 
-        def forward(self, x):
-            return (self.w.mH @ x.to(torch.cfloat)).imag.square().sum() + self.w.conj().imag.sum()
+        def forward(self, x):  # a gradient that is added to another, or multiplied, would not be lazy
+            negated = torch.complex(torch.zeros(3), self.v).conj().imag
+            return (self.w.mH @ x.to(torch.cfloat)).abs().square().sum() + (x[0, :3] * negated).sum()
 
     wrappers = DDP | {"scatter": scattered}
     for name, wrap in wrappers.items():
@@ -425,8 +427,9 @@ def small_ranges_and_lazy_views(context):
             (alone(batch(rank)[:3]) / context.world_size).backward()
         wrapped(batch(context.rank)[:3]).backward()
         wrapped.finish_gradient_synchronization()
-        if wrapped.module.w.grad is not None:
-            torch.testing.assert_close(wrapped.module.w.grad, alone.w.grad.resolve_conj(), msg=name)
+        for mine, other in zip(wrapped.module.parameters(), alone.parameters(), strict=True):
+            if mine.grad is not None:
+                torch.testing.assert_close(mine.grad, other.grad.resolve_conj().resolve_neg(), msg=name)
     wrappers |= {"fsdp": FSDP, "fsdp of float32": partial(FSDP, compute_dtype=torch.float16)}
     for name, wrap in wrappers.items():
         for dtype in (torch.float16, torch.bfloat16):

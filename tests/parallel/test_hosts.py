@@ -1,5 +1,8 @@
 """Ranks in network namespaces of their own, over a link of a given rate."""
 
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -7,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cs336_systems import parallel
+from cs336_systems.other_notebooks import taken_from
 from cs336_systems.parallel import WorkerContext, hosts
 
 
@@ -32,6 +36,38 @@ def test_a_slow_link_is_as_slow_as_asked():
                 least_s = passes * (2**22 - 2**18) / (1e9 * rate)  # a burst is free
                 assert total == ranks**2
                 assert least_s < took_s < 5 * least_s
+
+
+@pytest.mark.skipif(bool(parallel.why_no_slow_link()), reason=parallel.why_no_slow_link())
+def test_a_host_that_died_takes_part_again_from_the_newest_checkpoint():
+    """By torchrun's rendezvous; the notes are what notebook 44 makes its rows of."""
+    fail, recovery_row = (taken_from("44_fsdp_accounting", name) for name in ("fail", "recovery_row"))
+    failed_s, notes = fail("killed", keep_alive_s=1, timeout_s=60, every=4)
+    after = notes[notes["at_s"] > failed_s]
+    assert set(after.loc[after["event"] == "step", "rank"]) == {0, 1}
+    assert after.loc[after["event"] == "step", "step"].min() == 9  # 8 were saved
+    row = recovery_row(failed_s, notes)
+    assert row["lost_steps"] >= 2
+    assert 0 < row["noticed_s"] < 30  # no collective had to run out of time
+    assert 3 < row["restarted_s"] < row["resumed_s"] < row["caught_up_s"]
+
+
+@pytest.mark.skipif(bool(parallel.why_no_slow_link()), reason=parallel.why_no_slow_link())
+def test_nothing_of_two_hosts_is_left():
+    with parallel.two_hosts() as (first, second):
+        call = f"import socket; socket.create_connection(('{first.address}', 9), 1)"
+
+        def answer() -> str:
+            done = second.run(sys.executable, "-c", call, stderr=subprocess.PIPE, text=True)
+            return done.communicate()[1].splitlines()[-1]
+
+        assert "refused" in answer()  # by the other host: nobody listens there
+        asleep = first.run("sleep", "60")
+        second.crash()
+        assert asleep.poll() is None
+        second.cable(up=False)
+        assert "refused" not in answer()
+    assert asleep.wait(timeout=5) == -signal.SIGKILL
 
 
 def test_what_cannot_be_is_refused(monkeypatch):

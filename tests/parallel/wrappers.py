@@ -33,7 +33,7 @@ def rows(context, whole):
 
 
 def assert_same_gradients(context, wrapped, alone, what, **tolerance):
-    sharded = wrapped._sharded if isinstance(wrapped, FSDP) else ()
+    sharded = wrapped.full_shapes() if isinstance(wrapped, FSDP) else ()
     for (name, mine), other in zip(wrapped.module.named_parameters(), alone.parameters(), strict=True):
         expected = rows(context, other.grad) if mine in sharded and other.grad is not None else other.grad
         if expected is None or mine.grad is None:

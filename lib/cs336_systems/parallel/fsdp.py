@@ -352,6 +352,10 @@ class FSDP(DataParallel):
                 weight.whole.grad = None
         super().zero_grad(set_to_none)
 
+    def full_shapes(self) -> dict[nn.Parameter, torch.Size]:
+        """Of each sharded parameter, the shape of the whole."""
+        return {weight.parameter: weight.whole.shape for group in self._groups for weight in group.weights}
+
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Every parameter whole, by its name in the module that was wrapped; all ranks have to ask for it.

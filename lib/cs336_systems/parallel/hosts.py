@@ -3,12 +3,16 @@
 A link this slow is the bottleneck, so models of communication can be tested without a GPU where they bind.
 """
 
+import contextlib
 import ctypes
 import os
+import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -83,6 +87,56 @@ def _command(line: str) -> None:
     done = subprocess.run(line.split(), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{line}: {done.stderr.strip() or done.returncode}")
+
+
+class Host:
+    """A network namespace in which commands run as on a machine of their own, at `address`."""
+
+    def __init__(self, number: int):
+        self.address = f"10.33.7.{number}"
+        self._holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+        self._inside = ["nsenter", f"--target={self._holder.pid}", "--net"]
+        while os.readlink(f"/proc/{self._holder.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
+            time.sleep(0.01)  # until it has moved
+
+    def run(self, *command: str, **how: Any) -> subprocess.Popen:
+        """Start a command there; `how` as for Popen."""
+        return subprocess.Popen([*self._inside, *command], **how)
+
+    def cable(self, up: bool) -> None:
+        """Plug it in, or pull it out."""
+        self.configure(f"link set {_INTERFACE} {'up' if up else 'down'}")
+
+    def configure(self, line: str) -> None:
+        """Run one `ip` command there."""
+        _command(shlex.join([*self._inside, "ip", *line.split()]))
+
+    def crash(self) -> None:
+        """Kill all that runs there, at once."""
+        here, mine = os.readlink(f"/proc/{self._holder.pid}/ns/net"), self._holder.pid
+        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != mine]:
+            with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours
+                if os.readlink(f"/proc/{pid}/ns/net") == here:
+                    os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts and a cable between them; in the end nothing of them is left. See `why_no_slow_link`."""
+    with contextlib.ExitStack() as stack:
+        hosts = [Host(number) for number in (1, 2)]
+        for host in hosts:
+            stack.callback(host._holder.wait)
+            stack.callback(host._holder.kill)
+            stack.callback(host.crash)
+        first, second = hosts
+        end = f"{_INTERFACE} netns {second._holder.pid}"
+        first.configure(f"link add {_INTERFACE} type veth peer name {end}")
+        for host in hosts:
+            host.configure(f"addr add {host.address}/24 dev {_INTERFACE}")
+            host.configure("link set lo up")
+            host.cable(up=True)
+        yield first, second
 
 
 class PacedLayer(nn.Module):

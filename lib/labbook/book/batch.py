@@ -16,7 +16,7 @@ from labbook.book import notebooks
 from labbook.book.notebooks import BatchError, load_notebooks, resolve, unknown
 from labbook.book.parameters import convert, parameter_errors
 
-PROFILES = ("cpu", "gpu", "multi-gpu")
+PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2, "links": 0}  # with the GPUs that each needs
 
 
 @dataclass(frozen=True)

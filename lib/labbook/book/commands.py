@@ -72,12 +72,12 @@ def _run(options: Namespace) -> int:
     from labbook.book import runs, slurm
 
     gpus = torch.cuda.device_count()
-    profile = options.profile or batch.PROFILES[min(gpus, 2)]
+    profile = options.profile or [*batch.PROFILES][min(gpus, 2)]
     jobs = batch.plan(profile, only=options.only, overrides=options.p)
     if options.dry_run:
         print("\n".join(f"{job.notebook.stem} {job.line()}" for job in jobs))
         return 0
-    needed, output = batch.PROFILES.index(profile), options.output.resolve()
+    needed, output = batch.PROFILES[profile], options.output.resolve()
     if options.cluster:
         command = [sys.executable, *options.program.split()[1:], "run", f"--profile={profile}"]
         command += [*(f"-p={given}" for given in options.p), f"--output={output}"]
@@ -87,7 +87,7 @@ def _run(options: Namespace) -> int:
     if options.job:
         jobs, needed = [job for job in jobs if job.name == options.job], min(needed, 1)
     if gpus < needed:
-        allowed = ", ".join(batch.PROFILES[: gpus + 1])
+        allowed = ", ".join(name for name, count in batch.PROFILES.items() if count <= gpus)
         raise BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}")
     if not needed:
         if any(job.parameters.get("device") == "cuda" for job in jobs):
