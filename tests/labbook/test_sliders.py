@@ -79,3 +79,7 @@ def test_the_committed_ones_have_something_to_show_at_every_setting(path):
         for text in shown(html):
             assert text
             assert not re.search("NaN|undefined|Infinity", text)
+
+
+def test_four_figures_can_be_dragged():
+    assert [path.stem[:2] for path in COMMITTED] == ["16", "27", "52", "56"]

@@ -42,12 +42,12 @@ def test_a_slow_link_is_as_slow_as_asked():
 def test_a_host_that_died_takes_part_again_from_the_newest_checkpoint():
     """By torchrun's rendezvous; the notes are what notebook 44 makes its rows of."""
     fail, recovery_row = (taken_from("44_fsdp_accounting", name) for name in ("fail", "recovery_row"))
-    failed_s, notes = fail("killed", keep_alive_s=1, timeout_s=60, every=4)
-    after = notes[notes["at_s"] > failed_s]
+    failed_s, notes = fail("killed", keep_alive_s=1, timeout_s=60)
+    before, after = notes[notes["at_s"] <= failed_s], notes[notes["at_s"] > failed_s]
+    saved = before.loc[before["event"] == "saved", "step"].max()
     assert set(after.loc[after["event"] == "step", "rank"]) == {0, 1}
-    assert after.loc[after["event"] == "step", "step"].min() == 9  # 8 were saved
+    assert after.loc[after["event"] == "step", "step"].min() == saved + 1 > 10
     row = recovery_row(failed_s, notes)
-    assert row["lost_steps"] >= 2
     assert 0 < row["noticed_s"] < 30  # no collective had to run out of time
     assert 3 < row["restarted_s"] < row["resumed_s"] < row["caught_up_s"]
 
