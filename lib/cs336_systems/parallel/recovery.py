@@ -71,7 +71,7 @@ class Torchrun:
     def start(self, number: int) -> None:
         """Boot one of the hosts."""
         host, environment = self.hosts[number], {"GLOO_SOCKET_IFNAME": "host", "OMP_NUM_THREADS": "1"}
-        # A survivor that shares its store hands out no address for a newcomer (PyTorch 2.11 to 2.13).
+        # A survivor that shares its store hands out no address for a newcomer (PyTorch 2.13).
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         own = [f"--rdzv-conf=is_host={int(number == 0)},{self._keep_alive}", f"--local-addr={host.address}"]
         command = [sys.executable, "-m", "torch.distributed.run", *self._rendezvous, *own, *self._worker]
