@@ -19,7 +19,7 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/labbook/memory": (511, 400),
     "lib/labbook/profiles": (882, 550),
     "notebooks": (258, None),
-    "tests": (12_628, 9_500),
+    "tests": (12_629, 9_500),
 }
 
 

@@ -62,6 +62,7 @@ def _run(source: str, names: dict[str, Any]) -> None:
     """As a notebook does: what is defined finds its own source, which Triton asks for."""
     file = f"<cell {hash(source)}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    names.setdefault("display", lambda *shown, **how: None)  # which IPython gives every notebook
     exec(compile(source, file, "exec"), names)
 
 
