@@ -56,8 +56,12 @@ if ! kept || ! "$python" -m pip --version >/dev/null 2>&1; then
     base=$(find_python) || die "needs Python 3.11 to 3.14; found ${PYTHON:-python3} =" \
         "$("${PYTHON:-python3}" --version 2>/dev/null || echo none). Install one, or name it: make PYTHON=/path/to/python3.12"
     say "making $venv with $base ($("$base" --version))"
-    rm -rf "$venv"
-    "$base" -m venv "$venv" || die "$base cannot make a virtual environment (reason above); Debian and Ubuntu need python3-venv"
+    made() { rm -rf "$venv" && "$base" -m venv "$venv"; }
+    made || {  # Debian and Ubuntu keep what makes one in a package of its own
+        package=python$("$base" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv
+        [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1 && say "installing $package" && apt-get update -qq >&2 &&
+            DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package" >&2 && made
+    } || die "$base cannot make a virtual environment (reason above): sudo apt-get install $package"
 fi
 rm -f "$stamp"
 

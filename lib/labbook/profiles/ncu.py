@@ -9,6 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+_OPTIONS = {"print-units": "base", "clock-control": "none", "profile-from-start": "off"}
+
 
 def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict[str, Any]]:
     """Run a program under `ncu`, and count what it launches from cudaProfilerStart to cudaProfilerStop.
@@ -23,30 +25,19 @@ def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict
         For each kernel, in order: kernel, its name without arguments, and the metrics in base units.
 
     Raises:
-        RuntimeError: there is no ncu, or it or the program failed; the message ends with what it said.
+        RuntimeError: there is no ncu, it or the program failed, or no kernel ran; with what was said last.
     """
-    command = [
-        "ncu",
-        "--csv",
-        "--print-units",
-        "base",
-        "--clock-control",
-        "none",
-        "--profile-from-start",
-        "off",
-    ]
-    command += ["--metrics", ",".join(metrics), sys.executable, "-c", program, json.dumps(given)]
+    command = ["ncu", "--csv", f"--metrics={','.join(metrics)}", *(f"--{k}={v}" for k, v in _OPTIONS.items())]
+    command += [sys.executable, "-c", program, json.dumps(given)]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        run = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:
         raise RuntimeError("there is no ncu on PATH; install Nsight Compute") from None
-    except subprocess.CalledProcessError as error:
-        raise RuntimeError(f"ncu failed: {(error.stdout + error.stderr)[-2000:]}") from None
-    table = pd.read_csv(io.StringIO(said[said.index('"ID"') :]), thousands=",")
-    each = table.pivot(index=["ID", "Kernel Name"], columns="Metric Name", values="Metric Value").astype(
-        float
-    )
-    names = (
-        each.index.get_level_values("Kernel Name").str.replace(r"[(<].*", "", regex=True).str.split().str[-1]
-    )
+    _, mark, table = run.stdout.partition('"ID"')
+    if run.returncode or not mark:
+        raise RuntimeError(f"ncu counted nothing: {(run.stdout + run.stderr)[-2000:]}")
+    rows = pd.read_csv(io.StringIO(mark + table), thousands=",").astype({"Metric Value": float})
+    each = rows.pivot(index=["ID", "Kernel Name"], columns="Metric Name", values="Metric Value")
+    names = each.index.get_level_values("Kernel Name").str.partition("(").get_level_values(0)
+    names = names.str.partition("<").get_level_values(0).str.split().str[-1]
     return each.assign(kernel=names).to_dict("records")

@@ -29,7 +29,7 @@ def ncu(tmp_path, monkeypatch):
 
 
 def test_counters_of_each_kernel(ncu):
-    ncu(f"assert sys.argv[-1] == '[1, 2]' and 'a,b' in sys.argv; print({SAID!r})")
+    ncu(f"assert sys.argv[-1] == '[1, 2]' and '--metrics=a,b' in sys.argv; print({SAID!r})")
     first, second = count_kernels("pass", [1, 2], ["a", "b"])
     wanted = {"kernel": "cudnn::dot", "lts__t_bytes.sum": 1234567.5, "gpu__time_duration.sum": 46848}
     assert first == wanted
@@ -39,6 +39,7 @@ def test_counters_of_each_kernel(ncu):
 def test_what_fails_is_a_sentence(ncu):
     with pytest.raises(RuntimeError, match="no ncu on PATH"):
         count_kernels("pass", 0, ["a"])
-    ncu("print('==ERROR== Failed to find metric a')", "sys.exit(1)")
-    with pytest.raises(RuntimeError, match="Failed to find metric a"):
-        count_kernels("pass", 0, ["a"])
+    for said, status in (("Failed to find metric a", 1), ("No kernels were profiled", 0)):
+        ncu(f"print('{said}'); sys.exit({status})")
+        with pytest.raises(RuntimeError, match=said):
+            count_kernels("pass", 0, ["a"])
