@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-_OPTIONS = {"print-units": "base", "clock-control": "none", "profile-from-start": "off"}
+_NCU = ("ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off")
 
 
 def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict[str, Any]]:
@@ -27,8 +27,7 @@ def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict
     Raises:
         RuntimeError: there is no ncu, it or the program failed, or no kernel ran; with what was said last.
     """
-    command = ["ncu", "--csv", f"--metrics={','.join(metrics)}", *(f"--{k}={v}" for k, v in _OPTIONS.items())]
-    command += [sys.executable, "-c", program, json.dumps(given)]
+    command = [*_NCU, "--metrics", ",".join(metrics), sys.executable, "-c", program, json.dumps(given)]
     try:
         run = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError:

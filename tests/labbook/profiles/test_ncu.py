@@ -29,7 +29,7 @@ def ncu(tmp_path, monkeypatch):
 
 
 def test_counters_of_each_kernel(ncu):
-    ncu(f"assert sys.argv[-1] == '[1, 2]' and '--metrics=a,b' in sys.argv; print({SAID!r})")
+    ncu(f"assert sys.argv[-1] == '[1, 2]' and 'a,b' in sys.argv; print({SAID!r})")
     first, second = count_kernels("pass", [1, 2], ["a", "b"])
     wanted = {"kernel": "cudnn::dot", "lts__t_bytes.sum": 1234567.5, "gpu__time_duration.sum": 46848}
     assert first == wanted
