@@ -16,7 +16,7 @@ from labbook.book import batch, notebooks
 from labbook.book.execute import Outcome, execute
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
-from labbook.files import figures_dir, make_folder, write_atomically
+from labbook.files import figures_dir, find, make_folder, write_atomically
 from labbook.machine import machine_card
 from labbook.timing import one_line
 
@@ -58,8 +58,7 @@ def _parser(program: str | None) -> ArgumentParser:
     add["run"]("--output", type=Path, default=folder, metavar="FOLDER", help="default: runs")
     add["card"]("--refresh", action="store_true", help="measure again")
     add["site"]("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
-    add["rows"]("what", choices=["pack", "add"])
-    add["rows"]("source", help="a machine's slug, which becomes <slug>.zip here; or such a file")
+    add["rows"]("machine", help="a folder of figures")
     for name in ("notebooks", "figures", "learn"):
         add[name]("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     return parser
@@ -109,10 +108,10 @@ def _told(records: list[dict], folders: Sequence[Path]) -> int:
     """Print how each ended, and where the site of each folder is; the exit code."""
     from labbook.book import runs, site
 
-    print(f"\n{runs.summary(records)}\n")
+    print(f"\n{(told := runs.summary(records))}\n")
     for folder in folders:
         try:
-            print(site.build(folder, folder, [record for record in records if "code" not in record]))
+            print(site.build(folder, folder, told))
         except Exception as error:  # whatever Sphinx, its extensions or the disk lack
             print(f"warning: {folder / 'index.html'} cannot be made: {one_line(error)}", file=sys.stderr)
     return int(any(record["status"] not in ("ok", "skipped") for record in records))
@@ -159,10 +158,13 @@ def _site(options: Namespace) -> None:
 
 
 def _rows(options: Namespace) -> None:
-    """pack a machine's rows with the runs that measured them; or check somebody's pack, and add it"""
+    """check a machine's rows: somebody's that were unpacked into figures, or yours before you pack them"""
     from labbook.book import packs
 
-    print(packs.pack(options.source) if options.what == "pack" else packs.add(Path(options.source)))
+    if problems := [*packs.problems(options.machine)]:
+        raise BatchError("\n".join(problems))
+    tables = [*find(options.machine).glob("*/*.csv")]
+    print(f"{options.machine}: {len(tables)} tables, whose runs are all there")
 
 
 def _paths(words: list[str]) -> list[Path]:

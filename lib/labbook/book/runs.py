@@ -98,10 +98,9 @@ def _code(job: Job) -> dict[str, str]:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """How each ended and how long it took; a failure's reason under its line."""
+    """How each ended and how long it took, those last that failed; a reason under its line."""
     lines = []
-    for record in records:
-        told = "{status:7} {seconds:7.1f} s  {notebook} {parameters}".format(**record)
-        lines.append(told.rstrip())
+    for record in sorted(records, key=lambda record: record["status"] == "error"):
+        lines.append("{status:7} {seconds:7.1f} s  {notebook} {parameters}".format(**record).rstrip())
         lines += [f"    {record['reason']}"] * bool(record["reason"])
     return "\n".join(lines)

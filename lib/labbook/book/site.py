@@ -1,15 +1,15 @@
 """Executed notebooks as a site that reads offline: chapters, search, a gallery of every plot, its rows.
 
 Sphinx builds it, with myst-nb and furo (`pip install -e '.[site]'`). Nothing is executed. The site of a run
-lies beside its notebooks; its first page says how each ended, and what failed.
+lies beside its notebooks; its first page says how each ended.
 """
 
 import base64
-import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
@@ -44,7 +44,6 @@ html_show_search_summary = False  # it is fetched, which browsers refuse to a pa
 _STYLE = """\
 table.dataframe { display: block; overflow-x: auto; }
 table.dataframe :is(td, th) { padding: .25rem .5rem; }
-.plots a { display: inline-block; width: 14rem; margin: 0 1rem 1rem 0; vertical-align: top; }
 """
 # jupyter_server_mathjax has STIX as its only font, which MathJax has to be told: left alone it waits for a
 # font that is not there. And browsers refuse its blank font, about:blank, to a page that is a file.
@@ -59,16 +58,13 @@ MathJax.Hub.Config({
 });
 MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
 """
-_COLUMNS = ("notebook", "parameters", "status", "seconds", "reason")
 
 
-def build(target: Path, executed: Path, unrecorded: Sequence[runs.Record] = ()) -> Path:
-    """Write the site of the executed notebooks of a folder: into it, for a run's, or in place of another.
-
-    A file is replaced whole, the first page as the last: one that is there stays until all others are.
+def build(target: Path, executed: Path, told: str = "") -> Path:
+    """Write the site of the executed notebooks of a folder into another, or, for a run's, into the same.
 
     Args:
-        unrecorded: how notebooks ended that have left no record in the folder.
+        told: how the notebooks of a run ended; without it what their records say.
 
     Returns:
         Its first page.
@@ -82,35 +78,28 @@ def build(target: Path, executed: Path, unrecorded: Sequence[runs.Record] = ()) 
     paths, records = sorted(executed.glob("*.ipynb")), runs.load_records(executed)
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
-    with locked(target):
-        scratch = target / ".site"
-        shutil.rmtree(scratch, ignore_errors=True)  # of one that was killed
-        source, built = scratch / "source", scratch / "built"
+    with locked(target), tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "source"
         (source / "extra" / "plots").mkdir(parents=True)
         pages = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
         plots = {path.stem: _page(path, source, pages, path.stem in records) for path in paths}
-        told = _outcomes(executed.name, records, unrecorded, plots) if records else ""
-        shutil.copytree(REPOSITORY_FIGURES, source / "extra" / "rows", ignore=_all_but_rows)
+        first = f"# {_TITLE}\n"
+        if told := told or runs.summary([*records.values()]):
+            card = load_card(executed.name).line() if find(executed.name, "machine.json").exists() else ""
+            first = f"# The workbook on {executed.name}\n\n{card}\n\n~~~~text\n{told}\n~~~~\n"
+        no_rows = shutil.ignore_patterns("*.png", "*.svg", "*.json", "snapshots")
+        shutil.copytree(REPOSITORY_FIGURES, source / "extra" / "rows", ignore=no_rows)
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
-        texts = {"index.md": _contents([*plots], told), "gallery.md": _gallery(plots)}
+        texts = {"index.md": first + _contents([*plots]), "gallery.md": _gallery(plots)}
         texts |= {"machines.md": _linked("\n".join(_machines()), pages), "conf.py": _CONFIG}
         texts |= {"static/workbook.css": _STYLE, "static/mathjax/config/workbook.js": _MATHJAX}
         for name, text in texts.items():
             (source / name).write_text(text, encoding="utf-8")
-        command = [sys.executable, "-m", "sphinx", "-q", "-b", "html", "-j", "auto", "-d", scratch / "trees"]
-        done = subprocess.run([*map(str, [*command, source, built])], capture_output=True, text=True)
+        command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", f"{scratch}/trees"]
+        done = subprocess.run([*command, source, target], capture_output=True, text=True)
         if done.returncode:
             raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
-        if target != executed:
-            for path in set(target.iterdir()) - {scratch, target / ".lock"}:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        first = built / "index.html"
-        for path in [*(path for path in built.rglob("*") if path.is_file() and path != first), first]:
-            place = target / path.relative_to(built)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, place)
-        shutil.rmtree(scratch)
     return target / "index.html"
 
 
@@ -134,13 +123,13 @@ def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool
                 shown = f'<img src="plots/{name}.png" alt="" width="600" loading="lazy">'
                 lines.append(f'<a href="{path.stem}.html#{name}">{escape(title)}<br>{shown}</a>')
         notebook.cells.append(cell)
-    links = _links(_tables_of(path.stem.partition("-")[0][3:], cells))
+    links = _links(_rows_behind(path.stem.partition("-")[0][3:], cells))
     notebook.cells += [nbformat.v4.new_markdown_cell(f"**Rows:** {links}")] * bool(links)
     nbformat.write(notebook, source / path.name)
     return lines
 
 
-def _tables_of(slug: str, cells: Sequence[nbformat.NotebookNode]) -> Iterator[Path]:
+def _rows_behind(slug: str, cells: Sequence[nbformat.NotebookNode]) -> Iterator[Path]:
     """The files of rows that a notebook saves, and those that its code names: others' and published ones."""
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     named = {slug, "published", *re.findall(r'"(\w+)"', code)}
@@ -152,10 +141,6 @@ def _tables_of(slug: str, cells: Sequence[nbformat.NotebookNode]) -> Iterator[Pa
 def _links(tables: Iterable[Path]) -> str:
     names = [table.relative_to(REPOSITORY_FIGURES) for table in tables]
     return ", ".join(f'<a href="rows/{name}">{name}</a>' for name in names)
-
-
-def _all_but_rows(folder: str, names: list[str]) -> list[str]:
-    return [name for name in names if Path(folder, name).is_file() and not name.endswith(".csv")]
 
 
 def _gallery(plots: Mapping[str, Sequence[str]]) -> str:
@@ -196,34 +181,12 @@ def _machines() -> Iterator[str]:
         yield f"## Published by others\n\n{links}\n"
 
 
-def _outcomes(
-    machine: str, records: Mapping[str, runs.Record], unrecorded: Sequence[runs.Record], plots: Mapping
-) -> str:
-    """The first page of a run: its machine, what failed and why, how each ended, and every plot, small."""
-    names = [*records, *[""] * len(unrecorded)]
-    table = pd.DataFrame([*records.values(), *unrecorded])[[*_COLUMNS]].astype(str).map(escape)
-    links = [f'<a href="{name}.html">{{}}</a>' if name in plots else "{}" for name in names]
-    table["notebook"] = [link.format(name) for link, name in zip(links, table["notebook"], strict=True)]
-    counts = ", ".join(f"{count} {status}" for status, count in table["status"].value_counts().items())
-    failed = table[table["status"] == "error"]
-    items = [f"<li>{row.notebook} {row.parameters}: {row.reason}</li>" for row in failed.itertuples()]
-    card = load_card(machine).line() if find(machine, "machine.json").exists() else ""
-    why = ["## What failed, and why\n", "<ul>", *items, "</ul>\n"] * bool(items)
-    ended = table.to_html(index=False, escape=False, border=0, justify="left")
-    shown = "\n".join(plot for several in plots.values() for plot in several)
-    lines = [f"# The workbook on {machine}\n\n{card}\n\n{len(table)} notebooks: {counts}.\n", *why]
-    lines += ["## How each ended\n", ended, "\n## Its plots\n", f'<div class="plots">\n{shown}\n</div>\n']
-    return "\n".join(lines)
-
-
-def _contents(names: Sequence[str], told: str) -> str:
-    """The first page: what is told of a run, and the chapters."""
+def _contents(names: Sequence[str]) -> str:
+    """The pages by chapter."""
     chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
-    text, hidden = [told or f"# {_TITLE}\n"], [":hidden:"] * bool(told)
+    text = []
     for first, end in zip(chapters, [*[*chapters][1:], 100], strict=True):
-        pages = [
-            f"{name} <{name}>" if "-" in name else name for name in names if first <= int(name[:2]) < end
-        ]
+        pages = [f"{name} <{name}>" for name in names if first <= int(name[:2]) < end]
         pages += ["gallery", "machines"] * (first == 0)
-        text += ["```{toctree}", f":caption: {chapters[first]}", ":maxdepth: 1", *hidden, *pages, "```\n"]
+        text += ["```{toctree}", f":caption: {chapters[first]}", ":maxdepth: 1", *pages, "```\n"]
     return "\n".join(text)
