@@ -1,18 +1,20 @@
-"""A batch on a Slurm cluster: a job for each entry of the plan.
+"""A batch on a Slurm cluster: its entries as a job array, one for each number of GPUs that an entry needs.
 
-Partition, account, time limit and the like are Slurm's own variables, SBATCH_PARTITION and so on. A job has
-the name of its files and, as its comment, the folder of results: by these the same command knows the jobs
-that Slurm still lists, waits for them, and submits what is left. Ctrl-C cancels them.
+Partition, account, time limit and the like are Slurm's own variables, SBATCH_PARTITION and so on. The same
+command submits what is not done; of an entry that is still in an array of before one job waits for the other.
 """
 
-import re
+import hashlib
 import shlex
 import shutil
 import subprocess
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+
+import tqdm
 
 from labbook.book import runs
 from labbook.book.batch import Job
@@ -26,44 +28,46 @@ _LOOK_EVERY_S = 5
 def run_batch(
     jobs: Sequence[Job], command: Sequence[str], output: Path, *, gpu: bool, force: bool = False
 ) -> list[runs.Record]:
-    """Submit what is not done and unchanged, and wait until Slurm lists none of it; how each job ended.
+    """Submit what is not done and unchanged, and wait for its end; how each job ended.
 
     Args:
         command: executes the job whose name is put at its end, with records in a folder of `output`.
         gpu: whether a job gets GPUs: as many as it has ranks, at least one.
 
     Raises:
-        BatchError: there is no Slurm here, or it does not answer.
-        KeyboardInterrupt: Ctrl-C; every job is cancelled, and none is left.
+        BatchError: there is no Slurm here.
+        KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
     """
-    make_folder(output / "slurm")
-    names = {job.name for job in jobs}
-    numbers = {name: number for name, number in _listed(output).items() if name in names}
-    refused: dict[str, str] = {}
+    if shutil.which("sbatch") is None:
+        raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")
+    name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
+    due, said = [job for job in jobs if force or _is_due(job, output)], {}
+    for record in [path for job in due for path in output.glob(f"*/{job.name}.json")]:
+        record.unlink()  # so that one that is there is of now
     try:
-        for job in sorted(jobs, key=lambda job: is_last(job.notebook.stem)):
-            if job.name in numbers or not (force or _is_due(job, output)):
-                continue
-            for record in output.glob(f"*/{job.name}.json"):
-                record.unlink()  # so that one that is there is this job's
-            after = [*numbers.values()] if is_last(job.notebook.stem) else []  # it shows the others' results
-            gpus = _gpus(job) if gpu else 0
-            done = _submit(job, command, output, gpus, after)
-            if done.returncode:
-                refused[job.name] = f"Slurm refused a job with {gpus} GPUs: {_last(done.stderr)}"
-            else:
-                numbers[job.name] = done.stdout.strip().partition(";")[0]
-        left = None
-        while (now := len(names & _listed(output).keys())) > 0:
-            if now != left:
-                print(f"{now} of {len(numbers)} jobs wait or run", flush=True)
-            left = now
-            time.sleep(_LOOK_EVERY_S)
+        with tqdm.tqdm(total=len(due), unit="notebook", disable=None) as bar:
+            for last in (False, True):  # it shows what the others found
+                arrays = defaultdict(list)
+                for job in [job for job in due if is_last(job.notebook.stem) == last]:
+                    arrays[_gpus(job) if gpu else 0].append(job.name)
+                started = [_submit(name, names, command, output, gpus) for gpus, names in arrays.items()]
+                while any(process.poll() is None for process in started):
+                    time.sleep(_LOOK_EVERY_S)
+                    bar.update(sum(map(bool, (_record(job, output) for job in due))) - bar.n)
+                for names, process in zip(arrays.values(), started, strict=True):
+                    number, error = (text.strip() for text in process.communicate())
+                    logs = [output / "slurm" / f"{number}_{place}.log" for place, _ in enumerate(names)]
+                    texts = [log.read_text() if log.exists() else error for log in logs]
+                    said |= dict(zip(names, texts, strict=True))
     except KeyboardInterrupt:
-        mine = [number for name, number in _listed(output).items() if name in names]
-        subprocess.run(["scancel", *mine], capture_output=True)
+        subprocess.run(["scancel", f"--name={name}"], capture_output=True)
         raise
-    return [_record(job, numbers.get(job.name, ""), refused.get(job.name, ""), output) for job in jobs]
+    return [_record(job, output) or _lost(job, said[job.name]) for job in jobs]
+
+
+def _is_due(job: Job, output: Path) -> bool:
+    records = {path.parent: runs.load_record(path) for path in output.glob(f"*/{job.name}.json")}
+    return all(runs.why_again(job, record, folder) for folder, record in records.items())
 
 
 def _gpus(job: Job) -> int:
@@ -72,46 +76,22 @@ def _gpus(job: Job) -> int:
     return max(ranks) if job.parameters.get("backend") == "nccl" else 1
 
 
-def _is_due(job: Job, output: Path) -> bool:
-    records = {path.parent: runs.load_record(path) for path in output.glob(f"*/{job.name}.json")}
-    return all(runs.why_again(job, record, folder) for folder, record in records.items())
-
-
-def _slurm(*command: str) -> subprocess.CompletedProcess:
-    if shutil.which(command[0]) is None:
-        raise BatchError(f"there is no {command[0]} here; --cluster slurm is for a node of a Slurm cluster")
-    return subprocess.run(command, capture_output=True, text=True)
-
-
 def _submit(
-    job: Job, command: Sequence[str], output: Path, gpus: int, after: Sequence[str]
-) -> subprocess.CompletedProcess:
-    asked = ["--parsable", "--nodes=1", f"--job-name={job.name}", f"--comment={output}"]
-    asked += [f"--output={output}/slurm/{job.name}.log", f"--wrap=exec {shlex.join([*command, job.name])}"]
+    name: str, jobs: Sequence[str], command: Sequence[str], output: Path, gpus: int
+) -> subprocess.Popen:
+    """An sbatch that ends when its array has, having printed its number, or why it was refused."""
+    asked = ["--wait", "--parsable", "--nodes=1", f"--job-name={name}", f"--array=0-{len(jobs) - 1}"]
     asked += [f"--gpus-per-node={gpus}"] * (gpus > 0)
-    asked += [f"--dependency=afterany:{':'.join(after)}"] * (len(after) > 0)
-    return _slurm("sbatch", *asked)
+    asked += [f"--output={make_folder(output / 'slurm')}/%A_%a.log"]
+    asked += [f"--wrap=set -- {shlex.join(jobs)}; shift $SLURM_ARRAY_TASK_ID; exec {shlex.join(command)} $1"]
+    return subprocess.Popen(["sbatch", *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _listed(output: Path) -> dict[str, str]:
-    """The numbers of my jobs with results in a folder that wait or run, by their names."""
-    done = _slurm("squeue", "--me", "--noheader", "--format=%i|%j|%k")
-    if done.returncode:
-        raise BatchError(f"Slurm does not answer ({_last(done.stderr)}); the same command continues")
-    lines = [line.split("|", 2) for line in done.stdout.splitlines()]
-    return {name: number for number, name, comment in lines if comment == str(output)}
+def _record(job: Job, output: Path) -> runs.Record | None:
+    return next(filter(None, map(runs.load_record, output.glob(f"*/{job.name}.json"))), None)
 
 
-def _record(job: Job, number: str, refused: str, output: Path) -> runs.Record:
-    """How a job ended; of one that was refused, or killed before it could say, what Slurm says."""
-    for path in [] if refused else output.glob(f"*/{job.name}.json"):
-        if record := runs.load_record(path):
-            return record
-    said = "" if refused else _slurm("scontrol", "show", "job", number).stdout  # it forgets one after minutes
-    state = ", ".join(re.findall(r"(?:JobState|Reason)=(\S+)", said)) or "Slurm does not know it any more"
-    why = refused or f"Slurm job {number} ended without a record: {state}"
+def _lost(job: Job, said: str) -> runs.Record:
+    """Of a job that was refused, or killed before it could say how it ended."""
+    why = f"no record, and Slurm says: {(said.strip().splitlines() or ['nothing'])[-1]}"
     return {"notebook": job.notebook.stem, "parameters": job.line(), **asdict(Outcome("error", why))}
-
-
-def _last(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]

@@ -1,7 +1,6 @@
 """A batch on a real Slurm of one node, started here: what ends, fails, is killed, refused, and goes on."""
 
 import os
-import re
 import shutil
 import signal
 import socket
@@ -153,17 +152,26 @@ def test_an_entry_gets_as_many_gpus_as_it_has_ranks_or_a_sentence(batch, tmp_pat
     monkeypatch.setenv("SBATCH_PARTITION", "none")
     (record,) = batch("13_none", gpu=True)
     assert record["status"] == "error"
-    assert record["reason"].startswith("Slurm refused a job with 1 GPUs: ")
     assert "not available" in record["reason"]
 
 
-def test_a_killed_job_is_a_row_and_done_again(batch, when_it_runs, tmp_path):
-    when_it_runs(lambda: subprocess.run(["scancel", "--name=11_slow", "--state=RUNNING"]))
-    (record,) = batch("11_slow")
-    assert record["status"] == "error"
-    assert re.fullmatch(r"Slurm job \d+ ended without a record: CANCELLED, .*", record["reason"])
+def test_a_killed_job_is_a_row_and_done_again(batch, when_it_runs, tmp_path, monkeypatch):
+    when_it_runs(lambda: subprocess.run(["scancel", "--user=root", "--state=RUNNING"]))
+    records = batch("11_slow", "12_ok")
+    assert [record["status"] for record in records] == ["error", "ok"]
+    assert "CANCELLED" in records[0]["reason"]
     (tmp_path / "finish").touch()
     assert batch("11_slow")[0]["status"] == "ok"
+    started = (tmp_path / "started").read_text()
+    monkeypatch.setattr(slurm.runs, "why_again", lambda *_: None)
+    assert [record["status"] for record in batch("11_slow", "12_ok")] == ["ok", "ok"]
+    assert (tmp_path / "started").read_text() == started
+
+
+def listed():
+    squeue = subprocess.run(["squeue", "--noheader"], capture_output=True, text=True)
+    assert squeue.returncode == 0
+    return squeue.stdout
 
 
 def test_what_is_interrupted_leaves_nothing(batch, when_it_runs, tmp_path):
@@ -176,25 +184,13 @@ def test_what_is_interrupted_leaves_nothing(batch, when_it_runs, tmp_path):
     finally:
         signal.signal(signal.SIGINT, before)
     for _ in range(100):  # Slurm takes a moment to end them
-        if not (left := slurm._listed(tmp_path)):
+        if not (left := listed()):
             break
         time.sleep(0.1)
     assert not left
 
 
-def test_a_killed_run_waits_for_the_jobs_that_slurm_still_lists(batch, when_it_runs, tmp_path, monkeypatch):
-    with monkeypatch.context() as killed:
-        killed.setattr(slurm.time, "sleep", lambda seconds: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            batch("11_slow", "12_slow", "13_slow")
-    subprocess.run(["scancel", "--name=13_slow"])  # is gone: submitted again
-    when_it_runs((tmp_path / "finish").touch)
-    assert {record["status"] for record in batch("11_slow", "12_slow", "13_slow")} == {"ok"}
-    started = (tmp_path / "started").read_text().split()[::2]
-    assert (started.count("11_slow"), started.count("12_slow")) == (1, 1)
-
-
 def test_where_there_is_no_slurm_it_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(BatchError, match="there is no squeue here; --cluster slurm is for"):
+    with pytest.raises(BatchError, match="there is no sbatch here; --cluster slurm is for"):
         slurm.run_batch([], [], tmp_path, gpu=False)
