@@ -79,6 +79,9 @@ family(  # the leaderboard's training step
     fused_kernels   | fused kernels            | sky
     manual_backward | manual backward          | orange
     selective       | selective recomputation  | green
+    stacked         | stacked matmuls          | blue
+    few_channels    | stacked, four channels   | yellow
+    stacked_selective | stacked and selective  | vermillion
     """,
 )
 family(

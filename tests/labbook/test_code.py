@@ -156,10 +156,10 @@ def notebook(tmp_path, *cells: str) -> Path:
 
 CELLS = [
     "steps = 10  # measured steps",
-    "from labbook import Page, lines\nfrom cs336_systems.training.selective import choose\npage = Page('a')",
+    "from labbook import Page, lines\nfrom cs336_systems.training.steps import autocast\npage = Page('a')",
     "def scale(x):\n    return factor * x\n\nunused = 1",
     "factor = [2, 2][1:]\nhow = {'steps': steps}\nhow |= {'more': 1}\nhow['last'] = 2",
-    "for n in range(3):\n    rows = [scale(n)] + choose(n)\n    page.save(rows, 'accumulation', **how)",
+    "for n in range(3):\n    rows = [scale(n)] + autocast(n)\n    page.save(rows, 'accumulation', **how)",
     "lines(page.rows('accumulation'))",
 ]
 
@@ -169,7 +169,7 @@ CELLS = [
     [
         (0, "10", "20", False),  # a parameter's value
         (1, "Page, lines", "Page, bars", False),
-        (1, "training.selective import choose", "accounting import roofline_seconds as choose", True),
+        (1, "training.steps import autocast", "accounting import roofline_seconds as autocast", True),
         (2, "factor * x", "factor + x", True),
         (2, "unused = 1", "unused = 2", False),
         (2, "unused = 1", "n = 5", False),  # the loop has its own
@@ -209,9 +209,9 @@ def test_executed_cells_have_the_hashes_of_the_notebook(tmp_path, monkeypatch):
 
 
 def test_a_file_that_is_newer_than_the_process_does_not_count_as_what_ran(copy, change):
-    change("lib/cs336_systems/training/selective.py", one_line_changed)
+    change("lib/cs336_systems/training/steps.py", one_line_changed)
     found = code.of_cells(CELLS[:5], ["steps"])
-    assert found["lib/cs336_systems/training/selective.py"] == code.WHILE_RUNNING
+    assert found["lib/cs336_systems/training/steps.py"] == code.WHILE_RUNNING
     assert code.changed(found, found)
 
 

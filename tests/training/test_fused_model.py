@@ -25,7 +25,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig("test", 2026, d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=97)
 SEQUENCE = 37  # no tile divides it
 KEEPS = ([(), ()], [KEEPABLE, KEEPABLE], [("qkv",), ("ab", "h")])
-over_changes = pytest.mark.parametrize("use", [use_fused_kernels, use_fused_blocks])
+use_stacked_blocks = partial(use_fused_blocks, stacked=True)
+over_changes = pytest.mark.parametrize("use", [use_fused_kernels, use_fused_blocks, use_stacked_blocks])
+over_blocks = pytest.mark.parametrize("use", [use_fused_blocks, use_stacked_blocks])
 
 
 def plain_model(dtype=torch.float32):
@@ -86,8 +88,11 @@ def test_in_autocast_as_the_plain_model(use):
         assert (ours.grad - other.grad).norm() <= 3e-2 * other.grad.norm()
 
 
-def test_backward_of_a_block_in_autocast_and_twice():
-    model = use_fused_blocks(plain_model())
+@over_blocks
+@pytest.mark.parametrize("keep", [(), KEEPABLE], ids=str)
+def test_backward_of_a_block_in_autocast_and_twice(use, keep):
+    model = use(plain_model())
+    model.layers[0].keep = keep
     x = torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE, requires_grad=True)
     loss = model.layers[0](x).square().sum()
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -98,11 +103,12 @@ def test_backward_of_a_block_in_autocast_and_twice():
         torch.autograd.grad(loss + gradient.square().sum(), x)
 
 
-def test_what_is_kept_changes_no_bit():
+@over_blocks
+def test_what_is_kept_changes_no_bit(use):
     plain, (tokens, targets) = plain_model(), batch()
     results = []
     for keeps in KEEPS:
-        model = use_fused_blocks(copy.deepcopy(plain))
+        model = use(copy.deepcopy(plain))
         for layer, keep in zip(model.layers, keeps, strict=True):
             layer.keep = keep
         results.append(gradients(model, model(tokens, targets)))
@@ -110,16 +116,17 @@ def test_what_is_kept_changes_no_bit():
         assert all(torch.equal(other[name], gradient) for name, gradient in results[0].items())
 
 
+@over_blocks
 @pytest.mark.parametrize("keep", [(), *([name] for name in KEEPABLE), KEEPABLE], ids=str)
-def test_it_keeps_the_bytes_that_it_says(keep):
-    block = use_fused_blocks(plain_model()).layers[0]
+def test_it_keeps_the_bytes_that_it_says(keep, use):
+    block = use(plain_model()).layers[0]
     block.keep = keep
     x = torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE, requires_grad=True)
     said = kept_bytes(CONFIG, 2 * SEQUENCE, 4)
     assert saved_for_backward(block, x)["size_bytes"].sum() == sum(said[name] for name in ("always", *keep))
 
 
-def under_fsdp(context):
+def under_fsdp(context, stacked):
     """Blocks that keep little: the weights of the plain model on the whole batch."""
 
     def loss(model, rank, step):
@@ -128,7 +135,7 @@ def under_fsdp(context):
 
     torch.manual_seed(0)
     plain, calls = build_model(CONFIG, SEQUENCE), []
-    fused, apply = use_fused_blocks(copy.deepcopy(plain)), fused_block.BlockFunction.apply
+    fused, apply = use_fused_blocks(copy.deepcopy(plain), stacked), fused_block.BlockFunction.apply
     fused_block.BlockFunction.apply = lambda *given: calls.append(1) or apply(*given)
     fused.layers[0].keep, fused.layers[1].keep = ("h",), ("qkv",)
     wrapped = FSDP(fused, unit_types=("TransformerBlock",))
@@ -136,8 +143,9 @@ def under_fsdp(context):
     assert len(calls) == 4, "the blocks are taken apart"
 
 
-def test_under_fsdp_it_trains_as_one_process_does():
-    launch(under_fsdp, 2, backend="gloo", timeout_s=200)
+@pytest.mark.parametrize("stacked", [False, True])
+def test_under_fsdp_it_trains_as_one_process_does(stacked):
+    launch(under_fsdp, 2, stacked, backend="gloo", timeout_s=200)
 
 
 class LowRank(Linear):

@@ -7,5 +7,4 @@ from cs336_systems.training import checkpointing
 from cs336_systems.training.checkpointing import forward_with, strategy
 from cs336_systems.training.full_steps import FULL_STEPS
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
-from cs336_systems.training.selective import Item, choose
 from cs336_systems.training.steps import ModelSteps

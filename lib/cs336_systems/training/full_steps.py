@@ -21,9 +21,10 @@ class FullStep:
     prepare: called with the model before it is sharded; it imports Triton.
     attention: one of attention.implementations.ATTENTION.
     checkpoints: which blocks go through PyTorch's checkpointing: "all", "none", "few" (as memory allows).
-    keeps_attention: their checkpoints keep attention's output and logsumexps beside the input.
+    keeps_attention: of as many as fit they keep attention's output and logsumexps beside the input.
     compiles: blocks go through torch.compile.
     selects: what blocks keep is chosen for the memory that is left.
+    max_ctas: the SMs that a collective of NCCL may take; 0: as many as it wants.
     """
 
     sharding: str
@@ -33,16 +34,20 @@ class FullStep:
     keeps_attention: bool = False
     compiles: bool = False
     selects: bool = False
+    max_ctas: int = 0
 
-    def wrap_blocks(self, model: nn.Module, plain: int = 0) -> None:
-        """Compile and checkpoint the blocks of a model in place; the last `plain` keep everything."""
+    def wrap_blocks(self, model: nn.Module, plain: int = 0, attentive: int = 0) -> None:
+        """Compile and checkpoint the blocks of a model in place.
+
+        The last `plain` keep everything, of the others the last `attentive` attention's output, too.
+        """
         count = len(model.layers) - plain if self.checkpoints != "none" else 0
         compiled = partial(torch.compile, dynamic=False) if self.compiles else lambda module: module
-        options = {"context_fn": _keeps_attention} if self.keeps_attention else {}
-        checkpointed = partial(checkpoint_wrapper, **options)
         # Our FSDP's hooks are the block's, inside of the checkpoint; FSDP2's are outside of both.
-        outer, inner = (compiled, checkpointed) if self.sharding == "fsdp2" else (checkpointed, compiled)
         for n, block in enumerate(model.layers):
+            options = {"context_fn": _keeps_attention} if n >= count - attentive else {}
+            checkpointed = partial(checkpoint_wrapper, **options)
+            outer, inner = (compiled, checkpointed) if self.sharding == "fsdp2" else (checkpointed, compiled)
             model.layers[n] = outer(inner(block)) if n < count else compiled(block)
 
 
@@ -53,6 +58,8 @@ _FUSED_ATTENTIONS = [
 ]
 _keeps_attention = partial(create_selective_checkpoint_contexts, _FUSED_ATTENTIONS)
 
+_use_stacked = partial(use_fused_blocks, stacked=True)
+
 FULL_STEPS: dict[str, FullStep] = {
     "fsdp2_compiled": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "all", compiles=True),
     "fsdp2_partly": FullStep("fsdp2", use_fused_loss, "sdpa_cudnn", "few", compiles=True),
@@ -61,4 +68,7 @@ FULL_STEPS: dict[str, FullStep] = {
     "fused_kernels": FullStep("fsdp_block", use_fused_kernels, checkpoints="all"),
     "manual_backward": FullStep("fsdp_block", use_fused_blocks),
     "selective": FullStep("fsdp_block", use_fused_blocks, selects=True),
+    "stacked": FullStep("fsdp_block", _use_stacked),
+    "stacked_selective": FullStep("fsdp_block", _use_stacked, selects=True),
+    "few_channels": FullStep("fsdp_block", _use_stacked, max_ctas=4),
 }

@@ -7,14 +7,16 @@ Backward needs all of them. It always finds x, and o with its logsumexps, which 
 again; n1, n2 and c it always makes again, from what is there and without a matmul. Of the rest, KEEPABLE, the
 caller says what is kept: what is not costs its matmuls once more. Residuals are added inside the matmuls
 before them, and what was made again is freed as soon as it is done with.
+
+Stacked, q and k come of one matmul, and so do a and b, [a b]^T = [W1; W3] n2^T: both are contiguous, and so
+are da and db, which take their memory. Then dn2 = [da db] [W1; W3] is one matmul, [dW1; dW3] another.
 """
 
 from collections import namedtuple
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from itertools import pairwise
 
 import torch
+import triton
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -24,41 +26,44 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.kernels import rms_norm, rotary, swiglu
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
+from cs336_systems.kernels.runtime import launch, stored_dtype
 from cs336_systems.model import TransformerBlock, run_block
 from cs336_systems.training.fused import is_as_written, use_fused_blocks
 
-__all__ = ["KEEPABLE", "BlockFunction", "kept_bytes", "recomputation", "run_fused", "use_fused_blocks"]
+__all__ = ["KEEPABLE", "BlockFunction", "kept_bytes", "run_fused", "use_fused_blocks"]
 KEEPABLE = ("qkv", "h", "ab")
-# Of a block, in the order of its modules; each matrix is (d_out, d_in).
-Weights = namedtuple("Weights", "ln1 q k v o ln2 w1 w2 w3")
+Weights = namedtuple("Weights", "ln1 q k v o ln2 w1 w2 w3")  # of a block; each matrix is (d_out, d_in)
 
 
 def weights(block: TransformerBlock) -> Weights:
-    return Weights(*(part.weight for part in block.modules() if hasattr(part, "weight")))
+    attn, ffn = block.attn, block.ffn
+    projections = attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj
+    return Weights(*(part.weight for part in (block.ln1, *projections, block.ln2, ffn.w1, ffn.w2, ffn.w3)))
 
 
 class BlockFunction(torch.autograd.Function):
-    """`apply(x, cos, sin, num_heads, eps1, eps2, keep, *Weights)`; x and the result are (b, s, d_model).
+    """`apply(x, cos, sin, num_heads, eps1, eps2, keep, stacked, *Weights)`; x and the result (b, s, d_model).
 
     cos and sin have as many rows as x has positions.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos, sin, num_heads: int, eps1: float, eps2: float, keep, *given) -> Tensor:
+    def forward(ctx, x: Tensor, cos, sin, num_heads: int, eps1, eps2, keep, stacked: bool, *given) -> Tensor:
         w = Weights(*given)
         with torch.enable_grad():  # first_order_only has to find x behind them
             rows = x.reshape(-1, x.shape[-1])
-        ctx.shape, ctx.eps = (*x.shape[:-1], num_heads, -1), (eps1, eps2)
-        q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps1)[0], w, cos, sin, ctx.shape)
+        ctx.shape, ctx.eps, ctx.stacked = (*x.shape[:-1], num_heads, -1), (eps1, eps2), stacked
+        q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps1)[0], w, cos, sin, ctx.shape, stacked)
         o, logsumexp, *rest = flash_forward(q, k, v, True)
         h = torch.addmm(rows, _rows(o), w.o.T)
         n2, _ = rms_norm.forward(h, w.ln2, eps2)
-        a, b = n2 @ w.w1.T, n2 @ w.w3.T
+        a, b = _ab(n2, w, stacked)
         c = swiglu.forward(a, b)
         qkv = (q, k, v) if "qkv" in keep else (None, None, None)
         ab = (a, b) if "ab" in keep else (None, None)
         ctx.save_for_backward(rows, o, logsumexp, *qkv, h if "h" in keep else None, *ab, cos, sin, *w, *rest)
-        return torch.addmm(h, c, w.w2.T).view(x.shape)
+        add = Tensor.addmm_ if stacked and "h" not in keep else torch.addmm
+        return add(h, c.T if stacked else c, w.w2.T).view(x.shape)
 
     @staticmethod
     @first_order_only
@@ -71,21 +76,28 @@ class BlockFunction(torch.autograd.Function):
             h = torch.addmm(x, _rows(o), w.o.T)
         n2, r2 = rms_norm.forward(h, w.ln2, ctx.eps[1])
         if a is None:
-            a, b = n2 @ w.w1.T, n2 @ w.w3.T
-        da, db, c = swiglu.backward(dy @ w.w2, a, b, True)
-        del a, b
-        d_w2 = dy.T @ c
-        del c
-        d_w1, d_w3 = da.T @ n2, db.T @ n2
-        dn2 = (da @ w.w1).addmm_(db, w.w3)
-        del n2, da, db
+            a, b = _ab(n2, w, ctx.stacked)
+        elif ctx.stacked and torch._C._autograd._get_current_graph_task_keep_graph():  # they are needed again
+            a, b = torch.stack((a, b))
+        if ctx.stacked:
+            dn2, d_w1, d_w2, d_w3 = _feed_forward_backward(dy, n2, a, b, w)
+            del a, b
+        else:
+            da, db, c = swiglu.backward(dy @ w.w2, a, b, True)
+            del a, b
+            d_w2 = dy.T @ c
+            del c
+            d_w1, d_w3 = da.T @ n2, db.T @ n2
+            dn2 = (da @ w.w1).addmm_(db, w.w3)
+            del da, db
+        del n2
         dh, d_ln2 = rms_norm.backward(dn2, h, w.ln2, r2, dy)
         del h, dn2
 
         d_o = dh.T @ _rows(o)
         n1, r1 = rms_norm.forward(x, w.ln1, ctx.eps[0])
         if q is None:
-            q, k, v = _qkv(n1, w, cos, sin, ctx.shape)
+            q, k, v = _qkv(n1, w, cos, sin, ctx.shape, ctx.stacked)
         dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx.shape), q, k, v, o, logsumexp, True, *rest)
         del q, k, v
         dq, dk = (rotary.rotate(turned, cos, sin, True) for turned in (dq, dk))
@@ -94,12 +106,41 @@ class BlockFunction(torch.autograd.Function):
         dn1 = (dq @ w.q).addmm_(dk, w.k).addmm_(dv, w.v)
         dx, d_ln1 = rms_norm.backward(dn1, x, w.ln1, r1, dh)
         gradients = Weights(d_ln1, d_q, d_k, d_v, d_o, d_ln2, d_w1, d_w2, d_w3)
-        return dx.view(*ctx.shape[:2], -1), *[None] * 6, *gradients
+        return dx.view(*ctx.shape[:2], -1), *[None] * 7, *gradients
 
 
-def _qkv(n1: Tensor, w: Weights, cos: Tensor, sin: Tensor, shape: tuple) -> tuple[Tensor, Tensor, Tensor]:
+def _qkv(n1: Tensor, w: Weights, cos: Tensor, sin: Tensor, shape: tuple, stacked: bool) -> tuple[Tensor, ...]:
+    if stacked:
+        both = _heads(n1 @ _stack(w.q, w.k).T, (*shape[:-2], 2 * shape[-2], -1))
+        return *rotary.rotate(both, cos, sin, False).chunk(2, 1), _heads(n1 @ w.v.T, shape)
     q, k, v = (_heads(n1 @ weight.T, shape) for weight in (w.q, w.k, w.v))
     return *(rotary.rotate(each, cos, sin, False) for each in (q, k)), v
+
+
+def _ab(n2: Tensor, w: Weights, stacked: bool) -> tuple[Tensor, ...]:
+    """a and b, each (b s, d_ff), or stacked (d_ff, b s)."""
+    return (_stack(w.w1, w.w3) @ n2.T).chunk(2) if stacked else (n2 @ w.w1.T, n2 @ w.w3.T)
+
+
+def _feed_forward_backward(dy: Tensor, n2: Tensor, a: Tensor, b: Tensor, w: Weights) -> tuple[Tensor, ...]:
+    """dn2 and the gradients of w1, w2 and w3, of a and b stacked, which become da and db."""
+    dc = w.w2.T @ dy.T  # becomes c; the interpreter cannot write 16 bits
+    dc, ab = (x.to(stored_dtype(x.dtype)) for x in (dc, _stack(a, b)))
+    both = ab.chunk(2)
+    grid, options = (triton.cdiv(dc.numel(), swiglu.BLOCK),), {"BLOCK": swiglu.BLOCK, "WITH_C": True}
+    launch(swiglu.swiglu_backward_kernel, grid, dc, *both, *both, dc, dc.numel(), **options)
+    c, d_ab = dc.to(dy.dtype), ab.to(dy.dtype)
+    d_w1, d_w3 = (d_ab @ n2).chunk(2)
+    return d_ab.T @ _stack(w.w1, w.w3), d_w1, dy.T @ c.T, d_w3
+
+
+def _stack(*parts: Tensor) -> Tensor:
+    """One below the other; a view where they lie so in memory, as FSDP gathers weights, else a copy."""
+    for one, other in pairwise(parts):
+        same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+        if not same or one.data_ptr() + one.nbytes != other.data_ptr():
+            return torch.cat(parts)
+    return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
 
 
 def _heads(rows: Tensor, shape: tuple) -> Tensor:
@@ -125,7 +166,7 @@ def run_fused(block: TransformerBlock, x: Tensor) -> Tensor:
     """
     if not _is_as_written(block, x):
         return run_block(block, x)
-    options = block.attn.num_heads, block.ln1.eps, block.ln2.eps, getattr(block, "keep", ())
+    options = block.attn.num_heads, block.ln1.eps, block.ln2.eps, getattr(block, "keep", ()), block.stacked
     return BlockFunction.apply(x.contiguous(), *block.attn.rope.tables(x), *options, *weights(block))
 
 
@@ -152,14 +193,3 @@ def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str
     wide, widest = tokens * config.d_model * element_bytes, tokens * config.d_ff * element_bytes
     logsumexps = 4 * tokens * config.num_heads * (2 if element_bytes == 4 else 1)  # with their rests
     return {"always": 2 * wide + logsumexps, "qkv": 3 * wide, "h": wide, "ab": 2 * widest}
-
-
-def recomputation(block: TransformerBlock, x: Tensor) -> dict[str, Callable[[], Any]]:
-    """For each of KEEPABLE what backward does if it is not kept; with x (b, s, d_model) for every input."""
-    w, rows, shape = weights(block), x.reshape(-1, x.shape[-1]), (*x.shape[:-1], block.attn.num_heads, -1)
-    tables = (table[: x.shape[-2]] for table in (block.attn.rope.cos, block.attn.rope.sin))
-    return {
-        "qkv": partial(_qkv, rows, w, *tables, shape),
-        "h": lambda: torch.addmm(rows, rows, w.o.T),
-        "ab": lambda: (rows @ w.w1.T, rows @ w.w3.T),
-    }

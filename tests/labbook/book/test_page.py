@@ -61,7 +61,7 @@ def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
     assert (tmp_path / "h100" / SLUG / "three.png").exists()
 
 
-SAVING = "from cs336_systems.training.selective import choose\npage.save(choose(rows), 'accumulation')"
+SAVING = "from cs336_systems.training.steps import PASSES as choose\npage.save(choose(rows), 'accumulation')"
 
 
 def test_a_page_says_how_old_the_rows_of_committed_machines_are(monkeypatch, capsys):
@@ -89,7 +89,7 @@ def test_rows_of_the_running_cell_are_on_record_until_it_changes():
     assert len(page.on_record("accumulation")) == 1
     record = runs.load_run(page.card.slug, page.run.name)
     assert record.parameters == {"value": 0.01}
-    assert "lib/cs336_systems/training/selective.py" in record.code
+    assert "lib/cs336_systems/training/steps.py" in record.code
     executed.append("value = 4")
     assert len(page.on_record("accumulation")) == 0, "it saves nothing"
     executed.append(SAVING)
