@@ -1,8 +1,11 @@
 """How the training steps of the leaderboard are put together, by name."""
 
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -18,13 +21,12 @@ class FullStep:
     """A training step of the leaderboard.
 
     sharding: one of parallel.strategies.SHARDINGS.
-    prepare: called with the model before it is sharded; it imports Triton.
-    attention: one of attention.implementations.ATTENTION.
+    prepare: called with the model before it is sharded; it imports Triton. attention: one of ATTENTION.
     checkpoints: which blocks go through PyTorch's checkpointing: "all", "none", "few" (as memory allows).
     keeps_attention: of as many as fit they keep attention's output and logsumexps beside the input.
     compiles: blocks go through torch.compile.
     selects: what blocks keep is chosen for the memory that is left.
-    max_ctas: the SMs that a collective of NCCL may take; 0: as many as it wants.
+    max_ctas: the SMs that NCCL may take; 0: as many as it wants.
     """
 
     sharding: str
@@ -37,18 +39,18 @@ class FullStep:
     max_ctas: int = 0
 
     def wrap_blocks(self, model: nn.Module, plain: int = 0, attentive: int = 0) -> None:
-        """Compile and checkpoint the blocks of a model in place.
-
-        The last `plain` keep everything, of the others the last `attentive` attention's output, too.
-        """
+        """Compile and checkpoint blocks in place; the last `plain` keep all, `attentive` others attention."""
         count = len(model.layers) - plain if self.checkpoints != "none" else 0
         compiled = partial(torch.compile, dynamic=False) if self.compiles else lambda module: module
         # Our FSDP's hooks are the block's, inside of the checkpoint; FSDP2's are outside of both.
         for n, block in enumerate(model.layers):
-            options = {"context_fn": _keeps_attention} if n >= count - attentive else {}
-            checkpointed = partial(checkpoint_wrapper, **options)
+            checkpointed = _attentive if n >= count - attentive else checkpoint_wrapper
             outer, inner = (compiled, checkpointed) if self.sharding == "fsdp2" else (checkpointed, compiled)
             model.layers[n] = outer(inner(block)) if n < count else compiled(block)
+
+    def surroundings(self) -> AbstractContextManager:
+        """In which its processes are started."""
+        return patch.dict(os.environ, {"NCCL_MAX_CTAS": str(self.max_ctas)} if self.max_ctas else {})
 
 
 # Contexts of a checkpoint that keeps what PyTorch's fused attentions return, and nothing else.
@@ -56,8 +58,8 @@ _FUSED_ATTENTIONS = [
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     for name in ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
 ]
-_keeps_attention = partial(create_selective_checkpoint_contexts, _FUSED_ATTENTIONS)
-
+_contexts = partial(create_selective_checkpoint_contexts, _FUSED_ATTENTIONS)
+_attentive = partial(checkpoint_wrapper, context_fn=_contexts)
 _use_stacked = partial(use_fused_blocks, stacked=True)
 
 FULL_STEPS: dict[str, FullStep] = {

@@ -13,7 +13,6 @@ are da and db, which take their memory. Then dn2 = [da db] [W1; W3] is one matmu
 """
 
 from collections import namedtuple
-from itertools import pairwise
 
 import torch
 import triton
@@ -134,13 +133,12 @@ def _feed_forward_backward(dy: Tensor, n2: Tensor, a: Tensor, b: Tensor, w: Weig
     return d_ab.T @ _stack(w.w1, w.w3), d_w1, dy.T @ c.T, d_w3
 
 
-def _stack(*parts: Tensor) -> Tensor:
-    """One below the other; a view where they lie so in memory, as FSDP gathers weights, else a copy."""
-    for one, other in pairwise(parts):
-        same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-        if not same or one.data_ptr() + one.nbytes != other.data_ptr():
-            return torch.cat(parts)
-    return parts[0].as_strided((sum(map(len, parts)), *parts[0].shape[1:]), parts[0].stride())
+def _stack(one: Tensor, other: Tensor) -> Tensor:
+    """One above the other; a view where they lie so in memory, as FSDP gathers weights, else a copy."""
+    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    if not same or one.data_ptr() + one.nbytes != other.data_ptr():
+        return torch.cat((one, other))
+    return one.as_strided((2 * len(one), one.shape[1]), one.stride())
 
 
 def _heads(rows: Tensor, shape: tuple) -> Tensor:
