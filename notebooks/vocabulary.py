@@ -25,13 +25,14 @@ family(
     flash_cute      | FlashAttention, CuTe DSL
     """,
 )
-family(  # a model's own code, or a weighted sum
+family(  # a model's own code, a weighted sum, or a fused kernel
     "implementation",
     """
     eager           | eager                    | blue
     compiled        | compiled                 | vermillion
     compiled_blocks | compiled per block       | orange
     matmul          | matmul                   | purple
+    liger           | Liger-Kernel             | wine
     triton          | Triton                   | green
     triton_descriptor | Triton, descriptor     | sky
     """,
@@ -58,15 +59,6 @@ family(
     fsdp2_kept      | FSDP2, weights kept      | wine
     fsdp_weight     | FSDP by weight           | sky
     fsdp_block      | FSDP by block            | green
-    """,
-)
-family(  # the fused kernels of a training step
-    "implementation",
-    """
-    eager           | eager                    | blue
-    compiled        | compiled                 | vermillion
-    liger           | Liger-Kernel             | purple
-    triton          | Triton                   | green
     """,
 )
 family(  # the leaderboard's training step
