@@ -174,12 +174,6 @@ def test_every_wrapper_keeps_its_promises(backend, ranks):
     launch(run, ranks, *EVERYWHERE, *TWO_RANKS * (ranks == 2), backend=backend, timeout_s=200)
 
 
-@pytest.mark.parametrize("size", [0, float("nan"), "25"])
-def test_bucket_size_is_checked(size):
-    with pytest.raises(ValueError, match="bucket_size_mb"):
-        BucketedDDP(nn.Linear(2, 2), bucket_size_mb=size)
-
-
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=12),
     st.randoms(use_true_random=False),

@@ -260,20 +260,6 @@ def test_on_gpus_memory_is_freed_and_gathers_hide():
     launch(on_gpus, 2, backend="nccl", timeout_s=300)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"prefetch": 3}, "prefetch is 3; allowed"),
-        ({"prefetch": None}, "prefetch is None; allowed"),
-        ({"compute_dtype": torch.int8}, "compute_dtype is torch.int8; allowed"),
-        ({"compute_dtype": "bfloat16"}, "compute_dtype is 'bfloat16'; allowed"),
-    ],
-)
-def test_arguments_are_checked(options, words):
-    with pytest.raises(ValueError, match=words):
-        FSDP(nn.Linear(2, 2), **options)
-
-
 def test_it_needs_peers():
     with pytest.raises(WorkerError, match="the number of ranks is 1; allowed: 2 or more"):
         launch(stale_weights, 1, backend="gloo")

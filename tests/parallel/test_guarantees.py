@@ -452,8 +452,8 @@ def disagreement(context):
     for make, words in (
         (lambda: NaiveDDP(nn.Linear(4, 4 + context.rank)), "weight (4, 4)"),
         (lambda: FlatDDP(nn.Linear(4, 4, bias=first)), "rank 1 has 'nothing'"),
-        (lambda: NaiveDDP(nn.Linear(4, 4).requires_grad_(first)), "frozen"),
-        (lambda: NaiveDDP(nn.BatchNorm1d(4) if first else nn.LayerNorm(4)), "'buffer running_mean (4,)"),
+        (lambda: NaiveDDP(nn.Linear(4, 4).requires_grad_(first)), "without gradient"),
+        (lambda: NaiveDDP(nn.BatchNorm1d(4) if first else nn.LayerNorm(4)), "'running_mean (4,)"),
         (lambda: (NaiveDDP if first else FlatDDP)(nn.Linear(4, 4)), "'FlatDDP'"),
         (lambda: BucketedDDP(nn.Linear(4, 4), bucket_size_mb=1 + context.rank), "buckets of"),
         (lambda: NaiveDDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
@@ -462,6 +462,11 @@ def disagreement(context):
         (lambda: FSDP(nn.LayerNorm(4)), "LayerNorm has nothing to shard; allowed: a module with"),
         (lambda: FSDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
         (lambda: FSDP(mixed()), "torch.float16 and torch.fl"),
+        (lambda: FSDP(mixed(), prefetch=3), "prefetch is 3; allowed"),
+        (lambda: FSDP(mixed(), prefetch=None), "prefetch is None; allowed"),
+        (lambda: FSDP(mixed(), torch.int8), "compute_dtype is torch.int8; allowed"),
+        (lambda: FSDP(mixed(), "bfloat16"), "compute_dtype is 'bfloat16'; allowed"),
+        *((partial(BucketedDDP, mixed(), size), "bucket_size_mb is") for size in (0, float("nan"), "25")),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             make()

@@ -12,14 +12,14 @@ taken on the whole batch (for a loss that averages over equal shares):
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+
+from cs336_systems.parallel import guards
 
 # PyTorch 2.13 renamed both and warns about the old names. Named, not bound, so that calls can be watched.
 _NEW = hasattr(dist, "all_gather_single")
@@ -36,17 +36,29 @@ class AllReduceMean:
 
     def __init__(self, tensor: Tensor, backend: str):
         self.tensor = tensor
-        operation = dist.ReduceOp.AVG  # NCCL divides on the fly
-        if backend != "nccl":  # Gloo sums. Of float16 the sum may overflow where the mean does not
-            tensor.div_(dist.get_world_size())
-            operation = dist.ReduceOp.SUM
-        self.work = self._send(tensor, operation)
+        self.work = self._send(tensor, ready_for_mean([tensor], backend))
 
     def _send(self, tensor: Tensor, operation: dist.ReduceOp) -> dist.Work:
         return dist.all_reduce(tensor, op=operation, async_op=True)
 
     def wait(self) -> None:
         self.work.wait()
+
+
+class ReduceScatterMean(AllReduceMean):
+    """A reduce-scatter in flight: after `wait()`, this rank's segment of the tensor holds the mean."""
+
+    def _send(self, tensor: Tensor, operation: dist.ReduceOp) -> dist.Work:
+        own = tensor.chunk(dist.get_world_size())[dist.get_rank()]
+        return getattr(dist, REDUCE_SCATTER)(own, tensor, op=operation, async_op=True)
+
+
+def ready_for_mean(tensors: Sequence[Tensor], backend: str) -> dist.ReduceOp:
+    """Make tensors ready to be sent; what is returned reduces them to their mean over the ranks."""
+    if backend == "nccl":
+        return dist.ReduceOp.AVG  # it divides on the fly
+    torch._foreach_div_(tensors, dist.get_world_size())  # first, or a sum of float16 would overflow
+    return dist.ReduceOp.SUM
 
 
 class DataParallel(nn.Module):
@@ -68,7 +80,7 @@ class DataParallel(nn.Module):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        check_process_group(self)
+        guards.check_process_group(self)
         self.module, self._parameters_then = module, list(module.parameters())  # which has a tied weight once
         nested = any(isinstance(part, DataParallel) for part in module.modules())
         if nested or any(hasattr(parameter, "_is_shard") for parameter in self._parameters_then):
@@ -78,7 +90,7 @@ class DataParallel(nn.Module):
         self._unused: set[int] = set()  # indices in _trainable whose gradient is a zero of ours
         self._synchronizes, self._end_is_announced, self._is_over = True, False, False
         self._backend = dist.get_backend()  # asked once: a message should cost the CPU little
-        check_ranks_agree(self._description())
+        guards.check_ranks_agree(self._description())
         self._check_module()
         broadcast_from_rank_0(module)
 
@@ -87,8 +99,7 @@ class DataParallel(nn.Module):
         name = type(self.module).__name__
         if not self._trainable:
             raise ValueError(f"{name} has no trainable parameter; allowed: one or more")
-        if any(map(has_no_memory, (*self.module.parameters(), *self.module.buffers()))):
-            raise ValueError(f"{name} has a tensor without values (meta, or lazy); allowed: with values")
+        guards.check_have_values(name, (*self.module.parameters(), *self.module.buffers()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._give_up_failed_pass()
@@ -132,8 +143,7 @@ class DataParallel(nn.Module):
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Call between backward and the optimizer's step: every `.grad` becomes the mean over the ranks."""
-        if any(parameter.grad is not None for parameter in self._frozen):
-            raise RuntimeError("a parameter that was frozen when wrapped has a gradient; unfreeze, then wrap")
+        guards.check_still_frozen(self._frozen)
         if [*map(id, self.module.parameters())] != [*map(id, self._parameters_then)]:
             raise RuntimeError(
                 "the module has other parameters than when it was wrapped; allowed: replace them, then wrap"
@@ -198,9 +208,8 @@ class DataParallel(nn.Module):
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
-        parameters = (f"{name} {describe(tensor)}" for name, tensor in self.module.named_parameters())
-        buffers = (f"buffer {name} {describe(tensor, '')}" for name, tensor in self.module.named_buffers())
-        return [type(self).__name__, *parameters, *buffers]
+        tensors = *self.module.named_parameters(), *self.module.named_buffers()
+        return [type(self).__name__, *(f"{name} {guards.describe(tensor)}" for name, tensor in tensors)]
 
 
 class NaiveDDP(DataParallel):
@@ -235,11 +244,6 @@ def as_it_is_sent(gradient: Tensor) -> Tensor:
     return gradient.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def describe(tensor: Tensor, without_gradient: str = " frozen") -> str:
-    kind = f"{'lazy' if is_lazy(tensor) else tuple(tensor.shape)} {tensor.dtype}"
-    return kind if tensor.requires_grad else kind + without_gradient
-
-
 def weakly(method: Callable, *arguments: int) -> Callable[[Tensor], None]:
     """A hook for tensors: a method whose object it does not keep, as Python cannot collect such cycles."""
     this, function = weakref.ref(method.__self__), method.__func__
@@ -249,31 +253,6 @@ def weakly(method: Callable, *arguments: int) -> Callable[[Tensor], None]:
             function(wrapper, *arguments)
 
     return hook
-
-
-def has_no_memory(tensor: Tensor) -> bool:
-    """On the meta device, or of a lazy module that has not seen an input."""
-    return is_lazy(tensor) or tensor.is_meta
-
-
-def check_process_group(what: Any) -> None:
-    """Refuse (RuntimeError) to make an object without a process group."""
-    if not dist.is_initialized():
-        name = type(what).__name__
-        raise RuntimeError(f"{name} needs a process group; allowed: in a worker of `launch`, under torchrun")
-
-
-def check_ranks_agree(description: list[str]) -> None:
-    """Compare with rank 0's lines: a mismatch is a ValueError on every rank now, and not a hang later."""
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, description)
-    for rank, lines in enumerate(everyone):
-        for first, other in zip_longest(everyone[0], lines, fillvalue="nothing"):
-            if first != other:
-                raise ValueError(
-                    f"the ranks diverge: rank 0 has {first!r} where rank {rank} has {other!r}; allowed: the "
-                    "same parameters, arguments and order of modules on all ranks"
-                )
 
 
 @torch.no_grad()

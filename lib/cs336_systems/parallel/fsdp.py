@@ -20,15 +20,15 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.functional import at_least_float32
-from cs336_systems.parallel.ddp import DataParallel, average_flat, check_ranks_agree, weakly
+from cs336_systems.parallel import guards
+from cs336_systems.parallel.ddp import DataParallel, average_flat, weakly
 from cs336_systems.parallel.parameter_group import CommunicationStream, Home, ParameterGroup, Reduction
-from cs336_systems.parallel.sharded_optimizer import refuse_other_optimizers
 
 Types = Sequence[type[nn.Module] | str]
 
 
 class _Hook(partial):
-    __reduce_ex__ = ParameterGroup.__reduce_ex__  # refuses: a module with hooks cannot be copied or pickled
+    __reduce_ex__ = guards.refuse_copies  # a module with hooks cannot be copied or pickled
 
 
 class FSDP(DataParallel):
@@ -96,9 +96,9 @@ class FSDP(DataParallel):
         self._caches_casts: list[bool] = []  # what to restore, of the modules whose forward is under way
         self._has_agreed = self._is_in_forward = False
         self._add_hooks()
-        refuse_other_optimizers(self._sharded)
+        guards.refuse_other_optimizers(self._sharded)
 
-    __reduce_ex__ = ParameterGroup.__reduce_ex__  # refuses
+    __reduce_ex__ = guards.refuse_copies
 
     def _description(self) -> list[str]:
         how = f"compute_dtype {self._compute_dtype}, prefetch {self._ahead}"
@@ -113,9 +113,7 @@ class FSDP(DataParallel):
         self._sharded, types = dict.fromkeys(found), " or ".join(self._shard_types)
         if not self._sharded:
             raise ValueError(f"{name} has nothing to shard; allowed: a module with a parameter in a {types}")
-        devices = " and ".join(sorted({str(parameter.device) for parameter in self.module.parameters()}))
-        if "and" in devices:
-            raise ValueError(f"the parameters of {name} are on {devices}; allowed: one device")
+        guards.check_one_device(name, self.module.parameters())
         dtypes = " and ".join(sorted({str(parameter.dtype) for parameter in self._sharded}))
         if "and" in dtypes or "float" not in dtypes:
             raise ValueError(f"the weights of {name} are {dtypes}; allowed: one floating-point dtype")
@@ -324,7 +322,7 @@ class FSDP(DataParallel):
     def _agree(self, what: str, group: ParameterGroup | None = None) -> None:
         """In the first step, compare with the other ranks before a message that they may not expect."""
         if not self._has_agreed:
-            check_ranks_agree([what if group is None else f"{what} {group.name}"])
+            guards.check_ranks_agree([what if group is None else f"{what} {group.name}"])
 
     def _apply(self, change: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
         """What `to`, `half`, `cuda` and the like call."""
@@ -351,10 +349,6 @@ class FSDP(DataParallel):
             for weight in group.weights:
                 weight.whole.grad = None
         super().zero_grad(set_to_none)
-
-    def full_shapes(self) -> dict[nn.Parameter, torch.Size]:
-        """Of each sharded parameter, the shape of the whole."""
-        return {weight.parameter: weight.whole.shape for group in self._groups for weight in group.weights}
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:

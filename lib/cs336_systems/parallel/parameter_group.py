@@ -23,7 +23,8 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER, as_it_is_sent
+from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER, as_it_is_sent, ready_for_mean
+from cs336_systems.parallel.guards import refuse_copies
 from cs336_systems.parallel.shards import ALIGNMENT_BYTES
 
 
@@ -35,6 +36,7 @@ class CommunicationStream:
     """
 
     def __init__(self, device: torch.device, backend: str):
+        self.backend = backend
         self.cuda = torch.cuda.Stream(device, priority=-1) if backend == "nccl" else None
         if self.cuda is not None:
             self._reached, self._inside = torch.cuda.Event(), torch.cuda.stream(self.cuda)
@@ -50,16 +52,17 @@ class CommunicationStream:
         if self.cuda is not None:
             self._inside.__exit__(*error)
 
-    def send(self, collective: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[dist.Work]:
+    def send(
+        self, collective: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **how: Any
+    ) -> list[dist.Work]:
         """One message for each pair; what to wait for, if it is not the stream that waits."""
         call, pairs = getattr(dist, collective), zip(outputs, inputs, strict=True)
         if self.cuda is None:
-            return [call(*pair, async_op=True) for pair in pairs]
-        options = {"op": dist.ReduceOp.AVG} if collective == REDUCE_SCATTER else {}  # NCCL divides on the fly
+            return [call(*pair, **how, async_op=True) for pair in pairs]
         # Several in one kernel.
         with _coalescing_manager() if len(outputs) > 1 else contextlib.nullcontext():
             for pair in pairs:
-                call(*pair, **options)
+                call(*pair, **how)
         return []
 
     def arrival(self, works: list[dist.Work], *sent: Tensor) -> Callable[[], None]:
@@ -129,17 +132,17 @@ class ParameterGroup:
         self._arrival: Callable[[], None] | None = None  # what waits for the gather that is on its way
         first, world_size, rank = parameters[0], dist.get_world_size(), dist.get_rank()
         self._dtype = dtype or first.dtype
-        alignment = ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
-        rows = [-(-len(whole) // world_size) for whole in parameters]
-        own = [whole[rank * n : (rank + 1) * n] for n, whole in zip(rows, parameters, strict=True)]
-        self._own_shapes = [mine.shape for mine in own]
+        step = ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
         self._cuts: list[int] = []  # of every shard in the buffer: its length, and the gap to the next
-        self._own_cuts: list[int] = []  # likewise, but where this rank's rows end
-        for n, whole, mine in zip(rows, parameters, own, strict=True):
-            length = n * math.prod(whole.shape[1:])
-            end = -(-length // alignment) * alignment
-            self._cuts += [length, end - length]
-            self._own_cuts += [mine.numel(), end - mine.numel()]
+        self._places: list[tuple] = []  # of this rank's rows in it: shape, strides, start
+        own: list[Tensor] = []
+        for whole in parameters:
+            rows = -(-len(whole) // world_size)
+            own.append(mine := whole[rank * rows : (rank + 1) * rows])
+            strides = torch.empty(mine.shape, device="meta").stride()
+            self._places.append((mine.shape, strides, sum(self._cuts)))
+            length = rows * math.prod(whole.shape[1:])
+            self._cuts += [length, -length % step]
         self._shards = torch.zeros(sum(self._cuts), dtype=first.dtype, device=first.device)
         whole = torch.empty(sum(self._cuts) * world_size, dtype=self._dtype, device=first.device)
         self._memory, self.nbytes = whole.untyped_storage(), whole.nbytes  # while they are gathered
@@ -157,11 +160,7 @@ class ParameterGroup:
             hidden = Resharded(wholes[parameter], f"{self.name}.{key}")
             self._homes.append((holder._parameters, key, (parameter, wholes[parameter], hidden)))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "FSDP cannot be copied or pickled; allowed: the module before it is wrapped, state_dict(), "
-            "gather_full_parameters()"
-        )
+    __reduce_ex__ = refuse_copies
 
     def _padded_slices(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Of a buffer laid out as that of the shards, the slice of each weight with its padding rows."""
@@ -169,8 +168,7 @@ class ParameterGroup:
 
     def _own_rows(self, buffer: Tensor) -> list[Tensor]:
         """Likewise the slice of each weight that this rank holds, in its shape."""
-        parts = buffer.split(self._own_cuts)[::2]
-        return [part.view(shape) for part, shape in zip(parts, self._own_shapes, strict=True)]
+        return [buffer.as_strided(*place) for place in self._places]
 
     def start_gather(self) -> None:
         """Fill the whole weights from the shards of all ranks, beside the computation."""
@@ -235,11 +233,10 @@ class Reduction:
         with group._reduce_stream as stream:
             if (dtype := self._gradients[0].dtype) != self._target.dtype:
                 self._received = torch.empty_like(self._target, dtype=dtype)
-            if stream.cuda is None:  # a sum of float16 overflows where its mean does not
-                torch._foreach_div_(self._gradients, dist.get_world_size())
             slices = group._padded_slices(self._received)
             outputs = [slices[number] for number in group.trainable]
-            works = stream.send(REDUCE_SCATTER, outputs, self._gradients)
+            operation = ready_for_mean(self._gradients, stream.backend)
+            works = stream.send(REDUCE_SCATTER, outputs, self._gradients, op=operation)
             if stream.cuda is not None:
                 self._hand_over()
             self._arrival = stream.arrival(works)

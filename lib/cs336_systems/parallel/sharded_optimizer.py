@@ -7,32 +7,18 @@ optimizer's states of its own shard of the parameters, updates that, and gets th
     optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
 """
 
-import inspect
-import weakref
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cs336_systems.parallel.ddp import (
-    ALL_GATHER,
-    check_process_group,
-    check_ranks_agree,
-    describe,
-    has_no_memory,
-)
-from cs336_systems.parallel.shards import (
-    BucketMemory,
-    Segments,
-    allocate,
-    check_bucket_size,
-    partition_tensors,
-)
+from cs336_systems.parallel import guards
+from cs336_systems.parallel.ddp import ALL_GATHER
+from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, partition_tensors
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 
@@ -66,9 +52,10 @@ class ShardedOptimizer(Optimizer):
         bucket_size_mb: float = 256,
         **kwargs: Any,
     ):
-        check_process_group(self)
+        guards.check_process_group(self)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._bucket_size_mb = bucket_size_mb
+        self._make = lambda groups: optimizer_cls(groups, **kwargs)
         self._optimizer: Optimizer | None = None  # of this rank's shard
         self._places: dict[Tensor, tuple[int, int]] = {}  # of each parameter, its owner and its address
         # With each bucket what this rank updates in it, by the number of the group.
@@ -76,37 +63,22 @@ class ShardedOptimizer(Optimizer):
         self._frozen: list[Tensor] = []
         self.param_groups = []
 
-        def make() -> list[Segments]:
+        def add() -> None:
             _check_arguments(optimizer_cls, bucket_size_mb, self._world_size)
             super(ShardedOptimizer, self).__init__(params, {})
-            partition, groups = self._partition(self.param_groups)
-            self._optimizer = optimizer_cls(groups, **kwargs)
-            for group, own in zip(self.param_groups, groups, strict=True):
-                group.update(_settings(own))
-            self.defaults, self.state = self._optimizer.defaults, self._optimizer.state
-            return partition
 
         name = getattr(optimizer_cls, "__name__", optimizer_cls)
-        self._on_all_ranks(make, [f"{name} {_plain(kwargs)}", f"buckets of {bucket_size_mb} MB"])
+        self._on_all_ranks(add, [f"{name} {_plain(kwargs)}", f"buckets of {bucket_size_mb} MB"])
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a ShardedOptimizer cannot be copied or pickled; allowed: its state_dict()")
+    __reduce_ex__ = guards.refuse_copies
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Partition another group's parameters as well; the shards so far stay as they are."""
-        add = super().add_param_group
+        add = partial(super().add_param_group, param_group)
         if self._optimizer is None:  # called by Optimizer.__init__
-            add(param_group)
-            return
-
-        def enlarge() -> list[Segments]:
-            add(param_group)
-            partition, (own,) = self._partition(self.param_groups[-1:])
-            self._optimizer.param_groups = []  # it may be our list, and `step` brings what it needs
-            self._optimizer.add_param_group(own)
-            return partition
-
-        self._on_all_ranks(enlarge, [f"group {len(self.param_groups)}"])
+            add()
+        else:
+            self._on_all_ranks(add, [f"group {len(self.param_groups)}"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -161,18 +133,19 @@ class ShardedOptimizer(Optimizer):
         # Its class may have to convert what an older version of it has saved.
         self._optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})
 
-    def _on_all_ranks(self, take: Callable[[], list[Segments]], described: list[str]) -> None:
+    def _on_all_ranks(self, add: Callable[[], None], described: list[str]) -> None:
         """Take new groups in if that succeeds on every rank and all take the same, else fail on all."""
         count, partition, failure = len(self.param_groups), [], None
         try:
-            partition = take()
+            add()
+            partition = self._partition(self.param_groups[count:])
             for group in self.param_groups[count:]:
                 described = [*described, f"group {_plain(_settings(group))}"]
-                described += map(describe, group["params"])
+                described += map(guards.describe, group["params"])
         except Exception as error:
             failure, described = error, [f"{type(error).__name__}: {error}"]
         try:
-            check_ranks_agree(described)
+            guards.check_ranks_agree(described)
             if failure:
                 raise failure
         except Exception:
@@ -180,21 +153,26 @@ class ShardedOptimizer(Optimizer):
             raise
         self._lay_out(partition)
 
-    def _partition(self, groups: list[dict[str, Any]]) -> tuple[list[Segments], list[dict[str, Any]]]:
-        """Partition the trainable parameters of new groups; returns also this rank's part of each group."""
+    def _partition(self, groups: list[dict[str, Any]]) -> list[Segments]:
+        """Partition the trainable parameters of new groups; this rank's optimizer gets its part of each."""
         _check_parameters([p for group in self.param_groups for p in group["params"]])
         trainable = [p for group in groups for p in group["params"] if p.requires_grad]
         partition = partition_tensors(trainable, self._world_size, self._bucket_size_mb)
         own = {parameter for segments in partition for parameter in segments[self._rank]}
         parts = [_settings(group) | {"params": [p for p in group["params"] if p in own]} for group in groups]
-        return partition, parts
+        if self._optimizer is None:
+            self._optimizer = self._make(parts)
+            self.defaults, self.state = self._optimizer.defaults, self._optimizer.state
+        else:
+            self._optimizer.param_groups = []  # it may be our list, and `step` brings what it needs
+            self._optimizer.add_param_group(*parts)
+        for group, part in zip(groups, parts, strict=True):
+            group.update(_settings(part))
+        return partition
 
     def _check_addresses(self) -> None:
         """Raise if parameters were moved or unfrozen since construction: they would not be updated."""
-        if any(parameter.grad is not None for parameter in self._frozen):
-            raise RuntimeError(
-                "a parameter that was frozen when given has a gradient; allowed: unfrozen before it is given"
-            )
+        guards.check_still_frozen(self._frozen)
         if any(parameter.data_ptr() != address for parameter, (_, address) in self._places.items()):
             raise RuntimeError(
                 "a parameter is no longer where the optimizer has put it; allowed: module.to(...) and "
@@ -220,12 +198,12 @@ class ShardedOptimizer(Optimizer):
 def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -> None:
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
         raise TypeError(f"optimizer_cls is {optimizer_cls!r}; allowed: a subclass of torch.optim.Optimizer")
-    if needs_closure(optimizer_cls):
+    if guards.needs_closure(optimizer_cls):
         raise ValueError(
             f"optimizer_cls is {optimizer_cls.__name__}, whose step needs a closure; allowed: optimizers "
             "that update each parameter by itself"
         )
-    check_bucket_size(bucket_size_mb)
+    guards.check_bucket_size(bucket_size_mb)
     if world_size == 1:
         raise ValueError(
             f"the world size is 1; allowed: 2 or more (one process takes {optimizer_cls.__name__} itself)"
@@ -233,11 +211,8 @@ def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
-    if any(map(has_no_memory, parameters)):
-        raise ValueError("a parameter has no memory (meta, or lazy); allowed: parameters with values")
-    devices = sorted({str(parameter.device) for parameter in parameters})
-    if len(devices) > 1:
-        raise ValueError(f"the parameters are on {', '.join(devices)}; allowed: one device")
+    guards.check_have_values("a parameter group", parameters)
+    guards.check_one_device("a parameter group", parameters)
     starts = [parameter.data_ptr() for parameter in parameters if parameter.numel()]
     if len(set(starts)) < len(starts):
         raise ValueError("two parameters share their memory; allowed: each once, tied weights too")
@@ -250,59 +225,3 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     """For comparing with other ranks: of what is no plain value, the type."""
     return {name: value if isinstance(value, _PLAIN) else type(value) for name, value in settings.items()}
-
-
-_tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
-def refuse_other_optimizers(shards: Iterable[Tensor]) -> None:
-    """From now on, an optimizer that does not update each element by itself is refused at its first step.
-
-    It is given the rows of a weight. Muon and Shampoo (a matrix as a whole), Adafactor (means over rows and
-    columns), LAMB (norms) and LBFGS need all of it. A list of names would not know those of others, so each
-    is tried: on a small matrix and on its halves.
-    """
-    _watch_steps()
-    for shard in shards:
-        shard._is_shard = True
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups if optimizer not in _tried else ():
-        shards = [parameter for parameter in group["params"] if hasattr(parameter, "_is_shard")]
-        if shards and not _is_elementwise(type(optimizer), group, shards[0]):
-            raise ValueError(
-                f"{type(optimizer).__name__} looks at more than one element to update it, and of FSDP it is "
-                "given this rank's rows; allowed: optimizers that update each element by itself, as AdamW"
-            )
-    _tried.add(optimizer)
-
-
-_watch_steps = cache(partial(register_optimizer_step_pre_hook, _before_step))
-
-
-def needs_closure(kind: type[Optimizer]) -> bool:
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
-
-
-def _is_elementwise(kind: type[Optimizer], group: dict[str, Any], like: Tensor) -> bool:
-    """Try an optimizer's class, with the settings of one group, on tensors of this dtype and device."""
-    known = inspect.signature(kind.__init__).parameters
-    settings = {name: value for name, value in group.items() if name in known and name != "params"}
-    if "lr" in settings:  # a warm-up begins with a step that changes nothing
-        settings["lr"] = 0.1
-    whole, updated = torch.linspace(-1, 1, 24, dtype=like.dtype, device=like.device).view(6, 4), []
-    try:
-        for pieces in (1, 2):
-            parameters = [nn.Parameter(piece.clone()) for piece in whole.chunk(pieces)]
-            trial = kind(parameters, **settings)
-            for step in (1, 2):
-                gradients = (whole.square() + step * whole.roll(1) / 3).chunk(pieces)
-                for parameter, gradient in zip(parameters, gradients, strict=True):
-                    parameter.grad = gradient.clone()
-                trial.step()
-            updated.append(torch.cat([parameter.detach() for parameter in parameters]))
-    except Exception:  # a class that cannot be made from the settings of its groups, or steps otherwise
-        return not needs_closure(kind)
-    return torch.allclose(*updated, rtol=1e-4, atol=1e-6)

@@ -8,11 +8,8 @@ So an all-gather in place gives everybody what each rank has updated in its segm
 place leaves each rank the sums of its own, and neither copies anything.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from numbers import Real
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +18,6 @@ ALIGNMENT_BYTES = 128  # of each tensor in its buffer: vectorised kernels are sl
 
 # What a bucket holds: for each rank the tensors in its segment, in their order.
 Segments = list[list[Tensor]]
-# Each bucket lists indices in a list of tensors, in the order in which they become ready.
-Buckets = list[list[int]]
-
-
-def check_bucket_size(bucket_size_mb: Any) -> None:
-    """Refuse (ValueError) what is not a positive number."""
-    if not (isinstance(bucket_size_mb, Real) and 0 < bucket_size_mb < math.inf):
-        raise ValueError(f"bucket_size_mb is {bucket_size_mb!r}; allowed: a number above 0")
 
 
 def padded_length(tensor: Tensor) -> int:
@@ -43,7 +32,7 @@ def fill_buckets(
     segment_bytes: float,
     owners: Sequence[int] = (),
     open_buckets: int = 1,
-) -> Buckets:
+) -> list[list[int]]:
     """Fill buckets with tensors in this order; a bucket holds one dtype and device.
 
     Args:
@@ -54,9 +43,9 @@ def fill_buckets(
         open_buckets: of a dtype, that a tensor may still join: more leave less padding, and leave later.
 
     Returns:
-        The buckets, in the order in which they become complete: when their last tensor is ready.
+        Each bucket's indices in that order; the buckets in the order in which they become complete.
     """
-    buckets: Buckets = []
+    buckets: list[list[int]] = []
     used: list[list[int]] = []  # of each bucket, by owner, bytes in its segment
     of_kind: dict[tuple, list[int]] = defaultdict(list)
     for index in order:

@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP, broadcast_from_rank_0
 from cs336_systems.parallel.fsdp import FSDP
-from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP
-from cs336_systems.parallel.reduce_scatter_ddp import ReduceScatterDDP
+from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, ReduceScatterDDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 
 # PyTorch 2.13 renamed this one and warns about the old name.
