@@ -1,7 +1,7 @@
 """The workbook at a glance: what each notebook asks, as its first cell says, and what it found.
 
 What it found is the output of its cell tagged `headline`, an answer. The picture beside it is the one that
-another cell with the tag draws for the reference machine, or else the first that the notebook draws.
+another cell with the tag draws from committed rows, or else the first that the notebook draws.
 """
 
 import ast
@@ -84,11 +84,11 @@ def _answers(cell: NotebookNode) -> list[str]:
 
 
 def _drawn(cell: NotebookNode) -> list[str]:
-    """Names of the figures that a cell draws for the reference machine."""
-    calls = [node for node in ast.walk(ast.parse(cell.source)) if isinstance(node, ast.Call)]
-    figures = [call for call in calls if ast.unparse(call.func) == "page.figure"]
-    figures = [call for call in figures if "here=True" not in map(ast.unparse, call.keywords)]
-    return [call.args[1].value for call in figures if isinstance(call.args[1], ast.Constant)]
+    """Names of the figures that a cell draws, but for this machine's; with machine="m" it is m/name."""
+    nodes = sorted(ast.walk(ast.parse(cell.source)), key=lambda node: getattr(node, "lineno", 0))
+    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "page.figure"]
+    told = [(c.args[1].value, ast.unparse(c)) for c in calls if isinstance(c.args[1], ast.Constant)]
+    return ["/".join([*re.findall(r"machine='(.+?)'", s), name]) for name, s in told if "here=True" not in s]
 
 
 def map_table(entries: dict[str, Entry], machine: str) -> str:
@@ -128,7 +128,7 @@ def show_headline(entry: Entry, machine: str) -> None:
     if not entry.headline:
         return
     display(Markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*"))
-    path = find(machine, entry.slug, f"{entry.figure}.png")
+    path = find(Path(entry.figure).parent.name or machine, entry.slug, f"{Path(entry.figure).name}.png")
     if path.is_file():
         with Image.open(path) as picture:
             size = _WIDTH, round(picture.height * _WIDTH / picture.width)
