@@ -34,7 +34,7 @@ __getattr__, __all__ = offered(
         "rows": "RowError load_rows published save_rows",
         "sliders": "Sliders",
         "tables": "pivot row_lines show",
-        "timing": "MIB Timing matmul_precision release_memory resolve_device run_or_out_of_memory "
+        "timing": "MIB Timing clock_ms matmul_precision release_memory resolve_device run_or_out_of_memory "
         "time_cold_cache time_compiled time_steps",
     },
 )

@@ -145,18 +145,17 @@ def machine_slug(gpu: str, cpu: str, cores: int) -> str:
 
 def _describe(device: torch.device) -> dict:
     """The part of a card that is looked up; the processor's model is without a word about the host."""
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    gpu, cpuinfo = properties.name if properties else "none", Path("/proc/cpuinfo")
+    gpu, cpuinfo = {"gpu": "none", "gpu_memory_gib": None, "sm_count": None}, Path("/proc/cpuinfo")
+    if device.type == "cuda":
+        has = torch.cuda.get_device_properties(device)
+        memory_gib = round(has.total_memory / GIB, 1)
+        gpu = {"gpu": has.name, "gpu_memory_gib": memory_gib, "sm_count": has.multi_processor_count}
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
     cpu = found[1].strip() if found else platform.processor() or platform.machine()
     # That this process may use; macOS tells only how many there are
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    graphics = {"gpu": gpu, "gpu_memory_gib": None, "sm_count": None}
-    if properties:
-        graphics["gpu_memory_gib"] = round(properties.total_memory / GIB, 1)
-        graphics["sm_count"] = properties.multi_processor_count
     host = {"cpu": cpu, "cores": cores, "memory_gib": round(memory_bytes() / GIB, 1)}
-    return {"slug": machine_slug(gpu, cpu, cores), **graphics, **host, **versions()}
+    return {"slug": machine_slug(gpu["gpu"], cpu, cores), **gpu, **host, **versions()}
 
 
 def _matmul_tflops(device: torch.device) -> dict[str, float]:

@@ -1,14 +1,13 @@
 """The clock of what several ranks do together: they start together, and the slowest counts."""
 
 import math
-import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from labbook.timing import MIB, Timing
+from labbook.timing import MIB, Timing, clock_ms
 
 
 class Context(Protocol):
@@ -43,21 +42,14 @@ def time_together(
 
 
 def one_step_ms(operation: Callable[[], None], context: Context, calls: int) -> float:
-    """On a GPU between events of the current stream, which waits for what was communicated on others."""
-    on_gpu = context.device.type == "cuda"
+    """Milliseconds of one of the operations in a step that all ranks begin together."""
+
+    def step() -> None:
+        for _ in range(calls):
+            operation()
+
     dist.barrier()
-    if on_gpu:
-        torch.cuda.synchronize(context.device)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-    start_s = time.perf_counter()
-    for _ in range(calls):
-        operation()
-    if not on_gpu:
-        return (time.perf_counter() - start_s) * 1e3 / calls
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / calls
+    return clock_ms(step, context.device) / calls
 
 
 def reset_peaks(context: Context) -> None:

@@ -21,14 +21,7 @@ import yaml
 
 from labbook import machine as here
 from labbook import runs
-from labbook.files import (
-    NOTEBOOKS,
-    figures_dir,
-    find,
-    locked,
-    make_folder,
-    write_atomically,
-)
+from labbook.files import NOTEBOOKS, figures_dir, find, locked, make_folder, write_atomically
 
 Row = dict[str, Any]
 
@@ -205,7 +198,8 @@ def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> 
     Raises:
         RowError: one sentence: where, what was given, what is allowed.
     """
-    types, row = TABLES[table].types, {"status": "ok"}
+    schema, row = TABLES[table], {"status": "ok"}
+    types = schema.types
     if (given := record.get("machine", machine)) != machine:
         raise RowError(f"{where}: machine is {given!r}; allowed in this folder: {machine!r}")
     for name, given in record.items():
@@ -218,7 +212,20 @@ def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> 
                 row[name] = value
         elif name != "machine" and not ((name in (*KEYS, *VALUES) and given in (None, "")) or given != given):
             raise RowError(f"{where}: there is no column {name!r}; allowed: {', '.join(list(types)[:-1])}")
+    if reason := _contradiction(row, schema.values):
+        raise RowError(f"{where}: {reason}")
     return row
+
+
+def _contradiction(row: Row, values: Iterable[str]) -> str:
+    """What cannot be so of a row, or ""."""
+    got, status = [name for name in values if name in row], row["status"]
+    spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
+    if status == "ok" and not got:
+        return f"there is no value; allowed with status 'ok': some of {', '.join(values)}"
+    if status != "ok" and (times := [name for name in got if name.endswith("_ms")]):
+        return f"{times[0]} is {row[times[0]]}; allowed with status {status!r}: no time"
+    return "" if spread == sorted(spread) else f"p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls"
 
 
 def _described(row: Mapping[str, Any], columns: Iterable[str]) -> str:

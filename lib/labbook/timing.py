@@ -94,6 +94,27 @@ def matmul_precision(dtype: str) -> Iterator[None]:
         newer_switch.fp32_precision = newer
 
 
+def clock_ms(step: Callable[..., Any], device: torch.device, *given: Any, synchronize: bool = True) -> float:
+    """Milliseconds of `step(*given)`: between two CUDA events on a GPU, by the wall clock on a CPU.
+
+    The events are in the current stream, which waits for what was communicated on others. What the step
+    returns is freed after the clock has stopped. synchronize: as in `time_steps`.
+    """
+    wait_for(device)
+    if device.type == "cuda" and synchronize:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        _result = step(*given)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end)
+    start_s = time.perf_counter()
+    _result = step(*given)
+    ms = (time.perf_counter() - start_s) * 1e3
+    wait_for(device)
+    return ms
+
+
 def time_steps(
     step: Callable[..., Any],
     *,
@@ -126,9 +147,12 @@ def time_steps(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-    times, reason = run_or_out_of_memory(
-        lambda: [_one_step(step, prepare, device, synchronize) for _ in range(warmup_steps + steps)], device
-    )
+
+    def one_step_ms(_: int) -> float:
+        given = () if prepare is None else (prepare(),)
+        return clock_ms(step, device, *given, synchronize=synchronize)
+
+    times, reason = run_or_out_of_memory(lambda: [*map(one_step_ms, range(warmup_steps + steps))], device)
     if times is None:
         return Timing(status="oom", reason=reason)
     peak = torch.cuda.max_memory_allocated(device) / MIB if device.type == "cuda" else None
@@ -185,29 +209,10 @@ def release_memory(device: str | torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def synchronize(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     """Wait until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _one_step(step: Callable, prepare: Callable | None, device: torch.device, waits: bool) -> float:
-    arguments = () if prepare is None else (prepare(),)
-    synchronize(device)
-    if device.type == "cuda" and waits:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = step(*arguments)
-        end.record()
-        end.synchronize()
-        ms = start.elapsed_time(end)
-    else:
-        start_s = time.perf_counter()
-        result = step(*arguments)
-        ms = (time.perf_counter() - start_s) * 1e3
-    del result  # after the clock has stopped: to free it is not the step's work
-    synchronize(device)
-    return ms
 
 
 def time_compiled(step: Callable[..., Any], **options: Any) -> Timing:

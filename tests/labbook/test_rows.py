@@ -156,6 +156,9 @@ def test_every_column_is_described():
         ({"mean_ms": "fast"}, "mean_ms is 'fast'"),
         ({"status": "out of memory"}, "out of memory.*oom"),
         ({"machine": "h100"}, "h100.*testbox"),
+        ({"p20_ms": 50.0}, r"\[50.0, 40.0, 40.1\].*none falls"),
+        ({"status": "oom"}, "mean_ms is 40.*'oom': no time"),
+        (dict.fromkeys(row()) | {"pass": "forward"}, "no value.*mean_ms"),
         ({"pass": "forward_backward"}, "duplicate key model_size=tiny, batch_size=4"),
     ],
 )

@@ -3,12 +3,11 @@
 Given tensors on the "meta" device, a function of any size can be asked, on any machine.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,9 +44,7 @@ def sum_of_rooflines_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps
         of: what `operations_of` returned.
         matmul_tflops, copy_gbps: rates, as on a machine's card.
     """
-    return 1e3 * sum(
-        max(one.flops / (matmul_tflops * 1e12), one.bytes_moved / (copy_gbps * 1e9)) for one in of
-    )
+    return sum(max(one.flops / matmul_tflops / 1e9, one.bytes_moved / copy_gbps / 1e6) for one in of)
 
 
 class _Recorder(TorchDispatchMode):
@@ -59,34 +56,22 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = operation(*args, **kwargs)
         packet, name = operation.overloadpacket, operation.overloadpacket.__name__
-        read, written = _tensors((args, kwargs)), _tensors(result)
-        is_view = {_storage(t) for t in written} <= {_storage(t) for t in read}
-        if name.startswith(_NOTHING_MOVES) or (is_view and not operation._schema.is_mutable):
+        read, written = _sizes((args, kwargs)), _sizes(result)
+        is_view = written.keys() <= read.keys() and not operation._schema.is_mutable
+        if is_view or name.startswith(_NOTHING_MOVES):
             return result
-        if name in _OVERWRITE:
-            read = read[1:]
-        in_bytes, out_bytes = _bytes(read), _bytes(written)
+        in_bytes = (_sizes((args[1:], kwargs)) if name in _OVERWRITE else read).total()
         if name in _GATHERS:
-            in_bytes = min(in_bytes, out_bytes)
-        count = flop_registry.get(packet, lambda *_, **__: 0)
-        flops = count(*args, **kwargs, out_val=result)
-        self.operations.append(Operation(name, flops, in_bytes + out_bytes))
+            in_bytes = min(in_bytes, written.total())
+        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+        self.operations.append(Operation(name, flops, in_bytes + written.total()))
         return result
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the distinct elements: what is expanded, or given twice, passes once."""
-    sizes: dict[int, int] = defaultdict(int)
-    limits: dict[int, int] = {}
-    for tensor in tensors:
-        sizes[_storage(tensor)] += tensor.numel() * tensor.element_size()
-        limits[_storage(tensor)] = tensor.untyped_storage().nbytes()
-    return sum(min(size, limits[storage]) for storage, size in sizes.items())
+def _sizes(tree: Any) -> Counter[int]:
+    """Bytes of the distinct elements by storage: what is expanded, or given twice, passes once."""
+    sizes: Counter[int] = Counter()
+    for tensor in (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)):
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = min(sizes[storage._cdata] + tensor.nbytes, storage.nbytes())
+    return sizes

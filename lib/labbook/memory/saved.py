@@ -52,17 +52,14 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     """The storages that one forward of `module` keeps for backward; each once, whoever saves it again.
 
-    Parameters and buffers are not counted: they are there anyway. Inputs are, with `is_input`.
+    Parameters and buffers are not counted: they are there anyway. Inputs are.
 
     Returns:
         One row a storage, the largest first: module (path in `module`), operation that saved it first, code
-        (see `own_line`), size_bytes, dtype, is_input.
+        (see `own_line`), size_bytes, dtype.
     """
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     modules = {id(child): name for name, child in module.named_modules()}
-    owned, given = (
-        {tensor.untyped_storage().data_ptr() for tensor in tensors if isinstance(tensor, Tensor)}
-        for tensors in ([*module.parameters(), *module.buffers()], inputs)
-    )
     running, storages = _Operations(), {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -72,14 +69,13 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
             name, code = _where(sys._getframe(1), modules)
             operation = running.names[-1] if running.names else code.partition(": ")[0].rpartition(" ")[2]
             dtype = str(tensor.dtype).removeprefix("torch.")
-            storages[address] = (name, operation, code, storage.nbytes(), dtype, address in given)
+            storages[address] = (name, operation, code, storage.nbytes(), dtype)
         return tensor.detach()  # as in `saved_bytes`
 
     with saved_tensors_hooks(pack, lambda tensor: tensor), running:
         output = module(*inputs)
     del output  # kept until here: what a freed graph saved would be freed too
-    columns = ["module", "operation", "code", "size_bytes", "dtype", "is_input"]
-    frame = pd.DataFrame(storages.values(), columns=columns)
+    frame = pd.DataFrame(storages.values(), columns=["module", "operation", "code", "size_bytes", "dtype"])
     return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
 
 
@@ -100,7 +96,7 @@ class _Operations(TorchFunctionMode):
 
 def _where(frame: FrameType | None, modules: dict[int, str]) -> tuple[str, str]:
     """The innermost module, and the innermost line of the project in it, that are running."""
-    module, stack = None, []
+    module, stack = None, []  # found without hooks, which would send fused blocks another way
     while frame is not None and module is None:
         stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         module = modules.get(id(frame.f_locals.get("self")))

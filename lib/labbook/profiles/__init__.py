@@ -9,12 +9,12 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else torch.profiler writes a l
 __getattr__, __all__ = offered(
     "labbook.profiles",
     {
-        "lanes": "covered exposed lane_rows overlap_values record_steps step_lanes told_apart",
+        "lanes": "exposed lane_rows overlap_values record_steps step_lanes told_apart",
         "names": "short_name",
         "ncu": "count_kernels",
         "nsys": "read_export record_report why_no_nsys",
-        "table": "Profile ProfileError attribute kernel_rows kernel_table one_step range_table stages "
-        "step_calls union",
+        "table": "Profile ProfileError attribute covered kernel_rows kernel_table one_step range_table "
+        "stages step_calls",
         "torch_trace": "keep_one_step read_trace record_trace",
     },
 )

@@ -14,10 +14,10 @@ import pandas as pd
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from labbook.profiles.table import STEP, Profile, one_step, stages, union
+from labbook.profiles.table import STEP, Profile, covered, one_step, stages
 from labbook.profiles.torch_trace import record_trace
 from labbook.ranks import Context
-from labbook.timing import synchronize
+from labbook.timing import wait_for
 
 LANES = ("compute", "communication")
 _TIMES = ["start_ms", "end_ms"]
@@ -32,10 +32,10 @@ def record_steps(step: Callable[[], None], context: Context) -> Profile:
     def two_steps() -> None:
         for _ in range(2):
             dist.barrier()
-            synchronize(context.device)
+            wait_for(context.device)
             with record_function(STEP):
                 step()
-                synchronize(context.device)
+                wait_for(context.device)
 
     with tempfile.TemporaryDirectory(prefix="labbook-lanes-") as folder:
         return record_trace(two_steps, Path(folder) / "trace.json", device=context.device)
@@ -50,12 +50,6 @@ def step_lanes(profile: Profile) -> pd.DataFrame:
     lanes = np.where(kernels["class"] == "communication", "communication", "compute")
     spans = kernels[_TIMES].assign(lane=lanes, range=stages(kernels))
     return spans[["lane", "range", *_TIMES]].sort_values(_TIMES, ignore_index=True)
-
-
-def covered(spans: pd.DataFrame) -> pd.DataFrame:
-    """The union of spans that may overlap: start_ms and end_ms, disjoint and rising."""
-    times = union(spans[_TIMES].itertuples(index=False, name=None))
-    return pd.DataFrame(times, columns=_TIMES, dtype=float)
 
 
 def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
@@ -92,15 +86,14 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
 
 def lane_rows(lanes: pd.DataFrame, key: Mapping[str, Any], gap_ms: float = 0.1) -> list[dict[str, Any]]:
     """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed; microseconds."""
-    parts = []
+    rows = []
     for lane in LANES:
         spans = lanes[lanes.lane == lane].sort_values("start_ms")
-        reached = spans.end_ms.cummax().shift()
-        begins = (spans.start_ms > reached + gap_ms) | (spans.range != spans.range.shift()) | reached.isna()
-        first_and_last = {"lane": "first", "range": "first", "start_ms": "min", "end_ms": "max"}
-        parts.append(spans.groupby(begins.cumsum()).agg(first_and_last).reset_index(names="span"))
-    rows = pd.concat(parts).round({"start_ms": 3, "end_ms": 3}).assign(span=lambda rows: rows["span"] - 1)
-    return [{**key, **row} for row in rows.to_dict("records")]
+        turns = spans.groupby((spans.range != spans.range.shift()).cumsum().to_numpy())
+        parts = [covered(turn, gap_ms).round(3).assign(range=turn.range.iloc[0]) for _, turn in turns]
+        found = pd.concat(parts, ignore_index=True).rename_axis("span").reset_index() if parts else lanes[:0]
+        rows += [{**key, "lane": lane, **row} for row in found.to_dict("records")]
+    return rows
 
 
 def told_apart(lanes: pd.DataFrame, by: str) -> pd.DataFrame:

@@ -7,14 +7,9 @@ cuDNN; on a CPU they are ATen's operators (aten::mm).
 import re
 from functools import cache
 
-CLASSES = (
-    *("matmul", "attention", "softmax", "normalisation", "elementwise", "reduction", "copy/cast"),
-    *("embedding/index", "optimizer", "communication", "other"),
-)
-
 # The first pattern found in the name decides. The order matters: fused attention is made of matmuls, a
 # softmax of reductions, and torch.compile lists in a kernel's name everything it fused.
-_PATTERNS: tuple[tuple[str, str], ...] = (
+_PATTERNS = (
     ("communication", r"nccl|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_coalesced|multimem|gloo"),
     ("attention", r"flash|fmha|sdpa|attention|attn|mem_?eff"),
     # Ours: what attends, and what prepares and adds up for it.
@@ -41,15 +36,13 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
     ("elementwise", r"^aten::(sin|cos|where|masked_fill|abs|tril|triu|maximum|minimum|clamp\w*)_?$"),
     ("elementwise", r"^aten::(eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|reciprocal|arange)_?$"),
     ("elementwise", r"^aten::(normal|uniform|random|isfinite|erfinv|(sigmoid|silu|threshold)_backward)_?$"),
-)  # fmt: skip
-_COMPILED = tuple((name, re.compile(pattern)) for name, pattern in _PATTERNS)
+)
 
 
 @cache
 def kernel_class(name: str) -> str:
-    """One of CLASSES; "other" is what no pattern knows, and is meant to be seen and not hidden."""
-    lower = name.lower()
-    return next((kind for kind, pattern in _COMPILED if pattern.search(lower)), "other")
+    """What kind of work it does; "other" is what no pattern knows, and is meant to be seen and not hidden."""
+    return next((kind for kind, pattern in _PATTERNS if re.search(pattern, name.lower())), "other")
 
 
 # Templates that say how a kernel goes through memory; what it computes is an argument of theirs.

@@ -6,7 +6,6 @@ when the kernel runs: by then the host is often several ranges ahead.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -28,16 +27,12 @@ class Profile:
     """What a profiler recorded; times in nanoseconds on one clock.
 
     Attributes:
-        source: "nsys", "torch cuda" or "torch cpu".
-        machine: the GPU's name; without a GPU, the host's.
         ranges: process, thread, name, start_ns, end_ns; one row each time that a range was open.
         kernels: name (full), kind ("kernel", "memcpy", "memset", "graph"; on a CPU "operator"), process,
             thread, launch_ns, start_ns, end_ns, stream; one row a launch.
         calls: of the CUDA API: process, thread, name, start_ns, end_ns.
     """
 
-    source: str
-    machine: str
     ranges: pd.DataFrame
     kernels: pd.DataFrame
     calls: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -49,7 +44,21 @@ class Profile:
             what = "no ranges in it; run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
         else:
             return
-        raise ProfileError(f"the {self.source} profile has {what}")
+        raise ProfileError(f"the profile has {what}")
+
+
+def launched(ran: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """What ran on a GPU, with `launch_ns` and `thread` of the call of the CUDA API that launched it.
+
+    That is the call of its process that carries its `correlation`; of several, one inside the other or long
+    after, the last that began before it.
+    """
+    by, types = ["process", "correlation"], {"start_ns": "int64", "process": "int64", "correlation": float}
+    calls = calls.assign(launch_ns=calls.start_ns.astype("Int64"), thread=calls.thread.astype(object))
+    calls = calls.dropna(subset="correlation")[["start_ns", *by, "launch_ns", "thread"]]
+    ran, calls = (each.astype(types).sort_values("start_ns", kind="stable") for each in (ran, calls))
+    found = pd.merge_asof(ran, calls, on="start_ns", by=by)
+    return found.assign(launch_ns=found.launch_ns.fillna(found.start_ns).astype("int64"))
 
 
 def attribute(profile: Profile) -> pd.DataFrame:
@@ -59,11 +68,13 @@ def attribute(profile: Profile) -> pd.DataFrame:
     plain PyTorch it launches the same kernels as everybody, and only the range tells them apart.
     """
     paths, _ = range_paths(profile.ranges, profile.kernels)
-    kernels = profile.kernels.assign(range=paths, kernel=profile.kernels.name.map(short_name))
-    classes = kernels.name.map(kernel_class)
+    classes = profile.kernels.name.map(kernel_class)
     ordinary = classes.isin(["elementwise", "reduction", "copy/cast"])
     in_optimizer = paths.str.contains(r"(?:^|/)optimizer\b")
-    return kernels.assign(**{"class": classes.mask(in_optimizer & ordinary, "optimizer")})
+    classes = classes.mask(in_optimizer & ordinary, "optimizer")
+    return profile.kernels.assign(
+        **{"range": paths, "kernel": profile.kernels.name.map(short_name), "class": classes}
+    )
 
 
 def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
@@ -97,12 +108,12 @@ def range_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
     records = []
     for opened in ranges[ranges.range.str.count("/") <= 1].itertuples():
         own = _since(kernels[kernels.process == opened.process], opened, "launch_ns")
-        busy = union(own[["start_ms", "end_ms"]].itertuples(index=False, name=None))
-        span_ms = busy[-1][1] - busy[0][0] if busy else 0
-        host_ms, busy_ms = (opened.end_ns - opened.start_ns) * MS, sum(end - start for start, end in busy)
+        busy, host_ms = covered(own), (opened.end_ns - opened.start_ns) * MS
+        span_ms, busy_ms = busy.end_ms.max() - busy.start_ms.min(), (busy.end_ms - busy.start_ms).sum()
         records.append((opened.range, host_ms, span_ms, busy_ms, len(own)))
     columns = ["range", "host_ms", "device_span_ms", "device_busy_ms", "calls"]
-    table = pd.DataFrame(records, columns=columns).groupby("range", sort=False).mean().reset_index()
+    table = pd.DataFrame(records, columns=columns).fillna({"device_span_ms": 0})
+    table = table.groupby("range", sort=False).mean().reset_index()
     span_ms = table.device_span_ms.where(table.calls > 0)
     return table.assign(device_idle_share=1 - table.device_busy_ms / span_ms)
 
@@ -136,14 +147,11 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
     )
 
 
-def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Stretches of time that may overlap, as disjoint and rising ones that cover the same."""
-    found: list[tuple[float, float]] = []
-    for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            start, end = found[-1][0], max(found.pop()[1], end)
-        found.append((start, end))
-    return found
+def covered(spans: pd.DataFrame, gap_ms: float = 0.0) -> pd.DataFrame:
+    """The union of spans that may overlap, gaps of at most `gap_ms` closed: start_ms and end_ms, rising."""
+    spans = spans.sort_values("start_ms")
+    begins = spans.start_ms > spans.end_ms.cummax().shift() + gap_ms
+    return spans.groupby(begins.cumsum().to_numpy()).agg({"start_ms": "min", "end_ms": "max"})
 
 
 def stages(table: pd.DataFrame) -> pd.Series:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import platform
 import re
 import warnings
 from collections import defaultdict
@@ -15,9 +14,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from labbook.files import make_folder, write_atomically
-from labbook.profiles.table import STEP, Profile, ProfileError
+from labbook.profiles.table import STEP, Profile, ProfileError, launched
 
-_HOST = "recorded_on"  # the host's name, by our hand: torch 2.11 leaves out its own "host_name"
 _KINDS = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 _CALLS = ("cuda_runtime", "cuda_driver")
 # Ranges that PyTorch opens by itself; a path is made of ours.
@@ -56,7 +54,6 @@ def record_trace(
             run()
             if on_cuda:
                 torch.cuda.synchronize(device)
-            profiler.add_metadata_json(_HOST, json.dumps(platform.node()))
     make_folder(path.parent)
     profiler.export_chrome_trace(str(path))
     return read_trace(path)
@@ -72,19 +69,19 @@ def keep_one_step(path: Path, kept: Path) -> None:
     """
     trace = load_trace(path)
     events = trace_events(trace, path.name)
-    steps = events[(events["cat"] == "user_annotation") & (events.name == STEP)]
+    steps = events[(events.kind == "user_annotation") & (events.name == STEP)]
     if steps.empty:
         raise ProfileError(f"{path.name} has no step to keep: no range {STEP!r} was recorded in it")
-    step, on_gpu = steps.loc[steps.ts.idxmax()], events["cat"].isin(_KINDS)
-    host = events["cat"].isin(["user_annotation", *(_CALLS if on_gpu.any() else ["cpu_op"])])
-    inside = host & (events.ts >= step.ts) & (events.ts < step.ts + step.dur)
-    launched = on_gpu & events.correlation.isin(events.correlation[inside].dropna())
-    small = {name: trace[name] for name in ["deviceProperties" if on_gpu.any() else _HOST] if name in trace}
-    small["traceEvents"] = [event for event in trace["traceEvents"] if event.get("ph") == "M"]
-    for event in events[inside | launched].astype(object).to_dict("records"):
-        args = {name: value for name in _ARGUMENTS if pd.notna(value := event.pop(name))}
-        small["traceEvents"].append({"ph": "X", **event, "args": args})
-    write_atomically(kept, gzip.compress(json.dumps(small, separators=(",", ":")).encode(), mtime=0))
+    step, on_gpu = steps.loc[steps.start_ns.idxmax()], events.kind.isin(_KINDS)
+    host = events.kind.isin(["user_annotation", *(_CALLS if on_gpu.any() else ["cpu_op"])])
+    inside = host & (events.start_ns >= step.start_ns) & (events.start_ns < step.end_ns)
+    inside |= on_gpu & events.correlation.isin(events.correlation[inside].dropna())
+    small = [event for event in trace["traceEvents"] if event.get("ph") == "M"]
+    for event in (trace["traceEvents"][place] for place in events.index[inside]):
+        args = {name: value for name, value in (event.get("args") or {}).items() if name in _ARGUMENTS}
+        small.append({name: event[name] for name in ("ph", *_FIELDS)} | {"args": args})
+    text = json.dumps({"traceEvents": small}, separators=(",", ":"))
+    write_atomically(kept, gzip.compress(text.encode(), mtime=0))
 
 
 def load_trace(path: Path) -> dict[str, Any]:
@@ -100,7 +97,7 @@ def load_trace(path: Path) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> Profile:
-    """Read a torch.profiler trace; with GPU kernels in it the source is "torch cuda", without "torch cpu".
+    """Read a torch.profiler trace: a GPU's kernels where it has some, else the CPU's operators.
 
     On a CPU an operator's own time counts, without the operators that it calls, and operators that touch no
     data (views, allocations) are left out: what remains corresponds to a GPU's kernels. A stream is a thread.
@@ -112,55 +109,45 @@ def read_trace(path: Path) -> Profile:
     """
     trace = load_trace(path)
     events = trace_events(trace, path.name)
-    annotations, calls = events[events["cat"] == "user_annotation"], events[events["cat"].isin(_CALLS)]
-    if annotations.pid.nunique() > 1:
+    of_pytorch, calls = events[events.kind == "user_annotation"], events[events.kind.isin(_CALLS)]
+    if of_pytorch.process.nunique() > 1:
         raise ProfileError(
             f"{path.name} is of several processes, whose ids and clocks are their own: read each rank's trace"
         )
-    has_kernels = events["cat"].isin(_KINDS).any()
-    if not has_kernels and len(calls):
+    on_gpu = events[events.kind.isin(_KINDS)]
+    if on_gpu.empty and len(calls):
         raise ProfileError(
             f"{path.name} has CUDA calls but no GPU kernels: CUPTI could not record; end other profilers "
             "(nsys among them), or allow this user to read GPU performance counters"
         )
-    devices = {device.get("name", "a GPU without a name") for device in trace.get("deviceProperties", ())}
-    return Profile(
-        source="torch cuda" if has_kernels else "torch cpu",
-        machine=", ".join(sorted(devices)) if has_kernels else trace.get(_HOST, "unknown"),
-        ranges=trace_ranges(events),
-        kernels=_gpu_kernels(events) if has_kernels else _cpu_operators(events),
-        calls=_timed(calls),
-    )
+    ranges, calls = trace_ranges(events), calls.drop(columns=["kind", "stream"])
+    if on_gpu.empty:
+        return Profile(ranges, _cpu_operators(events), calls)
+    # It is of one process; CUPTI and torch may each have a number of their own for it.
+    on_gpu = on_gpu.assign(kind=on_gpu.kind.map(_KINDS)).drop(columns="thread")
+    kernels = launched(on_gpu.assign(process=0), calls.assign(process=0))
+    return Profile(ranges, kernels.assign(process=of_pytorch.process.min()), calls)
 
 
 def trace_ranges(events: pd.DataFrame) -> pd.DataFrame:
     """Our ranges among a trace's user annotations, as in a `Profile`."""
-    ours = (events["cat"] == "user_annotation") & ~events.name.str.match(FOREIGN)
-    return _timed(events[ours])
-
-
-def _timed(events: pd.DataFrame) -> pd.DataFrame:
-    """Events as a `Profile` has them, in nanoseconds."""
-    starts, ends = _ns(events.ts), _ns(events.ts + events.dur)
-    named = {"process": events.pid, "thread": events.tid, "name": events.name}
-    return pd.DataFrame({**named, "start_ns": starts, "end_ns": ends}).reset_index(drop=True)
-
-
-def _ns(microseconds: pd.Series) -> pd.Series:
-    return (microseconds * 1000).round().astype("int64")
+    ours = events[(events.kind == "user_annotation") & ~events.name.str.match(FOREIGN)]
+    return ours[["process", "thread", "name", "start_ns", "end_ns"]].reset_index(drop=True)
 
 
 def trace_events(trace: dict[str, Any], name: str) -> pd.DataFrame:
-    """The events that are read: _FIELDS and _ARGUMENTS; of others' traces, too, whose events may lack fields.
+    """The events that are read, by their place: kind, name, process, thread, start_ns, end_ns, _ARGUMENTS.
 
     Raises:
-        ProfileError: some lack a field, a GPU's its stream.
+        ProfileError: some lack a field, a GPU's its stream: a trace of others.
     """
     read = (*_KINDS, *_CALLS, "user_annotation", "cpu_op")
-    found = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("cat") in read]
-    events = pd.DataFrame(found, columns=[*_FIELDS, "args"])
+    places = enumerate(trace["traceEvents"])
+    found = {at: event for at, event in places if event.get("ph") == "X" and event.get("cat") in read}
+    events = pd.DataFrame(found.values(), found.keys(), [*_FIELDS, "args"])
     for field in _ARGUMENTS:
-        events[field] = pd.Series([(event.get("args") or {}).get(field) for event in found], dtype=object)
+        values = [(event.get("args") or {}).get(field) for event in found.values()]
+        events[field] = pd.Series(values, events.index, object)
     events[["ts", "dur"]] = events[["ts", "dur"]].apply(pd.to_numeric, errors="coerce").astype(float)
     lacking = events[_FIELDS].isna().assign(stream=events.stream.isna() & events["cat"].isin(_KINDS))
     for category, of_category in lacking.groupby(events["cat"]):
@@ -168,38 +155,25 @@ def trace_events(trace: dict[str, Any], name: str) -> pd.DataFrame:
             fields = ", ".join(of_category.columns[of_category.any()])
             told = f"{count} of {len(of_category)} events {category!r} lack {fields}"
             raise ProfileError(f"{name}: {told}; without them its sums would be wrong")
-    return events.drop(columns="args")
-
-
-def _gpu_kernels(events: pd.DataFrame) -> pd.DataFrame:
-    """Kernels, copies and fills, each with the time and thread of the CUDA call that launched it.
-
-    An id may be carried by several calls, and come again: the last that began before the kernel launched it.
-    """
-    calls = events[events["cat"].isin(_CALLS)].sort_values("ts", kind="stable").assign(called=events.ts)
-    gpu = events[events["cat"].isin(_KINDS)].sort_values("ts", kind="stable")
-    calls = calls.dropna(subset="correlation")[["ts", "correlation", "called", "tid"]]
-    launched = pd.merge_asof(gpu, calls, on="ts", by="correlation", suffixes=("_of_gpu", ""))
-    launched = launched.fillna({"called": launched.ts, "tid": launched.tid_of_gpu})
-    # One trace is of one process; CUPTI and torch may each have a number of their own for it.
-    process = events.pid[events["cat"] == "user_annotation"].min()
-    more = {"kind": launched["cat"].map(_KINDS), "stream": launched.stream}
-    return _timed(launched).assign(process=process, launch_ns=_ns(launched.called), **more)
+    start, end = ((1000 * us).round().astype("int64") for us in (events.ts, events.ts + events.dur))
+    events = events.rename(columns={"cat": "kind", "pid": "process", "tid": "thread"})
+    return events.drop(columns=["args", "ts", "dur"]).assign(start_ns=start, end_ns=end)
 
 
 def _cpu_operators(events: pd.DataFrame) -> pd.DataFrame:
     """Operators, with the time they spent themselves by nesting them thread by thread; and Gloo's work."""
-    communicates = (events["cat"] == "user_annotation") & events.name.str.startswith("gloo:")
-    operators = pd.concat([events[events["cat"] == "cpu_op"], events[communicates]], ignore_index=True)
-    own_us, open_on = operators.dur.to_dict(), defaultdict(list)
-    for event in operators.sort_values(["ts", "dur"], ascending=[True, False], kind="stable").itertuples():
-        enclosing = open_on[event.tid]
-        while enclosing and event.ts >= enclosing[-1].ts + enclosing[-1].dur:
+    communicates = (events.kind == "user_annotation") & events.name.str.startswith("gloo:")
+    operators = events[(events.kind == "cpu_op") | communicates]
+    own_ns, is_open = (operators.end_ns - operators.start_ns).to_dict(), defaultdict(list)
+    outer_first = operators.sort_values(["start_ns", "end_ns"], ascending=[True, False], kind="stable")
+    for event in outer_first.itertuples():
+        enclosing = is_open[event.thread]
+        while enclosing and event.start_ns >= enclosing[-1].end_ns:
             enclosing.pop()
         if enclosing:
-            own_us[enclosing[-1].Index] -= event.dur
+            own_ns[enclosing[-1].Index] -= event.end_ns - event.start_ns
         enclosing.append(event)
-    threads = {thread: number for number, thread in enumerate(sorted(open_on))}
-    frame = _timed(operators.assign(dur=pd.Series(own_us, dtype=float).clip(lower=0)))
-    found = frame.assign(launch_ns=frame.start_ns, kind="operator", stream=frame.thread.map(threads))
+    ends = operators.start_ns + pd.Series(own_ns, dtype="int64").clip(lower=0)
+    found = operators.assign(end_ns=ends, launch_ns=operators.start_ns, kind="operator")
+    found["stream"] = pd.factorize(found.thread, sort=True)[0]
     return found[[not _BOOKKEEPING.search(name) for name in found.name]]

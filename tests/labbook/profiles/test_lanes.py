@@ -87,7 +87,7 @@ def test_lanes_of_a_profile():
     columns = ["name", "launch_ns", "start_ns", "end_ns", "stream"]
     launched = pd.DataFrame(kernels, columns=columns).assign(kind="kernel", process=1, thread=1)
     opened = pd.DataFrame(ranges, columns=["name", "start_ns", "end_ns"]).assign(process=1, thread=1)
-    profile = Profile("torch cuda", "NVIDIA H200", opened, launched)
+    profile = Profile(opened, launched)
     lanes = step_lanes(profile)
     assert lanes[["lane", "range"]].to_numpy().tolist() == [
         ["compute", "forward"],

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from labbook.profiles import nsys
-from labbook.profiles.nsys import find_nsys, read_export, record_report
+from labbook.profiles.nsys import read_export, record_report
 from labbook.profiles.table import ProfileError, kernel_table, one_step, step_calls
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
@@ -16,14 +15,12 @@ PROCESS, MAIN, AUTOGRAD = 5 << 24, (5 << 24) + 1, (5 << 24) + 2
 SCHEMA = """
 CREATE TABLE StringIds (id INTEGER, value TEXT);
 CREATE TABLE META_DATA_EXPORT (name TEXT, value TEXT);
-CREATE TABLE TARGET_INFO_GPU (name TEXT);
 CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start, end, globalTid, correlationId, nameId);
 CREATE TABLE CUPTI_ACTIVITY_KIND_KERNEL
     (start, end, streamId, correlationId, globalPid, demangledName, gridX, gridY, gridZ);
 CREATE TABLE NVTX_EVENTS (start, end, text, textId, globalTid, domainId, eventType);
 INSERT INTO StringIds VALUES (1, 'ampere_sgemm_128x64_tn'), (2, 'backward'),
     (3, 'cudaLaunchKernel_v7000'), (4, 'cudaDeviceSynchronize_v3020');
-INSERT INTO TARGET_INFO_GPU VALUES ('NVIDIA H200');
 """
 
 
@@ -155,12 +152,9 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-# Writes its arguments down; the option --output=... or -o names the file to make.
-FAKE = """echo "$(basename $0) $LD_LIBRARY_PATH $*" >> {log}
-for word in "$@"; do
-  case $word in --output=*) out=${{word#--output=}};; -o) next=1;; *) [ -n "$next" ] && out=$word && next=;;
-  esac
-done
+# Writes its arguments down; the option --output=... names the file to make.
+FAKE = """echo "$*" >> {log}
+for word in "$@"; do case $word in --output=*) out=${{word#--output=}};; esac; done
 {make}
 """
 
@@ -168,8 +162,8 @@ done
 @pytest.fixture
 def no_nsys(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    monkeypatch.setattr(nsys, "NSIGHT_COMPUTE", tmp_path / "nsight-compute")
-    assert find_nsys() == (None, None)
+    with pytest.raises(ProfileError, match="install Nsight Systems"):
+        record_report(["train"], tmp_path / "profile")
 
 
 def test_nsys_on_path(no_nsys, tmp_path):
@@ -177,33 +171,11 @@ def test_nsys_on_path(no_nsys, tmp_path):
     script(tmp_path / "bin" / "nsys", FAKE.format(log=tmp_path / "log", make=make))
     export = record_report(["python", "-m", "target"], tmp_path / "out" / "profile")
     assert export == tmp_path / "out" / "profile.sqlite"
-    assert read_export(export).machine == "NVIDIA H200"
+    assert len(read_export(export).kernels) > 100
     profile, _ = (tmp_path / "log").read_text().splitlines()
     assert "--trace=cuda,nvtx" in profile
     assert "--capture-range=cudaProfilerApi" in profile, "warm-up is not captured"
     assert profile.endswith("python -m target")
-
-
-@pytest.mark.parametrize("stream", ["$out.qdstrm", "{elsewhere}/report.qdstrm"])
-def test_the_nsys_inside_nsight_compute(no_nsys, tmp_path, monkeypatch, stream):
-    """The newest version is taken; its profile leaves a raw stream that the importer makes the report of."""
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/my/libraries")
-    monkeypatch.setattr(nsys, "why_no_nsys", lambda: "")  # there is no libdw here
-    log, elsewhere = tmp_path / "log", tmp_path / "quadd_session_1"
-    elsewhere.mkdir()
-    left = stream.format(elsewhere=elsewhere)
-    for version in ("2024.3.0", "2025.10.1", "2025.9.2"):
-        host = tmp_path / "nsight-compute" / version / "host"
-        make = f"[ $1 = profile ] && echo > {left} && echo '  {left}'; [ $1 = export ] && cp {SAMPLE} $out"
-        script(host / "target-linux-x64" / "nsys", FAKE.format(log=log, make=make))
-        made = "[ -f $2 ] && echo > $out"
-        script(host / "linux-desktop-x64" / "QdstrmImporter", FAKE.format(log=log, make=made))
-    assert "2025.10.1" in str(find_nsys()[0])
-    assert read_export(record_report(["true"], tmp_path / "profile")).source == "nsys"
-    profile, importer, export = (line.split()[:2] for line in log.read_text().splitlines())
-    assert profile == ["nsys", "/my/libraries"], "the profiled program keeps its own libraries"
-    for tool, libraries in (importer, export):
-        assert libraries.endswith("2025.10.1/host/linux-desktop-x64:/my/libraries"), tool
 
 
 TRACEBACK = """Collecting data...
@@ -220,16 +192,6 @@ def test_a_traceback_is_a_failure_even_with_a_report(no_nsys, tmp_path):
     script(tmp_path / "bin" / "nsys", FAKE.format(log="/dev/null", make=make))
     with pytest.raises(ProfileError, match=r"'train'.*torch\.OutOfMemoryError: CUDA out of memory"):
         record_report(["train"], tmp_path / "profile")
-
-
-def test_a_missing_library_is_named_before_anything_runs(no_nsys, tmp_path):
-    host = tmp_path / "nsight-compute" / "2025.1" / "host"
-    script(host / "target-linux-x64" / "nsys", f"touch {tmp_path}/started")
-    script(host / "linux-desktop-x" / "QdstrmImporter", "")
-    (host / "linux-desktop-x" / "libdw.so.1").write_text("no library")
-    with pytest.raises(ProfileError, match="libdw"):
-        record_report(["train"], tmp_path / "profile")
-    assert not (tmp_path / "started").exists()
 
 
 def test_an_old_export_is_never_taken_for_the_new_one(no_nsys, tmp_path):

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from cs336_systems.nvtx import annotate, recording
 from labbook.profiles.table import ProfileError, kernel_table, range_table
-from labbook.profiles.torch_trace import keep_one_step, load_trace, read_trace, record_trace
+from labbook.profiles.torch_trace import keep_one_step, read_trace, record_trace
 
 MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float> >(int)"
 
@@ -25,7 +24,6 @@ def event(category: str, name: str, ts: float, dur: float, tid: int = 1, **args)
 def cuda_trace() -> dict:
     """One step in microseconds; forward launches a kernel and a copy, backward one from another thread."""
     return {
-        "deviceProperties": [{"id": 0, "name": "NVIDIA H200"}],
         "traceEvents": [
             {"ph": "M", "name": "process_name", "pid": 9, "args": {"name": "python"}},
             event("user_annotation", "measure", 0, 100),
@@ -75,7 +73,6 @@ def cpu(tmp_path_factory):
 
 def test_cuda_kernels_belong_to_the_range_of_their_launch(save):
     profile = read_trace(save(cuda_trace()))
-    assert (profile.source, profile.machine) == ("torch cuda", "NVIDIA H200")
     table = kernel_table(profile)[["kernel", "range", "class", "total_ms"]]
     assert table.to_numpy().tolist() == [
         ["nvjet_sst_128x64", "measure/backward", "matmul", 0.020],
@@ -103,9 +100,7 @@ def test_a_process_numbered_twice_is_one_and_times_keep_nanoseconds(save):
 
 
 def test_cpu_operators_by_range(cpu):
-    profile, path = cpu
-    assert profile.source == "torch cpu"
-    assert load_trace(path)["recorded_on"] == profile.machine == platform.node()
+    profile, _ = cpu
     table = kernel_table(profile)
     assert table.attrs["steps"] == 2
     calls = table.set_index(["range", "kernel"]).calls
@@ -169,8 +164,8 @@ def test_events_that_lack_what_sums_need_are_counted_and_refused(save, category,
 
 
 def test_traces_of_others(save):
-    """A mark without a category, a GPU without a name; a kernel's id carried again by a later call."""
-    trace = cuda_trace() | {"deviceProperties": [{"id": 0}]}
+    """A mark without a category; a kernel's id carried again by a later call."""
+    trace = cuda_trace()
     trace["traceEvents"] += [dict(ph="X", name="a mark", ts=1, dur=1)]
     trace["traceEvents"] += [event("cuda_runtime", "cudaStreamIsCapturing", 130, 1, correlation=1)]
     profile = read_trace(save(trace))

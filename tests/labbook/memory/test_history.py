@@ -12,16 +12,18 @@ from cs336_systems import accounting
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
 from cs336_systems.training.steps import ModelSteps
-from labbook.memory.allocations import (
+from labbook.memory.history import (
     CATEGORIES,
     MIB,
     largest_allocations,
+    read_memory_trace,
+    read_snapshot,
+    record_memory,
     stage_peaks,
     timeline,
     timeline_of_rows,
     timeline_rows,
 )
-from labbook.memory.recording import read_memory_trace, read_snapshot, record_memory
 from labbook.memory.saved import own_line
 from labbook.profiles.table import ProfileError
 

@@ -1,0 +1,260 @@
+"""Where memory goes: every allocation of a step, who owns it, and the timeline that they add up to.
+
+On a GPU the CUDA allocator records, whose snapshot pytorch.org/memory_viz opens; on a CPU torch.profiler.
+"""
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from labbook.files import write_atomically
+from labbook.memory.saved import own_line
+from labbook.profiles import torch_trace
+from labbook.profiles.table import ProfileError, range_paths
+from labbook.timing import MIB
+
+# What memory is used for in training; sharding shares the first three.
+CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
+
+Owners = Mapping[int, tuple[str, int]]  # address of a storage: its category and its bytes
+Change = tuple[float, int, int, str]  # time in microseconds, address, bytes (negative: freed), code
+
+
+@dataclass(frozen=True)
+class MemoryHistory:
+    """Every allocation of a recorded step.
+
+    Attributes:
+        allocations: address, size_bytes, start_us, end_us (infinite while alive at the end), range (path of
+            the ranges open when it was made), code (the line of ours that made it) and category, one of
+            CATEGORIES: activations are what forward leaves behind for backward, temporary is what lives
+            inside one stage, other was there before and belongs to nobody known (inputs, a library's
+            workspace).
+        stages: name, start_us, end_us of the outermost ranges: forward, backward, optimizer.
+    """
+
+    allocations: pd.DataFrame
+    stages: pd.DataFrame
+
+
+def record_memory(
+    steps: Any, pass_: str, stem: Path | None = None, others: Owners | None = None
+) -> MemoryHistory:
+    """Record the memory of one step that begins without gradients; warm it up before.
+
+    Args:
+        steps: has `model`, `device`, `of(pass_)`, the step and what prepares it; `tensors()`, what lives from
+            step to step by its category; and `recording()`, in which its ranges are open.
+        stem: leaves <stem>.pickle on a GPU, for pytorch.org/memory_viz.
+        others: owners of what else is there when the step begins, as far as it is known.
+    """
+    step, prepare = steps.of(pass_)
+    steps.model.zero_grad(set_to_none=True)
+    argument = () if prepare is None else (prepare(),)
+    before = {**(others or {}), **owners(steps)}
+    if steps.device.type == "cuda":
+        snapshot = record_snapshot(lambda: step(*argument), steps)
+        if stem is not None:
+            write_atomically(stem.with_name(f"{stem.name}.pickle"), pickle.dumps(snapshot))
+        return read_snapshot(snapshot, before, owners(steps))
+    with TemporaryDirectory(prefix="labbook-memory-") as scratch:
+        path = Path(scratch, "step.json.gz")
+        with steps.recording():
+            torch_trace.record_trace(lambda: step(*argument), path, device="cpu", with_memory=True)
+        return read_memory_trace(path, before, owners(steps))
+
+
+def owners(steps: Any) -> Owners:
+    """The storages of parameters, gradients and optimizer state as they are now, by address."""
+    return {
+        tensor.untyped_storage().data_ptr(): (category, tensor.untyped_storage().nbytes())
+        for category, owned in steps.tensors().items()
+        for tensor in owned
+    }
+
+
+def record_snapshot(run: Callable[[], Any], steps: Any) -> dict[str, Any]:
+    """The CUDA allocator's snapshot after `run()`, with Python frames and with our ranges as annotations."""
+    torch.cuda.synchronize(steps.device)
+    torch.cuda.memory._record_memory_history(
+        stacks="python", max_entries=10**7, clear_history=True, global_record_annotations=True
+    )
+    try:
+        with steps.recording():
+            run()
+            torch.cuda.synchronize(steps.device)
+        return torch.cuda.memory._snapshot()
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) -> MemoryHistory:
+    """Read the CUDA allocator's snapshot of one step; owners when the recording began and ended.
+
+    Raises:
+        ProfileError: the snapshot has no history, no ranges, what other versions leave out, or several GPUs.
+    """
+    signs, changes = {"alloc": 1, "free_requested": -1}, []
+    try:
+        traces = [trace for trace in snapshot["device_traces"] if trace]
+        blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+        alive = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
+        ranges = _annotated_ranges(snapshot["external_annotations"])
+    except KeyError as error:
+        raise ProfileError(f"the snapshot has no {error}: it is of another version of PyTorch") from None
+    if len(traces) != 1:
+        raise ProfileError(f"the snapshot has the history of {len(traces)} GPUs; allowed: one")
+    for event in traces[0]:
+        if sign := signs.get(event["action"]):
+            frames = ((f["filename"], f["line"], f["name"]) for f in event.get("frames", ()))
+            changes.append((event["time_us"], event["addr"], sign * event["size"], own_line(frames)))
+    return _history(changes, ranges, before, after, alive)
+
+
+def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """START and END of record_function ranges, paired by name, innermost first."""
+    opened, ranges = defaultdict(list), []
+    for annotation in sorted(annotations, key=lambda annotation: annotation["time_us"]):
+        name, time = annotation["name"], annotation["time_us"]
+        if annotation["stage"] == "START":
+            opened[name].append(time)
+        elif opened[name]:
+            ranges.append((0, name, opened[name].pop(), time))
+    frame = pd.DataFrame(ranges, columns=["process", "name", "start_ns", "end_ns"])
+    return frame[~frame.name.str.match(torch_trace.FOREIGN)]
+
+
+def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistory:
+    """Read the memory events of a CPU trace that was recorded `with_memory`; arguments as in `read_snapshot`.
+
+    There `code` stays empty: `range` says where an allocation was made.
+
+    Raises:
+        FileNotFoundError, ProfileError: see `torch_trace.load_trace`; or it has no memory events or ranges.
+    """
+    trace = torch_trace.load_trace(path)
+    changes = [
+        (event["ts"], event["args"]["Addr"], event["args"]["Bytes"], "")
+        for event in trace["traceEvents"]
+        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
+    ]
+    if not changes:
+        raise ProfileError(f"{path.name} has no memory events; record it with_memory")
+    ranges = torch_trace.trace_ranges(torch_trace.trace_events(trace, path.name))
+    ranges[["start_ns", "end_ns"]] /= 1000
+    return _history(changes, ranges, before, after, {address: size for address, (_, size) in before.items()})
+
+
+def _history(
+    changes: list[Change], ranges: pd.DataFrame, before: Owners, after: Owners, alive: Mapping[int, int]
+) -> MemoryHistory:
+    """Pair allocations with their frees, and find an owner for each.
+
+    Args:
+        ranges: as in a `Profile`, but in microseconds.
+        before, after: owners when the recording began and ended.
+        alive: bytes by address of what lived when the recording ended, or had lived before it.
+    """
+    if ranges.empty:
+        raise ProfileError("the recording has no ranges, so it has no stages; open ranges in it")
+    opened: dict[int, tuple[float, int, str]] = {}
+    records = []
+    for time, address, change, code in sorted(changes, key=lambda change: change[0]):
+        if change > 0:
+            opened[address] = (time, change, code)
+        else:
+            start, size, code = opened.pop(address, (-np.inf, -change, ""))
+            records.append((address, size, start, time, code))
+    records += [(address, size, start, np.inf, code) for address, (start, size, code) in opened.items()]
+    known = opened.keys() | {address for address, _, start, _, _ in records if start == -np.inf}
+    records += [(address, alive[address], -np.inf, np.inf, "") for address in alive if address not in known]
+    columns = ["address", "size_bytes", "start_us", "end_us", "code"]
+    allocations = pd.DataFrame(records, columns=columns).sort_values("start_us", ignore_index=True)
+    launches = pd.DataFrame({"process": ranges.process.iloc[0], "launch_ns": allocations.start_us})
+    allocations["range"], paths = range_paths(ranges, launches)
+    outermost = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns", ignore_index=True)
+    stages = outermost[["name"]].assign(start_us=outermost.start_ns, end_us=outermost.end_ns)
+    # An owner where one is known at either end of the recording, else what the lifetime says.
+    category = pd.Series("temporary", index=allocations.index)
+    for forward in stages[stages.name == "forward"].itertuples():
+        made_in_it = allocations.start_us.between(forward.start_us, forward.end_us)
+        category[made_in_it & (allocations.end_us > forward.end_us)] = "activations"
+    from_before, at_the_end = allocations.start_us == -np.inf, allocations.end_us == np.inf
+    category[from_before] = "other"
+    for moment, owned in ((from_before, before), (at_the_end, after)):
+        owner = allocations.address.map({address: name for address, (name, _) in owned.items()})
+        category = category.mask(moment & owner.notna(), owner)
+    return MemoryHistory(allocations.assign(category=category), stages)
+
+
+def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
+    """MiB held by each category over time: at_ms since the recording began, stage, a column per category.
+
+    Thin enough to be kept as rows: its changes are cut into so many pieces, each shown at its largest total,
+    so that no peak is lost; None shows all, and what was held when each stage began.
+    """
+    made, stages = history.allocations, history.stages
+    start_us = min(stages.start_us.min(), made.start_us[made.start_us > -np.inf].min())
+    born = made.assign(at_us=made.start_us.clip(lower=start_us), change=made.size_bytes)
+    died = made[made.end_us < np.inf].assign(at_us=made.end_us, change=-made.size_bytes)
+    changes = pd.concat([born, died]).pivot_table("change", "at_us", "category", aggfunc="sum", fill_value=0)
+    moments = changes.index if points else changes.index.union(stages.start_us)
+    held = changes.reindex(moments, columns=CATEGORIES, fill_value=0).cumsum() / MIB
+    stage = pd.Series("", index=held.index)
+    for name, start, end in stages.itertuples(index=False):
+        stage.loc[start:end] = name
+    held.insert(0, "at_ms", (held.index - start_us) / 1000)
+    held.insert(1, "stage", stage)
+    held = held.reset_index(drop=True).rename_axis(columns=None)
+    if not points or len(held) <= points:
+        return held
+    pieces = held.index * points // len(held)
+    largest = held[[*CATEGORIES]].sum(axis=1).groupby(pieces).idxmax()
+    return held.loc[largest].reset_index(drop=True)
+
+
+def timeline_rows(held: pd.DataFrame) -> list[dict[str, Any]]:
+    """A timeline as rows, one wherever a category holds more or less than before; and the end in full."""
+    now = held[[*CATEGORIES]]
+    told = now.ne(now.shift(fill_value=0.0))
+    told.iloc[-1] |= now.iloc[-1] > 0
+    sparse = held.assign(**now.where(told)).rename_axis("point").reset_index()
+    rows = sparse.melt(["point", "at_ms", "stage"], CATEGORIES, "category", "size_mib").dropna()
+    return rows.to_dict("records")
+
+
+def timeline_of_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """The timeline that `timeline_rows` made these rows of; they must be of one recording."""
+    rows = rows.assign(stage=rows["stage"].fillna(""))
+    held = rows.pivot(index=["point", "at_ms", "stage"], columns="category", values="size_mib")
+    held = held.reindex(columns=CATEGORIES).ffill().fillna(0.0).rename_axis(columns=None)
+    return held.reset_index().drop(columns="point")
+
+
+def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
+    """For each stage the moment of its largest total: stage, at_ms, a column per category (MiB), total."""
+    held = timeline(history, points=None)
+    held["total"] = held[[*CATEGORIES]].sum(axis=1)
+    largest = held[held.stage != ""].groupby("stage", sort=False).total.idxmax()
+    return held.loc[largest, ["stage", "at_ms", *CATEGORIES, "total"]].reset_index(drop=True)
+
+
+def largest_allocations(history: MemoryHistory, count: int = 10) -> pd.DataFrame:
+    """The largest allocations of the recording, equal ones together: size_mib, category, range, code, count.
+
+    Layers are one (layers.*): the same line makes the same allocation in each of them.
+    """
+    made = history.allocations.query("start_us > -inf")
+    made = made.assign(
+        range=made.range.str.replace(r"\.\d+", ".*", regex=True), size_mib=made.size_bytes / MIB
+    )
+    same = made.groupby(["size_mib", "category", "range", "code"]).size().reset_index(name="count")
+    return same.sort_values(["size_mib", "count"], ascending=False, ignore_index=True).head(count)
