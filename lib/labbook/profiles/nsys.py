@@ -105,6 +105,7 @@ def read_export(path: Path) -> Profile:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as export:
             query = "SELECT name FROM sqlite_master WHERE type = 'table'"
             tables = {table.removeprefix("CUPTI_ACTIVITY_KIND_") for (table,) in export.execute(query)}
+            export.execute("SELECT value FROM StringIds LIMIT 1")  # every export has it
             ran = [table for table in _NAMES if table in tables]  # what did not happen has no table
             if ran and "RUNTIME" not in tables:
                 raise ProfileError(
@@ -121,8 +122,5 @@ def read_export(path: Path) -> Profile:
         ) from None
     kernels = launched(pd.concat(found), calls) if ran else pd.DataFrame()
     profile = Profile(ranges, kernels, calls)
-    for what, frame in (("kernels", kernels), ("ranges", ranges), ("calls", calls)):
-        if count := frame.name.isna().sum():
-            raise ProfileError(f"{path.name}: {count} of {len(frame)} {what} have no name; export it again")
     calls["name"] = calls.name.str.replace(r"_v\d+$", "", regex=True)
     return profile

@@ -22,14 +22,19 @@ class ProfileError(ValueError):
     """A profile cannot answer; the sentence says why, and what to do."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Profile:
     """What a profiler recorded; times in nanoseconds on one clock.
 
+    Inside a range called optimizer, elementwise work, reductions and copies are of the class "optimizer":
+    written in plain PyTorch it launches the same kernels as everybody, and only the range tells them apart.
+
     Attributes:
-        ranges: process, thread, name, start_ns, end_ns; one row each time that a range was open.
+        ranges: process, thread, name, start_ns, end_ns; one row each time that a range was open. Added is
+            `range`, the path of those open then: measure/forward.
         kernels: name (full), kind ("kernel", "memcpy", "memset", "graph"; on a CPU "operator"), process,
-            thread, launch_ns, start_ns, end_ns, stream; one row a launch.
+            thread, launch_ns, start_ns, end_ns, stream; one row a launch. Added are `range` (of those open at
+            launch), `kernel` (short name) and `class`.
         calls: of the CUDA API: process, thread, name, start_ns, end_ns.
     """
 
@@ -39,12 +44,20 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.kernels.empty or self.kernels.kind.isin(("memcpy", "memset")).all():
-            what = "no kernel in it; did the program compute on the device inside the capture?"
-        elif self.ranges.empty:
-            what = "no ranges in it; run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
-        else:
-            return
-        raise ProfileError(f"the profile has {what}")
+            raise ProfileError("the profile has no kernel in it; did the program compute inside the capture?")
+        if self.ranges.empty:
+            told = "run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
+            raise ProfileError(f"the profile has no ranges in it; {told}")
+        for what, frame in vars(self).items():
+            if len(frame) and (count := frame.name.isna().sum()):
+                raise ProfileError(f"{count} of {len(frame)} {what} have no name; export the profile again")
+        paths, of_ranges = range_paths(self.ranges, self.kernels)
+        self.ranges = self.ranges.assign(range=of_ranges)
+        kernels = self.kernels.assign(range=paths, kernel=self.kernels.name.map(short_name))
+        classes = kernels.name.map(kernel_class)
+        ordinary = classes.isin(["elementwise", "reduction", "copy/cast"])
+        classes = classes.mask(ordinary & paths.str.contains(r"(?:^|/)optimizer\b"), "optimizer")
+        self.kernels = kernels.assign(**{"class": classes})
 
 
 def launched(ran: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
@@ -59,22 +72,6 @@ def launched(ran: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
     ran, calls = (each.astype(types).sort_values("start_ns", kind="stable") for each in (ran, calls))
     found = pd.merge_asof(ran, calls, on="start_ns", by=by)
     return found.assign(launch_ns=found.launch_ns.fillna(found.start_ns).astype("int64"))
-
-
-def attribute(profile: Profile) -> pd.DataFrame:
-    """`profile.kernels` with `range` (path of the ranges open at launch), `kernel` (short name) and `class`.
-
-    Inside a range called optimizer, elementwise work, reductions and copies count as "optimizer": written in
-    plain PyTorch it launches the same kernels as everybody, and only the range tells them apart.
-    """
-    paths, _ = range_paths(profile.ranges, profile.kernels)
-    classes = profile.kernels.name.map(kernel_class)
-    ordinary = classes.isin(["elementwise", "reduction", "copy/cast"])
-    in_optimizer = paths.str.contains(r"(?:^|/)optimizer\b")
-    classes = classes.mask(in_optimizer & ordinary, "optimizer")
-    return profile.kernels.assign(
-        **{"range": paths, "kernel": profile.kernels.name.map(short_name), "class": classes}
-    )
 
 
 def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
@@ -201,12 +198,12 @@ def _inside(profile: Profile, root: str) -> tuple[pd.DataFrame, pd.DataFrame, pd
     if steps.empty:
         names = sorted(set(profile.ranges.name))
         raise ProfileError(f"the profile has no range {root!r}; it has {', '.join(names[:20])}")
-    _, paths = range_paths(profile.ranges, profile.kernels.head(0))
+    below = rf"(?:^|/)({re.escape(root)}(?:/.*)?)$"
     ranges, kernels = (
-        frame.assign(range=frame.range.str.extract(rf"(?:^|/)({re.escape(root)}(?:/.*)?)$")[0])
-        for frame in (profile.ranges.assign(range=paths), attribute(profile))
+        frame.assign(range=frame.range.str.extract(below)[0]).dropna(subset="range")
+        for frame in (profile.ranges, profile.kernels)
     )
-    return steps, ranges.dropna(subset="range"), kernels.dropna(subset="range")
+    return steps, ranges, kernels
 
 
 def _since(frame: pd.DataFrame, step: Any, time: str = "start_ns") -> pd.DataFrame:

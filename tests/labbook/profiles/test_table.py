@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from labbook.profiles.table import (
     Profile,
     ProfileError,
-    attribute,
     covered,
     kernel_rows,
     kernel_table,
@@ -42,7 +41,7 @@ def a_profile(ranges: pd.DataFrame, kernels: pd.DataFrame) -> Profile:
 
 
 def paths(opened: pd.DataFrame, launched: pd.DataFrame) -> list[str]:
-    return list(attribute(a_profile(opened, launched))["range"])
+    return list(a_profile(opened, launched).kernels["range"])
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ def test_a_union_covers_the_same_points_once(spans):
 def test_the_optimizers_range_names_the_purpose_of_ordinary_kernels():
     opened = ranges(("measure", 0, 100), ("optimizer", 50, 100))
     launches = [(MUL, 1, 10, 30), (MUL, 60, 70, 80), (GEMM, 70, 80, 90), ("ncclDevKernel", 80, 90, 99)]
-    classes = attribute(a_profile(opened, kernels(*launches)))["class"]
+    classes = a_profile(opened, kernels(*launches)).kernels["class"]
     assert list(classes) == ["elementwise", "optimizer", "matmul", "communication"]
 
 
