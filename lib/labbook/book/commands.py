@@ -28,7 +28,12 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> int:
     if given := os.environ.get("LABBOOK_FIGURES"):  # notebooks run in another folder
         os.environ["LABBOOK_FIGURES"] = str(Path(given).resolve())
     try:
-        return options.command(options) or 0
+        code = options.command(options) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 130
@@ -41,10 +46,10 @@ def _parser(program: str | None) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     add = {}
-    for function in (_run, _list, _card, _notebooks, _figures, _learn, _site, _rows):
+    for function in (_run, _list, _notebooks, _figures, _learn, _site, _rows):
         name, text = function.__name__[1:], function.__doc__
         command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(command=function, program=parser.prog)
+        command.set_defaults(command=function)
         add[name] = command.add_argument
     add["run"]("--profile", choices=batch.PROFILES, help="default: what this machine has")
     add["run"]("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name")
@@ -56,7 +61,6 @@ def _parser(program: str | None) -> ArgumentParser:
     add["run"]("--dry-run", action="store_true", help="print what would be executed")
     folder = notebooks.NOTEBOOKS.parent / "runs"
     add["run"]("--output", type=Path, default=folder, metavar="FOLDER", help="default: runs")
-    add["card"]("--refresh", action="store_true", help="measure again")
     add["site"]("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
     add["rows"]("machine", help="a folder of figures")
     for name in ("notebooks", "figures", "learn"):
@@ -77,10 +81,8 @@ def _run(options: Namespace) -> int:
         print("\n".join(f"{job.notebook.stem} {job.line()}" for job in jobs))
         return 0
     needed, output = batch.PROFILES[profile], options.output.resolve()
-    if options.cluster:
-        command = [sys.executable, *options.program.split()[1:], "run", f"--profile={profile}"]
-        command += [*(f"-p={given}" for given in options.p), f"--output={output}"]
-        command += ["--force"] * options.force + ["--only", *options.only] * bool(options.only) + ["--job"]
+    if options.cluster and not options.job:
+        command = [sys.executable, *sys.orig_argv[1:], f"--profile={profile}", f"--output={output}", "--job"]
         records = slurm.run_batch(jobs, command, output, gpu=needed > 0, force=options.force)
         return _told(records, sorted({path.parent for path in output.glob("*/*.ipynb")}))
     if options.job:
@@ -122,11 +124,6 @@ def _list(options: Namespace) -> None:
     for name, parameters in notebooks.load_notebooks().items():
         lines = (f"    {each.name} = {each.default!r}  # {each.comment}" for each in parameters.values())
         print(name, *lines, sep="\n")
-
-
-def _card(options: Namespace) -> None:
-    """this machine's card: what it is and was measured to do"""
-    print(machine_card(refresh=options.refresh).line())
 
 
 def _notebooks(options: Namespace) -> int:

@@ -1,14 +1,15 @@
 """Execute one notebook in a process of its own, which leaves nothing behind however it ends."""
 
+import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,6 @@ import psutil
 
 # A kernel ends when it has tidied up: to take torch down, module by module, lasts seconds more.
 _AT_EXIT = '__import__("atexit").register(__import__("os")._exit, 0);'
-_PROCESSES = get_context("forkserver")  # whose server imports, once, what each of them needs
-_PROCESSES.set_forkserver_preload(["papermill", "ipykernel.kernelspec", "jupyter_client"])
 
 
 @dataclass(frozen=True)
@@ -35,23 +34,22 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     Its folder is the kernel's working directory. Ctrl-C ends everything that was started here.
     """
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
-    started, reason = time.perf_counter(), None
-    receive, send = _PROCESSES.Pipe(duplex=False)
-    process = _PROCESSES.Process(target=_run, args=(send, dict(os.environ), source, partial, parameters))
-    process.start()
-    send.close()
+    started, code = time.perf_counter(), None
+    what = json.dumps([str(source), str(partial), parameters])
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, what], start_new_session=True,  # Ctrl-C is for this process
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
     try:
-        reason = receive.recv()
-    except EOFError:  # it could not say why
-        process.join()
-        reason = f"exit code {process.exitcode}"
-        if process.exitcode < 0:
-            reason = f"killed by {signal.Signals(-process.exitcode).name}, perhaps out of memory"
+        reason = process.communicate()[0]
+        code = process.wait()
     finally:
-        if reason is None:
+        if code is None:
             _kill_tree(process.pid)
             partial.unlink(missing_ok=True)
-        process.join()
+    if code:  # it could not say why
+        killed = f"killed by {signal.Signals(-code).name}, perhaps out of memory" if code < 0 else ""
+        reason = killed or f"exit code {code}"
     if partial.exists():
         os.replace(partial, output)
     return Outcome("error" if reason else "ok", reason, round(time.perf_counter() - started, 1))
@@ -66,42 +64,29 @@ def _kill_tree(pid: int) -> None:
                 process.kill()
 
 
-def _run(send: Connection, environment: dict[str, str], *what: Any) -> None:
-    """The process: send why the execution failed, or "". With its kernel it ends when its parent does."""
-    os.setsid()  # Ctrl-C is for the parent
-    os.environ.clear()
-    os.environ.update(environment)
-    threading.Thread(target=lambda: (parent_process().join(), _kill_tree(os.getpid())), daemon=True).start()
-    with open(os.devnull, "r+b") as nothing:  # what kernels say outside of their cells
-        for number in range(3):
-            os.dup2(nothing.fileno(), number)
-    send.send(_execute(*what))
-
-
-def _execute(source: Path, output: Path, parameters: dict[str, Any]) -> str:
-    """Run a notebook with papermill; one line if that fails, saying what and where."""
-    # Here and not above: only this process needs the Jupyter libraries, which take a second to import.
+def _main(source: str, output: str, parameters: dict[str, Any]) -> None:
+    """The process: print why papermill failed, in one line, or nothing. It ends when its parent does."""
+    parent = psutil.Process().parent()
+    threading.Thread(target=lambda: (parent.wait(), _kill_tree(os.getpid())), daemon=True).start()
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what kernels say outside of their cells goes nowhere
+    os.environ.pop("JUPYTER_PATH", None)  # the kernel "python3" is this Python's, whatever the user has
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     import papermill
-    from ipykernel.kernelspec import get_kernel_dict
-    from jupyter_client import AsyncKernelManager
-    from jupyter_client.kernelspec import KernelSpec
     from papermill.exceptions import PapermillExecutionError
-
-    class ThisPython(AsyncKernelManager):
-        """Starts the ipykernel of the running interpreter, whatever kernels the user has installed."""
-
-        @property
-        def kernel_spec(self) -> KernelSpec:
-            return KernelSpec(**get_kernel_dict([f"--IPKernelApp.exec_lines={_AT_EXIT}"]))
 
     logging.getLogger("papermill").setLevel(logging.ERROR)
     try:
         papermill.execute_notebook(
-            source, output, parameters, cwd=source.parent, progress_bar=False,
-            kernel_name="python3", language="python", kernel_manager_class=ThisPython,
+            source, output, parameters, cwd=Path(source).parent, progress_bar=False, kernel_name="python3",
+            language="python", extra_arguments=[f"--IPKernelApp.exec_lines={_AT_EXIT}"],
         )  # fmt: skip
     except PapermillExecutionError as error:
-        return f"cell [{error.exec_count}]: {' '.join(f'{error.ename}: {error.evalue}'.split())}"
+        said.write(f"cell [{error.exec_count}]: {' '.join(f'{error.ename}: {error.evalue}'.split())}")
     except Exception as error:  # DeadKernelError: Kernel died, and others
-        return " ".join(f"{type(error).__name__}: {error}".split())
-    return ""
+        said.write(" ".join(f"{type(error).__name__}: {error}".split()))
+    said.close()
+
+
+if __name__ == "__main__":
+    _main(*json.loads(sys.argv[1]))

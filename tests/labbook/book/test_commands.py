@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -87,14 +89,24 @@ def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(folder, outcome
     monkeypatch.setattr(
         "labbook.book.slurm.run_batch", lambda jobs, command, *_, **__: asked.append(command) or []
     )
-    given = ["--only", "11", "12", "-p", "steps=7", "--output", folder / "runs"]
-    assert command("run", "--cluster", "slurm", *given) == 0
-    (job,) = [line for line in asked[0] if line.startswith("--profile")]
-    assert job == "--profile=cpu"
-    here = asked[0].index("run")
+    monkeypatch.chdir(folder)
+    given = ["--cluster", "slurm", "--only", "11", "12", "-p", "steps=7", "--output", "runs"]
+    monkeypatch.setattr("sys.orig_argv", ["python", "-m", "workbook", "run", *given])
+    assert command("run", *given) == 0
+    assert asked[0][:4] == [sys.executable, "-m", "workbook", "run"]
+    assert "--profile=cpu" in asked[0]
+    monkeypatch.chdir("/")
     name = batch.plan("cpu", only=["11"], overrides=["steps=7"])[0].name
-    assert command(*asked[0][here:], name) == 0
+    assert command(*asked[0][3:], name) == 0
     assert [path.stem for path in (folder / "runs").glob("*/*.json")] == [name]
+
+
+def test_a_reader_that_has_seen_enough_ends_it_silently():
+    """By processes: what is left to be written is written when one ends."""
+    code = "import sys; from labbook.book.commands import main; sys.exit(main(['list']))"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.communicate()[1] == b""
 
 
 def test_figures_are_where_the_command_was_given_and_looked_at_before_it_runs(
