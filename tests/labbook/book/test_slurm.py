@@ -144,9 +144,8 @@ def test_each_ends_in_the_summary_and_the_last_comes_after_the_others(batch, tmp
 
 
 def test_an_entry_gets_as_many_gpus_as_it_has_ranks_or_a_sentence(batch, tmp_path, monkeypatch):
-    assert [record["status"] for record in batch("11_two", gpu=True, backend="nccl", world_sizes=[1, 2])] == [
-        "ok"
-    ]
+    (record,) = batch("11_two", gpu=True, backend="nccl", world_sizes=[1, 2])
+    assert record["status"] == "ok"
     batch("12_one", gpu=True, backend="gloo", world_size=2)
     assert [line.split()[1] for line in (tmp_path / "started").read_text().splitlines()] == ["2", "1"]
     monkeypatch.setenv("SBATCH_PARTITION", "none")
@@ -168,12 +167,6 @@ def test_a_killed_job_is_a_row_and_done_again(batch, when_it_runs, tmp_path, mon
     assert (tmp_path / "started").read_text() == started
 
 
-def listed():
-    squeue = subprocess.run(["squeue", "--noheader"], capture_output=True, text=True)
-    assert squeue.returncode == 0
-    return squeue.stdout
-
-
 def test_what_is_interrupted_leaves_nothing(batch, when_it_runs, tmp_path):
     # A process that a shell has put into the background ignores SIGINT.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -183,9 +176,8 @@ def test_what_is_interrupted_leaves_nothing(batch, when_it_runs, tmp_path):
             batch("11_slow", "12_slow")
     finally:
         signal.signal(signal.SIGINT, before)
-    for _ in range(100):  # Slurm takes a moment to end them
-        if not (left := listed()):
-            break
+    until = time.monotonic() + 10  # Slurm takes a moment to end them
+    while (left := subprocess.check_output(["squeue", "--noheader"])) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
 
