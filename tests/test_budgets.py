@@ -14,12 +14,12 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/cs336_systems/kernels": (835, 650),
     "lib/cs336_systems/parallel": (2_963, 2_150),
     "lib/cs336_systems/training": (711, 700),
-    "lib/labbook": (5_742, 3_400),
-    "lib/labbook/book": (1_301, 850),
+    "lib/labbook": (5_724, 3_400),
+    "lib/labbook/book": (1_283, 850),
     "lib/labbook/memory": (468, 400),
     "lib/labbook/profiles": (781, 550),
     "notebooks": (254, None),
-    "tests": (12_505, 9_500),
+    "tests": (12_503, 9_500),
 }
 
 
