@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from wrappers import assert_same_weights, one_pass, run, train
 
-from cs336_systems.checks.fsdp_checks import properties
+from cs336_systems.checks.fsdp_checks import check_fsdp
 from cs336_systems.checks.on_ranks import try_properties
 from cs336_systems.configs import model_size
 from cs336_systems.model import Linear, build_model
@@ -49,7 +49,7 @@ def batch(rank, step=0):
 def every_property_of_the_checker(context):
     """FSDP passes check_fsdp at its most thorough, for every kind of group."""
     for options in ({}, {"unit_types": ("Toy",)}):
-        asked = cloudpickle.dumps((partial(FSDP, **options), partial(properties, thorough=True)))
+        asked = cloudpickle.dumps((partial(FSDP, **options), [*check_fsdp.properties(thorough=True)]))
         assert try_properties(context, asked) == [], options
 
 

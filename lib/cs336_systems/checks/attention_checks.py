@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.arguments import check_choice
-from cs336_systems.attention.baselines import sdpa
+from cs336_systems.attention.baselines import sdpa, torch_softmax
 from cs336_systems.attention.implementations import ATTENTION
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.attention.plain import causal_mask
@@ -87,7 +87,7 @@ def check_attention(
         half_on_cpu = generator.device.type == "cpu" and dtype.itemsize == 2
         compared = compare(
             lambda q, k, v, case=case: attention(q, k, v, case.is_causal),
-            partial(_formula, is_causal=case.is_causal),
+            partial(torch_softmax, is_causal=case.is_causal),
             {name: x.requires_grad_(backward) for name, x in zip("QKV", inputs, strict=True)},
             do,
             where=f"case {case.name!r}",
@@ -116,8 +116,10 @@ def check_logsumexp(
     rows = output.shape[:-1]
     saved = [x for x in getattr(output.grad_fn, "saved_tensors", ()) if x.shape == rows]
     assert len(saved) == 1, f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
-    exact = _scores(q.double(), k.double(), is_causal).logsumexp(-1)
-    error = (saved[0].double() - exact).abs().max().item()
+    scores = q.double() @ k.double().mT / math.sqrt(case.d)
+    if is_causal:
+        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:], device=q.device), -math.inf)
+    error = (saved[0].double() - scores.logsumexp(-1)).abs().max().item()
     assert error < 1e-2, f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
 
 
@@ -139,17 +141,6 @@ def _rounding(case: AttentionCase, device: torch.device) -> float:
     """
     alike = device.type == "cuda" and not case.scores_by_matmul
     return max(2, (0.5 if alike else 2) * case.logit_scale) * EPS
-
-
-def _scores(q: Tensor, k: Tensor, is_causal: bool) -> Tensor:
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    if is_causal:
-        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:], device=q.device), -math.inf)
-    return scores
-
-
-def _formula(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    return _scores(q, k, is_causal).softmax(-1) @ v
 
 
 def _diagnose(case: AttentionCase, name: str, ours: Tensor, exact: Tensor, error: float) -> str:

@@ -8,7 +8,6 @@ native functions, which take arrays of addresses and of masks.
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -66,11 +65,10 @@ def inside_tensors(report: Callable[[str], None] = print) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         try:
             native, arguments_of = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
-            functions = {each: getattr(native, each) for each in dir(native)}
-            functions |= {each: watched(functions[each], *how) for each, how in _ACCESSES.items()}
-            patches.enter_context(patch.object(interpreter, "_interpreter", SimpleNamespace(**functions)))
+            accesses = {each: watched(getattr(native, each), *how) for each, how in _ACCESSES.items()}
+            patches.enter_context(patch.multiple(native, **accesses))
             patches.enter_context(patch.object(interpreter.GridExecutor, "_init_args_hst", to_host))
-        except (AttributeError, KeyError) as error:
+        except AttributeError as error:
             if interpreter:  # of another version of Triton
                 unwatched[name] = error
         try:

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from cs336_systems.checks.exercise import Property, asks
 from cs336_systems.checks.on_ranks import checker, close, from_all, observed, unlike
 from cs336_systems.model import Embedding, Linear, RMSNorm
 
 VOCABULARY = 24
 Wrap = Callable[..., nn.Module]
-Make = Callable[[int], nn.Module]  # of a seed
-Weights = Callable[[nn.Module], dict[str, Tensor]]  # of a wrapped module, whole and by name
 _STEPS = 4
 _OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -26,9 +25,7 @@ _OPTIMIZERS = {
 
 
 @checker
-def check_ddp(
-    wrap: Wrap, *, thorough: bool = False, some_unused: bool = False, overlapped: bool = False
-) -> Iterator[str]:
+def check_ddp(*, thorough=False, some_unused=False, overlapped=False) -> Iterator[Property]:
     """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `wrap(module, **options)`, with the options that are not among these, and needs `.module`,
@@ -40,37 +37,24 @@ def check_ddp(
         some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
     """
-    yield from starts_from_rank_0(wrap, "Broadcast every parameter and buffer from rank 0 in __init__.")
-    yield "✓ parameters and buffers are rank 0's"
-    yield from gradients(wrap)
-    yield "✓ gradients are the mean over the ranks"
+    hint = "Broadcast every parameter and buffer from rank 0 in __init__."
+    yield Property("parameters and buffers are rank 0's", partial(starts_from_rank_0, hint=hint))
+    yield Property("gradients are the mean over the ranks", gradients)
     if overlapped:
-        wrapped = wrap(Toy(seed=0))
-        with observed() as sent:
-            loss_of(wrapped, dist.get_rank()).backward()
-            early = len(sent)
-            wrapped.finish_gradient_synchronization()
-        if not all(message.is_async for message in sent):
-            yield "backward waits for each message. Send with async_op=True, and wait() at the end."
-        if early < len(sent):
-            late = f"{len(sent) - early} of {len(sent)} messages leave only in"
-            mend = "when backward is over. Send, while backward goes on, all that may leave."
-            yield f"{late} finish_gradient_synchronization(), {mend}"
-        yield "✓ messages leave during backward, which waits for none"
-    several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
-    alternating = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
+        yield _overlap
     plans: dict[str, dict[str, Any]] = {"one backward pass a step": {}}
     if thorough:
+        several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
+        alternating = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
         plans["three backward passes before finish_gradient_synchronization()"] = several
         plans["three backward passes, two of them under no_sync()"] = several | {"silent": 2}
         plans["parameters that in a step only rank 0 uses, or no rank does"] = alternating
     elif some_unused:
         plans["parameters that only rank 0 uses"] = {"options": lambda rank, *_: {"rarely": rank == 0}}
-    for (how, options), optimizer in product(plans.items(), _OPTIMIZERS):
-        yield from follow(wrap, how, optimizer, **options)
-        yield f"✓ {how}, with {optimizer}"
+    for (how, plan), optimizer in product(plans.items(), _OPTIMIZERS):
+        yield Property(f"{how}, with {optimizer}", partial(follow, how=how, optimizer=optimizer, **plan))
     if thorough:
-        yield from unusual(wrap)
+        yield from UNUSUAL
 
 
 class Toy(nn.Module):
@@ -115,9 +99,8 @@ def one_step(wrapped: nn.Module, step: int = 0) -> None:
     wrapped.finish_gradient_synchronization()
 
 
-def starts_from_rank_0(
-    wrap: Wrap, hint: str, make: Make = Toy, weights: Weights = module_state
-) -> Iterator[str]:
+def starts_from_rank_0(wrap: Wrap, hint: str, make=Toy, weights=module_state) -> Iterator[str]:
+    """On every rank; `weights` are those of a wrapped module, whole and by name."""
     module = make(dist.get_rank())
     wrapped = wrap(module)
     if getattr(wrapped, "module", None) is not module:
@@ -130,32 +113,44 @@ def starts_from_rank_0(
             yield f"after wrapping, {name!r} is not that of rank 0. {hint}"
 
 
-def gradients(wrap: Wrap, hint: str = "", make: Make = Toy, weights: Weights = module_state) -> Iterator[str]:
+def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[str]:
     """What they are if not the mean over the ranks, however these share them: by a step of SGD with lr=1."""
     wrapped, own, total, ranks = wrap(make(0)), make(0), make(0), dist.get_world_size()
     one_step(wrapped)
     loss_of(own, dist.get_rank()).backward()
     sum(loss_of(total, rank) for rank in range(ranks)).backward()
     before = weights(wrapped)
-    changed = [name for name, old in own.named_parameters() if not close(before[name], old)]
     does = "has changed before any optimizer step. All-reduce parameter.grad, not parameter."
-    frozen = [name for name, each in own.named_parameters() if not each.requires_grad]
-    mistakes = [*(f"{name!r} {does}" for name in changed), *wrong_kinds(wrapped, frozen)]
+    mistakes = [f"{name!r} {does}" for name, old in own.named_parameters() if not close(before[name], old)]
+    mistakes += wrong_kinds(wrapped, [name for name, x in own.named_parameters() if not x.requires_grad])
     if any(from_all(mistakes)):  # SGD would raise
         yield from mistakes
         return
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
-    after = weights(wrapped)
-    summed = {name: each.grad for name, each in total.named_parameters() if each.requires_grad}
-    for name, of_all in summed.items():
-        gradient, mine = f"the gradient of {name!r} is", own.get_parameter(name).grad
+    after, otherwise = weights(wrapped), f"not the mean over the ranks, or parameters() do not have it.{hint}"
+    for name in (name for name, each in own.named_parameters() if each.requires_grad):
+        of_all, mine = (model.get_parameter(name).grad for model in (total, own))
         diagnoses = {
-            f"{gradient} the sum over the ranks. Divide it by the world size.": of_all,
-            f"{gradient} averaged twice. Divide it by the world size once.": of_all / ranks**2,
-            f"{gradient} still this rank's own. Average it over the ranks, in place.": mine,
+            "the sum over the ranks. Divide it by the world size.": of_all,
+            "averaged twice. Divide it by the world size once.": of_all / ranks**2,
+            "still this rank's own. Average it over the ranks, in place.": mine,
         }
-        otherwise = f"{gradient} not the mean over the ranks, or parameters() are not updated by it.{hint}"
-        yield from unlike(before[name] - after[name], of_all / ranks, diagnoses, otherwise)
+        found = before[name] - after[name]
+        yield from unlike(f"the gradient of {name!r}", found, of_all / ranks, diagnoses, otherwise)
+
+
+@asks("messages leave during backward, which waits for none")
+def _overlap(wrap: Wrap) -> Iterator[str]:
+    wrapped = wrap(Toy(seed=0))
+    with observed() as sent:
+        loss_of(wrapped, dist.get_rank()).backward()
+        early = len(sent)
+        wrapped.finish_gradient_synchronization()
+    if not all(message.is_async for message in sent):
+        yield "backward waits for each message. Send with async_op=True, and wait() at the end."
+    if early < len(sent):
+        late = f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization()"
+        yield f"{late}, when backward is over. Send, while backward goes on, all that may leave."
 
 
 def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]:
@@ -176,22 +171,15 @@ def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]
 
 
 def follow(
-    wrap: Wrap,
-    how: str,
-    optimizer: str,
-    make: Make = Toy,
-    weights: Weights = module_state,
-    passes: int = 1,
-    silent: int = 0,
-    options: Callable[[int, int, int], dict[str, bool]] = lambda *_: {},
+    wrap: Wrap, how: str, optimizer: str, make=Toy, weights=module_state, passes=1, silent=0, options=None
 ) -> Iterator[str]:
     """Train the candidate, and one process with the whole batch: the first weight in which they differ.
 
     Args:
         passes: backward passes of a rank in one step, the first `silent` of them under no_sync().
-        options: of the model's forward, for a rank, a step and a pass.
+        options: of a rank, a step and a pass: arguments of the model's forward.
     """
-    own, ranks, difference = dist.get_rank(), dist.get_world_size(), ""
+    own, ranks, options, wrong = dist.get_rank(), dist.get_world_size(), options or (lambda *_: {}), []
     alone, wrapped = make(0), wrap(make(own))
     if silent and not hasattr(wrapped, "no_sync"):
         yield "it has no no_sync() context, under which backward passes only accumulate."
@@ -209,31 +197,34 @@ def follow(
             each.step()
         whole = weights(wrapped)
         for name, wanted in alone.named_parameters():
-            if not difference and not close(whole[name], wanted):
-                error = (whole[name] - wanted).abs().max().item()
-                difference = f"after step {step + 1}, {name!r} is {error:.1e} off"
-    if difference:
-        yield f"{how}, with {optimizer}: {difference} what one process makes of the whole batch."
+            if not close(whole[name], wanted):
+                off = f"after step {step + 1}, {name!r} is {(whole[name] - wanted).abs().max():.1e} off"
+                wrong.append(f"{how}, with {optimizer}: {off} what one process makes of the whole batch.")
+    yield from wrong
 
 
-def unusual(wrap: Wrap) -> Iterator[str]:
+def _float16(wrap: Wrap) -> bool:
     wrapped = wrap(nn.Sequential(Linear(6, 6, dtype=torch.float16)))
     wrapped(torch.full((1, 6), 40_000.0, dtype=torch.float16)).sum().backward()
     wrapped.finish_gradient_synchronization()
-    if not all(parameter.grad.isfinite().all() for parameter in wrapped.parameters()):
-        yield "of float16 gradients of 40,000 the mean is infinite: divide by the world size before the sum."
-    yield "✓ float16 gradients are divided before their sum overflows"
+    return all(bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters())
 
+
+def _user_hooks(wrap: Wrap) -> bool:
     module, calls = Toy(0), []
     module.first.weight.register_hook(lambda gradient: 0 * gradient)
     module.first.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
     try:
         wrapped = wrap(module)
     except (NotImplementedError, RuntimeError, ValueError):
-        wrapped = None
-    if wrapped is not None:
-        one_step(wrapped)
-        if not calls or module.first.weight.grad.any():
-            mend = "keep the parameter, or refuse one that has hooks."
-            yield f"a user's hooks on a parameter do not run: {mend}"
-    yield "✓ hooks of the user on parameters run, or are refused"
+        return True
+    one_step(wrapped)
+    return bool(calls) and not module.first.weight.grad.any()
+
+
+_INFINITE = "of float16 gradients of 40,000 the mean is infinite: divide by the world size before the sum."
+_NOT_RUN = "a user's hooks on a parameter do not run: keep the parameter, or refuse one that has hooks."
+UNUSUAL = (
+    Property("float16 gradients are divided before their sum overflows", _float16, _INFINITE),
+    Property("hooks of the user on parameters run, or are refused", _user_hooks, _NOT_RUN),
+)

@@ -1,4 +1,6 @@
-"""A step of an exercise: its properties shown one by one, a mistake as a sentence, and the notebook goes on.
+"""Properties of what a reader writes, and the step of an exercise that shows them one by one.
+
+A mistake is shown as a sentence, and the notebook goes on:
 
 with step("the sum of a row") as check:
     check("agrees with torch.sum", torch.allclose(my_sum(x), x.sum(-1)), "is the last block masked?")
@@ -10,8 +12,9 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from typing import Any, TextIO
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple, TextIO
 from unittest.mock import patch
 
 import torch
@@ -22,10 +25,35 @@ from cs336_systems.checks.bounds import inside_tensors
 _VERDICTS = {True: "right", False: "not right", None: "not yet"}
 # As a stub raises it, here, in another process or inside a kernel; PyTorch's own have a message.
 _NOT_WRITTEN = re.compile(r"NotImplementedError(\(\))?:?['\")]*\s*$", re.MULTILINE)
+_NOTHING = "nothing is returned; is a `return` missing?"
 _NONE = "; a missing `return`, a gradient that is not there, a message without async_op=True?"
 TIMEOUT_S = 75.0  # more than the time limit of ranks, whose message says where they are
 _MOST_PRINTED = 20_000  # characters that a step passes on of what the code inside prints
 _AGAIN_S = 5.0  # a time limit that was caught comes again after so long
+
+
+class Property(NamedTuple):
+    """What is asked of a candidate: a checker is a list of them.
+
+    name: said where it holds. holds: tries the candidate; returns True, False, or all that is wrong and how
+    to mend it, the likeliest first. diagnoses: the usual reason of a False.
+    """
+
+    name: str
+    holds: Callable[..., bool | Iterable[str]]
+    diagnoses: str = ""
+
+    def mistake(self, *candidate: Any) -> str | None:
+        """What is wrong with a candidate; None where the property holds."""
+        found = self.holds(*candidate)
+        if isinstance(found, bool):
+            return None if found else self.diagnoses
+        return next(iter(found), None)
+
+
+def asks(name: str) -> Callable[[Callable], Property]:
+    """Makes a property of the function below it, which tries a candidate and yields what is wrong."""
+    return partial(Property, name)
 
 
 class Step:
@@ -40,29 +68,33 @@ class Step:
         show(f"✓ {property}" if holds else f"✗ {property}" + (f": {diagnosis}" if diagnosis else ""))
         self.passed = self.passed and bool(holds)
 
+    def all_of(self, properties: Iterable[Property], *candidate: Any, show: Callable | None = None) -> None:
+        """Show, by default as a call does, which properties hold; an AssertionError says what is wrong."""
+        for each in properties:
+            try:
+                mistake = each.mistake(*candidate)
+            except AssertionError as error:
+                mistake = str(error)
+            (show or self)(each.name, mistake is None, mistake or "")
+
     def note(self, property: str, holds: Any, hint: str) -> None:
         """Show a property that the assignment does not ask for: without it the step can still be right."""
         show(f"✓ {property}" if holds else f"· not asked for, {property}: {hint}")
 
-    def close(
-        self, property: str, found: Any, wanted: Tensor, diagnosis: str = "", **tolerance: float
-    ) -> None:
+    def close(self, property: str, found: Any, wanted: Tensor, diagnosis: str = "", **tolerance) -> None:
         """Show whether a tensor, or a number, is the wanted one by torch.allclose.
 
         AssertionError: it is None, no tensor, of another shape, dtype or device, or not finite.
         """
-        if isinstance(found, int | float):
-            found = torch.tensor(found, dtype=wanted.dtype)
+        found = torch.tensor(found, dtype=wanted.dtype) if isinstance(found, int | float) else found
         assert_tensor(property, found, wanted)
-        kind, wanted_kind = (f"{tuple(x.shape)}, {x.dtype}" for x in (found, wanted))
-        assert kind == wanted_kind, f"{property}: it is {kind}; wanted: {wanted_kind}"
         finite = bool(found.isfinite().all()) or not wanted.isfinite().all()
         assert finite, f"{property}: it has NaN or infinities" + (f"; {diagnosis}" if diagnosis else "")
         self(property, torch.allclose(found, wanted, **tolerance), diagnosis)
 
     def equal(self, property: str, found: Any, wanted: Any, diagnosis: str = "") -> None:
         """Show whether what was returned is what was wanted, and if not, what it was. None is an error."""
-        _assert_something(property, found)
+        assert found is not None, f"{property}: {_NOTHING}"
         self(property, found == wanted, f"{found!r:.80}" + (f"; {diagnosis}" if diagnosis else ""))
 
     def keeps(self, **tensors: Tensor) -> None:
@@ -71,14 +103,12 @@ class Step:
 
 
 def assert_tensor(what: str, found: Any, wanted: Tensor) -> None:
-    """AssertionError: what was returned is None, no tensor, or on another device."""
-    _assert_something(what, found)
+    """AssertionError: what was returned is None, no tensor, or of another device, shape or dtype."""
+    assert found is not None, f"{what}: {_NOTHING}"
     assert isinstance(found, Tensor), f"{what}: {type(found).__name__} is returned; wanted: a tensor"
-    assert found.device == wanted.device, f"{what}: it is on {found.device}; wanted: on {wanted.device}"
-
-
-def _assert_something(what: str, found: Any) -> None:
-    assert found is not None, f"{what}: nothing is returned; is a `return` missing?"
+    assert found.device == wanted.device, f"{what} is on {found.device}; wanted: on {wanted.device}"
+    kind, right = (f"{tuple(x.shape)}, {x.dtype}" for x in (found, wanted))
+    assert kind == right, f"{what} is {kind}; wanted: {right}"
 
 
 def show(line: str) -> None:
@@ -98,16 +128,16 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
         name: printed with the verdict.
         timeout_s: seconds after which the Python code inside counts as hanging.
     """
-    found, mistake, by_user = Step(), "", []
+    found, mistake = Step(), ""
     try:
-        with _limited(timeout_s, by_user), _cut(sys.stdout), _cut(sys.stderr), inside_tensors(show):
+        with _limited(timeout_s), _cut(sys.stdout), _cut(sys.stderr), inside_tensors(show):
             yield found
             for tensor, now, before in found.kept:
                 if not torch.equal(now, before):
                     found(f"{tensor} stays as it was", False, "it was overwritten; clone it first")
+    except _Interrupted:
+        raise
     except BaseException as error:
-        if by_user:
-            raise
         mistake = _sentence(error)
         found.passed = None if _NOT_WRITTEN.search(mistake) else False
     if mistake and found.passed is False:
@@ -121,6 +151,10 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
 
 class _TimeIsUp(BaseException):
     """Not an Exception: a solution may catch those, and go on."""
+
+
+class _Interrupted(KeyboardInterrupt):
+    """By the user; one that a solution raises is its mistake."""
 
 
 def _sentence(error: BaseException) -> str:
@@ -137,30 +171,24 @@ def _sentence(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _limited(timeout_s: float, by_user: list[bool]) -> Iterator[None]:
-    """Raise _TimeIsUp after some seconds, and note in `by_user` that the user interrupts.
+def _limited(timeout_s: float) -> Iterator[None]:
+    """Raise _TimeIsUp after some seconds, _Interrupted at Ctrl-C: in Python code on the main thread."""
 
-    Only Python code can be stopped, on the main thread, where the platform has timers.
-    """
-
-    def stop(*_: Any) -> None:
+    def stop(number: int, _: Any) -> None:
+        if number == signal.SIGINT:
+            raise _Interrupted
         raise _TimeIsUp(f"not done within {timeout_s:g} s; does a loop never end?")
 
-    def interrupt(*how: Any) -> None:
-        by_user.append(True)
-        before[signal.SIGINT](*how)
-
-    before = {}
+    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = [signal.SIGALRM] + [signal.SIGINT] * callable(signal.getsignal(signal.SIGINT))
+    before = {each: signal.signal(each, stop) for each in signals}
     try:
-        if hasattr(signal, "setitimer") and threading.current_thread() is threading.main_thread():
-            before[signal.SIGALRM] = signal.signal(signal.SIGALRM, stop)
-            if callable(signal.getsignal(signal.SIGINT)):
-                before[signal.SIGINT] = signal.signal(signal.SIGINT, interrupt)
-            signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
         yield
     finally:
-        if before:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for each, handler in before.items():
             signal.signal(each, handler)
 

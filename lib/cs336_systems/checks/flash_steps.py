@@ -3,7 +3,7 @@
 The kernels here only carry tensors to the functions that are being written, and back.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from triton.runtime import JITFunction
 
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention, check_logsumexp
-from cs336_systems.checks.exercise import Step
+from cs336_systems.checks.exercise import Property, Step
 
 _TILE, _LOG2_E = 16, 1.4426950408889634  # tl.dot takes 16 at least
 
@@ -128,51 +128,50 @@ def check_gradients(check: Step, gradients: JITFunction, device: str | torch.dev
     check("dS is its derivative", right, "ds = p * (dp - delta), row by row, with dp = dO V^T")
 
 
+_FORWARD = (  # each a property, by its name
+    AttentionCase("agrees with attention in float64", (1,), 16, 16, 16),
+    AttentionCase("over many tiles", (1,), 64, 128, 32),
+    AttentionCase("each sequence sees its own keys", (3,), 32, 48, 16),
+    AttentionCase("lengths that no tile divides", (2,), 45, 77, 16),
+    AttentionCase("heads that are no power of two", (2,), 32, 32, 24),
+    AttentionCase("large scores", (2,), 64, 64, 32, logit_scale=30.0),
+    AttentionCase("causal", (2,), 64, 64, 16, is_causal=True),
+    AttentionCase("causal, odd lengths", (2,), 77, 50, 16, is_causal=True),
+)
+_NOT_ASKED = AttentionCase("a first tile may weigh nothing", (1,), 16, 400, 16, n_padding=260)
+_BACKWARD = (
+    AttentionCase("dQ, dK and dV agree with float64", (1,), 16, 16, 16),
+    AttentionCase("sums go over all tiles", (2,), 64, 128, 32),
+    AttentionCase("lengths that no tile divides", (2,), 45, 77, 24),
+    AttentionCase("large scores", (2,), 64, 64, 32, logit_scale=30.0, scores_by_matmul=True),
+    AttentionCase("causal", (2,), 77, 50, 16, is_causal=True),
+)
+
+
 def check_forward(check: Step, attention: AttentionFunction, device: str | torch.device = "cpu") -> None:
     """Properties of `attention(q, k, v, is_causal)`, forward only."""
-    compared = partial(_compared, attention, device=device, backward=False)
-    check("agrees with attention in float64", *compared("one tile", (1,), 16, 16, 16))
-    check("over many tiles", *compared("many tiles", (1,), 64, 128, 32))
-    check("each sequence sees its own keys", *compared("three sequences", (3,), 32, 48, 16))
-    check("lengths that no tile divides", *compared("odd lengths", (2,), 45, 77, 16))
-    check("heads that are no power of two", *compared("head of 24", (2,), 32, 32, 24))
-    check("large scores", *compared("large scores", (2,), 64, 64, 32, logit_scale=30.0))
-    check("causal", *compared("causal", (2,), 64, 64, 16, is_causal=True))
-    check("causal, odd lengths", *compared("causal, odd lengths", (2,), 77, 50, 16, is_causal=True))
-    check("reads nothing out of bounds", *_reads_inside(attention, device))
-    check.note("a first tile may weigh nothing", *compared("padding first", (1,), 16, 400, 16, n_padding=260))
+    agree, inside = partial(_agrees, device=device, backward=False), partial(_reads_inside, device=device)
+    check.all_of([*map(agree, _FORWARD), Property("reads nothing out of bounds", inside)], attention)
+    check.all_of([agree(_NOT_ASKED)], attention, show=check.note)
 
 
 def check_backward(check: Step, attention: AttentionFunction, device: str | torch.device = "cpu") -> None:
     """Properties of the gradients of `attention(q, k, v, is_causal)`, and of the logsumexp kept for them."""
-    compared = partial(_compared, attention, device=device)
-    check("keeps one logsumexp a row", *_verdict(partial(check_logsumexp, attention, device=device)))
-    check("dQ, dK and dV agree with float64", *compared("one tile", (1,), 16, 16, 16))
-    check("sums go over all tiles", *compared("many tiles", (2,), 64, 128, 32))
-    check("lengths that no tile divides", *compared("odd lengths", (2,), 45, 77, 24))
-    large = {"logit_scale": 30.0, "scores_by_matmul": True}
-    check("large scores", *compared("large scores", (2,), 64, 64, 32, **large))
-    check("causal", *compared("causal", (2,), 77, 50, 16, is_causal=True))
+    kept = Property("keeps one logsumexp a row", lambda own: check_logsumexp(own, device=device) is None)
+    check.all_of([kept, *(_agrees(case, device) for case in _BACKWARD)], attention)
 
 
-def _compared(attention: AttentionFunction, *case: Any, device: Any, backward: bool = True, **options: Any):
-    cases = [AttentionCase(*case, **options)]
-    return _verdict(partial(check_attention, attention, cases=cases, device=device, backward=backward))
+def _agrees(case: AttentionCase, device: str | torch.device, **how: Any) -> Property:
+    checked = partial(check_attention, cases=[case], device=device, **how)
+    return Property(case.name, lambda attention: not checked(attention).empty)
 
 
-def _verdict(checked: Callable[[], Any]) -> tuple[bool, str]:
-    try:
-        checked()
-    except AssertionError as error:
-        return False, str(error)
-    return True, ""
-
-
-def _reads_inside(attention: AttentionFunction, device: str | torch.device) -> tuple[bool, str]:
-    """Whether NaN before and after the tensors reaches the output."""
+def _reads_inside(attention: AttentionFunction, device: str | torch.device) -> Iterator[str]:
+    """Does NaN before and after the tensors reach the output?"""
     surrounded = torch.full((3, 4, 2 * 50 * 16), torch.nan, device=device, dtype=torch.float32)
     q, k, v = (x[1].view(2, 50, 16).normal_() for x in surrounded)
     before = surrounded.clone()
     if not attention(q, k, v, False).isfinite().all():
-        return False, "NaN from outside the tensors came in: does every load have a mask, with other=0.0?"
-    return torch.equal(surrounded.nan_to_num(), before.nan_to_num()), "an input was overwritten"
+        yield "NaN from outside the tensors came in: does every load have a mask, with other=0.0?"
+    if not torch.equal(surrounded.nan_to_num(), before.nan_to_num()):
+        yield "an input was overwritten"

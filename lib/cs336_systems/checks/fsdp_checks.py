@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
+from unittest import SkipTest
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
 from cs336_systems.checks.ddp_checks import VOCABULARY, Wrap, loss_of, one_step, tokens_of
+from cs336_systems.checks.exercise import Property, asks
 from cs336_systems.checks.on_ranks import Message, checker, close, from_all, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
 
@@ -27,9 +29,11 @@ LAYERS = tuple(_SIZES)
 _WEIGHTS = 4  # whole at once: the one in use, two ahead of it, and the one before, about to be freed
 _GRADIENTS = 3  # whole at once: the one that has just been made, and two on their way
 _LOW = torch.bfloat16
+_IN_LOW = f"with compute_dtype={_LOW}"
 
 
-def check_fsdp(fsdp_class: type[nn.Module], *, only: Sequence[str] = (), **options: Any) -> None:
+@checker
+def check_fsdp(*, only: Sequence[str] = (), thorough: bool = False) -> Iterator[Property]:
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `fsdp_class(module, compute_dtype=None, **options)` and needs `.module`, `forward`,
@@ -43,24 +47,18 @@ def check_fsdp(fsdp_class: type[nn.Module], *, only: Sequence[str] = (), **optio
     Raises:
         ValueError: a group is unknown.
     """
-    for word in only:
-        check_choice("property", word, GROUPS)
-    checker(properties)(fsdp_class, only=only, **options)
-
-
-def properties(wrap: Wrap, only: Sequence[str] = (), thorough: bool = False) -> Iterator[str]:
-    for word in only or GROUPS:
-        yield from GROUPS[word](wrap)
+    for group in only or GROUPS:
+        check_choice("property", group, GROUPS)
+        yield from GROUPS[group]
     if thorough:
         several = {"make": _Layers, "passes": 3}
-        for how, options in {
+        for how, plan in {
             "odd numbers of rows, tied, frozen and unused weights": {"options": lambda *_: {"rarely": False}},
             "three backward passes before finish_gradient_synchronization()": several,
             "two backward passes under no_sync(), then one that communicates": several | {"silent": 2},
         }.items():
-            yield from shared.follow(wrap, how, "SGD", weights=_whole, **options)
-            yield f"✓ {how}"
-        yield from shared.unusual(wrap)
+            yield Property(how, partial(shared.follow, how=how, optimizer="SGD", weights=_whole, **plan))
+        yield from shared.UNUSUAL
 
 
 class _Layers(nn.Sequential):
@@ -84,11 +82,14 @@ def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in wrapped.gather_full_parameters().items()}
 
 
-def _shards(wrap: Wrap) -> Iterator[str]:
+@asks("gather_full_parameters() returns rank 0's values, whole, by name")
+def _from_rank_0(wrap: Wrap) -> Iterator[str]:
     hint = "Broadcast before sharding; put the shards together in the order of the ranks, without padding."
-    yield from shared.starts_from_rank_0(wrap, hint, _Layers, _whole)
-    yield "✓ gather_full_parameters() returns rank 0's values, whole, by name"
+    return shared.starts_from_rank_0(wrap, hint, _Layers, _whole)
 
+
+@asks("of every Linear and Embedding weight a rank keeps its share, as what parameters() returns")
+def _shards(wrap: Wrap) -> Iterator[str]:
     wrapped = wrap(_Layers(seed=0))
     sizes = {name: parameter.numel() for name, parameter in wrapped.module.named_parameters()}
     if {id(p) for p in wrapped.parameters()} != {id(p) for p in wrapped.module.parameters()}:
@@ -101,21 +102,22 @@ def _shards(wrap: Wrap) -> Iterator[str]:
             yield f"{name!r} still has {sizes[name]} of {n} elements. A rank keeps its rows, {share}."
         if not is_sharded and sizes[name] != n:
             yield f"{name!r} was sharded. Leave what is in no Linear or Embedding whole on every rank."
-    yield "✓ of every Linear and Embedding weight a rank keeps its share, as what parameters() returns"
 
 
+@asks("forward computes with the whole weights, and leaves the shards in place")
 def _forward(wrap: Wrap) -> Iterator[str]:
-    wrapped, tokens = wrap(_Layers(seed=0)), tokens_of(dist.get_rank(), 0)
-    sizes, gathers, early = [parameter.numel() for parameter in wrapped.parameters()], {}, []
+    wrapped, tokens, early = wrap(_Layers(seed=0)), tokens_of(dist.get_rank(), 0), list[str]()
+    sizes = [parameter.numel() for parameter in wrapped.parameters()]
 
     def before(layer: str, *_: Any) -> None:
-        if layer in gathers and not gathers[layer].waited_for:
-            early.append(layer)
-            gathers[layer].wait()  # or freeing its memory may crash
+        for message in sent:
+            if _gathered(message) == layer and not message.waited_for:
+                early.append(layer)
+                message.wait()  # or freeing its memory may crash
 
     for layer in LAYERS:
         getattr(wrapped.module, layer).register_forward_pre_hook(partial(before, layer))
-    with torch.no_grad(), observed(lambda message: gathers.update({_gathered(message): message})):
+    with torch.no_grad(), observed() as sent:
         outputs = wrapped(tokens)
     if early:
         yield f"{early[0]!r} computes while its weight may be on its way. wait() for its all-gather before."
@@ -123,26 +125,28 @@ def _forward(wrap: Wrap) -> Iterator[str]:
         yield "after forward, parameters() are not the shards any more. Put them back behind each layer."
     if not close(outputs, _Layers(seed=0)(tokens)):
         yield "its forward is not the module's. Does every layer compute with its own, whole weight?"
-    yield "✓ forward computes with the whole weights, and leaves the shards in place"
 
 
-def _backward(wrap: Wrap) -> Iterator[str]:
+@asks("every .grad has its parameter's shape and dtype, and is the mean over the ranks")
+def _gradients(wrap: Wrap) -> Iterator[str]:
     hint = " Does each rank get the rows of its shard, and does backward compute with the whole weights?"
-    yield from shared.gradients(wrap, hint, _Layers, _whole)
-    yield "✓ every .grad has its parameter's shape and dtype, and is the mean over the ranks"
+    return shared.gradients(wrap, hint, _Layers, _whole)
 
+
+@asks("gradients are reduce-scattered: no rank receives more than its share")
+def _reductions(wrap: Wrap) -> Iterator[str]:
     wrapped = wrap(_Layers(seed=0))
     with observed() as messages:
         one_step(wrapped)
     for message in messages:
         if (layer := _LAYER_OF.get(message.numel)) and message.name in ("all_reduce", "reduce"):
             yield f"the whole gradient of {layer!r} went through {message.name}. Use reduce_scatter."
-    yield "✓ gradients are reduce-scattered: no rank receives more than its share"
 
-    alike = partial(shared.follow, wrap, "one pass a step", make=_Layers, weights=_whole)
-    runs = _stale(wrap), alike("SGD"), alike("AdamW")
-    yield from filter(None, [next(run, None) for run in runs])
-    yield "✓ the weights follow one process that has the whole batch, with SGD and with AdamW"
+
+@asks("the weights follow one process that has the whole batch, with SGD and with AdamW")
+def _training(wrap: Wrap) -> list[str]:
+    follow = partial(shared.follow, wrap, "one pass a step", make=_Layers, weights=_whole)
+    return [*_stale(wrap), *follow("SGD"), *follow("AdamW")]
 
 
 def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
@@ -171,6 +175,7 @@ def _left(find: Callable[[], set], allowed: int) -> set:
     return found
 
 
+@asks("whole weights are freed after use, in forward and in backward, and whole gradients too")
 def _memory(wrap: Wrap) -> Iterator[str]:
     wrapped, mistakes = wrap(_Layers(seed=0)), []
     seen: dict[str, list] = {"gather": [], "reduce": []}  # layer and storage of weights, of gradients
@@ -185,20 +190,19 @@ def _memory(wrap: Wrap) -> Iterator[str]:
 
         return sorted(_left(alive, allowed))
 
-    def note(kind: str, numel: int, storage: StorageWeakRef) -> None:
-        if numel in _LAYER_OF:
+    def note(name: str, numel: int, storage: StorageWeakRef) -> None:
+        for kind in (kind for kind in seen if kind in name and numel in _LAYER_OF):
             seen[kind].append((_LAYER_OF[numel], storage))
-        most[kind] = max(most[kind], len(whole(kind, allowed=most[kind])))
-
-    def on_message(message: Message) -> None:
-        for kind in (kind for kind in seen if kind in message.name):
-            note(kind, message.numel, message.storage)
+            most[kind] = max(most[kind], len(whole(kind, allowed=most[kind])))
 
     def on_saved(x: Tensor) -> Tensor:
         note("gather", x.numel(), StorageWeakRef(x.untyped_storage()))
         return x
 
-    with observed(on_message), torch.autograd.graph.saved_tensors_hooks(on_saved, lambda kept: kept):
+    with (
+        observed(lambda sent: note(sent.name, sent.numel, sent.storage)),
+        torch.autograd.graph.saved_tensors_hooks(on_saved, lambda kept: kept),
+    ):
         for step in range(2):
             loss = loss_of(wrapped, dist.get_rank(), step)
             if len(kept := whole("gather", allowed=1)) > 1:  # backward begins with the last
@@ -213,9 +217,9 @@ def _memory(wrap: Wrap) -> Iterator[str]:
         yield f"{weights} whole weights have memory at once; allowed: the one in use and two ahead of it."
     if gradients > _GRADIENTS:
         yield f"{gradients} whole gradients have memory at once. Wait for the oldest before a third goes."
-    yield "✓ whole weights are freed after use, in forward and in backward, and whole gradients too"
 
 
+@asks("the all-gathers are under way before they are needed, at most two layers ahead")
 def _prefetch(wrap: Wrap) -> Iterator[str]:
     wrapped, events = wrap(_Layers(seed=0)), list[str]()
 
@@ -234,10 +238,8 @@ def _prefetch(wrap: Wrap) -> Iterator[str]:
         events.clear()
         with observed(on_message):
             one_step(wrapped, step)
-    ahead = "the all-gathers are under way before they are needed, at most two layers ahead"
     if not any(event.startswith(("gather", "wait")) for event in events):
-        yield f"· {ahead}: not watched (its gathers are no all-gathers of torch.distributed)"
-        return
+        raise SkipTest("not watched (its gathers are no all-gathers of torch.distributed)")
     turn = next(i for i, event in enumerate(events) if event.startswith("back"))
     before, after = events[:turn], events[turn:]
     for number, layer in enumerate(LAYERS):
@@ -253,9 +255,9 @@ def _prefetch(wrap: Wrap) -> Iterator[str]:
     for layer, later in pairwise(LAYERS[:-1]):
         if f"gather {layer}" in after[after.index(f"back {later}") :]:
             yield f"in backward {layer!r} is gathered only when it is reached. Start it earlier, in reverse."
-    yield f"✓ {ahead}"
 
 
+@asks(f"{_IN_LOW}, weights travel in it; shards, gradients and updates stay float32")
 def _precision(wrap: Wrap) -> Iterator[str]:
     wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
     mistakes = list(_low_kinds(wrapped))
@@ -266,8 +268,7 @@ def _precision(wrap: Wrap) -> Iterator[str]:
             if x.numel() in _LAYER_OF and (x.equal(before[name]) or x.equal(x.to(_LOW).float())):
                 mistakes.append(f"{name!r} loses small updates: keep it in float32, cast a copy to gather.")
         mistakes += _stale(wrap, _LOW)
-    yield from (f"with compute_dtype={_LOW}, {mistake}" for mistake in mistakes)
-    yield f"✓ with compute_dtype={_LOW}, weights travel in it; shards, gradients and updates stay float32"
+    yield from (f"{_IN_LOW}, {mistake}" for mistake in mistakes)
 
 
 def _low_kinds(wrapped: nn.Module) -> Iterator[str]:
@@ -297,5 +298,6 @@ def _low_kinds(wrapped: nn.Module) -> Iterator[str]:
 
 
 # In the order in which an FSDP is written.
-GROUPS = {"shards": _shards, "forward": _forward, "backward": _backward, "memory": _memory}
-GROUPS |= {"prefetch": _prefetch, "precision": _precision}
+GROUPS = {"shards": [_from_rank_0, _shards], "forward": [_forward]}
+GROUPS |= {"backward": [_gradients, _reductions, _training], "memory": [_memory]}
+GROUPS |= {"prefetch": [_prefetch], "precision": [_precision]}

@@ -7,8 +7,9 @@
 The reference is the same of PyTorch's own operations, see `accuracy`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 import torch
@@ -41,9 +42,10 @@ class Fused:
             return [x.to(dtype) if own.islower() else x for own, x in made]
 
     def check(
-        self, label: str, function: Callable, shapes: Iterable | None, dtype: torch.dtype, generator, **how
+        self, label: str, function: Callable, shapes=None, dtype=torch.float32, device=None, seed=None, **how
     ) -> pd.DataFrame:
-        lines = []
+        """As `check_fused`; `label` is for messages, and `accuracy.compare` takes more."""
+        generator, lines = random_on(device, seed), []
         for shape in shapes or self.shapes:
             inputs = dict(zip(self.tensors, self.inputs(shape, dtype, generator), strict=True))
             output = self.plain(*inputs.values())
@@ -121,19 +123,13 @@ _WEIGHTED_SUM = Fused(
 )
 
 
-def check_fused(
-    name: str,
-    function: Callable[..., Tensor] | None = None,
-    *,
-    shapes: Iterable[tuple[int, ...]] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device | None = None,
-) -> pd.DataFrame:
+def check_fused(name: str, function: Callable[..., Tensor] | None = None, **how: Any) -> pd.DataFrame:
     """Compare a fused kernel of FUSED and its gradients with float64, on fresh random inputs.
 
     Args:
         function: yours, called as ours is; None is ours.
-        device: None is the GPU when there is one.
+        how: its shapes, as of FUSED; the dtype of what has a gradient, float32; the device, None for the GPU
+            when there is one; the seed of the inputs, None for new ones.
 
     Returns:
         One line a shape and tensor: its relative error, PyTorch's, and their ratio.
@@ -143,16 +139,9 @@ def check_fused(
         ValueError: the name is unknown.
     """
     check_choice("kernel", name, FUSED)
-    return FUSED[name].check(name, function or fused_kernel(name), shapes, dtype, random_on(device, None))
+    return FUSED[name].check(name, function or fused_kernel(name), **how)
 
 
-def check_weighted_sum(
-    weighted_sum: Callable[[Tensor, Tensor], Tensor],
-    *,
-    shapes: Iterable[tuple[int, ...]] | None = None,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device | None = None,
-    seed: int | None = None,
-) -> pd.DataFrame:
-    """As `check_fused`: weighted_sum(x, w) of x (..., d), of these shapes, and w (d,) returns (...)."""
-    return _WEIGHTED_SUM.check("x", weighted_sum, shapes, dtype, random_on(device, seed), by_magnitude=True)
+def check_weighted_sum(weighted_sum: Callable[[Tensor, Tensor], Tensor], **how: Any) -> pd.DataFrame:
+    """As `check_fused`: weighted_sum(x, w) of x (..., d) and w (d,) returns (...)."""
+    return _WEIGHTED_SUM.check("x", weighted_sum, by_magnitude=True, **how)

@@ -1,11 +1,12 @@
 """Properties of a reader's class, tried by several processes: the runner, and what the properties use."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any
+from unittest import SkipTest
 from unittest.mock import patch
 
 import cloudpickle  # takes classes of a notebook by value
@@ -14,43 +15,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cs336_systems.checks.exercise import show
+from cs336_systems.checks.exercise import Property, show
 from cs336_systems.parallel import WorkerContext, WorkerError, stream
 
 _WATCHED = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single")
 _WATCHED += ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
-# The properties of a checker are a generator that every rank runs with the candidate. It yields "✓ " and a
-# property that holds, "· " and one that cannot be tried, or a mistake of this rank: what is wrong and how to
-# mend it, the likeliest reason first. At each yield all ranks meet, and end if one has a mistake; so all
-# communication of a property comes before its first mistake, or the others would wait for ever.
-Properties = Callable[..., Iterator[str]]
+_DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
 
-def checker(properties: Properties) -> Callable[..., None]:
-    """Makes of `properties(candidate, **asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
+def checker(properties: Callable[..., Iterable[Property]]) -> Callable[..., None]:
+    """Makes of `properties(**asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
 
-    It tries them in CPU processes, up to the first that does not hold on every rank, and prints what holds.
-    What they do not take of the options is for the candidate, which may be defined in a notebook.
+    Every rank of some CPU processes tries them, up to the first that does not hold on all; what holds is
+    printed. At the end of each all ranks meet, so all its communication comes before its first mistake.
+    Options that are not `asked` are for the candidate, which may be defined in a notebook.
     It raises AssertionError: what is wrong, where, and how to mend it.
     """
     taken = signature(properties).parameters
 
     @wraps(properties)
     def check(candidate: Callable, *, world_size: int = 2, timeout_s: float = 60.0, **options: Any) -> None:
-        asked = {name: options.pop(name) for name in [*options] if name in taken}
-        name = getattr(candidate, "__name__", repr(candidate))
-        pickled = cloudpickle.dumps((partial(candidate, **options), partial(properties, **asked)))
-        tried, right = stream(try_properties, world_size, pickled, backend="gloo", timeout_s=timeout_s), 0
+        asked = [*properties(**{name: options.pop(name) for name in [*options] if name in taken})]
+        name, right = getattr(candidate, "__name__", repr(candidate)), 0
+        job = cloudpickle.dumps((partial(candidate, **options), asked))
         try:
-            while True:
-                show(line := next(tried))
+            for line, mistakes in stream(
+                try_properties, world_size, job, backend="gloo", timeout_s=timeout_s
+            ):
+                if mistakes:
+                    raise AssertionError("\n".join(f"{name}, {each}" for each in mistakes))
+                show(line)
                 right += line.startswith("✓")
-        except StopIteration as end:
-            failures = end.value[0]
         except WorkerError as error:
             raise AssertionError(f"{name} did not get through: {error}") from error
-        if failures:
-            raise AssertionError("\n".join(f"{name}, {failure}" for failure in failures))
         show(f"{name}: {right} cases right on {world_size} ranks")
 
     check.properties = properties
@@ -61,14 +58,19 @@ def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
     with _watched_messages(), observed() as sent:  # before the class imports the functions, in whichever way
         candidate, properties = cloudpickle.loads(pickled)
-        for own in properties(candidate):
+        for each in properties:
+            try:
+                own, line = each.mistake(candidate), f"✓ {each.name}"
+            except SkipTest as why:  # it cannot be tried
+                own, line = None, f"· {each.name}: {why}"
             # What is still under way may or may not have arrived, so it is the better explanation.
             said = from_all(_unfinished(sent) or own)
             sent.clear()
-            if mistakes := [text for text in dict.fromkeys(said) if text[0] not in "✓·"]:
-                where = {text: [str(n) for n, each in enumerate(said) if each == text] for text in mistakes}
-                return [f"rank {', '.join(ranks)}: {text}" for text, ranks in where.items()]
-            context.send(own)
+            where = {x: [str(n) for n, each in enumerate(said) if each == x] for x in filter(None, said)}
+            mistakes = [f"rank {', '.join(ranks)}: {text}" for text, ranks in where.items()]
+            context.send((line, mistakes))
+            if mistakes:
+                return mistakes
     return []
 
 
@@ -84,11 +86,14 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 
 def unlike(
-    found: Tensor, wanted: Tensor, diagnoses: dict[str, Tensor], otherwise: str, alike: Callable = close
+    what: str, found: Tensor | None, wanted: Tensor, diagnoses: dict, otherwise: str, alike=close
 ) -> Iterator[str]:
-    """Nothing where a tensor is the wanted one; else the diagnosis whose tensor it is."""
+    """Nothing where a tensor is the wanted one; else what it is: the key, of `diagnoses`, of its like."""
+    if found is None:
+        yield f"{what} is missing. Keep all that is computed inside autograd."
     if not alike(found, wanted):
-        yield next((text for text, other in diagnoses.items() if alike(found, other)), otherwise)
+        is_ = next((text for text, other in diagnoses.items() if alike(found, other)), otherwise)
+        yield f"{what} is {is_}"
 
 
 class Message:
@@ -97,10 +102,8 @@ class Message:
     name: of the function of torch.distributed. numel, dtype, storage: of the largest tensor, or list of some.
     """
 
-    _DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
-
     def __init__(self, name: str, arguments: Sequence[Any], work: dist.Work | None):
-        self.name, self._work, self.is_async = name, work or self._DONE, work is not None
+        self.name, self._work, self.is_async = name, work or _DONE, work is not None
         self.waited_for = not self.is_async
         lists = [x if isinstance(x, list | tuple) else [x] for x in arguments]
         lists = [each for each in lists if each and isinstance(each[0], Tensor)] or [[torch.empty(0)]]
@@ -113,7 +116,7 @@ class Message:
         return getattr(self._work, name)
 
     def wait(self, *args: Any) -> Any:
-        self.waited_for, work, self._work = True, self._work, self._DONE
+        self.waited_for, work, self._work = True, self._work, _DONE
         return work.wait(*args)
 
 
@@ -122,25 +125,23 @@ def _unfinished(sent: Sequence[Message]) -> str:
     late = [message.name for message in handles if not message.waited_for]
     if not late:
         return ""
-    return (
-        f"{len(late)} of {len(handles)} {late[0].replace('_', '-')}s may still be under way at the end. Keep "
-        f"every handle that {late[0]}(..., async_op=True) returns, and wait() for it."
-    )
+    mend = f"Keep every handle that {late[0]}(..., async_op=True) returns, and wait() for it."
+    collectives = f"{len(late)} of {len(handles)} {late[0].replace('_', '-')}s"
+    return f"{collectives} may still be under way at the end. {mend}"
 
 
 _observers: list[Callable[[Message], None]] = []
 
 
 @contextlib.contextmanager
-def observed(*observers: Callable[[Message], None]) -> Iterator[list[Message]]:
-    """The messages that the candidate starts inside; the observers are called with each when it starts."""
+def observed(notify: Callable[[Message], Any] = lambda message: None) -> Iterator[list[Message]]:
+    """The messages that the candidate starts inside; `notify` is called with each when it starts."""
     messages: list[Message] = []
-    before = [*_observers]
-    _observers.extend((messages.append, *observers))
+    _observers.append(lambda message: (messages.append(message), notify(message)))
     try:
         yield messages
     finally:
-        _observers[:] = before
+        _observers.pop()
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from torch import Tensor
 from cs336_systems.checks.exercise import Step
 
 _MOST_MESSAGES = 10_000  # of a rank
+_TWICE = "something is added twice: is what is passed on the tensor that arrived, not the sum so far?"
+_MISSING = "something is missing: n - 1 messages arrive, and a rank's own tensor counts too"
 Ring = Callable[[Tensor, int, int], Generator[Tensor, Tensor, Tensor]]
 
 
@@ -32,9 +34,7 @@ def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor],
     ranks = [all_reduce(tensor, rank, n) for rank, tensor in enumerate(tensors)]
     if not isinstance(ranks[0], Generator):
         raise AssertionError("it returned before it sent anything: `arrived = yield tensor` sends a tensor")
-    results: list[Tensor] = []
-    sent: list[list[Tensor]] = [[] for _ in ranks]
-    arriving: list[Tensor | None] = [None] * n
+    results, sent, arriving = list[Tensor](), [list[Tensor]() for _ in ranks], [None] * n
     while not results:
         if len(sent[0]) >= _MOST_MESSAGES:
             raise AssertionError(f"each rank has sent {len(sent[0])} messages: does a loop never end?")
@@ -58,7 +58,8 @@ def check_ring(check: Step, all_reduce: Ring, tensors_sent: Callable[[int], floa
         given = [10.0**rank + torch.arange(24.0, dtype=torch.float64) for rank in range(n)]
         own, total = [tensor.clone() for tensor in given], sum(given)
         results, sent = run_ring(all_reduce, own)
-        check(f"{n} ranks: all end with the sum", all(map(total.equal, results)), _why(results[0], total))
+        why = _TWICE if (results[0] > total).any() else _MISSING
+        check(f"{n} ranks: all end with the sum", all(map(total.equal, results)), why)
         check(f"{n} ranks: what they were given is unchanged", all(map(torch.equal, own, given)), "clone it")
         bytes_sent = {sum(message.nbytes for message in log) for log in sent}
         wanted = round(tensors_sent(n) * total.nbytes)
@@ -66,9 +67,3 @@ def check_ring(check: Step, all_reduce: Ring, tensors_sent: Callable[[int], floa
         check(f"{n} ranks: each sends {wanted} bytes", bytes_sent == {wanted}, found)
     results, sent = run_ring(all_reduce, [torch.ones(3)])
     check("one rank alone sends nothing", not sent[0] and results[0].equal(torch.ones(3)))
-
-
-def _why(result: Tensor, total: Tensor) -> str:
-    if (result > total).any():
-        return "something is added twice: is what is passed on the tensor that arrived, not the sum so far?"
-    return "something is missing: n - 1 messages arrive, and a rank's own tensor counts too"

@@ -1,28 +1,28 @@
 """Properties of a sharded optimizer, with error messages for its author."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from cs336_systems.checks.exercise import Property, asks
 from cs336_systems.checks.on_ranks import checker, from_all, unlike
 
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
 _SHAPES = ((16, 16), (16,))  # they alternate: assigned in turn, all large ones would fall to one rank
 _AS_IF = {  # usual mistakes of a first step, as settings of AdamW and a number of steps
-    "is as before the step: updated by its owner alone, if at all. Broadcast it, with src=owner.": ({}, 0),
-    "is as if the settings were AdamW's defaults. Hand **kwargs to optimizer_cls.": ({"lr": 1e-3}, 1),
-    "is as if it had been updated twice. Let one rank update it, once.": (_SETTINGS, 2),
+    "as before the step: updated by its owner alone, if at all. Broadcast it, with src=owner.": ({}, 0),
+    "as if the settings were AdamW's defaults. Hand **kwargs to optimizer_cls.": ({"lr": 1e-3}, 1),
+    "as if it had been updated twice. Let one rank update it, once.": (_SETTINGS, 2),
 }
 Make = Callable[..., Optimizer]
 
 
 @checker
-def check_sharded_optimizer(
-    make: Make, *, only_states: bool = False, thorough: bool = False
-) -> Iterator[str]:
+def check_sharded_optimizer(*, only_states: bool = False, thorough: bool = False) -> list[Property]:
     """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
 
     It is called as `make(params, optimizer_cls, **kwargs)`; see `on_ranks.checker`.
@@ -31,93 +31,10 @@ def check_sharded_optimizer(
         only_states: ask only whether it is an optimizer whose states are shared, not yet for the weights.
         thorough: also ask for what the assignment does not: two dtypes, and fewer parameters than ranks.
     """
-    pair = _Pair(make)
-    candidate, count = pair.candidate, len(pair.sharded)
-    if not isinstance(candidate, Optimizer):
-        yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
-    if (held := sum(len(group["params"]) for group in candidate.param_groups)) != count:
-        yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
-    if "lr" not in candidate.param_groups[0]:
-        yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
-    yield "✓ It is a torch.optim.Optimizer, and its groups hold all parameters"
-
-    mistakes = pair.step()
-    if not only_states:
-        yield from mistakes
-        yield "✓ After a step every rank has the weights that one optimizer gives"
-    yield from pair.sharing_mistakes()
-    yield "✓ The states of each parameter are kept by one rank, and by bytes all keep about as much"
-
-    if not only_states:
-        yield from _steps(make) + _steps(make, kind=SGD, lr=0.1, momentum=0.9)
-        yield "✓ So it goes on, with AdamW and with SGD, bit for bit"
-        calls = []
-
-        def closure() -> Tensor:
-            calls.append(torch.is_grad_enabled())
-            pair.set_gradients()
-            return torch.tensor(3.0)
-
-        loss = candidate.step(closure)
-        pair.optimizer.step()
-        mistakes = pair.mistakes()
-        if len(calls) != 1:
-            yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
-        if not all(calls):
-            yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
-        if loss is None or float(loss) != 3:
-            yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
-        yield from mistakes
-        yield "✓ step(closure) runs the closure, once, before the update, and returns its loss"
-
-    candidate.zero_grad()
-    left = [parameter.grad for parameter in pair.sharded if parameter.grad is not None]
-    if any(gradient.any() for gradient in left):
-        yield f"after zero_grad() {len(left)} of {count} gradients are there. Clear all of them."
-    yield "✓ zero_grad() clears every gradient, not only those of the shard"
     if only_states:
-        return
-
-    pair = _Pair(make)
-    mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
-    changed = not torch.equal(x, pair.alone[2])
-    wrong = {"was given one": x.grad is not None, "was changed": changed, "has states": pair.has_states()[2]}
-    for what in (what for what, found in wrong.items() if found):
-        yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
-    yield from mistakes
-    yield "✓ A parameter without a gradient is left alone: no decay, no states, and still no gradient"
-
-    settings = {"weight_decay": 0.5}, {"lr": 0.01}
-    pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
-    first = pair.step("with two groups,", "Hand the optimizer inside groups, each with its settings.")
-    for each in (pair.optimizer, pair.candidate):
-        each.param_groups[0]["lr"] = 1e-3
-    mend = "Copy settings into the groups of the optimizer inside before its step."
-    yield from first + pair.step("after a change of param_groups[0]['lr'], as a scheduler makes it,", mend)
-    yield "✓ Groups keep their settings, and what a scheduler changes in them arrives"
-
-    pair = _Pair(make, groups=lambda params: params[:4])
-    pair.step()
-    pair.optimizer.add_param_group({"params": pair.alone[4:], "lr": 0.01})
-    pair.candidate.add_param_group({"params": pair.sharded[4:], "lr": 0.01})
-    mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
-    mistakes = pair.step("after add_param_group,", mend) + pair.step("after add_param_group,", mend)
-    sharing = pair.sharing_mistakes()
-    if (groups := len(pair.candidate.param_groups)) != 2:
-        yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
-    yield from [*mistakes, *sharing]
-    yield "✓ A group that is added after some steps is trained with its settings, and sharded like the first"
-
-    if thorough:
-        yield from _steps(make, n=1, dtypes=(torch.float32, torch.bfloat16))
-        yield "✓ Parameters of two dtypes are updated, each in its own"
-        yield from _steps(make, n=1, count=1)
-        yield "✓ A rank that owns nothing takes part"
-
-
-def _steps(make: Make, n: int = 4, **options: Any) -> list[str]:
-    pair = _Pair(make, **options)
-    return [x for i in range(n) for x in pair.step(f"with {type(pair.optimizer).__name__}, step {i + 1}:")]
+        return [_groups, _states, _zero_grad]
+    asked = [_groups, _first_step, _states, _steps_of_both, _closure, _zero_grad]
+    return [*asked, _unused, _two_groups, _added_group, *[_two_dtypes, _owns_nothing] * thorough]
 
 
 class _Pair:
@@ -126,20 +43,11 @@ class _Pair:
     inside: the optimizers that the candidate has made. before: the parameters before the last step.
     """
 
-    def __init__(
-        self,
-        make: Make,
-        kind: type[Optimizer] = AdamW,
-        count: int = 8,
-        dtypes: tuple[torch.dtype, ...] = (torch.float32,),
-        groups: Callable[[list[nn.Parameter]], Any] = list,
-        **settings: Any,
-    ):
+    def __init__(self, make, kind=AdamW, count=8, dtypes=(torch.float32,), groups=list, **settings):
         torch.manual_seed(0)
         self.before = [torch.randn(_SHAPES[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
         self.alone, self.sharded = ([nn.Parameter(x.clone()) for x in self.before] for _ in range(2))
-        shapes = [tuple(x.shape) for x in self.before]
-        self.names = [f"parameter {i} of {count}, of shape {shape}," for i, shape in enumerate(shapes)]
+        self.names = [f"parameter {i} of {count}, {tuple(x.shape)}," for i, x in enumerate(self.before)]
         self.steps, settings = 0, settings or _SETTINGS
         self.inside = inside = list[Optimizer]()
 
@@ -167,9 +75,8 @@ class _Pair:
         self.candidate.step()
         return [" ".join(filter(None, (when, mistake, mend))) for mistake in self.mistakes()]
 
-    def mistakes(self) -> list[str]:
+    def mistakes(self) -> Iterator[str]:
         """Which parameters are not, bit for bit, what one optimizer makes of them, and the usual reasons."""
-        mistakes = []
         for name, found, right, before in zip(self.names, self.sharded, self.alone, self.before, strict=True):
             diagnoses = {}
             for reason, (settings, steps) in _AS_IF.items():
@@ -177,21 +84,122 @@ class _Pair:
                 alike.grad, optimizer = right.grad, AdamW([alike], **settings)
                 for _ in range(steps):
                     optimizer.step()
-            otherwise = "is not what one optimizer alone makes of it."
-            mistakes += [f"{name} {x}" for x in unlike(found, right, diagnoses, otherwise, torch.equal)]
-        return mistakes
+            otherwise = "not what one optimizer alone makes of it."
+            yield from unlike(name, found, right, diagnoses, otherwise, torch.equal)
 
     def has_states(self) -> list[bool]:
         """Of each parameter, on this rank."""
         return [any(optimizer.state.get(x) for optimizer in self.inside) for x in self.sharded]
 
-    def sharing_mistakes(self) -> list[str]:
-        kept, sizes, mistakes = from_all(self.has_states()), [x.nbytes for x in self.sharded], []
+    def sharing_mistakes(self) -> Iterator[str]:
+        kept, sizes = from_all(self.has_states()), [x.nbytes for x in self.sharded]
         for name, keeps in zip(self.names, zip(*kept, strict=True), strict=True):
             if sum(keeps) != 1:
-                mistakes.append(f"{name} has states on {sum(keeps)} ranks. Give the one inside what it owns.")
+                yield f"{name} has states on {sum(keeps)} ranks. Give the one inside what it owns."
         shares = [sum(size for size, keeps in zip(sizes, own, strict=True) if keeps) for own in kept]
         if max(shares) > sum(sizes) / len(shares) + max(sizes):
             rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
-            mistakes.append(f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number.")
-        return mistakes
+            yield f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number."
+
+
+@asks("It is a torch.optim.Optimizer, and its groups hold all parameters")
+def _groups(make: Make) -> Iterator[str]:
+    pair = _Pair(make)
+    if not isinstance(pair.candidate, Optimizer):
+        yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
+    held, count = sum(len(group["params"]) for group in pair.candidate.param_groups), len(pair.sharded)
+    if held != count:
+        yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
+    if "lr" not in pair.candidate.param_groups[0]:
+        yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
+
+
+def _steps(make: Make, n: int = 4, **options: Any) -> list[str]:
+    pair = _Pair(make, **options)
+    return [x for i in range(n) for x in pair.step(f"with {type(pair.optimizer).__name__}, step {i + 1}:")]
+
+
+@asks("So it goes on, with AdamW and with SGD, bit for bit")
+def _steps_of_both(make: Make) -> list[str]:
+    return _steps(make) + _steps(make, kind=SGD, lr=0.1, momentum=0.9)
+
+
+_first_step = Property(
+    "After a step every rank has the weights that one optimizer gives", partial(_steps, n=1)
+)
+_mixed = partial(_steps, n=1, dtypes=(torch.float32, torch.bfloat16))
+_two_dtypes = Property("Parameters of two dtypes are updated, each in its own", _mixed)
+_owns_nothing = Property("A rank that owns nothing takes part", partial(_steps, n=1, count=1))
+
+
+@asks("The states of each parameter are kept by one rank, and by bytes all keep about as much")
+def _states(make: Make) -> Iterator[str]:
+    pair = _Pair(make)
+    pair.step()
+    return pair.sharing_mistakes()
+
+
+@asks("step(closure) runs the closure, once, before the update, and returns its loss")
+def _closure(make: Make) -> Iterator[str]:
+    pair, calls = _Pair(make), []
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        pair.set_gradients()
+        return torch.tensor(3.0)
+
+    loss = pair.candidate.step(closure)
+    pair.optimizer.step()
+    if len(calls) != 1:
+        yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
+    if not all(calls):
+        yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
+    if loss is None or float(loss) != 3:
+        yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
+    yield from pair.mistakes()
+
+
+@asks("zero_grad() clears every gradient, not only those of the shard")
+def _zero_grad(make: Make) -> Iterator[str]:
+    pair = _Pair(make)
+    pair.step()
+    pair.candidate.zero_grad()
+    left = [x for x in pair.sharded if x.grad is not None]
+    if any(x.grad.any() for x in left):
+        yield f"after zero_grad() {len(left)} of {len(pair.sharded)} gradients are there. Clear all of them."
+
+
+@asks("A parameter without a gradient is left alone: no decay, no states, and still no gradient")
+def _unused(make: Make) -> Iterator[str]:
+    pair = _Pair(make)
+    mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
+    changed = not torch.equal(x, pair.alone[2])
+    wrong = {"was given one": x.grad is not None, "was changed": changed, "has states": pair.has_states()[2]}
+    for what in (what for what, found in wrong.items() if found):
+        yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
+    yield from mistakes
+
+
+@asks("Groups keep their settings, and what a scheduler changes in them arrives")
+def _two_groups(make: Make) -> list[str]:
+    settings = {"weight_decay": 0.5}, {"lr": 0.01}
+    pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
+    first = pair.step("with two groups,", "Hand the optimizer inside groups, each with its settings.")
+    for each in (pair.optimizer, pair.candidate):
+        each.param_groups[0]["lr"] = 1e-3
+    mend = "Copy settings into the groups of the optimizer inside before its step."
+    return first + pair.step("after a change of param_groups[0]['lr'], as a scheduler makes it,", mend)
+
+
+@asks("A group that is added after some steps is trained with its settings, and sharded like the first")
+def _added_group(make: Make) -> Iterator[str]:
+    pair = _Pair(make, groups=lambda params: params[:4])
+    pair.step()
+    pair.optimizer.add_param_group({"params": pair.alone[4:], "lr": 0.01})
+    pair.candidate.add_param_group({"params": pair.sharded[4:], "lr": 0.01})
+    mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
+    mistakes = pair.step("after add_param_group,", mend) + pair.step("after add_param_group,", mend)
+    mistakes += pair.sharing_mistakes()
+    if (groups := len(pair.candidate.param_groups)) != 2:
+        yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
+    yield from mistakes

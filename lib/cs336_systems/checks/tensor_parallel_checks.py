@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
+from cs336_systems.checks.exercise import Property, asks
 from cs336_systems.checks.on_ranks import checker, unlike
 from cs336_systems.model import SwiGLU
 
@@ -15,53 +16,61 @@ LayerClass = Callable[[SwiGLU, dist.ProcessGroup | None], nn.Module]
 
 
 @checker
-def check_tensor_parallel(layer_class: LayerClass) -> Iterator[str]:
+def check_tensor_parallel() -> list[Property]:
     """Try a tensor-parallel SwiGLU layer in two CPU processes, against the whole layer.
 
     It is called as `layer_class(full, group)` with the whole layer, equal on every rank, and needs parameters
     `.w1` and `.w3` (its rows of the whole ones), `.w2` (its columns), `forward(x)`; see `on_ranks.checker`.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    return [_slices, _results]
+
+
+def _layers(layer_class: LayerClass) -> tuple[nn.Module, SwiGLU, SwiGLU]:
+    """The candidate's layer, the whole one, and one that has only this rank's slices of it."""
     torch.manual_seed(0)
-    full = SwiGLU(_D_MODEL, _WIDTH * ranks)
-    layer, whole = layer_class(full, None), {name: getattr(full, name).weight for name in _CUTS}
-    slices = {name: whole[name].detach().chunk(ranks, cut)[rank] for name, cut in _CUTS.items()}
+    full, part = SwiGLU(_D_MODEL, _WIDTH * dist.get_world_size()), SwiGLU(_D_MODEL, _WIDTH)
+    part.load_state_dict({f"{name}.weight": _slice(getattr(full, name).weight, name) for name in _CUTS})
+    return layer_class(full, None), full, part
+
+
+def _slice(weight: Tensor, name: str) -> Tensor:
+    return weight.detach().chunk(dist.get_world_size(), _CUTS[name])[dist.get_rank()]
+
+
+@asks("every rank has its slice of each weight")
+def _slices(layer_class: LayerClass) -> Iterator[str]:
+    (layer, _, part), rank = _layers(layer_class), dist.get_rank()
     for name, cut in _CUTS.items():
-        weight, pieces = getattr(layer, name, None), f"{('rows', 'columns')[cut]} (dimension {cut})"
+        weight, wanted = getattr(layer, name, None), getattr(part, name).weight
+        pieces = f"{('rows', 'columns')[cut]} (dimension {cut})"
         if not isinstance(weight, nn.Parameter):
             yield f"`.{name}` is no nn.Parameter. Keep this rank's slice of {name} there."
-        if weight.shape != (shape := slices[name].shape):
-            yield f"{name} is {tuple(weight.shape)}, not {tuple(shape)}. Cut it into {pieces}."
-        if not torch.equal(weight, slices[name]):
+        if weight.shape != wanted.shape:
+            yield f"{name} is {tuple(weight.shape)}, not {tuple(wanted.shape)}. Cut it into {pieces}."
+        if not torch.equal(weight, wanted):
             yield f"{name} is not the slice of rank {rank}: piece {rank} of its {pieces}."
-    yield "✓ every rank has its slice of each weight"
 
+
+@asks("output and gradients are those of the whole layer")
+def _results(layer_class: LayerClass) -> Iterator[str]:
+    (layer, full, part), n = _layers(layer_class), dist.get_world_size()
     x, gradient = torch.randn(2, _TOKENS, _D_MODEL)
     mine, of_all, own = (x.clone().requires_grad_() for _ in range(3))
-    output, expected = layer(mine), full(of_all)
-    # What this rank has by itself: its term of the output, and of the gradient of the input.
-    term = (nn.functional.silu(own @ slices["w1"].T) * (own @ slices["w3"].T)) @ slices["w2"].T
-    for each in (output, expected, term):
+    outputs = output, expected, term = layer(mine), full(of_all), part(own)
+    for each in outputs:
         each.backward(gradient)
+    otherwise = "not that of the whole layer."
     diagnoses = {
-        "the output is only this rank's term. All-reduce it at the end of forward.": term,
-        "the output is the mean of the ranks' terms. They add up: sum, do not average.": expected / ranks,
+        "only this rank's term. All-reduce it at the end of forward.": term,
+        "the mean of the ranks' terms. They add up: sum, do not average.": expected / n,
     }
-    yield from unlike(output, expected, diagnoses, "the output is not that of the whole layer.")
-    for name, cut in _CUTS.items():
-        found, wanted = getattr(layer, name).grad, whole[name].grad.chunk(ranks, cut)[rank]
-        if found is None:
-            yield f"{name} has no gradient. Keep the all-reduce of forward inside autograd."
-        its = f"the gradient of {name} is"
-        too_large = f"{its} {ranks} times too large. The backward of the last all-reduce sends nothing."
-        otherwise = f"{its} not this rank's slice of the whole layer's."
-        yield from unlike(found, wanted, {too_large: ranks * wanted}, otherwise)
-    if mine.grad is None:
-        yield "the input has no gradient."
-    its = "the gradient of the input is"
+    yield from unlike("the output", output, expected, diagnoses, otherwise)
+    for name in _CUTS:
+        found, wanted = getattr(layer, name).grad, _slice(getattr(full, name).weight.grad, name)
+        diagnoses = {f"{n} times too large. The backward of the last all-reduce sends nothing.": n * wanted}
+        yield from unlike(f"the gradient of {name}", found, wanted, diagnoses, f"{otherwise} Take its slice.")
     diagnoses = {
-        f"{its} only what comes through this rank's slice. All-reduce it.": own.grad,
-        f"{its} a mean. What comes through the slices adds up: do not divide.": of_all.grad / ranks,
+        "only what comes through this rank's slice. All-reduce it.": own.grad,
+        "a mean. What comes through the slices adds up: do not divide.": of_all.grad / n,
     }
-    yield from unlike(mine.grad, of_all.grad, diagnoses, f"{its} not that of the whole layer.")
-    yield "✓ output and gradients are those of the whole layer"
+    yield from unlike("the gradient of the input", mine.grad, of_all.grad, diagnoses, otherwise)
