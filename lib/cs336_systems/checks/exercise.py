@@ -128,7 +128,7 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
         name: printed with the verdict.
         timeout_s: seconds after which the Python code inside counts as hanging.
     """
-    found, mistake = Step(), ""
+    found = Step()
     try:
         with _limited(timeout_s), _cut(sys.stdout), _cut(sys.stderr), inside_tensors(show):
             yield found
@@ -140,9 +140,9 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
     except BaseException as error:
         mistake = _sentence(error)
         found.passed = None if _NOT_WRITTEN.search(mistake) else False
-    if mistake and found.passed is False:
         first = mistake.partition("\n\n")[0]  # without the stacks of other processes
-        show(f"✗ {first:.2000}" + (_NONE if "NoneType" in first else ""))
+        if found.passed is False:
+            show(f"✗ {first:.2000}" + (_NONE if "NoneType" in first else ""))
     verdict = f"{name}: {_VERDICTS[found.passed]}"
     show(verdict)
     if not found.passed and os.environ.get("NBGRADER_EXECUTION"):  # nbgrader gives no point for an error

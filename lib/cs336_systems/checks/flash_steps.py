@@ -61,8 +61,7 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
     check("a second tile corrects the first", agrees(2), together)
     check("so do all that follow", agrees(5, 2.0), together)
     check("hidden keys weigh nothing", agrees(2, hide=slice(1, None)), "is a hidden score -inf?")
-    finite = agrees(2, 100.0)
-    check("large scores stay finite", finite, "is each row's maximum subtracted before exp2?")
+    check("large scores stay finite", agrees(2, 100.0), "is each row's maximum subtracted before exp2?")
     hint = "exp2(-inf - -inf) is NaN: while the maximum is -inf, subtract 0"
     check("a first tile may be hidden", agrees(2, hide=slice(None), hidden=0), hint)
 
@@ -86,8 +85,7 @@ def check_mask(check: Step, visible: JITFunction, device: str | torch.device = "
 
     check("keys beyond the last are hidden", agrees(0, 16, 20, False), "keys < n_keys")
     check("otherwise every key is seen", agrees(0, 0, 64, False), "without CAUSAL nothing else is hidden")
-    itself = "rows[:, None] >= keys: a row sees itself"
-    check("causal: no key after the row", agrees(16, 16, 64, True), itself)
+    check("causal: no key after the row", agrees(16, 16, 64, True), "rows[:, None] >= keys: it sees itself")
     check("causal: every key before the row", agrees(48, 16, 64, True), "is it the other way round?")
     check("both at once", agrees(16, 16, 20, True), "the two conditions with &")
 

@@ -33,8 +33,9 @@ def check_sharded_optimizer(*, only_states: bool = False, thorough: bool = False
     """
     if only_states:
         return [_groups, _states, _zero_grad]
-    asked = [_groups, _first_step, _states, _steps_of_both, _closure, _zero_grad]
-    return [*asked, _unused, _two_groups, _added_group, *[_two_dtypes, _owns_nothing] * thorough]
+    unusual = [_two_dtypes, _owns_nothing] if thorough else []
+    asked = [_groups, _as_alone, _states, _steps_of_both, _closure, _zero_grad, _unused]
+    return [*asked, _two_groups, _added_group, *unusual]
 
 
 class _Pair:
@@ -47,7 +48,7 @@ class _Pair:
         torch.manual_seed(0)
         self.before = [torch.randn(_SHAPES[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
         self.alone, self.sharded = ([nn.Parameter(x.clone()) for x in self.before] for _ in range(2))
-        self.names = [f"parameter {i} of {count}, {tuple(x.shape)}," for i, x in enumerate(self.before)]
+        self.names = [f"parameter {i} of {count}, of shape {(*x.shape,)}," for i, x in enumerate(self.before)]
         self.steps, settings = 0, settings or _SETTINGS
         self.inside = inside = list[Optimizer]()
 
@@ -119,14 +120,16 @@ def _steps(make: Make, n: int = 4, **options: Any) -> list[str]:
     return [x for i in range(n) for x in pair.step(f"with {type(pair.optimizer).__name__}, step {i + 1}:")]
 
 
+@asks("After a step every rank has the weights that one optimizer gives")
+def _as_alone(make: Make) -> list[str]:
+    return _Pair(make).step()
+
+
 @asks("So it goes on, with AdamW and with SGD, bit for bit")
 def _steps_of_both(make: Make) -> list[str]:
     return _steps(make) + _steps(make, kind=SGD, lr=0.1, momentum=0.9)
 
 
-_first_step = Property(
-    "After a step every rank has the weights that one optimizer gives", partial(_steps, n=1)
-)
 _mixed = partial(_steps, n=1, dtypes=(torch.float32, torch.bfloat16))
 _two_dtypes = Property("Parameters of two dtypes are updated, each in its own", _mixed)
 _owns_nothing = Property("A rank that owns nothing takes part", partial(_steps, n=1, count=1))

@@ -56,9 +56,8 @@ def _results(layer_class: LayerClass) -> Iterator[str]:
     (layer, full, part), n = _layers(layer_class), dist.get_world_size()
     x, gradient = torch.randn(2, _TOKENS, _D_MODEL)
     mine, of_all, own = (x.clone().requires_grad_() for _ in range(3))
-    outputs = output, expected, term = layer(mine), full(of_all), part(own)
-    for each in outputs:
-        each.backward(gradient)
+    output, expected, term = layer(mine), full(of_all), part(own)
+    torch.autograd.backward([output, expected, term], [gradient] * 3)
     otherwise = "not that of the whole layer."
     diagnoses = {
         "only this rank's term. All-reduce it at the end of forward.": term,
