@@ -16,9 +16,6 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     inputs, by those saved tensors that require grad: autograd.grad(..., inputs) looks at nothing else.
     create_graph=True alone is allowed. Backward runs outside of torch.autocast: its forward chose dtypes.
     """
-    what = backward.__qualname__.split(".")[0]
-    message = f"{what} has no second derivative: its gradient (create_graph=True) was differentiated"
-
     @wraps(backward)
     def guarded(ctx, *upstream: Tensor) -> Any:
         if torch.compiler.is_compiling():  # compilers refuse second derivatives themselves
@@ -29,6 +26,8 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
                 return guarded(ctx, *upstream)
         if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
+        what = type(ctx).__name__.removesuffix("Backward")
+        message = f"{what} has no second derivative: its gradient (create_graph=True) was differentiated"
         ctx = _Unpacked(ctx)
         with torch.no_grad():
             gradients = backward(ctx, *upstream)
@@ -48,6 +47,31 @@ class _Unpacked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
+
+
+def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Tensor]:
+    """`apply` of an autograd.Function, called as forward is: tensors, then what is none. Saves the tensors.
+
+    Args:
+        forward: returns the result, or a tuple of it and of tensors that are saved, too.
+        backward: of the result's gradient and what was saved, the gradients of forward's tensors.
+    """
+
+    def forward_and_save(ctx, *inputs: Any) -> Tensor:
+        made = forward(*inputs)
+        result, *kept = made if isinstance(made, tuple) else (made,)
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        ctx.save_for_backward(*tensors, *kept)
+        ctx.others = [None] * (len(inputs) - len(tensors))
+        return result
+
+    @first_order_only
+    def gradients(ctx, above: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(above, *ctx.saved_tensors), *ctx.others
+
+    methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(gradients)}
+    name = forward.__module__.rpartition(".")[2]
+    return type(name, (torch.autograd.Function,), methods).apply
 
 
 _PLAIN, _is_compiling = {Tensor, nn.Parameter}, torch.compiler.is_compiling

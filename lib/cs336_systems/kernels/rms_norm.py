@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels import runtime
-from cs336_systems.kernels.autograd_guards import first_order_only
-from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile, stored_dtype
+from cs336_systems.kernels.autograd_guards import differentiable
+from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile
 from cs336_systems.kernels.tensors import as_rows
 
 TILE = 4096  # elements of a tile, where a row has no more
@@ -73,56 +73,41 @@ def rms_norm_backward_kernel(
 
 @kernel_function
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y (n, d) and r (n,) in float32, of the rows x (n, d), which may lie apart, and weight (d,)."""
-    n_rows, d = x.shape
-    options = row_tile(n_rows, d, TILE, WIDEST, 32)
-    y = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
-    r = torch.empty(n_rows, dtype=torch.float32, device=x.device)
-    grid = (max(1, triton.cdiv(n_rows, options["ROWS"])),)
-    sizes = x.stride(0), n_rows, d, eps
-    launch(rms_norm_forward_kernel, grid, x, weight.contiguous(), y, r, *sizes, **options)
-    return y.to(x.dtype), r
+    """y (..., d), and r in float32, one number a row, of x (..., d) and weight (d,)."""
+    rows, y = as_rows(x), x.new_empty(x.shape)
+    r = x.new_empty(len(rows), dtype=torch.float32)
+    options = row_tile(*rows.shape, TILE, WIDEST, 32)
+    grid = (max(1, triton.cdiv(len(rows), options["ROWS"])),)
+    sizes = rows.stride(0), *rows.shape, eps
+    launch(rms_norm_forward_kernel, grid, rows, weight.contiguous(), y, r, *sizes, **options)
+    return y, r
 
 
 @kernel_function
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor, r: Tensor, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """dx (n, d) and dw (d,) of the rows dy and x (n, d), which may lie apart, weight (d,) and r (n,).
+    """dx (..., d) and dw (d,) of dy and x (..., d), weight (d,) and r.
 
-    residual: (n, d), added to dx: the gradient that reaches x past the norm.
+    residual: (..., d), added to dx: the gradient that reaches x past the norm.
     """
-    n_rows, d = x.shape
+    above, rows, dx = as_rows(dy), as_rows(x), x.new_empty(x.shape)
+    n_rows, d = rows.shape
     options = row_tile(n_rows, d, TILE, WIDEST, 32)
     tiles = triton.cdiv(n_rows, options["ROWS"])
     rows_each = options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device))
-    partials = max(1, triton.cdiv(n_rows, max(1, rows_each)))
-    dx = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
-    partial = torch.empty((partials, d), dtype=torch.float32, device=x.device)
+    partial = x.new_empty((max(1, triton.cdiv(n_rows, max(1, rows_each))), d), dtype=torch.float32)
     tile_bytes = options["ROWS"] * options["COLUMNS"] * (dy.element_size() + x.element_size())
-    options["STAGES"] = 3 if 2 * tile_bytes <= PREFETCHED else 1
-    tensors = dy, x, weight.contiguous(), r, None if residual is None else residual.contiguous(), dx, partial
-    sizes = dy.stride(0), x.stride(0), n_rows, d, rows_each
-    options["HAS_RESIDUAL"] = residual is not None
-    launch(rms_norm_backward_kernel, (partials,), *tensors, *sizes, **options)
-    return dx.to(x.dtype), partial.sum(0).to(weight.dtype)
+    stages = 3 if 2 * tile_bytes <= PREFETCHED else 1
+    options |= {"STAGES": stages, "HAS_RESIDUAL": residual is not None}
+    residual = None if residual is None else residual.contiguous()
+    tensors = above, rows, weight.contiguous(), r, residual, dx, partial
+    sizes = above.stride(0), rows.stride(0), n_rows, d, rows_each
+    launch(rms_norm_backward_kernel, (len(partial),), *tensors, *sizes, **options)
+    return dx, partial.sum(0).to(weight.dtype)
 
 
-class RMSNormTriton(torch.autograd.Function):
-    """`apply(x, weight, eps)`: see `rms_norm`. Saves x, weight and one float32 number a row."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        y, r = forward(as_rows(x), weight, eps)
-        ctx.save_for_backward(x, weight, r)
-        return y.reshape(x.shape)
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, dy: Tensor):
-        x, weight, r = ctx.saved_tensors
-        dx, dw = backward(as_rows(dy), as_rows(x), weight, r)
-        return dx.reshape(x.shape), dw, None
+_rms_norm = differentiable(forward, backward)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -138,4 +123,4 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     fits = x.dim() >= 1 and weight.shape == x.shape[-1:] and 1 <= x.shape[-1] <= WIDEST
     allowed = f"(..., d) and (d,), d from 1 to {WIDEST}"
     check_kernel_inputs("x, weight", x, weight, fits=fits, allowed=allowed)
-    return RMSNormTriton.apply(x, weight, eps)
+    return _rms_norm(x, weight, eps)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, stored_dtype
+from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch
 
 TILE = 2048  # elements of a tile, where a head has no more
 
@@ -55,13 +55,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     batch, heads, sequence, d = x4.shape
     pairs = triton.next_power_of_2(d // 2)
     rows = max(1, min(TILE // (2 * pairs), triton.next_power_of_2(sequence)))
-    y4 = torch.empty_like(x4, dtype=stored_dtype(x.dtype))
+    y4 = torch.empty_like(x4)
     if x.numel():
         sizes = *x4.stride()[:3], *y4.stride()[:3], heads, sequence, d
         options = {"INVERSE": inverse, "ROWS": rows, "PAIRS": pairs, "num_warps": 4}
         grid = (batch * triton.cdiv(sequence, rows),)
         launch(rotary_kernel, grid, x4, cos.contiguous(), sin.contiguous(), y4, *sizes, **options)
-    return y4.to(x.dtype).reshape(x.shape)
+    return y4.reshape(x.shape)
 
 
 class RotaryTriton(torch.autograd.Function):

@@ -26,21 +26,36 @@ INTERPRETER = (0, 0)  # in place of a compute capability
 current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
-def _mend_index() -> None:
-    """Let range() in a kernel take an array of one element, of which NumPy from 2.4 on makes no int."""
+def _mend_interpreter() -> None:
+    """Let it compute with bfloat16 as a GPU does: round to nearest, and multiply numbers, not bit patterns.
+
+    And in Triton 3.6 let range() take an array of one element, of which NumPy from 2.4 on makes no int.
+    """
     from triton.runtime import interpreter
 
-    prepare = interpreter._patch_lang_tensor
+    builder, prepare = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def cast_rounding(self: Any, src: Any, dtype: Any) -> Any:
+        if (src.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, src, dtype)
+        bits = torch.tensor(src.data).bfloat16().view(torch.uint16).numpy()
+        return interpreter.TensorHandle(bits, tl.bfloat16)
+
+    def dot_of_numbers(self: Any, *operands: Any) -> Any:
+        wide = (cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in operands[:2])
+        return dot(self, *wide, *operands[2:])
 
     def prepare_with_index(tensor: type, scope: "interpreter._LangPatchScope") -> None:
         prepare(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
 
+    builder.cast_impl, builder.create_dot = cast_rounding, dot_of_numbers
     interpreter._patch_lang_tensor = prepare_with_index
 
 
-if INTERPRETED and triton.__version__.startswith("3.6."):  # 3.7 does so itself
-    _mend_index()
+if INTERPRETED:
+    _mend_interpreter()
 
 
 def kernel_function(function: Callable[..., Any], mutates: str = "") -> Callable[..., Any]:
@@ -90,11 +105,6 @@ def row_tile(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -
     columns = min(triton.next_power_of_2(d), widest)
     rows = max(1, min(elements // columns, triton.next_power_of_2(n_rows)))
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 4), most_warps)}
-
-
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a kernel's output before its cast to `dtype`: the interpreter truncates to bfloat16."""
-    return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
 
 
 def check_device(names: str, x: Tensor) -> None:

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.autograd_guards import first_order_only
-from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, stored_dtype
+from cs336_systems.kernels.autograd_guards import differentiable
+from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch
 
 BLOCK = 2048  # elements of a program: 16 a thread
 
@@ -47,34 +47,23 @@ def swiglu_backward_kernel(
 def forward(a: Tensor, b: Tensor) -> Tensor:
     """c of a and b, all of one shape; contiguous."""
     a, b = a.contiguous(), b.contiguous()
-    c = torch.empty_like(a, dtype=stored_dtype(a.dtype))
+    c = torch.empty_like(a)
     launch(swiglu_forward_kernel, (max(1, triton.cdiv(a.numel(), BLOCK)),), a, b, c, a.numel(), BLOCK=BLOCK)
-    return c.to(a.dtype)
+    return c
 
 
 @kernel_function
 def backward(dc: Tensor, a: Tensor, b: Tensor, with_c: bool = False) -> list[Tensor]:
     """da, db and, if it is asked for, c of dc, a and b, all of one shape; contiguous."""
     dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
-    made = [torch.empty_like(a, dtype=stored_dtype(a.dtype)) for _ in range(3 if with_c else 2)]
+    made = [torch.empty_like(a) for _ in range(3 if with_c else 2)]
     outputs = made if with_c else [*made, None]
     grid = (max(1, triton.cdiv(a.numel(), BLOCK)),)
     launch(swiglu_backward_kernel, grid, dc, a, b, *outputs, a.numel(), BLOCK=BLOCK, WITH_C=with_c)
-    return [x.to(a.dtype) for x in made]
+    return made
 
 
-class SwiGLUTriton(torch.autograd.Function):
-    """`apply(a, b)`: see `swiglu`. Saves a and b."""
-
-    @staticmethod
-    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        return forward(a, b)
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, dc: Tensor):
-        return tuple(backward(dc, *ctx.saved_tensors))
+_swiglu = differentiable(forward, backward)
 
 
 def swiglu(a: Tensor, b: Tensor) -> Tensor:
@@ -84,4 +73,4 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
         TypeError: dtypes that differ or are not supported. ValueError: shapes or devices that differ.
     """
     check_kernel_inputs("a, b", a, b, fits=a.shape == b.shape, allowed="the same one", same_dtype=True)
-    return SwiGLUTriton.apply(a, b)
+    return _swiglu(a, b)

@@ -32,5 +32,5 @@ def _listed(tensors: tuple[Tensor, ...], what: str) -> str:
 
 def as_rows(x: Tensor) -> Tensor:
     """x (..., d), d not 0, as (n, d) whose rows are contiguous, if not the whole; copied where it must be."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.autograd_guards import first_order_only
-from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile, stored_dtype
+from cs336_systems.kernels.autograd_guards import differentiable
+from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile
 
 TILE = 4096  # elements of a tile: 128 bytes a thread are on their way at once
 WIDEST = 1024  # columns of a tile
@@ -70,33 +70,34 @@ def backward_kernel(
 
 @kernel_function
 def forward(x: Tensor, weight: Tensor) -> Tensor:
-    """y (n_rows,) of x (n_rows, d) and weight (d,), any strides; sums in float32."""
-    n_rows, d = x.shape
-    options = row_tile(n_rows, d, TILE, WIDEST, 4)
-    y = torch.empty(n_rows, dtype=stored_dtype(x.dtype), device=x.device)
-    grid = (triton.cdiv(n_rows, options["ROWS"]),)
-    launch(forward_kernel, grid, x, weight, y, *x.stride(), *weight.stride(), n_rows, d, **options)
-    return y.to(x.dtype)
+    """y (...) of x (..., d) and weight (d,), any strides; sums in float32."""
+    rows, y = x.reshape(-1, len(weight)), x.new_empty(x.shape[:-1])
+    options = row_tile(*rows.shape, TILE, WIDEST, 4)
+    grid = (triton.cdiv(len(rows), options["ROWS"]),)
+    launch(forward_kernel, grid, rows, weight, y, *rows.stride(), *weight.stride(), *rows.shape, **options)
+    return y
 
 
 @kernel_function
 def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """dx (n_rows, d) and dw (d,), from dy (n_rows,), x (n_rows, d) and weight (d,), any strides."""
-    n_rows, d = x.shape
+    """dx (..., d) and dw (d,), from dy (...), x (..., d) and weight (d,), any strides."""
+    rows, above, dx = x.reshape(-1, len(weight)), dy.reshape(-1), x.new_empty(x.shape)
+    n_rows, d = rows.shape
     options = row_tile(n_rows, d, TILE, WIDEST, 4)
     # A row of partial sums of dw for each tile of rows, until there are enough programs to fill a GPU.
     rows_each = triton.cdiv(n_rows, min(triton.cdiv(n_rows, options["ROWS"]), MOST_PARTIALS))
-    partials = triton.cdiv(n_rows, rows_each)
-    dx = torch.empty((n_rows, d), dtype=stored_dtype(x.dtype), device=x.device)
-    partial = torch.empty((partials, d), dtype=torch.float32, device=x.device)
-    strides = *x.stride(), *weight.stride(), *dy.stride()
-    grid = (partials, triton.cdiv(d, options["COLUMNS"]))
-    launch(backward_kernel, grid, x, weight, dy, dx, partial, *strides, n_rows, d, rows_each, **options)
-    return dx.to(x.dtype), partial.sum(0).to(weight.dtype)
+    partial = x.new_empty((triton.cdiv(n_rows, rows_each), d), dtype=torch.float32)
+    strides = *rows.stride(), *weight.stride(), *above.stride()
+    grid = (len(partial), triton.cdiv(d, options["COLUMNS"]))
+    launch(backward_kernel, grid, rows, weight, above, dx, partial, *strides, n_rows, d, rows_each, **options)
+    return dx, partial.sum(0).to(weight.dtype)
 
 
-class WeightedSum(torch.autograd.Function):
-    """Sum of each row of x, its elements weighted, without x * weight in memory: `apply(x, weight)`.
+_weighted_sum = differentiable(forward, backward)
+
+
+def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
+    """Sum of each row of x, its elements weighted, without x * weight in memory.
 
     x is (..., d) with any leading dimensions, none included, and weight (d,); the result is (...), in x's
     dtype, summed in float32.
@@ -105,21 +106,7 @@ class WeightedSum(torch.autograd.Function):
         TypeError: dtypes that differ or are not supported.
         ValueError: devices or shapes that do not fit, an empty tensor, a device that kernels do not run on.
     """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
-        fits = x.dim() >= 1 and weight.shape == x.shape[-1:] and 0 not in x.shape
-        allowed = "(..., d) and (d,), no dimension of size 0"
-        check_kernel_inputs("x, weight", x, weight, fits=fits, allowed=allowed, same_dtype=True)
-        ctx.save_for_backward(x, weight)
-        return forward(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape[:-1])
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, dy: Tensor):
-        x, weight = ctx.saved_tensors
-        dx, dw = backward(dy.reshape(-1), x.reshape(-1, x.shape[-1]), weight)
-        return dx.reshape(x.shape), dw
-
-
-weighted_sum = WeightedSum.apply
+    fits = x.dim() >= 1 and weight.shape == x.shape[-1:] and 0 not in x.shape
+    allowed = "(..., d) and (d,), no dimension of size 0"
+    check_kernel_inputs("x, weight", x, weight, fits=fits, allowed=allowed, same_dtype=True)
+    return _weighted_sum(x, weight)
