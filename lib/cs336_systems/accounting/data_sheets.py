@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pandas as pd
-
 from cs336_systems.arguments import check_choice
 
 _TABLE = Path(__file__).resolve().parents[3] / "figures" / "published" / "hardware.csv"
@@ -46,6 +44,8 @@ class Hardware:
 
 @cache
 def _machines() -> dict[str, Hardware]:
+    import pandas as pd  # in no rank
+
     table = pd.read_csv(_TABLE)
     for column, (name, unit) in _UNITS.items():
         table[name] = unit * table.pop(column)

@@ -17,8 +17,8 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def split_bf16(x, dtype: tl.constexpr):
-    """A float32 tile as the sum of three of dtype: bfloat16; float32 in the interpreter.
+def split_bf16(x):
+    """A float32 tile as the sum of three of bfloat16.
 
     The rest of an infinite number is NaN, as it is of the few below 2^128 that bfloat16 rounds up to it.
     """
@@ -26,7 +26,7 @@ def split_bf16(x, dtype: tl.constexpr):
     rest = x - x0.to(tl.float32)
     x1 = rest.to(tl.bfloat16)
     x2 = (rest - x1.to(tl.float32)).to(tl.bfloat16)
-    return x0.to(dtype), x1.to(dtype), x2.to(dtype)
+    return x0, x1, x2
 
 
 @triton.jit
@@ -81,7 +81,7 @@ def _split_tile(x_ptr, strides, split_ptr, program, n_rows, n_heads, shape: tl.c
     inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
     x_tile = x_ptr + batch_head // n_heads * strides[0] + batch_head % n_heads * strides[1]
     x_tile += rows[:, None].to(tl.int64) * strides[2] + dims[None, :] * strides[3]
-    x0, x1, x2 = split_bf16(tl.load(x_tile, mask=inside, other=0.0), split_ptr.dtype.element_ty)
+    x0, x1, x2 = split_bf16(tl.load(x_tile, mask=inside, other=0.0))
     size = tl.cast(n_rows, tl.int64) * ROW
     to = split_ptr + batch_head * 3 * size + rows[:, None] * ROW + dims[None, :]
     tl.store(to, x0, mask=inside)

@@ -91,7 +91,7 @@ def compiled_forms(kernel: str, dtype: str, d_head: int, capability: int, tile: 
     persistent or not. The others causal, with whole tiles. Those whose loop can be split, both ways."""
     import triton
 
-    from cs336_systems.attention.launcher import SPLIT_DTYPE, Launcher, layout
+    from cs336_systems.attention.launcher import Launcher, layout
 
     triton.runtime.driver.set_active(Chip(capability))
     config = config_for_capability(dtype, d_head, capability)
@@ -106,7 +106,7 @@ def compiled_forms(kernel: str, dtype: str, d_head: int, capability: int, tile: 
         launch = Launcher(layouts, replace(config, **changed), is_causal, kernels=(kernel,)).launches[kernel]
         of_rows = ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src")
         made = dict.fromkeys(of_rows, rows) | {"counter_ptr": rows.int()}
-        made["_src"] = x.to(SPLIT_DTYPE) if kernel in BF16X3_KERNELS else x
+        made["_src"] = x.bfloat16() if kernel in BF16X3_KERNELS else x
         yield launch.compile(*(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names))
 
 

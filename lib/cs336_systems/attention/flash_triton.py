@@ -70,9 +70,6 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
         if q.dim() > 4:
             o, *sums = _forward(*(x.flatten(0, -4) for x in (q, k, v)), is_causal)
             return [o.reshape(q.shape), *(x.reshape(*q.shape[:-1], *x.shape[3:]) for x in sums)]
-        if INTERPRETED and dtype == torch.bfloat16:  # the interpreter multiplies bfloat16's bit patterns
-            o, logsumexp, _ = _forward(q.float(), k.float(), v.float(), is_causal)
-            return [o.to(dtype), logsumexp]
         config = config_for(dtype, q.shape[-1], q.device, tf32)
         outputs = _forward_outputs(q, tf32)
         layouts = [layout(x) for x in (q, k, v, outputs[0])]
@@ -123,9 +120,6 @@ def _backward(
             residual = None if tf32 else residual
             grads = _backward(*(x.flatten(0, -4) for x in (do, q, k, v, o)), logsumexp, is_causal, residual)
             return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
-        if INTERPRETED and dtype == torch.bfloat16:
-            inputs, residual = (x.float() for x in (do, q, k, v, o)), torch.zeros_like(logsumexp)
-            return tuple(x.to(dtype) for x in _backward(*inputs, logsumexp, is_causal, residual))
         config = config_for(dtype, q.shape[-1], q.device, tf32)
         outputs = [torch.empty_like(x) for x in (q, k, v)]
         layouts = [layout(x) for x in (q, k, v, do, o, *outputs)]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cs336_systems.dtypes import KERNEL_DTYPES
+from cs336_systems.kernels import tensors
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
 MAX_HEAD_SIZE = 256
@@ -42,24 +42,10 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         TypeError: dtypes that differ or are not supported.
         ValueError: devices or shapes that do not fit, the meta device, a size of 0, or a head size over 256.
     """
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in KERNEL_DTYPES:
-        raise TypeError(
-            f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}; "
-            f"allowed: all three the same, one of {', '.join(map(str, KERNEL_DTYPES))}"
-        )
-    if not q.device == k.device == v.device or q.is_meta:
-        raise ValueError(
-            f"q, k, v are on devices {q.device}, {k.device}, {v.device}; "
-            "allowed: all on the same one, which is not meta"
-        )
-    fit = q.dim() >= 2 and k.shape == v.shape and q.shape[:-2] == k.shape[:-2] and q.shape[-1] == k.shape[-1]
-    if not fit:
-        allowed = "(..., n_queries, d), (..., n_keys, d) and again (..., n_keys, d)"
-    elif 0 in q.shape or 0 in k.shape:
-        allowed = "no dimension of size 0"
-    elif q.shape[-1] > MAX_HEAD_SIZE:
-        allowed = f"a head size d of at most {MAX_HEAD_SIZE}"
-    else:
-        return
-    shapes = f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-    raise ValueError(f"q, k, v have shapes {shapes}; allowed: {allowed}")
+    fits = q.dim() >= 2 and k.shape == v.shape and q.shape[:-2] == k.shape[:-2]
+    fits = fits and q.shape[-1] == k.shape[-1] <= MAX_HEAD_SIZE and 0 not in (*q.shape, *k.shape)
+    allowed = "(..., n_queries, d), (..., n_keys, d) and again (..., n_keys, d), no dimension of size 0, "
+    allowed += f"a head size d of at most {MAX_HEAD_SIZE}"
+    tensors.check_tensors("q, k, v", q, k, v, fits=fits, allowed=allowed, same_dtype=True)
+    if q.is_meta:
+        raise ValueError("q, k, v are on meta; allowed: a device that is not meta, which has no numbers")

@@ -36,10 +36,9 @@ from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 from cs336_systems.attention.kernel_launch import KernelLaunch
 from cs336_systems.attention.triton_backward import backward_kernel, dkdv_kernel, dq_kernel, sum_kernel
 from cs336_systems.attention.triton_forward import forward_kernel, merge_kernel
-from cs336_systems.kernels.runtime import ALIGNMENT, INTERPRETED, capability, sm_count
+from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
 
 LOG2E = math.log2(math.e)
-SPLIT_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter multiplies its bit patterns
 FORWARD, BACKWARD = ("q", "k", "v", "o"), ("q", "k", "v", "do", "o", "dq", "dk", "dv")
 BF16X3 = "bf16x3_"  # of the names of kernels whose operands are in three parts
 FUNCTIONS = {
@@ -130,8 +129,8 @@ class Launcher:
         given = [self.layouts[name] for name in self.names]
         if self.bf16x3:  # the kernels load three matrices of each
             shapes = [as_bhnd(each)[0] for each in given]
-            self.dtype, self.copies = SPLIT_DTYPE, []
-            unit = ALIGNMENT // SPLIT_DTYPE.itemsize
+            self.dtype, self.copies = torch.bfloat16, []
+            unit = ALIGNMENT // self.dtype.itemsize
             self.inputs = [contiguous((b, 3 * h, n, d), unit) for b, h, n, d in shapes]
             self.split_inputs = self._split_inputs(shapes)
         else:
@@ -218,7 +217,7 @@ class Launcher:
         """What the kernels load: the inputs, copies of those that they cannot load from, or three of each."""
         if self.bf16x3:
             sizes = [shape[0] * strides[0] for shape, strides in self.inputs]
-            made = [tensors[0].new_empty(size, dtype=SPLIT_DTYPE) for size in sizes]
+            made = [tensors[0].new_empty(size, dtype=self.dtype) for size in sizes]
             unused = 4 - len(made)  # forward has no do, and no programs for it
             self.split_inputs.run(*tensors, *tensors[:unused], *made, *made[:unused])
             return made

@@ -85,7 +85,7 @@ def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.con
     elif PRECISION == "bf16x3":
         result = product(a, (b[0].T, b[1].T, b[2].T), SCORES)
     elif SCORES and PRECISION == "bf16x6":  # Triton's own has no clamp: +inf of small products hides a -inf
-        result = product(split_bf16(a, tl.bfloat16), split_bf16(b.T, tl.bfloat16), True)
+        result = product(split_bf16(a), split_bf16(b.T), True)
     else:
         result = tl.dot(a, b.T, input_precision=PRECISION)
     return result
@@ -94,7 +94,7 @@ def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.con
 @triton.jit
 def operand(x, like, PRECISION: tl.constexpr):
     """What was computed in float32, to be multiplied by a tile that was loaded like this one."""
-    return split_bf16(x, like[0].dtype) if PRECISION == "bf16x3" else x.to(like.dtype)
+    return split_bf16(x) if PRECISION == "bf16x3" else x.to(like.dtype)
 
 
 @triton.jit

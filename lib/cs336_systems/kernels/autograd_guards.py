@@ -16,6 +16,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     inputs, by those saved tensors that require grad: autograd.grad(..., inputs) looks at nothing else.
     create_graph=True alone is allowed. Backward runs outside of torch.autocast: its forward chose dtypes.
     """
+
     @wraps(backward)
     def guarded(ctx, *upstream: Tensor) -> Any:
         if torch.compiler.is_compiling():  # compilers refuse second derivatives themselves
