@@ -144,6 +144,5 @@ def test_three_bfloat16_hold_all_bits():
     config = dataclasses.replace(config_for(x.dtype, 20, x.device).with_tiles(**BF16X3), sm_count=0)
     launcher = Launcher([layout(x)] * 4, config, False, kernels=("bf16x3_forward",))
     split, *_ = launcher._sources((x, x, x))
-    split = split.view(2, 3, 3, 50, 20)
-    assert torch.equal(split, split.bfloat16().float())
+    split = split.view(2, 3, 3, 50, 24)[..., :20].float()  # rows begin at multiples of 16 bytes
     assert torch.equal(split[:, :, 2] + split[:, :, 1] + split[:, :, 0], x)
