@@ -13,7 +13,6 @@ from pathlib import Path
 import nbformat
 
 from labbook.book import batch, notebooks
-from labbook.book.execute import Outcome, execute
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.files import figures_dir, find, make_folder, write_atomically
@@ -173,15 +172,14 @@ def _paths(words: list[str]) -> list[Path]:
 
 def _execute(paths: list[Path], *, in_place: bool) -> int:
     """Execute notebooks with their defaults; the exit code."""
+    from labbook.book import runs
+
     statuses = set()
     for path in paths:
-        reason = notebooks.why_not_here(path.stem)
         with tempfile.TemporaryDirectory() as folder:
-            executed = Path(folder) / path.name
-            outcome = Outcome("skipped", reason) if reason else execute(path, executed, {})
-            if in_place and outcome.status == "ok":
-                tidied = tidy(nbformat.read(executed, as_version=4))
+            (record,) = runs.run_batch([batch.Job(path)], Path(folder))
+            if in_place and record["status"] == "ok":
+                tidied = tidy(nbformat.read(Path(folder) / path.name, as_version=4))
                 write_atomically(path, nbformat.writes(tidied) + "\n")
-        print(f"{outcome.status:7} {outcome.seconds:7.1f} s  {path.stem} {outcome.reason}", flush=True)
-        statuses.add(outcome.status)
+        statuses.add(record["status"])
     return int("error" in statuses)

@@ -66,20 +66,16 @@ def parameter_errors(known: Mapping[str, Parameter], given: Mapping[str, Any], s
         BatchError: parameters.yaml cannot be read, or has a rule of an unknown kind.
     """
     errors = [unknown("parameter", name, known) for name in given if name not in known]
-    errors += [
-        f"{name} is {value!r}; allowed: {describe(known[name].default)}"
-        for name, value in given.items()
-        if name in known and not _has_type_of(known[name].default, value)
-    ]
+    expected = {name: _expected(known[name].default, given[name]) for name in given if name in known}
+    errors += [f"{name} is {given[name]!r}; allowed: {text}" for name, text in expected.items() if text]
     if errors:
         return errors
     rules = rules_of(slug)
     values = {name: parameter.default for name, parameter in known.items()} | given
     # Of the others only those whose rule looks at a given one: a default size may not be of another edition
-    asked = [
-        name for name in values if name in given or given.keys() & map(str, rules.get(name, {}).values())
-    ]
-    return [error for name in asked if (error := _value_error(name, rules.get(name, {}), values))]
+    asked = {each: rules.get(each, {}) for each in values}
+    asked = {each: rule for each, rule in asked.items() if given.keys() & {each, *map(str, rule.values())}}
+    return [error for name, rule in asked.items() if (error := _value_error(name, rule, values))]
 
 
 def rules_of(slug: str) -> dict[str, dict[str, Any]]:
@@ -92,17 +88,13 @@ def rules_of(slug: str) -> dict[str, dict[str, Any]]:
     return rules
 
 
-def describe(default: Any) -> str:
-    """What may stand where this default stands: "a list, each item a whole number, like [128, 256]"."""
-    if isinstance(default, list):
-        return f"a list, each item {_TYPES[type(default[0])]}, like {default!r}"
-    return f"{_TYPES[type(default)]}, like {default!r}"
-
-
-def _has_type_of(default: Any, value: Any) -> bool:
-    if isinstance(default, list):
-        return isinstance(value, list | tuple) and all(_has_type_of(default[0], item) for item in value)
-    return type(value) is type(default) or (type(default), type(value)) == (float, int)
+def _expected(default: Any, value: Any) -> str:
+    """What is allowed where this default stands: "a list, each item text, like ['plain']"; "" if the value is."""
+    several, kind = isinstance(default, list), type(_listed(default)[0])
+    fits = {*map(type, _listed(value))} <= {kind, *([int] if kind is float else [])}
+    if fits and several == isinstance(value, list | tuple):
+        return ""
+    return f"{'a list, each item ' * several}{_TYPES[kind]}, like {default!r}"
 
 
 def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) -> str:

@@ -1,9 +1,7 @@
 """Carrying out a batch: one process a notebook, a record of each on disk, a summary."""
 
 import importlib.metadata
-import importlib.util
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +14,7 @@ import tqdm
 from labbook import code
 from labbook.book.batch import Job
 from labbook.book.execute import Outcome, execute
-from labbook.book.notebooks import BatchError, is_last, read_parameters, why_not_here
+from labbook.book.notebooks import is_last, read_parameters, why_not_here
 from labbook.files import make_folder, write_atomically
 
 Record = dict[str, Any]  # how a job ended, as kept beside its executed notebook: an Outcome, and these
@@ -30,12 +28,9 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
     runs at once one waits for what the other executes. `force` executes also what is done.
 
     Raises:
-        BatchError: there is no Jupyter kernel to run on.
         PermissionError: the folder cannot be written to.
         KeyboardInterrupt: Ctrl-C; what was running has ended.
     """
-    if importlib.util.find_spec("ipykernel") is None:
-        raise BatchError(f"no Jupyter kernel: {sys.executable} lacks ipykernel; run: pip install ipykernel")
     make_folder(folder, "name one that can: --output FOLDER")
     records = []
     with tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:

@@ -167,7 +167,7 @@ def _machines() -> Iterator[str]:
     for path in sorted(notebooks.NOTEBOOKS.glob("*.ipynb")):
         for name in (name for name, table in TABLES.items() if "p50_ms" in table.values):
             there = [each for each in machines if find(each, path.stem[3:], f"{name}.csv").exists()]
-            if not there:
+            if len(there) < 2:
                 continue
             rows = longest_warmup(pd.concat([load_rows(path.stem[3:], each, name) for each in there]))
             keys = [key for key in TABLES[name].keys if key != "warmup_steps"]

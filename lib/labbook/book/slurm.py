@@ -53,7 +53,7 @@ def run_batch(
                 started = [_submit(name, names, command, output, gpus) for gpus, names in arrays.items()]
                 while any(process.poll() is None for process in started):
                     time.sleep(_LOOK_EVERY_S)
-                    bar.update(sum(map(bool, (_record(job, output) for job in due))) - bar.n)
+                    bar.update(sum(bool(_records(job, output)) for job in due) - bar.n)
                 for names, process in zip(arrays.values(), started, strict=True):
                     number, error = (text.strip() for text in process.communicate())
                     logs = [output / "slurm" / f"{number}_{place}.log" for place, _ in enumerate(names)]
@@ -62,12 +62,11 @@ def run_batch(
     except KeyboardInterrupt:
         subprocess.run(["scancel", f"--name={name}"], capture_output=True)
         raise
-    return [_record(job, output) or _lost(job, said[job.name]) for job in jobs]
+    return [_record(job, output, said.get(job.name, "")) for job in jobs]
 
 
 def _is_due(job: Job, output: Path) -> bool:
-    records = {path.parent: runs.load_record(path) for path in output.glob(f"*/{job.name}.json")}
-    return all(runs.why_again(job, record, folder) for folder, record in records.items())
+    return all(runs.why_again(job, record, path.parent) for path, record in _records(job, output).items())
 
 
 def _gpus(job: Job) -> int:
@@ -87,11 +86,14 @@ def _submit(
     return subprocess.Popen(["sbatch", *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _record(job: Job, output: Path) -> runs.Record | None:
-    return next(filter(None, map(runs.load_record, output.glob(f"*/{job.name}.json"))), None)
+def _records(job: Job, output: Path) -> dict[Path, runs.Record]:
+    paths = output.glob(f"*/{job.name}.json")
+    return {path: record for path in paths if (record := runs.load_record(path))}
 
 
-def _lost(job: Job, said: str) -> runs.Record:
-    """Of a job that was refused, or killed before it could say how it ended."""
+def _record(job: Job, output: Path, said: str) -> runs.Record:
+    """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
+    for record in _records(job, output).values():
+        return record
     why = f"no record, and Slurm says: {(said.strip().splitlines() or ['nothing'])[-1]}"
     return {"notebook": job.notebook.stem, "parameters": job.line(), **asdict(Outcome("error", why))}

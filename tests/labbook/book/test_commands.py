@@ -141,7 +141,7 @@ def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(folder
         output.write_text(text.replace("print(steps)", "print(steps)  # executed"))
         return Outcome(status)
 
-    monkeypatch.setattr(commands, "execute", execute)
+    monkeypatch.setattr(runs, "execute", execute)
     before = (folder / "12_two.ipynb").read_text()
     assert command("notebooks", "11") == (status != "ok")
     assert executed == ["11_one", "00_start_here"], "the map quotes the notebooks"
