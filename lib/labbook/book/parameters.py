@@ -89,7 +89,7 @@ def rules_of(slug: str) -> dict[str, dict[str, Any]]:
 
 
 def _expected(default: Any, value: Any) -> str:
-    """What is allowed where this default stands: "a list, each item text, like ['plain']"; "" if the value is."""
+    """What is allowed where this default stands: "a list, each item text, like ['a']"; "" if the value is."""
     several, kind = isinstance(default, list), type(_listed(default)[0])
     fits = {*map(type, _listed(value))} <= {kind, *([int] if kind is float else [])}
     if fits and several == isinstance(value, list | tuple):

@@ -79,7 +79,7 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
     with locked(target), tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "source"
+        source, built = Path(scratch) / "source", Path(scratch) / "built"
         (source / "extra" / "plots").mkdir(parents=True)
         pages = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
         plots = {path.stem: _page(path, source, pages, path.stem in records) for path in paths}
@@ -97,9 +97,10 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
         for name, text in texts.items():
             (source / name).write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", f"{scratch}/trees"]
-        done = subprocess.run([*command, source, target], capture_output=True, text=True)
+        done = subprocess.run([*command, source, built], capture_output=True, text=True)
         if done.returncode:
             raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
+        shutil.copytree(built, target, dirs_exist_ok=True)
     return target / "index.html"
 
 

@@ -81,6 +81,7 @@ def test_the_first_page_of_a_run_says_how_each_ended_and_why_one_failed(run, sph
     text = build().read_text()
     assert re.search(r"error +1.0 s  12_two steps=3\n +cell \[1\]: Bad: &lt;luck&gt;", text)
     assert {path.name for path in there.glob("*.ipynb")} == {"11_one-3.ipynb", "12_two.ipynb"}
+    assert [path.name for path in there.parent.iterdir()] == [there.name], "myst-nb writes beside its pages"
     assert '<a href="11_one-3.html#11_one-3-1">It is fast' in (there / "gallery.html").read_text()
     assert "13_three ended otherwise" in build("13_three ended otherwise").read_text()
 
