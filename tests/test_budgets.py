@@ -14,12 +14,12 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/cs336_systems/kernels": (828, 650),
     "lib/cs336_systems/parallel": (2_963, 2_150),
     "lib/cs336_systems/training": (711, 700),
-    "lib/labbook": (5_724, 3_400),
-    "lib/labbook/book": (1_283, 850),
+    "lib/labbook": (5_712, 3_400),
+    "lib/labbook/book": (1_271, 850),
     "lib/labbook/memory": (468, 400),
     "lib/labbook/profiles": (781, 550),
     "notebooks": (254, None),
-    "tests": (12_493, 9_500),
+    "tests": (12_491, 9_500),
 }
 
 
