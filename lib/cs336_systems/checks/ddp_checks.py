@@ -127,7 +127,8 @@ def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[s
         yield from mistakes
         return
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
-    after, otherwise = weights(wrapped), f"not the mean over the ranks, or parameters() do not have it.{hint}"
+    otherwise = f"not the mean over the ranks, or parameters() are not updated by it.{hint}"
+    after = weights(wrapped)
     for name in (name for name, each in own.named_parameters() if each.requires_grad):
         of_all, mine = (model.get_parameter(name).grad for model in (total, own))
         diagnoses = {

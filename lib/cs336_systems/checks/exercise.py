@@ -29,7 +29,6 @@ _NOTHING = "nothing is returned; is a `return` missing?"
 _NONE = "; a missing `return`, a gradient that is not there, a message without async_op=True?"
 TIMEOUT_S = 75.0  # more than the time limit of ranks, whose message says where they are
 _MOST_PRINTED = 20_000  # characters that a step passes on of what the code inside prints
-_AGAIN_S = 5.0  # a time limit that was caught comes again after so long
 
 
 class Property(NamedTuple):
@@ -47,7 +46,7 @@ class Property(NamedTuple):
         """What is wrong with a candidate; None where the property holds."""
         found = self.holds(*candidate)
         if isinstance(found, bool):
-            return None if found else self.diagnoses
+            return None if found else self.diagnoses or f"not so: {self.name}"
         return next(iter(found), None)
 
 
@@ -185,7 +184,7 @@ def _limited(timeout_s: float) -> Iterator[None]:
     signals = [signal.SIGALRM] + [signal.SIGINT] * callable(signal.getsignal(signal.SIGINT))
     before = {each: signal.signal(each, stop) for each in signals}
     try:
-        signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
+        signal.setitimer(signal.ITIMER_REAL, timeout_s, 5.0)  # again after 5 s, if a solution catches it
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

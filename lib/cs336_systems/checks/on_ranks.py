@@ -88,9 +88,9 @@ def close(a: Tensor, b: Tensor) -> bool:
 def unlike(
     what: str, found: Tensor | None, wanted: Tensor, diagnoses: dict, otherwise: str, alike=close
 ) -> Iterator[str]:
-    """Nothing where a tensor is the wanted one; else what it is: the key, of `diagnoses`, of its like."""
+    """Nothing where a tensor is the wanted one; else what it is: the diagnosis whose tensor it is like."""
     if found is None:
-        yield f"{what} is missing. Keep all that is computed inside autograd."
+        yield f"{what} is missing. Keep forward inside autograd, its all-reduce too."
     if not alike(found, wanted):
         is_ = next((text for text, other in diagnoses.items() if alike(found, other)), otherwise)
         yield f"{what} is {is_}"
@@ -125,9 +125,8 @@ def _unfinished(sent: Sequence[Message]) -> str:
     late = [message.name for message in handles if not message.waited_for]
     if not late:
         return ""
-    mend = f"Keep every handle that {late[0]}(..., async_op=True) returns, and wait() for it."
-    collectives = f"{len(late)} of {len(handles)} {late[0].replace('_', '-')}s"
-    return f"{collectives} may still be under way at the end. {mend}"
+    where = f"{len(late)} of {len(handles)} {late[0].replace('_', '-')}s may still be under way at the end"
+    return f"{where}. Keep every handle that {late[0]}(..., async_op=True) returns, and wait() for it."
 
 
 _observers: list[Callable[[Message], None]] = []
