@@ -34,7 +34,7 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     Its folder is the kernel's working directory. Ctrl-C ends everything that was started here.
     """
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
-    started, code = time.perf_counter(), None
+    started = time.perf_counter()
     what = json.dumps([str(source), str(partial), parameters])
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, what], start_new_session=True,  # Ctrl-C is for this process
@@ -42,14 +42,14 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     )  # fmt: skip
     try:
         reason = process.communicate()[0]
-        code = process.wait()
-    finally:
-        if code is None:
-            _kill_tree(process.pid)
-            partial.unlink(missing_ok=True)
-    if code:  # it could not say why
-        killed = f"killed by {signal.Signals(-code).name}, perhaps out of memory" if code < 0 else ""
-        reason = killed or f"exit code {code}"
+    except BaseException:
+        _kill_tree(process.pid)
+        partial.unlink(missing_ok=True)
+        raise
+    if (code := process.returncode) < 0:  # it could not say why
+        reason = f"killed by {signal.Signals(-code).name}, perhaps out of memory"
+    elif code:
+        reason = f"exit code {code}"
     if partial.exists():
         os.replace(partial, output)
     return Outcome("error" if reason else "ok", reason, round(time.perf_counter() - started, 1))

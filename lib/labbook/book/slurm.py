@@ -75,9 +75,7 @@ def _gpus(job: Job) -> int:
     return max(ranks) if job.parameters.get("backend") == "nccl" else 1
 
 
-def _submit(
-    name: str, jobs: Sequence[str], command: Sequence[str], output: Path, gpus: int
-) -> subprocess.Popen:
+def _submit(name: str, jobs: list[str], command: Sequence[str], output: Path, gpus: int) -> subprocess.Popen:
     """An sbatch that ends when its array has, having printed its number, or why it was refused."""
     asked = ["--wait", "--parsable", "--nodes=1", f"--job-name={name}", f"--array=0-{len(jobs) - 1}"]
     asked += [f"--gpus-per-node={gpus}"] * (gpus > 0)

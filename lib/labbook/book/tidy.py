@@ -23,7 +23,6 @@ METADATA = {
 # Between these lines stands what the learner writes; nbgrader leaves the same stub in their place.
 _SOLUTION = re.compile(r"^([ \t]*)### BEGIN SOLUTION\n.*?^[ \t]*### END SOLUTION$", re.DOTALL | re.MULTILINE)
 _STUB = r"\1# YOUR CODE HERE\n\1raise NotImplementedError()"
-_MAY_RAISE = "raises-exception"  # tag of a cell whose error stops nothing
 
 
 def tidy(notebook: NotebookNode) -> NotebookNode:
@@ -62,7 +61,7 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             tags = cell.metadata.get("tags", [])
-            cell.metadata["tags"] = [*tags, _MAY_RAISE]
+            cell.metadata["tags"] = [*tags, "raises-exception"]  # whose error stops nothing
             if has_solution(cell) or CHECKER in tags:
                 cell.outputs, cell.execution_count = [], None
             cell.source = _SOLUTION.sub(_STUB, cell.source)
