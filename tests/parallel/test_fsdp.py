@@ -23,6 +23,7 @@ from cs336_systems.model import Linear, build_model
 from cs336_systems.parallel import FSDP, WorkerError, launch
 from cs336_systems.parallel.collective_calls import watch_collectives
 from cs336_systems.training.checkpointing import forward_with, strategy
+from cs336_systems.training.fused import use_fused_loss
 
 BLOCKS = {"unit_types": ("TransformerBlock",)}
 UNITS = {
@@ -128,6 +129,8 @@ def compute_dtype(context):
         assert {message.dtype for message in messages} == {"bfloat16"}
         assert all(p.dtype == p.grad.dtype == torch.float32 for p in wrapped.parameters())
         assert losses[-1] < 0.5 * losses[0]
+        with_loss = FSDP(use_fused_loss(tiny()), torch.bfloat16, **options)  # its head is of another class
+        assert with_loss(tokens, targets).item() == pytest.approx(losses[0].item(), rel=1e-2)
     wrapped = FSDP(Linear(64, 64, dtype=torch.float16))
     (weight,) = wrapped.parameters()
     weight.grad = torch.full_like(weight, 10)  # float16 cannot hold the square of the norm

@@ -68,7 +68,7 @@ class FSDP(DataParallel):
         self,
         module: nn.Module,
         compute_dtype: torch.dtype | None = None,
-        shard_types: Types = ("Linear", "Embedding"),
+        shard_types: Types = ("Linear", "Embedding", "LossHead"),  # training.fused has the last
         *,
         unit_types: Types = (),
         prefetch: int = 2,

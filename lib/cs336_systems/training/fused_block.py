@@ -25,7 +25,7 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.kernels import rms_norm, rotary, swiglu
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
-from cs336_systems.kernels.runtime import launch, stored_dtype
+from cs336_systems.kernels.runtime import launch
 from cs336_systems.model import TransformerBlock, run_block
 from cs336_systems.training.fused import is_as_written, use_fused_blocks
 
@@ -123,14 +123,12 @@ def _ab(n2: Tensor, w: Weights, stacked: bool) -> tuple[Tensor, ...]:
 
 def _feed_forward_backward(dy: Tensor, n2: Tensor, a: Tensor, b: Tensor, w: Weights) -> tuple[Tensor, ...]:
     """dn2 and the gradients of w1, w2 and w3, of a and b stacked, which become da and db."""
-    dc = w.w2.T @ dy.T  # becomes c; the interpreter cannot write 16 bits
-    dc, ab = (x.to(stored_dtype(x.dtype)) for x in (dc, _stack(a, b)))
+    c, ab = w.w2.T @ dy.T, _stack(a, b)  # c is dc until the kernel has written it
     both = ab.chunk(2)
-    grid, options = (triton.cdiv(dc.numel(), swiglu.BLOCK),), {"BLOCK": swiglu.BLOCK, "WITH_C": True}
-    launch(swiglu.swiglu_backward_kernel, grid, dc, *both, *both, dc, dc.numel(), **options)
-    c, d_ab = dc.to(dy.dtype), ab.to(dy.dtype)
-    d_w1, d_w3 = (d_ab @ n2).chunk(2)
-    return d_ab.T @ _stack(w.w1, w.w3), d_w1, dy.T @ c.T, d_w3
+    grid, options = (triton.cdiv(c.numel(), swiglu.BLOCK),), {"BLOCK": swiglu.BLOCK, "WITH_C": True}
+    launch(swiglu.swiglu_backward_kernel, grid, c, *both, *both, c, c.numel(), **options)
+    d_w1, d_w3 = (ab @ n2).chunk(2)
+    return ab.T @ _stack(w.w1, w.w3), d_w1, dy.T @ c.T, d_w3
 
 
 def _stack(one: Tensor, other: Tensor) -> Tensor:
