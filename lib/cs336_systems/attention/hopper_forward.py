@@ -16,6 +16,8 @@ fit on the GPU at a time, and each takes the next work tile from a counter until
 loads the next Q, K and V while the consumers finish the last, and no SM waits for a program to start. For
 that Q has two buffers.
 
+O leaves by TMA, from the buffer that Q was in.
+
 Every buffer has two mbarriers, `ready` (or full) and `free`: who fills it waits for free, who reads it for
 ready. A wait names the phase that must have ended; it flips with every round of the ring (`_next`). At first
 all buffers are free: the producer waits for the other phase (`^ 1`), and so does not wait.
@@ -30,7 +32,7 @@ What functions pass on together is a tuple:
     barriers   (q_ready, q_free, k_ready, k_free, v_ready, v_free), mbarriers, two of every slot of a consumer
                and four of every stage, and (next_ready, next_free) if PERSISTENT
     sizes      (n_heads, n_queries, n_keys, work_tiles, scale_log2)
-    output     (o_ptr, lse_ptr, o_strides)
+    output     (o_dst, lse_ptr), what TMA stores to, and a pointer
     ring       (stage, phase), the buffers of K and V that come next, and the phase of their barriers
 """
 
@@ -47,7 +49,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from cs336_systems.attention.hopper_backward import (
     _accumulator_layout,
     _next,
-    _store,
     block_barrier,
     new_barriers,
     new_tiles,
@@ -149,8 +150,7 @@ def _softmax(s, m, scale_log2):
 @gluon.jit
 def consume(
     shared,
-    CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr,
-    PERSISTENT: gl.constexpr,
+    CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """O and L of one consumer's queries of every work tile."""
     _, buffers, barriers, sizes, _ = shared
@@ -161,28 +161,27 @@ def consume(
         slot, slot_phase, turn = 0, 0, 0
         while work < sizes[3]:
             i = slot * CONSUMERS + CONSUMER
-            ring = attend(shared, work, ring, i, slot_phase, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS, D)
+            ring = attend(shared, work, ring, i, slot_phase, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS)
             mbarrier.wait(barriers[6], turn)
             work = gl.max(buffers[3].load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             mbarrier.arrive(barriers[7])
             slot, slot_phase = _next(slot, slot_phase, 2)
             turn ^= 1
     else:
-        attend(shared, work, ring, CONSUMER, 0, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS, D)
+        attend(shared, work, ring, CONSUMER, 0, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS)
 
 
 @gluon.jit
 def attend(
     shared, work, ring, slot, slot_phase,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
-    D: gl.constexpr,
 ):  # fmt: skip
     """O and L of one consumer's queries of a work tile, with Q in this slot. Returns the ring after it."""
     _, buffers, barriers, sizes, output = shared
     qs, ks, vs = buffers[:3]
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers[:6]
     n_heads, n_queries, n_keys, _, scale_log2 = sizes
-    o_ptr, lse_ptr, o_strides = output
+    o_dst, lse_ptr = output
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK_M: gl.constexpr = CONSUMERS * QUERIES
     BLOCK_N: gl.constexpr = ks.shape[1]
@@ -241,7 +240,6 @@ def attend(
         mbarrier.arrive(v_free.index(before))
         o = o * gl.convert_layout(correction, gl.SliceLayout(1, out))[:, None]
         p = gl.convert_layout(p.to(q.dtype), operand, assert_trivial=True)
-    mbarrier.arrive(q_free.index(slot))  # the last S is computed
     mbarrier.wait(v_ready.index(stage), phase)
     o = warpgroup_mma(p, vs.index(stage), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=[o])
@@ -258,17 +256,18 @@ def attend(
     row = (batch * n_heads + head).to(gl.int64) * n_queries
     gl.store(lse_ptr + row + queries, lse, mask=queries < n_queries)
     o = o / gl.convert_layout(total, gl.SliceLayout(1, out))[:, None]
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, stored))
-    _store(o_ptr, o_strides, o, batch, head, rows, n_queries, D, stored)
+    q.store(o.to(q.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(o_dst, [batch, head, first_query, 0], q)
+    tma.store_wait(0)  # until it is read, not until it is written
+    mbarrier.arrive(q_free.index(slot))
     return _next(stage, phase, STAGES)
 
 
 @gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys", "work_tiles"])
 def hopper_forward_kernel(
-    q_src, k_src, v_src, o_ptr, lse_ptr, counter_ptr, o_strides, n_heads, n_queries, n_keys, work_tiles,
-    scale_log2,
-    CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    q_src, k_src, v_src, o_dst, lse_ptr, counter_ptr, n_heads, n_queries, n_keys, work_tiles, scale_log2,
+    CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
 ):  # fmt: skip
     """O and L. Four warps; BLOCK_N is a multiple of 64.
@@ -300,13 +299,13 @@ def hopper_forward_kernel(
 
     sources = (q_src, k_src, v_src)
     sizes = (n_heads, n_queries, n_keys, work_tiles, scale_log2)
-    output = (o_ptr, lse_ptr, o_strides)
+    output = (o_dst, lse_ptr)
     shared = (sources, buffers, barriers, sizes, output)
     gl.warp_specialize(
         [  # of up to three consumers the last ones
-            (consume, (shared, consumers - 3, CAUSAL, EVEN_KEYS, D, PERSISTENT)),
-            (consume, (shared, consumers - 2, CAUSAL, EVEN_KEYS, D, PERSISTENT)),
-            (consume, (shared, consumers - 1, CAUSAL, EVEN_KEYS, D, PERSISTENT)),
+            (consume, (shared, consumers - 3, CAUSAL, EVEN_KEYS, PERSISTENT)),
+            (consume, (shared, consumers - 2, CAUSAL, EVEN_KEYS, PERSISTENT)),
+            (consume, (shared, consumers - 1, CAUSAL, EVEN_KEYS, PERSISTENT)),
             (produce, (shared, counter_ptr, CAUSAL, PERSISTENT)),
         ][3 - consumers :],
         _workers(consumers)[0],

@@ -28,7 +28,7 @@ class KernelLaunch:
     Args:
         programs: and the number of splits.
         arguments: by name, also others than the kernel takes.
-        descriptors: for the first tensors, which the kernel loads by TMA.
+        descriptors: for the first tensors, which the kernel loads or stores by TMA.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class KernelLaunch:
     ) -> None:
         self.kernel, self.grid, self.descriptors = kernel, (*programs, 1), descriptors
         names = kernel.arg_names
-        self.tensor_names = [name for name in names if name.endswith(("_src", "_ptr"))]  # they come first
+        self.tensor_names = [name for name in names if name.endswith(("_src", "_dst", "_ptr"))]  # they come first
         self.arguments = tuple(arguments[name] for name in names[len(self.tensor_names) :])
         self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if tile.max_registers:
@@ -104,7 +104,7 @@ class KernelLaunch:
         return self.kernel.warmup(*self.described(tensors), *self.arguments, grid=self.grid, **self.options)
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
-        """The tensors, the first of them as the descriptors that the kernel loads by."""
+        """The tensors, the first of them as the descriptors that TMA takes."""
         described = [_with_tensor(each, x) for each, x in zip(self.descriptors, tensors, strict=False)]
         return *described, *tensors[len(described) :]
 

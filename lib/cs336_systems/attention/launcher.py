@@ -137,6 +137,7 @@ class Launcher:
             self.inputs = [kernel_layout(x, config.dtype.itemsize, self.use_tma) for x in given]
             pairs = enumerate(zip(given, self.inputs, strict=True))
             self.copies = [(i, new) for i, (old, new) in pairs if new is not old]
+        self.stored = kernel_layout(self.layouts["o"], config.dtype.itemsize, config.use_tma)  # by TMA
         self.outputs = {name: self.layouts[name] for name in (("dq", "dk", "dv") if backward else ("o",))}
         self.merge = self._merge() if self.plan.splits > 1 else None
         self.launches = {kernel: self._launch(kernel) for kernel in kernels}
@@ -197,7 +198,7 @@ class Launcher:
         return KernelLaunch(function, grid, arguments, tile, self._descriptors(kernel, tile))
 
     def _descriptors(self, kernel: str, tile: Tile) -> list[Any]:
-        """Of the inputs; none where threads load the tiles. In Gluon a matmul's rows of what programs own."""
+        """Of the inputs, and of O where TMA stores it; none where threads load the tiles. In Gluon a matmul's rows of what programs own."""
         if not self.use_tma:
             return []
         gluon, queries, keys = kernel in GLUON_KERNELS, tile.block_m, tile.block_n
@@ -206,11 +207,12 @@ class Launcher:
         elif gluon:
             queries = min(queries, WARP_GROUP_ROWS)
         shapes = [(1, 1, n, self.config.block_d) for n in (queries, keys, keys, queries)]
+        stored = [self.stored] if kernel == "hopper_forward" else []
         element = getattr(gl, str(self.dtype).removeprefix("torch."))
         in_shared = gl.NVMMASharedLayout.get_default_for if gluon else lambda *_: None
         return [
             describe(as_bhnd(x), shape, self.dtype, in_shared(shape, element))
-            for x, shape in zip(self.inputs, shapes, strict=False)
+            for x, shape in zip([*self.inputs, *stored], shapes, strict=False)
         ]
 
     def _sources(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -258,7 +260,10 @@ class Launcher:
     def _hopper_forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
         # Any tensor where the kernel does not count.
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self.plan.persistent else lse
-        self.launches["hopper_forward"].run(*self._sources((q, k, v)), o, lse, counter)
+        stored = o if self.stored is self.layouts["o"] else o.new_empty_strided(*self.stored)
+        self.launches["hopper_forward"].run(*self._sources((q, k, v)), stored, lse, counter)
+        if stored is not o:
+            o.copy_(stored)
 
     def _dq_dkdv(self, q, k, v, do, o, lse, residual, *gradients: Tensor) -> None:
         sources, delta = self._sources((q, k, v, do)), torch.empty_like(lse)
