@@ -24,11 +24,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Name, heads, queries, keys, d, causal; dtype; and the kernels that run it on a Hopper GPU of 132 SMs.
 _CASES = [
     ("short", 180, 250, 250, 64, True, BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
-    ("wide", 120, 250, 250, 128, True, BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
+    ("wide", 120, 250, 250, 128, True, BF16, "hopper_forward 128x128 persistent, dq, dkdv"),
     ("full", 60, 768, 1152, 64, False, BF16, "hopper_forward 192x128 persistent, hopper_backward"),
     ("ragged", 60, 768, 1100, 64, False, BF16, "hopper_forward 192x128, hopper_backward"),
     ("wide, full", 60, 520, 640, 128, False, BF16, "hopper_forward 128x128 persistent, hopper_backward"),
-    ("wide, causal", 40, 1030, 400, 128, True, FP16, "hopper_forward 64x64 persistent, hopper_backward"),
+    ("wide, causal", 40, 1030, 400, 128, True, FP16, "hopper_forward 128x128 persistent, hopper_backward"),
     ("narrow", 45, 1030, 400, 16, True, FP16, "hopper_forward 64x64 persistent, hopper_backward"),
     ("few", 40, 200, 200, 64, False, BF16, "hopper_forward 64x128, dq, dkdv"),
     ("fewer", 2, 300, 300, 128, True, BF16, "hopper_forward 64x128, backward"),

@@ -198,7 +198,10 @@ class Launcher:
         return KernelLaunch(function, grid, arguments, tile, self._descriptors(kernel, tile))
 
     def _descriptors(self, kernel: str, tile: Tile) -> list[Any]:
-        """Of the inputs, and of O where TMA stores it; none where threads load the tiles. In Gluon a matmul's rows of what programs own."""
+        """Of the inputs, and of O where TMA stores it; none where threads load the tiles.
+
+        In Gluon of a matmul's rows of what programs own.
+        """
         if not self.use_tma:
             return []
         gluon, queries, keys = kernel in GLUON_KERNELS, tile.block_m, tile.block_n
