@@ -2,7 +2,7 @@
 
 There is no autotuner: it would measure again in every process, and its choice would change from run to run.
 Almost no tile spills registers (notebook 24): Hopper's own kernels in any form, the others causal. Of their
-other forms a few of "ieee" spill up to 24 bytes, and up to 64 where their loop is split. Two float32 tiles
+other forms a few of "ieee" spill up to 24 bytes, and up to 144 where their loop is split. Two float32 tiles
 for heads of 128 spill, yet are fastest: bf16x3_dkdv's, about 1 kB a thread (two others, which spill half as
 much, took 1.36 times as long, and the same kernel in Gluon, without spills, 1.15 times), and backward's, 804
 bytes (another, which spills 108, took 1.4 times as long). Hopper's were chosen by measurements on an H200; dq
