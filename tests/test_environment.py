@@ -20,8 +20,7 @@ PIP_ONLY = {"triton"}
 CONDA_NAMES = {"torch": "pytorch"}
 # Run or looked into, not imported: JupyterLab itself, the MathJax of the pages, pytest's plugins, the linter.
 NOT_IMPORTED = {"jupyterlab", "jupyter-server-mathjax", "pytest-timeout", "pytest-xdist", "nbval", "ruff"}
-NOT_IMPORTED |= {"ipykernel"}  # what executes notebooks
-NOT_IMPORTED |= {"sphinx", "myst-nb", "furo"}  # Sphinx is a process of its own
+NOT_IMPORTED |= {"ipykernel", "sphinx", "myst-nb", "furo"}  # processes of their own
 
 
 def required(*groups):

@@ -8,9 +8,8 @@ from importlib import import_module
 
 from cs336_systems.accounting import checkpoint_costs, sharding_costs
 from cs336_systems.accounting.attention_costs import (
-    attention_flops, attention_part_bytes, attention_part_flops, attention_peak_breakdown,
+    attention_flops, attention_part_bytes, attention_part_flops, attention_peak_breakdown, flash_scores,
     attention_peak_bytes, attention_saved_bytes, attention_traffic_bytes, flash_bytes, flash_flops,
-    flash_scores,
 )  # fmt: skip
 from cs336_systems.accounting.collective_costs import COLLECTIVES, MB, bus_factor
 from cs336_systems.accounting.collective_costs import fit_alpha_beta, fit_collective, torch_bucket_bytes
