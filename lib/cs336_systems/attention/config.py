@@ -131,8 +131,8 @@ PORTABLE_TILES = {
 INTERPRETER_TILE = Tile(64, 64, 4, 1)
 
 
-# Where there are enough programs of short sequences of heads up to 64, "hopper_forward" has another tile, up to
-# this length, or a quarter of it if not causal. What a program does once takes as long as several tiles of
+# Where there are enough programs of short sequences of heads up to 64, "hopper_forward" has another tile, up
+# to this length, or a quarter of it if not causal. What a program does once takes as long as several tiles of
 # keys, and programs that share an SM do it while others multiply. Measured on an H200: 1,024 tokens, 256
 # causal heads of 64 take 0.65 of the largest tile's time; 4,096 tokens, 64 causal heads, 0.93. Above, the
 # largest tile is as fast or faster. For heads of 128 it is so from 256 tokens on: 1.06 to 1.17 times as fast
