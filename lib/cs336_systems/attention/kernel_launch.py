@@ -41,9 +41,8 @@ class KernelLaunch:
     ) -> None:
         self.kernel, self.grid, self.descriptors = kernel, (*programs, 1), descriptors
         names = kernel.arg_names
-        self.tensor_names = [
-            name for name in names if name.endswith(("_src", "_dst", "_ptr"))
-        ]  # they come first
+        endings = "_src", "_dst", "_ptr"
+        self.tensor_names = [name for name in names if name.endswith(endings)]  # they come first
         self.arguments = tuple(arguments[name] for name in names[len(self.tensor_names) :])
         self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if tile.max_registers:
