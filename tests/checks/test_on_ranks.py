@@ -4,7 +4,7 @@ And they name each classic mistake: a solution with a piece of it changed.
 """
 
 import re
-from functools import partial
+from functools import cache
 
 import cloudpickle
 import pytest
@@ -181,42 +181,31 @@ def overlapped(wrap):
     yield from ddp_checks.unusual(wrap)
 
 
-GROUPS = {  # notebook and solution, what is asked, and what is said
+GROUPS = {  # notebook and solution, checker, and what is said
     "ddp": ("35", "ShortOverlap", overlapped, DDP),
-    "optimizer": (
-        "41",
-        "AsyncSharded",
-        partial(checks.check_sharded_optimizer.__wrapped__, thorough=True),
-        OPTIMIZER,
-    ),
+    "optimizer": ("41", "AsyncSharded", checks.check_sharded_optimizer.__wrapped__, OPTIMIZER),
     "fsdp": ("43", "MyFSDP", checks.check_fsdp.__wrapped__, FSDP),
     "tensor": ("55", "TensorParallelSwiGLU", checks.check_tensor_parallel.__wrapped__, TENSOR),
 }
 
 
-@pytest.fixture(scope="module")
-def failures():
+@cache
+def failures(group):
     """What is said of each candidate of a group, all of them in one launch: none may disturb the next."""
-    said = {}
 
     def try_each(context, pickled):  # in here, so that it is sent by value
         return {name: " ".join(try_properties(context, each)) for name, each in pickled.items()}
 
-    def of_group(group):
-        if group not in said:
-            number, name, asked, changes = GROUPS[group]
-            solution = written(number, name)
-            pickled = {key: cloudpickle.dumps((solution.made(*each), asked)) for key, each in changes.items()}
-            said[group] = launch(try_each, 2, pickled, backend="gloo", timeout_s=200)[0]
-        return said[group]
-
-    return of_group
+    number, name, asked, changes = GROUPS[group]
+    solution = written(number, name)
+    pickled = {key: cloudpickle.dumps((solution.made(*each), asked)) for key, each in changes.items()}
+    return launch(try_each, 2, pickled, backend="gloo", timeout_s=200)[0]
 
 
 @pytest.mark.parametrize(
     ("group", "sentence"), [(group, sentence) for group in GROUPS for sentence in GROUPS[group][-1]]
 )
-def test_each_mistake_is_named(failures, group, sentence):
+def test_each_mistake_is_named(group, sentence):
     assert re.search(sentence, failures(group)[sentence]), failures(group)[sentence]
 
 
