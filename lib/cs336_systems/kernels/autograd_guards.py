@@ -49,7 +49,8 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
         backward: of the result's gradient and what was saved, the gradients of forward's tensors.
     """
 
-    def forward_and_save(ctx, *inputs: Any) -> Tensor:
+    def forward_and_save(*given: Any) -> Tensor:
+        ctx, *inputs = given  # named, it would be left out by torch.compile of two tensors without gradients
         made = forward(*inputs)
         result, *kept = made if isinstance(made, tuple) else (made,)
         tensors = [x for x in inputs if isinstance(x, Tensor)]
