@@ -1,8 +1,11 @@
-"""The clock of what several ranks do together: they start together, and the slowest counts."""
+"""The clock of what several ranks do together: they start together, and the slowest counts.
+
+A context is what a launcher hands to each rank; of it only the device is needed here.
+"""
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,16 +13,9 @@ import torch.distributed as dist
 from labbook.timing import MIB, Timing, clock_ms
 
 
-class Context(Protocol):
-    """What a launcher hands to each rank."""
-
-    world_size: int
-    device: torch.device
-
-
 def time_together(
     operation: Callable[[], None],
-    context: Context,
+    context: Any,
     *,
     warmup_steps: int,
     steps: int,
@@ -41,7 +37,7 @@ def time_together(
     return Timing(step_ms=tuple(times_ms[warmup_steps:]), warmup_ms=tuple(times_ms[:warmup_steps]))
 
 
-def one_step_ms(operation: Callable[[], None], context: Context, calls: int) -> float:
+def one_step_ms(operation: Callable[[], None], context: Any, calls: int) -> float:
     """Milliseconds of one of the operations in a step that all ranks begin together."""
 
     def step() -> None:
@@ -52,13 +48,13 @@ def one_step_ms(operation: Callable[[], None], context: Context, calls: int) -> 
     return clock_ms(step, context.device) / calls
 
 
-def reset_peaks(context: Context) -> None:
+def reset_peaks(context: Any) -> None:
     """Let `peaks` count from here."""
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
 
 
-def peaks(context: Context) -> dict[str, float]:
+def peaks(context: Any) -> dict[str, float]:
     """Value columns: the most memory that the fullest rank held, in MiB; on a CPU none."""
     if context.device.type != "cuda":
         return {}
@@ -67,7 +63,7 @@ def peaks(context: Context) -> dict[str, float]:
     return dict(zip(("peak_memory_mib", "requested_memory_mib"), slowest(mib, context), strict=True))
 
 
-def slowest(times_ms: list[float], context: Context) -> list[float]:
+def slowest(times_ms: list[float], context: Any) -> list[float]:
     """Of each step, the longest of all ranks' times; the same on every rank."""
     longest = torch.tensor(times_ms, dtype=torch.float64, device=context.device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)

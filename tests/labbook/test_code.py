@@ -244,7 +244,7 @@ class C(int, metaclass=type):
 match x:
     case {"a": [1, *_], **r} | C(b=2): pass
 ''')
-print(code._Said().read(tree).digest())
+print(code._digest(code._Said().read(tree)))
 """
 
 

@@ -66,8 +66,9 @@ SAVING = "from cs336_systems.training.steps import PASSES as choose\npage.save(c
 
 def test_a_page_says_how_old_the_rows_of_committed_machines_are(monkeypatch, capsys):
     now = runs.code.of_notebook(runs.code.notebook_of("torch_compile"))
-    record = runs.load_run("h200", "20261121-043456-torch_compile-4487")
-    monkeypatch.setattr(record, "code", now | {"lib/labbook/timing.py": "other"})
+    record = runs.load_run("h200", name := "20261121-043456-torch_compile-4487")
+    record.code, load_run = now | {"lib/labbook/timing.py": "other"}, runs.load_run
+    monkeypatch.setattr(runs, "load_run", lambda *which: record if name in which else load_run(*which))
     Page("torch_compile", {})
     said = capsys.readouterr().out
     assert "28 older: labbook/timing.py changed since" in said

@@ -42,7 +42,7 @@ def executed(monkeypatch):
 def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_path, capsys):
     folder = tmp_path / "runs"
     records = runs.run_batch(jobs, folder)
-    assert [record["status"] for record in records] == ["ok", "error", "ok"]
+    assert [record.status for record in records] == ["ok", "error", "ok"]
     assert executed == ["11_nb", "12_nb", "14_nb"]
     again = runs.run_batch(jobs, folder)
     assert executed[3:] == ["12_nb"]
@@ -58,7 +58,7 @@ def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
 ):
     jobs[1:] = [Job(write_notebook(tmp_path / f"{name}.ipynb")) for name in ("13_nb", "00_start_here")]
     records = runs.run_batch(jobs, tmp_path / "runs")
-    assert [record["status"] for record in records] == ["ok", "skipped", "ok"]
+    assert [record.status for record in records] == ["ok", "skipped", "ok"]
     assert "no_such_package" in runs.summary(records)
     runs.run_batch(jobs, tmp_path / "runs")
     assert executed == ["11_nb", "00_start_here", "00_start_here"]
