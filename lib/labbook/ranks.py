@@ -1,11 +1,8 @@
-"""The clock of what several ranks do together: they start together, and the slowest counts.
-
-A context is what a launcher hands to each rank; of it only the device is needed here.
-"""
+"""The clock of what several ranks do together: they start together, and the slowest counts."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,9 +10,16 @@ import torch.distributed as dist
 from labbook.timing import MIB, Timing, clock_ms
 
 
+class Context(Protocol):
+    """What a launcher hands to each rank."""
+
+    world_size: int
+    device: torch.device
+
+
 def time_together(
     operation: Callable[[], None],
-    context: Any,
+    context: Context,
     *,
     warmup_steps: int,
     steps: int,
@@ -37,7 +41,7 @@ def time_together(
     return Timing(step_ms=tuple(times_ms[warmup_steps:]), warmup_ms=tuple(times_ms[:warmup_steps]))
 
 
-def one_step_ms(operation: Callable[[], None], context: Any, calls: int) -> float:
+def one_step_ms(operation: Callable[[], None], context: Context, calls: int) -> float:
     """Milliseconds of one of the operations in a step that all ranks begin together."""
 
     def step() -> None:
@@ -48,13 +52,13 @@ def one_step_ms(operation: Callable[[], None], context: Any, calls: int) -> floa
     return clock_ms(step, context.device) / calls
 
 
-def reset_peaks(context: Any) -> None:
+def reset_peaks(context: Context) -> None:
     """Let `peaks` count from here."""
     if context.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(context.device)
 
 
-def peaks(context: Any) -> dict[str, float]:
+def peaks(context: Context) -> dict[str, float]:
     """Value columns: the most memory that the fullest rank held, in MiB; on a CPU none."""
     if context.device.type != "cuda":
         return {}
@@ -63,7 +67,7 @@ def peaks(context: Any) -> dict[str, float]:
     return dict(zip(("peak_memory_mib", "requested_memory_mib"), slowest(mib, context), strict=True))
 
 
-def slowest(times_ms: list[float], context: Any) -> list[float]:
+def slowest(times_ms: list[float], context: Context) -> list[float]:
     """Of each step, the longest of all ranks' times; the same on every rank."""
     longest = torch.tensor(times_ms, dtype=torch.float64, device=context.device)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
