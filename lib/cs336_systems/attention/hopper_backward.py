@@ -39,7 +39,7 @@ What functions pass on together is a tuple:
                times one of every stage, one of every dS, one of every slot
     place      (batch, head, batch_head, first_query, first_key)
     sizes      (n_queries, n_keys, tiles, masked, scale, scale_log2); the tiles that need a mask come first
-    outputs    (dk_ptr, dv_ptr, strides of dk, strides of dv)
+    outputs    (dk_dst, dv_dst), what TMA stores to
     state      (dk, dv, st, stage, phase, slot, slot_phase), what a consumer takes from tile to tile
 """
 
@@ -96,12 +96,11 @@ def _probabilities(st, lse, queries, seen_from, scale_log2, MASKED: gl.constexpr
 
 
 @gluon.jit
-def _store(ptr, strides, value, batch, head, rows, n_rows, D: gl.constexpr, layout: gl.constexpr):
-    dims = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
-    start = ptr + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
-    tile = start + rows[:, None].to(gl.int64) * strides[2] + dims[None, :] * strides[3]
-    value = gl.convert_layout(value.to(ptr.dtype.element_ty), layout)
-    gl.store(tile, value, mask=(rows[:, None] < n_rows) & (dims[None, :] < D))
+def _store(dst, place, buffer, value):
+    """Have TMA store a tile from this buffer, which must not change before `tma.store_wait`."""
+    buffer.store(value.to(buffer.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dst, place, buffer)
 
 
 @gluon.jit
@@ -331,17 +330,14 @@ def add_tiles(
 
 
 @gluon.jit
-def consume(
-    shared,
-    CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
+def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr):
     """dK and dV of one consumer's keys."""
     buffers, barriers, place, sizes, outputs = shared
     ks, vs, qs, _, _, _, _ = buffers
-    kv_ready, q_ready, _, _, _, _ = barriers
+    kv_ready, q_ready, _, _, _, ds_free = barriers
     batch, head, _, first_query, first_key = place
     n_queries, n_keys, tiles, masked, scale, scale_log2 = sizes
-    dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
+    dk_dst, dv_dst = outputs
     BLOCK_M: gl.constexpr = qs.shape[1]
     BLOCK_D: gl.constexpr = qs.shape[2]
     scores: gl.constexpr = _accumulator_layout(BLOCK_M)
@@ -375,18 +371,21 @@ def consume(
         state = add_tiles(state, masked, tiles - 1, tiles, first_query, constants, CONSUMER, False, WHOLE)
         last = gl.maximum(masked, tiles - 1)
         state = add_tiles(state, last, tiles, tiles, first_query, constants, CONSUMER, True, WHOLE)
-    dk, dv, _, _, _, _, _ = state
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, stored))
-    _store(dk_ptr, dk_strides, dk * scale, batch, head, rows, n_keys, D, stored)
-    _store(dv_ptr, dv_strides, dv, batch, head, rows, n_keys, D, stored)
+    dk, dv, _, _, _, slot, slot_phase = state
+    # dV and dK leave from the buffers of V and K; K's only when the last dQ is computed.
+    place = [batch, head, first_key, 0]
+    _store(dv_dst, place, vs.index(CONSUMER), dv)
+    last, phase = _next(slot, slot_phase, SLOTS)  # the slot of the last dS: the other one
+    mbarrier.wait(ds_free.index(last), phase ^ 1)
+    _store(dk_dst, place, ks.index(CONSUMER), dk * scale)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys"])
 def hopper_backward_kernel(
-    q_src, k_src, v_src, do_src, lse2_src, delta_src, dq_accum_ptr, dk_ptr, dv_ptr,
-    dk_strides, dv_strides, n_heads, n_queries, n_keys, scale, scale_log2,
-    CAUSAL: gl.constexpr, EVEN_QUERIES: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    q_src, k_src, v_src, do_src, lse2_src, delta_src, dk_dst, dv_dst, dq_accum_ptr,
+    n_heads, n_queries, n_keys, scale, scale_log2,
+    CAUSAL: gl.constexpr, EVEN_QUERIES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and dq_accum. Grid: (key tiles * batch * heads,). Four warps, one consumer's; BLOCK_N is 128.
@@ -431,12 +430,12 @@ def hopper_backward_kernel(
     sources = (q_src, k_src, v_src, do_src, lse2_src, delta_src)
     place = (batch_head // n_heads, batch_head % n_heads, batch_head, first_tile * BLOCK_M, first_key)
     sizes = (n_queries, n_keys, tiles, gl.minimum(masked, tiles), scale, scale_log2)
-    shared = (buffers, barriers, place, sizes, (dk_ptr, dv_ptr, dk_strides, dv_strides))
+    shared = (buffers, barriers, place, sizes, (dk_dst, dv_dst))
     first_dq = dq_accum_ptr + first_row * BLOCK_D
     gl.warp_specialize(
         [
-            (consume, (shared, 0, CAUSAL, EVEN_QUERIES, D)),
-            (consume, (shared, 1, CAUSAL, EVEN_QUERIES, D)),
+            (consume, (shared, 0, CAUSAL, EVEN_QUERIES)),
+            (consume, (shared, 1, CAUSAL, EVEN_QUERIES)),
             (add_dq, (buffers, barriers, first_dq, tiles)),
             (produce, (sources, buffers, barriers, place, tiles)),
         ],

@@ -137,7 +137,8 @@ class Launcher:
             self.inputs = [kernel_layout(x, config.dtype.itemsize, self.use_tma) for x in given]
             pairs = enumerate(zip(given, self.inputs, strict=True))
             self.copies = [(i, new) for i, (old, new) in pairs if new is not old]
-        self.stored = kernel_layout(self.layouts["o"], config.dtype.itemsize, config.use_tma)  # by TMA
+        by_tma = ("dk", "dv") if backward else ("o",)  # what Hopper's kernels store
+        self.stored = [kernel_layout(self.layouts[x], config.dtype.itemsize, config.use_tma) for x in by_tma]
         self.outputs = {name: self.layouts[name] for name in (("dq", "dk", "dv") if backward else ("o",))}
         self.merge = self._merge() if self.plan.splits > 1 else None
         self.launches = {kernel: self._launch(kernel) for kernel in kernels}
@@ -210,7 +211,7 @@ class Launcher:
         elif gluon:
             queries = min(queries, WARP_GROUP_ROWS)
         shapes = [(1, 1, n, self.config.block_d) for n in (queries, keys, keys, queries)]
-        stored = [self.stored] if kernel == "hopper_forward" else []
+        stored = self.stored if kernel == "hopper_forward" else []
         element = getattr(gl, str(self.dtype).removeprefix("torch."))
         in_shared = gl.NVMMASharedLayout.get_default_for if gluon else lambda *_: None
         return [
@@ -253,6 +254,11 @@ class Launcher:
             return outputs
         return [x.new_empty((self.plan.splits, *x.shape), dtype=torch.float32) for x in outputs]
 
+    def _to_store(self, *outputs: Tensor) -> list[Tensor]:
+        """What TMA stores to: the outputs, or tensors of layouts that it can store to."""
+        pairs = zip(outputs, self.stored, strict=True)
+        return [x if layout(x) == to else x.new_empty_strided(*to) for x, to in pairs]
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *residual: Tensor) -> None:
         outputs = o, lse, *(residual or [lse])  # any tensor where the kernel does not write it
         (launch,), written = self.launches.values(), self._split_outputs(outputs)
@@ -263,10 +269,9 @@ class Launcher:
     def _hopper_forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
         # Any tensor where the kernel does not count.
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self.plan.persistent else lse
-        stored = o if self.stored is self.layouts["o"] else o.new_empty_strided(*self.stored)
-        self.launches["hopper_forward"].run(*self._sources((q, k, v)), stored, lse, counter)
-        if stored is not o:
-            o.copy_(stored)
+        stored = self._to_store(o)
+        self.launches["hopper_forward"].run(*self._sources((q, k, v)), *stored, lse, counter)
+        _copy_back(stored, o)
 
     def _dq_dkdv(self, q, k, v, do, o, lse, residual, *gradients: Tensor) -> None:
         sources, delta = self._sources((q, k, v, do)), torch.empty_like(lse)
@@ -292,7 +297,9 @@ class Launcher:
         self.workspace = 2 + self.config.block_d, *rows
         in_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         row = describe(contiguous(rows), (1, tile.block_m), torch.float32, in_shared)
-        self.launches["hopper_backward"].descriptors += [row, row]
+        of_keys = self.launches["hopper_backward"].descriptors[1]
+        stored = [describe(as_bhnd(x), of_keys.block_shape, self.dtype, of_keys.layout) for x in self.stored]
+        self.launches["hopper_backward"].descriptors += [row, row, *stored]
         around = {"do": self.inputs[3], "o": self.layouts["o"], "dq": self.layouts["dq"]}
         around = (heads * query_tiles, 1), self.arguments(tile, **around), PRE_POST_TILE
         self.launches["preprocess"] = KernelLaunch(bwd_preprocess_kernel, *around)
@@ -303,8 +310,16 @@ class Launcher:
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         lse2, delta, dq_accum = workspace[0], workspace[1], workspace[2:]
         self.launches["preprocess"].run(do, o, lse, lse2, delta, dq_accum)
-        self.launches["hopper_backward"].run(q, k, v, do, lse2, delta, dq_accum, dk, dv)
+        stored = self._to_store(dk, dv)
+        self.launches["hopper_backward"].run(q, k, v, do, lse2, delta, *stored, dq_accum)
         self.launches["postprocess"].run(dq_accum, dq)
+        _copy_back(stored, dk, dv)
+
+
+def _copy_back(stored: Sequence[Tensor], *outputs: Tensor) -> None:
+    for x, made in zip(outputs, stored, strict=True):
+        if made is not x:
+            x.copy_(made)
 
 
 @lru_cache(maxsize=256)
