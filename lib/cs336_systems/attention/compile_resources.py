@@ -106,6 +106,7 @@ def compiled_forms(kernel: str, dtype: str, d_head: int, capability: int, tile: 
         launch = Launcher(layouts, replace(config, **changed), is_causal, kernels=(kernel,)).launches[kernel]
         of_rows = ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src")
         made = dict.fromkeys(of_rows, rows) | {"counter_ptr": rows.int()}
+        made["dq_dst"] = torch.empty(16, 256, device="meta")
         made["_src"] = x.bfloat16() if kernel in BF16X3_KERNELS else x
         yield launch.compile(*(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names))
 

@@ -42,7 +42,8 @@ def bwd_postprocess_kernel(
     place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, False)
     start = dq_accum_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
     pieces = tl.load(start + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
-    pieces = tl.reshape(pieces, [BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2])
-    dq = tl.reshape(tl.permute(pieces, [0, 4, 2, 1, 3, 5]), [BLOCK_M, BLOCK_D])
+    CHUNKS: tl.constexpr = max(BLOCK_D // 64, 1)
+    pieces = tl.reshape(pieces, [CHUNKS, BLOCK_M // 16, BLOCK_D // CHUNKS // 8, 8, 4, 2, 2])
+    dq = tl.reshape(tl.permute(pieces, [1, 5, 3, 0, 2, 4, 6]), [BLOCK_M, BLOCK_D])
     rows = place[0] * BLOCK_M + tl.arange(0, BLOCK_M)
     store_tile(dq_ptr, dq_strides, place, rows, rows < n_queries, dq, D)

@@ -43,8 +43,10 @@ What functions pass on together is a tuple:
     state      (dk, dv, st, stage, phase, slot, slot_phase), what a consumer takes from tile to tile
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -57,6 +59,7 @@ block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 
 
 KEYS = gl.constexpr(64)  # of a consumer: one matmul of four warps has so many rows
 DQ_COLUMNS = gl.constexpr(64)  # columns of dQ that the dQ warps have registers for; wider heads are "wide"
+DQ_BUFFERS = gl.constexpr(2)
 SLOTS = gl.constexpr(2)  # a consumer is up to two tiles ahead of the dQ warps
 
 
@@ -136,7 +139,7 @@ def _product(p, x):
 def produce(sources, buffers, barriers, place, tiles):
     """The producer: K and V, then all tiles of queries, each into buffers that both consumers have read."""
     q_src, k_src, v_src, do_src, lse2_src, delta_src = sources
-    ks, vs, qs, dos, lses, deltas, _ = buffers
+    ks, vs, qs, dos, lses, deltas, _, _ = buffers
     kv_ready, q_ready, do_ready, free, _, _ = barriers
     batch, head, batch_head, row, first_key = place
     for consumer in gl.static_range(2):
@@ -162,26 +165,27 @@ def produce(sources, buffers, barriers, place, tiles):
         stage, phase = _next(stage, phase, qs.shape[0])
 
 
-@gluon.jit
-def atomic_add_dq(dq_accum, dq, BLOCK_D: gl.constexpr):
-    """Add columns of a tile of dQ to dq_accum.
+@builtin
+def _tma_add(dst, place, buffer, _semantic=None):
+    """Have TMA add a tile in shared memory to one in global memory. Gluon has no name for it yet."""
+    place = _semantic._convert_to_ir_values(place, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, dst.handle, place, buffer.handle)
 
-    It is in the order of the registers, 16 bytes a thread, 512 a warp: a thread's four neighbours are two
-    columns of two rows, eight apart (`bwd_postprocess_kernel`).
-    dq_accum: where the first of these columns is, of the tile's BLOCK_D.
-    """
+
+@gluon.jit
+def in_register_order(dq):
+    """A tile of dQ as rows of 256 numbers in the order of the registers: a thread's four neighbours are two
+    columns of two rows, eight apart (`bwd_postprocess_kernel`)."""
     m: gl.constexpr = dq.shape[0]
     n: gl.constexpr = dq.shape[1]
-    pieces = dq.reshape([m // 16, 2, 8, n // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([m * n])
-    places = gl.arange(0, m * n, pieces.type.layout)
-    places += places // (16 * n) * (16 * (BLOCK_D - n))  # past the columns of others, every 16 rows
-    gl.atomic_add(dq_accum + places, pieces, sem="relaxed")
+    pieces = dq.reshape([m // 16, 2, 8, n // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+    return pieces.reshape([m * n // 256, 256])
 
 
 @gluon.jit
-def add_dq(buffers, barriers, dq_accum, tiles):
+def add_dq(buffers, barriers, dq_dst, row, tiles):
     """The dQ warps: dq_accum += dS K, of all tiles in turn, DQ_COLUMNS columns at a time."""
-    ks, _, qs, _, _, _, dss = buffers
+    ks, _, qs, _, _, _, dss, dqs = buffers
     kv_ready, _, _, _, ds_ready, ds_free = barriers
     BLOCK_M: gl.constexpr = qs.shape[1]
     BLOCK_D: gl.constexpr = qs.shape[2]
@@ -194,6 +198,7 @@ def add_dq(buffers, barriers, dq_accum, tiles):
     mbarrier.wait(kv_ready.index(1), 0)
     slot = 0
     phase = 0
+    at = 0
     for _ in range(tiles):
         for chunk in range(chunks):
             mbarrier.wait(ds_ready.index(slot * 2), phase)
@@ -205,9 +210,16 @@ def add_dq(buffers, barriers, dq_accum, tiles):
             dq = warpgroup_mma_wait(0, deps=[dq])
             # The matmul has read dS; after the last columns the consumers may write the next into this slot.
             mbarrier.arrive(ds_free.index(slot), pred=chunk == chunks - 1)
-            atomic_add_dq(dq_accum + chunk * columns * 16, dq, BLOCK_D)
-        dq_accum += BLOCK_M * BLOCK_D
+            tma.store_wait(DQ_BUFFERS - 1)  # the additions from this buffer have read it
+            block_barrier()
+            buffer = dqs.index(at)
+            buffer.store(in_register_order(dq))
+            fence_async_shared()
+            _tma_add(dq_dst, [row, 0], buffer)
+            row += dqs.shape[1]
+            at = (at + 1) % DQ_BUFFERS
         slot, phase = _next(slot, phase, SLOTS)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -229,7 +241,7 @@ def add_narrow_tile(
 ):  # fmt: skip
     """Add one tile of queries to dK and dV; leave its dS to the dQ warps. index: (queries, seen_from)."""
     dk, dv, _, stage, phase, slot, slot_phase = state
-    _, _, qs, dos, lses, deltas, dss = buffers
+    _, _, qs, dos, lses, deltas, dss, _ = buffers
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
     queries, seen_from = index
     BLOCK_M: gl.constexpr = qs.shape[1]
@@ -270,7 +282,7 @@ def add_wide_tile(
     index: (queries, seen_from).
     """
     dk, dv, st, stage, phase, slot, slot_phase = state
-    ks, vs, qs, dos, lses, deltas, dss = buffers
+    ks, vs, qs, dos, lses, deltas, dss, _ = buffers
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
     queries, seen_from = index
     BLOCK_M: gl.constexpr = qs.shape[1]
@@ -314,7 +326,7 @@ def add_tiles(
     kv, buffers, barriers, index, scale_log2, n_queries = constants
     k, v = kv
     queries, seen_from = index
-    _, _, qs, _, _, _, _ = buffers
+    _, _, qs, _, _, _, _, _ = buffers
     for tile in range(first, end):
         state = dk, dv, st, stage, phase, slot, slot_phase
         rows = first_query + tile * qs.shape[1] + queries
@@ -333,7 +345,7 @@ def add_tiles(
 def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr):
     """dK and dV of one consumer's keys."""
     buffers, barriers, place, sizes, outputs = shared
-    ks, vs, qs, _, _, _, _ = buffers
+    ks, vs, qs, _, _, _, _, _ = buffers
     kv_ready, q_ready, _, _, _, ds_free = barriers
     batch, head, _, first_query, first_key = place
     n_queries, n_keys, tiles, masked, scale, scale_log2 = sizes
@@ -383,7 +395,7 @@ def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.const
 
 @gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys"])
 def hopper_backward_kernel(
-    q_src, k_src, v_src, do_src, lse2_src, delta_src, dk_dst, dv_dst, dq_accum_ptr,
+    q_src, k_src, v_src, do_src, lse2_src, delta_src, dk_dst, dv_dst, dq_dst,
     n_heads, n_queries, n_keys, scale, scale_log2,
     CAUSAL: gl.constexpr, EVEN_QUERIES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
@@ -402,6 +414,7 @@ def hopper_backward_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_src.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_src.layout),
         new_tiles(dtype, 2 * SLOTS, KEYS, BLOCK_M),
+        gl.allocate_shared_memory(gl.float32, [DQ_BUFFERS, dq_dst.block_type.shape[0], 256], dq_dst.layout),
     )
     barriers = (
         new_barriers(2, 1),
@@ -425,18 +438,17 @@ def hopper_backward_kernel(
         masked = gl.cdiv(first_key + BLOCK_N - 1 - first_tile * BLOCK_M, BLOCK_M)
     masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked)
     tiles = query_tiles - first_tile
-    first_row = (batch_head.to(gl.int64) * query_tiles + first_tile) * BLOCK_M
 
     sources = (q_src, k_src, v_src, do_src, lse2_src, delta_src)
     place = (batch_head // n_heads, batch_head % n_heads, batch_head, first_tile * BLOCK_M, first_key)
     sizes = (n_queries, n_keys, tiles, gl.minimum(masked, tiles), scale, scale_log2)
     shared = (buffers, barriers, place, sizes, (dk_dst, dv_dst))
-    first_dq = dq_accum_ptr + first_row * BLOCK_D
+    first_dq = (batch_head * query_tiles + first_tile) * (BLOCK_M * BLOCK_D // 256)
     gl.warp_specialize(
         [
             (consume, (shared, 0, CAUSAL, EVEN_QUERIES)),
             (consume, (shared, 1, CAUSAL, EVEN_QUERIES)),
-            (add_dq, (buffers, barriers, first_dq, tiles)),
+            (add_dq, (buffers, barriers, dq_dst, first_dq, tiles)),
             (produce, (sources, buffers, barriers, place, tiles)),
         ],
         [4, 4, 1],  # warps of all but the first consumer

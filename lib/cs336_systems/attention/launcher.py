@@ -299,7 +299,11 @@ class Launcher:
         row = describe(contiguous(rows), (1, tile.block_m), torch.float32, in_shared)
         of_keys = self.launches["hopper_backward"].descriptors[1]
         stored = [describe(as_bhnd(x), of_keys.block_shape, self.dtype, of_keys.layout) for x in self.stored]
-        self.launches["hopper_backward"].descriptors += [row, row, *stored]
+        chunk = tile.block_m * min(self.config.block_d, 64) // 256
+        flat = contiguous((heads * query_tiles * tile.block_m * self.config.block_d // 256, 256))
+        plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        accum = describe(flat, (chunk, 256), torch.float32, plain)
+        self.launches["hopper_backward"].descriptors += [row, row, *stored, accum]
         around = {"do": self.inputs[3], "o": self.layouts["o"], "dq": self.layouts["dq"]}
         around = (heads * query_tiles, 1), self.arguments(tile, **around), PRE_POST_TILE
         self.launches["preprocess"] = KernelLaunch(bwd_preprocess_kernel, *around)
