@@ -31,7 +31,7 @@ from cs336_systems.attention.config import (
     select_config,
 )
 from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
-from cs336_systems.attention.hopper_backward import hopper_backward_kernel
+from cs336_systems.attention.hopper_backward import DQ_COLUMNS, ROW, hopper_backward_kernel
 from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 from cs336_systems.attention.kernel_launch import KernelLaunch
 from cs336_systems.attention.triton_backward import backward_kernel, dkdv_kernel, dq_kernel, sum_kernel
@@ -142,13 +142,7 @@ class Launcher:
         self.outputs = {name: self.layouts[name] for name in (("dq", "dk", "dv") if backward else ("o",))}
         self.merge = self._merge() if self.plan.splits > 1 else None
         self.launches = {kernel: self._launch(kernel) for kernel in kernels}
-        self.run = {
-            "forward": self._forward,
-            "hopper_forward": self._hopper_forward,
-            "dkdv": self._dq_dkdv,
-            "backward": self._backward,
-            "hopper_backward": self._hopper_backward,
-        }.get(kernels[-1].removeprefix(BF16X3))
+        self.run = getattr(self, f"_{kernels[-1].removeprefix(BF16X3)}", None)  # none of "dq" alone
         if kernels == ("hopper_backward",):
             self._prepare_hopper_backward()
 
@@ -254,10 +248,14 @@ class Launcher:
             return outputs
         return [x.new_empty((self.plan.splits, *x.shape), dtype=torch.float32) for x in outputs]
 
-    def _to_store(self, *outputs: Tensor) -> list[Tensor]:
-        """What TMA stores to: the outputs, or tensors of layouts that it can store to."""
+    def _run_storing(self, kernel: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *others) -> None:
+        """Run a kernel that stores the outputs by TMA: where it cannot, to tensors that are copied."""
         pairs = zip(outputs, self.stored, strict=True)
-        return [x if layout(x) == to else x.new_empty_strided(*to) for x, to in pairs]
+        stored = [x if layout(x) == to else x.new_empty_strided(*to) for x, to in pairs]
+        self.launches[kernel].run(*inputs, *stored, *others)
+        for x, made in zip(outputs, stored, strict=True):
+            if made is not x:
+                x.copy_(made)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *residual: Tensor) -> None:
         outputs = o, lse, *(residual or [lse])  # any tensor where the kernel does not write it
@@ -269,11 +267,9 @@ class Launcher:
     def _hopper_forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
         # Any tensor where the kernel does not count.
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self.plan.persistent else lse
-        stored = self._to_store(o)
-        self.launches["hopper_forward"].run(*self._sources((q, k, v)), *stored, lse, counter)
-        _copy_back(stored, o)
+        self._run_storing("hopper_forward", self._sources((q, k, v)), [o], lse, counter)
 
-    def _dq_dkdv(self, q, k, v, do, o, lse, residual, *gradients: Tensor) -> None:
+    def _dkdv(self, q, k, v, do, o, lse, residual, *gradients: Tensor) -> None:
         sources, delta = self._sources((q, k, v, do)), torch.empty_like(lse)
         dq, dk, dv = written = self._split_outputs(gradients)
         first, second = self.launches.values()
@@ -295,15 +291,17 @@ class Launcher:
         # lse2, delta and each of dq_accum's dimensions: (batch * heads, queries up to whole tiles)
         rows = heads, query_tiles * tile.block_m
         self.workspace = 2 + self.config.block_d, *rows
-        in_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        row = describe(contiguous(rows), (1, tile.block_m), torch.float32, in_shared)
-        of_keys = self.launches["hopper_backward"].descriptors[1]
-        stored = [describe(as_bhnd(x), of_keys.block_shape, self.dtype, of_keys.layout) for x in self.stored]
-        chunk = tile.block_m * min(self.config.block_d, 64) // 256
-        flat = contiguous((heads * query_tiles * tile.block_m * self.config.block_d // 256, 256))
+        size, row = self.config.block_d, ROW.value
+        dq = [(math.prod(rows) * size // row, row), (tile.block_m * min(size, DQ_COLUMNS.value) // row, row)]
         plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        accum = describe(flat, (chunk, 256), torch.float32, plain)
-        self.launches["hopper_backward"].descriptors += [row, row, *stored, accum]
+        of_rows, of_dq = (
+            describe(contiguous(shape), block, torch.float32, plain)
+            for shape, block in ((rows, (1, tile.block_m)), dq)
+        )
+        descriptors = self.launches["hopper_backward"].descriptors
+        key = descriptors[1]
+        stored = [describe(as_bhnd(x), key.block_shape, self.dtype, key.layout) for x in self.stored]
+        descriptors += [of_rows, of_rows, *stored, of_dq]
         around = {"do": self.inputs[3], "o": self.layouts["o"], "dq": self.layouts["dq"]}
         around = (heads * query_tiles, 1), self.arguments(tile, **around), PRE_POST_TILE
         self.launches["preprocess"] = KernelLaunch(bwd_preprocess_kernel, *around)
@@ -314,16 +312,8 @@ class Launcher:
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         lse2, delta, dq_accum = workspace[0], workspace[1], workspace[2:]
         self.launches["preprocess"].run(do, o, lse, lse2, delta, dq_accum)
-        stored = self._to_store(dk, dv)
-        self.launches["hopper_backward"].run(q, k, v, do, lse2, delta, *stored, dq_accum)
+        self._run_storing("hopper_backward", (q, k, v, do, lse2, delta), [dk, dv], dq_accum)
         self.launches["postprocess"].run(dq_accum, dq)
-        _copy_back(stored, dk, dv)
-
-
-def _copy_back(stored: Sequence[Tensor], *outputs: Tensor) -> None:
-    for x, made in zip(outputs, stored, strict=True):
-        if made is not x:
-            x.copy_(made)
 
 
 @lru_cache(maxsize=256)
