@@ -102,7 +102,7 @@ def _hopper_backward_runs(problem: Problem, config: KernelConfig) -> bool:
     kernel = "hopper_backward"
     if kernel not in config.tiles or problem.deterministic:
         return False
-    length = HOPPER_BACKWARD_LENGTH[config.block_d] * (2 if problem.is_causal else 1)
+    length = HOPPER_BACKWARD_LENGTH[config.block_d][problem.is_causal]
     return problem.n_queries > length and _fills_gpu(problem, config, kernel, _tile(problem, config, kernel))
 
 

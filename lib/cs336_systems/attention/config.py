@@ -23,9 +23,9 @@ HOPPER_KERNELS = GLUON_KERNELS + BF16X3_KERNELS
 OWN_KEYS = ("dkdv", "hopper_backward", "bf16x3_dkdv")  # whose programs own keys; those of others, queries
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
 PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(BF16X3_KERNELS, 0.45)
-# "hopper_backward" runs from more queries than these on, by head size, causal from twice as many. Up to them
-# "dq" and "dkdv" take 0.68 to 0.98 of its time; of wide heads 1.06 with twice as many (256 to 1,024 heads).
-HOPPER_BACKWARD_LENGTH = {16: 512, 32: 512, 64: 512, 128: 256}
+# "hopper_backward" runs from more queries than these on, by head size: without a causal mask, and with one.
+# Where "dq" and "dkdv" run they take 0.67 to 0.98 of its time (H100, 256 to 1,024 heads).
+HOPPER_BACKWARD_LENGTH = dict.fromkeys((16, 32, 64), (512, 1024)) | {128: (256, 768)}
 # BF16X3_KERNELS run from so many queries and keys on, by head size, where each has its programs.
 BF16X3_LENGTH = {32: 2048, 64: 512, 128: 512}
 # "backward" runs in place of "dq" and "dkdv" below this many programs an SM, or where its loop is split.
