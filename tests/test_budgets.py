@@ -14,12 +14,12 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/cs336_systems/kernels": (828, 650),
     "lib/cs336_systems/parallel": (2_963, 2_150),
     "lib/cs336_systems/training": (709, 700),
-    "lib/labbook": (5_591, 3_400),
-    "lib/labbook/book": (1_268, 850),
+    "lib/labbook": (5_483, 3_400),
+    "lib/labbook/book": (1_248, 850),
     "lib/labbook/memory": (449, 400),
-    "lib/labbook/profiles": (682, 550),
+    "lib/labbook/profiles": (679, 550),
     "notebooks": (254, None),
-    "tests": (12_460, 9_500),
+    "tests": (12_146, 9_500),
 }
 
 

@@ -1,21 +1,20 @@
 """Which kernels, tiles and splits are chosen, and how they are launched, told without a GPU."""
 
+import inspect
+
+import nbformat
 import pytest
 import torch
 
 from cs336_systems.attention.choose import Problem, choose
-from cs336_systems.attention.config import (
-    HOPPER_TILES,
-    INTERPRETER,
-    KERNELS,
-    OWN_KEYS,
-    select_config,
-)
+from cs336_systems.attention.config import HOPPER_TILES, INTERPRETER, KERNELS, OWN_KEYS, select_config
 
 pytest.importorskip("triton")
 from tests.attention import races
 
+from cs336_systems.attention.hopper_forward import attend
 from cs336_systems.attention.launcher import Launcher, kernel_layout, layout, tma_compatible
+from labbook.files import NOTEBOOKS
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -172,3 +171,15 @@ def test_kernels_get_what_they_can_load(shape, use_tma):
         assert kernel_layout((sizes, strides), 2, use_tma) == (sizes, strides)
         x = x.new_empty_strided(sizes, strides)
         assert tma_compatible((sizes, strides), 2) if use_tma else x.is_contiguous()
+
+
+def test_every_line_that_27_explains_is_in_the_loop_in_this_order():
+    """Notebook 27 shows the loop of the Hopper forward line by line: today's loop."""
+    (path,) = NOTEBOOKS.glob("27_*.ipynb")
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells]
+    (table,) = (source.split('"""')[1] for source in cells if source.startswith("BESIDE"))
+    loop = inspect.getsource(attend.fn).partition("for _ in range(1, tiles):")[2]
+    places = [loop.find(line) for line in table.strip().splitlines() if not line.startswith(" ")]
+    assert len(places) > 10
+    assert places[0] > 0
+    assert places == sorted(places)

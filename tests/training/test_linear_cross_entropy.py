@@ -5,14 +5,13 @@ import sys
 
 import pytest
 import torch
+from tests.layouts import DEVICE, DTYPES
 from torch.nn import functional as F
 
 from cs336_systems.checks import FUSED, check_fused
 from cs336_systems.kernels import HAS_TRITON
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy, scaled
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAME = "linear_cross_entropy"
 
 
