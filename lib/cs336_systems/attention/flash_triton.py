@@ -66,7 +66,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
     prepared = _forwards.get(key)
     if prepared is None:
         check_inputs(q, k, v)
-        check_device("q, k, v", q)
+        check_device(q)
         if q.dim() > 4:
             o, *sums = _forward(*(x.flatten(0, -4) for x in (q, k, v)), is_causal)
             return [o.reshape(q.shape), *(x.reshape(*q.shape[:-1], *x.shape[3:]) for x in sums)]

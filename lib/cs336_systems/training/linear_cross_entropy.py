@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.functional import at_least_float32
-from cs336_systems.kernels import HAS_TRITON
+from cs336_systems.kernels import why_no_triton
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
 from cs336_systems.kernels.tensors import check_tensors
 
@@ -31,12 +31,11 @@ def plain_cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
 
 def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     """Losses (n,) in float32; the logits (n, vocabulary) become the gradient of their sum."""
-    if HAS_TRITON:
-        from cs336_systems.kernels import cross_entropy, runtime
+    if why_no_triton(logits.device):
+        return plain_cross_entropy_(logits, targets)
+    from cs336_systems.kernels import cross_entropy
 
-        if logits.is_cuda or runtime.INTERPRETED:
-            return cross_entropy.cross_entropy_(logits, targets)
-    return plain_cross_entropy_(logits, targets)
+    return cross_entropy.cross_entropy_(logits, targets)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
