@@ -73,7 +73,6 @@ BACKWARD = [
     (dict(n=600, d=40, heads=8, sms=24, same=False, causal=False), OWN, 1),
     (dict(n=512, d=40, heads=8, sms=24, same=False, causal=False), TWO, 1),
     (dict(n=769, d=72, heads=8, sms=24, same=False), OWN, 1),
-    (dict(n=768, d=72, heads=8, sms=24, same=False), TWO, 1),
     # few programs go into one launch, split or not; not where they make scores in chunks
     (dict(n=300, d=40, heads=8, sms=40, same=False), ONE, 1),
     (dict(n=512, heads=16, same=False), ONE, 1),

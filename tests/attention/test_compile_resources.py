@@ -12,8 +12,8 @@ from labbook import load_rows
 from labbook.runs import load_run
 
 SMALLEST_SHARED_MEMORY = 101_376
-# And the fastest of their tiles all the same. Of all but the first of each set 144 bytes at most. That of
-# "hopper_backward" is outside its loops, about the stores by TMA.
+# And the fastest of their tiles all the same, of all but the first of each set 144 bytes at most, and of
+# "hopper_backward" outside its loops.
 SPILLING = {("bf16x3_dkdv", 128), ("dq", 32), ("hopper_backward", 64), ("hopper_backward", 128)}
 SPILLING |= {("backward", 128), ("backward", 64), ("forward", 64), ("forward", 128)}
 PLACE = ("flash_forward", "ahead_of_time", "kernel_resources")
