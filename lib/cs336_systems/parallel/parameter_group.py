@@ -123,7 +123,6 @@ class ParameterGroup:
         self.users = list(dict.fromkeys(home.user for home in homes))  # their forward needs the group
         parameters = list(dict.fromkeys(home.parameter for home in homes))
         self.name = " and ".join(names[user] for user in self.users)
-        self.trainable = [n for n, parameter in enumerate(parameters) if parameter.requires_grad]
         self.is_gathered = False  # the whole weights have memory, and are there or on their way
         self.is_in_backward = False  # backward has reached the group, and is not done with it
         self.ready = set[int]()  # which weights have a gradient of this backward pass
@@ -151,7 +150,7 @@ class ParameterGroup:
         for parameter, piece, mine, values in zip(parameters, self._slices, self._own, own, strict=True):
             # .data: what autograd keeps must not notice that the memory is filled again.
             view = piece[: parameter.numel()].view(parameter.shape).data
-            self.weights.append(ShardedWeight(parameter, nn.Parameter(view, parameter.requires_grad)))
+            self.weights.append(ShardedWeight(parameter, nn.Parameter(view)))
             parameter.data = mine.copy_(values)
         self._memory.resize_(0)
         self._addresses = [parameter.data_ptr() for parameter in parameters]
@@ -227,23 +226,24 @@ class Reduction:
 
     def __init__(self, group: ParameterGroup):
         self._group = group
-        self._gradients = [self._take_gradient(number) for number in group.trainable]
+        self._gradients = [
+            self._take_gradient(*pair) for pair in zip(group.weights, group._slices, strict=True)
+        ]
         # In the memory of the computation's stream, which will free it.
         self._target = self._received = torch.empty_like(group._shards)
         with group._reduce_stream as stream:
             if (dtype := self._gradients[0].dtype) != self._target.dtype:
                 self._received = torch.empty_like(self._target, dtype=dtype)
-            slices = group._padded_slices(self._received)
-            outputs = [slices[number] for number in group.trainable]
+            outputs = group._padded_slices(self._received)
             operation = ready_for_mean(self._gradients, stream.backend)
             works = stream.send(REDUCE_SCATTER, outputs, self._gradients, op=operation)
             if stream.cuda is not None:
                 self._hand_over()
             self._arrival = stream.arrival(works)
 
-    def _take_gradient(self, number: int) -> Tensor:
+    def _take_gradient(self, weight: ShardedWeight, slice_: Tensor) -> Tensor:
         """Of the whole weight, flat, with its padding rows."""
-        whole, length = self._group.weights[number].whole, len(self._group._slices[number])
+        whole, length = weight.whole, len(slice_)
         gradient, whole.grad = whole.grad, None
         if gradient is None:
             return whole.new_zeros(length)
@@ -263,7 +263,6 @@ class Reduction:
         if self._received is not self._target:
             self._target.copy_(self._received)
         means = self._group._own_rows(self._target)
-        for number in self._group.trainable:
-            parameter = self._group.weights[number].parameter
-            parameter.grad = means[number] if parameter.grad is None else parameter.grad.add_(means[number])
+        for (parameter, _), mean in zip(self._group.weights, means, strict=True):
+            parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
         self._received = None

@@ -196,8 +196,7 @@ def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
-    guards.check_have_values("a parameter group", parameters)
-    guards.check_one_device("a parameter group", parameters)
+    guards.check_tensors("a parameter group", parameters)
     starts = [parameter.data_ptr() for parameter in parameters if parameter.numel()]
     if len(set(starts)) < len(starts):
         raise ValueError("two parameters share their memory; allowed: each once, tied weights too")
