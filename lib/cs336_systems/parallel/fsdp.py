@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cs336_systems.functional import at_least_float32
 from cs336_systems.parallel import guards
 from cs336_systems.parallel.ddp import DataParallel, average_flat, weakly
-from cs336_systems.parallel.parameter_group import CommunicationStream, Home, ParameterGroup, Reduction
+from cs336_systems.parallel.parameter_group import CommunicationStream, Home, ParameterGroup
 
 Types = Sequence[type[nn.Module] | str]
 
@@ -89,7 +89,7 @@ class FSDP(DataParallel):
         # In backward, gradients take the memory of the second block ahead, and it computes for longer.
         self._ahead_in_backward = min(prefetch, 1) if self._unit_types else prefetch
         self._gathered: dict[ParameterGroup, None] = {}
-        self._reductions: deque[Reduction] = deque()
+        self._reductions: deque[tuple] = deque()  # whole gradients on their way, and what waits for them
         self._order: list[ParameterGroup] = []  # in which forward uses them
         self._positions: dict[nn.Module, int] = {}  # in that order
         self._caches_casts: list[bool] = []  # what to restore, of the modules whose forward is under way
@@ -274,11 +274,12 @@ class FSDP(DataParallel):
             elif weight.parameter.grad is None:
                 self._unused.add(self._indices[weight.parameter])
         self._wait_for_reductions(max(self._ahead_in_backward, 1) - 1)  # or whole gradients would pile up
-        self._reductions.append(Reduction(group))
+        self._reductions.append(group.start_reduction())
 
     def _wait_for_reductions(self, leave: int = 0) -> None:
         while len(self._reductions) > leave:
-            self._reductions.popleft().wait()
+            _, wait = self._reductions.popleft()
+            wait()
 
     def _backward_ends(self) -> None:
         super()._backward_ends()

@@ -212,6 +212,37 @@ class ParameterGroup:
         self.is_gathered = self.is_in_backward = False
         self.ready.clear()  # of a pass that did not reach all weights
 
+    def start_reduction(self) -> tuple[list[Tensor], Callable[[], None]]:
+        """Send whole gradients to their ranks; returns them, and a wait for the means in every `.grad`."""
+        gradients = [self._take_gradient(*pair) for pair in zip(self.weights, self._slices, strict=True)]
+        # In the memory of the computation's stream, which will free it.
+        target = received = torch.empty_like(self._shards)
+
+        @torch.no_grad()
+        def hand_over() -> None:
+            if received is not target:
+                target.copy_(received)
+            for (parameter, _), mean in zip(self.weights, self._own_rows(target), strict=True):
+                parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
+
+        with self._reduce_stream as stream:
+            if (dtype := gradients[0].dtype) != target.dtype:
+                received = torch.empty_like(target, dtype=dtype)
+            operation = ready_for_mean(gradients, stream.backend)
+            works = stream.send(REDUCE_SCATTER, self._padded_slices(received), gradients, op=operation)
+            if stream.cuda is not None:
+                hand_over()
+            arrival = stream.arrival(works)
+        return gradients, arrival if stream.cuda is not None else lambda: (arrival(), hand_over())
+
+    def _take_gradient(self, weight: ShardedWeight, slice_: Tensor) -> Tensor:
+        """Of the whole weight, flat, with its padding rows."""
+        gradient, weight.whole.grad = weight.whole.grad, None
+        if gradient is None:
+            return weight.whole.new_zeros(len(slice_))
+        flat = as_it_is_sent(gradient).view(-1)
+        return F.pad(flat, (0, len(slice_) - len(flat))) if len(slice_) > len(flat) else flat
+
     def gather_full(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter, and it whole, in the dtype of its shard."""
         self._take_back_replaced_data()
@@ -219,50 +250,3 @@ class ParameterGroup:
             whole = piece.new_empty(dist.get_world_size() * len(piece))
             getattr(dist, ALL_GATHER)(whole, piece)
             yield weight.parameter, whole[: weight.whole.numel()].view_as(weight.whole)
-
-
-class Reduction:
-    """The gradients of one group on their way to their ranks. Until it is waited for, it keeps them alive."""
-
-    def __init__(self, group: ParameterGroup):
-        self._group = group
-        self._gradients = [
-            self._take_gradient(*pair) for pair in zip(group.weights, group._slices, strict=True)
-        ]
-        # In the memory of the computation's stream, which will free it.
-        self._target = self._received = torch.empty_like(group._shards)
-        with group._reduce_stream as stream:
-            if (dtype := self._gradients[0].dtype) != self._target.dtype:
-                self._received = torch.empty_like(self._target, dtype=dtype)
-            outputs = group._padded_slices(self._received)
-            operation = ready_for_mean(self._gradients, stream.backend)
-            works = stream.send(REDUCE_SCATTER, outputs, self._gradients, op=operation)
-            if stream.cuda is not None:
-                self._hand_over()
-            self._arrival = stream.arrival(works)
-
-    def _take_gradient(self, weight: ShardedWeight, slice_: Tensor) -> Tensor:
-        """Of the whole weight, flat, with its padding rows."""
-        whole, length = weight.whole, len(slice_)
-        gradient, whole.grad = whole.grad, None
-        if gradient is None:
-            return whole.new_zeros(length)
-        flat = as_it_is_sent(gradient).view(-1)
-        return F.pad(flat, (0, length - len(flat))) if length > len(flat) else flat
-
-    def wait(self) -> None:
-        """What is computed from here on finds the means in every `.grad`."""
-        self._arrival()
-        if self._received is not None:
-            self._hand_over()
-        self._gradients, self._target = [], None
-
-    @torch.no_grad()
-    def _hand_over(self) -> None:
-        """Let the shards' `.grad` be what was received, or add it to what they have."""
-        if self._received is not self._target:
-            self._target.copy_(self._received)
-        means = self._group._own_rows(self._target)
-        for (parameter, _), mean in zip(self._group.weights, means, strict=True):
-            parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
-        self._received = None
