@@ -12,6 +12,7 @@ from html import escape
 
 import numpy as np
 import pandas as pd
+from IPython import display
 
 from labbook.compare import varying_values
 from labbook.labels import significant
@@ -63,9 +64,7 @@ def _checked(what: str, claims: Sequence[Claim]) -> str:
 
 
 def _show(markdown: str) -> None:
-    from IPython.display import Markdown, display
-
-    display(Markdown(markdown))
+    display.display(display.Markdown(markdown))
 
 
 def show_source(*objects: Callable | type) -> None:
@@ -89,9 +88,8 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
     Raises:
         LookupError: no row or several rows have it; the message counts them and says in what they differ.
     """
-    key = {name.rstrip("_"): value for name, value in key.items()}
     found = frame
-    for name, value in key.items():
+    for name, value in (key := {name.rstrip("_"): value for name, value in key.items()}).items():
         found = found[found[name].isna() if value is None else found[name] == value]
     if len(found) == 1:
         return found.iloc[0]
@@ -103,11 +101,8 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
 def ms(milliseconds: float, like: float | None = None) -> str:
     """A time with three significant digits: 63.5 µs, 9.53 ms, 12.3 s. In the unit that `like` would have."""
     size = abs(milliseconds if like is None else like)
-    if size < 0.1:
-        return f"{significant(milliseconds * 1e3)} µs"
-    if size < 1e4:
-        return f"{significant(milliseconds)} ms"
-    return f"{significant(milliseconds / 1e3)} s"
+    factor, unit = (1e3, "µs") if size < 0.1 else (1, "ms") if size < 1e4 else (1e-3, "s")
+    return f"{significant(milliseconds * factor)} {unit}"
 
 
 def gib(mib: float, like: float | None = None) -> str:
@@ -133,6 +128,6 @@ def plural(count: int, noun: str) -> str:
 
 def between(values, unit=ms) -> str:
     """The range of some numbers in one unit: "9.53 ms to 81.2 ms", or one where they round to the same."""
-    least, most = min(values), max(values)
-    low = unit(least, like=most) if unit in (ms, gib) else unit(least)
+    most = max(values)
+    low = unit(min(values), **{"like": most} if unit in (ms, gib) else {})
     return unit(most) if low == unit(most) else f"{low} to {unit(most)}"

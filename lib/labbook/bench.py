@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, permutations, product
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -119,17 +118,15 @@ def measure(
     waiting: list[list[Case]] = []
     where = None if stream else timing.resolve_device(device)
     for _, same in groupby(cases, key=lambda case: {**case, "pass": None}):
-        group, skipped = [], []
+        group = []
         for case in same:
             case.device = where
             if kept and kept(case):
                 continue
             if reason := skip(case) if skip else "":
-                skipped.append(_row(case, Timing(status="skipped", reason=reason)))
+                yield [_row(case, Timing(status="skipped", reason=reason))]
             else:
                 group.append(case)
-        if skipped:
-            yield skipped
         if group:
             waiting.append(group)
             if not stream:
@@ -158,24 +155,21 @@ def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], conte
         return Timing(status="oom", reason=reason) if reason else found
 
     def timed(case: Case) -> Row:
-        step, values = made[case.get("pass", "")], {}
-        warmup_steps = case.get("warmup_steps", options["warmup_steps"])
-        how = {"warmup_steps": warmup_steps, "steps": options["steps"]}
+        step = made[case.get("pass", "")]
+        how = {name: case.get(name, options[name]) for name in ("warmup_steps", "steps")}
         if on_rank:
             ranks.reset_peaks(context)
             times = ranks.time_together(step.run, context, **how | step.together)
-            values = ranks.peaks(context)
         else:
             times = step.timed(device, **how)
-        more = step.values() if step.values and times.status == "ok" else {}
-        return _row(case, times, {**values, **more})
+        values = ranks.peaks(context) if on_rank else {}
+        return _row(case, times, **values | (step.values() if step.values and times.status == "ok" else {}))
 
     with timing.matmul_precision(group[0].get("dtype", "float32")), options["around"](group[0]):
         made = attempt(setup, group[0], *([context] if on_rank else []))
         for _ in range(1 if on_rank else 3):
-            found = [made if isinstance(made, Timing) else attempt(timed, case) for case in group]
-            tried = zip(group, found, strict=True)
-            rows = [_row(case, each) if isinstance(each, Timing) else each for case, each in tried]
+            found = [(case, made if isinstance(made, Timing) else attempt(timed, case)) for case in group]
+            rows = [_row(case, each) if isinstance(each, Timing) else each for case, each in found]
             if not _contradict(rows):
                 break
         made = None
@@ -185,11 +179,8 @@ def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], conte
 
 def _contradict(rows: Iterable[Row]) -> bool:
     """Whether a pass took less than one that it contains, by more than the spread of their steps."""
-    timed = [row for row in rows if row.get("pass") in _PASS_LEVEL and "p50_ms" in row]
-    return any(
-        _PASS_LEVEL[part["pass"]] < _PASS_LEVEL[whole["pass"]] and whole["p80_ms"] < part["p20_ms"]
-        for part, whole in permutations(timed, 2)
-    )
+    timed = [(_PASS_LEVEL.get(row.get("pass"), 0), row) for row in rows if "p50_ms" in row]
+    return any(a < b and whole["p80_ms"] < part["p20_ms"] for (a, part), (b, whole) in permutations(timed, 2))
 
 
 def _over_ranks(
@@ -218,6 +209,6 @@ def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict
         context.send(_measured(group, setup, options, context))
 
 
-def _row(case: Case, timed: Timing, values: Mapping[str, Any] = MappingProxyType({})) -> Row:
+def _row(case: Case, timed: Timing, **values: Any) -> Row:
     """The key columns, times and other values of a case, without what it does not have."""
     return {name: value for name, value in {**case, **timed.as_row(), **values}.items() if value is not None}

@@ -12,12 +12,13 @@ import ast
 import hashlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 
@@ -37,11 +38,11 @@ def of_notebook(path: Path) -> dict[str, str]:
 
     Of a notebook that saves none: of all that it executes.
     """
-    sources, parameters = _code_cells(path, path.stat().st_mtime_ns)
+    sources, parameters = code_cells(path)
     if found := _behind(sources, parameters, range(len(sources))):
         return found
     walk = _Walk()
-    digest = walk.follow_statements(each.said for source in sources for each in statements(source))
+    digest = walk.follow(*(each for source in sources for each in statements(source)))
     return {**dict(sorted(walk.found.items())), "its cells": digest}
 
 
@@ -56,11 +57,6 @@ def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str
     started = psutil.Process().create_time()
     newer = [name for name in found if (path := PROJECT / name).is_file() and path.stat().st_mtime > started]
     return found | dict.fromkeys(newer, WHILE_RUNNING)
-
-
-def parameter_names(path: Path) -> set[str]:
-    """The names that the parameters cell of a notebook binds."""
-    return _code_cells(path, path.stat().st_mtime_ns)[1]
 
 
 def notebook_of(slug: str) -> Path | None:
@@ -102,9 +98,6 @@ class _Said:
     keeps: set[str] = field(default_factory=set)
     saves: list[str] = field(default_factory=list)
     has_functions: bool = False
-
-    def digest(self) -> str:
-        return hashlib.sha256("".join(self.text).encode()).hexdigest()[:12]
 
     def read(self, node: Any, own: frozenset[str] = frozenset()) -> "_Said":
         """Read a part of a tree too; own: names that the code around it has bound itself."""
@@ -159,6 +152,10 @@ class _Said:
         if hasattr(node, "generators"):  # what the first one goes over belongs to the code around
             self.read(node.generators[0].iter, own)
         self.text.append(")")
+
+
+def _digest(*several: _Said) -> str:
+    return hashlib.sha256("".join(text for said in several for text in said.text).encode()).hexdigest()[:12]
 
 
 def _bound_inside(node: ast.AST) -> frozenset[str]:
@@ -261,27 +258,20 @@ class _Walk:
         self.found: dict[str, str] = {}
         self._done: set[tuple[str, bool]] = set()
 
-    def follow(self, said: _Said) -> None:
-        for bound, module, name in said.imports:
-            for chain in said.uses.get(bound, {""} if name == "*" else ()):
+    def follow(self, *several: _Said) -> str:
+        """What all of them use together; returns their digest."""
+        uses = defaultdict(set)
+        for name, chains in (pair for said in several for pair in said.uses.items()):
+            uses[name] |= chains
+        for bound, module, name in (each for said in several for each in said.imports):
+            for chain in uses.get(bound, {""} if name == "*" else ()):
                 self.follow_chain(module, ".".join(filter(None, [name, chain])))
             self.follow_module(module, whole=False)
-        for text in sorted(said.named):
+        for text in sorted(set().union(*(said.named for said in several))):
             while text and not _find(text):
                 text = text.rpartition(".")[0]
             self.follow_module(text, whole=text not in _PACKAGES)
-
-    def follow_statements(self, several: Iterable[_Said]) -> str:
-        """What all of them use; returns their digest."""
-        whole = _Said()
-        for said in several:
-            whole.text += said.text
-            whole.imports += said.imports
-            whole.named |= said.named
-            for name, chains in said.uses.items():
-                whole.uses.setdefault(name, set()).update(chains)
-        self.follow(whole)
-        return whole.digest()
+        return _digest(*several)
 
     def follow_chain(self, module: str, chain: str) -> None:
         """What `module.a.b` is, the chain being "a.b"; the module itself, handed on, where there is none."""
@@ -310,7 +300,7 @@ class _Walk:
         self.follow_module(module.rpartition(".")[0], whole=False)
         name, (said, _) = str(path.relative_to(PROJECT)), _loaded(module, path, path.stat().st_mtime_ns)
         if name not in self.found:
-            self.found[name] = said.digest()
+            self.found[name] = _digest(said)
             self.follow(said)
         if whole and path.name == "__init__.py":
             for each in sorted(path.parent.glob("*")):
@@ -320,16 +310,7 @@ class _Walk:
 # Notebooks.
 
 
-class _Statement(NamedTuple):
-    """A statement of a cell. binds: names that it surely gives a value. changes: other names, perhaps."""
-
-    said: _Said
-    binds: set[str]
-    changes: set[str]
-
-
-@cache
-def _code_cells(path: Path, _: int) -> tuple[list[str], set[str]]:
+def code_cells(path: Path) -> tuple[list[str], set[str]]:
     """The sources of a notebook's code cells, and the names of its parameters."""
     cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
     tagged = (cell for cell in cells if "parameters" in cell["metadata"].get("tags", ()))
@@ -338,21 +319,20 @@ def _code_cells(path: Path, _: int) -> tuple[list[str], set[str]]:
 
 
 @cache
-def statements(source: str) -> list[_Statement]:
-    """The statements of a cell. Lines for IPython are no code."""
+def statements(source: str) -> list[_Said]:
+    """The statements of a cell: what each surely binds, and what it may change; not what IPython reads."""
     found = []
     with suppress(SyntaxError):
         for node in ast.parse(re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)).body:
             said = _Said().read(node)
             if isinstance(node, ast.Import | ast.ImportFrom):  # each name by itself: others do not matter
-                alone = [(one, _Said("", [f"{one};"], [one], said.named)) for one in said.imports]
-                found += [_Statement(each, {one[0]}, set()) for one, each in alone]
-            elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found.append(_Statement(said, {node.name}, set()))
-            elif isinstance(node, ast.Assign | ast.AnnAssign):
-                found.append(_Statement(said, said.binds, said.keeps))
-            else:
-                found.append(_Statement(said, set(), said.binds | said.keeps))
+                found += [_Said("", [f"{one};"], [one], said.named, binds={one[0]}) for one in said.imports]
+                continue
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                said.binds, said.keeps = {node.name}, set()
+            elif not isinstance(node, ast.Assign | ast.AnnAssign):
+                said.binds, said.keeps = set(), said.binds | said.keeps
+            found.append(said)
     return found
 
 
@@ -362,36 +342,36 @@ def _behind(sources: Sequence[str], parameters: Iterable[str], cells: Iterable[i
     for cell, source in enumerate(sources):
         places, found = set(), []
         for each in statements(source):
-            tables = each.said.saves + [table for name in each.said.uses for table in saving.get(name, ())]
+            tables = each.saves + [table for name in each.uses for table in saving.get(name, ())]
             before.append(each)
-            if each.said.has_functions and each.binds and tables:
+            if each.has_functions and each.binds and tables:
                 saving |= dict.fromkeys(each.binds, tables)
             elif tables and cell in cells:
                 places |= _needed(before, set(parameters))
                 found += tables
         if places:
-            digest = walk.follow_statements(before[place].said for place in sorted(places))
+            digest = walk.follow(*(before[place] for place in sorted(places)))
             walk.found[f"the cell that saves {', '.join(dict.fromkeys(found))} #{digest[:6]}"] = digest
     return dict(sorted(walk.found.items()))
 
 
-def _needed(before: list[_Statement], parameters: set[str]) -> set[int]:
+def _needed(before: list[_Said], parameters: set[str]) -> set[int]:
     """The places of the last statement and of all that bind what it uses, and so on; no parameters."""
     last, needed, waiting = len(before) - 1, set(), [len(before) - 1]
     while waiting:
         if (place := waiting.pop()) not in needed:
             needed.add(place)
-            said = before[place].said  # whose functions look their names up when they are called
+            said = before[place]  # whose functions look their names up when they are called
             for end in {place, last if said.has_functions else place}:
                 waiting += [each for name in said.uses for each in _binders(before[:end], name)]
-    only = {place for place in needed if before[place].binds and before[place].binds <= parameters}
-    return needed - {place for place in only if not before[place].said.uses}
+    values = {place for place in needed if (said := before[place]).binds and not said.uses}
+    return needed - {place for place in values if before[place].binds <= parameters}
 
 
-def _binders(before: list[_Statement], name: str) -> Iterator[int]:
+def _binders(before: list[_Said], name: str) -> Iterator[int]:
     """The last statement that binds a name, and those that may have changed it since."""
     for place, each in reversed(list(enumerate(before))):
-        if name in each.binds or name in each.changes:
+        if name in each.binds | each.keeps:
             yield place
         if name in each.binds:
             return

@@ -24,11 +24,11 @@ def key_columns(frame: pd.DataFrame) -> list[str]:
 def require_one_row_each(frame: pd.DataFrame, *by: str | None) -> None:
     """Raises ValueError when two rows would be drawn in one place, naming what tells them apart."""
     by = list(dict.fromkeys([*filter(None, by), *(["where"] if "where" in frame else [])]))
-    for key, group in frame.groupby(by, dropna=False, sort=False) if by else [((), frame)]:
+    for key, group in frame.groupby(by, dropna=False, sort=False):
         if len(group) > 1:
             place = ", ".join(f"{column}={value}" for column, value in zip(by, key, strict=True))
             varying = varying_values(group, key_columns(group)) or "nothing: they are duplicates"
-            raise ValueError(f"{len(group)} rows share {place or 'every key'}; they differ in {varying}")
+            raise ValueError(f"{len(group)} rows share {place}; they differ in {varying}")
 
 
 def varying_values(group: pd.DataFrame, columns: Iterable[str]) -> str:
@@ -73,8 +73,7 @@ def side_by_side(
     frames = [load_rows(slug, name, table).assign(where=where) for where, name in places.items()]
     if sharing and len(frames) == 2:
         frames[0] = frames[0].merge(frames[1][list(sharing)].drop_duplicates(), on=list(sharing))
-    filled = [frame for frame in frames if len(frame)]
-    return pd.concat(filled, ignore_index=True) if filled else frames[0]
+    return pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
 
 
 def beside_reference(mine: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:

@@ -5,7 +5,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -45,12 +45,9 @@ def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder th
     Raises:
         PermissionError: it cannot be created or written to; the message names the way out.
     """
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise PermissionError(f"the folder {folder} cannot be written to; {way_out}")
     return folder
 
@@ -68,17 +65,12 @@ def locked(folder: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` in one step: a reader, and a run killed at any moment, find the old file or the new."""
-    handle, temporary = tempfile.mkstemp(dir=make_folder(path.parent), prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
+    with tempfile.TemporaryDirectory(dir=make_folder(path.parent), prefix=".", suffix=".tmp") as folder:
+        with open(Path(folder) / "new", "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        os.replace(file.name, path)
 
 
 def write_record(path: Path, record: Any) -> None:

@@ -67,10 +67,10 @@ class MachineCard:
         return f"{about}; measured: {measured}"
 
 
-def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) -> MachineCard:
+def machine_card(device: str | torch.device = "auto") -> MachineCard:
     """The card of this machine: from `figures/<slug>/machine.json`, or measured (seconds) and written there.
 
-    A card that tells of another GPU, torch or triton is measured anew, and so is any with `refresh=True`.
+    A card that tells of another GPU, torch or triton is measured anew.
 
     Raises:
         RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
@@ -78,10 +78,9 @@ def machine_card(device: str | torch.device = "auto", *, refresh: bool = False) 
     """
     device = resolve_device(device)
     found = _describe(device)
-    if not refresh and card_path(found["slug"]).exists():
-        card = load_card(found["slug"])
-        if all(getattr(card, name) == found[name] for name in ("gpu", "torch", "triton")):
-            return card
+    card = load_card(found["slug"]) if card_path(found["slug"]).exists() else None
+    if card and all(getattr(card, name) == found[name] for name in ("gpu", "torch", "triton")):
+        return card
     card = MachineCard(**found, matmul_tflops=_matmul_tflops(device), copy_gbps=_copy_gbps(device))
     release_memory(device)
     write_record(figures_dir() / card.slug / "machine.json", card)

@@ -36,7 +36,7 @@ class Page:
         self.reference_card: MachineCard = load_card(self.reference)
         self.device: str = parameters.get("device", "auto")
         self.card: MachineCard = machine_card(self.device)
-        self._names = code.parameter_names(path) if (path := code.notebook_of(slug)) else frozenset()
+        self._names = code.code_cells(path)[1] if (path := code.notebook_of(slug)) else frozenset()
         given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
         self._executed: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
         self.run = runs.Run(slug, self.card.slug, given, self.code)

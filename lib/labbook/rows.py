@@ -50,16 +50,14 @@ class Table:
         return {**self.keys, **self.values, **dict.fromkeys(("status", "reason", "run"), "text")}
 
 
-def _words(text: str) -> list[str]:
-    """The words of a declaration, with those that stand for several."""
-    several = [_words(DECLARED["shared"][word[1:]]) if word[0] == "$" else [word] for word in text.split()]
-    return [word for words in several for word in words]
-
-
 def columns(text: str, default: str = "text") -> dict[str, str]:
-    """The types of declared columns: "name name:int", by name."""
-    parts = (word.partition(":") for word in _words(text))
-    return {name: type_ or default for name, _, type_ in parts}
+    """The types of declared columns, "name name:int $several", by name."""
+    found: dict[str, str] = {}
+    for word in text.split():
+        name, _, type_ = word.partition(":")
+        several = columns(DECLARED["shared"][name[1:]], default) if name[0] == "$" else {}
+        found |= several or {name: type_ or default}
+    return found
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first where libyaml is there
@@ -101,8 +99,8 @@ def save_rows(
     schema, where = TABLES[table], _name(path)
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
     batch = [checked(row, table, f"{where}, rows[{i}]", machine) for i, row in enumerate(records)]
-    keys = pd.Index([_described(row, schema.keys) for row in batch], dtype=object)
-    for number in keys.duplicated().nonzero()[0]:
+    keys = [", ".join(f"{name}={row[name]}" for name in schema.keys if name in row) for row in batch]
+    for number in pd.Index(keys, dtype=object).duplicated().nonzero()[0]:
         raise RowError(f"{where}, rows[{number}]: duplicate key {keys[number]}; allowed: once")
     gpus, gpu = here.gpu_names(), here.gpu_of(machine)
     if gpu not in gpus:
@@ -142,9 +140,8 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
 
 def run_counts(slug: str, machine: str) -> dict[str, dict[str, int]]:
     """How many rows each run measured, for each table that a machine has of a problem; "" is unknown."""
-    paths = {table: find(machine, slug, f"{table}.csv") for table in sorted(TABLES)}
-    there = {table: _read(path, table)["run"] for table, path in paths.items() if path.exists()}
-    return {table: names.value_counts(sort=False).to_dict() for table, names in there.items()}
+    runs_of = {table: _read(find(machine, slug, f"{table}.csv"), table)["run"] for table in sorted(TABLES)}
+    return {table: names.value_counts(sort=False).to_dict() for table, names in runs_of.items() if len(names)}
 
 
 def published(name: str) -> pd.DataFrame:
@@ -173,14 +170,6 @@ def _check(column: str, kind: str, value: Any) -> int | float | str | bool | Non
         if kind == "int" and value >= 0 and float(value).is_integer():
             return int(value)
     raise ValueError(f"allowed: {_EXPECTED.get(kind, 'a finite number')}")
-
-
-def _parse(column: str, kind: str, text: str) -> int | float | str | bool | None:
-    """The value of a CSV field. Errors as in `_check`."""
-    value: Any = text or None
-    with suppress(KeyError, ValueError):  # text is as it is; what cannot be read is refused as it is
-        value = _READ[kind](text)
-    return _check(column, kind, value)
 
 
 def _format(value: Any) -> str:
@@ -228,10 +217,6 @@ def _contradiction(row: Row, values: Iterable[str]) -> str:
     return "" if spread == sorted(spread) else f"p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls"
 
 
-def _described(row: Mapping[str, Any], columns: Iterable[str]) -> str:
-    return ", ".join(f"{name}={row[name]}" for name in columns if row.get(name) is not None)
-
-
 # The file.
 
 
@@ -275,8 +260,11 @@ def _typed(text: pd.Series, kind: str, path: Path) -> pd.Series:
     """The values of a column of a file."""
     values: dict[str, Any] = {}
     for field in text.unique():
+        value = field or None
+        with suppress(KeyError, ValueError):  # text is as it is; what cannot be read is refused as it is
+            value = _READ[kind](field)
         try:
-            values[field] = _parse(text.name, kind, field)
+            values[field] = _check(text.name, kind, value)
         except ValueError as error:
             line = (text == field).idxmax()
             raise RowError(f"{_name(path)}, line {line}: {text.name} is {field!r}; {error}") from None

@@ -71,7 +71,7 @@ class Run:
         self.record = record = self.record or self._described(now)
         record.measured_at[1:] = [now]
         record.code = dict(sorted((record.code | self.executed()).items()))
-        write_record(figures_dir() / _path(self.machine, self.name), record)
+        write_record(figures_dir() / self.machine / "runs" / f"{self.name}.json", record)
 
     def _described(self, now: str) -> Record:
         """The part of a record that does not change during its run."""
@@ -91,13 +91,8 @@ def load_run(machine: str, name: str) -> Record | None:
     Raises:
         ValueError: the file is damaged.
     """
-    path = find(*_path(machine, name).parts)
-    return _loaded(path, path.stat().st_mtime_ns) if name and path.exists() else None
-
-
-@cache
-def _loaded(path: Path, _: int) -> Record:
-    return read_record(path, Record)
+    path = find(machine, "runs", f"{name}.json")
+    return read_record(path, Record) if name and path.exists() else None
 
 
 def why_old(record: Record | None, now: Mapping[str, str]) -> str:
@@ -123,11 +118,7 @@ def remove_unused(machine: str, names: Iterable[str]) -> None:
     for name in names:
         tables = (figures_dir() / machine).glob("*/*.csv")
         if Path(name).name == name and not any(name.encode() in table.read_bytes() for table in tables):
-            (figures_dir() / _path(machine, name)).unlink(missing_ok=True)
-
-
-def _path(machine: str, name: str) -> Path:
-    return Path(machine, "runs", f"{name}.json")
+            (figures_dir() / machine / "runs" / f"{name}.json").unlink(missing_ok=True)
 
 
 def _settings() -> dict[str, str]:

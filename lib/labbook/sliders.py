@@ -9,6 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from IPython import display
+
 from labbook.labels import column_label, value_label
 
 _SCRIPT = Path(__file__).with_suffix(".js")
@@ -49,6 +51,4 @@ class Sliders:
         return f"<div>{_WITHOUT}</div><script>{script}{start}</script>"
 
     def _ipython_display_(self) -> None:
-        from IPython.display import display
-
-        display({"text/html": self.html(), "text/plain": "<figure with sliders>"}, raw=True)
+        display.display({"text/html": self.html(), "text/plain": "<figure with sliders>"}, raw=True)

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from IPython import display
 
 from labbook import labels
 from labbook.compare import require_one_row_each
@@ -70,9 +72,8 @@ def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None
     if not fmt:
         sizes = [math.floor(math.log10(abs(n))) for n in numbers if n and math.isfinite(n)] or [2]
         fmt = f"{{:,.{max(0, min(2 - min(sizes), 4 - max(sizes), 3))}f}}"
-    statuses = [None] * len(numbers) if statuses is None else statuses
-    words = [STATUS_LABELS.get(status, MISSING) for status in statuses]
-    texts = [word if pd.isna(n) else fmt.format(n) for n, word in zip(numbers, words, strict=True)]
+    told = zip(numbers, [None] * len(numbers) if statuses is None else statuses, strict=True)
+    texts = [STATUS_LABELS.get(why, MISSING) if pd.isna(n) else fmt.format(n) for n, why in told]
     return pd.Series(texts, numbers.index, dtype=object)
 
 
@@ -82,8 +83,6 @@ def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> Non
     Args:
         folded: show the caption alone, until a reader opens it.
     """
-    from IPython.display import display
-
     texts = as_text(frame)
     table = as_html(texts) if len(texts) else f"<p>{NO_LINES}</p>"
     if folded:
@@ -91,7 +90,7 @@ def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> Non
     elif caption:
         table = f"<p>{escape(caption)}</p>\n{table}"
     plain = texts.to_string(index=_has_index(texts), justify="right") if len(texts) else NO_LINES
-    display({"text/html": table, "text/plain": f"{caption}\n{plain}".lstrip("\n")}, raw=True)
+    display.display({"text/html": table, "text/plain": f"{caption}\n{plain}".lstrip("\n")}, raw=True)
 
 
 def as_text(frame: pd.DataFrame) -> pd.DataFrame:
@@ -111,9 +110,8 @@ def as_html(texts: pd.DataFrame) -> str:
     """Words and heads of lines are left-aligned; numbers stay right, as pages have them."""
     words = [not any(map(_is_number, column)) for _, column in texts.items()]
     html = texts.map(lambda text: escape(str(text)))
-    for place, column in enumerate(html.columns):
-        if words[place]:
-            html.isetitem(place, html[column].map(_left))
+    for place in np.flatnonzero(words):
+        html.isetitem(place, html.iloc[:, place].map(_left))
     if html.columns.nlevels == 1:
         html.columns = [_left(head) if word else head for head, word in zip(html, words, strict=True)]
     html.index = html.index.map(lambda key: tuple(map(_left, key)) if isinstance(key, tuple) else _left(key))
@@ -137,24 +135,18 @@ def _left(text: object) -> str:
 
 def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
     """What was measured and what came out: a line for each row, one for all of a recording."""
-    schema = TABLES[table]
-    if rows and schema.group and rows[0].get("status", "ok") == "ok":
-        return [f"{_measured(rows[0], schema.group)}: {len(rows)} rows"]
-    told = rows[:1] if schema.group else rows
-    return [f"{_measured(row, schema.group or schema.keys)}: {_outcome(row, schema.values)}" for row in told]
-
-
-def _measured(row: Mapping[str, Any], keys: Iterable[str]) -> str:
+    schema, lines = TABLES[table], []
+    keys = schema.group or schema.keys
     implied = ("d_model", "num_heads") if "model_size" in keys else ()
-    told = [name for name in keys if name not in implied and not pd.isna(row.get(name))]
-    return ", ".join(named_value(name, row[name]) for name in told)
-
-
-def _outcome(row: Mapping[str, Any], values: Iterable[str]) -> str:
-    if row.get("status", "ok") != "ok":
-        return row["status"] + (f" ({row['reason']})" if row.get("reason") else "")
-    name = next((name for name in ("p50_ms", *values) if not pd.isna(row.get(name))), "")
-    if not name:
-        return "saved"
-    value = row[name] if isinstance(row[name], str) else labels.significant(row[name])
-    return f"{value} {UNITS.get(name.rpartition('_')[2], '')}".rstrip()
+    for row in rows[:1] if schema.group else rows:
+        told = [name for name in keys if name not in implied and not pd.isna(row.get(name))]
+        name = next((name for name in ("p50_ms", *schema.values) if not pd.isna(row.get(name))), "")
+        if row.get("status", "ok") != "ok":
+            outcome = row["status"] + (f" ({row['reason']})" if row.get("reason") else "")
+        elif schema.group:
+            outcome = f"{len(rows)} rows"
+        else:
+            value = row[name] if isinstance(row[name], str) else labels.significant(row[name])
+            outcome = f"{value} {UNITS.get(name.rpartition('_')[2], '')}".rstrip()
+        lines.append(f"{', '.join(named_value(name, row[name]) for name in told)}: {outcome}")
+    return lines

@@ -44,18 +44,14 @@ FORMS = [by_pointers, by_block_pointers, by_nan_padding, by_descriptors]
 
 
 @pytest.mark.parametrize("kernel", FORMS)
-def test_a_right_kernel_passes(kernel, capsys):
+def test_a_kernel_is_named_only_if_it_reaches_beyond(kernel, capsys):
     x, y = torch.randn(20), torch.zeros(20)
     with step("copy") as check:
         kernel[1,](x, y, 20, 20, BLOCK=32)
         check.close("a copy", y, x)
     assert capsys.readouterr().out == "✓ a copy\ncopy: right\n"
-
-
-@pytest.mark.parametrize("kernel", FORMS)
-def test_one_that_reaches_beyond_is_named(kernel, capsys):
     with step("copy") as check:
-        kernel[1,](torch.randn(20), torch.zeros(20), 20, 24, BLOCK=32)
+        kernel[1,](x, y, 20, 24, BLOCK=32)
     assert check.passed is False
     assert f"{kernel.__name__} loads 4 numbers outside its tensors" in capsys.readouterr().out
 

@@ -106,10 +106,7 @@ def test_a_changed_line_makes_stale_what_runs_it_and_nothing_else(
 def test_what_shows_and_what_is_only_words_makes_nothing_stale(before, copy, change):
     for module in SHOWN:
         change(f"lib/labbook/{module}.py", one_line_changed)
-    change(
-        "notebooks/vocabulary.py",
-        lambda text: text.replace("| vermillion", "| sky").replace("| plain ", "| bare "),
-    )
+    change("notebooks/vocabulary.py", lambda text: text.replace("| vermillion", "| sky"))
     for path in [*(copy / "lib").rglob("*.py")]:
         change(str(path.relative_to(copy)), with_other_words)
     for path in (copy / "notebooks").glob("*.ipynb"):
@@ -143,15 +140,12 @@ def test_a_notebook_depends_on_its_saving_cells_and_one_without_on_all_of_it():
     assert len(cells) == 1
 
 
-def notebook(tmp_path, *cells: str) -> Path:
-    tags = [["parameters"], *([[]] * len(cells))]
-    written = [
-        {"cell_type": "code", "source": source, "metadata": {"tags": tag}, "outputs": []}
-        for source, tag in zip(cells, tags, strict=False)
-    ]
-    path = tmp_path / "11_one.ipynb"
-    path.write_text(json.dumps({"cells": written}))
-    return path
+@pytest.fixture
+def of(tmp_path, write_notebook):
+    """The hashes of a notebook with these cells, the first its parameters."""
+    return lambda first, *cells: code.of_notebook(
+        write_notebook(tmp_path / "a.ipynb", *cells, parameters=first)
+    )
 
 
 CELLS = [
@@ -183,26 +177,23 @@ CELLS = [
         (5, "accumulation", "other", False),
     ],
 )
-def test_of_a_notebook_counts_what_its_saving_cells_use(tmp_path, cell, old, new, matters):
-    before = code.of_notebook(notebook(tmp_path, *CELLS))
+def test_of_a_notebook_counts_what_its_saving_cells_use(of, cell, old, new, matters):
     assert old in CELLS[cell]
     after = [source.replace(old, new) if place == cell else source for place, source in enumerate(CELLS)]
-    assert bool(code.changed(before, code.of_notebook(notebook(tmp_path, *after)))) == matters
+    assert bool(code.changed(of(*CELLS), of(*after))) == matters
 
 
 @pytest.mark.parametrize(("old", "new"), [("rows * 2", "rows * 3"), ("append(1)", "append(2)")])
-def test_a_function_that_saves_counts_where_it_is_called(tmp_path, old, new):
+def test_a_function_that_saves_counts_where_it_is_called(of, old, new):
     keep = "def keep(rows):\n    page.save(scaled(rows), 'accumulation')\n"
     keep += "def scaled(rows):\n    return rows * 2"
     cells = [*CELLS[:2], keep, "rows = []\nrows.append(1)\nkeep(rows)"]
-    before = code.of_notebook(notebook(tmp_path, *cells))
-    after = code.of_notebook(notebook(tmp_path, *(cell.replace(old, new) for cell in cells)))
-    assert code.changed(before, after)
+    assert code.changed(of(*cells), of(*(cell.replace(old, new) for cell in cells)))
 
 
-def test_executed_cells_have_the_hashes_of_the_notebook(tmp_path, monkeypatch):
+def test_executed_cells_have_the_hashes_of_the_notebook(of, monkeypatch):
     monkeypatch.setattr(code.psutil.Process, "create_time", lambda process: 1e12)
-    written = code.of_notebook(notebook(tmp_path, *CELLS))
+    written = of(*CELLS)
     executed = ["", CELLS[0].replace("10", "3"), *CELLS[1:5]]
     assert code.of_cells(executed, ["steps"]) == written
     assert code.of_cells([*executed, "lines(1)"], ["steps"]) == {}
@@ -222,10 +213,9 @@ def test_a_name_that_a_scope_inside_binds_is_still_used_around_it():
 
 def test_why_names_what_changed():
     before = {"lib/cs336_systems/attention/launcher.py": "a", "lib/labbook/rows.py": "b", "same": "c"}
+    changed = before | {"lib/cs336_systems/attention/launcher.py": "x"}
     assert code.why(before, before | {"more": "d"}) == ""
-    assert code.why(before, before | {"lib/cs336_systems/attention/launcher.py": "x"}) == (
-        "attention/launcher.py changed since"
-    )
+    assert code.why(before, changed) == "attention/launcher.py changed since"
     assert code.why(before, {"same": "c"}) == "attention/launcher.py and 1 more changed since"
 
 
@@ -244,16 +234,14 @@ class C(int, metaclass=type):
 match x:
     case {"a": [1, *_], **r} | C(b=2): pass
 ''')
-print(code._Said().read(tree).digest())
+print(code._digest(code._Said().read(tree)))
 """
 
 
 def test_the_hash_is_the_same_in_every_python():
     """Of these forms it is written down; another Python that is here must agree."""
     pythons = [sys.executable, *filter(None, map(shutil.which, (f"python3.{n}" for n in range(11, 16))))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(PROJECT / "lib"), *sys.path])}
-    found = [
-        subprocess.run([each, "-c", FORMS], capture_output=True, text=True, env=environment)
-        for each in pythons
-    ]
+    path = os.pathsep.join([str(PROJECT / "lib"), *sys.path])
+    how = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": path}}
+    found = [subprocess.run([each, "-c", FORMS], **how) for each in pythons]
     assert {each.stdout.strip() for each in found if each.returncode == 0} == {"1db877f9f043"}

@@ -2,15 +2,7 @@ import pandas as pd
 import pytest
 
 from labbook import compare
-from labbook.compare import (
-    beside_reference,
-    compared,
-    longest_warmup,
-    published_rows,
-    require_one_row_each,
-    side_by_side,
-    times_in,
-)
+from labbook.compare import beside_reference, compared, longest_warmup, published_rows, times_in
 from labbook.tables import pivot
 
 
@@ -23,10 +15,12 @@ def test_rows_say_where_they_come_from_and_the_reference_appears_once(monkeypatc
     theirs = of("h200", {}, {"context_length": 256})
     load_rows = {"h200": theirs, "cpu": of("cpu")}.get
     monkeypatch.setattr(compare, "load_rows", lambda slug, machine, table: load_rows(machine))
-    frame = side_by_side("slug", "cpu", table="model_times", sharing=["context_length"])
-    assert frame["where"].tolist() == ["reference: H200", "this machine: cpu"]
-    frame = side_by_side("slug", "h200", table="model_times", sharing=["context_length"])
-    assert frame["where"].tolist() == ["reference: H200"] * 2
+    for machine, expected in (
+        ("cpu", ["reference: H200", "this machine: cpu"]),
+        ("h200", ["reference: H200"] * 2),
+    ):
+        frame = compare.side_by_side("slug", machine, table="model_times", sharing=["context_length"])
+        assert frame["where"].tolist() == expected
 
 
 def test_the_reference_stands_beside_what_it_measured_too():
@@ -86,4 +80,4 @@ def test_machines_are_compared_across_everything_that_names_them(places):
 
 def test_rows_that_are_equal_are_refused_as_duplicates(rows):
     with pytest.raises(ValueError, match=r"context_length=256.* duplicates"):
-        require_one_row_each(pd.concat([rows, rows]), "context_length", "implementation")
+        compare.require_one_row_each(pd.concat([rows, rows]), "context_length", "implementation")

@@ -1,7 +1,6 @@
 """Runs: rows name the one that measured them, which says where, when and with which code."""
 
 import json
-import os
 import subprocess
 
 import pytest
@@ -91,7 +90,6 @@ def test_a_damaged_run_is_said_in_a_sentence(figures):
     path = figures / MACHINE / "runs" / f"{save('a')}.json"
     for damage in ("{", "[]", json.dumps({"run": "a"})):
         path.write_text(damage)
-        os.utime(path, ns=(0, hash(damage) % 10**9))
         with pytest.raises(ValueError, match=f"{MACHINE}/runs/.* is damaged"):
             runs.load_run(MACHINE, path.stem)
 
@@ -156,4 +154,3 @@ def test_committed_rows_of_unknown_commits_are_marked():
     historical = next(record for record in records if not is_known(record.commit))
     historical.historical = ""
     assert unmarked(records, is_known) == [historical.run]
-    runs._loaded.cache_clear()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cs336_systems.checks.exercise import Property, asks
-from cs336_systems.checks.on_ranks import checker, close, from_all, observed, unlike
+from cs336_systems.checks.exercise import Property
+from cs336_systems.checks.on_ranks import checker, close, observed, unlike
 from cs336_systems.model import Embedding, Linear, RMSNorm
 
 VOCABULARY = 24
@@ -25,7 +25,9 @@ _OPTIMIZERS = {
 
 
 @checker
-def check_ddp(*, thorough=False, some_unused=False, overlapped=False) -> Iterator[Property]:
+def check_ddp(
+    wrap: Wrap, *, thorough: bool = False, some_unused: bool = False, overlapped: bool = False
+) -> Iterator[str | Property]:
     """Try a data-parallel wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `wrap(module, **options)`, with the options that are not among these, and needs `.module`,
@@ -37,24 +39,25 @@ def check_ddp(*, thorough=False, some_unused=False, overlapped=False) -> Iterato
         some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
     """
-    hint = "Broadcast every parameter and buffer from rank 0 in __init__."
-    yield Property("parameters and buffers are rank 0's", partial(starts_from_rank_0, hint=hint))
-    yield Property("gradients are the mean over the ranks", gradients)
+    yield from starts_from_rank_0(wrap, "Broadcast every parameter and buffer from rank 0 in __init__.")
+    yield Property("parameters and buffers are rank 0's")
+    yield from gradients(wrap)
+    yield Property("gradients are the mean over the ranks")
     if overlapped:
-        yield _overlap
+        yield from _overlaps(wrap)
+    several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
     plans: dict[str, dict[str, Any]] = {"one backward pass a step": {}}
     if thorough:
-        several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
-        alternating = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
         plans["three backward passes before finish_gradient_synchronization()"] = several
         plans["three backward passes, two of them under no_sync()"] = several | {"silent": 2}
+        alternating = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
         plans["parameters that in a step only rank 0 uses, or no rank does"] = alternating
     elif some_unused:
         plans["parameters that only rank 0 uses"] = {"options": lambda rank, *_: {"rarely": rank == 0}}
-    for (how, plan), optimizer in product(plans.items(), _OPTIMIZERS):
-        yield Property(f"{how}, with {optimizer}", partial(follow, how=how, optimizer=optimizer, **plan))
+    for how, plan in plans.items():
+        yield from follow(wrap, how, **plan)
     if thorough:
-        yield from UNUSUAL
+        yield from unusual(wrap)
 
 
 class Toy(nn.Module):
@@ -120,16 +123,16 @@ def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[s
     loss_of(own, dist.get_rank()).backward()
     sum(loss_of(total, rank) for rank in range(ranks)).backward()
     before = weights(wrapped)
-    does = "has changed before any optimizer step. All-reduce parameter.grad, not parameter."
-    mistakes = [f"{name!r} {does}" for name, old in own.named_parameters() if not close(before[name], old)]
-    mistakes += wrong_kinds(wrapped, [name for name, x in own.named_parameters() if not x.requires_grad])
-    if any(from_all(mistakes)):  # SGD would raise
-        yield from mistakes
-        return
+    for name, old in own.named_parameters():
+        if not close(before[name], old):
+            yield f"{name!r} has changed before any optimizer step. All-reduce parameter.grad, not parameter."
+    trained = [name for name, x in own.named_parameters() if x.requires_grad]
+    yield from wrong_kinds(wrapped, trained)
+    yield ""  # SGD would raise
     torch.optim.SGD(wrapped.parameters(), lr=1.0).step()
     otherwise = f"not the mean over the ranks, or parameters() are not updated by it.{hint}"
     after = weights(wrapped)
-    for name in (name for name, each in own.named_parameters() if each.requires_grad):
+    for name in trained:
         of_all, mine = (model.get_parameter(name).grad for model in (total, own))
         diagnoses = {
             "the sum over the ranks. Divide it by the world size.": of_all,
@@ -140,8 +143,24 @@ def gradients(wrap: Wrap, hint="", make=Toy, weights=module_state) -> Iterator[s
         yield from unlike(f"the gradient of {name!r}", found, of_all / ranks, diagnoses, otherwise)
 
 
-@asks("messages leave during backward, which waits for none")
-def _overlap(wrap: Wrap) -> Iterator[str]:
+def wrong_kinds(wrapped: nn.Module, trained: Sequence[str]) -> Iterator[str]:
+    """Gradients after a step that are missing, or that no optimizer would take."""
+    for name, parameter in wrapped.module.named_parameters():
+        gradient, its = parameter.grad, f"the gradient of {name!r} has"
+        if name not in trained:
+            if gradient is not None:
+                yield f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
+        elif gradient is None:
+            yield f"{name!r} has no gradient after finish_gradient_synchronization()."
+        elif gradient.shape != parameter.shape:
+            kinds = f"{its} shape {tuple(gradient.shape)} and its shard {tuple(parameter.shape)}"
+            yield f"{kinds}. Reduce-scatter it: keep the rows of the shard."
+        elif gradient.dtype != parameter.dtype:
+            kinds = f"{its} dtype {gradient.dtype} and its shard {parameter.dtype}"
+            yield f"{kinds}. Cast after the reduce-scatter."
+
+
+def _overlaps(wrap: Wrap) -> Iterator[str | Property]:
     wrapped = wrap(Toy(seed=0))
     with observed() as sent:
         loss_of(wrapped, dist.get_rank()).backward()
@@ -152,80 +171,61 @@ def _overlap(wrap: Wrap) -> Iterator[str]:
     if early < len(sent):
         late = f"{len(sent) - early} of {len(sent)} messages leave only in finish_gradient_synchronization()"
         yield f"{late}, when backward is over. Send, while backward goes on, all that may leave."
-
-
-def wrong_kinds(wrapped: nn.Module, frozen: Sequence[str] = ()) -> Iterator[str]:
-    """Gradients after a step that are missing, or that no optimizer would take."""
-    for name, parameter in wrapped.module.named_parameters():
-        gradient, its = parameter.grad, f"the gradient of {name!r} has"
-        if gradient is None:
-            if name not in frozen:
-                yield f"{name!r} has no gradient after finish_gradient_synchronization()."
-        elif name in frozen:
-            yield f"the frozen parameter {name!r} was given a gradient. Skip those without requires_grad."
-        elif gradient.shape != parameter.shape:
-            kinds = f"{its} shape {tuple(gradient.shape)} and its shard {tuple(parameter.shape)}"
-            yield f"{kinds}. Reduce-scatter it: keep the rows of the shard."
-        elif gradient.dtype != parameter.dtype:
-            kinds = f"{its} dtype {gradient.dtype} and its shard {parameter.dtype}"
-            yield f"{kinds}. Cast after the reduce-scatter."
+    yield Property("messages leave during backward, which waits for none")
 
 
 def follow(
-    wrap: Wrap, how: str, optimizer: str, make=Toy, weights=module_state, passes=1, silent=0, options=None
-) -> Iterator[str]:
+    wrap: Wrap, how: str, optimizers=("SGD", "AdamW"), make=Toy, weights=module_state, passes=1, silent=0,
+    options=lambda *_: {},
+) -> Iterator[str | Property]:  # fmt: skip
     """Train the candidate, and one process with the whole batch: the first weight in which they differ.
 
     Args:
+        how: the name of the property, with each of the optimizers.
         passes: backward passes of a rank in one step, the first `silent` of them under no_sync().
         options: of a rank, a step and a pass: arguments of the model's forward.
     """
-    own, ranks, options, wrong = dist.get_rank(), dist.get_world_size(), options or (lambda *_: {}), []
-    alone, wrapped = make(0), wrap(make(own))
-    if silent and not hasattr(wrapped, "no_sync"):
-        yield "it has no no_sync() context, under which backward passes only accumulate."
-    optimizers = [_OPTIMIZERS[optimizer](model.parameters()) for model in (alone, wrapped)]
-    for step in range(_STEPS):
-        for each in optimizers:
-            each.zero_grad()
-        for n, rank in product(range(passes), range(ranks)):
-            (loss_of(alone, rank, step + 100 * n, **options(rank, step, n)) / ranks).backward()
-        for n in range(passes):
-            with wrapped.no_sync() if n < silent else contextlib.nullcontext():
-                loss_of(wrapped, own, step + 100 * n, **options(own, step, n)).backward()
-        wrapped.finish_gradient_synchronization()
-        for each in optimizers:
-            each.step()
-        whole = weights(wrapped)
-        for name, wanted in alone.named_parameters():
-            if not close(whole[name], wanted):
-                off = f"after step {step + 1}, {name!r} is {(whole[name] - wanted).abs().max():.1e} off"
-                wrong.append(f"{how}, with {optimizer}: {off} what one process makes of the whole batch.")
-    yield from wrong
+    own, ranks = dist.get_rank(), dist.get_world_size()
+    for optimizer in optimizers:
+        alone, wrapped = make(0), wrap(make(own))
+        if silent and not hasattr(wrapped, "no_sync"):
+            yield "it has no no_sync() context, under which backward passes only accumulate."
+        pair = [_OPTIMIZERS[optimizer](model.parameters()) for model in (alone, wrapped)]
+        for step in range(_STEPS):
+            for each in pair:
+                each.zero_grad()
+            for n, rank in product(range(passes), range(ranks)):
+                (loss_of(alone, rank, step + 100 * n, **options(rank, step, n)) / ranks).backward()
+            for n in range(passes):
+                with wrapped.no_sync() if n < silent else contextlib.nullcontext():
+                    loss_of(wrapped, own, step + 100 * n, **options(own, step, n)).backward()
+            wrapped.finish_gradient_synchronization()
+            for each in pair:
+                each.step()
+            whole = weights(wrapped)
+            for name, wanted in alone.named_parameters():
+                if not close(whole[name], wanted):
+                    off = f"after step {step + 1}, {name!r} is {(whole[name] - wanted).abs().max():.1e} off"
+                    yield f"{how}, with {optimizer}: {off} what one process makes of the whole batch."
+            yield ""
+        yield Property(f"{how}, with {optimizer}")
 
 
-def _float16(wrap: Wrap) -> bool:
+def unusual(wrap: Wrap) -> Iterator[str | Property]:
+    """What the assignment does not ask for."""
     wrapped = wrap(nn.Sequential(Linear(6, 6, dtype=torch.float16)))
     wrapped(torch.full((1, 6), 40_000.0, dtype=torch.float16)).sum().backward()
     wrapped.finish_gradient_synchronization()
-    return all(bool(parameter.grad.isfinite().all()) for parameter in wrapped.parameters())
+    if not all(parameter.grad.isfinite().all() for parameter in wrapped.parameters()):
+        yield "of float16 gradients of 40,000 the mean is infinite: divide by the world size before the sum."
+    yield Property("float16 gradients are divided before their sum overflows")
 
-
-def _user_hooks(wrap: Wrap) -> bool:
     module, calls = Toy(0), []
     module.first.weight.register_hook(lambda gradient: 0 * gradient)
     module.first.weight.register_post_accumulate_grad_hook(lambda _: calls.append(1))
-    try:
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
         wrapped = wrap(module)
-    except (NotImplementedError, RuntimeError, ValueError):
-        return True
-    one_step(wrapped)
-    return bool(calls) and not module.first.weight.grad.any()
-
-
-_INFINITE = "of float16 gradients of 40,000 the mean is infinite: divide by the world size before the sum."
-_NOT_RUN = "a user's hooks on a parameter do not run: keep the parameter, or refuse one that has hooks."
-UNUSUAL = (
-    Property("float16 gradients are divided before their sum overflows", _float16, _INFINITE),
-    Property("hooks of the user on parameters run, or are refused", _user_hooks, _NOT_RUN),
-)
+        one_step(wrapped)
+        if not calls or module.first.weight.grad.any():
+            yield "a user's hooks on a parameter do not run: keep it, or refuse one that has hooks."
+    yield Property("hooks of the user on parameters run, or are refused")

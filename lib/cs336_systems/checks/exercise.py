@@ -12,8 +12,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TextIO
 from unittest.mock import patch
 
@@ -32,27 +31,19 @@ _MOST_PRINTED = 20_000  # characters that a step passes on of what the code insi
 
 
 class Property(NamedTuple):
-    """What is asked of a candidate: a checker is a list of them.
+    """What a checker has asked of a candidate, by its name.
 
-    name: said where it holds. holds: tries the candidate; returns True, False, or all that is wrong and how
-    to mend it, the likeliest first. diagnoses: the usual reason of a False.
+    holds: None where it could not be tried. diagnosis: why, or what is wrong and how to mend it.
     """
 
     name: str
-    holds: Callable[..., bool | Iterable[str]]
-    diagnoses: str = ""
+    holds: bool | None = True
+    diagnosis: str = ""
 
-    def mistake(self, *candidate: Any) -> str | None:
-        """What is wrong with a candidate; None where the property holds."""
-        found = self.holds(*candidate)
-        if isinstance(found, bool):
-            return None if found else self.diagnoses or f"not so: {self.name}"
-        return next(iter(found), None)
-
-
-def asks(name: str) -> Callable[[Callable], Property]:
-    """Makes a property of the function below it, which tries a candidate and yields what is wrong."""
-    return partial(Property, name)
+    def line(self) -> str:
+        """To be shown."""
+        sign = {True: "✓", False: "✗", None: "·"}[self.holds]
+        return f"{sign} {self.name}" + (f": {self.diagnosis}" if self.diagnosis and not self.holds else "")
 
 
 class Step:
@@ -64,17 +55,8 @@ class Step:
 
     def __call__(self, property: str, holds: Any, diagnosis: str = "") -> None:
         """Show a property; `holds` is anything true or false, `diagnosis` the usual reason if false."""
-        show(f"✓ {property}" if holds else f"✗ {property}" + (f": {diagnosis}" if diagnosis else ""))
+        show(Property(property, bool(holds), diagnosis).line())
         self.passed = self.passed and bool(holds)
-
-    def all_of(self, properties: Iterable[Property], *candidate: Any, show: Callable | None = None) -> None:
-        """Show, by default as a call does, which properties hold; an AssertionError says what is wrong."""
-        for each in properties:
-            try:
-                mistake = each.mistake(*candidate)
-            except AssertionError as error:
-                mistake = str(error)
-            (show or self)(each.name, mistake is None, mistake or "")
 
     def note(self, property: str, holds: Any, hint: str) -> None:
         """Show a property that the assignment does not ask for: without it the step can still be right."""

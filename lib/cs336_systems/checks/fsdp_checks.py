@@ -7,7 +7,6 @@ from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any
-from unittest import SkipTest
 
 import torch
 import torch.distributed as dist
@@ -18,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
 from cs336_systems.checks.ddp_checks import VOCABULARY, Wrap, loss_of, one_step, tokens_of
-from cs336_systems.checks.exercise import Property, asks
-from cs336_systems.checks.on_ranks import checker, close, from_all, observed
+from cs336_systems.checks.exercise import Property
+from cs336_systems.checks.on_ranks import checker, close, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
 from cs336_systems.parallel.collective_calls import Message
 
@@ -34,7 +33,7 @@ _IN_LOW = f"with compute_dtype={_LOW}"
 
 
 @checker
-def check_fsdp(*, only: Sequence[str] = (), thorough: bool = False) -> Iterator[Property]:
+def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) -> Iterator[str | Property]:
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `fsdp_class(module, compute_dtype=None, **options)` and needs `.module`, `forward`,
@@ -44,13 +43,10 @@ def check_fsdp(*, only: Sequence[str] = (), thorough: bool = False) -> Iterator[
         only: the groups of properties to ask for, of GROUPS; () asks for all.
         thorough: also ask for what the assignment does not: rows that the ranks cannot share equally, tied
             and frozen weights, several backward passes, `no_sync()`, float16, users' hooks.
-
-    Raises:
-        ValueError: a group is unknown.
     """
     for group in only or GROUPS:
         check_choice("property", group, GROUPS)
-        yield from GROUPS[group]
+        yield from GROUPS[group](wrap)
     if thorough:
         several = {"make": _Layers, "passes": 3}
         for how, plan in {
@@ -58,8 +54,8 @@ def check_fsdp(*, only: Sequence[str] = (), thorough: bool = False) -> Iterator[
             "three backward passes before finish_gradient_synchronization()": several,
             "two backward passes under no_sync(), then one that communicates": several | {"silent": 2},
         }.items():
-            yield Property(how, partial(shared.follow, how=how, optimizer="SGD", weights=_whole, **plan))
-        yield from shared.UNUSUAL
+            yield from shared.follow(wrap, how, ["SGD"], weights=_whole, **plan)
+        yield from shared.unusual(wrap)
 
 
 class _Layers(nn.Sequential):
@@ -83,14 +79,11 @@ def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in wrapped.gather_full_parameters().items()}
 
 
-@asks("gather_full_parameters() returns rank 0's values, whole, by name")
-def _from_rank_0(wrap: Wrap) -> Iterator[str]:
+def _shards(wrap: Wrap) -> Iterator[str | Property]:
     hint = "Broadcast before sharding; put the shards together in the order of the ranks, without padding."
-    return shared.starts_from_rank_0(wrap, hint, _Layers, _whole)
+    yield from shared.starts_from_rank_0(wrap, hint, _Layers, _whole)
+    yield Property("gather_full_parameters() returns rank 0's values, whole, by name")
 
-
-@asks("of every Linear and Embedding weight a rank keeps its share, as what parameters() returns")
-def _shards(wrap: Wrap) -> Iterator[str]:
     wrapped = wrap(_Layers(seed=0))
     sizes = {name: parameter.numel() for name, parameter in wrapped.module.named_parameters()}
     if {id(p) for p in wrapped.parameters()} != {id(p) for p in wrapped.module.parameters()}:
@@ -103,10 +96,10 @@ def _shards(wrap: Wrap) -> Iterator[str]:
             yield f"{name!r} still has {sizes[name]} of {n} elements. A rank keeps its rows, {share}."
         if not is_sharded and sizes[name] != n:
             yield f"{name!r} was sharded. Leave what is in no Linear or Embedding whole on every rank."
+    yield Property("of every Linear and Embedding weight a rank keeps its share, which parameters() returns")
 
 
-@asks("forward computes with the whole weights, and leaves the shards in place")
-def _forward(wrap: Wrap) -> Iterator[str]:
+def _forward(wrap: Wrap) -> Iterator[str | Property]:
     wrapped, tokens, early = wrap(_Layers(seed=0)), tokens_of(dist.get_rank(), 0), list[str]()
     sizes = [parameter.numel() for parameter in wrapped.parameters()]
 
@@ -126,28 +119,25 @@ def _forward(wrap: Wrap) -> Iterator[str]:
         yield "after forward, parameters() are not the shards any more. Put them back behind each layer."
     if not close(outputs, _Layers(seed=0)(tokens)):
         yield "its forward is not the module's. Does every layer compute with its own, whole weight?"
+    yield Property("forward computes with the whole weights, and leaves the shards in place")
 
 
-@asks("every .grad has its parameter's shape and dtype, and is the mean over the ranks")
-def _gradients(wrap: Wrap) -> Iterator[str]:
+def _backward(wrap: Wrap) -> Iterator[str | Property]:
     hint = " Does each rank get the rows of its shard, and does backward compute with the whole weights?"
-    return shared.gradients(wrap, hint, _Layers, _whole)
+    yield from shared.gradients(wrap, hint, _Layers, _whole)
+    yield Property("every .grad has its parameter's shape and dtype, and is the mean over the ranks")
 
-
-@asks("gradients are reduce-scattered: no rank receives more than its share")
-def _reductions(wrap: Wrap) -> Iterator[str]:
     wrapped = wrap(_Layers(seed=0))
     with observed() as messages:
         one_step(wrapped)
     for message in messages:
         if (layer := _LAYER_OF.get(message.numel)) and message.collective in ("all_reduce", "reduce"):
             yield f"the whole gradient of {layer!r} went through {message.collective}. Use reduce_scatter."
+    yield Property("gradients are reduce-scattered: no rank receives more than its share")
 
-
-@asks("the weights follow one process that has the whole batch, with SGD and with AdamW")
-def _training(wrap: Wrap) -> list[str]:
-    follow = partial(shared.follow, wrap, "one pass a step", make=_Layers, weights=_whole)
-    return [*_stale(wrap), *follow("SGD"), *follow("AdamW")]
+    yield from _stale(wrap)
+    how = "the weights follow one process that has the whole batch"
+    yield from shared.follow(wrap, how, make=_Layers, weights=_whole)
 
 
 def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
@@ -167,7 +157,7 @@ def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
         yield f"forward computes with {nearest} from before the optimizer's step. Gather anew."
 
 
-def _left(find: Callable[[], set], allowed: int) -> set:
+def _left(find: Callable[[], set], allowed: int = 0) -> set:
     """What is found after at most a second, in which cycles and Gloo's threads may free some."""
     until = time.monotonic() + 1
     while len(found := find()) > allowed and time.monotonic() < until:
@@ -176,15 +166,14 @@ def _left(find: Callable[[], set], allowed: int) -> set:
     return found
 
 
-@asks("whole weights are freed after use, in forward and in backward, and whole gradients too")
-def _memory(wrap: Wrap) -> Iterator[str]:
+def _memory(wrap: Wrap) -> Iterator[str | Property]:
     wrapped, mistakes = wrap(_Layers(seed=0)), []
     seen: dict[str, list] = {"gather": [], "reduce": []}  # layer and storage of weights, of gradients
     most = {"gather": _WEIGHTS, "reduce": _GRADIENTS}  # that had memory at once, or what is allowed
     still = "the whole weights of these layers still have memory:"
     mend = "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor again."
 
-    def whole(kind: str, allowed: int) -> list[str]:
+    def whole(kind: str, allowed: int = 0) -> list[str]:
         def alive() -> set[str]:
             living = ((layer, torch.UntypedStorage._new_with_weak_ptr(x.cdata)) for layer, x in seen[kind])
             return {layer for layer, storage in living if storage is not None and storage.nbytes()}
@@ -210,7 +199,7 @@ def _memory(wrap: Wrap) -> Iterator[str]:
                 mistakes.append(f"after forward {still} {', '.join(kept)}. {mend}")
             loss.backward()
             wrapped.finish_gradient_synchronization()
-            if kept := whole("gather", allowed=0):
+            if kept := whole("gather"):
                 mistakes.append(f"after backward {still} {', '.join(kept)}. Free each with its gradient.")
     yield from mistakes
     weights, gradients = most.values()
@@ -218,10 +207,11 @@ def _memory(wrap: Wrap) -> Iterator[str]:
         yield f"{weights} whole weights have memory at once; allowed: the one in use and two ahead of it."
     if gradients > _GRADIENTS:
         yield f"{gradients} whole gradients have memory at once. Wait for the oldest before a third goes."
+    yield Property("whole weights are freed after use, in forward and in backward, and whole gradients too")
 
 
-@asks("the all-gathers are under way before they are needed, at most two layers ahead")
-def _prefetch(wrap: Wrap) -> Iterator[str]:
+def _prefetch(wrap: Wrap) -> Iterator[str | Property]:
+    name = "the all-gathers are under way before they are needed, at most two layers ahead"
     wrapped, events = wrap(_Layers(seed=0)), list[str]()
 
     def on_message(message: Message) -> None:
@@ -240,7 +230,8 @@ def _prefetch(wrap: Wrap) -> Iterator[str]:
         with observed(on_message):
             one_step(wrapped, step)
     if not any(event.startswith(("gather", "wait")) for event in events):
-        raise SkipTest("not watched (its gathers are no all-gathers of torch.distributed)")
+        yield Property(name, None, "not watched (its gathers are no all-gathers of torch.distributed)")
+        return
     turn = next(i for i, event in enumerate(events) if event.startswith("back"))
     before, after = events[:turn], events[turn:]
     for number, layer in enumerate(LAYERS):
@@ -256,34 +247,26 @@ def _prefetch(wrap: Wrap) -> Iterator[str]:
     for layer, later in pairwise(LAYERS[:-1]):
         if f"gather {layer}" in after[after.index(f"back {later}") :]:
             yield f"in backward {layer!r} is gathered only when it is reached. Start it earlier, in reverse."
+    yield Property(name)
 
 
-@asks(f"{_IN_LOW}, weights travel in it; shards, gradients and updates stay float32")
-def _precision(wrap: Wrap) -> Iterator[str]:
-    wrapped = wrap(_Layers(seed=0), compute_dtype=_LOW)
-    mistakes = list(_low_kinds(wrapped))
-    if not any(from_all(mistakes)):  # else SGD may raise
-        before = _whole(wrapped)
-        torch.optim.SGD(wrapped.parameters(), lr=1e-3).step()
-        for name, x in _whole(wrapped).items():
-            if x.numel() in _LAYER_OF and (x.equal(before[name]) or x.equal(x.to(_LOW).float())):
-                mistakes.append(f"{name!r} loses small updates: keep it in float32, cast a copy to gather.")
-        mistakes += _stale(wrap, _LOW)
-    yield from (f"{_IN_LOW}, {mistake}" for mistake in mistakes)
+def _precision(wrap: Wrap) -> Iterator[str | Property]:
+    yield from (x and f"{_IN_LOW}, {x}" for x in _imprecise(wrap))
+    yield Property(f"{_IN_LOW}, weights travel in it; shards, gradients and updates stay float32")
 
 
-def _low_kinds(wrapped: nn.Module) -> Iterator[str]:
-    outputs = []
+def _imprecise(wrap: Wrap) -> Iterator[str]:
+    wrapped, outputs = wrap(_Layers(seed=0), compute_dtype=_LOW), []
     wrapped.module.register_forward_hook(lambda _, inputs, output: outputs.append(output.dtype))
     with observed() as messages:
         one_step(wrapped)
-    yield from shared.wrong_kinds(wrapped)
+    shards = dict(wrapped.module.named_parameters())
+    yield from shared.wrong_kinds(wrapped, shards)
     if outputs and outputs[0] != _LOW:
         yield f"the layers compute in {outputs[0]}. Gather into a tensor of compute_dtype."
     for message in messages:
         if (layer := _gathered(message)) and message.dtype != _LOW:
             yield f"{layer!r} is gathered in {message.dtype}. Cast the shard before it is sent."
-    shards = dict(wrapped.module.named_parameters())
     for name, shard in shards.items():
         if shard.dtype != torch.float32:
             yield f"the shard of {name!r} is {shard.dtype}, not float32."
@@ -294,11 +277,17 @@ def _low_kinds(wrapped: nn.Module) -> Iterator[str]:
         # No slices of a whole weight.
         return {id(x) for x in low if x.untyped_storage().nbytes() == x.nbytes} - gradients
 
-    if _left(casts, allowed=0):
+    if _left(casts):
         yield "casts of shards live on. When a gather has arrived, drop what was sent for it."
+    yield ""  # SGD would raise
+    before = _whole(wrapped)
+    torch.optim.SGD(wrapped.parameters(), lr=1e-3).step()
+    for name, x in _whole(wrapped).items():
+        if x.numel() in _LAYER_OF and (x.equal(before[name]) or x.equal(x.to(_LOW).float())):
+            yield f"{name!r} loses small updates: keep it in float32, cast a copy to gather."
+    yield from _stale(wrap, _LOW)
 
 
 # In the order in which an FSDP is written.
-GROUPS = {"shards": [_from_rank_0, _shards], "forward": [_forward]}
-GROUPS |= {"backward": [_gradients, _reductions, _training], "memory": [_memory]}
-GROUPS |= {"prefetch": [_prefetch], "precision": [_precision]}
+GROUPS = {"shards": _shards, "forward": _forward, "backward": _backward, "memory": _memory}
+GROUPS |= {"prefetch": _prefetch, "precision": _precision}

@@ -1,11 +1,10 @@
 """Properties of a reader's class, tried by several processes: the runner, and what the properties use."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from inspect import signature
 from typing import Any
-from unittest import SkipTest
 
 import cloudpickle  # takes classes of a notebook by value
 import torch
@@ -17,34 +16,34 @@ from cs336_systems.parallel import WorkerContext, WorkerError, stream, watch_col
 from cs336_systems.parallel.collective_calls import Message
 
 
-def checker(properties: Callable[..., Iterable[Property]]) -> Callable[..., None]:
-    """Makes of `properties(**asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
+def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[..., None]:
+    """Makes of `properties(candidate, **asked)` a check(candidate, *, world_size=2, timeout_s=60, **options).
 
-    Every rank of some CPU processes tries them, up to the first that does not hold on all; what holds is
-    printed. At the end of each all ranks meet, so all its communication comes before its first mistake.
-    Options that are not `asked` are for the candidate, which may be defined in a notebook.
+    Every rank of some CPU processes runs the generator, which yields what is wrong, the likeliest first, and
+    behind it the Property that has held. There all ranks meet: none goes on once one has found a mistake, and
+    all communication of a property is over. "" lets them meet where nothing is to be said yet. What holds is
+    printed. Options that are not `asked` are for the candidate, which may be defined in a notebook.
     It raises AssertionError: what is wrong, where, and how to mend it.
     """
     taken = signature(properties).parameters
 
     @wraps(properties)
     def check(candidate: Callable, *, world_size: int = 2, timeout_s: float = 60.0, **options: Any) -> None:
-        asked = [*properties(**{name: options.pop(name) for name in [*options] if name in taken})]
+        asked = {name: options.pop(name) for name in [*options] if name in taken}
         name, right = getattr(candidate, "__name__", repr(candidate)), 0
-        job = cloudpickle.dumps((partial(candidate, **options), asked))
+        job = cloudpickle.dumps((partial(candidate, **options), partial(properties, **asked)))
         try:
-            for line, mistakes in stream(
+            for found, mistakes in stream(
                 try_properties, world_size, job, backend="gloo", timeout_s=timeout_s
             ):
                 if mistakes:
                     raise AssertionError("\n".join(f"{name}, {each}" for each in mistakes))
-                show(line)
-                right += line.startswith("✓")
+                show(found.line())
+                right += found.holds is True
         except WorkerError as error:
             raise AssertionError(f"{name} did not get through: {error}") from error
         show(f"{name}: {right} cases right on {world_size} ranks")
 
-    check.properties = properties
     return check
 
 
@@ -52,17 +51,14 @@ def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
     with _watched(), observed() as sent:  # before the class imports the functions, in whichever way
         candidate, properties = cloudpickle.loads(pickled)
-        for each in properties:
-            try:
-                own, line = each.mistake(candidate), f"✓ {each.name}"
-            except SkipTest as why:  # it cannot be tried
-                own, line = None, f"· {each.name}: {why}"
+        for found in properties(candidate):
             # What is still under way may or may not have arrived, so it is the better explanation.
-            said = from_all(_unfinished(sent) or own)
+            said = from_all(_unfinished(sent) or (found if isinstance(found, str) else ""))
             sent.clear()
             where = {x: [str(n) for n, each in enumerate(said) if each == x] for x in filter(None, said)}
             mistakes = [f"rank {', '.join(ranks)}: {text}" for text, ranks in where.items()]
-            context.send((line, mistakes))
+            if found or mistakes:
+                context.send((found, mistakes))
             if mistakes:
                 return mistakes
     return []

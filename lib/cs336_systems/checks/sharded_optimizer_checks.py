@@ -1,14 +1,13 @@
 """Properties of a sharded optimizer, with error messages for its author."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from cs336_systems.checks.exercise import Property, asks
+from cs336_systems.checks.exercise import Property
 from cs336_systems.checks.on_ranks import checker, from_all, unlike
 
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
@@ -22,7 +21,9 @@ Make = Callable[..., Optimizer]
 
 
 @checker
-def check_sharded_optimizer(*, only_states: bool = False, thorough: bool = False) -> list[Property]:
+def check_sharded_optimizer(
+    make: Make, *, only_states: bool = False, thorough: bool = False
+) -> Iterator[str | Property]:
     """Try a sharded optimizer in `world_size` CPU processes, against the optimizer that it shards.
 
     It is called as `make(params, optimizer_cls, **kwargs)`; see `on_ranks.checker`.
@@ -31,11 +32,99 @@ def check_sharded_optimizer(*, only_states: bool = False, thorough: bool = False
         only_states: ask only whether it is an optimizer whose states are shared, not yet for the weights.
         thorough: also ask for what the assignment does not: two dtypes, and fewer parameters than ranks.
     """
-    if only_states:
-        return [_groups, _states, _zero_grad]
-    unusual = [_two_dtypes, _owns_nothing] if thorough else []
-    asked = [_groups, _as_alone, _states, _steps_of_both, _closure, _zero_grad, _unused]
-    return [*asked, _two_groups, _added_group, *unusual]
+    yield from _shares_states(make)
+    if not only_states:
+        yield from _updates_all(make)
+        yield from _has_groups(make)
+    if thorough:
+        yield from _Pair(make, dtypes=(torch.float32, torch.bfloat16)).step()
+        yield Property("Parameters of two dtypes are updated, each in its own")
+        yield from _Pair(make, count=1).step()
+        yield Property("A rank that owns nothing takes part")
+
+
+def _shares_states(make: Make) -> Iterator[str | Property]:
+    pair = _Pair(make)
+    candidate, params = pair.candidate, pair.sharded
+    if not isinstance(candidate, Optimizer):
+        yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
+    held, count = sum(len(group["params"]) for group in candidate.param_groups), len(params)
+    if held != count:
+        yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
+    if "lr" not in candidate.param_groups[0]:
+        yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
+    yield Property("It is a torch.optim.Optimizer, and its groups hold all parameters")
+    pair.step()
+    yield from pair.sharing_mistakes()
+    yield Property("The states of each parameter are kept by one rank, and by bytes all keep about as much")
+    candidate.zero_grad()
+    if left := sum(x.grad is not None and bool(x.grad.any()) for x in params):
+        yield f"after zero_grad() {left} of {count} gradients are there. Clear all of them."
+    yield Property("zero_grad() clears every gradient, not only those of the shard")
+
+
+def _updates_all(make: Make) -> Iterator[str | Property]:
+    yield from _Pair(make).step()
+    yield Property("After a step every rank has the weights that one optimizer gives")
+    for pair in (_Pair(make), _Pair(make, kind=SGD, lr=0.1, momentum=0.9)):
+        for n in range(4):
+            yield from pair.step(f"with {type(pair.optimizer).__name__}, step {n + 1}:")
+            yield ""
+    yield Property("So it goes on, with AdamW and with SGD, bit for bit")
+
+    pair, calls = _Pair(make), []
+
+    def closure() -> Tensor:
+        calls.append(torch.is_grad_enabled())
+        pair.set_gradients()
+        return torch.tensor(3.0)
+
+    loss = pair.candidate.step(closure)
+    pair.optimizer.step()
+    if len(calls) != 1:
+        yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
+    if not all(calls):
+        yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
+    if loss is None or float(loss) != 3:
+        yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
+    yield from pair.mistakes()
+    yield Property("step(closure) runs the closure, once, before the update, and returns its loss")
+
+    pair = _Pair(make)
+    mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
+    changed = not torch.equal(x, pair.alone[2])
+    wrong = {"was given one": x.grad is not None, "was changed": changed, "has states": pair.has_states()[2]}
+    for what in (what for what, found in wrong.items() if found):
+        yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
+    yield from mistakes
+    yield Property("A parameter without a gradient is left alone: no decay, no states, and still no gradient")
+
+
+def _has_groups(make: Make) -> Iterator[str | Property]:
+    settings = {"weight_decay": 0.5}, {"lr": 0.01}
+    pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
+    yield from pair.step("with two groups,", "Hand the optimizer inside groups, each with its settings.")
+    yield ""
+    for each in (pair.optimizer, pair.candidate):
+        each.param_groups[0]["lr"] = 1e-3
+    mend = "Copy settings into the groups of the optimizer inside before its step."
+    yield from pair.step("after a change of param_groups[0]['lr'], as a scheduler makes it,", mend)
+    yield Property("Groups keep their settings, and what a scheduler changes in them arrives")
+
+    pair = _Pair(make, groups=lambda params: params[:4])
+    pair.step()
+    pair.optimizer.add_param_group({"params": pair.alone[4:], "lr": 0.01})
+    pair.candidate.add_param_group({"params": pair.sharded[4:], "lr": 0.01})
+    mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
+    for _ in range(2):
+        yield from pair.step("after add_param_group,", mend)
+        yield ""
+    yield from pair.sharing_mistakes()
+    if (groups := len(pair.candidate.param_groups)) != 2:
+        yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
+    yield Property(
+        "A group that is added after some steps is trained with its settings, and sharded like the first"
+    )
 
 
 class _Pair:
@@ -101,108 +190,3 @@ class _Pair:
         if max(shares) > sum(sizes) / len(shares) + max(sizes):
             rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
             yield f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number."
-
-
-@asks("It is a torch.optim.Optimizer, and its groups hold all parameters")
-def _groups(make: Make) -> Iterator[str]:
-    pair = _Pair(make)
-    if not isinstance(pair.candidate, Optimizer):
-        yield "it is no torch.optim.Optimizer. Derive from it and call super().__init__(params, kwargs)."
-    held, count = sum(len(group["params"]) for group in pair.candidate.param_groups), len(pair.sharded)
-    if held != count:
-        yield f"its param_groups hold {held} parameters of {count}. Only the optimizer inside holds a shard."
-    if "lr" not in pair.candidate.param_groups[0]:
-        yield "its param_groups have no 'lr'. Hand the settings to super().__init__(params, kwargs)."
-
-
-def _steps(make: Make, n: int = 4, **options: Any) -> list[str]:
-    pair = _Pair(make, **options)
-    return [x for i in range(n) for x in pair.step(f"with {type(pair.optimizer).__name__}, step {i + 1}:")]
-
-
-@asks("After a step every rank has the weights that one optimizer gives")
-def _as_alone(make: Make) -> list[str]:
-    return _Pair(make).step()
-
-
-@asks("So it goes on, with AdamW and with SGD, bit for bit")
-def _steps_of_both(make: Make) -> list[str]:
-    return _steps(make) + _steps(make, kind=SGD, lr=0.1, momentum=0.9)
-
-
-_mixed = partial(_steps, n=1, dtypes=(torch.float32, torch.bfloat16))
-_two_dtypes = Property("Parameters of two dtypes are updated, each in its own", _mixed)
-_owns_nothing = Property("A rank that owns nothing takes part", partial(_steps, n=1, count=1))
-
-
-@asks("The states of each parameter are kept by one rank, and by bytes all keep about as much")
-def _states(make: Make) -> Iterator[str]:
-    pair = _Pair(make)
-    pair.step()
-    return pair.sharing_mistakes()
-
-
-@asks("step(closure) runs the closure, once, before the update, and returns its loss")
-def _closure(make: Make) -> Iterator[str]:
-    pair, calls = _Pair(make), []
-
-    def closure() -> Tensor:
-        calls.append(torch.is_grad_enabled())
-        pair.set_gradients()
-        return torch.tensor(3.0)
-
-    loss = pair.candidate.step(closure)
-    pair.optimizer.step()
-    if len(calls) != 1:
-        yield f"step(closure) called the closure {len(calls)} times. Call it once, on every rank."
-    if not all(calls):
-        yield "step(closure) called the closure under no_grad. Call it under torch.enable_grad()."
-    if loss is None or float(loss) != 3:
-        yield f"step(closure) returned {loss}, and the closure 3.0. Return the closure's loss."
-    yield from pair.mistakes()
-
-
-@asks("zero_grad() clears every gradient, not only those of the shard")
-def _zero_grad(make: Make) -> Iterator[str]:
-    pair = _Pair(make)
-    pair.step()
-    pair.candidate.zero_grad()
-    left = [x for x in pair.sharded if x.grad is not None]
-    if any(x.grad.any() for x in left):
-        yield f"after zero_grad() {len(left)} of {len(pair.sharded)} gradients are there. Clear all of them."
-
-
-@asks("A parameter without a gradient is left alone: no decay, no states, and still no gradient")
-def _unused(make: Make) -> Iterator[str]:
-    pair = _Pair(make)
-    mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
-    changed = not torch.equal(x, pair.alone[2])
-    wrong = {"was given one": x.grad is not None, "was changed": changed, "has states": pair.has_states()[2]}
-    for what in (what for what, found in wrong.items() if found):
-        yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
-    yield from mistakes
-
-
-@asks("Groups keep their settings, and what a scheduler changes in them arrives")
-def _two_groups(make: Make) -> list[str]:
-    settings = {"weight_decay": 0.5}, {"lr": 0.01}
-    pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
-    first = pair.step("with two groups,", "Hand the optimizer inside groups, each with its settings.")
-    for each in (pair.optimizer, pair.candidate):
-        each.param_groups[0]["lr"] = 1e-3
-    mend = "Copy settings into the groups of the optimizer inside before its step."
-    return first + pair.step("after a change of param_groups[0]['lr'], as a scheduler makes it,", mend)
-
-
-@asks("A group that is added after some steps is trained with its settings, and sharded like the first")
-def _added_group(make: Make) -> Iterator[str]:
-    pair = _Pair(make, groups=lambda params: params[:4])
-    pair.step()
-    pair.optimizer.add_param_group({"params": pair.alone[4:], "lr": 0.01})
-    pair.candidate.add_param_group({"params": pair.sharded[4:], "lr": 0.01})
-    mend = "Give the optimizer inside its part, with its settings; keep the first group's states."
-    mistakes = pair.step("after add_param_group,", mend) + pair.step("after add_param_group,", mend)
-    mistakes += pair.sharing_mistakes()
-    if (groups := len(pair.candidate.param_groups)) != 2:
-        yield f"after add_param_group there are {groups} groups. Call super().add_param_group."
-    yield from mistakes

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from cs336_systems.checks.exercise import Property, asks
+from cs336_systems.checks.exercise import Property
 from cs336_systems.checks.on_ranks import checker, unlike
 from cs336_systems.model import SwiGLU
 
@@ -16,32 +16,18 @@ LayerClass = Callable[[SwiGLU, dist.ProcessGroup | None], nn.Module]
 
 
 @checker
-def check_tensor_parallel() -> list[Property]:
+def check_tensor_parallel(layer_class: LayerClass) -> Iterator[str | Property]:
     """Try a tensor-parallel SwiGLU layer in two CPU processes, against the whole layer.
 
     It is called as `layer_class(full, group)` with the whole layer, equal on every rank, and needs parameters
     `.w1` and `.w3` (its rows of the whole ones), `.w2` (its columns), `forward(x)`; see `on_ranks.checker`.
     """
-    return [_slices, _results]
-
-
-def _layers(layer_class: LayerClass) -> tuple[nn.Module, SwiGLU, SwiGLU]:
-    """The candidate's layer, the whole one, and one that has only this rank's slices of it."""
     torch.manual_seed(0)
-    full, part = SwiGLU(_D_MODEL, _WIDTH * dist.get_world_size()), SwiGLU(_D_MODEL, _WIDTH)
-    part.load_state_dict({f"{name}.weight": _slice(getattr(full, name).weight, name) for name in _CUTS})
-    return layer_class(full, None), full, part
-
-
-def _slice(weight: Tensor, name: str) -> Tensor:
-    return weight.detach().chunk(dist.get_world_size(), _CUTS[name])[dist.get_rank()]
-
-
-@asks("every rank has its slice of each weight")
-def _slices(layer_class: LayerClass) -> Iterator[str]:
-    (layer, _, part), rank = _layers(layer_class), dist.get_rank()
+    n, rank = dist.get_world_size(), dist.get_rank()
+    full, part = SwiGLU(_D_MODEL, _WIDTH * n), SwiGLU(_D_MODEL, _WIDTH)  # part has this rank's slices alone
+    layer = layer_class(full, None)
     for name, cut in _CUTS.items():
-        weight, wanted = getattr(layer, name, None), getattr(part, name).weight
+        weight, wanted = getattr(layer, name, None), getattr(full, name).weight.detach().chunk(n, cut)[rank]
         pieces = f"{('rows', 'columns')[cut]} (dimension {cut})"
         if not isinstance(weight, nn.Parameter):
             yield f"`.{name}` is no nn.Parameter. Keep this rank's slice of {name} there."
@@ -49,11 +35,9 @@ def _slices(layer_class: LayerClass) -> Iterator[str]:
             yield f"{name} is {tuple(weight.shape)}, not {tuple(wanted.shape)}. Cut it into {pieces}."
         if not torch.equal(weight, wanted):
             yield f"{name} is not the slice of rank {rank}: piece {rank} of its {pieces}."
+        getattr(part, name).weight.data = wanted
+    yield Property("every rank has its slice of each weight")
 
-
-@asks("output and gradients are those of the whole layer")
-def _results(layer_class: LayerClass) -> Iterator[str]:
-    (layer, full, part), n = _layers(layer_class), dist.get_world_size()
     x, gradient = torch.randn(2, _TOKENS, _D_MODEL)
     mine, of_all, own = (x.clone().requires_grad_() for _ in range(3))
     output, expected, term = layer(mine), full(of_all), part(own)
@@ -64,8 +48,8 @@ def _results(layer_class: LayerClass) -> Iterator[str]:
         "the mean of the ranks' terms. They add up: sum, do not average.": expected / n,
     }
     yield from unlike("the output", output, expected, diagnoses, otherwise)
-    for name in _CUTS:
-        found, wanted = getattr(layer, name).grad, _slice(getattr(full, name).weight.grad, name)
+    for name, cut in _CUTS.items():
+        found, wanted = getattr(layer, name).grad, getattr(full, name).weight.grad.chunk(n, cut)[rank]
         diagnoses = {f"{n} times too large. The backward of the last all-reduce sends nothing.": n * wanted}
         yield from unlike(f"the gradient of {name}", found, wanted, diagnoses, f"{otherwise} Take its slice.")
     diagnoses = {
@@ -73,3 +57,4 @@ def _results(layer_class: LayerClass) -> Iterator[str]:
         "a mean. What comes through the slices adds up: do not divide.": of_all.grad / n,
     }
     yield from unlike("the gradient of the input", mine.grad, of_all.grad, diagnoses, otherwise)
+    yield Property("output and gradients are those of the whole layer")

@@ -5,7 +5,7 @@ import signal
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,8 +15,11 @@ import nbformat
 from labbook.book import batch, notebooks
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
+from labbook.code import notebook_of
 from labbook.files import figures_dir, find, make_folder, write_atomically
-from labbook.machine import machine_card
+from labbook.machine import load_card, machine_card
+from labbook.rows import load_rows
+from labbook.runs import load_run
 from labbook.timing import one_line
 
 
@@ -105,7 +108,7 @@ def _run(options: Namespace) -> int:
     return _told(records, [folder] * (not options.job))  # the site of all of them is made by who waits
 
 
-def _told(records: list[dict], folders: Sequence[Path]) -> int:
+def _told(records: list, folders: Sequence[Path]) -> int:
     """Print how each ended, and where the site of each folder is; the exit code."""
     from labbook.book import runs, site
 
@@ -115,7 +118,7 @@ def _told(records: list[dict], folders: Sequence[Path]) -> int:
             print(site.build(folder, folder, told))
         except Exception as error:  # whatever Sphinx, its extensions or the disk lack
             print(f"warning: {folder / 'index.html'} cannot be made: {one_line(error)}", file=sys.stderr)
-    return int(any(record["status"] not in ("ok", "skipped") for record in records))
+    return int(any(record.status not in ("ok", "skipped") for record in records))
 
 
 def _list(options: Namespace) -> None:
@@ -155,12 +158,31 @@ def _site(options: Namespace) -> None:
 
 def _rows(options: Namespace) -> None:
     """check a machine's rows: somebody's that were unpacked into figures, or yours before you pack them"""
-    from labbook.book import packs
-
-    if problems := [*packs.problems(options.machine)]:
+    if problems := [*_problems(options.machine)]:
         raise BatchError("\n".join(problems))
     tables = [*find(options.machine).glob("*/*.csv")]
     print(f"{options.machine}: {len(tables)} tables, whose runs are all there")
+
+
+def _problems(machine: str) -> Iterator[str]:
+    """A line for each table, run or card that keeps a machine's rows from standing beside others."""
+    try:
+        load_card(machine)
+    except (OSError, ValueError) as error:
+        yield str(error)
+    for path in (paths := sorted(find(machine).glob("*/*.csv"))):
+        where = f"{path.parent.name}/{path.name}"
+        if notebook_of(path.parent.name) is None:
+            yield f"{where}: there is no notebook of {path.parent.name!r}"
+        try:
+            named = load_rows(path.parent.name, machine, path.stem)["run"]
+            missing = [name for name in named.dropna().unique() if load_run(machine, name) is None]
+            if missing or named.isna().any():
+                yield f"{where}: runs are missing: {', '.join(missing) or 'some rows name none'}"
+        except ValueError as error:
+            yield f"{where}: {error}"
+    if not paths:
+        yield f"{machine} has no rows"
 
 
 def _paths(words: list[str]) -> list[Path]:
@@ -178,8 +200,8 @@ def _execute(paths: list[Path], *, in_place: bool) -> int:
     for path in paths:
         with tempfile.TemporaryDirectory() as folder:
             (record,) = runs.run_batch([batch.Job(path)], Path(folder))
-            if in_place and record["status"] == "ok":
+            if in_place and record.status == "ok":
                 tidied = tidy(nbformat.read(Path(folder) / path.name, as_version=4))
                 write_atomically(path, nbformat.writes(tidied) + "\n")
-        statuses.add(record["status"])
+        statuses.add(record.status)
     return int("error" in statuses)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import nbformat
+from IPython import display
 from nbformat import NotebookNode
 from PIL import Image
 
@@ -37,10 +38,6 @@ class Entry:
     minutes: tuple[str, ...]
     headline: str
     figure: str
-
-    @property
-    def slug(self) -> str:
-        return self.name[3:]
 
     @property
     def title(self) -> str:
@@ -100,7 +97,7 @@ def map_table(entries: dict[str, Entry], machine: str) -> str:
         if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** |" + " |" * (len(columns) - 1))
         before = [f"[{n}]({each}.ipynb)" for n in entry.read_before for each in entries if each[:2] == n]
-        rows = sum(sum(runs.values()) for runs in run_counts(entry.slug, machine).values())
+        rows = sum(sum(runs.values()) for runs in run_counts(name[3:], machine).values())
         cells = [
             f"[{entry.title.replace('_', '_<wbr>')}]({name}.ipynb)",  # long names may be broken
             "both" if len(entry.editions) > 1 else "".join(entry.editions),
@@ -123,12 +120,10 @@ def in_short(question: str) -> str:
 
 def show_headline(entry: Entry, machine: str) -> None:
     """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
-    from IPython.display import Markdown, display
-
     if not entry.headline:
         return
-    display(Markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*"))
-    path = find(Path(entry.figure).parent.name or machine, entry.slug, f"{Path(entry.figure).name}.png")
+    display.display(display.Markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*"))
+    path = find(Path(entry.figure).parent.name or machine, entry.name[3:], f"{Path(entry.figure).name}.png")
     if path.is_file():
         with Image.open(path) as picture:
             size = _WIDTH, round(picture.height * _WIDTH / picture.width)
@@ -136,7 +131,7 @@ def show_headline(entry: Entry, machine: str) -> None:
         # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
         few, buffer = small.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0), io.BytesIO()
         few.save(buffer, "png", optimize=True)
-        shown = {"width": _SHOWN_WIDTH, "alt": f"{entry.slug}: {entry.figure}"}
+        shown = {"width": _SHOWN_WIDTH, "alt": f"{entry.name[3:]}: {entry.figure}"}
         bundle = {"image/png": buffer.getvalue(), "text/plain": "<figure>"}
-        display(bundle, raw=True, metadata={"image/png": shown})
-    display(Markdown(entry.headline))
+        display.display(bundle, raw=True, metadata={"image/png": shown})
+    display.display(display.Markdown(entry.headline))

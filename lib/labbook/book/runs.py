@@ -3,9 +3,9 @@
 import importlib.metadata
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import filelock
 import nbformat
@@ -15,10 +15,16 @@ from labbook import code
 from labbook.book.batch import Job
 from labbook.book.execute import Outcome, execute
 from labbook.book.notebooks import is_last, read_parameters, why_not_here
-from labbook.files import make_folder, write_atomically
+from labbook.files import make_folder, read_record, write_record
 
-Record = dict[str, Any]  # how a job ended, as kept beside its executed notebook: an Outcome, and these
-_KEYS = {"notebook", "parameters", "code", *Outcome.__dataclass_fields__}
+
+@dataclass(frozen=True)
+class Record(Outcome):
+    """How a job ended, as kept beside its executed notebook. code: what that depends on, by name."""
+
+    notebook: str = ""
+    parameters: str = ""
+    code: dict[str, str] = field(default_factory=dict)
 
 
 def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list[Record]:
@@ -51,22 +57,20 @@ def why_again(job: Job, record: Record | None, folder: Path) -> str | None:
     """Why a job has to run, given the record of the last time; None when it is done."""
     if record is None or not (folder / f"{job.name}.ipynb").exists():
         return "its notebook is gone"
-    if record["status"] != "ok":
-        return f"it ended with status {record['status']}"
+    if record.status != "ok":
+        return f"it ended with status {record.status}"
     if is_last(job.notebook.stem):
         return "it shows what the others found"
-    before, now = record["code"], _code(job)
-    return code.why(dict.fromkeys(now, "") | before, now) or None
+    now = _code(job)
+    return code.why(dict.fromkeys(now, "") | record.code, now) or None
 
 
 def _run_job(job: Job, folder: Path) -> Record:
-    output, found = folder / f"{job.name}.ipynb", _code(job)
-    if reason := why_not_here(job.notebook.stem):
-        record = asdict(Outcome("skipped", reason))
-    else:
-        record = asdict(execute(job.notebook, output, job.parameters))
-    record |= {"notebook": job.notebook.stem, "parameters": job.line(), "code": found}
-    write_atomically(folder / f"{job.name}.json", json.dumps(record, indent=2) + "\n")
+    found, reason = _code(job), why_not_here(job.notebook.stem)  # before: what changes meanwhile did not run
+    output = folder / f"{job.name}.ipynb"
+    outcome = Outcome("skipped", reason) if reason else execute(job.notebook, output, job.parameters)
+    record = Record(*astuple(outcome), job.notebook.stem, job.line(), found)
+    write_record(output.with_suffix(".json"), record)
     return record
 
 
@@ -77,11 +81,8 @@ def load_records(folder: Path) -> dict[str, Record]:
 
 def load_record(path: Path) -> Record | None:
     """The record in a file; None when it is not there or damaged, and its job runs again."""
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) and record.keys() == _KEYS else None
+    with suppress(OSError, ValueError):
+        return read_record(path, Record)
 
 
 def _code(job: Job) -> dict[str, str]:
@@ -95,7 +96,7 @@ def _code(job: Job) -> dict[str, str]:
 def summary(records: Sequence[Record]) -> str:
     """How each ended and how long it took, those last that failed; a reason under its line."""
     lines = []
-    for record in sorted(records, key=lambda record: record["status"] == "error"):
-        lines.append("{status:7} {seconds:7.1f} s  {notebook} {parameters}".format(**record).rstrip())
-        lines += [f"    {record['reason']}"] * bool(record["reason"])
+    for each in sorted(records, key=lambda record: record.status == "error"):
+        lines.append(f"{each.status:7} {each.seconds:7.1f} s  {each.notebook} {each.parameters}".rstrip())
+        lines += [f"    {each.reason}"] * bool(each.reason)
     return "\n".join(lines)

@@ -91,7 +91,10 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
         shutil.copytree(REPOSITORY_FIGURES, source / "extra" / "rows", ignore=no_rows)
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
-        texts = {"index.md": first + _contents([*plots]), "gallery.md": _gallery(plots)}
+        gallery = "# Every plot, and what it shows\n"
+        for name, shown in plots.items():
+            gallery += f"\n## [{name[:2]}]({name}.ipynb)\n\n<p>{'</p><p>'.join(shown)}</p>\n" if shown else ""
+        texts = {"index.md": first + _contents([*plots]), "gallery.md": gallery}
         texts |= {"machines.md": _linked("\n".join(_machines()), pages), "conf.py": _CONFIG}
         texts |= {"static/workbook.css": _STYLE, "static/mathjax/config/workbook.js": _MATHJAX}
         for name, text in texts.items():
@@ -142,13 +145,6 @@ def _rows_behind(slug: str, cells: Sequence[nbformat.NotebookNode]) -> Iterator[
 def _links(tables: Iterable[Path]) -> str:
     names = [table.relative_to(REPOSITORY_FIGURES) for table in tables]
     return ", ".join(f'<a href="rows/{name}">{name}</a>' for name in names)
-
-
-def _gallery(plots: Mapping[str, Sequence[str]]) -> str:
-    text = "# Every plot, and what it shows\n"
-    for name, shown in plots.items():
-        text += f"\n## [{name[:2]}]({name}.ipynb)\n\n<p>{'</p><p>'.join(shown)}</p>\n" if shown else ""
-    return text
 
 
 def _linked(text: str, pages: Mapping[str, str]) -> str:

@@ -11,14 +11,12 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import tqdm
 
 from labbook.book import runs
 from labbook.book.batch import Job
-from labbook.book.execute import Outcome
 from labbook.book.notebooks import BatchError, is_last
 from labbook.files import make_folder
 
@@ -41,7 +39,8 @@ def run_batch(
     if shutil.which("sbatch") is None:
         raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")
     name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
-    due, said = [job for job in jobs if force or _is_due(job, output)], {}
+    why = {job.name: [runs.why_again(job, *found) for found in _records(job, output)] for job in jobs}
+    due, said = [job for job in jobs if force or all(why[job.name])], {}
     for record in [path for job in due for path in output.glob(f"*/{job.name}.json")]:
         record.unlink()  # so that one that is there is of now
     try:
@@ -65,10 +64,6 @@ def run_batch(
     return [_record(job, output, said.get(job.name, "")) for job in jobs]
 
 
-def _is_due(job: Job, output: Path) -> bool:
-    return all(runs.why_again(job, record, path.parent) for path, record in _records(job, output).items())
-
-
 def _gpus(job: Job) -> int:
     """How many GPUs an entry needs: one for each of its ranks, if they are to have their own."""
     ranks = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
@@ -84,14 +79,14 @@ def _submit(name: str, jobs: list[str], command: Sequence[str], output: Path, gp
     return subprocess.Popen(["sbatch", *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _records(job: Job, output: Path) -> dict[Path, runs.Record]:
+def _records(job: Job, output: Path) -> list[tuple[runs.Record, Path]]:
     paths = output.glob(f"*/{job.name}.json")
-    return {path: record for path in paths if (record := runs.load_record(path))}
+    return [(record, path.parent) for path in paths if (record := runs.load_record(path))]
 
 
 def _record(job: Job, output: Path, said: str) -> runs.Record:
     """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
-    for record in _records(job, output).values():
+    for record, _ in _records(job, output):
         return record
     why = f"no record, and Slurm says: {(said.strip().splitlines() or ['nothing'])[-1]}"
-    return {"notebook": job.notebook.stem, "parameters": job.line(), **asdict(Outcome("error", why))}
+    return runs.Record("error", why, 0.0, job.notebook.stem, job.line())

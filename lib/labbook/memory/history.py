@@ -4,8 +4,9 @@ On a GPU the CUDA allocator records, whose snapshot pytorch.org/memory_viz opens
 """
 
 import pickle
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temp
 
 Owners = Mapping[int, tuple[str, int]]  # address of a storage: its category and its bytes
 Change = tuple[float, int, int, str]  # time in microseconds, address, bytes (negative: freed), code
+_TIMES = ["start_ns", "end_ns"]
 
 
 @dataclass(frozen=True)
@@ -59,26 +61,23 @@ def record_memory(
     step, prepare = steps.of(pass_)
     steps.model.zero_grad(set_to_none=True)
     argument = () if prepare is None else (prepare(),)
-    before = {**(others or {}), **owners(steps)}
+    before = {**(others or {}), **_owners(steps)}
     if steps.device.type == "cuda":
         snapshot = record_snapshot(lambda: step(*argument), steps)
         if stem is not None:
             write_atomically(stem.with_name(f"{stem.name}.pickle"), pickle.dumps(snapshot))
-        return read_snapshot(snapshot, before, owners(steps))
+        return read_snapshot(snapshot, before, _owners(steps))
     with TemporaryDirectory(prefix="labbook-memory-") as scratch:
         path = Path(scratch, "step.json.gz")
         with steps.recording():
             torch_trace.record_trace(lambda: step(*argument), path, device="cpu", with_memory=True)
-        return read_memory_trace(path, before, owners(steps))
+        return read_memory_trace(path, before, _owners(steps))
 
 
-def owners(steps: Any) -> Owners:
+def _owners(steps: Any) -> Owners:
     """The storages of parameters, gradients and optimizer state as they are now, by address."""
-    return {
-        tensor.untyped_storage().data_ptr(): (category, tensor.untyped_storage().nbytes())
-        for category, owned in steps.tensors().items()
-        for tensor in owned
-    }
+    storages = ((name, tensor.untyped_storage()) for name, of in steps.tensors().items() for tensor in of)
+    return {storage.data_ptr(): (name, storage.nbytes()) for name, storage in storages}
 
 
 def record_snapshot(run: Callable[[], Any], steps: Any) -> dict[str, Any]:
@@ -102,34 +101,27 @@ def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) ->
     Raises:
         ProfileError: the snapshot has no history, no ranges, what other versions leave out, or several GPUs.
     """
-    signs, changes = {"alloc": 1, "free_requested": -1}, []
     try:
         traces = [trace for trace in snapshot["device_traces"] if trace]
         blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
         alive = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
-        ranges = _annotated_ranges(snapshot["external_annotations"])
+        annotations = snapshot["external_annotations"]
     except KeyError as error:
         raise ProfileError(f"the snapshot has no {error}: it is of another version of PyTorch") from None
     if len(traces) != 1:
         raise ProfileError(f"the snapshot has the history of {len(traces)} GPUs; allowed: one")
+    signs, changes, opened, ranges = {"alloc": 1, "free_requested": -1}, [], defaultdict(list), []
     for event in traces[0]:
         if sign := signs.get(event["action"]):
             frames = ((f["filename"], f["line"], f["name"]) for f in event.get("frames", ()))
             changes.append((event["time_us"], event["addr"], sign * event["size"], own_line(frames)))
-    return _history(changes, ranges, before, after, alive)
-
-
-def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """START and END of record_function ranges, paired by name, innermost first."""
-    opened, ranges = defaultdict(list), []
     for annotation in sorted(annotations, key=lambda annotation: annotation["time_us"]):
         name, time = annotation["name"], annotation["time_us"]
         if annotation["stage"] == "START":
             opened[name].append(time)
-        elif opened[name]:
-            ranges.append((0, name, opened[name].pop(), time))
-    frame = pd.DataFrame(ranges, columns=["process", "name", "start_ns", "end_ns"])
-    return frame[~frame.name.str.match(torch_trace.FOREIGN)]
+        elif opened[name] and not re.match(torch_trace.FOREIGN, name):
+            ranges.append((name, float(opened[name].pop()), float(time)))
+    return _history(changes, pd.DataFrame(ranges, columns=["name", *_TIMES]), before, after, alive)
 
 
 def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistory:
@@ -140,16 +132,16 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
     Raises:
         FileNotFoundError, ProfileError: see `torch_trace.load_trace`; or it has no memory events or ranges.
     """
-    trace = torch_trace.load_trace(path)
+    trace, events = torch_trace.load_trace(path)
     changes = [
         (event["ts"], event["args"]["Addr"], event["args"]["Bytes"], "")
-        for event in trace["traceEvents"]
+        for event in trace
         if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
     ]
     if not changes:
         raise ProfileError(f"{path.name} has no memory events; record it with_memory")
-    ranges = torch_trace.trace_ranges(torch_trace.trace_events(trace, path.name))
-    ranges[["start_ns", "end_ns"]] /= 1000
+    ranges = events[events.kind == "range"]
+    ranges = ranges[["name"]].assign(**ranges[_TIMES] / 1000)
     return _history(changes, ranges, before, after, {address: size for address, (_, size) in before.items()})
 
 
@@ -165,34 +157,30 @@ def _history(
     """
     if ranges.empty:
         raise ProfileError("the recording has no ranges, so it has no stages; open ranges in it")
-    opened: dict[int, tuple[float, int, str]] = {}
-    records = []
-    for time, address, change, code in sorted(changes, key=lambda change: change[0]):
-        if change > 0:
-            opened[address] = (time, change, code)
-        else:
-            start, size, code = opened.pop(address, (-np.inf, -change, ""))
-            records.append((address, size, start, time, code))
-    records += [(address, size, start, np.inf, code) for address, (start, size, code) in opened.items()]
-    known = opened.keys() | {address for address, _, start, _, _ in records if start == -np.inf}
-    records += [(address, alive[address], -np.inf, np.inf, "") for address in alive if address not in known]
-    columns = ["address", "size_bytes", "start_us", "end_us", "code"]
-    allocations = pd.DataFrame(records, columns=columns).sort_values("start_us", ignore_index=True)
-    launches = pd.DataFrame({"process": ranges.process.iloc[0], "launch_ns": allocations.start_us})
-    allocations["range"], paths = range_paths(ranges, launches)
-    outermost = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns", ignore_index=True)
-    stages = outermost[["name"]].assign(start_us=outermost.start_ns, end_us=outermost.end_ns)
+    changes = sorted(changes, key=lambda change: change[0])
+    first = {address: size for _, address, size, _ in reversed(changes)}
+    older = {address: size for address, size in alive.items() if address not in first}
+    older |= {address: -size for address, size in first.items() if size < 0}
+    changes = [(-np.inf, address, size, "") for address, size in older.items()] + changes
+    made = pd.DataFrame(changes, columns=["start_us", "address", "size_bytes", "code"])
+    made["end_us"] = made.groupby("address").start_us.shift(-1).fillna(np.inf)  # what is next there, frees it
+    made = made[made.size_bytes > 0].reset_index(drop=True)
+    launches = pd.DataFrame({"process": 0, "launch_ns": made.start_us})
+    paths, made["range"] = range_paths(ranges.assign(process=0), launches)
+    stages = ranges[~paths.str.contains("/", na=True)][["name", *_TIMES]]
+    stages = stages.set_axis(["name", "start_us", "end_us"], axis=1).sort_values(
+        "start_us", ignore_index=True
+    )
     # An owner where one is known at either end of the recording, else what the lifetime says.
-    category = pd.Series("temporary", index=allocations.index)
+    from_before, at_the_end = made.start_us == -np.inf, made.end_us == np.inf
+    made["category"] = np.where(from_before, "other", "temporary")
     for forward in stages[stages.name == "forward"].itertuples():
-        made_in_it = allocations.start_us.between(forward.start_us, forward.end_us)
-        category[made_in_it & (allocations.end_us > forward.end_us)] = "activations"
-    from_before, at_the_end = allocations.start_us == -np.inf, allocations.end_us == np.inf
-    category[from_before] = "other"
+        in_it = made.start_us.between(forward.start_us, forward.end_us)
+        made.loc[in_it & (made.end_us > forward.end_us), "category"] = "activations"
     for moment, owned in ((from_before, before), (at_the_end, after)):
-        owner = allocations.address.map({address: name for address, (name, _) in owned.items()})
-        category = category.mask(moment & owner.notna(), owner)
-    return MemoryHistory(allocations.assign(category=category), stages)
+        owner = made.address[moment].map({address: name for address, (name, _) in owned.items()}).dropna()
+        made.loc[owner.index, "category"] = owner
+    return MemoryHistory(made, stages)
 
 
 def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
@@ -208,17 +196,12 @@ def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
     changes = pd.concat([born, died]).pivot_table("change", "at_us", "category", aggfunc="sum", fill_value=0)
     moments = changes.index if points else changes.index.union(stages.start_us)
     held = changes.reindex(moments, columns=CATEGORIES, fill_value=0).cumsum() / MIB
-    stage = pd.Series("", index=held.index)
+    held = held.assign(at_ms=(moments - start_us) / 1000, stage="")
     for name, start, end in stages.itertuples(index=False):
-        stage.loc[start:end] = name
-    held.insert(0, "at_ms", (held.index - start_us) / 1000)
-    held.insert(1, "stage", stage)
-    held = held.reset_index(drop=True).rename_axis(columns=None)
-    if not points or len(held) <= points:
-        return held
-    pieces = held.index * points // len(held)
-    largest = held[[*CATEGORIES]].sum(axis=1).groupby(pieces).idxmax()
-    return held.loc[largest].reset_index(drop=True)
+        held.loc[start:end, "stage"] = name
+    held = held.reset_index(drop=True)[["at_ms", "stage", *CATEGORIES]].rename_axis(columns=None)
+    pieces = held.index * min(points or len(held), len(held)) // len(held)
+    return held.loc[held[[*CATEGORIES]].sum(axis=1).groupby(pieces).idxmax()].reset_index(drop=True)
 
 
 def timeline_rows(held: pd.DataFrame) -> list[dict[str, Any]]:
@@ -252,9 +235,7 @@ def largest_allocations(history: MemoryHistory, count: int = 10) -> pd.DataFrame
 
     Layers are one (layers.*): the same line makes the same allocation in each of them.
     """
-    made = history.allocations.query("start_us > -inf")
-    made = made.assign(
-        range=made.range.str.replace(r"\.\d+", ".*", regex=True), size_mib=made.size_bytes / MIB
-    )
+    made = history.allocations.query("start_us > -inf").eval(f"size_mib = size_bytes / {MIB}")
+    made["range"] = made.range.str.replace(r"\.\d+", ".*", regex=True)
     same = made.groupby(["size_mib", "category", "range", "code"]).size().reset_index(name="count")
     return same.sort_values(["size_mib", "count"], ascending=False, ignore_index=True).head(count)

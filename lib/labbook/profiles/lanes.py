@@ -38,7 +38,7 @@ def record_steps(step: Callable[[], None], context: Context) -> Profile:
                 wait_for(context.device)
 
     with tempfile.TemporaryDirectory(prefix="labbook-lanes-") as folder:
-        return record_trace(two_steps, Path(folder) / "trace.json", device=context.device)
+        return record_trace(two_steps, Path(folder, "trace.json"), device=context.device)
 
 
 def step_lanes(profile: Profile) -> pd.DataFrame:
@@ -46,23 +46,21 @@ def step_lanes(profile: Profile) -> pd.DataFrame:
 
     Milliseconds since the step began, one row a kernel. Raises ProfileError where there is no step.
     """
-    _, kernels = one_step(profile)
+    _, kernels, _ = one_step(profile)
     lanes = np.where(kernels["class"] == "communication", "communication", "compute")
-    spans = kernels[_TIMES].assign(lane=lanes, range=stages(kernels))
-    return spans[["lane", "range", *_TIMES]].sort_values(_TIMES, ignore_index=True)
+    spans = kernels.assign(lane=lanes, range=stages(kernels)).sort_values(_TIMES, ignore_index=True)
+    return spans[["lane", "range", *_TIMES]]
 
 
 def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
     """The stretches with communication and no computing: start_ms and end_ms."""
-    edges = np.unique(lanes[_TIMES].to_numpy(float))  # between two neighbours nothing begins or ends
-    starts, ends = edges[:-1], edges[1:]
-    busy = {}
-    for lane in LANES:
-        spans = covered(lanes[lanes.lane == lane])
-        begun, over = (np.searchsorted(spans[time], starts, side="right") for time in _TIMES)
-        busy[lane] = begun > over
-    alone = busy["communication"] & ~busy["compute"]
-    return covered(pd.DataFrame({"start_ms": starts[alone], "end_ms": ends[alone]}))
+    edges = lanes.melt("lane", _TIMES, "edge", "at")
+    edges["change"] = np.where(edges.edge == "start_ms", 1, -1)
+    running = edges.pivot_table("change", "at", "lane", "sum").reindex(columns=LANES).fillna(0).cumsum()
+    stretches = pd.DataFrame(
+        {"start_ms": running.index, "end_ms": running.index.to_series().shift(-1).to_numpy()}
+    )
+    return covered(stretches[(running.communication.gt(0) & running.compute.eq(0)).to_numpy()])
 
 
 def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
@@ -74,25 +72,20 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
     """
     sent = lanes[lanes.lane == "communication"]
     backward = lanes[(lanes.lane == "compute") & (lanes.range == "backward")]
-    total, alone = ((spans.end_ms - spans.start_ms).sum() for spans in (covered(sent), exposed(lanes)))
-    tail = max(0.0, sent.end_ms.max() - backward.end_ms.max()) if len(sent) and len(backward) else None
-    return {
-        "profiled_communication_ms": float(total),
-        "profiled_exposed_ms": float(alone),
-        "profiled_tail_ms": tail if tail is None else float(tail),
-        "overlap_share": float(1 - alone / total) if total else None,
-    }
+    total, alone = (float((spans.end_ms - spans.start_ms).sum()) for spans in (covered(sent), exposed(lanes)))
+    tail = float(max(0, sent.end_ms.max() - backward.end_ms.max())) if len(sent) and len(backward) else None
+    times = {"profiled_communication_ms": total, "profiled_exposed_ms": alone, "profiled_tail_ms": tail}
+    return times | {"overlap_share": 1 - alone / total if total else None}
 
 
 def lane_rows(lanes: pd.DataFrame, key: Mapping[str, Any], gap_ms: float = 0.1) -> list[dict[str, Any]]:
     """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed; microseconds."""
     rows = []
     for lane in LANES:
-        spans = lanes[lanes.lane == lane].sort_values("start_ms")
-        turns = spans.groupby((spans.range != spans.range.shift()).cumsum().to_numpy())
-        parts = [covered(turn, gap_ms).round(3).assign(range=turn.range.iloc[0]) for _, turn in turns]
-        found = pd.concat(parts, ignore_index=True).rename_axis("span").reset_index() if parts else lanes[:0]
-        rows += [{**key, "lane": lane, **row} for row in found.to_dict("records")]
+        spans, found = lanes[lanes.lane == lane].sort_values("start_ms"), []
+        for _, turn in spans.groupby((spans.range != spans.range.shift()).cumsum().to_numpy()):
+            found += covered(turn, gap_ms).round(3).assign(range=turn.range.iloc[0]).to_dict("records")
+        rows += [{**key, "lane": lane, "span": span, **row} for span, row in enumerate(found)]
     return rows
 
 
@@ -102,8 +95,8 @@ def told_apart(lanes: pd.DataFrame, by: str) -> pd.DataFrame:
     by: column that tells the steps apart. Copies to and from one long tensor are launched by the stage that
     communicates.
     """
-    parts = [lanes[lanes.lane == "compute"].assign(doing=lambda spans: spans["range"])]
-    parts[0]["doing"] = parts[0]["doing"].replace({"communication": "copies"})
+    computing = lanes[lanes.lane == "compute"]
+    parts = [computing.assign(doing=computing.range.replace({"communication": "copies"}))]
     for step, of_step in lanes.groupby(by, sort=False):
         sent = covered(of_step[of_step.lane == "communication"]).assign(doing="communication, hidden")
         both = [sent, exposed(of_step).assign(doing="communication, exposed")]

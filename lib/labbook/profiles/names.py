@@ -13,29 +13,29 @@ _PATTERNS = (
     ("communication", r"nccl|c10d|all_?reduce|all_?gather|reduce_?scatter|broadcast_coalesced|multimem|gloo"),
     ("attention", r"flash|fmha|sdpa|attention|attn|mem_?eff"),
     # Ours: what attends, and what prepares and adds up for it.
-    ("attention", r"^(hopper_)?(forward|backward|dq|dkdv)_kernel$"),
-    ("attention", r"^(bwd_preprocess|bwd_postprocess|split|merge|sum)_kernel$"),
+    ("attention", r"^((hopper_)?(forward|backward|dq|dkdv)|bwd_(pre|post)process|split|merge|sum)_kernel$"),
     ("optimizer", r"multi_tensor_apply|_foreach_|fused_?adam|addcdiv|addcmul|lerp"),
-    ("matmul", r"gemm|gemv|nvjet|wgmma|splitkreduce|cutlass_\d+_|triton_tem_|triton_mm"),
-    ("matmul", r"^aten::(mm|bmm|addmm|addbmm|baddbmm|mv|addmv|dot|mkldnn_\w+|_scaled_mm|linear|matmul)$"),
-    ("matmul", r"^void dot_kernel|::dot_kernel|reduce_1block_kernel"),  # cuBLAS's dot product
+    ("matmul", r"gemm|gemv|nvjet|wgmma|splitkreduce|cutlass_\d+_|triton_(tem_|mm)"),
+    ("matmul", r"\bdot_kernel|reduce_1block_kernel"),  # cuBLAS's dot product
+    ("matmul", r"^aten::((add|bad)?d?b?mm|(add)?mv|dot|mkldnn_\w+|_scaled_mm|linear|matmul)$"),
     ("softmax", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|triton_\w+rsqrt"),
-    ("embedding/index", r"embedding|gather|scatter|(?<!with_)index|radixsort|unique|devicecompact"),
-    ("embedding/index", r"partial_segment|partials_per_segment|compute_grad_weight"),
-    ("embedding/index", r"^aten::(sort|topk|masked_select|nonzero|take|searchsorted)"),
-    ("copy/cast", r"memcpy|memset|direct_copy|float\w*_copy_kernel|copy_device_to_device"),
-    ("copy/cast", r"catarray|fillfunctor"),
+    (
+        "embedding/index",
+        r"embedding|gather|scatter|(?<!with_)index|radixsort|unique|devicecompact|masked_select",
+    ),
+    ("embedding/index", r"partials?(_per)?_segment|grad_weight|^aten::(\w*sort|topk|nonzero|take)"),
+    ("copy/cast", r"memcpy|memset|direct_copy|float\w*_copy_kernel|to_device|catarray|fillfunctor"),
     ("copy/cast", r"^aten::(copy_|clone|contiguous|to|_to_copy|fill_|zero_|cat|stack|_conj|pin_memory)$"),
     ("copy/cast", r"^triton_poi_fused_(_to_copy|clone|cat|copy)(_\d+)?$"),
     ("reduction", r"reduce_kernel|nll_loss|triton_(red|per)_|device(reduce|scan)|logsumexp|cross_entropy"),
     ("reduction", r"^aten::(sum|mean|(a|arg)?(max|min)|norm|linalg_vector_norm|prod|cumsum|any|all)$"),
     ("elementwise", r"^(swiglu_(for|back)ward|rotary)_kernel$"),  # ours
-    ("elementwise", r"elementwise|triton_poi_|triu_tril|distribution_|_local_scalar_dense"),
-    ("elementwise", r"^aten::(add|r?sub|mul|div|pow|exp|log|r?sqrt|neg|sigmoid|silu|relu|gelu|tanh)_?$"),
-    ("elementwise", r"^aten::(sin|cos|where|masked_fill|abs|tril|triu|maximum|minimum|clamp\w*)_?$"),
-    ("elementwise", r"^aten::(eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|reciprocal|arange)_?$"),
-    ("elementwise", r"^aten::(normal|uniform|random|isfinite|erfinv|(sigmoid|silu|threshold)_backward)_?$"),
+    ("elementwise", r"elementwise|triton_poi_|triu_tril|distribution_|_local_scalar_dense|isfinite"),
+    ("elementwise", r"^aten::(add|r?sub|mul|div|pow|exp|log|r?sqrt|neg|sin|cos|abs|reciprocal|clamp\w*)_?$"),
+    ("elementwise", r"^aten::(sigmoid|silu|relu|gelu|tanh|threshold)(_backward)?_?$"),
+    ("elementwise", r"^aten::(where|masked_fill|tril|triu|maximum|minimum|arange|normal|uniform|random)_?$"),
+    ("elementwise", r"^aten::(eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+|erfinv)_?$"),
 )
 
 
@@ -47,16 +47,13 @@ def kernel_class(name: str) -> str:
 
 # Templates that say how a kernel goes through memory; what it computes is an argument of theirs.
 _TEMPLATES = re.compile(r"elementwise|^reduce_kernel|multi_tensor_apply")
-_FUNCTORS = re.compile(
-    r"CUDAFunctor\w*?_(\w+)|(\w+?)_?[Ff]unctor\b|(\w+)Ops<"
-    r"|std::(multiplies|divides|plus|minus)<|::(Sqrt|Abs|Neg)<"
+_ARGUMENT = re.compile(
+    r"CUDAFunctor\w*?_(\w+)|\b(?!(?:[AB]?Unary|Binary|Ternary|Pointwise)(?:Op\w*)?Functor)(\w+?)_?[Ff]unctor\b"
+    r"|(\w+)Ops<|std::(multiplies|divides|plus|minus)<|::(Sqrt|Abs|Neg)<"
 )
-_WRAPPERS = re.compile(r"^([AB]?Unary|Binary|Ternary|Pointwise)(Op\w*)?$")
-_LAMBDAS = re.compile(r"(\w+?)(?:_cuda)?_kernel(?:_cuda|_impl)*(?:<[^()<>]*>)?\(at::TensorIterator")
-_RENAMED = {
-    "multiplies": "mul", "divides": "div", "plus": "add", "minus": "sub", "maxnan": "max", "minnan": "min",
-    "fusedadammath": "fused_adam",
-}  # fmt: skip
+_LAMBDA = re.compile(r"(\w+?)(?:_cuda)?_kernel(?:_cuda|_impl)*(?:<[^()<>]*>)?\(at::TensorIterator")
+_RENAMED = {"multiplies": "mul", "divides": "div", "plus": "add", "minus": "sub", "maxnan": "max"}
+_RENAMED |= {"minnan": "min", "fusedadammath": "fused_adam"}
 
 
 @cache
@@ -67,24 +64,16 @@ def short_name(name: str) -> str:
     becomes vectorized_elementwise[mul].
     """
     plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", name)
-    if plain.startswith("Mem"):  # Memcpy HtoD (Pageable -> Device)
-        return plain.split(" (")[0]
-    if plain.startswith("aten::"):
-        return plain
+    if as_it_is := re.match(r"Mem\w+( \w+)?|aten::.*", plain):  # Memcpy HtoD (Pageable -> Device)
+        return as_it_is[0]
     cutlass = re.search(r"cutlass::Kernel2?<\s*(?:\w+::)*(\w+)", plain)
     base = cutlass[1] if cutlass else re.match(r"[^<(]*", plain)[0].split("::")[-1].strip() or plain
     base = re.sub(r"_warpsize\w*?(_split_k)?_kernel__5x_cublas$", r"\1", base)
     if not _TEMPLATES.search(base):
         return base
-    operation = _operation(plain)
-    base = base.removesuffix("_kernel")
-    return f"{base}[{operation}]" if operation else base
-
-
-def _operation(name: str) -> str | None:
-    """What an ATen template computes: add, mul, direct_copy, sum ...; None if the name does not say."""
-    if "PointwiseOp" in name and (std := re.search(r"std::(multiplies|divides)<", name)):
-        return {"multiplies": "addcmul", "divides": "addcdiv"}[std[1]]
-    functors = (next(filter(None, groups)) for groups in _FUNCTORS.findall(name))
-    words = [word for word in functors if not _WRAPPERS.match(word)] or _LAMBDAS.findall(name)
-    return _RENAMED.get(words[0].lower(), words[0].lower()) if words else None
+    base, found = base.removesuffix("_kernel"), _ARGUMENT.search(plain) or _LAMBDA.search(plain)
+    word = found[found.lastindex].lower() if found else ""
+    word = ("addc" if "PointwiseOp" in plain else "") + _RENAMED.get(
+        word, word
+    )  # its std::multiplies: addcmul
+    return f"{base}[{word}]" if word else base

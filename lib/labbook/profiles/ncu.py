@@ -36,7 +36,6 @@ def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict
     if run.returncode or not mark:
         raise RuntimeError(f"ncu counted nothing: {(run.stdout + run.stderr)[-2000:]}")
     rows = pd.read_csv(io.StringIO(mark + table), thousands=",").astype({"Metric Value": float})
-    each = rows.pivot(index=["ID", "Kernel Name"], columns="Metric Name", values="Metric Value")
-    names = each.index.get_level_values("Kernel Name").str.partition("(").get_level_values(0)
-    names = names.str.partition("<").get_level_values(0).str.split().str[-1]
-    return each.assign(kernel=names).to_dict("records")
+    rows["kernel"] = rows["Kernel Name"].str.extract(r"([^\s<(]+)(?:[<(]|$)")[0]
+    each = rows.pivot(index=["ID", "kernel"], columns="Metric Name", values="Metric Value")
+    return each.reset_index("kernel").to_dict("records")

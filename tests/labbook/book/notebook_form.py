@@ -22,22 +22,10 @@ _MARKER = re.compile(r"\s*### (BEGIN|END) SOLUTION$")
 
 
 def problems(notebook: NotebookNode, name: str) -> list[str]:
-    """A sentence for everything that keeps a notebook from being committed; none when it is well.
-
-    Args:
-        notebook: as nbformat reads it.
-        name: of its file, without `.ipynb`.
-    """
-    rules = [_name(name), _execution(notebook), _parameters(notebook), _cells(notebook), _imports(notebook)]
-    rules += [_exercises(notebook), _outputs(notebook), _metadata(notebook)]
-    if not is_last(name):
-        rules += [_title(notebook, name), _sections(notebook), _answers(notebook)]
-    return [problem for rule in rules for problem in rule]
-
-
-def _name(name: str) -> Iterator[str]:
-    if not re.fullmatch(r"\d\d_[a-z][a-z0-9_]*", name):
-        yield f"{name} is no name of a notebook; allowed: two digits and the problem, NN_slug"
+    """A sentence for everything that keeps a notebook, NN_slug, from being committed; none if it is well."""
+    rules = [_execution, _parameters, _cells, _imports, _exercises, _outputs, _metadata]
+    problems = [problem for rule in rules for problem in rule(notebook)]
+    return problems if is_last(name) else [*problems, *_title(notebook, name), *_sections(notebook)]
 
 
 def _code(notebook: NotebookNode) -> list[NotebookNode]:
@@ -48,10 +36,8 @@ def _execution(notebook: NotebookNode) -> Iterator[str]:
     counts = [cell.execution_count for cell in _code(notebook)]
     if counts != list(range(1, len(counts) + 1)):
         yield f"not executed top to bottom: the cells are numbered {counts}"
-    for cell in _code(notebook):
-        for output in cell.outputs:
-            if output.output_type == "error":
-                yield f"cell [{cell.execution_count}] ended with {output.ename}"
+    outputs = [output for cell in _code(notebook) for output in cell.outputs]
+    yield from (f"a cell ended with {output.ename}" for output in outputs if output.output_type == "error")
 
 
 def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
@@ -61,16 +47,19 @@ def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
     if first != wanted:
         yield f"the first line is {first!r}; allowed: {wanted!r}"
     about = first_cell(notebook)
-    for what, text in about.items():
-        if not text:
-            yield f"the first cell has no {what.strip('*:')}"
+    yield from (f"the first cell has no {what.strip('*:')}" for what, text in about.items() if not text)
     if not re.match(rf"`{slug}`, Spring (2025|2026)\b", about[MARKS[0]]):
         yield f"the first cell tells of {about[MARKS[0]]!r}; allowed: `{slug}` and its editions"
 
 
 def _sections(notebook: NotebookNode) -> Iterator[str]:
-    texts = (cell.source for cell in notebook.cells if cell.cell_type == "markdown")
-    found = [heading for text in texts for heading in re.findall(r"^## (.+?)\s*$", text, re.MULTILINE)]
+    """The usual ones; between "## Answer" and the next section the outputs are read, not the code."""
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            found += re.findall(r"^## (.+?)\s*$", cell.source, re.MULTILINE)
+        elif found[-1:] == ["Answer"] and HIDE_INPUT not in cell.metadata.get("tags", []):
+            yield f"cell [{cell.execution_count}] of the answers is not tagged `{HIDE_INPUT}`"
     if tuple(found) != SECTIONS:
         yield f"the sections are {', '.join(found) or 'none'}; allowed: {', '.join(SECTIONS)}"
 
@@ -83,9 +72,7 @@ def _parameters(notebook: NotebookNode) -> Iterator[str]:
         return
     if not parameters:
         yield "no cell is tagged `parameters`, or it is empty"
-    for parameter in parameters.values():
-        if not parameter.comment:
-            yield f"parameter {parameter.name} has no comment"
+    yield from (f"parameter {each.name} has no comment" for each in parameters.values() if not each.comment)
 
 
 def _cells(notebook: NotebookNode) -> Iterator[str]:
@@ -119,23 +106,10 @@ def _imports(notebook: NotebookNode) -> Iterator[str]:
     if len(found) > MOST_IMPORTS:
         yield f"{len(found)} imports; allowed: {MOST_IMPORTS}"
     for node in found:
-        modules = (
-            [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
-        )
+        modules = [getattr(node, "module", None) or each.name for each in node.names]
         deep = [name for name in modules if re.match(r"cs336_systems\..+\.|labbook\.(?!book)", name)]
         if deep or any(alias.name.startswith("_") for alias in node.names):
             yield f"`{ast.unparse(node)}`; allowed: public names of a room, as in labbook"
-
-
-def _answers(notebook: NotebookNode) -> Iterator[str]:
-    """Between "## Answer" and the next section the outputs are read, not the code."""
-    answering = False
-    for cell in notebook.cells:
-        if cell.cell_type == "markdown":
-            for heading in re.findall(r"^## (.+?)\s*$", cell.source, re.MULTILINE):
-                answering = heading == "Answer"
-        elif answering and HIDE_INPUT not in cell.metadata.get("tags", []):
-            yield f"cell [{cell.execution_count}] of the answers is not tagged `{HIDE_INPUT}`"
 
 
 def _exercises(notebook: NotebookNode) -> Iterator[str]:

@@ -55,18 +55,13 @@ def test_only_takes_number_slug_name_or_path_and_adds_what_the_profile_lacks(fol
     assert lines(plan("cpu", only=["13", "11"])) == ["11_one", "13_three"]
 
 
-def test_overrides_replace_a_grid_or_make_one_and_leave_no_job_twice(folder):
+def test_overrides_replace_a_grid_or_make_one_where_there_is_the_parameter(folder, write_notebook):
     jobs = plan("cpu", only=["12"], overrides=["model_size=xl", "context_lengths=[8]"])
     assert lines(jobs) == ["12_two steps=5 model_size=xl context_lengths=[8]"]
-    jobs = plan("cpu", only=["11"], overrides=["steps=1", "steps=2"])
-    assert lines(jobs) == ["11_one steps=1", "11_one steps=2"]
-
-
-def test_an_override_reaches_only_the_notebooks_that_have_the_parameter(folder, write_notebook):
     write_notebook(folder / "11_one.ipynb", parameters="value = 1  # a value")
-    jobs = plan("cpu", overrides=["value=2"])
-    assert lines(jobs)[0] == "11_one value=2"
-    assert all("value" not in job.parameters for job in jobs[1:])
+    jobs = plan("cpu", overrides=["value=1", "value=2"])
+    assert lines(jobs)[:2] == ["11_one value=1", "11_one value=2"]
+    assert all("value" not in job.parameters for job in jobs[2:])
 
 
 @pytest.mark.parametrize(
@@ -100,10 +95,7 @@ def test_what_cannot_be_is_refused_with_what_is_allowed(folder, options, given, 
         ("[11_one]", "batch.yaml holds no mapping"),
         ("cpu: [{notebook: 11_one, parameters: {steps: 1:30}}]", "steps is '1:30'"),
         ("cpu: [", "batch.yaml"),
-        (
-            "cpu: [{notebook: 11_one, parameters: {a: 1}}, {notebook: 12_two, parameters: {b: 1}}]",
-            "'a'(.|\n)*'b'",
-        ),
+        ("cpu: [{notebook: 11_one, grid: {a: [1]}}, {notebook: 12_two, grid: {b: [1]}}]", "'a'(.|\n)*'b'"),
     ],
 )
 def test_all_that_is_wrong_in_the_file_is_said_at_once(folder, yaml, named):

@@ -55,19 +55,14 @@ def entry_of(tmp_path, monkeypatch):
     return entry_of
 
 
-def test_what_the_first_cell_says(entry_of):
-    entry = entry_of()
+def test_what_the_first_cell_says_and_the_tagged_answer_without_its_letter(entry_of):
+    other = answered("**(1)** Not this.", tagged=False)
+    entry = entry_of(other, answered("**(2)** The float16 sum **is** (far) off.\n\n<details>\n✓</details>"))
     assert entry.question == "Add 0.01 to a running total. Which of the four sums is far off? Why?"
     assert (entry.read_before, entry.minutes) == (("11", "12"), ("5", "15"))
     assert entry.editions == ("2025", "2026")
-
-
-def test_the_headline_is_the_tagged_answer_without_its_letter(entry_of):
-    other = answered("**(1)** Not this.", tagged=False)
-    entry = entry_of(other, answered("**(2)** The float16 sum **is** (far) off.\n\n<details>\n✓</details>"))
     assert entry.headline == "The float16 sum **is** (far) off."
-    assert entry_of(other).headline == ""
-    assert entry_of(code("answer(...)", tagged=True)).headline == ""
+    assert entry_of(other).headline == entry_of(code("answer(...)", tagged=True)).headline == ""
 
 
 def test_the_figure_is_the_tagged_one_or_the_first_of_the_reference(entry_of):

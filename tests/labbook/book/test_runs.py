@@ -42,7 +42,7 @@ def executed(monkeypatch):
 def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_path, capsys):
     folder = tmp_path / "runs"
     records = runs.run_batch(jobs, folder)
-    assert [record["status"] for record in records] == ["ok", "error", "ok"]
+    assert [record.status for record in records] == ["ok", "error", "ok"]
     assert executed == ["11_nb", "12_nb", "14_nb"]
     again = runs.run_batch(jobs, folder)
     assert executed[3:] == ["12_nb"]
@@ -58,7 +58,7 @@ def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
 ):
     jobs[1:] = [Job(write_notebook(tmp_path / f"{name}.ipynb")) for name in ("13_nb", "00_start_here")]
     records = runs.run_batch(jobs, tmp_path / "runs")
-    assert [record["status"] for record in records] == ["ok", "skipped", "ok"]
+    assert [record.status for record in records] == ["ok", "skipped", "ok"]
     assert "no_such_package" in runs.summary(records)
     runs.run_batch(jobs, tmp_path / "runs")
     assert executed == ["11_nb", "00_start_here", "00_start_here"]
@@ -69,29 +69,24 @@ def edit(old, new):
 
 
 CHANGES = {
-    "its code": edit("print(", "print(2 * "),
-    "a default": edit("rate = 0.5", "rate = 0.25"),
-    "no output": lambda job, output: output.unlink(),
-    "a damaged record": lambda job, output: output.with_suffix(".json").write_text('{"notebook":'),
-    "a foreign record": lambda job, output: output.with_suffix(".json").write_text('{"of": "another"}'),
+    "its cells": edit("print(", "print(2 * "),
+    "parameter rate": edit("rate = 0.5", "rate = 0.25"),
+    "its notebook is gone": lambda job, output: output.unlink(),
+    "": lambda job, output: output.with_suffix(".json").write_text('{"notebook":'),
+    " ": lambda job, output: output.with_suffix(".json").write_text('{"of": "another"}'),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_changed_is_done_again(jobs, executed, tmp_path, change):
+@pytest.mark.parametrize("why", CHANGES)
+def test_what_changed_is_done_again_once_and_a_line_says_why(jobs, executed, tmp_path, capsys, why):
     runs.run_batch(jobs[:1], tmp_path / "runs")
-    CHANGES[change](jobs[0], tmp_path / "runs" / f"{jobs[0].name}.ipynb")
+    CHANGES[why](jobs[0], tmp_path / "runs" / f"{jobs[0].name}.ipynb")
+    capsys.readouterr()
     for _ in range(2):
         runs.run_batch(jobs[:1], tmp_path / "runs")
         assert executed == ["11_nb", "11_nb"]
-
-
-def test_why_it_is_done_again_is_said_in_a_line(jobs, executed, tmp_path, capsys):
-    runs.run_batch(jobs[:1], tmp_path / "runs")
-    CHANGES["a default"](jobs[0], None)
-    capsys.readouterr()
-    runs.run_batch(jobs[:1], tmp_path / "runs")
-    assert "again: 11_nb steps=11: parameter rate" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"again: 11_nb steps=11: {why}" in said if why.strip() else "again" not in said
 
 
 def test_a_folder_that_cannot_be_is_said_before_anything_starts(jobs, executed, tmp_path):

@@ -62,17 +62,13 @@ def run(folder):
     there = folder / "runs" / "m"
     there.mkdir(parents=True)
     outcome = {"parameters": "steps=3", "code": {}, "status": "ok", "reason": "", "seconds": 1.0}
-    for name, more in {
-        "11_one-3": {},
-        "12_two": {"status": "error", "reason": "cell [1]: Bad: <luck>"},
-    }.items():
-        notebook = nbformat.read(folder / "notebooks" / f"{name.partition('-')[0]}.ipynb", as_version=4)
-        notebook.cells[
-            0
-        ].source += "\n\n$a^2$, [11](11_one.ipynb), [13](13_three.ipynb), [there](../lib/x.py)"
-        nbformat.write(notebook, there / f"{name}.ipynb")
-        record = outcome | {"notebook": name.partition("-")[0]} | more
-        (there / f"{name}.json").write_text(json.dumps(record))
+    links = "[13](13_three.ipynb), [there](../lib/x.py)"
+    failed = {"status": "error", "reason": "cell [1]: Bad: <luck>"}
+    for stem, ending, more in (("11_one", "-3", {}), ("12_two", "", failed)):
+        notebook = nbformat.read(folder / "notebooks" / f"{stem}.ipynb", as_version=4)
+        notebook.cells[0].source += f"\n\n$a^2$, [11](11_one.ipynb), {links}"
+        nbformat.write(notebook, there / f"{stem}{ending}.ipynb")
+        (there / f"{stem}{ending}.json").write_text(json.dumps(outcome | {"notebook": stem} | more))
     return lambda *told: site.build(there, there, *told), there
 
 
@@ -103,10 +99,8 @@ def test_links_lead_somewhere(run, sphinx):
             linked = page.parent / (name.partition("?")[0] or page.name)
             assert linked.exists(), (page.name, link)
             assert not place or linked.suffix != ".html" or f'id="{place}"' in linked.read_text(), link
-    assert (
-        'href="11_one-3.html"><span class="std std-doc">11</span></a>, 13, there'
-        in (pages[0].parent / "12_two.html").read_text()
-    )
+    text = (pages[0].parent / "12_two.html").read_text()
+    assert 'href="11_one-3.html"><span class="std std-doc">11</span></a>, 13, there' in text
 
 
 @pytest.fixture
@@ -154,11 +148,8 @@ def test_pages_plots_and_rows(folder, sphinx):
     assert 'href="11_one.html#11_one-1"' in gallery
     page = (folder / "site" / "11_one.html").read_text()
     assert 'id="11_one-1"' in page
-    assert re.findall(r'href="rows/(.*?)"', page) == [
-        "m/one/times.csv",
-        "m/two/steps.csv",
-        "published/peaks.csv",
-    ]
+    linked = ["m/one/times.csv", "m/two/steps.csv", "published/peaks.csv"]
+    assert re.findall(r'href="rows/(.*?)"', page) == linked
     assert (folder / "site" / "rows/m/one/times.csv").read_text() == "p50_ms\n1\n"
 
 

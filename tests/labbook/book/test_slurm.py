@@ -138,32 +138,32 @@ def when_it_runs(tmp_path):
 
 def test_each_ends_in_the_summary_and_the_last_comes_after_the_others(batch, tmp_path):
     records = batch("00_last", "11_ok", "12_fails")
-    assert [record["status"] for record in records] == ["ok", "ok", "error"]
-    assert records[2]["reason"] == "cell [1]: Bad: luck"
+    assert [record.status for record in records] == ["ok", "ok", "error"]
+    assert records[2].reason == "cell [1]: Bad: luck"
     assert (tmp_path / "started").read_text().split()[-2:] == ["00_last", "0"]
 
 
 def test_an_entry_gets_as_many_gpus_as_it_has_ranks_or_a_sentence(batch, tmp_path, monkeypatch):
     (record,) = batch("11_two", gpu=True, backend="nccl", world_sizes=[1, 2])
-    assert record["status"] == "ok"
+    assert record.status == "ok"
     batch("12_one", gpu=True, backend="gloo", world_size=2)
     assert [line.split()[1] for line in (tmp_path / "started").read_text().splitlines()] == ["2", "1"]
     monkeypatch.setenv("SBATCH_PARTITION", "none")
     (record,) = batch("13_none", gpu=True)
-    assert record["status"] == "error"
-    assert "not available" in record["reason"]
+    assert record.status == "error"
+    assert "not available" in record.reason
 
 
 def test_a_killed_job_is_a_row_and_done_again(batch, when_it_runs, tmp_path, monkeypatch):
     when_it_runs(lambda: subprocess.run("scancel $(squeue -hrt RUNNING -o %i | grep _0$)", shell=True))
     records = batch("11_slow", "12_ok")
-    assert [record["status"] for record in records] == ["error", "ok"]
-    assert "CANCELLED" in records[0]["reason"]
+    assert [record.status for record in records] == ["error", "ok"]
+    assert "CANCELLED" in records[0].reason
     (tmp_path / "finish").touch()
-    assert batch("11_slow")[0]["status"] == "ok"
+    assert batch("11_slow")[0].status == "ok"
     started = (tmp_path / "started").read_text()
     monkeypatch.setattr(slurm.runs, "why_again", lambda *_: None)
-    assert [record["status"] for record in batch("11_slow", "12_ok")] == ["ok", "ok"]
+    assert [record.status for record in batch("11_slow", "12_ok")] == ["ok", "ok"]
     assert (tmp_path / "started").read_text() == started
 
 

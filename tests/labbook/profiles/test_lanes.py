@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labbook.profiles import Profile, exposed, lane_rows, overlap_values, step_lanes, told_apart
+from labbook.profiles import exposed, lane_rows, overlap_values, step_lanes, told_apart
 
 spans = st.lists(
     st.tuples(st.sampled_from(["compute", "communication"]), st.integers(0, 30), st.integers(0, 8)),
@@ -78,17 +78,17 @@ def test_communication_is_exposed_where_nothing_is_computed():
     ]
 
 
-def test_lanes_of_a_profile():
+def test_lanes_of_a_profile(a_profile):
     """NCCL on its own stream, launched in backward, running on while nothing is computed."""
     ranges = [("measure", 0, 1000), ("forward", 0, 100), ("backward", 100, 300), ("communication", 300, 400)]
     gemm, nccl = "ampere_sgemm_128x64_tn", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
-    kernels = [(gemm, 50, 60, 200, 7), (gemm, 150, 200, 400, 7)]
-    kernels += [(nccl, 210, 300, 500, 21), (nccl, 310, 500, 550, 21)]
-    columns = ["name", "launch_ns", "start_ns", "end_ns", "stream"]
-    launched = pd.DataFrame(kernels, columns=columns).assign(kind="kernel", process=1, thread=1)
-    opened = pd.DataFrame(ranges, columns=["name", "start_ns", "end_ns"]).assign(process=1, thread=1)
-    profile = Profile(opened, launched)
-    lanes = step_lanes(profile)
+    kernels = [
+        (gemm, 50, 60, 200),
+        (gemm, 150, 200, 400),
+        (nccl, 210, 300, 500, 21),
+        (nccl, 310, 500, 550, 21),
+    ]
+    lanes = step_lanes(a_profile(ranges, kernels))
     assert lanes[["lane", "range"]].to_numpy().tolist() == [
         ["compute", "forward"],
         ["compute", "backward"],
