@@ -49,7 +49,10 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
-    with _watched(), observed() as sent:  # before the class imports the functions, in whichever way
+    with (
+        watch_collectives(notify=_tell, checks=True),
+        observed() as sent,
+    ):  # before the class imports the functions, in whichever way
         candidate, properties = cloudpickle.loads(pickled)
         for found in properties(candidate):
             # What is still under way may or may not have arrived, so it is the better explanation.
@@ -112,7 +115,3 @@ def observed(notify: Callable[[Message], Any] = lambda message: None) -> Iterato
 def _tell(message: Message) -> None:
     for observer in _observers:
         observer(message)
-
-
-# The name that everybody uses, and the one under which a function is pickled.
-_watched = partial(watch_collectives, notify=_tell, modules=(dist, dist.distributed_c10d))

@@ -25,7 +25,7 @@ _DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
 
 
 class Message:
-    """One call of a collective, and its handle if asynchronous. It keeps no tensor that was waited for.
+    """One call of a collective, and, to check others, its handle. It keeps no tensor that was waited for.
 
     numel, bytes, dtype, storage, address: of its largest tensor on this rank, or list of some.
     sent_bytes: what this rank sent to its neighbour, where collectives are carried out as rings.
@@ -61,7 +61,7 @@ def watch_collectives(
     send: bool = True,
     as_rings: bool = False,
     notify: Callable[[Message], Any] = lambda message: None,
-    modules: Sequence[Any] = (dist,),
+    checks: bool = False,
 ) -> Iterator[list[Message]]:
     """A list that fills with the collectives called inside, by whoever calls them as dist.all_reduce(...).
 
@@ -71,33 +71,36 @@ def watch_collectives(
         as_rings: carry them out as rings, hop by hop, and count every send:
             Gloo and NCCL do not tell what they put on the wire. Sums and means of CPU tensors.
         notify: called with each when it has started.
-        modules: under whose names they are called.
+        checks: return the messages as handles, to see whether somebody waits for them, and watch the names
+            under which functions are pickled, too.
     """
     messages: list[Message] = []
     under_way: list[str] = []  # an older name of a function calls the newer, which is no message of its own
 
     def watched(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
         ring = _RINGS.get(name)
-        if under_way or (as_rings and ring is None):
+        if under_way or (ring is None and not checks):
             return function(*args, **kwargs)
-        message = Message(_COLLECTIVES[name], [*args, *kwargs.values()])
+        message, work = Message(_COLLECTIVES[name], [*args, *kwargs.values()]), _DONE
         under_way.append(name)
         try:
             if as_rings:
                 message.sent_bytes = ring(*args, **kwargs)
             elif send:
-                message._work = function(*args, **kwargs) or _DONE
+                work = function(*args, **kwargs) or _DONE
         finally:
             under_way.pop()
+        if checks:
+            message._work, work = work, message
         messages.append(message)
         notify(message)
-        return message if message.is_async else None
+        return work if message.is_async else None
 
     calls = {
         name: partial(watched, name, getattr(dist, name)) for name in _COLLECTIVES if hasattr(dist, name)
     }
     with ExitStack() as stack:
-        for module in modules:
+        for module in (dist, dist.distributed_c10d) if checks else (dist,):
             stack.enter_context(patch.multiple(module, **calls))
         yield messages
 
