@@ -57,6 +57,7 @@ def sent_and_left_out(context):
         gathered = torch.full((8,), -1.0)
         with watch_collectives(send=send) as messages:
             work = torch.distributed.all_reduce(tensor, async_op=True)
+            assert not send or isinstance(work, torch.distributed.Work)  # FSDP2 waits for nothing else
             work.wait()
             gather = getattr(torch.distributed, ALL_GATHER)
             gather(output_tensor=gathered, input_tensor=tensor)
