@@ -1,7 +1,9 @@
-"""The same numbers in every layout that a function of tensors meets."""
+"""Where and in which dtypes functions of tensors are tried; and the same numbers in every layout."""
 
 import torch
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LAYOUTS = {
     "contiguous": lambda x: x,
     "heads inside": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),

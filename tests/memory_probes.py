@@ -1,38 +1,10 @@
-"""What a computation keeps in memory, seen without a GPU: saved tensors, and all storages alive at once."""
+"""What a computation keeps in memory, seen without a GPU: all storages alive at once."""
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-
-from labbook.memory.saved import storage_bytes
-
-
-class SavedTensors(list):
-    """Tensors that autograd saved; kept, so that the address of a storage is not given to another one."""
-
-    @property
-    def total(self) -> int:
-        """Bytes of their storages, each counted once."""
-        return storage_bytes(self)
-
-
-@contextlib.contextmanager
-def saved_bytes(*known: Tensor) -> Iterator[SavedTensors]:
-    """What autograd saves in here, apart from the storages of tensors that are known."""
-    owned, saved = {tensor.untyped_storage().data_ptr() for tensor in known}, SavedTensors()
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() not in owned:
-            saved.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
 
 
 class LiveBytes(TorchDispatchMode):

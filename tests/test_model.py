@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cs336_systems.configs import model_size
+from cs336_systems.configs import MODEL_SIZES, model_size
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import Embedding, Linear, RMSNorm, TransformerLM, build_model
 from cs336_systems.optimizer import AdamW
@@ -136,24 +136,26 @@ def test_compiles_into_one_graph(autocast):
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_the_meta_device_costs_nothing_and_can_be_filled_later():
+def test_a_meta_model_costs_nothing_and_is_filled_later():
+    """By drawing or by given weights; the rotary tables are not among them."""
     direct = a_model()
-    later = a_model(device="meta")
-    assert all(tensor.is_meta for tensor in [*later.parameters(), *later.buffers()])
-    later.to_empty(device="cpu")
-    torch.manual_seed(0)
-    for module in later.modules():
-        if hasattr(module, "reset_parameters"):
-            module.reset_parameters()
-    torch.testing.assert_close(later(some_tokens()), direct(some_tokens()), rtol=0, atol=0)
 
+    def draw(model):
+        torch.manual_seed(0)
+        for module in model.to_empty(device="cpu").modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
 
-def test_a_meta_model_can_be_given_its_weights():
-    """The rotary tables are not among them."""
-    direct, assigned, copied = a_model(), a_model(device="meta"), a_model(device="meta")
-    assigned.load_state_dict(direct.state_dict(), assign=True)
-    copied.to_empty(device="cpu").load_state_dict(direct.state_dict())
-    for later in (assigned, copied):
+    def copy(model):
+        model.to_empty(device="cpu").load_state_dict(direct.state_dict())
+
+    def assign(model):
+        model.load_state_dict(direct.state_dict(), assign=True)
+
+    for fill in (draw, copy, assign):
+        later = a_model(device="meta")
+        assert all(tensor.is_meta for tensor in [*later.parameters(), *later.buffers()])
+        fill(later)
         torch.testing.assert_close(later(some_tokens()), direct(some_tokens()), rtol=0, atol=0)
         assert not any(buffer.is_meta for buffer in later.buffers())
 
@@ -178,6 +180,14 @@ def test_what_is_float32_does_not_follow_the_default_dtype(default):
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
+
+
+def test_each_size_knows_its_key_and_has_even_heads():
+    for edition, sizes in MODEL_SIZES.items():
+        for name, size in sizes.items():
+            assert size.label == f"{name} ({edition})"
+            assert size.d_head * size.num_heads == size.d_model
+            assert size.d_head % 2 == 0
 
 
 def test_one_pair_of_rotary_tables_serves_all_layers():
@@ -212,21 +222,22 @@ def test_weights_are_drawn_from_truncated_normals(dtype):
 
 
 @pytest.mark.parametrize(
-    ("changes", "match"),
+    ("call", "match"),
     [
-        ({"num_heads": 5}, "d_model=24, num_heads=5"),
-        ({"num_heads": 8}, "d_head.*3"),
-        ({"num_layers": 0}, "num_layers.*0"),
-        ({"d_ff": 40.0}, "d_ff.*40.0"),
+        (lambda: a_model(num_heads=5), "d_model=24, num_heads=5"),
+        (lambda: a_model(num_heads=8), "d_head.*3"),
+        (lambda: a_model(num_layers=0), "num_layers.*0"),
+        (lambda: a_model(d_ff=40.0), "d_ff.*40.0"),
+        (lambda: a_model()(some_tokens(1, 17)), r"17.*16"),
+        (lambda: a_model(attention_implementation="magic")(some_tokens()), "magic"),
+        (lambda: cross_entropy(torch.zeros(2, 3, 7), torch.zeros(3, 2).long()), r"\(2, 3\).*\(3, 2\)"),
+        (lambda: model_size("tiny", 2024), "2024.*2025, 2026"),
+        (lambda: model_size("tiny", "2025"), "'2025'.*2025, 2026"),
+        (lambda: model_size("huge"), "huge.*tiny.*2.7B"),
+        (lambda: model_size("10B", 2025), "10B.*2025.*edition 2026"),
+        (lambda: model_size("2.7B", 2026), "2.7B.*2026.*edition 2025"),
     ],
 )
-def test_impossible_dimensions_are_refused(changes, match):
+def test_what_cannot_be_is_refused(call, match):
     with pytest.raises(ValueError, match=match):
-        a_model(**changes)
-
-
-def test_a_call_that_cannot_be_is_refused():
-    with pytest.raises(ValueError, match=r"17.*16"):
-        a_model()(some_tokens(1, 17))
-    with pytest.raises(ValueError, match="magic"):
-        a_model(attention_implementation="magic")(some_tokens())
+        call()

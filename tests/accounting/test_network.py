@@ -83,18 +83,3 @@ def test_a_slow_device_delays_everybody_by_what_it_is_late():
     slowness[5] = 1.5
     even, uneven = (run_tasks(tasks, (16,), LINKS, slowness=s)["sum"][1].max() for s in (1.0, slowness))
     assert uneven == pytest.approx(even + 5.0)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: Links(np.array([1.0, 0.0])), "bytes_per_s is 0"),
-        (lambda: collective_finish("all_reduce", 1.0, (2.5,), LINKS), "is 2.5; allowed: a whole number"),
-        (lambda: collective_finish("all_reduce", 1.0, (2, 2), LINKS), "links of 1 axes for a mesh of 2"),
-        (lambda: collective_finish("all_reduce", 1.0, (16, 4), (LINKS,) * 2, ready=np.zeros(60)), "16, 4"),
-        (lambda: run_tasks([], (2,), LINKS, slowness=0.0), "slowness is 0"),
-    ],
-)
-def test_bad_input_is_told_in_a_sentence(call, words):
-    with pytest.raises(ValueError, match=words):
-        call()

@@ -1,21 +1,20 @@
 """Which kernels, tiles and splits are chosen, and how they are launched, told without a GPU."""
 
+import inspect
+
+import nbformat
 import pytest
 import torch
 
 from cs336_systems.attention.choose import Problem, choose
-from cs336_systems.attention.config import (
-    HOPPER_TILES,
-    INTERPRETER,
-    KERNELS,
-    OWN_KEYS,
-    select_config,
-)
+from cs336_systems.attention.config import HOPPER_TILES, INTERPRETER, KERNELS, OWN_KEYS, select_config
 
 pytest.importorskip("triton")
 from tests.attention import races
 
+from cs336_systems.attention.hopper_forward import attend
 from cs336_systems.attention.launcher import Launcher, kernel_layout, layout, tma_compatible
+from labbook.files import NOTEBOOKS
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -73,6 +72,7 @@ BACKWARD = [
     (dict(n=1100, d=40, heads=8, sms=72, same=True), TWO, 1),
     (dict(n=600, d=40, heads=8, sms=24, same=False, causal=False), OWN, 1),
     (dict(n=512, d=40, heads=8, sms=24, same=False, causal=False), TWO, 1),
+    (dict(n=769, d=72, heads=8, sms=24, same=False), OWN, 1),
     # few programs go into one launch, split or not; not where they make scores in chunks
     (dict(n=300, d=40, heads=8, sms=40, same=False), ONE, 1),
     (dict(n=512, heads=16, same=False), ONE, 1),
@@ -148,7 +148,7 @@ def test_every_argument_is_at_its_place():
     config = select_config(torch.float16, 40, HOPPER, 1)
     launches = Launcher([x] * 5 + [transposed, x, transposed], config, True).launches
     known = {
-        "hopper_backward": {"dk_strides": x[1], "dv_strides": transposed[1], "n_keys": 1100, "STAGES": 3},
+        "hopper_backward": {"n_keys": 1100, "STAGES": 3},
         "preprocess": {"do_strides": x[1], "o_strides": x[1], "BLOCK_M": 64, "BLOCK_D": 64},
         "postprocess": {"dq_strides": transposed[1], "scale": 40**-0.5, "n_heads": 4},
     }
@@ -170,3 +170,15 @@ def test_kernels_get_what_they_can_load(shape, use_tma):
         assert kernel_layout((sizes, strides), 2, use_tma) == (sizes, strides)
         x = x.new_empty_strided(sizes, strides)
         assert tma_compatible((sizes, strides), 2) if use_tma else x.is_contiguous()
+
+
+def test_every_line_that_27_explains_is_in_the_loop_in_this_order():
+    """Notebook 27 shows the loop of the Hopper forward line by line: today's loop."""
+    (path,) = NOTEBOOKS.glob("27_*.ipynb")
+    cells = [cell.source for cell in nbformat.read(path, as_version=4).cells]
+    (table,) = (source.split('"""')[1] for source in cells if source.startswith("BESIDE"))
+    loop = inspect.getsource(attend.fn).partition("for _ in range(1, tiles):")[2]
+    places = [loop.find(line) for line in table.strip().splitlines() if not line.startswith(" ")]
+    assert len(places) > 10
+    assert places[0] > 0
+    assert places == sorted(places)

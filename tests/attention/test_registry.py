@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.layouts import DEVICE
 
 from cs336_systems import attention as attention_room
 from cs336_systems.attention import attention
@@ -11,7 +12,6 @@ from cs336_systems.attention.implementations import ATTENTION, TRITON, Implement
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import check_attention
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IN_MODEL = [name for name, entry in ATTENTION.items() if entry.in_model]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.layouts import DEVICE
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,8 +20,6 @@ from cs336_systems.kernels.swiglu import swiglu
 from cs336_systems.kernels.weighted_sum import weighted_sum
 from cs336_systems.training.fused import use_fused_blocks
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def loss(hidden, weight):
@@ -84,6 +83,7 @@ def test_traced_and_compiled(name):
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     for found in (traced(*others), with_gradients(compiled, others)):
         torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(compiled(*others), wanted[0])  # nobody wants a gradient
 
 
 @pytest.mark.parametrize("constant", [True, False])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.layouts import LAYOUTS
+from tests.layouts import DEVICE, DTYPES, LAYOUTS
 
 from cs336_systems.checks import FUSED, check_fused, check_weighted_sum
 
@@ -15,13 +15,12 @@ from cs336_systems.kernels import rms_norm as rms_norm_kernels
 from cs336_systems.kernels import rotary as rotary_kernels
 from cs336_systems.kernels import swiglu as swiglu_kernels
 from cs336_systems.kernels import weighted_sum as weighted_sum_kernels
+from cs336_systems.kernels.cross_entropy import cross_entropy_
 from cs336_systems.kernels.rms_norm import WIDEST, rms_norm
 from cs336_systems.kernels.rotary import rotary
 from cs336_systems.kernels.swiglu import swiglu
 from cs336_systems.kernels.weighted_sum import weighted_sum
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FUNCTIONS = {"rms_norm": rms_norm, "rotary": rotary, "swiglu": swiglu, "weighted_sum": weighted_sum}
 CHECKS = {name: partial(check_fused, name) for name in FUNCTIONS if name != "weighted_sum"}
 CHECKS["weighted_sum"] = partial(check_weighted_sum, weighted_sum)
@@ -55,20 +54,19 @@ FORMS = LAYOUTS | {
 @over_kernels
 def test_any_layout(name, layout):
     """Of the first input and of the gradient that comes in."""
-    kernel = FUSED["rms_norm" if name == "weighted_sum" else name]
-    plain = (lambda x, w: x @ w) if name == "weighted_sum" else kernel.plain
-    x, *others = kernel.make((2, 3, 9, 12), torch.Generator().manual_seed(torch.seed()))
-    x = layout(x.to(DEVICE))
-    if name == "weighted_sum" and not x.numel():
+    kernel, narrow = FUSED["rms_norm" if name == "weighted_sum" else name], name == "weighted_sum"
+    plain = torch.matmul if narrow else kernel.plain
+    made = kernel.make((2, 3, 9, 12), torch.Generator().manual_seed(torch.seed()))
+    x, *others = (y.to(DEVICE) for y in made)
+    x, dy = layout(x), layout(torch.randn(2, 3, 9, 12, device=DEVICE))
+    if narrow and not x.numel():
         return  # refused
-    others = [y.to(DEVICE) for y in others]
     if name == "swiglu":
-        others = [others[0].expand(2, 3, 9, 12)[: x.shape[0], : x.shape[1], : x.shape[2]]]
+        others = [others[0][: x.shape[0], : x.shape[1], : x.shape[2]]]
     given_x = x.detach().requires_grad_()
-    dy = layout(torch.randn(2, 3, 9, 12, device=DEVICE))
-    dy = dy[..., 0] if name == "weighted_sum" else dy
     y, wanted = FUNCTIONS[name](given_x, *others), plain(given_x, *others)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
+    dy = dy[..., 0] if narrow else dy
     (dx,), (wanted_dx,) = (torch.autograd.grad(result, given_x, dy) for result in (y, wanted))
     torch.testing.assert_close(dx, wanted_dx, rtol=1e-5, atol=1e-5)
 
@@ -180,6 +178,13 @@ def test_large_and_small_numbers():
         (lambda z: weighted_sum(z(2, 3), z(4)), ValueError, r"\(2, 3\), \(4,\); allowed: \(..., d\) and"),
         (lambda z: weighted_sum(z(0, 3), z(3)), ValueError, "no dimension of size 0"),
         (lambda z: weighted_sum(z(2, 3).half(), z(3)), TypeError, "float16, torch.float32"),
+        (lambda z: cross_entropy_(z(2, 3), z(3).long()), ValueError, r"\(2, 3\); allowed: \(n, vocabulary\)"),
+        (lambda z: cross_entropy_(z(2, 0), z(2).long()), ValueError, "allowed"),
+        (lambda z: cross_entropy_(z(3, 2).T, z(2).long()), ValueError, "strides.*allowed: 1 in a row"),
+        (lambda z: cross_entropy_(z(1, 3).expand(2, 3), z(2).long()), ValueError, "rows apart"),
+        (lambda z: cross_entropy_(z(2, 3).cfloat().conj().imag, z(2).long()), ValueError, "strides"),
+        (lambda z: cross_entropy_(z(2, 3), z(2)), TypeError, "allowed: int64 on"),
+        (lambda z: cross_entropy_(z(2, 3).double(), z(2).long()), TypeError, "float64"),
     ],
 )
 def test_bad_input_is_named(call, error, sentence):

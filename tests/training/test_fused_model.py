@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.layouts import DEVICE
 from tests.parallel.wrappers import train
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -21,7 +22,6 @@ from cs336_systems.training import fused_block
 from cs336_systems.training.fused import use_fused_blocks, use_fused_kernels
 from cs336_systems.training.fused_block import KEEPABLE, kept_bytes
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig("test", 2026, d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=97)
 SEQUENCE = 37  # no tile divides it
 KEEPS = ([(), ()], [KEEPABLE, KEEPABLE], [("qkv",), ("ab", "h")])

@@ -1,18 +1,16 @@
 """Linear and cross-entropy together: PyTorch's loss and gradients, and one chunk of logits in memory."""
 
 import math
-import sys
 
 import pytest
 import torch
+from tests.layouts import DEVICE, DTYPES
 from torch.nn import functional as F
 
 from cs336_systems.checks import FUSED, check_fused
 from cs336_systems.kernels import HAS_TRITON
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy, scaled
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 NAME = "linear_cross_entropy"
 
 
@@ -24,7 +22,7 @@ def inputs(*shape):
 
 @pytest.fixture
 def _without_triton(monkeypatch):
-    monkeypatch.setattr(sys.modules[linear_cross_entropy.__module__], "HAS_TRITON", False)
+    monkeypatch.setattr("cs336_systems.kernels.HAS_TRITON", False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -4,7 +4,7 @@ import linecache
 import re
 import sys
 from collections.abc import Callable, Iterable
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import pandas as pd
@@ -66,7 +66,7 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in owned and address not in storages:
-            name, code = _where(sys._getframe(1), modules)
+            name, code = _where(modules)
             operation = running.names[-1] if running.names else code.partition(": ")[0].rpartition(" ")[2]
             dtype = str(tensor.dtype).removeprefix("torch.")
             storages[address] = (name, operation, code, storage.nbytes(), dtype)
@@ -94,14 +94,14 @@ class _Operations(TorchFunctionMode):
             self.names.pop()
 
 
-def _where(frame: FrameType | None, modules: dict[int, str]) -> tuple[str, str]:
+def _where(modules: dict[int, str]) -> tuple[str, str]:
     """The innermost module, and the innermost line of the project in it, that are running."""
-    module, stack = None, []  # found without hooks, which would send fused blocks another way
-    while frame is not None and module is None:
-        stack.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
-        module = modules.get(id(frame.f_locals.get("self")))
-        frame = frame.f_back
-    return module or "", own_line(stack)
+    stack = []  # found without hooks, which would send fused blocks another way
+    for frame, line in walk_stack(sys._getframe()):
+        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+        if (running := id(frame.f_locals.get("self"))) in modules:
+            return modules[running], own_line(stack)
+    return "", own_line(stack)
 
 
 def own_line(stack: Iterable[tuple[str, int, str]]) -> str:

@@ -136,8 +136,8 @@ def kernel_rows(table: pd.DataFrame, smallest_share: float = 2e-3) -> list[dict[
     """
     of_kernel = table.groupby(["kernel", "class"]).total_ms.transform("sum")
     kernel = table.kernel.mask(of_kernel < smallest_share * table.total_ms.sum(), "rest")
-    table = table.assign(range=table.range.str.replace(r"\.\d+", ".*", regex=True), kernel=kernel)
-    rows = table.groupby(["range", "kernel", "class"])[["calls", "total_ms"]].sum()
+    ranges = table.range.str.replace(r"\.\d+", ".*", regex=True)
+    rows = table.groupby([ranges, kernel, "class"])[["calls", "total_ms"]].sum()
     return rows.reset_index().to_dict("records")
 
 
@@ -158,9 +158,8 @@ def range_table(profile: Profile) -> pd.DataFrame:
         busy_ms = covered(own).eval("end_ms - start_ms").sum()
         table.loc[opened.Index, ["device_span_ms", "device_busy_ms", "calls"]] = span_ms, busy_ms, len(own)
     table = table.groupby("range", sort=False).mean().reset_index()
-    return table.assign(
-        device_idle_share=1 - table.device_busy_ms / table.device_span_ms.where(table.calls > 0)
-    )
+    span_ms = table.device_span_ms.where(table.calls > 0)
+    return table.assign(device_idle_share=1 - table.device_busy_ms / span_ms)
 
 
 def one_step(profile: Profile) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
@@ -180,9 +179,7 @@ def _inside(profile: Profile, root: str) -> tuple[pd.DataFrame, pd.DataFrame, pd
         names = ", ".join(sorted(set(profile.ranges.name))[:20])
         raise ProfileError(f"the profile has no range {root!r}; it has {names}")
     below = rf"(?:^|/)({re.escape(root)}(?:/.*)?)$"
-    inside = [
-        each.assign(range=each.range.str.extract(below)[0]) for each in (profile.ranges, profile.kernels)
-    ]
+    inside = (of.assign(range=of.range.str.extract(below)[0]) for of in (profile.ranges, profile.kernels))
     return steps, *(each.dropna(subset="range") for each in inside)
 
 

@@ -70,12 +70,12 @@ def keep_one_step(path: Path, kept: Path) -> None:
     if steps.empty:
         raise ProfileError(f"{path.name} has no step to keep: no range {STEP!r} was recorded in it")
     step = steps.loc[steps.start_ns.idxmax()]
-    inside = (events.start_ns >= step.start_ns) & (events.start_ns < step.end_ns)
+    inside = events.start_ns.between(step.start_ns, step.end_ns, inclusive="left")
     inside &= events.kind.isin(["range", "pytorch's", "call" if on_gpu.any() else "operator"])
     inside |= on_gpu & events.correlation.isin(events.correlation[inside].dropna())
     small = [event for event in trace if event.get("ph") == "M"]  # the names of Perfetto's lanes
     for event in (trace[place] for place in events.index[inside]):
-        args = {name: value for name, value in (event.get("args") or {}).items() if name in _ARGUMENTS}
+        args = {name: value for name, value in event.get("args", {}).items() if name in _ARGUMENTS}
         small.append({name: event[name] for name in ("ph", *_FIELDS)} | {"args": args})
     text = json.dumps({"traceEvents": small}, separators=(",", ":"))
     write_atomically(kept, gzip.compress(text.encode(), mtime=0))

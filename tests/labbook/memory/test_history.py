@@ -36,6 +36,13 @@ def change(action: str, address: int, mib: int, time_us: int, *frames: dict) -> 
     return {"action": action, "addr": address, "size": mib * MIB, "time_us": time_us, "frames": list(frames)}
 
 
+# Address, MiB, time of its life (us), and the frames that made it, the innermost first.
+LIVES = [
+    (SAVED, 4, 1010, 1060, TORCH, LINE, LINE | {"line": 200}), (SCRATCH, 2, 1020, 1025, LINE | {"line": 91}),
+    (GRADIENT, 8, 1050, None, TORCH), (SCRATCH, 3, 1055, 1058), (SCRATCH, 8, 1080, 1085),
+]  # fmt: skip
+
+
 def a_snapshot() -> dict:
     """A step of 100 us: 8 MiB of parameters, 16 of optimizer state, 1 of input, 4 saved for backward."""
     owned = {PARAMETER: 8, STATE: 16, INPUT: 1, GRADIENT: 8}
@@ -46,25 +53,14 @@ def a_snapshot() -> dict:
     blocks.append({"address": SAVED, "requested_size": 0, "state": "inactive"})
     ranges = [("forward", 1005, 1035), ("layers.0", 1008, 1030), ("backward", 1040, 1070)]
     ranges += [("optimizer", 1075, 1090), ("Optimizer.step#AdamW.step", 1076, 1089)]
+    events = [change("segment_alloc", SAVED, 20, 1009), change("snapshot", 0, 0, 1100)]
+    for address, mib, born, died, *frames in LIVES:
+        events.append(change("alloc", address, mib, born, *frames))
+        freed = ("free_requested", "free_completed") if died else ()
+        events += [change(action, address, mib, died) for action in freed]
     return {
         "segments": [{"device": 0, "blocks": blocks}],
-        "device_traces": [
-            [
-                change("segment_alloc", SAVED, 20, 1009),
-                change("alloc", SAVED, 4, 1010, TORCH, LINE, LINE | {"line": 200}),
-                change("alloc", SCRATCH, 2, 1020, LINE | {"line": 91}),
-                change("free_requested", SCRATCH, 2, 1025),
-                change("free_completed", SCRATCH, 2, 1025),
-                change("alloc", GRADIENT, 8, 1050, TORCH),
-                change("alloc", SCRATCH, 3, 1055),
-                change("free_requested", SCRATCH, 3, 1058),
-                change("free_requested", SAVED, 4, 1060),
-                change("free_completed", SAVED, 4, 1060),
-                change("alloc", SCRATCH, 8, 1080),
-                change("free_requested", SCRATCH, 8, 1085),
-                change("snapshot", 0, 0, 1100),
-            ]
-        ],
+        "device_traces": [sorted(events, key=lambda event: event["time_us"])],
         "external_annotations": [
             {"stage": stage, "name": name, "time_us": time_us, "device": 0}
             for name, *times in ranges
