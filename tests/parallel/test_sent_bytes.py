@@ -38,11 +38,7 @@ def test_every_rank_of_a_sharded_layer_sends_the_bytes_of_the_closed_form():
 
 @pytest.mark.parametrize(
     ("meshes", "words"),
-    [
-        ([], r"meshes is \[\]"),
-        ([(0, 2)], r"meshes is \[\(0, 2\)\]; allowed: pairs"),
-        ([(5, 1)], "X dividing the 12 tokens"),
-    ],
+    [([], r"meshes is \[\]"), ([(0, 2)], r"meshes is \[\(0, 2\)\]"), ([(5, 1)], "dividing the 12 tokens")],
 )
 def test_what_cannot_be_counted_is_refused(meshes, words):
     with pytest.raises(ValueError, match=words):
