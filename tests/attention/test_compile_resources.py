@@ -12,9 +12,9 @@ from labbook import load_rows
 from labbook.runs import load_run
 
 SMALLEST_SHARED_MEMORY = 101_376
-# And the fastest of their tiles all the same. Of all but the first of each set 144 bytes at most.
-SPILLING = {("bf16x3_dkdv", 128), ("dq", 32)}
-SPILLING |= {("backward", 128), ("backward", 64), ("forward", 64), ("forward", 128)}
+# And the fastest of their tiles all the same. Those of 16 bits spill outside of their loops.
+SPILLING = {(kernel, d) for kernel in ("forward", "backward", "hopper_backward") for d in (64, 128)}
+SPILLING |= {("bf16x3_dkdv", 128), ("dq", 32)}
 PLACE = ("flash_forward", "ahead_of_time", "kernel_resources")
 SAMPLE = [("hopper_backward", "bfloat16", 128, 90), ("dq", "tf32", 64, 80), ("dkdv", "float32", 64, 80)]
 
@@ -44,14 +44,13 @@ def test_the_rows_are_of_todays_tiles():
 def test_the_compiler_says_again_what_the_rows_say():
     found = pd.DataFrame(compile_tiles(SAMPLE))
     assert list(found["kernel"]) == [kernel for kernel, *_ in SAMPLE]
-    assert (found["spilled_bytes"] == 0).all()
     recorded = load_rows(*PLACE)
     run = load_run("ahead_of_time", recorded["run"][0])
     if run.triton == triton.__version__:  # another version allocates registers in its own way
         keys = ["kernel", "dtype", "d_head", "capability", "block_m", "block_n"]
         both = found.merge(recorded, on=keys, suffixes=("", "_recorded"))
         assert len(both) == len(SAMPLE)
-        for what in ("registers", "shared_bytes"):
+        for what in ("registers", "spilled_bytes", "shared_bytes"):
             assert list(both[what]) == list(both[f"{what}_recorded"])
 
 

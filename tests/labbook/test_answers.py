@@ -6,17 +6,10 @@ from labbook import answers
 from labbook.answers import answer, claim, one, solution, without_docstrings
 
 
-@pytest.fixture
-def shown(monkeypatch) -> list[str]:
-    shown = []
-    monkeypatch.setattr("IPython.display.display", lambda markdown: shown.append(markdown.data))
-    return shown
-
-
 @pytest.mark.parametrize("show", [lambda *what: answer("b", *what), lambda *what: solution(2, *what)])
 def test_a_text_is_shown_with_every_claim_checked_or_not_at_all(show, shown):
     show("It takes 9.53 ms.", claim("so", np.bool_(True)), claim("9.53 ms < 10 ms", 9.53 < 10))
-    assert all(part in shown[0] for part in ("It takes 9.53 ms.", "2 claims", "✓ 9.53 ms &lt; 10 ms"))
+    assert all(part in shown[0].data for part in ("It takes 9.53 ms.", "2 claims", "✓ 9.53 ms &lt; 10 ms"))
     claims = [claim("12.1 ms < 10 ms", False), claim("yes", True), claim("it is fast", np.bool_(False))]
     with pytest.raises(AssertionError, match=r"12\.1 ms < 10 ms; it is fast$"):
         show("Text.", *claims)

@@ -26,38 +26,23 @@ H200 = MachineCard(
 )  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def figures(tmp_path, monkeypatch):
-    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
-    return tmp_path
-
-
-@pytest.fixture
-def measured(monkeypatch):
-    """Count measurements, and make them quick."""
-    calls = []
-    monkeypatch.setattr(module, "_matmul_tflops", lambda device: calls.append(device) or {"float32": 0.1})
-    monkeypatch.setattr(module, "_copy_gbps", lambda device: 10.0)
-    return calls
-
-
 def keep(figures, card):
     (figures / card.slug).mkdir(exist_ok=True)
     (figures / card.slug / "machine.json").write_text(json.dumps(dataclasses.asdict(card)))
 
 
-def test_a_card_is_measured_once_and_for_another_gpu_or_version_anew(measured, figures):
+def test_a_card_is_measured_once_and_for_another_gpu_or_version_anew(measured_cards, figures):
     first = machine_card("cpu")
     assert machine_card("cpu") == first == load_card(first.slug)
-    assert len(measured) == 1
+    assert len(measured_cards) == 1
     for number, change in enumerate([{"gpu": "NVIDIA A100"}, {"torch": "1.0.0"}, {"triton": "0.1"}]):
         keep(figures, dataclasses.replace(first, **change))
         card = machine_card("cpu")
         assert card == dataclasses.replace(first, measured_at=card.measured_at)
-        assert len(measured) == 2 + number
+        assert len(measured_cards) == 2 + number
 
 
-def test_the_card_describes_this_machine_and_nobody(measured):
+def test_the_card_describes_this_machine_and_nobody(measured_cards, figures):
     card = machine_card("cpu")
     assert (card.gpu, card.torch) == ("none", torch.__version__)
     text = module.card_path(card.slug).read_text()

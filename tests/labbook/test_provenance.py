@@ -14,11 +14,7 @@ SLUG, MACHINE, TABLE = "mixed_precision_accumulation", "testbox", "accumulation"
 CODE = {"lib/cs336_systems/training/selective.py": "abc", "lib/labbook/timing.py": "def"}
 
 
-@pytest.fixture(autouse=True)
-def figures(tmp_path, monkeypatch):
-    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
-    monkeypatch.setenv("LABBOOK_COMMIT", "abc1234")
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("figures")
 
 
 def save(name: str, run: runs.Run | None = None) -> str:
@@ -29,6 +25,7 @@ def save(name: str, run: runs.Run | None = None) -> str:
 
 
 def test_a_row_names_its_run_and_the_run_says_where_when_and_how(figures, monkeypatch):
+    monkeypatch.setenv("LABBOOK_COMMIT", "abc1234")
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(figures))
     run = runs.Run(SLUG, MACHINE, {"steps": 3}, lambda: CODE)

@@ -17,10 +17,7 @@ from labbook.rows import ALLOWED, DECLARED, TABLES, RowError, load_rows, save_ro
 SLUG, MACHINE, TABLE = "benchmarking_script", "testbox", "model_times"
 
 
-@pytest.fixture(autouse=True)
-def figures(tmp_path, monkeypatch):
-    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("figures")
 
 
 def row(pass_="forward", ms=10.0, **columns):

@@ -6,13 +6,6 @@ import pytest
 from labbook.tables import as_html, as_text, pivot, show
 
 
-@pytest.fixture
-def shown(monkeypatch) -> list[dict]:
-    shown = []
-    monkeypatch.setattr("IPython.display.display", lambda bundle, raw: shown.append(bundle))
-    return shown
-
-
 def test_a_pivot_writes_out_memory_and_units(rows):
     table = pivot(rows.iloc[::-1], "implementation", "context_length")
     header = "median time (ms) by context length (tokens)"

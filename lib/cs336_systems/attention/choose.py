@@ -99,10 +99,11 @@ def _bf16x3_runs(problem: Problem, config: KernelConfig) -> bool:
 def _hopper_backward_runs(problem: Problem, config: KernelConfig) -> bool:
     """It adds dQ up in any order, and its programs are large: where they are fewer than the SMs, smaller ones
     keep more of them at work; where sequences are short, these take longer to begin and to end."""
-    kernel, length = "hopper_backward", HOPPER_BACKWARD_LENGTH * (2 if problem.is_causal else 1)
-    if kernel not in config.tiles or problem.deterministic or problem.n_queries <= length:
+    kernel = "hopper_backward"
+    if kernel not in config.tiles or problem.deterministic:
         return False
-    return _fills_gpu(problem, config, kernel, _tile(problem, config, kernel))
+    length = HOPPER_BACKWARD_LENGTH[config.block_d][problem.is_causal]
+    return problem.n_queries > length and _fills_gpu(problem, config, kernel, _tile(problem, config, kernel))
 
 
 def _tile(problem: Problem, config: KernelConfig, kernel: str) -> Tile:

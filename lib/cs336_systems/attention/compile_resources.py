@@ -104,7 +104,7 @@ def compiled_forms(kernel: str, dtype: str, d_head: int, capability: int, tile: 
         rows = torch.empty(16, n, device="meta")
         layouts, changed = [layout(x)] * (4 if kernel.endswith("forward") else 8), {"sm_count": sm_count}
         launch = Launcher(layouts, replace(config, **changed), is_causal, kernels=(kernel,)).launches[kernel]
-        of_rows = ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src")
+        of_rows = ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src", "dq_dst")
         made = dict.fromkeys(of_rows, rows) | {"counter_ptr": rows.int()}
         made["_src"] = x.bfloat16() if kernel in BF16X3_KERNELS else x
         yield launch.compile(*(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names))

@@ -23,9 +23,9 @@ HOPPER_KERNELS = GLUON_KERNELS + BF16X3_KERNELS
 OWN_KEYS = ("dkdv", "hopper_backward", "bf16x3_dkdv")  # whose programs own keys; those of others, queries
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
 PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(BF16X3_KERNELS, 0.45)
-# "hopper_backward" runs from more queries than these on, causal from twice as many: up to 512 "dq" and "dkdv"
-# take 0.82 to 1.0 of its time, up to 1,024 causal ones 0.94 to 1.0 (256 to 512 heads).
-HOPPER_BACKWARD_LENGTH = 512
+# "hopper_backward" runs from more queries than these on, by head size: without a causal mask, and with one.
+# Where "dq" and "dkdv" run they take 0.67 to 0.98 of its time (H100, 256 to 1,024 heads).
+HOPPER_BACKWARD_LENGTH = dict.fromkeys((16, 32, 64), (512, 1024)) | {128: (256, 768)}
 # BF16X3_KERNELS run from so many queries and keys on, by head size, where each has its programs.
 BF16X3_LENGTH = {32: 2048, 64: 512, 128: 512}
 # "backward" runs in place of "dq" and "dkdv" below this many programs an SM, or where its loop is split.
@@ -225,13 +225,15 @@ def select_config(
             if each == precision and max(sizes) >= block_d
             if kernel not in BF16X3_KERNELS or block_d in BF16X3_LENGTH
         }
-    splits = {kernel: SPLITS[kernel, precision] for kernel in tiles if (kernel, precision) in SPLITS}
+    loops = [kernel for kernel in tiles if (kernel, precision) in SPLITS]
+    splits = {kernel: _up_to(SPLITS[kernel, precision], block_d) for kernel in loops}
+    short = _up_to(SHORT_SEQUENCES, block_d) if "hopper_forward" in tiles and block_d <= 64 else None
     # Float32 keeps its bits in a matmul as three bfloat16 each (six matmuls), or two TF32 (three). The first
     # has 0.3 to 0.6 of the error of PyTorch's attention on an H200, and is Hopper's. The second needs fewer
     # registers and is faster where programs are few, but was off by 2.5 to 3.2 times as much as PyTorch's in
     # dK and dV of large scores: on other GPUs, which have no registers for the first. (BF16X3_KERNELS have a
     # precision of their own.)
-    ieee = "bf16x6" if capability[0] == 9 else "tf32x3"
+    dot = "tf32" if precision != "ieee" else "bf16x6" if capability[0] == 9 else "tf32x3"
     # TMA loads the tiles where there is one, and where that does not cost registers: matmuls in "ieee" of
     # tiles that it loaded take up to twice the registers. And the host makes a descriptor for each tensor at
     # every launch: of a short sequence that is time that the GPU waits.
@@ -240,17 +242,7 @@ def select_config(
     else:
         newer = capability[0] > 9 and precision == "16bit" and block_d <= 128
         use_tma = newer or capability == INTERPRETER
-    return KernelConfig(
-        dtype,
-        precision,
-        ieee if precision == "ieee" else "tf32",
-        block_d,
-        use_tma,
-        tiles,
-        {kernel: _up_to(sizes, block_d) for kernel, sizes in splits.items()},
-        _up_to(SHORT_SEQUENCES, block_d) if "hopper_forward" in tiles and block_d <= 64 else None,
-        sm_count,
-    )
+    return KernelConfig(dtype, precision, dot, block_d, use_tma, tiles, splits, short, sm_count)
 
 
 def _up_to(sizes: dict[int, Any], block_d: int) -> Any:

@@ -38,11 +38,12 @@ def bwd_postprocess_kernel(
     dq_accum_ptr, dq_ptr, dq_strides, n_heads, n_queries, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * dq_accum, brought from the order of the registers into rows. Grid: as before."""
+    """dQ = scale * dq_accum, brought into rows; 64 columns of a tile come at a time. Grid: as before."""
     place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, False)
     start = dq_accum_ptr + tl.program_id(0).to(tl.int64) * (BLOCK_M * BLOCK_D)
     pieces = tl.load(start + tl.arange(0, BLOCK_M * BLOCK_D)) * scale
-    pieces = tl.reshape(pieces, [BLOCK_M // 16, BLOCK_D // 8, 8, 4, 2, 2])
-    dq = tl.reshape(tl.permute(pieces, [0, 4, 2, 1, 3, 5]), [BLOCK_M, BLOCK_D])
+    PARTS: tl.constexpr = (BLOCK_D + 63) // 64
+    pieces = tl.reshape(pieces, [PARTS, BLOCK_M // 16, BLOCK_D // PARTS // 8, 8, 4, 2, 2])
+    dq = tl.reshape(tl.permute(pieces, [1, 5, 3, 0, 2, 4, 6]), [BLOCK_M, BLOCK_D])
     rows = place[0] * BLOCK_M + tl.arange(0, BLOCK_M)
     store_tile(dq_ptr, dq_strides, place, rows, rows < n_queries, dq, D)

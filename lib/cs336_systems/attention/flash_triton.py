@@ -2,8 +2,8 @@
 
 Two switches are PyTorch's own. float32 tensors multiply without lost bits by default, in TF32 after
 torch.set_float32_matmul_precision("high") or torch.backends.cuda.matmul.fp32_precision = "tf32". And results
-are deterministic, except dQ on Hopper (atomics), unless torch.use_deterministic_algorithms(True) is on, which
-is slower. A backward pass multiplies as its forward did, whatever was switched in between.
+are deterministic, except dQ on Hopper (added in any order): torch.use_deterministic_algorithms(True) chooses
+slower kernels. A backward pass multiplies as its forward did, whatever was switched in between.
 
 A launch by address bypasses PyTorch's dispatcher, and what that does for every operator. So where that has
 anything to do (compilers, fake tensors, tracing, tensors without memory of their own) the passes go through
@@ -66,7 +66,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
     prepared = _forwards.get(key)
     if prepared is None:
         check_inputs(q, k, v)
-        check_device("q, k, v", q)
+        check_device(q)
         if q.dim() > 4:
             o, *sums = _forward(*(x.flatten(0, -4) for x in (q, k, v)), is_causal)
             return [o.reshape(q.shape), *(x.reshape(*q.shape[:-1], *x.shape[3:]) for x in sums)]

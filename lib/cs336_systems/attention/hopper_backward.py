@@ -2,8 +2,8 @@
 
 The algorithm and the notation are those of triton_backward; as in FlashAttention-3 (Shah et al. 2024) a
 program owns keys, loops over the queries that see them, and computes dQ too: five matmuls instead of seven,
-and each exponential once. All programs add their share of dQ to dq_accum in float32 (see dq_accum.py) with
-atomics, in no fixed order: dQ's last bits vary.
+and each exponential once. All programs have TMA add their share of dQ to dq_accum in float32 (see
+dq_accum.py), in no fixed order: dQ's last bits vary.
 
 A program's keys belong to two consumers, four warps and 64 keys each, which share nothing but what is loaded:
 while one computes P or dS, the matrix units have the other's matmuls. dQ needs the keys of both, and is
@@ -20,7 +20,7 @@ computed by four more, the dQ warps. One warp, the producer, has TMA fill a ring
              the rest                                         dq_accum += dQ(t)
 
 where t is a tile of queries. dS goes to the dQ warps through shared memory, and from registers into dK. The
-dQ warps have registers for DQ_COLUMNS columns of dQ at a time.
+dQ warps have registers for DQ_COLUMNS columns of dQ at a time. dV and dK leave from the buffers of V and K.
 
 Every buffer has two mbarriers, `ready` (or full) and `free`: who fills it waits for free, who reads it for
 ready. A wait names the phase that must have ended; it flips with every round of the ring (`_next`). At first
@@ -30,21 +30,24 @@ all buffers are free, so that the filling side begins with the other phase and d
     k, v, dk, dv [KEYS, BLOCK_D], st, pt, dpt, dst [KEYS, BLOCK_M]: of one consumer; S, P, dP, dS transposed
     ks, vs [2, KEYS, BLOCK_D], qs, dos [STAGES, BLOCK_M, BLOCK_D], lses, deltas [STAGES, 1, BLOCK_M],
     dss [2 * SLOTS, KEYS, BLOCK_M]: shared; in every slot dS of both consumers
+    dqs [DQ_BUFFERS, rows, ROW]: shared; columns of dQ in the order of the registers
 
 What functions pass on together is a tuple:
 
     sources    (q_src, k_src, v_src, do_src, lse2_src, delta_src), what TMA loads from
-    buffers    (ks, vs, qs, dos, lses, deltas, dss)
+    buffers    (ks, vs, qs, dos, lses, deltas, dss, dqs)
     barriers   (kv_ready, q_ready, do_ready, free, ds_ready, ds_free): mbarriers, one of every consumer, three
                times one of every stage, one of every dS, one of every slot
     place      (batch, head, batch_head, first_query, first_key)
     sizes      (n_queries, n_keys, tiles, masked, scale, scale_log2); the tiles that need a mask come first
-    outputs    (dk_ptr, dv_ptr, strides of dk, strides of dv)
+    outputs    (dk_dst, dv_dst), what TMA stores to
     state      (dk, dv, st, stage, phase, slot, slot_phase), what a consumer takes from tile to tile
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -57,6 +60,8 @@ block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 
 
 KEYS = gl.constexpr(64)  # of a consumer: one matmul of four warps has so many rows
 DQ_COLUMNS = gl.constexpr(64)  # columns of dQ that the dQ warps have registers for; wider heads are "wide"
+DQ_BUFFERS = gl.constexpr(2)  # one is filled while TMA adds the other
+ROW = gl.constexpr(256)  # numbers, as many as TMA takes
 SLOTS = gl.constexpr(2)  # a consumer is up to two tiles ahead of the dQ warps
 
 
@@ -96,12 +101,11 @@ def _probabilities(st, lse, queries, seen_from, scale_log2, MASKED: gl.constexpr
 
 
 @gluon.jit
-def _store(ptr, strides, value, batch, head, rows, n_rows, D: gl.constexpr, layout: gl.constexpr):
-    dims = gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
-    start = ptr + batch.to(gl.int64) * strides[0] + head.to(gl.int64) * strides[1]
-    tile = start + rows[:, None].to(gl.int64) * strides[2] + dims[None, :] * strides[3]
-    value = gl.convert_layout(value.to(ptr.dtype.element_ty), layout)
-    gl.store(tile, value, mask=(rows[:, None] < n_rows) & (dims[None, :] < D))
+def _store(dst, place, buffer, value):
+    """Have TMA store a tile from this buffer, which must not change before `tma.store_wait`."""
+    buffer.store(value.to(buffer.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dst, place, buffer)
 
 
 @gluon.jit
@@ -134,10 +138,18 @@ def _product(p, x):
 
 
 @gluon.jit
+def _load_rows(ready, places, sources, buffers):
+    """Have TMA load a tile and, for each of its rows, a number."""
+    mbarrier.expect(ready, sources[0].block_type.nbytes + sources[1].block_type.nbytes)
+    tma.async_copy_global_to_shared(sources[0], places[0], ready, buffers[0])
+    tma.async_copy_global_to_shared(sources[1], places[1], ready, buffers[1])
+
+
+@gluon.jit
 def produce(sources, buffers, barriers, place, tiles):
     """The producer: K and V, then all tiles of queries, each into buffers that both consumers have read."""
     q_src, k_src, v_src, do_src, lse2_src, delta_src = sources
-    ks, vs, qs, dos, lses, deltas, _ = buffers
+    ks, vs, qs, dos, lses, deltas, _, _ = buffers
     kv_ready, q_ready, do_ready, free, _, _ = barriers
     batch, head, batch_head, row, first_key = place
     for consumer in gl.static_range(2):
@@ -146,43 +158,43 @@ def produce(sources, buffers, barriers, place, tiles):
         key = first_key + consumer * KEYS
         tma.async_copy_global_to_shared(k_src, [batch, head, key, 0], ready, ks.index(consumer))
         tma.async_copy_global_to_shared(v_src, [batch, head, key, 0], ready, vs.index(consumer))
-    nbytes: gl.constexpr = q_src.block_type.nbytes + lse2_src.block_type.nbytes
     stage = 0
     phase = 1  # of `free`: all buffers are
     for _ in range(tiles):
         mbarrier.wait(free.index(stage), phase)  # both consumers have arrived
-        ready = q_ready.index(stage)
-        mbarrier.expect(ready, nbytes)
-        tma.async_copy_global_to_shared(q_src, [batch, head, row, 0], ready, qs.index(stage))
-        tma.async_copy_global_to_shared(lse2_src, [batch_head, row], ready, lses.index(stage))
-        ready = do_ready.index(stage)
-        mbarrier.expect(ready, nbytes)
-        tma.async_copy_global_to_shared(do_src, [batch, head, row, 0], ready, dos.index(stage))
-        tma.async_copy_global_to_shared(delta_src, [batch_head, row], ready, deltas.index(stage))
+        places = [batch, head, row, 0], [batch_head, row]
+        _load_rows(q_ready.index(stage), places, (q_src, lse2_src), (qs.index(stage), lses.index(stage)))
+        _load_rows(
+            do_ready.index(stage), places, (do_src, delta_src), (dos.index(stage), deltas.index(stage))
+        )
         row += qs.shape[1]
         stage, phase = _next(stage, phase, qs.shape[0])
 
 
-@gluon.jit
-def atomic_add_dq(dq_accum, dq, BLOCK_D: gl.constexpr):
-    """Add columns of a tile of dQ to dq_accum.
+@builtin
+def _tma_add(dst, place, buffer, _semantic=None):
+    """Have TMA add a tile in shared memory to one of dst, for which Gluon has no function yet."""
+    place = _semantic._convert_to_ir_values(place, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, dst.handle, place, buffer.handle)
 
-    It is in the order of the registers, 16 bytes a thread, 512 a warp: a thread's four neighbours are two
-    columns of two rows, eight apart (`bwd_postprocess_kernel`).
-    dq_accum: where the first of these columns is, of the tile's BLOCK_D.
-    """
+
+@gluon.jit
+def in_register_order(dq):
+    """Rows of ROW numbers: a thread's four neighbours are two columns of two rows, eight apart, so that no
+    number moves to another thread, and 16 bytes are stored at once. `bwd_postprocess_kernel` undoes it."""
     m: gl.constexpr = dq.shape[0]
     n: gl.constexpr = dq.shape[1]
-    pieces = dq.reshape([m // 16, 2, 8, n // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5]).reshape([m * n])
-    places = gl.arange(0, m * n, pieces.type.layout)
-    places += places // (16 * n) * (16 * (BLOCK_D - n))  # past the columns of others, every 16 rows
-    gl.atomic_add(dq_accum + places, pieces, sem="relaxed")
+    pieces = dq.reshape([m // 16, 2, 8, n // 8, 4, 2]).permute([0, 3, 2, 4, 1, 5])
+    return pieces.reshape([m * n // ROW, ROW])
 
 
 @gluon.jit
-def add_dq(buffers, barriers, dq_accum, tiles):
-    """The dQ warps: dq_accum += dS K, of all tiles in turn, DQ_COLUMNS columns at a time."""
-    ks, _, qs, _, _, _, dss = buffers
+def add_dq(buffers, barriers, dq_dst, row, tiles):
+    """The dQ warps: dq_accum += dS K, of all tiles in turn, DQ_COLUMNS columns at a time.
+
+    row: of dq_dst, where the first tile begins.
+    """
+    ks, _, qs, _, _, _, dss, dqs = buffers
     kv_ready, _, _, _, ds_ready, ds_free = barriers
     BLOCK_M: gl.constexpr = qs.shape[1]
     BLOCK_D: gl.constexpr = qs.shape[2]
@@ -193,8 +205,7 @@ def add_dq(buffers, barriers, dq_accum, tiles):
     k_chunks = ks._reinterpret(ks.dtype, [2 * chunks, KEYS, columns], chunk_shape)
     mbarrier.wait(kv_ready.index(0), 0)
     mbarrier.wait(kv_ready.index(1), 0)
-    slot = 0
-    phase = 0
+    slot, phase, at = 0, 0, 0
     for _ in range(tiles):
         for chunk in range(chunks):
             mbarrier.wait(ds_ready.index(slot * 2), phase)
@@ -206,9 +217,15 @@ def add_dq(buffers, barriers, dq_accum, tiles):
             dq = warpgroup_mma_wait(0, deps=[dq])
             # The matmul has read dS; after the last columns the consumers may write the next into this slot.
             mbarrier.arrive(ds_free.index(slot), pred=chunk == chunks - 1)
-            atomic_add_dq(dq_accum + chunk * columns * 16, dq, BLOCK_D)
-        dq_accum += BLOCK_M * BLOCK_D
+            tma.store_wait(DQ_BUFFERS - 1)  # until TMA has read this buffer; only one thread knows
+            block_barrier()
+            dqs.index(at).store(in_register_order(dq))
+            fence_async_shared()
+            _tma_add(dq_dst, [row, 0], dqs.index(at))
+            row += dqs.shape[1]
+            at = (at + 1) % DQ_BUFFERS
         slot, phase = _next(slot, phase, SLOTS)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -230,7 +247,7 @@ def add_narrow_tile(
 ):  # fmt: skip
     """Add one tile of queries to dK and dV; leave its dS to the dQ warps. index: (queries, seen_from)."""
     dk, dv, _, stage, phase, slot, slot_phase = state
-    _, _, qs, dos, lses, deltas, dss = buffers
+    _, _, qs, dos, lses, deltas, dss, _ = buffers
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
     queries, seen_from = index
     BLOCK_M: gl.constexpr = qs.shape[1]
@@ -271,7 +288,7 @@ def add_wide_tile(
     index: (queries, seen_from).
     """
     dk, dv, st, stage, phase, slot, slot_phase = state
-    ks, vs, qs, dos, lses, deltas, dss = buffers
+    ks, vs, qs, dos, lses, deltas, dss, _ = buffers
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
     queries, seen_from = index
     BLOCK_M: gl.constexpr = qs.shape[1]
@@ -311,13 +328,11 @@ def add_tiles(
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Add the tiles of queries from first to end. If not EVEN, the mask hides queries past the last, too."""
-    dk, dv, st, stage, phase, slot, slot_phase = state
     kv, buffers, barriers, index, scale_log2, n_queries = constants
     k, v = kv
     queries, seen_from = index
-    _, _, qs, _, _, _, _ = buffers
+    _, _, qs, _, _, _, _, _ = buffers
     for tile in range(first, end):
-        state = dk, dv, st, stage, phase, slot, slot_phase
         rows = first_query + tile * qs.shape[1] + queries
         if MASKED and not EVEN:
             rows = gl.where(rows < n_queries, rows, -1)
@@ -326,22 +341,18 @@ def add_tiles(
             state = add_wide_tile(state, tile, tiles, buffers, barriers, place, scale_log2, CONSUMER, MASKED)
         else:
             state = add_narrow_tile(state, k, v, buffers, barriers, place, scale_log2, CONSUMER, MASKED)
-        dk, dv, st, stage, phase, slot, slot_phase = state
-    return dk, dv, st, stage, phase, slot, slot_phase
+    return state
 
 
 @gluon.jit
-def consume(
-    shared,
-    CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
+def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr):
     """dK and dV of one consumer's keys."""
     buffers, barriers, place, sizes, outputs = shared
-    ks, vs, qs, _, _, _, _ = buffers
-    kv_ready, q_ready, _, _, _, _ = barriers
+    ks, vs, qs, _, _, _, _, _ = buffers
+    kv_ready, q_ready, _, _, _, ds_free = barriers
     batch, head, _, first_query, first_key = place
     n_queries, n_keys, tiles, masked, scale, scale_log2 = sizes
-    dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
+    dk_dst, dv_dst = outputs
     BLOCK_M: gl.constexpr = qs.shape[1]
     BLOCK_D: gl.constexpr = qs.shape[2]
     scores: gl.constexpr = _accumulator_layout(BLOCK_M)
@@ -375,24 +386,26 @@ def consume(
         state = add_tiles(state, masked, tiles - 1, tiles, first_query, constants, CONSUMER, False, WHOLE)
         last = gl.maximum(masked, tiles - 1)
         state = add_tiles(state, last, tiles, tiles, first_query, constants, CONSUMER, True, WHOLE)
-    dk, dv, _, _, _, _, _ = state
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    rows = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, stored))
-    _store(dk_ptr, dk_strides, dk * scale, batch, head, rows, n_keys, D, stored)
-    _store(dv_ptr, dv_strides, dv, batch, head, rows, n_keys, D, stored)
+    dk, dv, _, _, _, slot, slot_phase = state
+    place = [batch, head, first_key, 0]
+    _store(dv_dst, place, vs.index(CONSUMER), dv)
+    last, phase = _next(slot, slot_phase, SLOTS)  # the slot of the last dS: dQ is made of it and of K
+    mbarrier.wait(ds_free.index(last), phase ^ 1)
+    _store(dk_dst, place, ks.index(CONSUMER), dk * scale)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys"])
 def hopper_backward_kernel(
-    q_src, k_src, v_src, do_src, lse2_src, delta_src, dq_accum_ptr, dk_ptr, dv_ptr,
-    dk_strides, dv_strides, n_heads, n_queries, n_keys, scale, scale_log2,
-    CAUSAL: gl.constexpr, EVEN_QUERIES: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr,
+    q_src, k_src, v_src, do_src, lse2_src, delta_src, dk_dst, dv_dst, dq_dst,
+    n_heads, n_queries, n_keys, scale, scale_log2,
+    CAUSAL: gl.constexpr, EVEN_QUERIES: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dK, dV and dq_accum. Grid: (key tiles * batch * heads,). Four warps, one consumer's; BLOCK_N is 128.
 
-    L in powers of two, delta and dq_accum, cleared, come for whole tiles of queries, by batch * heads.
-    K and V are loaded KEYS at a time.
+    L in powers of two, delta and dq_accum, cleared, come for whole tiles of queries, by batch * heads;
+    dq_dst is dq_accum in rows of ROW numbers. K, V, dK and dV are loaded and stored KEYS at a time.
     """
     dtype: gl.constexpr = q_src.dtype
     buffers = (
@@ -403,6 +416,7 @@ def hopper_backward_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_src.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_src.layout),
         new_tiles(dtype, 2 * SLOTS, KEYS, BLOCK_M),
+        gl.allocate_shared_memory(gl.float32, [DQ_BUFFERS, dq_dst.block_type.shape[0], ROW], dq_dst.layout),
     )
     barriers = (
         new_barriers(2, 1),
@@ -426,18 +440,17 @@ def hopper_backward_kernel(
         masked = gl.cdiv(first_key + BLOCK_N - 1 - first_tile * BLOCK_M, BLOCK_M)
     masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked)
     tiles = query_tiles - first_tile
-    first_row = (batch_head.to(gl.int64) * query_tiles + first_tile) * BLOCK_M
 
     sources = (q_src, k_src, v_src, do_src, lse2_src, delta_src)
     place = (batch_head // n_heads, batch_head % n_heads, batch_head, first_tile * BLOCK_M, first_key)
     sizes = (n_queries, n_keys, tiles, gl.minimum(masked, tiles), scale, scale_log2)
-    shared = (buffers, barriers, place, sizes, (dk_ptr, dv_ptr, dk_strides, dv_strides))
-    first_dq = dq_accum_ptr + first_row * BLOCK_D
+    shared = (buffers, barriers, place, sizes, (dk_dst, dv_dst))
+    first_dq = (batch_head * query_tiles + first_tile) * (BLOCK_M * BLOCK_D // ROW)
     gl.warp_specialize(
         [
-            (consume, (shared, 0, CAUSAL, EVEN_QUERIES, D)),
-            (consume, (shared, 1, CAUSAL, EVEN_QUERIES, D)),
-            (add_dq, (buffers, barriers, first_dq, tiles)),
+            (consume, (shared, 0, CAUSAL, EVEN_QUERIES)),
+            (consume, (shared, 1, CAUSAL, EVEN_QUERIES)),
+            (add_dq, (buffers, barriers, dq_dst, first_dq, tiles)),
             (produce, (sources, buffers, barriers, place, tiles)),
         ],
         [4, 4, 1],  # warps of all but the first consumer

@@ -41,16 +41,10 @@ class Implementation:
         return why_no_triton(device) if TRITON in self.needs else ""
 
 
-def _flash_compiled() -> AttentionFunction:
-    from cs336_systems.attention.flash_triton import FlashAttentionCompiled
+def _flash_triton(compiled: bool = False) -> AttentionFunction:
+    from cs336_systems.attention.flash_triton import FlashAttentionCompiled, flash_attention
 
-    return FlashAttentionCompiled.apply
-
-
-def _flash_triton() -> AttentionFunction:
-    from cs336_systems.attention.flash_triton import flash_attention
-
-    return flash_attention
+    return FlashAttentionCompiled.apply if compiled else flash_attention
 
 
 def _sdpa(backend: str, *needs: str) -> Implementation:
@@ -67,7 +61,7 @@ ATTENTION: dict[str, Implementation] = {
     "flex": Implementation(lambda: baselines.flex, frozenset({COMPILER})),
     "sdpa_cudnn": _sdpa("CUDNN_ATTENTION", SIXTEEN_BITS),
     "flash_pytorch": Implementation(lambda: FlashAttentionPyTorch.apply, in_model=True),
-    "flash_compiled": Implementation(_flash_compiled, frozenset({TRITON, COMPILER})),
+    "flash_compiled": Implementation(lambda: _flash_triton(compiled=True), frozenset({TRITON, COMPILER})),
     "flash_triton": Implementation(_flash_triton, frozenset({TRITON}), in_model=True),
 }
 OURS = "flash_triton"

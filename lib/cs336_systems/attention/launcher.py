@@ -31,7 +31,7 @@ from cs336_systems.attention.config import (
     select_config,
 )
 from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
-from cs336_systems.attention.hopper_backward import hopper_backward_kernel
+from cs336_systems.attention.hopper_backward import DQ_COLUMNS, ROW, hopper_backward_kernel
 from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 from cs336_systems.attention.kernel_launch import KernelLaunch
 from cs336_systems.attention.triton_backward import backward_kernel, dkdv_kernel, dq_kernel, sum_kernel
@@ -137,17 +137,12 @@ class Launcher:
             self.inputs = [kernel_layout(x, config.dtype.itemsize, self.use_tma) for x in given]
             pairs = enumerate(zip(given, self.inputs, strict=True))
             self.copies = [(i, new) for i, (old, new) in pairs if new is not old]
-        self.stored = kernel_layout(self.layouts["o"], config.dtype.itemsize, config.use_tma)  # by TMA
+        by_tma = ("dk", "dv") if backward else ("o",)  # what Hopper's kernels store
+        self.stored = [kernel_layout(self.layouts[x], config.dtype.itemsize, config.use_tma) for x in by_tma]
         self.outputs = {name: self.layouts[name] for name in (("dq", "dk", "dv") if backward else ("o",))}
         self.merge = self._merge() if self.plan.splits > 1 else None
         self.launches = {kernel: self._launch(kernel) for kernel in kernels}
-        self.run = {
-            "forward": self._forward,
-            "hopper_forward": self._hopper_forward,
-            "dkdv": self._dq_dkdv,
-            "backward": self._backward,
-            "hopper_backward": self._hopper_backward,
-        }.get(kernels[-1].removeprefix(BF16X3))
+        self.run = getattr(self, f"_{kernels[-1].removeprefix(BF16X3)}", None)  # none of "dq" alone
         if kernels == ("hopper_backward",):
             self._prepare_hopper_backward()
 
@@ -210,7 +205,7 @@ class Launcher:
         elif gluon:
             queries = min(queries, WARP_GROUP_ROWS)
         shapes = [(1, 1, n, self.config.block_d) for n in (queries, keys, keys, queries)]
-        stored = [self.stored] if kernel == "hopper_forward" else []
+        stored = self.stored if kernel == "hopper_forward" else []
         element = getattr(gl, str(self.dtype).removeprefix("torch."))
         in_shared = gl.NVMMASharedLayout.get_default_for if gluon else lambda *_: None
         return [
@@ -253,6 +248,15 @@ class Launcher:
             return outputs
         return [x.new_empty((self.plan.splits, *x.shape), dtype=torch.float32) for x in outputs]
 
+    def _run_storing(self, kernel: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *others) -> None:
+        """Run a kernel that stores the outputs by TMA: where it cannot, to tensors that are copied."""
+        pairs = zip(outputs, self.stored, strict=True)
+        stored = [x if layout(x) == to else x.new_empty_strided(*to) for x, to in pairs]
+        self.launches[kernel].run(*inputs, *stored, *others)
+        for x, made in zip(outputs, stored, strict=True):
+            if made is not x:
+                x.copy_(made)
+
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *residual: Tensor) -> None:
         outputs = o, lse, *(residual or [lse])  # any tensor where the kernel does not write it
         (launch,), written = self.launches.values(), self._split_outputs(outputs)
@@ -263,12 +267,9 @@ class Launcher:
     def _hopper_forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
         # Any tensor where the kernel does not count.
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self.plan.persistent else lse
-        stored = o if self.stored is self.layouts["o"] else o.new_empty_strided(*self.stored)
-        self.launches["hopper_forward"].run(*self._sources((q, k, v)), stored, lse, counter)
-        if stored is not o:
-            o.copy_(stored)
+        self._run_storing("hopper_forward", self._sources((q, k, v)), [o], lse, counter)
 
-    def _dq_dkdv(self, q, k, v, do, o, lse, residual, *gradients: Tensor) -> None:
+    def _dkdv(self, q, k, v, do, o, lse, residual, *gradients: Tensor) -> None:
         sources, delta = self._sources((q, k, v, do)), torch.empty_like(lse)
         dq, dk, dv = written = self._split_outputs(gradients)
         first, second = self.launches.values()
@@ -290,9 +291,17 @@ class Launcher:
         # lse2, delta and each of dq_accum's dimensions: (batch * heads, queries up to whole tiles)
         rows = heads, query_tiles * tile.block_m
         self.workspace = 2 + self.config.block_d, *rows
-        in_shared = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        row = describe(contiguous(rows), (1, tile.block_m), torch.float32, in_shared)
-        self.launches["hopper_backward"].descriptors += [row, row]
+        size, row = self.config.block_d, ROW.value
+        dq = [(math.prod(rows) * size // row, row), (tile.block_m * min(size, DQ_COLUMNS.value) // row, row)]
+        plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        of_rows, of_dq = (
+            describe(contiguous(shape), block, torch.float32, plain)
+            for shape, block in ((rows, (1, tile.block_m)), dq)
+        )
+        descriptors = self.launches["hopper_backward"].descriptors
+        key = descriptors[1]
+        stored = [describe(as_bhnd(x), key.block_shape, self.dtype, key.layout) for x in self.stored]
+        descriptors += [of_rows, of_rows, *stored, of_dq]
         around = {"do": self.inputs[3], "o": self.layouts["o"], "dq": self.layouts["dq"]}
         around = (heads * query_tiles, 1), self.arguments(tile, **around), PRE_POST_TILE
         self.launches["preprocess"] = KernelLaunch(bwd_preprocess_kernel, *around)
@@ -303,7 +312,7 @@ class Launcher:
         workspace = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         lse2, delta, dq_accum = workspace[0], workspace[1], workspace[2:]
         self.launches["preprocess"].run(do, o, lse, lse2, delta, dq_accum)
-        self.launches["hopper_backward"].run(q, k, v, do, lse2, delta, dq_accum, dk, dv)
+        self._run_storing("hopper_backward", (q, k, v, do, lse2, delta), [dk, dv], dq_accum)
         self.launches["postprocess"].run(dq_accum, dq)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,25 +30,15 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *upstream)
         what = type(ctx).__name__.removesuffix("Backward")
         message = f"{what} has no second derivative: its gradient (create_graph=True) was differentiated"
-        ctx = _Unpacked(ctx)
+        saved = ctx.saved_tensors  # once: checkpointing would not unpack them twice
         with torch.no_grad():
-            gradients = backward(ctx, *upstream)
+            gradients = backward(SimpleNamespace(**vars(ctx), saved_tensors=saved), *upstream)
         leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
-        inputs = [x for x in ctx.saved_tensors if x is not None and x.requires_grad]
+        inputs = [x for x in saved if x is not None and x.requires_grad]
         error = torch._C._functions.DelayedError(message.encode(), len(leaves) + len(inputs))
         return error(*leaves, *inputs)[: len(leaves)]
 
     return guarded
-
-
-class _Unpacked:
-    """A context whose saved tensors are unpacked once: checkpointing would not do it twice."""
-
-    def __init__(self, ctx: Any):
-        self.saved_tensors, self._ctx = ctx.saved_tensors, ctx
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ctx, name)
 
 
 def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -58,7 +49,8 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
         backward: of the result's gradient and what was saved, the gradients of forward's tensors.
     """
 
-    def forward_and_save(ctx, *inputs: Any) -> Tensor:
+    def forward_and_save(*given: Any) -> Tensor:
+        ctx, *inputs = given  # named, it would be left out by torch.compile of two tensors without gradients
         made = forward(*inputs)
         result, *kept = made if isinstance(made, tuple) else (made,)
         tensors = [x for x in inputs if isinstance(x, Tensor)]

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile
+from cs336_systems.kernels.runtime import kernel_function, launch, row_tile
+from cs336_systems.kernels.tensors import check_tensors
 
 TILE = 8192  # logits that a program has in registers at a time
 # The first maximum: -inf - -inf would be NaN.
@@ -72,7 +73,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) ->
         raise TypeError(f"targets are {targets.dtype} on {targets.device}; allowed: int64 on {logits.device}")
     fits = logits.dim() == 2 and targets.shape == logits.shape[:1] and logits.shape[1] >= 1
     allowed = f"(n, vocabulary), with targets (n,); the targets have the shape {tuple(targets.shape)}"
-    check_kernel_inputs("logits", logits, fits=fits, allowed=allowed)
+    check_tensors("logits", logits, fits=fits, allowed=allowed)
     if logits.stride(1) != 1 or (len(logits) > 1 and logits.stride(0) < logits.shape[1]):
         raise ValueError(f"logits have strides {logits.stride()}; allowed: 1 in a row, and rows apart")
     if not torch.compiler.is_compiling() and logits.is_neg():

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from cs336_systems.kernels import runtime
 from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile
-from cs336_systems.kernels.tensors import as_rows
+from cs336_systems.kernels.runtime import kernel_function, launch, row_tile
+from cs336_systems.kernels.tensors import as_rows, check_tensors
 
 TILE = 4096  # elements of a tile, where a row has no more
 WIDEST = 32_768  # the longest row whose elements fit into the registers of one program
@@ -122,5 +122,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     """
     fits = x.dim() >= 1 and weight.shape == x.shape[-1:] and 1 <= x.shape[-1] <= WIDEST
     allowed = f"(..., d) and (d,), d from 1 to {WIDEST}"
-    check_kernel_inputs("x, weight", x, weight, fits=fits, allowed=allowed)
+    check_tensors("x, weight", x, weight, fits=fits, allowed=allowed)
     return _rms_norm(x, weight, eps)

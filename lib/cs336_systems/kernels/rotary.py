@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch
+from cs336_systems.kernels.runtime import kernel_function, launch
+from cs336_systems.kernels.tensors import check_tensors
 
 TILE = 2048  # elements of a tile, where a head has no more
 
@@ -91,5 +92,5 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     fits = x.dim() >= 2 and x.shape[-1] % 2 == 0 and x.shape[-1] > 0 and cos.shape == sin.shape
     fits = fits and cos.dim() == 2 and cos.shape[1] == x.shape[-1] // 2 and cos.shape[0] >= x.shape[-2]
     allowed = "(..., s, d) with an even d, and twice (s or more, d / 2)"
-    check_kernel_inputs("x, cos, sin", x, cos, sin, fits=fits, allowed=allowed)
+    check_tensors("x, cos, sin", x, cos, sin, fits=fits, allowed=allowed)
     return RotaryTriton.apply(x, cos, sin, False)

@@ -15,7 +15,6 @@ from torch._subclasses import FakeTensor
 from triton.runtime import JITFunction
 
 from cs336_systems.kernels.autograd_guards import needs_dispatcher
-from cs336_systems.kernels.tensors import check_tensors
 
 INTERPRETED = triton.knobs.runtime.interpret
 # Triton's own functions choose between compiler and interpreter when Triton is first imported.
@@ -90,14 +89,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     x = next(x for x in arguments if isinstance(x, Tensor))
     if x.is_meta or isinstance(x, FakeTensor):
         return
+    check_device(x)
     with device_context(x.device):
         kernel[grid](*arguments, **options)
-
-
-def check_kernel_inputs(names: str, *tensors: Tensor, **shapes: Any) -> None:
-    """As `check_tensors`, and `check_device`."""
-    check_tensors(names, *tensors, **shapes)
-    check_device(names, tensors[0])
 
 
 def row_tile(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -> dict[str, int]:
@@ -107,8 +101,8 @@ def row_tile(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 4), most_warps)}
 
 
-def check_device(names: str, x: Tensor) -> None:
-    """Refuse tensors, called by these names, on a device where no kernel runs.
+def check_device(x: Tensor) -> None:
+    """Refuse a tensor on a device where no kernel runs.
 
     Raises:
         ValueError: x is neither on a CUDA GPU nor are kernels interpreted.
@@ -116,7 +110,7 @@ def check_device(names: str, x: Tensor) -> None:
     """
     if not (x.is_cuda or INTERPRETED):
         allowed = "a CUDA GPU, or any device in Triton's interpreter (TRITON_INTERPRET=1)"
-        raise ValueError(f"{names} are on {x.device}; allowed: {allowed}")
+        raise ValueError(f"the tensors are on {x.device}; allowed: {allowed}")
     if TOO_LATE:
         raise RuntimeError(
             "triton was imported before cs336_systems, which chooses Triton's interpreter where there is "

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch
+from cs336_systems.kernels.runtime import kernel_function, launch
+from cs336_systems.kernels.tensors import check_tensors
 
 BLOCK = 2048  # elements of a program: 16 a thread
 
@@ -72,5 +73,5 @@ def swiglu(a: Tensor, b: Tensor) -> Tensor:
     Raises:
         TypeError: dtypes that differ or are not supported. ValueError: shapes or devices that differ.
     """
-    check_kernel_inputs("a, b", a, b, fits=a.shape == b.shape, allowed="the same one", same_dtype=True)
+    check_tensors("a, b", a, b, fits=a.shape == b.shape, allowed="the same one", same_dtype=True)
     return _swiglu(a, b)

@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import check_kernel_inputs, kernel_function, launch, row_tile
+from cs336_systems.kernels.runtime import kernel_function, launch, row_tile
+from cs336_systems.kernels.tensors import check_tensors
 
 TILE = 4096  # elements of a tile: 128 bytes a thread are on their way at once
 WIDEST = 1024  # columns of a tile
@@ -108,5 +109,5 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     """
     fits = x.dim() >= 1 and weight.shape == x.shape[-1:] and 0 not in x.shape
     allowed = "(..., d) and (d,), no dimension of size 0"
-    check_kernel_inputs("x, weight", x, weight, fits=fits, allowed=allowed, same_dtype=True)
+    check_tensors("x, weight", x, weight, fits=fits, allowed=allowed, same_dtype=True)
     return _weighted_sum(x, weight)

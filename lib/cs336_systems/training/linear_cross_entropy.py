@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cs336_systems.functional import at_least_float32
-from cs336_systems.kernels import HAS_TRITON
+from cs336_systems.kernels import why_no_triton
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
 from cs336_systems.kernels.tensors import check_tensors
 
@@ -31,12 +31,11 @@ def plain_cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
 
 def cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     """Losses (n,) in float32; the logits (n, vocabulary) become the gradient of their sum."""
-    if HAS_TRITON:
-        from cs336_systems.kernels import cross_entropy, runtime
+    if why_no_triton(logits.device):
+        return plain_cross_entropy_(logits, targets)
+    from cs336_systems.kernels import cross_entropy
 
-        if logits.is_cuda or runtime.INTERPRETED:
-            return cross_entropy.cross_entropy_(logits, targets)
-    return plain_cross_entropy_(logits, targets)
+    return cross_entropy.cross_entropy_(logits, targets)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -59,8 +58,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             # From here on the logits are their gradient.
             if wants_hidden:
                 torch.mm(logits, weight, out=d_rows[chunk])
-            if wants_weight:
-                add_product_(d_weight, logits.T, rows[chunk])
+            if wants_weight and logits.is_cuda and logits.dtype != torch.float32:  # added up in float32
+                torch.addmm(d_weight, logits.T, rows[chunk], out_dtype=torch.float32, out=d_weight)
+            elif wants_weight:
+                d_weight.addmm_(logits.T.float(), rows[chunk].float())
             del logits  # before the next chunk's are made
         count = (targets != IGNORED).sum()
         ctx.save_for_backward(d_rows, d_weight, count, *parts)
@@ -74,14 +75,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         factor = d_loss.float() / count.clamp(min=1)
         d_hidden = None if d_rows is None else scaled(d_rows, factor, ctx.dtype).reshape(ctx.shape)
         return d_hidden, None if d_weight is None else scaled(d_weight, factor, ctx.dtype), None, None
-
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, total in float32, also where a and b have 16 bits."""
-    if a.is_cuda and a.dtype != torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(a.float(), b.float())
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

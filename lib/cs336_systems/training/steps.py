@@ -7,13 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cs336_systems.accounting.flops import PASSES
 from cs336_systems.arguments import check_choice
 from cs336_systems.dtypes import DTYPES, torch_dtype
 from cs336_systems.functional import cross_entropy
 from cs336_systems.nvtx import annotate, recording
 from cs336_systems.optimizer import AdamW
-
-PASSES = ("forward", "backward", "forward_backward", "train_step")
 
 
 def autocast(device: torch.device, dtype: str) -> AbstractContextManager:

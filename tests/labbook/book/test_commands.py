@@ -8,13 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from labbook import machine
 from labbook.book import batch, commands, notebooks, runs, site
 from labbook.book.execute import Outcome
 
 
 @pytest.fixture
-def folder(tmp_path, write_notebook, monkeypatch):
+def folder(tmp_path, write_notebook, monkeypatch, measured_cards):
     """A workbook of two notebooks in place of the real one, on a machine that is measured at once."""
     for name in ("11_one", "12_two", "00_start_here"):
         write_notebook(tmp_path / f"{name}.ipynb", "print(steps)")
@@ -28,8 +27,6 @@ def folder(tmp_path, write_notebook, monkeypatch):
     monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path / "figures"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr(commands, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
-    monkeypatch.setattr(machine, "_matmul_tflops", lambda device: {"float32": 0.1})
-    monkeypatch.setattr(machine, "_copy_gbps", lambda device: 10.0)
     return tmp_path
 
 

@@ -87,19 +87,17 @@ def test_the_map_has_a_line_for_each_notebook_with_its_rows(entry_of):
     assert line == f"| [13 · {NAME[3:]}]({NAME}.ipynb) | {told} |"
 
 
-def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, tmp_path, monkeypatch):
-    displayed = []
-    monkeypatch.setattr("IPython.display.display", lambda what, **_: displayed.append(what))
+def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, tmp_path, shown):
     entry = entry_of(code('page.figure(figure, "first", machine="m")'), answered("**(1)** Yes."))
     overview.show_headline(entry, "another")
-    assert [shown.data for shown in displayed][1:] == ["Yes."]
-    displayed.clear()
+    assert [each.data for each in shown][1:] == ["Yes."]
+    shown.clear()
     figure = tmp_path / "figures" / "m" / NAME[3:] / "first.png"
     figure.parent.mkdir(parents=True)
     points = pd.DataFrame({"x": [1, 2], "y": [1, 2], "implementation": "plain"})
     figure.write_bytes(lines(points, "x", "y", "implementation").png())
     overview.show_headline(entry, "another")
-    question, picture, headline = displayed
+    question, picture, headline = shown
     assert "13 · mixed" in question.data
     assert headline.data == "Yes."
     assert Image.open(io.BytesIO(picture["image/png"])).width < Image.open(figure).width

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labbook import Page, Step, grid, lines, machine, runs
+from labbook import Page, Step, grid, lines, runs
 from labbook.book.notebooks import BatchError
 from labbook.rows import TABLES
 
@@ -10,11 +10,7 @@ SLUG = "mixed_precision_accumulation"
 ROW = {"accumulation": "float32 += float16", "steps": 1000, "total": 10.0}
 
 
-@pytest.fixture(autouse=True)
-def figures(tmp_path, monkeypatch):
-    monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
-    monkeypatch.setattr(machine, "_matmul_tflops", lambda device: {"float32": 0.1})
-    monkeypatch.setattr(machine, "_copy_gbps", lambda device: 10.0)
+pytestmark = pytest.mark.usefixtures("figures", "measured_cards")
 
 
 @pytest.fixture
