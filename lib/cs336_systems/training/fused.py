@@ -14,14 +14,11 @@ from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 
 
 class LossHead(model.Linear):
-    """Logits of hidden states; of hidden states and targets the loss, and then no logits are kept.
-
-    It takes over the weight of another layer.
-    """
+    """Logits of hidden states; of hidden states and targets the loss, and then no logits are kept."""
 
     def __init__(self, layer: model.Linear):
         nn.Module.__init__(self)
-        self.weight = layer.weight
+        self.weight = layer.weight  # taken over
 
     @property
     def takes_targets(self) -> bool:

@@ -58,8 +58,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             # From here on the logits are their gradient.
             if wants_hidden:
                 torch.mm(logits, weight, out=d_rows[chunk])
-            if wants_weight:
-                add_product_(d_weight, logits.T, rows[chunk])
+            if wants_weight and logits.is_cuda and logits.dtype != torch.float32:  # added up in float32
+                torch.addmm(d_weight, logits.T, rows[chunk], out_dtype=torch.float32, out=d_weight)
+            elif wants_weight:
+                d_weight.addmm_(logits.T.float(), rows[chunk].float())
             del logits  # before the next chunk's are made
         count = (targets != IGNORED).sum()
         ctx.save_for_backward(d_rows, d_weight, count, *parts)
@@ -73,14 +75,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         factor = d_loss.float() / count.clamp(min=1)
         d_hidden = None if d_rows is None else scaled(d_rows, factor, ctx.dtype).reshape(ctx.shape)
         return d_hidden, None if d_weight is None else scaled(d_weight, factor, ctx.dtype), None, None
-
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, total in float32, also where a and b have 16 bits."""
-    if a.is_cuda and a.dtype != torch.float32:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(a.float(), b.float())
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
