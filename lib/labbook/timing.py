@@ -255,11 +255,9 @@ def time_cold_cache(
             x.grad = None
 
     few = partial(time_steps, lambda _: step(), device=device, prepare=clear)
-    warmup_steps, steps = (
-        (1, CPU_STEPS) if device.type == "cpu" else (3, 1)
-    )  # some compile at later calls too
-    first = few(warmup_steps=warmup_steps, steps=steps)
-    if device.type == "cpu" or first.status != "ok":
+    on_cpu = device.type == "cpu"  # on a GPU some steps compile at their second call, too
+    first = few(warmup_steps=1 if on_cpu else 3, steps=CPU_STEPS if on_cpu else 1)
+    if on_cpu or first.status != "ok":
         return first
     if first.p50_ms > SLOW_MS:
         return replace(few(warmup_steps=0, steps=SLOW_STEPS), peak_memory_mib=first.peak_memory_mib)
