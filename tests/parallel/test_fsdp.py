@@ -127,7 +127,7 @@ def compute_dtype(context):
             wrapped.finish_gradient_synchronization()
             optimizer.step()
         assert logits.dtype == torch.bfloat16
-        assert {message.dtype for message in messages} == {"bfloat16"}
+        assert {message.dtype for message in messages} == {torch.bfloat16}
         assert all(p.dtype == p.grad.dtype == torch.float32 for p in wrapped.parameters())
         assert losses[-1] < 0.5 * losses[0]
         with_loss = FSDP(use_fused_loss(tiny()), torch.bfloat16, **options)  # its head is of another class

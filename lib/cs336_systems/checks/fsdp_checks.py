@@ -18,8 +18,9 @@ from cs336_systems.arguments import check_choice
 from cs336_systems.checks import ddp_checks as shared
 from cs336_systems.checks.ddp_checks import VOCABULARY, Wrap, loss_of, one_step, tokens_of
 from cs336_systems.checks.exercise import Property
-from cs336_systems.checks.on_ranks import Message, checker, close, observed
+from cs336_systems.checks.on_ranks import checker, close, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
+from cs336_systems.parallel.collective_calls import Message
 
 # No two have as many elements, which identifies messages.
 _SIZES = {"embedding": (VOCABULARY, 12), "up": (12, 36), "wide": (36, 48), "down": (48, 12), "head": (12, 60)}
@@ -71,7 +72,7 @@ class _Layers(nn.Sequential):
 
 def _gathered(message: Message) -> str:
     """The layer whose whole weight an all-gather brings, or "" of another message."""
-    return _LAYER_OF.get(message.numel, "") if "gather" in message.name else ""
+    return _LAYER_OF.get(message.numel, "") if "gather" in message.collective else ""
 
 
 def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
@@ -88,12 +89,10 @@ def _shards(wrap: Wrap) -> Iterator[str | Property]:
     if {id(p) for p in wrapped.parameters()} != {id(p) for p in wrapped.module.parameters()}:
         yield "its parameters() are not the module's. Put each shard where the module has its weight."
     for name, n in ((name, parameter.numel()) for name, parameter in _Layers(seed=0).named_parameters()):
-        is_sharded, share = n in _LAYER_OF, -(-n // dist.get_world_size())
-        if name not in sizes:
-            yield f"the module has no parameter {name!r} any more. Its shard belongs there."
-        if is_sharded and sizes[name] > share:
-            yield f"{name!r} still has {sizes[name]} of {n} elements. A rank keeps its rows, {share}."
-        if not is_sharded and sizes[name] != n:
+        has, is_sharded, share = sizes.get(name, n), n in _LAYER_OF, -(-n // dist.get_world_size())
+        if is_sharded and has > share:
+            yield f"{name!r} still has {has} of {n} elements. A rank keeps its rows, {share}."
+        if not is_sharded and has != n:
             yield f"{name!r} was sharded. Leave what is in no Linear or Embedding whole on every rank."
     yield Property("of every Linear and Embedding weight a rank keeps its share, which parameters() returns")
 
@@ -130,8 +129,8 @@ def _backward(wrap: Wrap) -> Iterator[str | Property]:
     with observed() as messages:
         one_step(wrapped)
     for message in messages:
-        if (layer := _LAYER_OF.get(message.numel)) and message.name in ("all_reduce", "reduce"):
-            yield f"the whole gradient of {layer!r} went through {message.name}. Use reduce_scatter."
+        if (layer := _LAYER_OF.get(message.numel)) and message.collective in ("all_reduce", "reduce"):
+            yield f"the whole gradient of {layer!r} went through {message.collective}. Use reduce_scatter."
     yield Property("gradients are reduce-scattered: no rank receives more than its share")
 
     yield from _stale(wrap)
@@ -189,7 +188,7 @@ def _memory(wrap: Wrap) -> Iterator[str | Property]:
         return x
 
     with (
-        observed(lambda sent: note(sent.name, sent.numel, sent.storage)),
+        observed(lambda sent: note(sent.collective, sent.numel, sent.storage)),
         torch.autograd.graph.saved_tensors_hooks(on_saved, lambda kept: kept),
     ):
         for step in range(2):

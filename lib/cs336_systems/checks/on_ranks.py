@@ -4,22 +4,16 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from inspect import signature
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import cloudpickle  # takes classes of a notebook by value
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from cs336_systems.checks.exercise import Property, show
-from cs336_systems.parallel import WorkerContext, WorkerError, stream
-
-_WATCHED = ("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_single")
-_WATCHED += ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single")
-_DONE = SimpleNamespace(wait=lambda *_: True, is_completed=lambda: True)
+from cs336_systems.parallel import WorkerContext, WorkerError, stream, watch_collectives
+from cs336_systems.parallel.collective_calls import Message
 
 
 def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[..., None]:
@@ -31,17 +25,16 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
     printed. Options that are not `asked` are for the candidate, which may be defined in a notebook.
     It raises AssertionError: what is wrong, where, and how to mend it.
     """
-    taken = signature(properties).parameters
 
     @wraps(properties)
     def check(candidate: Callable, *, world_size: int = 2, timeout_s: float = 60.0, **options: Any) -> None:
-        asked = {name: options.pop(name) for name in [*options] if name in taken}
+        names = options.keys() & signature(properties).parameters.keys()
+        asked = {name: options.pop(name) for name in names}
         name, right = getattr(candidate, "__name__", repr(candidate)), 0
         job = cloudpickle.dumps((partial(candidate, **options), partial(properties, **asked)))
         try:
-            for found, mistakes in stream(
-                try_properties, world_size, job, backend="gloo", timeout_s=timeout_s
-            ):
+            tried = stream(try_properties, world_size, job, backend="gloo", timeout_s=timeout_s)
+            for found, mistakes in tried:
                 if mistakes:
                     raise AssertionError("\n".join(f"{name}, {each}" for each in mistakes))
                 show(found.line())
@@ -55,7 +48,10 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
-    with _watched_messages(), observed() as sent:  # before the class imports the functions, in whichever way
+    with (
+        watch_collectives(notify=_tell, checks=True),
+        observed() as sent,
+    ):  # before the class imports the functions, in whichever way
         candidate, properties = cloudpickle.loads(pickled)
         for found in properties(candidate):
             # What is still under way may or may not have arrived, so it is the better explanation.
@@ -92,33 +88,9 @@ def unlike(
         yield f"{what} is {is_}"
 
 
-class Message:
-    """What the candidate has sent, and its handle if asynchronous. It keeps no tensor that was waited for.
-
-    name: of the function of torch.distributed. numel, dtype, storage: of the largest tensor, or list of some.
-    """
-
-    def __init__(self, name: str, arguments: Sequence[Any], work: dist.Work | None):
-        self.name, self._work, self.is_async = name, work or _DONE, work is not None
-        self.waited_for = not self.is_async
-        lists = [x if isinstance(x, list | tuple) else [x] for x in arguments]
-        lists = [each for each in lists if each and isinstance(each[0], Tensor)] or [[torch.empty(0)]]
-        largest = max(lists, key=lambda each: sum(x.numel() for x in each))
-        self.numel, self.dtype = sum(x.numel() for x in largest), largest[0].dtype
-        self.storage = StorageWeakRef(largest[0].untyped_storage())
-
-    def __getattr__(self, name: str) -> Any:
-        self.waited_for = True
-        return getattr(self._work, name)
-
-    def wait(self, *args: Any) -> Any:
-        self.waited_for, work, self._work = True, self._work, _DONE
-        return work.wait(*args)
-
-
 def _unfinished(sent: Sequence[Message]) -> str:
     handles = [message for message in sent if message.is_async]
-    late = [message.name for message in handles if not message.waited_for]
+    late = [message.collective for message in handles if not message.waited_for]
     if not late:
         return ""
     where = f"{len(late)} of {len(handles)} {late[0].replace('_', '-')}s may still be under way at the end"
@@ -139,24 +111,6 @@ def observed(notify: Callable[[Message], Any] = lambda message: None) -> Iterato
         _observers.pop()
 
 
-@contextlib.contextmanager
-def _watched_messages() -> Iterator[None]:
-    under_way: list[str] = []  # an old name of a function calls the new one, which is no message of its own
-
-    def watched(name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
-        under_way.append(name)
-        try:
-            work = original(*args, **kwargs)
-        finally:
-            under_way.pop()
-        if under_way:
-            return work
-        message = Message(name, [*args, *kwargs.values()], work)
-        for observer in _observers:
-            observer(message)
-        return message if message.is_async else None
-
-    replaced = {name: partial(watched, name, getattr(dist, name)) for name in _WATCHED if hasattr(dist, name)}
-    # The name that everybody uses, and the one under which a function is pickled.
-    with patch.multiple(dist, **replaced), patch.multiple(dist.distributed_c10d, **replaced):
-        yield
+def _tell(message: Message) -> None:
+    for observer in _observers:
+        observer(message)

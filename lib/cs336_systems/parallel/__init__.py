@@ -1,13 +1,12 @@
 """Several processes at once: starting them, and what trains a module in them."""
 
-from cs336_systems.parallel.collective_calls import pass_on, watch_collectives
+from cs336_systems.parallel.collective_calls import count_sent_bytes, pass_on, watch_collectives
 from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, NaiveDDP, ReduceScatterMean
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.hosts import PacedLayer, slow_link, two_hosts, why_no_slow_link
 from cs336_systems.parallel.launch import WorkerContext, WorkerError, backends_here, launch, stream
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, ReduceScatterDDP, bucket_bytes
 from cs336_systems.parallel.recovery import Torchrun
-from cs336_systems.parallel.sent_bytes import count_sent_bytes
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import fill_buckets, partition_tensors, segment_bytes, shard_bytes
 from cs336_systems.parallel.strategies import SHARDINGS, TorchDDP

@@ -72,8 +72,8 @@ class DataParallel(nn.Module):
     Raises:
         RuntimeError: there is no process group. Later: a parameter was replaced since wrapping, or backward
             has raised and its gradients were not cleared.
-        ValueError: nothing is trainable, a tensor has no memory (on the meta device, or lazy), a part is
-            wrapped already, or the ranks disagree about the parameters. Raised on every rank.
+        ValueError: nothing is trainable, a tensor has no memory (on the meta device, or lazy), there are
+            several devices, a part is wrapped already, or the ranks disagree. Raised on every rank.
     """
 
     _keeps_shards = False  # of gradients, of which the other ranks have others
@@ -99,7 +99,7 @@ class DataParallel(nn.Module):
         name = type(self.module).__name__
         if not self._trainable:
             raise ValueError(f"{name} has no trainable parameter; allowed: one or more")
-        guards.check_have_values(name, (*self.module.parameters(), *self.module.buffers()))
+        guards.check_tensors(name, (*self.module.parameters(), *self.module.buffers()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._give_up_failed_pass()
@@ -168,17 +168,21 @@ class DataParallel(nn.Module):
         return sendable
 
     def _settle(self) -> None:
-        """What no rank knows alone: which gradients no rank has, and which are not finite on some rank."""
-        number, device = len(self._trainable), self._trainable[0].device
-        flags = torch.ones(1 + self._keeps_shards, number, dtype=torch.uint8, device=device)
+        """What no rank knows alone: which gradients no rank has, and which are not finite on some rank.
+
+        Of the latter a NaN comes into all parts, so that a GradScaler skips the step on all ranks; for those
+        without a part here into the first gradient, and where that makes no CPU wait, into one of their own.
+        """
+        count, device = len(self._trainable), self._trainable[0].device
+        flags = torch.ones(1 + self._keeps_shards, count, dtype=torch.uint8, device=device)
         if self._unused:
             flags[0, list(self._unused)] = 0
+        gradients = [parameter.grad for parameter in self._trainable] if self._keeps_shards else []
+        here = {n: each for n, each in enumerate(gradients) if each is not None and each.numel()}
         if self._keeps_shards:
-            zero, here = flags.new_zeros((), dtype=torch.float32), self._gradients_here()
-            largest = dict(
-                zip(here, torch._foreach_norm([*here.values()], torch.inf) if here else (), strict=True)
-            )
-            flags[1] = ~torch.stack([largest.get(n, zero).float() for n in range(number)]).isfinite()
+            norms = torch._foreach_norm([*here.values()], torch.inf) if here else ()
+            largest, zero = dict(zip(here, norms, strict=True)), torch.zeros((), device=device)
+            flags[1] = ~torch.stack([largest.get(n, zero).float() for n in range(count)]).isfinite()
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if self._unused:  # only then are they read, which makes the CPU wait for a GPU
             was_used = flags[0].tolist()
@@ -186,25 +190,13 @@ class DataParallel(nn.Module):
                 if not was_used[index]:
                     self._trainable[index].grad = None
             self._unused.clear()
-        if self._keeps_shards:
-            self._spread(flags[1].bool())
-
-    def _spread(self, not_finite: Tensor) -> None:
-        """A NaN in each of these gradients, so that a GradScaler skips the step on all ranks.
-
-        Of those that are not here, in the first that is; where that makes no CPU wait, in one of their own.
-        """
-        nan, here = torch.where(not_finite, torch.nan, 0.0), self._gradients_here()
         if here:
-            nans = nan.sum(), *(nan[number] for number in [*here][1:])
+            nan = torch.where(flags[1].bool(), torch.nan, 0.0)
+            nans = nan.sum(), *(nan[n] for n in [*here][1:])
             torch._foreach_add_([gradient[(0,) * gradient.dim()] for gradient in here.values()], nans)
-        for index in () if nan.is_cuda else not_finite.nonzero().flatten().tolist():
-            if self._trainable[index].grad is None:
-                self._trainable[index].grad = torch.full_like(self._trainable[index], torch.nan)
-
-    def _gradients_here(self) -> dict[int, Tensor]:
-        gradients = enumerate(parameter.grad for parameter in self._trainable)
-        return {number: each for number, each in gradients if each is not None and each.numel()}
+        for n in flags[1].nonzero().flatten().tolist() if self._keeps_shards and not flags.is_cuda else ():
+            if self._trainable[n].grad is None:
+                self._trainable[n].grad = torch.full_like(self._trainable[n], torch.nan)
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.functional import at_least_float32
 from cs336_systems.parallel import guards
 from cs336_systems.parallel.ddp import DataParallel, average_flat, weakly
-from cs336_systems.parallel.parameter_group import CommunicationStream, Home, ParameterGroup, Reduction
+from cs336_systems.parallel.parameter_group import CommunicationStream, Home, ParameterGroup
 
 Types = Sequence[type[nn.Module] | str]
 
@@ -35,10 +34,10 @@ class FSDP(DataParallel):
     """Parameters, gradients and optimizer state sharded over the ranks (ZeRO 3, Rajbhandari et al. 2020).
 
     Wrapping gives every rank rank 0's values, and then leaves it its rows of every parameter of the modules
-    of `shard_types`; the rest (norms) stays whole. `parameters()` are then these shards, for an optimizer,
-    made before or after, that updates each element by itself. Whole weights exist while their group computes:
-    all that is in a module of `unit_types`, or else in one module of `shard_types`, and in modules that share
-    a weight with it. Under autocast a copy of a frozen weight is kept for backward.
+    of `shard_types`; the rest (norms, what is frozen) stays whole. `parameters()` are then these shards, for
+    an optimizer, made before or after, that updates each element by itself. Whole weights exist while their
+    group computes: all that is in a module of `unit_types`, or else in one module of `shard_types`, and in
+    modules that share a weight with it.
 
     All ranks have to run the same modules in the same order; in the first step that is checked. Each backward
     pass before `finish_gradient_synchronization()` reduces, and the shards add up in their dtype. Under
@@ -90,7 +89,7 @@ class FSDP(DataParallel):
         # In backward, gradients take the memory of the second block ahead, and it computes for longer.
         self._ahead_in_backward = min(prefetch, 1) if self._unit_types else prefetch
         self._gathered: dict[ParameterGroup, None] = {}
-        self._reductions: deque[Reduction] = deque()
+        self._reductions: deque[tuple] = deque()  # whole gradients on their way, and what waits for them
         self._order: list[ParameterGroup] = []  # in which forward uses them
         self._positions: dict[nn.Module, int] = {}  # in that order
         self._caches_casts: list[bool] = []  # what to restore, of the modules whose forward is under way
@@ -110,10 +109,10 @@ class FSDP(DataParallel):
             raise ValueError(f"the number of ranks is {world_size}; allowed: 2 or more, to share the weights")
         self._homes, name = list(dict.fromkeys(self._find_homes(self.module))), type(self.module).__name__
         found = (home.parameter for home in self._homes if type(home.holder).__name__ in self._shard_types)
-        self._sharded, types = dict.fromkeys(found), " or ".join(self._shard_types)
+        self._sharded = dict.fromkeys(parameter for parameter in found if parameter.requires_grad)
+        types = " or ".join(self._shard_types)
         if not self._sharded:
-            raise ValueError(f"{name} has nothing to shard; allowed: a module with a parameter in a {types}")
-        guards.check_one_device(name, self.module.parameters())
+            raise ValueError(f"{name} has nothing to shard; allowed: a trainable parameter in a {types}")
         dtypes = " and ".join(sorted({str(parameter.dtype) for parameter in self._sharded}))
         if "and" in dtypes or "float" not in dtypes:
             raise ValueError(f"the weights of {name} are {dtypes}; allowed: one floating-point dtype")
@@ -147,9 +146,9 @@ class FSDP(DataParallel):
             for user in group.users:
                 user.register_forward_pre_hook(_Hook(before, group), prepend=True, with_kwargs=True)
                 user.register_forward_hook(_Hook(after, group), always_call=True)
-            for number in group.trainable:
+            for number, weight in enumerate(group.weights):
                 hook = weakly(self._gradient_is_ready, position, number)
-                group.weights[number].whole.register_post_accumulate_grad_hook(hook)
+                weight.whole.register_post_accumulate_grad_hook(hook)
         self.module.register_forward_pre_hook(_Hook(before_all), prepend=True)
         self.module.register_forward_hook(_Hook(after_all), always_call=True)
 
@@ -186,10 +185,6 @@ class FSDP(DataParallel):
         if (dtype := self._compute_dtype) is not None:
             cast = lambda x: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
             args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
-        has_frozen = len(group.trainable) < len(group.weights)
-        if has_frozen and torch.is_grad_enabled() and (inputs := _with_gradient((args, kwargs))):
-            # No gradient tells when a frozen weight is done: those of the arguments do.
-            register_multi_grad_hook(inputs, lambda _: self._backward_is_done_with(group))
         return args, kwargs
 
     def _after_forward(self, group: ParameterGroup, module: nn.Module, args: tuple, output: Any) -> None:
@@ -200,7 +195,7 @@ class FSDP(DataParallel):
             return
         if not group.is_in_backward:
             group.hide() if self._is_in_forward else group.reshard()
-        outputs = _with_gradient(output)
+        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if torch.is_grad_enabled():
             position = self._positions.get(module, 0)
             for tensor in outputs:
@@ -263,32 +258,28 @@ class FSDP(DataParallel):
         group = self._groups[position]
         self._announce_end()
         group.ready.add(number)
-        if len(group.ready) < len(group.trainable):
+        if len(group.ready) < len(group.weights):
             return
         group.ready.clear()
-        if len(group.trainable) == len(group.weights):
-            self._backward_is_done_with(group)
+        if group.is_gathered and not group.calls:
+            self._free(group)
         if self._synchronizes:
             self._start_reduction(group)
 
-    def _backward_is_done_with(self, group: ParameterGroup) -> None:
-        if group.is_gathered and not group.calls:
-            self._free(group)
-
     def _start_reduction(self, group: ParameterGroup) -> None:
         self._agree("reduce", group)
-        for number in group.trainable:
-            weight = group.weights[number]
+        for weight in group.weights:
             if weight.whole.grad is not None:
                 self._unused.discard(self._indices[weight.parameter])
             elif weight.parameter.grad is None:
                 self._unused.add(self._indices[weight.parameter])
         self._wait_for_reductions(max(self._ahead_in_backward, 1) - 1)  # or whole gradients would pile up
-        self._reductions.append(Reduction(group))
+        self._reductions.append(group.start_reduction())
 
     def _wait_for_reductions(self, leave: int = 0) -> None:
         while len(self._reductions) > leave:
-            self._reductions.popleft().wait()
+            _, wait = self._reductions.popleft()
+            wait()
 
     def _backward_ends(self) -> None:
         super()._backward_ends()
@@ -315,9 +306,8 @@ class FSDP(DataParallel):
         self._free_all()
         self._has_agreed = True
         self._check_hooks()
-        weights = [weight for group in self._groups for weight in group.weights]
-        if any(shard.requires_grad != whole.requires_grad for shard, whole in weights):
-            raise RuntimeError("a weight was frozen or unfrozen since it was wrapped; do so, then wrap")
+        if not all(shard.requires_grad for shard in self._sharded):
+            raise RuntimeError("a weight was frozen since it was wrapped; allowed: frozen before that")
 
     def _agree(self, what: str, group: ParameterGroup | None = None) -> None:
         """In the first step, compare with the other ranks before a message that they may not expect."""
@@ -419,8 +409,3 @@ def group_by_user(homes: Iterable[Home]) -> list[list[Home]]:
 
 def _names(types: Types) -> tuple[str, ...]:
     return tuple(getattr(kind, "__name__", kind) for kind in types)
-
-
-def _with_gradient(value: Any) -> list[Tensor]:
-    """The tensors in arguments or results of a module that backward comes through."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]

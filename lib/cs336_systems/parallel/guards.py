@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import weakref
 from collections.abc import Iterable
 from functools import cache, partial
 from itertools import zip_longest
@@ -43,17 +42,13 @@ def describe(tensor: Tensor) -> str:
     return kind if tensor.requires_grad else f"{kind} without gradient"
 
 
-def check_have_values(what: str, tensors: Iterable[Tensor]) -> None:
-    """Refuse (ValueError) tensors on the meta device, or of a lazy module that has not seen an input."""
-    if any(is_lazy(tensor) or tensor.is_meta for tensor in tensors):
+def check_tensors(what: str, tensors: Iterable[Tensor]) -> None:
+    """Refuse (ValueError) tensors without memory (meta, or lazy before a first input), or on two devices."""
+    devices = {"meta" if is_lazy(tensor) else str(tensor.device) for tensor in tensors}
+    if "meta" in devices:
         raise ValueError(f"{what} has a tensor without values (meta, or lazy); allowed: with values")
-
-
-def check_one_device(what: str, tensors: Iterable[Tensor]) -> None:
-    """Refuse (ValueError) tensors on several devices."""
-    devices = sorted({str(tensor.device) for tensor in tensors})
     if len(devices) > 1:
-        raise ValueError(f"{what} has parameters on {' and '.join(devices)}; allowed: one device")
+        raise ValueError(f"{what} has tensors on {' and '.join(sorted(devices))}; allowed: one device")
 
 
 def check_still_frozen(frozen: Iterable[Tensor]) -> None:
@@ -83,9 +78,6 @@ def needs_closure(kind: type[Optimizer]) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-_tried: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-
 def refuse_other_optimizers(shards: Iterable[Tensor]) -> None:
     """From now on, an optimizer that does not update each element by itself is refused at its first step.
 
@@ -99,14 +91,14 @@ def refuse_other_optimizers(shards: Iterable[Tensor]) -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups if optimizer not in _tried else ():
+    for group in optimizer.param_groups if not hasattr(optimizer, "_is_elementwise") else ():
         shards = [parameter for parameter in group["params"] if hasattr(parameter, "_is_shard")]
         if shards and not _is_elementwise(type(optimizer), group, shards[0]):
             raise ValueError(
                 f"{type(optimizer).__name__} looks at more than one element to update it, and of FSDP it is "
                 "given this rank's rows; allowed: optimizers that update each element by itself, as AdamW"
             )
-    _tried.add(optimizer)
+    optimizer._is_elementwise = True
 
 
 _watch_steps = cache(partial(register_optimizer_step_pre_hook, _before_step))

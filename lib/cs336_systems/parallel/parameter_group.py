@@ -123,7 +123,6 @@ class ParameterGroup:
         self.users = list(dict.fromkeys(home.user for home in homes))  # their forward needs the group
         parameters = list(dict.fromkeys(home.parameter for home in homes))
         self.name = " and ".join(names[user] for user in self.users)
-        self.trainable = [n for n, parameter in enumerate(parameters) if parameter.requires_grad]
         self.is_gathered = False  # the whole weights have memory, and are there or on their way
         self.is_in_backward = False  # backward has reached the group, and is not done with it
         self.ready = set[int]()  # which weights have a gradient of this backward pass
@@ -151,7 +150,7 @@ class ParameterGroup:
         for parameter, piece, mine, values in zip(parameters, self._slices, self._own, own, strict=True):
             # .data: what autograd keeps must not notice that the memory is filled again.
             view = piece[: parameter.numel()].view(parameter.shape).data
-            self.weights.append(ShardedWeight(parameter, nn.Parameter(view, parameter.requires_grad)))
+            self.weights.append(ShardedWeight(parameter, nn.Parameter(view)))
             parameter.data = mine.copy_(values)
         self._memory.resize_(0)
         self._addresses = [parameter.data_ptr() for parameter in parameters]
@@ -213,6 +212,37 @@ class ParameterGroup:
         self.is_gathered = self.is_in_backward = False
         self.ready.clear()  # of a pass that did not reach all weights
 
+    def start_reduction(self) -> tuple[list[Tensor], Callable[[], None]]:
+        """Send whole gradients to their ranks; returns them, and a wait for the means in every `.grad`."""
+        gradients = [self._take_gradient(*pair) for pair in zip(self.weights, self._slices, strict=True)]
+        # In the memory of the computation's stream, which will free it.
+        target = received = torch.empty_like(self._shards)
+
+        @torch.no_grad()
+        def hand_over() -> None:
+            if received is not target:
+                target.copy_(received)
+            for (parameter, _), mean in zip(self.weights, self._own_rows(target), strict=True):
+                parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
+
+        with self._reduce_stream as stream:
+            if (dtype := gradients[0].dtype) != target.dtype:
+                received = torch.empty_like(target, dtype=dtype)
+            operation = ready_for_mean(gradients, stream.backend)
+            works = stream.send(REDUCE_SCATTER, self._padded_slices(received), gradients, op=operation)
+            if stream.cuda is not None:
+                hand_over()
+            arrival = stream.arrival(works)
+        return gradients, arrival if stream.cuda is not None else lambda: (arrival(), hand_over())
+
+    def _take_gradient(self, weight: ShardedWeight, slice_: Tensor) -> Tensor:
+        """Of the whole weight, flat, with its padding rows."""
+        gradient, weight.whole.grad = weight.whole.grad, None
+        if gradient is None:
+            return weight.whole.new_zeros(len(slice_))
+        flat = as_it_is_sent(gradient).view(-1)
+        return F.pad(flat, (0, len(slice_) - len(flat))) if len(slice_) > len(flat) else flat
+
     def gather_full(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter, and it whole, in the dtype of its shard."""
         self._take_back_replaced_data()
@@ -220,50 +250,3 @@ class ParameterGroup:
             whole = piece.new_empty(dist.get_world_size() * len(piece))
             getattr(dist, ALL_GATHER)(whole, piece)
             yield weight.parameter, whole[: weight.whole.numel()].view_as(weight.whole)
-
-
-class Reduction:
-    """The gradients of one group on their way to their ranks. Until it is waited for, it keeps them alive."""
-
-    def __init__(self, group: ParameterGroup):
-        self._group = group
-        self._gradients = [self._take_gradient(number) for number in group.trainable]
-        # In the memory of the computation's stream, which will free it.
-        self._target = self._received = torch.empty_like(group._shards)
-        with group._reduce_stream as stream:
-            if (dtype := self._gradients[0].dtype) != self._target.dtype:
-                self._received = torch.empty_like(self._target, dtype=dtype)
-            slices = group._padded_slices(self._received)
-            outputs = [slices[number] for number in group.trainable]
-            operation = ready_for_mean(self._gradients, stream.backend)
-            works = stream.send(REDUCE_SCATTER, outputs, self._gradients, op=operation)
-            if stream.cuda is not None:
-                self._hand_over()
-            self._arrival = stream.arrival(works)
-
-    def _take_gradient(self, number: int) -> Tensor:
-        """Of the whole weight, flat, with its padding rows."""
-        whole, length = self._group.weights[number].whole, len(self._group._slices[number])
-        gradient, whole.grad = whole.grad, None
-        if gradient is None:
-            return whole.new_zeros(length)
-        flat = as_it_is_sent(gradient).view(-1)
-        return F.pad(flat, (0, length - len(flat))) if length > len(flat) else flat
-
-    def wait(self) -> None:
-        """What is computed from here on finds the means in every `.grad`."""
-        self._arrival()
-        if self._received is not None:
-            self._hand_over()
-        self._gradients, self._target = [], None
-
-    @torch.no_grad()
-    def _hand_over(self) -> None:
-        """Let the shards' `.grad` be what was received, or add it to what they have."""
-        if self._received is not self._target:
-            self._target.copy_(self._received)
-        means = self._group._own_rows(self._target)
-        for number in self._group.trainable:
-            parameter = self._group.weights[number].parameter
-            parameter.grad = means[number] if parameter.grad is None else parameter.grad.add_(means[number])
-        self._received = None

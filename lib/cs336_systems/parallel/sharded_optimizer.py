@@ -54,18 +54,16 @@ class ShardedOptimizer(Optimizer):
     ):
         guards.check_process_group(self)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._bucket_size_mb = bucket_size_mb
-        self._make = lambda groups: optimizer_cls(groups, **kwargs)
-        self._optimizer: Optimizer | None = None  # of this rank's shard
+        self._bucket_size_mb, self._make = bucket_size_mb, partial(optimizer_cls, **kwargs)
+        self._buckets: list[tuple[BucketMemory, Optimizer]] = []  # each with that of this rank's segment
         self._places: dict[Tensor, tuple[int, int]] = {}  # of each parameter, its owner and its address
-        # With each bucket what this rank updates in it, by the number of the group.
-        self._buckets: list[tuple[BucketMemory, dict[int, list[Tensor]]]] = []
         self._frozen: list[Tensor] = []
         self.param_groups = []
 
         def add() -> None:
             _check_arguments(optimizer_cls, bucket_size_mb, self._world_size)
-            super(ShardedOptimizer, self).__init__(params, {})
+            whole = self._make(params)  # which knows the settings of the groups
+            super(ShardedOptimizer, self).__init__(whole.param_groups, whole.defaults)
 
         name = getattr(optimizer_cls, "__name__", optimizer_cls)
         self._on_all_ranks(add, [f"{name} {_plain(kwargs)}", f"buckets of {bucket_size_mb} MB"])
@@ -75,7 +73,7 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Partition another group's parameters as well; the shards so far stay as they are."""
         add = partial(super().add_param_group, param_group)
-        if self._optimizer is None:  # called by Optimizer.__init__
+        if self._is_adding:  # called by Optimizer.__init__
             add()
         else:
             self._on_all_ranks(add, [f"group {len(self.param_groups)}"])
@@ -88,25 +86,15 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_addresses()
-        updated: dict[int, dict[str, Any]] = {}
         messages, all_gather = [], getattr(dist, ALL_GATHER)
-        for memory, shard in self._buckets:
-            if shard:
-                # Each bucket starts from the settings before the step, for some optimizers count in them.
-                groups = [self.param_groups[number] | {"params": part} for number, part in shard.items()]
-                self._optimizer.param_groups = groups
-                self._optimizer.step()
-                updated |= zip(shard, groups, strict=True)
-            own = memory.segments[self._rank]
-            messages.append(all_gather(memory.whole, own, async_op=True))
-        idle = {n: g | {"params": []} for n, g in enumerate(self.param_groups) if n not in updated}
-        if idle:  # their settings have to follow those on other ranks
-            self._optimizer.param_groups = list(idle.values())
-            self._optimizer.step()
+        for memory, optimizer in self._buckets:
+            _copy_settings(self.param_groups, optimizer.param_groups)
+            optimizer.step()
+            messages.append(all_gather(memory.whole, memory.segments[self._rank], async_op=True))
         for message in messages:
             message.wait()
-        for number, group in (updated | idle).items():
-            self.param_groups[number].update(_settings(group))
+        for _, optimizer in self._buckets[-1:]:  # some optimizers count in their settings
+            _copy_settings(optimizer.param_groups, self.param_groups)
         return loss
 
     def owner(self, parameter: Tensor) -> int:
@@ -130,20 +118,24 @@ class ShardedOptimizer(Optimizer):
                 f"{[self._rank, self._world_size]}, what state_dict() gave on this rank"
             )
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
-        # Its class may have to convert what an older version of it has saved.
-        self._optimizer.__setstate__({"state": self.state, "param_groups": self.param_groups})
+        for _, optimizer in self._buckets:
+            optimizer.__setstate__(
+                {"state": self.state}
+            )  # it may have to convert what an older version saved
 
     def _on_all_ranks(self, add: Callable[[], None], described: list[str]) -> None:
         """Take new groups in if that succeeds on every rank and all take the same, else fail on all."""
-        count, partition, failure = len(self.param_groups), [], None
+        count, buckets, failure = len(self.param_groups), [], None
+        self._is_adding = True
         try:
             add()
-            partition = self._partition(self.param_groups[count:])
-            for group in self.param_groups[count:]:
-                described = [*described, f"group {_plain(_settings(group))}"]
-                described += map(guards.describe, group["params"])
+            new = self.param_groups[count:]
+            buckets = self._partition([p for group in new for p in group["params"] if p.requires_grad])
+            for group in new:
+                described += [f"group {_plain(_settings(group))}", *map(guards.describe, group["params"])]
         except Exception as error:
             failure, described = error, [f"{type(error).__name__}: {error}"]
+        self._is_adding = False
         try:
             guards.check_ranks_agree(described)
             if failure:
@@ -151,24 +143,18 @@ class ShardedOptimizer(Optimizer):
         except Exception:
             del self.param_groups[count:]
             raise
-        self._lay_out(partition)
+        self._lay_out(buckets)
 
-    def _partition(self, groups: list[dict[str, Any]]) -> list[Segments]:
-        """Partition the trainable parameters of new groups; this rank's optimizer gets its part of each."""
+    def _partition(self, trainable: list[Tensor]) -> list[tuple[Segments, Optimizer]]:
+        """Buckets of new parameters; an optimizer of this rank's part of each, which has all groups."""
         _check_parameters([p for group in self.param_groups for p in group["params"]])
-        trainable = [p for group in groups for p in group["params"] if p.requires_grad]
-        partition = partition_tensors(trainable, self._world_size, self._bucket_size_mb)
-        own = {parameter for segments in partition for parameter in segments[self._rank]}
-        parts = [_settings(group) | {"params": [p for p in group["params"] if p in own]} for group in groups]
-        if self._optimizer is None:
-            self._optimizer = self._make(parts)
-            self.defaults, self.state = self._optimizer.defaults, self._optimizer.state
-        else:
-            self._optimizer.param_groups = []  # it may be our list, and `step` brings what it needs
-            self._optimizer.add_param_group(*parts)
-        for group, part in zip(groups, parts, strict=True):
-            group.update(_settings(part))
-        return partition
+        buckets = []
+        for segments in partition_tensors(trainable, self._world_size, self._bucket_size_mb):
+            own = set(segments[self._rank])
+            parts = [[p for p in group["params"] if p in own] for group in self.param_groups]
+            groups = zip(map(_settings, self.param_groups), parts, strict=True)
+            buckets.append((segments, self._make([each | {"params": part} for each, part in groups])))
+        return buckets
 
     def _check_addresses(self) -> None:
         """Raise if parameters were moved or unfrozen since construction: they would not be updated."""
@@ -180,19 +166,18 @@ class ShardedOptimizer(Optimizer):
             )
 
     @torch.no_grad()
-    def _lay_out(self, partition: list[Segments]) -> None:
-        """Move the parameters of new groups into their buckets."""
-        number_of = {p: number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        for segments in partition:
+    def _lay_out(self, buckets: list[tuple[Segments, Optimizer]]) -> None:
+        """Move new parameters into their buckets."""
+        for segments, optimizer in buckets:
             (memory,) = allocate([segments])  # one at a time: the parameters leave their old memory
             for parameter, view in memory.views.items():
                 parameter.data = view.copy_(parameter)
-            shard: dict[int, list[Tensor]] = {}
-            for parameter in segments[self._rank]:
-                shard.setdefault(number_of[parameter], []).append(parameter)
-            self._buckets.append((memory, shard))
             self._places |= {p: (rank, p.data_ptr()) for rank, part in enumerate(segments) for p in part}
-        self._frozen = [p for p in number_of if p not in self._places]
+            self.state.update(optimizer.state)
+            optimizer.state = self.state
+            self._buckets.append((memory, optimizer))
+        parameters = (p for group in self.param_groups for p in group["params"])
+        self._frozen = [p for p in parameters if p not in self._places]
 
 
 def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -> None:
@@ -211,8 +196,7 @@ def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -
 
 
 def _check_parameters(parameters: list[Tensor]) -> None:
-    guards.check_have_values("a parameter group", parameters)
-    guards.check_one_device("a parameter group", parameters)
+    guards.check_tensors("a parameter group", parameters)
     starts = [parameter.data_ptr() for parameter in parameters if parameter.numel()]
     if len(set(starts)) < len(starts):
         raise ValueError("two parameters share their memory; allowed: each once, tied weights too")
@@ -220,6 +204,11 @@ def _check_parameters(parameters: list[Tensor]) -> None:
 
 def _settings(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _copy_settings(groups: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
+    for one, other in zip(groups, to, strict=False):  # an older bucket does not have the newest groups
+        other.update(_settings(one))
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:

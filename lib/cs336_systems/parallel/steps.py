@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,7 @@ from cs336_systems.dtypes import torch_dtype
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import build_model
 from cs336_systems.nvtx import annotate
+from cs336_systems.parallel.collective_calls import Message, watch_collectives
 from cs336_systems.parallel.launch import WorkerContext
 from cs336_systems.parallel.strategies import SHARDINGS, WRAPPERS
 from cs336_systems.training.steps import ModelSteps
@@ -169,12 +169,12 @@ def log_messages(
         module, ready, log = build_model(config, 16, device=context.device), set(), []
         for parameter in module.parameters():  # before the wrapper's own hooks
             parameter.register_post_accumulate_grad_hook(ready.add)
-        wrapped = make(module)
+        wrapped, note = make(module), partial(_log_gradients, module, ready, log)
         for step in (1, 2):
             ready.clear()
             log.clear()
             wrapped.zero_grad()
-            with patch.object(dist, "all_reduce", partial(_logged, dist.all_reduce, module, ready, log)):
+            with watch_collectives(notify=note):
                 wrapped(torch.zeros(1, 16, dtype=torch.long, device=context.device)).sum().backward()
                 wrapped.finish_gradient_synchronization()
             memory = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
@@ -183,16 +183,15 @@ def log_messages(
     return rows
 
 
-def _logged(
-    all_reduce: Callable, module: nn.Module, ready: set, log: list, tensor: Tensor, **how: Any
-) -> Any:
-    """An all-reduce, and in the log which gradients lie in its tensor; flags and the like have none."""
-    start, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    with_gradient = [each for each in module.named_parameters() if each[1].grad is not None]
-    inside = [each for each in with_gradient if start <= each[1].grad.data_ptr() < end]
+def _log_gradients(module: nn.Module, ready: set, log: list, message: Message) -> None:
+    """Which gradients lie in a message; flags and the like have none."""
+    gradients = [
+        (each.grad.data_ptr(), name, each.nbytes)
+        for name, each in module.named_parameters()
+        if each.grad is not None
+    ]
+    inside = sorted(each for each in gradients if 0 <= each[0] - message.address < message.bytes)
     if inside:
-        last, _ = max(inside, key=lambda each: each[1].grad.data_ptr())
-        mib = sum(parameter.nbytes for _, parameter in inside) / 2**20
-        so_far = {"ready": len(ready), "ready_mib": sum(parameter.nbytes for parameter in ready) / 2**20}
-        log.append({"gradients": len(inside), "mib": mib, **so_far, "last_gradient": last})
-    return all_reduce(tensor, **how)
+        row = {"gradients": len(inside), "mib": sum(size for *_, size in inside) / 2**20, "ready": len(ready)}
+        row |= {"ready_mib": sum(each.nbytes for each in ready) / 2**20, "last_gradient": inside[-1][1]}
+        log.append(row)

@@ -12,35 +12,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class _SumGradient(torch.autograd.Function):
-    """Forward: as it is. Backward: each rank has the gradient through its slice; they are added up.
+class _Sum(torch.autograd.Function):
+    """Adds up what the ranks have: in forward terms of a result, in backward gradients through their slices.
 
-    The backward of each of the two is the other's forward, so second derivatives are right as well.
+    Either is the backward of the other, so second derivatives are right as well.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Sum.apply(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    """Forward: the terms of all ranks are added up. Backward: as it is, for every term has that gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, in_forward: bool) -> Tensor:
+        ctx.group, ctx.in_forward = group, in_forward
+        if not in_forward:
+            return x.view_as(x)
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _SumGradient.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Sum.apply(grad, ctx.group, not ctx.in_forward), None, None
 
 
 class TensorParallelSwiGLU(nn.Module):
@@ -71,6 +60,6 @@ class TensorParallelSwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (..., d_model), the same on every rank, as is what comes out."""
-        x = _SumGradient.apply(x, self.group)
+        x = _Sum.apply(x, self.group, False)
         hidden = F.silu(F.linear(x, self.w1)) * F.linear(x, self.w3)
-        return _Sum.apply(F.linear(hidden, self.w2), self.group)
+        return _Sum.apply(F.linear(hidden, self.w2), self.group, True)
