@@ -104,7 +104,7 @@ family(
     train_step       | train step              | black
     """,
 )
-family(  # of kernels, labbook.profiles.names.CLASSES
+family(  # of kernels, labbook.profiles.names.kernel_class
     "class",
     """
     matmul          | matmul                   | blue

@@ -18,9 +18,9 @@ FSDP = [name for name, strategy in STRATEGIES.items() if "parameters" in strateg
 @pytest.fixture(scope="module")
 def measured():
     """Memory and messages of every strategy on two ranks, by the functions that notebook 42 measures with."""
+    notebook = "42_optimizer_state_sharding_accounting"
     look, memory_rows, message_rows = (
-        taken_from("42_optimizer_state_sharding_accounting", name)
-        for name in ("look", "memory_rows", "message_rows")
+        taken_from(notebook, name) for name in ("look", "memory_rows", "message_rows")
     )
     shape = {"batch_size": 4, "context_length": 128, "attention": "sdpa", "compiled": False}
     shape |= {"world_size": 2, "backend": "gloo", **model_size("tiny").columns()}
@@ -36,14 +36,8 @@ def test_the_states_that_a_step_ends_with_add_up_as_in_the_paper():
     """Rajbhandari et al., section 3: parameters, gradients and two moments, here all of them float32."""
     whole = 4 * parameter_count(XL)
     for ranks in (2, 8):
-        ended = {
-            name: sum(
-                size
-                for category, size in sharding_costs.held_bytes(XL, name, ranks, 4, 512)["after step"].items()
-                if category != "rest"
-            )
-            for name in STRATEGIES
-        }
+        held = {name: sharding_costs.held_bytes(XL, name, ranks, 4, 512) for name in STRATEGIES}
+        ended = {name: pd.Series(of["after step"]).drop("rest").sum() for name, of in held.items()}
         assert ended["ddp"] == pytest.approx(4 * whole, rel=1e-3)
         assert ended["zero"] == ended["sharded"] == pytest.approx(2 * whole + 2 * whole / ranks, rel=1e-3)
         for name in FSDP:

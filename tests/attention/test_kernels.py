@@ -14,11 +14,12 @@ from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import AttentionCase, check_attention
 
 pytest.importorskip("triton")
-import large_scores
+import passes
+from passes import both_passes
 from tests.layouts import LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton, choose, flash_triton
-from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.flash_triton import flash_forward
 from cs336_systems.attention.launcher import Launcher, config_for, layout
 from cs336_systems.kernels.runtime import INTERPRETED
 
@@ -74,13 +75,8 @@ def test_error_at_most_twice_pytorchs():
 
 @pytest.mark.usefixtures("form")
 def test_large_scores_keep_their_bits():
-    large_scores.check_l_and_residual("cpu")
-    large_scores.check_that_backward_reads_the_residual("cpu")
-
-
-def both_passes(q, k, v, do, is_causal=True):
-    o, logsumexp, residual = flash_forward(q, k, v, is_causal)
-    return o, logsumexp, residual, *flash_backward(do, q, k, v, o, logsumexp, is_causal, residual)
+    passes.check_l_and_residual("cpu")
+    passes.check_that_backward_reads_the_residual("cpu")
 
 
 @pytest.mark.usefixtures("form")

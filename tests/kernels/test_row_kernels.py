@@ -71,11 +71,6 @@ def test_any_layout(name, layout):
     torch.testing.assert_close(dx, wanted_dx, rtol=1e-5, atol=1e-5)
 
 
-def test_several_tiles_of_positions(monkeypatch):
-    monkeypatch.setattr(rotary_kernels, "TILE", 64)
-    check_fused("rotary", shapes=[(2, 3, 9, 20)])
-
-
 def test_heads_in_the_models_layout_are_not_copied(monkeypatch):
     """q as the model has it, a view of (b, s, h * d); what comes out, of dq too, lies in memory like it."""
     x, *tables = FUSED["rotary"].make((2, 3, 40, 64), torch.Generator())
@@ -88,25 +83,22 @@ def test_heads_in_the_models_layout_are_not_copied(monkeypatch):
     torch.testing.assert_close(dx, x.detach())  # turned there and back
 
 
-@pytest.mark.parametrize("d", [20, 5000])
-def test_many_rows_a_program(d, monkeypatch):
-    """RMSNorm's backward walks down several tiles of rows, the last one short; 5000 columns are a tile."""
-    monkeypatch.setattr(rms_norm_kernels, "TILE", 256)
-    n_rows = 8 * 5 + 3 if d == 20 else 5
-    check_fused("rms_norm", shapes=[(n_rows, d)])
-    monkeypatch.setattr(rms_norm_kernels.runtime, "sm_count", lambda device: 100)  # more programs than tiles
-    check_fused("rms_norm", shapes=[(n_rows, d)])
+SMALL = [  # what makes several tiles, or several partial sums, of few rows; 5000 columns are a tile
+    ("rotary", rotary_kernels, "TILE", 64, (2, 3, 9, 20)),
+    ("rms_norm", rms_norm_kernels, "TILE", 256, (43, 20)),
+    ("rms_norm", rms_norm_kernels, "TILE", 256, (5, 5000)),
+    *(("weighted_sum", weighted_sum_kernels, "MOST_PARTIALS", most, (43, 512)) for most in (7, 4, 2)),
+]
 
 
-def test_many_rows_a_partial_sum(monkeypatch):
-    """Programs that walk down several tiles, the last one short and one of them with nothing left to do."""
-    x = torch.randn(8 * 5 + 3, 512, device=DEVICE)
-    dy, weight = torch.randn(len(x), device=DEVICE), torch.randn(512, device=DEVICE)
-    for most in (7, 4, 2):
-        monkeypatch.setattr(weighted_sum_kernels, "MOST_PARTIALS", most)
-        dx, dw = weighted_sum_kernels.backward(dy, x, weight)
-        torch.testing.assert_close(dw, dy @ x, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(dx, dy[:, None] * weight)
+@pytest.mark.parametrize(("name", "module", "constant", "value", "shape"), SMALL)
+def test_programs_walk_down_several_tiles(name, module, constant, value, shape, monkeypatch):
+    """The last one is short, and a program may have nothing left to do."""
+    monkeypatch.setattr(module, constant, value)
+    CHECKS[name](shapes=[shape])
+    if name == "rms_norm":
+        monkeypatch.setattr(module.runtime, "sm_count", lambda device: 100)  # more programs than tiles
+        CHECKS[name](shapes=[shape])
 
 
 @over_dtypes

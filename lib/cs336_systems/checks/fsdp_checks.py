@@ -89,12 +89,10 @@ def _shards(wrap: Wrap) -> Iterator[str | Property]:
     if {id(p) for p in wrapped.parameters()} != {id(p) for p in wrapped.module.parameters()}:
         yield "its parameters() are not the module's. Put each shard where the module has its weight."
     for name, n in ((name, parameter.numel()) for name, parameter in _Layers(seed=0).named_parameters()):
-        is_sharded, share = n in _LAYER_OF, -(-n // dist.get_world_size())
-        if name not in sizes:
-            yield f"the module has no parameter {name!r} any more. Its shard belongs there."
-        if is_sharded and sizes[name] > share:
-            yield f"{name!r} still has {sizes[name]} of {n} elements. A rank keeps its rows, {share}."
-        if not is_sharded and sizes[name] != n:
+        has, is_sharded, share = sizes.get(name, n), n in _LAYER_OF, -(-n // dist.get_world_size())
+        if is_sharded and has > share:
+            yield f"{name!r} still has {has} of {n} elements. A rank keeps its rows, {share}."
+        if not is_sharded and has != n:
             yield f"{name!r} was sharded. Leave what is in no Linear or Embedding whole on every rank."
     yield Property("of every Linear and Embedding weight a rank keeps its share, which parameters() returns")
 

@@ -25,17 +25,16 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
     printed. Options that are not `asked` are for the candidate, which may be defined in a notebook.
     It raises AssertionError: what is wrong, where, and how to mend it.
     """
-    taken = signature(properties).parameters
 
     @wraps(properties)
     def check(candidate: Callable, *, world_size: int = 2, timeout_s: float = 60.0, **options: Any) -> None:
-        asked = {name: options.pop(name) for name in [*options] if name in taken}
+        names = options.keys() & signature(properties).parameters.keys()
+        asked = {name: options.pop(name) for name in names}
         name, right = getattr(candidate, "__name__", repr(candidate)), 0
         job = cloudpickle.dumps((partial(candidate, **options), partial(properties, **asked)))
         try:
-            for found, mistakes in stream(
-                try_properties, world_size, job, backend="gloo", timeout_s=timeout_s
-            ):
+            tried = stream(try_properties, world_size, job, backend="gloo", timeout_s=timeout_s)
+            for found, mistakes in tried:
                 if mistakes:
                     raise AssertionError("\n".join(f"{name}, {each}" for each in mistakes))
                 show(found.line())
