@@ -238,7 +238,7 @@ def time_cold_cache(
 ) -> Timing:
     """Times of a step, the L2 cache flushed before each repetition (triton.testing.do_bench).
 
-    Its peak memory is that of a call after the first ones, without the buffer that flushes the cache.
+    Its peak memory is that of a call after those that compile, without the buffer that flushes the cache.
 
     Args:
         to_clear: tensors whose gradients are dropped before each repetition.
@@ -255,9 +255,8 @@ def time_cold_cache(
             x.grad = None
 
     few = partial(time_steps, lambda _: step(), device=device, prepare=clear)
-    on_cpu = device.type == "cpu"  # on a GPU some steps compile at their second call, too
-    first = few(warmup_steps=1 if on_cpu else 3, steps=CPU_STEPS if on_cpu else 1)
-    if on_cpu or first.status != "ok":
+    first = few(warmup_steps=1 if device.type == "cpu" else 3, steps=CPU_STEPS if device.type == "cpu" else 1)
+    if device.type == "cpu" or first.status != "ok":
         return first
     if first.p50_ms > SLOW_MS:
         return replace(few(warmup_steps=0, steps=SLOW_STEPS), peak_memory_mib=first.peak_memory_mib)
