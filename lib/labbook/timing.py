@@ -238,7 +238,7 @@ def time_cold_cache(
 ) -> Timing:
     """Times of a step, the L2 cache flushed before each repetition (triton.testing.do_bench).
 
-    Its peak memory is that of the second call, without the buffer that flushes the cache.
+    Its peak memory is that of a call after those that compile, without the buffer that flushes the cache.
 
     Args:
         to_clear: tensors whose gradients are dropped before each repetition.
@@ -255,7 +255,7 @@ def time_cold_cache(
             x.grad = None
 
     few = partial(time_steps, lambda _: step(), device=device, prepare=clear)
-    first = few(warmup_steps=1, steps=CPU_STEPS if device.type == "cpu" else 1)
+    first = few(warmup_steps=1 if device.type == "cpu" else 3, steps=CPU_STEPS if device.type == "cpu" else 1)
     if device.type == "cpu" or first.status != "ok":
         return first
     if first.p50_ms > SLOW_MS:

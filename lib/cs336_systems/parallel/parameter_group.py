@@ -218,12 +218,12 @@ class ParameterGroup:
         # In the memory of the computation's stream, which will free it.
         target = received = torch.empty_like(self._shards)
 
-        @torch.no_grad()
         def hand_over() -> None:
-            if received is not target:
-                target.copy_(received)
-            for (parameter, _), mean in zip(self.weights, self._own_rows(target), strict=True):
-                parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
+            with torch.no_grad():
+                if received is not target:
+                    target.copy_(received)
+                for (parameter, _), mean in zip(self.weights, self._own_rows(target), strict=True):
+                    parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
         with self._reduce_stream as stream:
             if (dtype := gradients[0].dtype) != target.dtype:
