@@ -89,7 +89,7 @@ def module_state(wrapped: nn.Module) -> dict[str, Tensor]:
 def tokens_of(rank: int, step: int) -> Tensor:
     """A rank's share of a step's batch; every process can make every share."""
     generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
-    return torch.randint(VOCABULARY, (3,), generator=generator, device="cpu")
+    return torch.randint(VOCABULARY, (3,), generator=generator, device="cpu").to(torch.get_default_device())
 
 
 def loss_of(model: nn.Module, rank: int, step: int = 0, **options: bool) -> Tensor:
