@@ -88,8 +88,8 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
     Raises:
         LookupError: no row or several rows have it; the message counts them and says in what they differ.
     """
-    found = frame
-    for name, value in (key := {name.rstrip("_"): value for name, value in key.items()}).items():
+    found, key = frame, {name.rstrip("_"): value for name, value in key.items()}
+    for name, value in key.items():
         found = found[found[name].isna() if value is None else found[name] == value]
     if len(found) == 1:
         return found.iloc[0]
@@ -128,6 +128,6 @@ def plural(count: int, noun: str) -> str:
 
 def between(values, unit=ms) -> str:
     """The range of some numbers in one unit: "9.53 ms to 81.2 ms", or one where they round to the same."""
-    most = max(values)
-    low = unit(min(values), **{"like": most} if unit in (ms, gib) else {})
+    least, most = min(values), max(values)
+    low = unit(least, like=most) if unit in (ms, gib) else unit(least)
     return unit(most) if low == unit(most) else f"{low} to {unit(most)}"

@@ -24,7 +24,7 @@ OWN_KEYS = ("dkdv", "hopper_backward", "bf16x3_dkdv")  # whose programs own keys
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
 PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(BF16X3_KERNELS, 0.45)
 # "hopper_backward" runs from more queries than these on, by head size: without a causal mask, and with one.
-# Where "dq" and "dkdv" run they take 0.67 to 0.98 of its time (H100, 256 to 1,024 heads).
+# Up to them "dq" and "dkdv" take at most 0.98 of its time (heads of 64 and 128, 256 to 1,024 of them, H100).
 HOPPER_BACKWARD_LENGTH = dict.fromkeys((16, 32, 64), (512, 1024)) | {128: (256, 768)}
 # BF16X3_KERNELS run from so many queries and keys on, by head size, where each has its programs.
 BF16X3_LENGTH = {32: 2048, 64: 512, 128: 512}
