@@ -11,8 +11,8 @@ from cs336_systems.checks import AttentionCase, check_attention
 from labbook import matmul_precision
 
 pytest.importorskip("triton")
-from passes import both_passes
 from tests.attention import races
+from tests.attention.races import both_passes
 from tests.layouts import LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton
