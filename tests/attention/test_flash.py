@@ -150,13 +150,7 @@ def test_a_mistake_is_named(flash, change, error, message):
         flash.apply(*change(*inputs))
 
 
-@pytest.fixture
-def _switches_restored():
-    with matmul_precision("float32"):
-        yield
-
-
-@pytest.mark.usefixtures("_switches_restored")
+@matmul_precision("float32")  # restores the switches
 def test_float32_follows_pytorchs_switches():
     """The newer one comes last: after it, the older one refuses to answer."""
     for precision, tf32 in (("highest", False), ("high", True), ("medium", True)):
@@ -168,8 +162,8 @@ def test_float32_follows_pytorchs_switches():
     assert attention(*random_inputs(1), implementation="flash_triton").isfinite().all()
 
 
-@pytest.mark.usefixtures("_switches_restored")
 @pytest.mark.parametrize("precisions", [("highest", "high"), ("high", "highest")])
+@matmul_precision("float32")
 def test_the_switch_may_move_between_the_passes(precisions):
     """Backward multiplies as forward did."""
     inputs, do = random_inputs(2), torch.randn(2, 64, 32, device=DEVICE)
