@@ -33,15 +33,7 @@ from wrappers import (
 )
 
 from cs336_systems.model import Linear
-from cs336_systems.parallel import (
-    FSDP,
-    BucketedDDP,
-    FlatDDP,
-    NaiveDDP,
-    ShardedOptimizer,
-    TorchDDP,
-    launch,
-)
+from cs336_systems.parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, ShardedOptimizer, TorchDDP, launch
 
 WIDTH = 6
 
