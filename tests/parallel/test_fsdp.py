@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 from wrappers import assert_same_weights, one_pass, passes, run, train
 
@@ -53,24 +54,22 @@ def every_property_of_the_checker(context):
 
 def recomputation(context):
     """Checkpointed blocks and segments gather again what they compute again."""
+    plans = "every 1", "every 2", "recursive"
+    cases = [(options, plan) for options in (UNITS["weights"], UNITS["blocks, one ahead"]) for plan in plans]
+    for options, plan in [*cases, (UNITS["halves of blocks"], "half blocks"), (BLOCKS, None)]:
 
-    def follow(seed, options, call, **how):
-        def loss(model, rank, step):
+        def loss(model, rank, step, plan=plan):
             tokens, targets = batch(rank, step)
-            logits = call(model, tokens) if isinstance(model, FSDP) else model(tokens)
+            if not isinstance(model, FSDP):
+                logits = model(tokens)
+            elif plan is None:
+                logits = checkpoint(model, tokens, use_reentrant=False)
+            else:
+                logits = forward_with(model.module, strategy(plan), tokens)
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-        make = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-        train(context, tiny(), FSDP(tiny(seed), **options), loss, options, make=make, **how)
-
-    def planned(plan):
-        return lambda model, tokens: forward_with(model.module, strategy(plan), tokens)
-
-    for options in (UNITS["weights"], UNITS["blocks, one ahead"]):
-        for plan in ("every 1", "every 2", "recursive"):
-            follow(context.rank, options, planned(plan), max_norm=0.5)
-    follow(0, UNITS["halves of blocks"], planned("half blocks"))
-    follow(0, BLOCKS, partial(checkpoint, use_reentrant=False))
+        pair, make = (tiny(), FSDP(tiny(context.rank), **options)), partial(SGD, lr=0.1, momentum=0.9)
+        train(context, *pair, loss, (options, plan), make=make, max_norm=0.5)
 
 
 class Pair(nn.Module):
@@ -199,7 +198,7 @@ def memory_on_gpus(context):
     gc.collect()
     before, shards = torch.cuda.memory_allocated(), layer * depth / context.world_size
     assert before < shards + inputs.nbytes + layer
-    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-6)
+    optimizer = SGD(wrapped.parameters(), lr=1e-6)
     for _ in range(2):
         optimizer.zero_grad()
         wrapped(inputs).square().mean().backward()

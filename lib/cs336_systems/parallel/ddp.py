@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from cs336_systems.parallel import guards
 
@@ -51,19 +50,6 @@ def ready_for_mean(tensors: Sequence[Tensor], backend: str) -> dist.ReduceOp:
         return dist.ReduceOp.AVG  # it divides on the fly
     torch._foreach_div_(tensors, dist.get_world_size())  # first, or a sum of float16 would overflow
     return dist.ReduceOp.SUM
-
-
-def start_together(
-    collective: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], backend: str, **how: Any
-) -> list[dist.Work]:
-    """Start a collective for each pair, over NCCL all of them in one kernel; returns what to wait for."""
-    call, pairs = getattr(dist, collective), zip(outputs, inputs, strict=True)
-    if backend != "nccl" or len(outputs) == 1:
-        return [call(*pair, **how, async_op=True) for pair in pairs]
-    with _coalescing_manager(async_ops=True) as together:
-        for pair in pairs:
-            call(*pair, **how, async_op=True)
-    return [together]
 
 
 class DataParallel(nn.Module):

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cs336_systems.functional import at_least_float32
 from cs336_systems.parallel import guards
 from cs336_systems.parallel.ddp import DataParallel, average_flat, weakly
-from cs336_systems.parallel.parameter_group import Home, ParameterGroup
+from cs336_systems.parallel.parameter_group import CommunicationStream, Home, ParameterGroup
 
 Types = Sequence[type[nn.Module] | str]
 
@@ -79,9 +79,11 @@ class FSDP(DataParallel):
         self._compute_dtype, self._ahead = compute_dtype, prefetch
         self._shard_types, self._unit_types = _names(shard_types), _names(unit_types)
         super().__init__(module)
+        device = self._trainable[0].device
+        streams = CommunicationStream(device, self._backend), CommunicationStream(device, self._backend)
         names = {other: name or type(module).__name__ for name, other in module.named_modules()}
         groups = group_by_user(home for home in self._homes if home.parameter in self._sharded)
-        self._groups = [ParameterGroup(homes, names, compute_dtype, self._backend) for homes in groups]
+        self._groups = [ParameterGroup(homes, names, compute_dtype, streams) for homes in groups]
         self._indices = {parameter: index for index, parameter in enumerate(self._trainable)}
         self._replicated = [n for n, weight in enumerate(self._trainable) if weight not in self._sharded]
         # In backward, gradients take the memory of the second block ahead, and it computes for longer.

@@ -10,6 +10,7 @@ another, and each is gathered right into its slice there; no message is packed o
     gathered         a: row 0 ... row 3 | b: row 0 ... row 2, padding | c ...
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partialmethod
@@ -18,18 +19,59 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from cs336_systems.parallel.ddp import (
-    ALL_GATHER,
-    REDUCE_SCATTER,
-    as_it_is_sent,
-    ready_for_mean,
-    start_together,
-)
+from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER, as_it_is_sent, ready_for_mean
 from cs336_systems.parallel.guards import refuse_copies
 from cs336_systems.parallel.shards import ALIGNMENT_BYTES
+
+
+class CommunicationStream:
+    """Where messages travel beside the computation: over NCCL a CUDA stream, over Gloo its threads.
+
+    Inside `with stream:` kernels and messages are queued on it, behind what the computation has been given so
+    far. Over Gloo they are simply called.
+    """
+
+    def __init__(self, device: torch.device, backend: str):
+        self.backend = backend
+        self.cuda = torch.cuda.Stream(device, priority=-1) if backend == "nccl" else None
+        if self.cuda is not None:
+            self._reached, self._inside = torch.cuda.Event(), torch.cuda.stream(self.cuda)
+
+    def __enter__(self) -> "CommunicationStream":
+        if self.cuda is not None:
+            self._reached.record()
+            self.cuda.wait_event(self._reached)
+            self._inside.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.cuda is not None:
+            self._inside.__exit__(*error)
+
+    def start(
+        self,
+        collective: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        then: Callable[[], Any] = lambda: None,
+        **how: Any,
+    ) -> Callable[[], Any]:
+        """Send one message for each pair, then call `then`; returns what waits for both."""
+        call, pairs = getattr(dist, collective), zip(outputs, inputs, strict=True)
+        if self.cuda is None:
+            works = [call(*pair, **how, async_op=True) for pair in pairs]
+            return lambda: ([work.wait() for work in works], then())
+        # Several in one kernel.
+        with _coalescing_manager() if len(outputs) > 1 else contextlib.nullcontext():
+            for pair in pairs:
+                call(*pair, **how)
+        then()
+        event = self.cuda.record_event()
+        return lambda: torch.cuda.current_stream().wait_event(event)  # it is the stream that waits
 
 
 class Resharded(Tensor):
@@ -77,7 +119,7 @@ class ParameterGroup:
         homes: Sequence[Home],
         names: Mapping[nn.Module, str],
         dtype: torch.dtype | None,
-        backend: str,
+        streams: tuple[CommunicationStream, CommunicationStream],
     ):
         self.users = list(dict.fromkeys(home.user for home in homes))  # their forward needs the group
         parameters = list(dict.fromkeys(home.parameter for home in homes))
@@ -86,7 +128,8 @@ class ParameterGroup:
         self.is_in_backward = False  # backward has reached the group, and is not done with it
         self.ready = set[int]()  # which weights have a gradient of this backward pass
         self.calls = self.position = 0  # forward passes under way; place in the order of forward
-        self._backend, self._under_way = backend, list[dist.Work]()  # a gather's
+        self._gather_stream, self._reduce_stream = streams
+        self._arrival: Callable[[], Any] | None = None  # what waits for the gather that is on its way
         first, world_size, rank = parameters[0], dist.get_world_size(), dist.get_rank()
         self._dtype = dtype or first.dtype
         step = ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
@@ -133,8 +176,9 @@ class ParameterGroup:
         self.is_gathered = True
         # Memory of the computation's own stream: it returns there when it is freed.
         self._memory.resize_(self.nbytes)
-        shards = self._padded_slices(self._shards.to(self._dtype))
-        self._under_way = start_together(ALL_GATHER, self._slices, shards, self._backend)
+        with self._gather_stream as stream:
+            shards = self._padded_slices(self._shards.to(self._dtype))
+            self._arrival = stream.start(ALL_GATHER, self._slices, shards)
         self.pointer, self.versions = self._memory.data_ptr(), self.versions_now()
 
     def versions_now(self) -> int:
@@ -149,9 +193,9 @@ class ParameterGroup:
 
     def wait_for_gather(self) -> None:
         """What is computed from here on finds the whole weights."""
-        for work in self._under_way:
-            work.wait()
-        self._under_way = []
+        if self._arrival is not None:
+            self._arrival()
+            self._arrival = None
 
     def _show(self, which: int) -> None:
         for parameters, key, values in self._homes:
@@ -168,22 +212,24 @@ class ParameterGroup:
         self.is_gathered = self.is_in_backward = False
         self.ready.clear()  # of a pass that did not reach all weights
 
-    def start_reduction(self) -> tuple[list[Tensor], Callable[[], None]]:
+    def start_reduction(self) -> tuple[list[Tensor], Callable[[], Any]]:
         """Send whole gradients to their ranks; returns them, and a wait for the means in every `.grad`."""
         gradients = [self._take_gradient(*pair) for pair in zip(self.weights, self._slices, strict=True)]
-        received = torch.empty_like(self._shards, dtype=gradients[0].dtype)
-        operation, slices = ready_for_mean(gradients, self._backend), self._padded_slices(received)
-        works = start_together(REDUCE_SCATTER, slices, gradients, self._backend, op=operation)
+        # In the memory of the computation's stream, which will free it.
+        target = received = torch.empty_like(self._shards)
 
-        def wait() -> None:
-            for work in works:
-                work.wait()
-            means = self._own_rows(received.to(self._shards.dtype))
+        def hand_over() -> None:
             with torch.no_grad():
-                for (parameter, _), mean in zip(self.weights, means, strict=True):
+                if received is not target:
+                    target.copy_(received)
+                for (parameter, _), mean in zip(self.weights, self._own_rows(target), strict=True):
                     parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
 
-        return gradients, wait
+        with self._reduce_stream as stream:
+            if (dtype := gradients[0].dtype) != target.dtype:
+                received = torch.empty_like(target, dtype=dtype)
+            operation, slices = ready_for_mean(gradients, stream.backend), self._padded_slices(received)
+            return gradients, stream.start(REDUCE_SCATTER, slices, gradients, hand_over, op=operation)
 
     def _take_gradient(self, weight: ShardedWeight, slice_: Tensor) -> Tensor:
         """Of the whole weight, flat, with its padding rows."""
