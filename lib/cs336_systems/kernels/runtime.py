@@ -94,15 +94,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if x.is_meta or isinstance(x, FakeTensor):
         return
     check_device(x)
-    with device_context(x.device):
-        kernel[grid](*arguments, **options)
+    if 0 not in grid:
+        with device_context(x.device):
+            kernel[grid](*arguments, **options)
 
 
-def row_tile(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -> dict[str, int]:
-    """ROWS, COLUMNS, num_warps of a tile: whole rows up to `widest` columns, no more rows than there are."""
+def row_tiles(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -> tuple[int, dict[str, int]]:
+    """How many tiles, and their ROWS, COLUMNS and num_warps: whole rows up to `widest` columns."""
     columns = min(triton.next_power_of_2(d), widest)
     rows = max(1, min(elements // columns, triton.next_power_of_2(n_rows)))
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 4), most_warps)}
+    num_warps = min(max(rows * columns // 512, 4), most_warps)
+    return triton.cdiv(n_rows, rows), {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
 
 
 def check_device(x: Tensor) -> None:
