@@ -29,7 +29,8 @@ current_device = getattr(torch._C, "_cuda_getDevice", None)
 def _mend_interpreter() -> None:
     """Let it compute with bfloat16 as a GPU does: round to nearest, and multiply numbers, not bit patterns.
 
-    And clamp NaN to a bound, as a GPU does. And in Triton 3.6 let range() take an array of one element, of which NumPy from 2.4 on makes no int.
+    And clamp NaN to a bound; and let range() take an array of one element, of which NumPy from 2.4 on makes
+    no int (Triton 3.6).
     """
     from triton.runtime import interpreter
 
