@@ -29,8 +29,7 @@ current_device = getattr(torch._C, "_cuda_getDevice", None)
 def _mend_interpreter() -> None:
     """Let it compute with bfloat16 as a GPU does: round to nearest, and multiply numbers, not bit patterns.
 
-    And clamp NaN to a bound; and let range() take an array of one element, of which NumPy from 2.4 on makes
-    no int (Triton 3.6).
+    And clamp NaN to a bound, and in Triton 3.6 let range() take an array of one element, as NumPy had it.
     """
     from triton.runtime import interpreter
 
