@@ -138,20 +138,13 @@ def training_drift(context: WorkerContext, cases: Iterable[Mapping[str, Any]], s
                 if model is wrapped:
                     wrapped.finish_gradient_synchronization()
                 optimizer.step()
-            differences = _differences(
-                *(parameters_to_vector(model.parameters()).detach() for model in models)
-            )
-            found = [{"compared": name, "max_difference": value} for name, value in differences.items()]
-            context.send([{**case, "step_index": step, **row} for row in found])
-
-
-def _differences(alone: Tensor, together: Tensor) -> dict[str, float]:
-    """The largest, over all weights and ranks."""
-    low, high = together.clone(), together.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    furthest = torch.maximum(high - alone, alone - low).max()
-    return {"weights": furthest.item(), "replicas": (high - low).max().item()}
+            vectors = [parameters_to_vector(each.parameters()).detach() for each in models]
+            weights, low, high = *vectors, vectors[1].clone()
+            dist.all_reduce(low, op=dist.ReduceOp.MIN)
+            dist.all_reduce(high, op=dist.ReduceOp.MAX)
+            found = {"weights": torch.maximum(high - weights, weights - low), "replicas": high - low}
+            rows = [{"compared": name, "max_difference": x.max().item()} for name, x in found.items()]
+            context.send([{**case, "step_index": step, **row} for row in rows])
 
 
 def log_messages(
