@@ -195,7 +195,7 @@ def refusals(context):
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             construct()
     dist.barrier()
-    optimizer, (late, frozen) = ShardedOptimizer(weights, AdamW), nn.ParameterList(torch.ones(2, 2))
+    optimizer, (late, frozen) = ShardedOptimizer(weights, AdamW), nn.ParameterList([*torch.ones(2, 2)])
     other = nn.Parameter(torch.ones(2 + context.rank))
     for group, words in (([late, other], "rank 1"), (weights[:1], "more than one parameter group")):
         with pytest.raises(ValueError, match=words):
