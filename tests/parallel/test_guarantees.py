@@ -382,6 +382,7 @@ def failed_batches(context):
                 break
             found, given = wrapped.parameters(), pair[1].param_groups[0]["params"]
             assert where == "backward" or [*map(id, found)] == [*map(id, given)]
+            assert not any(group.calls for group in getattr(wrapped, "_groups", ())), name
             if not where:
                 for rank in range(context.world_size):
                     (loss_of(alone, rank, step) / context.world_size).backward()
