@@ -22,7 +22,7 @@ __getattr__, __all__ = offered(
     {
         "answers": "Claim answer between claim gib ms one percent plural ratio_text show_source solution",
         "bench": "Case Step grid",
-        "book.parameters": "check_parameters",
+        "book.notebooks": "check_parameters",
         "compare": "beside_reference longest_warmup published_rows side_by_side times_in",
         "files": "REPOSITORY_FIGURES figures_dir find",
         "labels": "MISSING column_label named_value ordered significant value_label",

@@ -30,6 +30,7 @@ _PACKAGES = sorted(path.parent.name for path in _ROOTS[0].glob("*/__init__.py"))
 _MODULE_NAME = re.compile(rf"\b(?:{'|'.join(_PACKAGES)})(?:\.\w+)+")
 _SAVES = ("measure", "save", "save_rows")
 _MUTATORS = ("add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "sort", "update")
+_DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _CHANGES_NOTHING = ("ctx", "kind", "type_comment", "type_ignores")
 
 
@@ -122,7 +123,7 @@ class _Said:
 
     def _read_fields(self, node: ast.AST, own: frozenset[str]) -> None:
         inner = own | _bound_inside(node)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, _DOCUMENTED) and not isinstance(node, ast.Module):
             self.binds |= {node.name} - own
         elif isinstance(node, ast.For | ast.With):
             self.binds |= inner - own
@@ -141,7 +142,7 @@ class _Said:
                 continue
             if isinstance(node, ast.JoinedStr):
                 value = _literals_joined(value)
-            elif name == "body" and isinstance(value, list) and _is_docstring(value[0]):
+            elif name == "body" and isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
                 value = value[1:]
             self.text.append(f"{name}=")
             within = own if name in ("iter", "args", "decorator_list") else inner
@@ -188,11 +189,6 @@ def _chain(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"{before}.{node.attr}" if (before := _chain(node.value)) else ""
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _is_docstring(node: ast.AST) -> bool:
-    value = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 def _literals_joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:

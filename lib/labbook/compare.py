@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from labbook.labels import UNITS, value_label, vocabulary
+from labbook.labels import SYNONYMS, UNITS, value_label
 from labbook.rows import KEYS, VALUES, load_rows, published
 
 # Rows that differ in nothing else measured the same.
@@ -46,7 +46,7 @@ def compared(frame: pd.DataFrame, hue: str, baseline: object, y: str) -> pd.Data
     Raises:
         ValueError: there are no such rows; the message names what they differ in.
     """
-    same = next((names for names in vocabulary().synonyms if hue in names), {hue})
+    same = next((names for names in SYNONYMS if hue in names), {hue})
     keys = [column for column in key_columns(frame) if column not in same]
     base, others = frame[frame[hue] == baseline], frame[frame[hue] != baseline]
     columns = {y: "baseline", "status": "baseline_status"}

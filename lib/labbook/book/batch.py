@@ -13,8 +13,7 @@ from typing import Any
 import yaml
 
 from labbook.book import notebooks
-from labbook.book.notebooks import BatchError, load_notebooks, resolve, unknown
-from labbook.book.parameters import convert, parameter_errors
+from labbook.book.notebooks import BatchError, convert, load_notebooks, parameter_errors, resolve, unknown
 
 PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2, "links": 0}  # with the GPUs that each needs
 

@@ -11,8 +11,9 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import nbformat
+import torch
 
-from labbook.book import batch, notebooks
+from labbook.book import batch, notebooks, runs, site, slurm
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.code import notebook_of
@@ -72,10 +73,6 @@ def _parser(program: str | None) -> ArgumentParser:
 
 def _run(options: Namespace) -> int:
     """execute the notebooks that batch.yaml asks of this machine, where they are not done and unchanged"""
-    import torch
-
-    from labbook.book import runs, slurm
-
     gpus = torch.cuda.device_count()
     profile = options.profile or [*batch.PROFILES][min(gpus, 2)]
     jobs = batch.plan(profile, only=options.only, overrides=options.p)
@@ -110,8 +107,6 @@ def _run(options: Namespace) -> int:
 
 def _told(records: list, folders: Sequence[Path]) -> int:
     """Print how each ended, and where the site of each folder is; the exit code."""
-    from labbook.book import runs, site
-
     print(f"\n{(told := runs.summary(records))}\n")
     for folder in folders:
         try:
@@ -124,7 +119,7 @@ def _told(records: list, folders: Sequence[Path]) -> int:
 def _list(options: Namespace) -> None:
     """the notebooks, their parameters and defaults"""
     for name, parameters in notebooks.load_notebooks().items():
-        lines = (f"    {each.name} = {each.default!r}  # {each.comment}" for each in parameters.values())
+        lines = (f"    {each.name} = {each.default!r}  # {each.help}" for each in parameters.values())
         print(name, *lines, sep="\n")
 
 
@@ -150,10 +145,8 @@ def _learn(options: Namespace) -> None:
 
 def _site(options: Namespace) -> None:
     """the executed notebooks as a site in site/, to be read offline; or those of a run, in its folder"""
-    from labbook.book.site import build
-
     committed = notebooks.NOTEBOOKS
-    print(build(options.folder or committed.parent / "site", options.folder or committed))
+    print(site.build(options.folder or committed.parent / "site", options.folder or committed))
 
 
 def _rows(options: Namespace) -> None:
@@ -194,8 +187,6 @@ def _paths(words: list[str]) -> list[Path]:
 
 def _execute(paths: list[Path], *, in_place: bool) -> int:
     """Execute notebooks with their defaults; the exit code."""
-    from labbook.book import runs
-
     statuses = set()
     for path in paths:
         with tempfile.TemporaryDirectory() as folder:

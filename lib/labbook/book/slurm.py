@@ -39,10 +39,10 @@ def run_batch(
     if shutil.which("sbatch") is None:
         raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")
     name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
-    why = {job.name: [runs.why_again(job, *found) for found in _records(job, output)] for job in jobs}
+    why = {job.name: [runs.why_again(job, path.parent) for path in _records(job, output)] for job in jobs}
     due, said = [job for job in jobs if force or all(why[job.name])], {}
-    for record in [path for job in due for path in output.glob(f"*/{job.name}.json")]:
-        record.unlink()  # so that one that is there is of now
+    for path in [path for job in due for path in _records(job, output)]:
+        path.unlink()  # so that one that is there is of now
     try:
         with tqdm.tqdm(total=len(due), unit="notebook", disable=None) as bar:
             for last in (False, True):  # it shows what the others found
@@ -79,14 +79,13 @@ def _submit(name: str, jobs: list[str], command: Sequence[str], output: Path, gp
     return subprocess.Popen(["sbatch", *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _records(job: Job, output: Path) -> list[tuple[runs.Record, Path]]:
-    paths = output.glob(f"*/{job.name}.json")
-    return [(record, path.parent) for path in paths if (record := runs.load_record(path))]
+def _records(job: Job, output: Path) -> list[Path]:
+    return [*output.glob(f"*/{job.name}.json")]
 
 
 def _record(job: Job, output: Path, said: str) -> runs.Record:
     """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
-    for record, _ in _records(job, output):
-        return record
+    for path in _records(job, output):
+        return runs.load_record(path)
     why = f"no record, and Slurm says: {(said.strip().splitlines() or ['nothing'])[-1]}"
     return runs.Record("error", why, 0.0, job.notebook.stem, job.line())

@@ -7,7 +7,6 @@ __getattr__, __all__ = offered(
     {
         "history": "CATEGORIES MemoryHistory largest_allocations record_memory record_snapshot stage_peaks "
         "timeline timeline_of_rows timeline_rows",
-        "operations": "operations_of sum_of_rooflines_ms",
-        "saved": "saved_bytes saved_for_backward storage_bytes",
+        "operations": "operations_of saved_bytes saved_for_backward storage_bytes sum_of_rooflines_ms",
     },
 )

@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 
 from labbook.files import write_atomically
-from labbook.memory.saved import own_line
+from labbook.memory.operations import own_line
 from labbook.profiles import torch_trace
 from labbook.profiles.table import ProfileError, range_paths
 from labbook.timing import MIB

@@ -11,8 +11,7 @@ __getattr__, __all__ = offered(
     {
         "lanes": "exposed lane_rows overlap_values record_steps step_lanes told_apart",
         "names": "short_name",
-        "ncu": "count_kernels",
-        "nsys": "read_export record_report why_no_nsys",
+        "nsight": "count_kernels read_export record_report why_no_nsys",
         "table": "Profile ProfileError covered kernel_rows kernel_table one_step range_table stages",
         "torch_trace": "keep_one_step read_trace record_trace",
     },

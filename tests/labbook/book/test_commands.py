@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from labbook.book import batch, commands, notebooks, runs, site
-from labbook.book.execute import Outcome
+from labbook.book.runs import Record
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def outcome(monkeypatch):
     monkeypatch.setattr(site, "build", lambda target, *_: target / "index.html")
 
     def set_outcome(*fields):
-        monkeypatch.setattr(runs, "execute", lambda *_: Outcome(*fields))
+        monkeypatch.setattr(runs, "execute", lambda *_: Record(*fields))
 
     set_outcome("ok")
     return set_outcome
@@ -128,7 +128,7 @@ def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(folder
         executed.append(source.stem)
         text = source.read_text().replace('"metadata": {}', '"metadata": {"papermill": {"duration": 1}}')
         output.write_text(text.replace("print(steps)", "print(steps)  # executed"))
-        return Outcome(status)
+        return Record(status)
 
     monkeypatch.setattr(runs, "execute", execute)
     before = (folder / "12_two.ipynb").read_text()

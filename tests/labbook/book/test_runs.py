@@ -13,7 +13,7 @@ import pytest
 
 from labbook.book import notebooks, runs
 from labbook.book.batch import Job
-from labbook.book.execute import Outcome
+from labbook.book.runs import Record
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def executed(monkeypatch):
     def execute(source, output, parameters):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
-        failed = Outcome("error", "cell [1]: Bad: <luck>", 1.25)
-        return failed if "12" in source.stem else Outcome("ok")
+        failed = Record("error", "cell [1]: Bad: <luck>", 1.25)
+        return failed if "12" in source.stem else Record("ok")
 
     monkeypatch.setattr(runs, "execute", execute)
     return done
