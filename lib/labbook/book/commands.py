@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 import torch
 
-from labbook.book import batch, notebooks, runs, site, slurm
+from labbook.book import batch, notebooks, site, slurm
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.code import notebook_of
@@ -101,13 +101,13 @@ def _run(options: Namespace) -> int:
     folder = output / card.slug
     if options.force:
         os.environ["LABBOOK_AGAIN"] = "1"  # for the rows, too
-    records = runs.run_batch(jobs, folder, force=options.force)
+    records = batch.run_batch(jobs, folder, force=options.force)
     return _told(records, [folder] * (not options.job))  # the site of all of them is made by who waits
 
 
 def _told(records: list, folders: Sequence[Path]) -> int:
     """Print how each ended, and where the site of each folder is; the exit code."""
-    print(f"\n{(told := runs.summary(records))}\n")
+    print(f"\n{(told := batch.summary(records))}\n")
     for folder in folders:
         try:
             print(site.build(folder, folder, told))
@@ -190,7 +190,7 @@ def _execute(paths: list[Path], *, in_place: bool) -> int:
     statuses = set()
     for path in paths:
         with tempfile.TemporaryDirectory() as folder:
-            (record,) = runs.run_batch([batch.Job(path)], Path(folder))
+            (record,) = batch.run_batch([batch.Job(path)], Path(folder))
             if in_place and record.status == "ok":
                 tidied = tidy(nbformat.read(Path(folder) / path.name, as_version=4))
                 write_atomically(path, nbformat.writes(tidied) + "\n")

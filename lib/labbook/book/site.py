@@ -18,7 +18,7 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 
-from labbook.book import notebooks, runs
+from labbook.book import batch, notebooks
 from labbook.book.notebooks import BatchError
 from labbook.compare import longest_warmup
 from labbook.files import REPOSITORY_FIGURES, find, locked
@@ -75,7 +75,7 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
     wanted = ("sphinx", "myst_nb", "furo", "jupyter_server_mathjax")
     if missing := [name for name in wanted if find_spec(name) is None]:
         raise BatchError(f"{', '.join(missing)} is not installed; `pip install -e '.[site]'` does it")
-    paths, records = sorted(executed.glob("*.ipynb")), runs.load_records(executed)
+    paths, records = sorted(executed.glob("*.ipynb")), batch.load_records(executed)
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
     with locked(target), tempfile.TemporaryDirectory() as scratch:
@@ -84,7 +84,7 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
         pages = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
         plots = {path.stem: _page(path, source, pages, path.stem in records) for path in paths}
         first = f"# {_TITLE}\n"
-        if told := told or runs.summary([*records.values()]):
+        if told := told or batch.summary([*records.values()]):
             card = load_card(executed.name).line() if find(executed.name, "machine.json").exists() else ""
             first = f"# The workbook on {executed.name}\n\n{card}\n\n~~~~text\n{told}\n~~~~\n"
         no_rows = shutil.ignore_patterns("*.png", "*.svg", "*.json", "snapshots")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import tqdm
 
-from labbook.book import runs
-from labbook.book.batch import Job
+from labbook.book import batch
+from labbook.book.batch import Job, Record
 from labbook.book.notebooks import BatchError, is_last
 from labbook.files import make_folder
 
@@ -25,7 +25,7 @@ _LOOK_EVERY_S = 5
 
 def run_batch(
     jobs: Sequence[Job], command: Sequence[str], output: Path, *, gpu: bool, force: bool = False
-) -> list[runs.Record]:
+) -> list[Record]:
     """Submit what is not done and unchanged, and wait for its end; how each job ended.
 
     Args:
@@ -39,7 +39,7 @@ def run_batch(
     if shutil.which("sbatch") is None:
         raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")
     name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
-    why = {job.name: [runs.why_again(job, path.parent) for path in _records(job, output)] for job in jobs}
+    why = {job.name: [batch.why_again(job, path.parent) for path in _records(job, output)] for job in jobs}
     due, said = [job for job in jobs if force or all(why[job.name])], {}
     for path in [path for job in due for path in _records(job, output)]:
         path.unlink()  # so that one that is there is of now
@@ -83,9 +83,9 @@ def _records(job: Job, output: Path) -> list[Path]:
     return [*output.glob(f"*/{job.name}.json")]
 
 
-def _record(job: Job, output: Path, said: str) -> runs.Record:
+def _record(job: Job, output: Path, said: str) -> Record:
     """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
     for path in _records(job, output):
-        return runs.load_record(path)
+        return batch.load_record(path)
     why = f"no record, and Slurm says: {(said.strip().splitlines() or ['nothing'])[-1]}"
-    return runs.Record("error", why, 0.0, job.notebook.stem, job.line())
+    return Record("error", why, 0.0, job.notebook.stem, job.line())

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from labbook.book import batch, commands, notebooks, runs, site
-from labbook.book.runs import Record
+from labbook.book import batch, commands, notebooks, site
+from labbook.book.batch import Record
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def outcome(monkeypatch):
     monkeypatch.setattr(site, "build", lambda target, *_: target / "index.html")
 
     def set_outcome(*fields):
-        monkeypatch.setattr(runs, "execute", lambda *_: Record(*fields))
+        monkeypatch.setattr(batch, "execute", lambda *_: Record(*fields))
 
     set_outcome("ok")
     return set_outcome
@@ -115,7 +115,7 @@ def test_ctrl_c_says_how_to_go_on(folder, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "run_batch", interrupted)
+    monkeypatch.setattr(batch, "run_batch", interrupted)
     assert command("run", "--output", folder / "runs") == 130
     assert "the same command continues" in capsys.readouterr().err
 
@@ -130,7 +130,7 @@ def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(folder
         output.write_text(text.replace("print(steps)", "print(steps)  # executed"))
         return Record(status)
 
-    monkeypatch.setattr(runs, "execute", execute)
+    monkeypatch.setattr(batch, "execute", execute)
     before = (folder / "12_two.ipynb").read_text()
     assert command("notebooks", "11") == (status != "ok")
     assert executed == ["11_one", "00_start_here"], "the map quotes the notebooks"

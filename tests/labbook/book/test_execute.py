@@ -5,7 +5,7 @@ import sys
 import nbformat
 import pytest
 
-from labbook.book.runs import execute
+from labbook.book.batch import execute
 from labbook.files import NOTEBOOKS
 
 

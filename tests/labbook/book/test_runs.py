@@ -11,9 +11,8 @@ import nbformat
 import psutil
 import pytest
 
-from labbook.book import notebooks, runs
-from labbook.book.batch import Job
-from labbook.book.runs import Record
+from labbook.book import batch, notebooks
+from labbook.book.batch import Job, Record
 
 
 @pytest.fixture
@@ -35,32 +34,32 @@ def executed(monkeypatch):
         failed = Record("error", "cell [1]: Bad: <luck>", 1.25)
         return failed if "12" in source.stem else Record("ok")
 
-    monkeypatch.setattr(runs, "execute", execute)
+    monkeypatch.setattr(batch, "execute", execute)
     return done
 
 
 def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_path, capsys):
     folder = tmp_path / "runs"
-    records = runs.run_batch(jobs, folder)
+    records = batch.run_batch(jobs, folder)
     assert [record.status for record in records] == ["ok", "error", "ok"]
     assert executed == ["11_nb", "12_nb", "14_nb"]
-    again = runs.run_batch(jobs, folder)
+    again = batch.run_batch(jobs, folder)
     assert executed[3:] == ["12_nb"]
     assert [again[0], again[2]] == [records[0], records[2]]
-    runs.run_batch(jobs[:1], folder, force=True)
+    batch.run_batch(jobs[:1], folder, force=True)
     assert executed[4:] == ["11_nb"]
-    assert list(runs.load_records(folder)) == [job.name for job in jobs]
-    assert "steps=12\n    cell [1]: Bad: <luck>" in runs.summary(records)
+    assert list(batch.load_records(folder)) == [job.name for job in jobs]
+    assert "steps=12\n    cell [1]: Bad: <luck>" in batch.summary(records)
 
 
 def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
     jobs, executed, tmp_path, write_notebook
 ):
     jobs[1:] = [Job(write_notebook(tmp_path / f"{name}.ipynb")) for name in ("13_nb", "00_start_here")]
-    records = runs.run_batch(jobs, tmp_path / "runs")
+    records = batch.run_batch(jobs, tmp_path / "runs")
     assert [record.status for record in records] == ["ok", "skipped", "ok"]
-    assert "no_such_package" in runs.summary(records)
-    runs.run_batch(jobs, tmp_path / "runs")
+    assert "no_such_package" in batch.summary(records)
+    batch.run_batch(jobs, tmp_path / "runs")
     assert executed == ["11_nb", "00_start_here", "00_start_here"]
 
 
@@ -79,11 +78,11 @@ CHANGES = {
 
 @pytest.mark.parametrize("why", CHANGES)
 def test_what_changed_is_done_again_once_and_a_line_says_why(jobs, executed, tmp_path, capsys, why):
-    runs.run_batch(jobs[:1], tmp_path / "runs")
+    batch.run_batch(jobs[:1], tmp_path / "runs")
     CHANGES[why](jobs[0], tmp_path / "runs" / f"{jobs[0].name}.ipynb")
     capsys.readouterr()
     for _ in range(2):
-        runs.run_batch(jobs[:1], tmp_path / "runs")
+        batch.run_batch(jobs[:1], tmp_path / "runs")
         assert executed == ["11_nb", "11_nb"]
     said = capsys.readouterr().out
     assert f"again: 11_nb steps=11: {why}" in said if why.strip() else "again" not in said
@@ -92,7 +91,7 @@ def test_what_changed_is_done_again_once_and_a_line_says_why(jobs, executed, tmp
 def test_a_folder_that_cannot_be_is_said_before_anything_starts(jobs, executed, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(PermissionError, match="--output"):
-        runs.run_batch(jobs, tmp_path / "file" / "runs")
+        batch.run_batch(jobs, tmp_path / "file" / "runs")
     assert executed == []
 
 
@@ -106,10 +105,9 @@ RUN = """\
 import signal, sys
 from pathlib import Path
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background hands on "ignore"
-from labbook.book import runs
-from labbook.book.batch import Job
+from labbook.book.batch import Job, run_batch
 folder = Path(sys.argv[1])
-runs.run_batch([Job(folder / "11_nb.ipynb", {"steps": n}) for n in (1, 2)], folder / "runs")
+run_batch([Job(folder / "11_nb.ipynb", {"steps": n}) for n in (1, 2)], folder / "runs")
 """
 
 

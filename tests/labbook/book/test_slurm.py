@@ -47,7 +47,7 @@ RUN = """\
 import json, os, sys, time
 from dataclasses import asdict
 from pathlib import Path
-from labbook.book.runs import Record
+from labbook.book.batch import Record
 output, name = Path(sys.argv[1]), sys.argv[-1]
 with open(output / "started", "a") as started:
     print(name, os.environ.get("SLURM_GPUS_ON_NODE", 0), file=started)
@@ -161,7 +161,7 @@ def test_a_killed_job_is_a_row_and_done_again(batch, when_it_runs, tmp_path, mon
     (tmp_path / "finish").touch()
     assert batch("11_slow")[0].status == "ok"
     started = (tmp_path / "started").read_text()
-    monkeypatch.setattr(slurm.runs, "why_again", lambda *_: None)
+    monkeypatch.setattr(slurm.batch, "why_again", lambda *_: None)
     assert [record.status for record in batch("11_slow", "12_ok")] == ["ok", "ok"]
     assert (tmp_path / "started").read_text() == started
 
