@@ -20,22 +20,22 @@ from labbook.labels import significant
 
 @dataclass(frozen=True)
 class Claim:
-    """Something an answer says, with the figures in its description, and whether it holds."""
-
-    description: str
-    holds: bool
-
-
-def claim(description: str, holds: bool) -> Claim:
-    """Name a claim, figures included, so that its failure explains itself.
+    """Something an answer says, and whether it holds; figures included, so that its failure explains itself.
 
     Raises:
         TypeError: `holds` is not a single truth value.
     """
-    if not isinstance(holds, bool | np.bool_):
-        kind = type(holds).__name__
-        raise TypeError(f"{description!r} is {kind}, not a truth value; use .all() or .any() on several")
-    return Claim(description, bool(holds))
+
+    description: str
+    holds: bool | np.bool_
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.holds, bool | np.bool_):
+            kind = f"{self.description!r} is {type(self.holds).__name__}"
+            raise TypeError(f"{kind}, not a truth value; use .all() or .any() on several")
+
+
+claim = Claim  # as an answer makes it
 
 
 def answer(deliverable: str, text: str, *claims: Claim) -> None:

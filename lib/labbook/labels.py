@@ -130,5 +130,13 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{round(float(value), decimals):,.{max(decimals, 0)}f}"
 
 
+def quantity(value: float, column: str) -> str:
+    """A number with its unit; a time from a second on in seconds, which takes less room."""
+    unit = column_label(column).partition(" (")[2].rstrip(")")
+    if unit == "ms" and value >= 1000:
+        return f"{significant(value / 1000)} s"
+    return f"{significant(value)} {unit}".rstrip()
+
+
 if (_VOCABULARY := NOTEBOOKS / "vocabulary.py").is_file():
     runpy.run_path(str(_VOCABULARY))

@@ -6,6 +6,7 @@ panel each. Two rows in one place (x, hue, facet, machine) are refused: the Valu
 
 import textwrap
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import product
 from types import MappingProxyType
 
 import numpy as np
@@ -22,7 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter
 from labbook import figure, labels
 from labbook.compare import compared, key_columns, require_one_row_each
 from labbook.figure import Drawing, plain_numbers, plot, sheet
-from labbook.labels import STATUS_LABELS, column_label, ordered, significant, value_label
+from labbook.labels import STATUS_LABELS, column_label, ordered, quantity, significant, value_label
 from labbook.style import BLUE, INK, MUTED, PAPER, VERMILLION, ZONE, machine_looks, palette
 
 _BAND = ("p20_ms", "p80_ms")
@@ -80,7 +81,16 @@ def lines(
     chart, panels = sheet(told.frame.assign(_x=places), facet, sharey=sharey)
     banded = band is not None and set(band) <= set(frame) and (frame[band[1]] > 1.1 * frame[band[0]]).any()
     for axes, rows in panels:
-        _draw_lines(axes, rows.dropna(subset=["_x", y]), y, band if banded else None, told)
+        there = rows.dropna(subset=["_x", y]).sort_values("_x").groupby(["_where", "_hue"])
+        drawn, many = dict(iter(there)), (there.size() > _MANY_POINTS).any()
+        for where, value in product(reversed(told.looks), reversed(told.colors)):  # the first on top
+            if (where, value) in drawn:
+                line, color, (dashes, marker, _) = drawn[where, value], told.colors[value], told.looks[where]
+                style = {"linestyle": (0, dashes or None), "marker": "" if many else marker}
+                axes.plot(line["_x"], line[y], color=color, mec=PAPER, mew=0.75, **style)
+                if banded:
+                    edges = line[["_x", *band]].dropna().to_numpy(float).T
+                    axes.fill_between(*edges, color=color, alpha=0.16, lw=0)
         axes.update_datalim([(place, 0) for place in places], updatey=False)  # of failures too
         figure.x_ticks(axes, x, frame[x], log=logx)
         figure.log_y(axes, frame[y] if sharey else rows[y]) if logy else plain_numbers(axes.yaxis)
@@ -93,23 +103,6 @@ def lines(
     if banded:
         legend.append(Patch(color=MUTED, alpha=0.32, linewidth=0, label="band: 20th to 80th percentile"))
     return Drawing(chart, legend, column_label(x), column_label(y))
-
-
-def _draw_lines(
-    axes: Axes, rows: pd.DataFrame, y: str, band: tuple[str, str] | None, told: _Encoding
-) -> None:
-    """Of machines and of values of the hue the first is drawn last, on top."""
-    lines = {key: line.sort_values("_x") for key, line in rows.groupby(["_where", "_hue"])}
-    many = any(len(line) > _MANY_POINTS for line in lines.values())
-    order = [(where, value) for where in reversed(told.looks) for value in reversed(told.colors)]
-    for where, value in order:
-        if (where, value) in lines:
-            line, color, (dashes, marker, _) = lines[where, value], told.colors[value], told.looks[where]
-            style = {"linestyle": (0, dashes or None), "marker": "" if many else marker}
-            axes.plot(line["_x"], line[y], color=color, mec=PAPER, mew=0.75, **style)
-            if band:
-                edges = line.dropna(subset=band)
-                axes.fill_between(edges["_x"], edges[band[0]], edges[band[1]], color=color, alpha=0.16, lw=0)
 
 
 def _mark_failures(
@@ -229,7 +222,7 @@ def stacked_bars(
             texts = [f"{height:.0f}" if share and height >= 5.5 else "" for height in heights[name]]
             axes.bar_label(drawn, texts, label_type="center", size=8, path_effects=[_OUTLINE])
         for group, of_bar in rows.groupby(x):
-            top, total = of_bar["_height"].sum(), total_label(of_bar["total"].iloc[0], y)
+            top, total = of_bar["_height"].sum(), quantity(of_bar["total"].iloc[0], y)
             write_above(axes, groups.index(group), top, total)
         name_bars(axes, [textwrap.fill(value_label(group, x), 16) for group in groups])
     first, widths = panels[0][0], [axes.get_xlim() for axes, _ in panels]
@@ -241,13 +234,6 @@ def stacked_bars(
     seen = set(sums.loc[sums["_share"] > _VISIBLE, part])
     legend = [Patch(color=colors[name], label=value_label(name, part)) for name in colors if name in seen]
     return Drawing(chart, legend, column_label(x), "share of time" if share else column_label(y))
-
-
-def total_label(value: float, column: str) -> str:
-    """A bar's total with its unit; from a second on in seconds, which leaves room for the bar beside it."""
-    if column.endswith("_ms") and value >= 1000:
-        return f"{significant(value / 1000)} s"
-    return significant(value) + column_label(column).partition(" (")[2].rstrip(")").join((" ", ""))
 
 
 @plot

@@ -29,6 +29,7 @@ STATUSES = ("ok", "oom", "skipped", "error")
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
 _READ = {"int": int, "float": float, "exact": float, "bool": {"true": True, "false": False}.__getitem__}
+_WRITTEN = {float: "{:.9g}".format, bool: lambda value: str(value).lower()}
 _REPAIR = "restore the file from git, or move it away and measure again"
 
 
@@ -113,7 +114,8 @@ def save_rows(
         run = run or runs.Run(slug, machine)
         if any("run" not in row for row in batch):
             run.write()
-        fields = [{name: _format(each) for name, each in ({"run": run.name} | row).items()} for row in batch]
+            batch = [{"run": run.name} | row for row in batch]
+        fields = [{name: _WRITTEN.get(type(each), str)(each) for name, each in row.items()} for row in batch]
         after = pd.DataFrame(fields, columns=[*schema.types], dtype=object).fillna("")
         by = [*(schema.group or schema.keys)]
         replaced = pd.MultiIndex.from_frame(before[by]).isin(pd.MultiIndex.from_frame(after[by]))
@@ -172,13 +174,6 @@ def _check(column: str, kind: str, value: Any) -> int | float | str | bool | Non
     raise ValueError(f"allowed: {_EXPECTED.get(kind, 'a finite number')}")
 
 
-def _format(value: Any) -> str:
-    """A checked value as a CSV field."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return format(value, ".9g") if isinstance(value, float) else str(value)
-
-
 def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> Row:
     """The record with each value as its column stores it; empty ones are left out.
 
@@ -201,20 +196,16 @@ def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> 
                 row[name] = value
         elif name != "machine" and not ((name in (*KEYS, *VALUES) and given in (None, "")) or given != given):
             raise RowError(f"{where}: there is no column {name!r}; allowed: {', '.join(list(types)[:-1])}")
-    if reason := _contradiction(row, schema.values):
-        raise RowError(f"{where}: {reason}")
-    return row
-
-
-def _contradiction(row: Row, values: Iterable[str]) -> str:
-    """What cannot be so of a row, or ""."""
-    got, status = [name for name in values if name in row], row["status"]
+    got, status = [name for name in schema.values if name in row], row["status"]
     spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
     if status == "ok" and not got:
-        return f"there is no value; allowed with status 'ok': some of {', '.join(values)}"
+        allowed = ", ".join(schema.values)
+        raise RowError(f"{where}: there is no value; allowed with status 'ok': some of {allowed}")
     if status != "ok" and (times := [name for name in got if name.endswith("_ms")]):
-        return f"{times[0]} is {row[times[0]]}; allowed with status {status!r}: no time"
-    return "" if spread == sorted(spread) else f"p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls"
+        raise RowError(f"{where}: {times[0]} is {row[times[0]]}; allowed with status {status!r}: no time")
+    if spread != sorted(spread):
+        raise RowError(f"{where}: p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
+    return row
 
 
 # The file.

@@ -22,6 +22,7 @@ from labbook import code
 from labbook import machine as here
 from labbook.files import PROJECT, figures_dir, find, read_record, write_record
 
+# What changes times or results, besides switches.
 _SETTINGS = ("NCCL_", "CUDA_", "CUBLAS", "PYTORCH_", "TORCH", "TRITON_")
 
 
@@ -77,7 +78,11 @@ class Run:
         """The part of a record that does not change during its run."""
         gpu = here.gpu_of(self.machine)
         about = {"slug": self.slug, "machine": self.machine, "gpu": gpu, **here.versions()}
-        about |= {"settings": _settings(), "measured_at": [now], "parameters": dict(self.parameters)}
+        given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+        settings = {name: value for name, value in given.items() if os.sep not in value}  # no paths
+        settings["deterministic"] = str(torch.are_deterministic_algorithms_enabled())
+        settings["float32 matmuls"] = torch.get_float32_matmul_precision()
+        about |= {"settings": settings, "measured_at": [now], "parameters": dict(self.parameters)}
         about |= {"commit": os.environ.get("LABBOOK_COMMIT") or git_commit(PROJECT)}
         if gpu != "none" and torch.cuda.is_available():
             nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
@@ -119,15 +124,6 @@ def remove_unused(machine: str, names: Iterable[str]) -> None:
         tables = (figures_dir() / machine).glob("*/*.csv")
         if Path(name).name == name and not any(name.encode() in table.read_bytes() for table in tables):
             (figures_dir() / machine / "runs" / f"{name}.json").unlink(missing_ok=True)
-
-
-def _settings() -> dict[str, str]:
-    """What changes times or results: environment variables, unless they name a path, and switches."""
-    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
-    return {name: value for name, value in given.items() if os.sep not in value} | {
-        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "float32 matmuls": torch.get_float32_matmul_precision(),
-    }
 
 
 @cache

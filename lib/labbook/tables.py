@@ -15,10 +15,12 @@ from IPython import display
 
 from labbook import labels
 from labbook.compare import require_one_row_each
-from labbook.labels import MISSING, STATUS_LABELS, UNITS, column_label, named_value, ordered, value_label
+from labbook.labels import MISSING, STATUS_LABELS, column_label, named_value, ordered, value_label
 from labbook.rows import TABLES
 
 NO_LINES = "no rows yet"
+# A number, or the word in its place.
+_NUMBER = re.compile(rf"[-+]?[\d,.]+(e[-+]\d+)?[×%]?|{'|'.join(STATUS_LABELS.values())}")
 
 
 def pivot(
@@ -45,7 +47,8 @@ def pivot(
     for value in values:
         header = f"{column_label(value)} by {column_label(columns)}"
         for place in wide[value]:
-            status = wide.get((_own_status(value), place), wide.get(("status", place)))
+            own = f"{value.removesuffix('_ms')}_status"  # as the reference's time beside a row has
+            status = wide.get((own, place), wide.get(("status", place)))
             column = _cells(wide[value, place], status, fmt)
             if value == values[0] or (column != MISSING).any():
                 cells[header, place] = column
@@ -57,11 +60,6 @@ def _labelled(values: pd.Series) -> pd.Categorical:
     known = dict.fromkeys(value_label(value, values.name) for value in ordered(values, values.name))
     categories = [*known, *([MISSING] if values.isna().any() else [])]
     return pd.Categorical([value_label(value, values.name) for value in values], categories, ordered=True)
-
-
-def _own_status(value: str) -> str:
-    """What stands beside a row, as the reference's time does, has another status than the row."""
-    return f"{value.removesuffix('_ms')}_status"
 
 
 def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None) -> pd.Series:
@@ -97,18 +95,18 @@ def as_text(frame: pd.DataFrame) -> pd.DataFrame:
     """Every cell written out and every header with its unit; tables of text stay as they are."""
     if frame.columns.nlevels > 1:
         return frame
-    texts = {
-        column_label(str(name)): _cells(cells, frame.get(_own_status(name), frame.get("status")))
-        if cells.dtype.kind == "f"
-        else [value_label(value, name) for value in cells]
-        for name, cells in frame.items()
-    }
+    texts = {}
+    for name, cells in frame.items():
+        status = frame.get(f"{str(name).removesuffix('_ms')}_status", frame.get("status"))
+        numbers = cells.dtype.kind == "f"
+        text = _cells(cells, status) if numbers else [value_label(value, name) for value in cells]
+        texts[column_label(str(name))] = text
     return pd.DataFrame(texts, index=frame.index)
 
 
 def as_html(texts: pd.DataFrame) -> str:
     """Words and heads of lines are left-aligned; numbers stay right, as pages have them."""
-    words = [not any(map(_is_number, column)) for _, column in texts.items()]
+    words = [not any(map(_NUMBER.fullmatch, map(str, column))) for _, column in texts.items()]
     html = texts.map(lambda text: escape(str(text)))
     for place in np.flatnonzero(words):
         html.isetitem(place, html.iloc[:, place].map(_left))
@@ -121,12 +119,6 @@ def as_html(texts: pd.DataFrame) -> str:
 
 def _has_index(frame: pd.DataFrame) -> bool:
     return any(name is not None for name in frame.index.names)
-
-
-def _is_number(text: object) -> bool:
-    """A number, or the word in its place."""
-    number = re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?[×%]?", str(text))
-    return number is not None or text in STATUS_LABELS.values()
 
 
 def _left(text: object) -> str:
@@ -146,7 +138,6 @@ def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
         elif schema.group:
             outcome = f"{len(rows)} rows"
         else:
-            value = row[name] if isinstance(row[name], str) else labels.significant(row[name])
-            outcome = f"{value} {UNITS.get(name.rpartition('_')[2], '')}".rstrip()
+            outcome = row[name] if isinstance(row[name], str) else labels.quantity(row[name], name)
         lines.append(f"{', '.join(named_value(name, row[name]) for name in told)}: {outcome}")
     return lines

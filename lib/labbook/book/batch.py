@@ -195,11 +195,6 @@ def _run_job(job: Job, folder: Path) -> Record:
     return record
 
 
-def load_records(folder: Path) -> dict[str, Record]:
-    """How the jobs of a folder ended, by the names of their files."""
-    return {path.stem: record for path in sorted(folder.glob("*.json")) if (record := load_record(path))}
-
-
 def load_record(path: Path) -> Record | None:
     """The record in a file; None when it is not there or damaged, and its job runs again."""
     with suppress(OSError, ValueError):

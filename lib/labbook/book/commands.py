@@ -5,7 +5,7 @@ import signal
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -151,31 +151,27 @@ def _site(options: Namespace) -> None:
 
 def _rows(options: Namespace) -> None:
     """check a machine's rows: somebody's that were unpacked into figures, or yours before you pack them"""
-    if problems := [*_problems(options.machine)]:
-        raise BatchError("\n".join(problems))
-    tables = [*find(options.machine).glob("*/*.csv")]
-    print(f"{options.machine}: {len(tables)} tables, whose runs are all there")
-
-
-def _problems(machine: str) -> Iterator[str]:
-    """A line for each table, run or card that keeps a machine's rows from standing beside others."""
+    machine, problems = options.machine, []
     try:
         load_card(machine)
     except (OSError, ValueError) as error:
-        yield str(error)
-    for path in (paths := sorted(find(machine).glob("*/*.csv"))):
-        where = f"{path.parent.name}/{path.name}"
+        problems.append(str(error))
+    for path in (tables := sorted(find(machine).glob("*/*.csv"))):
+        found = []
         if notebook_of(path.parent.name) is None:
-            yield f"{where}: there is no notebook of {path.parent.name!r}"
+            found.append(f"there is no notebook of {path.parent.name!r}")
         try:
             named = load_rows(path.parent.name, machine, path.stem)["run"]
             missing = [name for name in named.dropna().unique() if load_run(machine, name) is None]
             if missing or named.isna().any():
-                yield f"{where}: runs are missing: {', '.join(missing) or 'some rows name none'}"
+                found.append(f"runs are missing: {', '.join(missing) or 'some rows name none'}")
         except ValueError as error:
-            yield f"{where}: {error}"
-    if not paths:
-        yield f"{machine} has no rows"
+            found.append(str(error))
+        problems += [f"{path.parent.name}/{path.name}: {each}" for each in found]
+    problems += [f"{machine} has no rows"] * (not tables)
+    if problems:
+        raise BatchError("\n".join(problems))
+    print(f"{machine}: {len(tables)} tables, whose runs are all there")
 
 
 def _paths(words: list[str]) -> list[Path]:

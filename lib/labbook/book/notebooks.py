@@ -148,8 +148,13 @@ def parameter_errors(known: Mapping[str, Parameter], given: Mapping[str, Any], s
         BatchError: parameters.yaml cannot be read, or has a rule of an unknown kind.
     """
     errors = [unknown("parameter", name, known) for name in given if name not in known]
-    expected = {name: _expected(known[name].default, given[name]) for name in given if name in known}
-    errors += [f"{name} is {given[name]!r}; allowed: {text}" for name, text in expected.items() if text]
+    for name, value in [(name, given[name]) for name in given if name in known]:
+        default = known[name].default
+        several, kind = isinstance(default, list), type(_listed(default)[0])
+        fits = {*map(type, _listed(value))} <= {kind, *([int] if kind is float else [])}
+        if not fits or several != isinstance(value, list | tuple):
+            allowed = f"{'a list, each item ' * several}{_TYPES[kind]}, like {default!r}"
+            errors.append(f"{name} is {value!r}; allowed: {allowed}")
     if errors:
         return errors
     rules = rules_of(slug)
@@ -168,15 +173,6 @@ def rules_of(slug: str) -> dict[str, dict[str, Any]]:
         if not isinstance(rule, dict) or rule.keys() - _RULE:
             raise BatchError(f"parameters.yaml, {name}: {rule!r}; allowed: {', '.join(sorted(_RULE))}")
     return rules
-
-
-def _expected(default: Any, value: Any) -> str:
-    """What is allowed where this default stands: "a list, each item text, like ['a']"; "" if the value is."""
-    several, kind = isinstance(default, list), type(_listed(default)[0])
-    fits = {*map(type, _listed(value))} <= {kind, *([int] if kind is float else [])}
-    if fits and several == isinstance(value, list | tuple):
-        return ""
-    return f"{'a list, each item ' * several}{_TYPES[kind]}, like {default!r}"
 
 
 def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) -> str:

@@ -75,7 +75,8 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
     wanted = ("sphinx", "myst_nb", "furo", "jupyter_server_mathjax")
     if missing := [name for name in wanted if find_spec(name) is None]:
         raise BatchError(f"{', '.join(missing)} is not installed; `pip install -e '.[site]'` does it")
-    paths, records = sorted(executed.glob("*.ipynb")), batch.load_records(executed)
+    paths, found = sorted(executed.glob("*.ipynb")), sorted(executed.glob("*.json"))
+    records = {path.stem: record for path in found if (record := batch.load_record(path))}
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
     with locked(target), tempfile.TemporaryDirectory() as scratch:

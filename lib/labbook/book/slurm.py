@@ -48,7 +48,9 @@ def run_batch(
             for last in (False, True):  # it shows what the others found
                 arrays = defaultdict(list)
                 for job in [job for job in due if is_last(job.notebook.stem) == last]:
-                    arrays[_gpus(job) if gpu else 0].append(job.name)
+                    ranks = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
+                    own = job.parameters.get("backend") == "nccl"  # a GPU for each rank
+                    arrays[gpu * (max(ranks) if own else 1)].append(job.name)
                 started = [_submit(name, names, command, output, gpus) for gpus, names in arrays.items()]
                 while any(process.poll() is None for process in started):
                     time.sleep(_LOOK_EVERY_S)
@@ -62,12 +64,6 @@ def run_batch(
         subprocess.run(["scancel", f"--name={name}"], capture_output=True)
         raise
     return [_record(job, output, said.get(job.name, "")) for job in jobs]
-
-
-def _gpus(job: Job) -> int:
-    """How many GPUs an entry needs: one for each of its ranks, if they are to have their own."""
-    ranks = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
-    return max(ranks) if job.parameters.get("backend") == "nccl" else 1
 
 
 def _submit(name: str, jobs: list[str], command: Sequence[str], output: Path, gpus: int) -> subprocess.Popen:

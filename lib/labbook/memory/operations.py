@@ -68,38 +68,32 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     """
     owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     modules = {id(child): name for name, child in module.named_modules()}
-    running, storages = _Operations(), {}
+    storages: dict[int, tuple] = {}
+    running: list[str] = []  # functions of PyTorch, the innermost last
+
+    class Operations(TorchFunctionMode):
+        def __torch_function__(self, function: Callable, types, args=(), kwargs=None) -> Any:
+            running.append(getattr(function, "__name__", str(function)).strip("_"))
+            try:
+                return function(*args, **(kwargs or {}))
+            finally:
+                running.pop()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in owned and address not in storages:
             name, code = _where(modules)
-            operation = running.names[-1] if running.names else code.partition(": ")[0].rpartition(" ")[2]
+            operation = running[-1] if running else code.partition(": ")[0].rpartition(" ")[2]
             dtype = str(tensor.dtype).removeprefix("torch.")
             storages[address] = (name, operation, code, storage.nbytes(), dtype)
         return tensor.detach()  # as in `saved_bytes`
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor), running:
+    with saved_tensors_hooks(pack, lambda tensor: tensor), Operations():
         output = module(*inputs)
     del output  # kept until here: what a freed graph saved would be freed too
     frame = pd.DataFrame(storages.values(), columns=["module", "operation", "code", "size_bytes", "dtype"])
     return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
-
-
-class _Operations(TorchFunctionMode):
-    """Names of the functions of PyTorch that are running, the innermost last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, function: Callable, types, args=(), kwargs=None) -> Any:
-        self.names.append(getattr(function, "__name__", str(function)).strip("_"))
-        try:
-            return function(*args, **(kwargs or {}))
-        finally:
-            self.names.pop()
 
 
 def _where(modules: dict[int, str]) -> tuple[str, str]:
@@ -140,9 +134,27 @@ def operations_of(function: Callable[[], Any]) -> list[Operation]:
 
     Views are left out: they move nothing. Temporaries inside one operation are not seen.
     """
-    with _Recorder() as recorder:
+    found = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            result = operation(*args, **kwargs)
+            packet, name = operation.overloadpacket, operation.overloadpacket.__name__
+            read, written = _sizes((args, kwargs)), _sizes(result)
+            is_view = written.keys() <= read.keys() and not operation._schema.is_mutable
+            if is_view or name.startswith(_NOTHING_MOVES):
+                return result
+            in_bytes = (_sizes((args[1:], kwargs)) if name in _OVERWRITE else read).total()
+            if name in _GATHERS:
+                in_bytes = min(in_bytes, written.total())
+            flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+            found.append(Operation(name, flops, in_bytes + written.total()))
+            return result
+
+    with Recorder():
         function()
-    return recorder.operations
+    return found
 
 
 def sum_of_rooflines_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps: float) -> float:
@@ -153,27 +165,6 @@ def sum_of_rooflines_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps
         matmul_tflops, copy_gbps: rates, as on a machine's card.
     """
     return sum(max(one.flops / matmul_tflops / 1e9, one.bytes_moved / copy_gbps / 1e6) for one in of)
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Operation] = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = operation(*args, **kwargs)
-        packet, name = operation.overloadpacket, operation.overloadpacket.__name__
-        read, written = _sizes((args, kwargs)), _sizes(result)
-        is_view = written.keys() <= read.keys() and not operation._schema.is_mutable
-        if is_view or name.startswith(_NOTHING_MOVES):
-            return result
-        in_bytes = (_sizes((args[1:], kwargs)) if name in _OVERWRITE else read).total()
-        if name in _GATHERS:
-            in_bytes = min(in_bytes, written.total())
-        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        self.operations.append(Operation(name, flops, in_bytes + written.total()))
-        return result
 
 
 def _sizes(tree: Any) -> Counter[int]:

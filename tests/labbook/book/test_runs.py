@@ -48,7 +48,7 @@ def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_
     assert [again[0], again[2]] == [records[0], records[2]]
     batch.run_batch(jobs[:1], folder, force=True)
     assert executed[4:] == ["11_nb"]
-    assert list(batch.load_records(folder)) == [job.name for job in jobs]
+    assert [batch.load_record(folder / f"{job.name}.json").status for job in jobs] == ["ok", "error", "ok"]
     assert "steps=12\n    cell [1]: Bad: <luck>" in batch.summary(records)
 
 
