@@ -184,7 +184,7 @@ def _contradict(rows: Iterable[Row]) -> bool:
 
 
 def _over_ranks(
-    groups: list[list[Case]], setup: Setup, options: dict, start: Callable[..., Iterator[list[Row]]]
+    groups: list[list[Case]], setup: Setup, options: dict, start: Callable
 ) -> Iterator[list[Row]]:
     """Start the processes, and again for what is left whenever a rank ran out of memory."""
     while groups:

@@ -105,9 +105,7 @@ def lines(
     return Drawing(chart, legend, column_label(x), column_label(y))
 
 
-def _mark_failures(
-    panels: Sequence[Axes], failed: Sequence[pd.DataFrame], colors: dict[Hashable, str]
-) -> None:
+def _mark_failures(panels: Sequence[Axes], failed: Sequence[pd.DataFrame], colors: Mapping) -> None:
     """A cross in the line's colour in a zone above the data, under the word "OOM" (or "error", "skipped")."""
     most, first = max(rows.groupby("_x").size().max() if len(rows) else 0 for rows in failed), panels[0]
     if not most:

@@ -64,9 +64,7 @@ def columns(text: str, default: str = "text") -> dict[str, str]:
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first where libyaml is there
 DECLARED = yaml.load((NOTEBOOKS / "tables.yaml").read_text(encoding="utf-8"), _LOADER)
 TABLES = {
-    name: Table(
-        columns(each["keys"]), columns(each["values"], "float"), tuple(columns(each.get("group", "")))
-    )
+    name: Table(columns(each["keys"]), columns(each["values"], "float"), (*columns(each.get("group", "")),))
     for name, each in DECLARED["tables"].items()
 }
 ALLOWED: dict[str, Sequence[str]] = {"status": STATUSES, **DECLARED["allowed"]}

@@ -14,9 +14,7 @@ from IPython import display
 from labbook.labels import column_label, value_label
 
 _SCRIPT = Path(__file__).with_suffix(".js")
-_WITHOUT = (
-    "<em>With scripts on (a notebook that is trusted, or the site) sliders change this figure here.</em>"
-)
+_HINT = "<em>With scripts on (a notebook that is trusted, or the site) sliders change this figure here.</em>"
 
 
 class Sliders:
@@ -48,7 +46,7 @@ class Sliders:
         data = data.replace("</", "<\\/")
         script = _SCRIPT.read_text(encoding="utf-8").strip()
         start = f"({data}, document.currentScript.previousElementSibling)"
-        return f"<div>{_WITHOUT}</div><script>{script}{start}</script>"
+        return f"<div>{_HINT}</div><script>{script}{start}</script>"
 
     def _ipython_display_(self) -> None:
         display.display({"text/html": self.html(), "text/plain": "<figure with sliders>"}, raw=True)

@@ -104,9 +104,7 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     return [*jobs.values()]
 
 
-def _entries(
-    profile: str, profiles: dict[str, Any], seen: tuple[str, ...] = ()
-) -> Iterable[tuple[str, dict]]:
+def _entries(profile: str, profiles: dict[str, Any], seen: tuple[str, ...] = ()) -> Iterable[tuple]:
     """(notebook, parameters) for each point of each grid of a profile, with the profiles that it includes."""
     if profile not in profiles or profile in seen:
         what = "includes itself" if profile in seen else "is unknown"

@@ -133,11 +133,8 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
         FileNotFoundError, ProfileError: see `torch_trace.load_trace`; or it has no memory events or ranges.
     """
     trace, events = torch_trace.load_trace(path)
-    changes = [
-        (event["ts"], event["args"]["Addr"], event["args"]["Bytes"], "")
-        for event in trace
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
-    ]
+    memory = [e for e in trace if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
+    changes = [(event["ts"], event["args"]["Addr"], event["args"]["Bytes"], "") for event in memory]
     if not changes:
         raise ProfileError(f"{path.name} has no memory events; record it with_memory")
     ranges = events[events.kind == "range"]
@@ -167,10 +164,8 @@ def _history(
     made = made[made.size_bytes > 0].reset_index(drop=True)
     launches = pd.DataFrame({"process": 0, "launch_ns": made.start_us})
     paths, made["range"] = range_paths(ranges.assign(process=0), launches)
-    stages = ranges[~paths.str.contains("/", na=True)][["name", *_TIMES]]
-    stages = stages.set_axis(["name", "start_us", "end_us"], axis=1).sort_values(
-        "start_us", ignore_index=True
-    )
+    stages = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns", ignore_index=True)
+    stages = stages[["name", *_TIMES]].set_axis(["name", "start_us", "end_us"], axis=1)
     # An owner where one is known at either end of the recording, else what the lifetime says.
     from_before, at_the_end = made.start_us == -np.inf, made.end_us == np.inf
     made["category"] = np.where(from_before, "other", "temporary")

@@ -83,7 +83,12 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in owned and address not in storages:
-            name, code = _where(modules)
+            stack = []  # the innermost module; found without hooks, which would send fused blocks another way
+            for frame, line in walk_stack(sys._getframe()):
+                stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+                if (owner := id(frame.f_locals.get("self"))) in modules:
+                    break
+            name, code = modules.get(owner, ""), own_line(stack)
             operation = running[-1] if running else code.partition(": ")[0].rpartition(" ")[2]
             dtype = str(tensor.dtype).removeprefix("torch.")
             storages[address] = (name, operation, code, storage.nbytes(), dtype)
@@ -94,16 +99,6 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     del output  # kept until here: what a freed graph saved would be freed too
     frame = pd.DataFrame(storages.values(), columns=["module", "operation", "code", "size_bytes", "dtype"])
     return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
-
-
-def _where(modules: dict[int, str]) -> tuple[str, str]:
-    """The innermost module, and the innermost line of the project in it, that are running."""
-    stack = []  # found without hooks, which would send fused blocks another way
-    for frame, line in walk_stack(sys._getframe()):
-        stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
-        if (running := id(frame.f_locals.get("self"))) in modules:
-            return modules[running], own_line(stack)
-    return "", own_line(stack)
 
 
 def own_line(stack: Iterable[tuple[str, int, str]]) -> str:

@@ -101,10 +101,9 @@ def read_export(path: Path) -> Profile:
             selects = [_EVENTS.format(table, *_TABLES[table]) for table in there]
             events = pd.read_sql_query(" UNION ALL ".join(selects) + " ORDER BY start_ns", export)
     except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
-        raise ProfileError(
-            f"{path.name} is damaged or no SQLite export of Nsight Systems 2021.2 or newer ({error}); export "
-            f"the report again: nsys export --type=sqlite {path.stem}.nsys-rep"
-        ) from None
+        told = f"{path.name} is damaged or no SQLite export of Nsight Systems 2021.2 or newer ({error})"
+        again = f"nsys export --type=sqlite {path.stem}.nsys-rep"
+        raise ProfileError(f"{told}; export the report again: {again}") from None
     profile = Profile(complete(events, path.name))
     profile.calls["name"] = profile.calls.name.str.replace(r"_v\d+$", "", regex=True)
     return profile
