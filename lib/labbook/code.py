@@ -84,13 +84,12 @@ def why(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 class _Said:
     """What parts of a syntax tree say, that were read.
 
-    package: the one that the code is in, for relative imports. text: the tree itself.
-    imports: (bound name, module, name in it, or "" for the module itself). named: modules in strings.
+    text: the tree itself. named: modules in strings.
+    imports: (bound name, module, name in it, or "" for the module itself); relative ones there are none.
     uses: the attributes under which each name is used, "" for the name alone.
     binds: names bound. keeps: names whose value is changed. saves: a table for each call that saves rows.
     """
 
-    package: str = ""
     text: list[str] = field(default_factory=list)
     imports: list[tuple[str, str, str]] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
@@ -113,7 +112,7 @@ class _Said:
             if root not in own and (not is_read or attributes.rpartition(".")[2] in _MUTATORS):
                 (self.keeps if attributes else self.binds).add(root)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            self.imports += (imports := _imports(node, self.package))
+            self.imports += (imports := _imports(node))
             self.text.append(f"{imports};")
             self.named.update(alias.name for alias in node.names if isinstance(node, ast.Import))
             self.binds.update(bound for bound, _, _ in imports)
@@ -202,12 +201,9 @@ def _literals_joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
     return parts
 
 
-def _imports(node: ast.Import | ast.ImportFrom, package: str) -> list[tuple[str, str, str]]:
+def _imports(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str, str]]:
     if isinstance(node, ast.ImportFrom):
-        parts = package.split(".")
-        up = parts[: len(parts) + 1 - node.level] if node.level else []
-        module = ".".join([*up, *filter(None, [node.module])])
-        return [(alias.asname or alias.name, module, alias.name) for alias in node.names]
+        return [(alias.asname or alias.name, node.module, alias.name) for alias in node.names]
     names = [(alias.asname or alias.name.partition(".")[0], alias) for alias in node.names]
     return [(bound, alias.name if alias.asname else bound, "") for bound, alias in names]
 
@@ -230,19 +226,18 @@ def _loaded(module: str, path: Path, _: int) -> tuple[_Said, dict[str, tuple[str
     """A file, and, of a package's __init__, what it only hands on: name -> (module, name)."""
     tree, exports = ast.parse(path.read_text(encoding="utf-8")), {}
     if path.name != "__init__.py":
-        return _Said(module.rpartition(".")[0]).read(tree), exports
+        return _Said().read(tree), exports
     for node in tree.body[:]:
         assigned = ast.unparse(node).partition(" =")[0] if isinstance(node, ast.Assign) else ""
         if isinstance(node, ast.ImportFrom):
-            exports |= {bound: (source, name) for bound, source, name in _imports(node, module)}
-        elif assigned == "__getattr__, __all__":
-            table = next(each for each in ast.walk(node) if isinstance(each, ast.Dict))
-            for source, names in ast.literal_eval(table).items():
+            exports |= {bound: (source, name) for bound, source, name in _imports(node)}
+        elif assigned == "_NAMES":
+            for source, names in ast.literal_eval(node.value).items():
                 exports |= {name: (f"{module}.{source}", name) for name in names.split()}
         elif assigned != "__all__":
             continue
         tree.body.remove(node)
-    said = _Said(module).read(tree)
+    said = _Said().read(tree)
     said.imports += [(name, *exports[name]) for name in exports if name in said.uses]  # it uses these itself
     return said, exports
 
@@ -322,7 +317,7 @@ def statements(source: str) -> list[_Said]:
         for node in ast.parse(re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)).body:
             said = _Said().read(node)
             if isinstance(node, ast.Import | ast.ImportFrom):  # each name by itself: others do not matter
-                found += [_Said("", [f"{one};"], [one], said.named, binds={one[0]}) for one in said.imports]
+                found += [_Said([f"{one};"], [one], said.named, binds={one[0]}) for one in said.imports]
                 continue
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 said.binds, said.keeps = {node.name}, set()

@@ -36,7 +36,7 @@ class Page:
         self.reference_card: MachineCard = load_card(self.reference)
         self.device: str = parameters.get("device", "auto")
         self.card: MachineCard = machine_card(self.device)
-        self._names = code.code_cells(path)[1] if (path := code.notebook_of(slug)) else frozenset()
+        self._names = code.code_cells(code.notebook_of(slug))[1]
         given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
         self._executed: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
         self.run = runs.Run(slug, self.card.slug, given, self.code)
@@ -112,12 +112,11 @@ class Page:
     def _age(self, machine: str) -> str:
         """How many of a machine's rows are of today's code, and what the others are."""
         counts = Counter()
-        for names in run_counts(self.slug, machine).values():
-            for name, count in names.items():
-                record = runs.load_run(machine, name)
-                path = code.notebook_of(record.slug) if record else None
-                now = code.of_notebook(path) if path and record.code else {}
-                counts[runs.why_old(record, now) or "of today's code"] += count
+        for name, count in run_counts(self.slug, machine).items():
+            record = runs.load_run(machine, name)
+            path = code.notebook_of(record.slug) if record else None
+            now = code.of_notebook(path) if path and record.code else {}
+            counts[runs.why_old(record, now) or "of today's code"] += count
         told = "; ".join(f"{count:,} {why}" for why, count in counts.most_common())
         return f"rows of {machine}: {told}" if told else ""
 

@@ -9,6 +9,7 @@ import io
 import math
 import numbers
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -138,10 +139,10 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     return frame.assign(machine=pd.Series(machine, frame.index, dtype=object))
 
 
-def run_counts(slug: str, machine: str) -> dict[str, dict[str, int]]:
-    """How many rows each run measured, for each table that a machine has of a problem; "" is unknown."""
-    runs_of = {table: _read(find(machine, slug, f"{table}.csv"), table)["run"] for table in sorted(TABLES)}
-    return {table: names.value_counts(sort=False).to_dict() for table, names in runs_of.items() if len(names)}
+def run_counts(slug: str, machine: str) -> Counter[str]:
+    """How many rows of a problem each run measured on a machine; "" is an unknown one."""
+    tables = (_read(find(machine, slug, f"{table}.csv"), table) for table in sorted(TABLES))
+    return Counter(name for rows in tables for name in rows["run"])
 
 
 def published(name: str) -> pd.DataFrame:

@@ -86,7 +86,7 @@ def map_table(entries: dict[str, Entry], machine: str) -> str:
         if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** |" + " |" * (len(columns) - 1))
         before = [f"[{n}]({each}.ipynb)" for n in entry.read_before for each in entries if each[:2] == n]
-        rows = sum(sum(runs.values()) for runs in run_counts(name[3:], machine).values())
+        rows = run_counts(name[3:], machine).total()
         cells = [
             f"[{entry.title.replace('_', '_<wbr>')}]({name}.ipynb)",  # long names may be broken
             "both" if len(entry.editions) > 1 else "".join(entry.editions),
