@@ -255,7 +255,7 @@ class _Walk:
         for name, chains in (pair for said in several for pair in said.uses.items()):
             uses[name] |= chains
         for bound, module, name in (each for said in several for each in said.imports):
-            for chain in uses.get(bound, {""} if name == "*" else ()):
+            for chain in uses.get(bound, ()):
                 self.follow_chain(module, ".".join(filter(None, [name, chain])))
             self.follow_module(module, whole=False)
         for text in sorted(set().union(*(said.named for said in several))):
@@ -268,8 +268,8 @@ class _Walk:
         """What `module.a.b` is, the chain being "a.b"; the module itself, handed on, where there is none."""
         path, (name, _, rest) = _find(module), chain.partition(".")
         is_package = path is not None and path.name == "__init__.py"
-        self.follow_module(module, whole=not is_package or name in ("", "*"))
-        if not is_package or name in ("", "*"):
+        self.follow_module(module, whole=not is_package or not name)
+        if not is_package or not name:
             return
         said, exports = _loaded(module, path, path.stat().st_mtime_ns)
         if _find(f"{module}.{name}"):

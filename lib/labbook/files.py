@@ -4,8 +4,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -52,15 +52,12 @@ def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder th
     return folder
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder. The lock ends with its process, killed or not.
+def locked(folder: Path) -> filelock.BaseFileLock:
+    """A context that keeps other processes out of the folder. It ends with its process, killed or not.
 
-    Raises:
-        filelock.Timeout: another process has held it for a minute.
+    Entering raises filelock.Timeout where another process has held it for a minute.
     """
-    with filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S):
-        yield
+    return filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

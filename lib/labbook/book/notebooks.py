@@ -180,12 +180,16 @@ def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) 
     items = _listed(values[name])
     if not items and not rule.get("may_be_empty"):
         return f"{name} is an empty list; allowed: one item or more"
-    words = _words(rule, values)
+    words = rule.get("words", [])
+    if isinstance(words, str):  # "module:name", of a collection, or of a function that returns one
+        words = resolve_name(words)
+        words = words() if callable(words) else words
+    words = [*(words.get(values[rule["by"]], ()) if "by" in rule else words), *rule.get("also", ())]
     limits = {kind: _listed(values.get(rule[kind], rule[kind])) for kind in _LIMITS if kind in rule}
     for item in items:
         # "every 3" is allowed where "every N" is
         pattern = re.sub(r"(?<= )[1-9]\d*$", "N", item) if isinstance(item, str) else item
-        if words and not {item, pattern} & {*words}:
+        if words and not {item, pattern} & {*words}:  # there are none where it is no word
             return f"{name} has {item!r}; allowed: {', '.join(map(str, words))}"
         if items.count(item) > 1:
             return f"{name} has {item!r} twice; allowed: once"
@@ -201,12 +205,3 @@ def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) 
 
 def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _words(rule: Mapping[str, Any], values: Mapping[str, Any]) -> list[Any]:
-    """The words that a parameter may have; none where it is no word."""
-    words = rule.get("words", [])
-    if isinstance(words, str):  # "module:name", of a collection, or of a function that returns one
-        words = resolve_name(words)
-        words = words() if callable(words) else words
-    return [*(words.get(values[rule["by"]], ()) if "by" in rule else words), *rule.get("also", ())]

@@ -92,9 +92,7 @@ def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             trace = list(json.load(file)["traceEvents"])
-    except FileNotFoundError:
-        raise
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+    except (gzip.BadGzipFile, EOFError, ValueError, TypeError, KeyError) as error:
         raise ProfileError(f"{path.name} is cut off or no trace ({error!r}); record it again") from None
     found = {at: e for at, e in enumerate(trace) if e.get("ph") == "X" and e.get("cat") in _KINDS}
     rows = [[*map(e.get, _FIELDS), *map((e.get("args") or {}).get, _ARGUMENTS)] for e in found.values()]
