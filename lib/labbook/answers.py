@@ -22,8 +22,7 @@ from labbook.labels import significant
 class Claim:
     """Something an answer says, and whether it holds; figures included, so that its failure explains itself.
 
-    Raises:
-        TypeError: `holds` is not a single truth value.
+    Raises TypeError: `holds` is not a single truth value.
     """
 
     description: str
@@ -41,8 +40,7 @@ claim = Claim  # as an answer makes it
 def answer(deliverable: str, text: str, *claims: Claim) -> None:
     """Show the answer to one deliverable: **(b)**, the text, and, folded, what was checked.
 
-    Raises:
-        AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
+    Raises AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
     """
     _show(f"**({deliverable})** {text}{_checked(f'answer ({deliverable})', claims)}")
 
@@ -85,8 +83,7 @@ def without_docstrings(source: str) -> str:
 def one(frame: pd.DataFrame, **key: object) -> pd.Series:
     """The single row with this key; write `pass_` for the column `pass`.
 
-    Raises:
-        LookupError: no row or several rows have it; the message counts them and says in what they differ.
+    Raises LookupError: no row or several rows have it; the message counts them and says in what they differ.
     """
     found, key = frame, {name.rstrip("_"): value for name, value in key.items()}
     for name, value in key.items():

@@ -50,9 +50,8 @@ def of_notebook(path: Path) -> dict[str, str]:
 def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str, str]:
     """The same of what the last of some executed cells saves. A file newer than this process is marked.
 
-    Args:
-        sources: of the cells, in the order of their execution.
-        parameters: the names whose literal values are no code.
+    sources: of the cells, in the order of their execution.
+    parameters: the names whose literal values are no code.
     """
     found = _behind(sources, parameters, [len(sources) - 1])
     started = psutil.Process().create_time()

@@ -42,8 +42,7 @@ def find(folder: str, *parts: str) -> Path:
 def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder that can") -> Path:
     """Create a folder, under `figures_dir()` if nothing else is said.
 
-    Raises:
-        PermissionError: it cannot be created or written to; the message names the way out.
+    Raises PermissionError: it cannot be created or written to; the message names the way out.
     """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,8 +77,7 @@ def write_record(path: Path, record: Any) -> None:
 def read_record(path: Path, kind: Callable[..., Any]) -> Any:
     """The dataclass in a JSON file.
 
-    Raises:
-        ValueError: the file is damaged, in a sentence that names it.
+    Raises ValueError: the file is damaged, in a sentence that names it.
     """
     try:
         return kind(**json.loads(path.read_text(encoding="utf-8")))

@@ -71,9 +71,8 @@ def machine_card(device: str | torch.device = "auto") -> MachineCard:
 
     A card that tells of another GPU, torch or triton is measured anew.
 
-    Raises:
-        RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
-        ValueError: the stored card is damaged.
+    Raises RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
+    ValueError: the stored card is damaged.
     """
     device = resolve_device(device)
     found = _describe(device)
@@ -95,8 +94,7 @@ def machines() -> list[str]:
 def load_card(slug: str) -> MachineCard:
     """The stored card of a machine.
 
-    Raises:
-        FileNotFoundError: there is none; allowed are those listed. ValueError: the file is damaged.
+    Raises FileNotFoundError: there is none; allowed are those listed. ValueError: the file is damaged.
     """
     if slug not in machines():
         raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {', '.join(machines())}")

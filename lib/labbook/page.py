@@ -20,12 +20,10 @@ class Page:
     Creating it begins a run, prints this machine's card, which is measured first where there is none, and how
     old the rows of the committed machines are.
 
-    Args:
-        slug: of the notebook's problem.
-        parameters: `globals()` of the notebook; of its parameters, `device` and `reference` are used here.
+    slug: of the notebook's problem.
+    parameters: `globals()` of the notebook; of its parameters, `device` and `reference` are used here.
 
-    Raises:
-        BatchError: a parameter has a value that the notebook cannot run with; a line for each.
+    Raises BatchError: a parameter has a value that the notebook cannot run with; a line for each.
     """
 
     def __init__(self, slug: str, parameters: Mapping[str, Any]) -> None:

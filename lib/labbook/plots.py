@@ -71,8 +71,7 @@ def lines(
 ) -> Drawing:  # fmt: skip
     """One line for each value of `hue` and machine, with its spread, and a cross where memory ran out.
 
-    Args:
-        band: columns with the lower and the upper edge of the spread, shaded where the rows have them.
+    band: columns with the lower and the upper edge of the spread, shaded where the rows have them.
     """
     require_one_row_each(frame, x, hue, facet)
     told = _Encoding(frame, hue)
@@ -241,9 +240,8 @@ def heatmap(
 ) -> Drawing:  # fmt: skip
     """A grid of cells with their value written in; a grey cell was not measured, or ran out of memory (OOM).
 
-    Args:
-        fmt: format of a value, "{:.1f}"; three significant digits without it.
-        middle: the value that parts two colours, as 1 does for a ratio; without it one colour grows darker.
+    fmt: format of a value, "{:.1f}"; three significant digits without it.
+    middle: the value that parts two colours, as 1 does for a ratio; without it one colour grows darker.
     """
     require_one_row_each(frame, index, columns, facet)
     down, across = ordered(frame[index], index), ordered(frame[columns], columns)
@@ -278,13 +276,12 @@ def spans(
 ) -> Drawing:  # fmt: skip
     """What happens when: a lane for each value of `lane`, a box for each row.
 
-    Args:
-        x: columns with the start and the end of a box, times since a step began.
-        side: a column of two values, of which the first is drawn in the upper half of its lane and the second
-            below it, no box so thin that it could not be seen.
-        text: a column with what is written into a box, where it fits.
-        between: look at this part of the time only.
-        shades: colours of values that the vocabulary does not have.
+    x: columns with the start and the end of a box, times since a step began.
+    side: a column of two values, of which the first is drawn in the upper half of its lane and the second
+        below it, no box so thin that it could not be seen.
+    text: a column with what is written into a box, where it fits.
+    between: look at this part of the time only.
+    shades: colours of values that the vocabulary does not have.
     """
     start, end = between or (frame[x[0]].clip(upper=0).min(), frame[x[1]].max())
     frame = frame[(frame[x[1]] > start) & (frame[x[0]] < end)]

@@ -84,16 +84,14 @@ def save_rows(
 
     In a table with groups they replace all rows of their group.
 
-    Args:
-        rows: key and value columns; a missing one is empty, a missing status is "ok". A given run stays.
-        slug: of the problem, as in its notebook's name.
-        table: one of `notebooks/tables.yaml`.
-        machine: slug of where the rows were measured.
-        run: that measured them; by default a new one.
+    rows: key and value columns; a missing one is empty, a missing status is "ok". A given run stays.
+    slug: of the problem, as in its notebook's name.
+    table: one of `notebooks/tables.yaml`.
+    machine: slug of where the rows were measured.
+    run: that measured them; by default a new one.
 
-    Raises:
-        RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
-        PermissionError: the folder cannot be written to.
+    Raises RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
+    PermissionError: the folder cannot be written to.
     """
     path = _path(figures_dir(), machine, slug, table)
     schema, where = TABLES[table], _name(path)
@@ -130,8 +128,7 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     Columns have plain numpy dtypes: whole numbers with gaps are floats; empty text and truth values are None.
     `run` is None for rows from before runs had files; `machine` is the one given.
 
-    Raises:
-        RowError: the file is damaged, or a value does not fit; the message names file and line.
+    Raises RowError: the file is damaged, or a value does not fit; the message names file and line.
     """
     path, schema = find(*_path(Path(), machine, slug, table).parts), TABLES[table]
     text = _sorted(_read(path, table), schema)
@@ -178,8 +175,7 @@ def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> 
 
     An empty value may be given for a column that only other tables have.
 
-    Raises:
-        RowError: one sentence: where, what was given, what is allowed.
+    Raises RowError: one sentence: where, what was given, what is allowed.
     """
     schema, row = TABLES[table], {"status": "ok"}
     types = schema.types

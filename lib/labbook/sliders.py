@@ -20,14 +20,13 @@ _HINT = "<em>With scripts on (a notebook that is trusted, or the site) sliders c
 class Sliders:
     """A slider for each control, and the state that they choose.
 
-    Args:
-        kind: how a state is drawn. "bars": a number for each of `labels`; above `limit` in another colour.
-            "lines": for each label a list of points (x, y), on logarithmic axes, over the curves of `fixed`.
-            "cells": for each label a row of texts; a number that one begins with is its shade.
-        controls: the values of each, from left to right; names and values as tables show them.
-        state: of one value of each control, given by name.
-        start: where the sliders stand at first; else at the left.
-        look: labels, and what its kind has of unit, limit, fixed, xlabel and ylabel.
+    kind: how a state is drawn. "bars": a number for each of `labels`; above `limit` in another colour.
+        "lines": for each label a list of points (x, y), on logarithmic axes, over the curves of `fixed`.
+        "cells": for each label a row of texts; a number that one begins with is its shade.
+    controls: the values of each, from left to right; names and values as tables show them.
+    state: of one value of each control, given by name.
+    start: where the sliders stand at first; else at the left.
+    look: labels, and what its kind has of unit, limit, fixed, xlabel and ylabel.
     """
 
     def __init__(

@@ -31,11 +31,9 @@ def pivot(
 
     Of the values after the first, columns with nothing in them are left out.
 
-    Args:
-        fmt: format of a number, "{:.2f}"; without it a column has the decimals its smallest number needs.
+    fmt: format of a number, "{:.2f}"; without it a column has the decimals its smallest number needs.
 
-    Raises:
-        ValueError: two rows belong in one cell; the message names their difference.
+    Raises ValueError: two rows belong in one cell; the message names their difference.
     """
     if frame.empty:
         return frame
@@ -78,8 +76,7 @@ def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None
 def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> None:
     """Display a table: HTML in a notebook, text elsewhere. Raw rows get readable headers and digits too.
 
-    Args:
-        folded: show the caption alone, until a reader opens it.
+    folded: show the caption alone, until a reader opens it.
     """
     texts = as_text(frame)
     table = as_html(texts) if len(texts) else f"<p>{NO_LINES}</p>"

@@ -54,8 +54,7 @@ def load_notebooks() -> dict[str, dict[str, Parameter]]:
 def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
     """The parameters of a notebook in their order; a notebook without a `parameters` cell has none.
 
-    Raises:
-        ValueError: several such cells, or a line in one that is not `name = literal  # comment`.
+    Raises ValueError: several such cells, or a line in one that is not `name = literal  # comment`.
     """
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) > 1:
@@ -132,8 +131,7 @@ def convert(default: Any, given: Any) -> Any:
 def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
     """Refuse, inside the notebook NN_<slug>, what it cannot run with; `values` are its `globals()`.
 
-    Raises:
-        BatchError: a line for each wrong value, naming what is allowed.
+    Raises BatchError: a line for each wrong value, naming what is allowed.
     """
     known = read_parameters(nbformat.read(notebook_of(slug), as_version=4))
     given = {name: values[name] for name in known if name in values}
@@ -144,8 +142,7 @@ def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
 def parameter_errors(known: Mapping[str, Parameter], given: Mapping[str, Any], slug: str = "") -> list[str]:
     """A sentence for each given parameter that is not among the known or that cannot be right.
 
-    Raises:
-        BatchError: parameters.yaml cannot be read, or has a rule of an unknown kind.
+    Raises BatchError: parameters.yaml cannot be read, or has a rule of an unknown kind.
     """
     errors = [unknown("parameter", name, known) for name in given if name not in known]
     for name, value in [(name, given[name]) for name in given if name in known]:

@@ -63,14 +63,10 @@ MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
 def build(target: Path, executed: Path, told: str = "") -> Path:
     """Write the site of the executed notebooks of a folder into another, or, for a run's, into the same.
 
-    Args:
-        told: how the notebooks of a run ended; without it what their records say.
+    told: how the notebooks of a run ended; without it what their records say.
 
-    Returns:
-        Its first page.
-
-    Raises:
-        BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
+    Returns its first page.
+    Raises BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
     """
     wanted = ("sphinx", "myst_nb", "furo", "jupyter_server_mathjax")
     if missing := [name for name in wanted if find_spec(name) is None]:

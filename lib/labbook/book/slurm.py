@@ -28,13 +28,11 @@ def run_batch(
 ) -> list[Record]:
     """Submit what is not done and unchanged, and wait for its end; how each job ended.
 
-    Args:
-        command: executes the job whose name is put at its end, with records in a folder of `output`.
-        gpu: whether a job gets GPUs: as many as it has ranks, at least one.
+    command: executes the job whose name is put at its end, with records in a folder of `output`.
+    gpu: whether a job gets GPUs: as many as it has ranks, at least one.
 
-    Raises:
-        BatchError: there is no Slurm here.
-        KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
+    Raises BatchError: there is no Slurm here.
+    Raises KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
     """
     if shutil.which("sbatch") is None:
         raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")

@@ -30,9 +30,8 @@ _OVERWRITE = ("copy_", "fill_", "zero_")  # do not read what they replace
 def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tuple[int, int]:
     """Run a forward that records gradients and count what stays until its backward.
 
-    Returns:
-        Bytes of the distinct storages that autograd saved; and bytes in use: `inputs`, output and saved
-        tensors on a CPU, on a GPU what the allocator handed out during the forward, and the inputs.
+    Returns bytes of the distinct storages that autograd saved; and bytes in use: `inputs`, output and saved
+    tensors on a CPU, on a GPU what the allocator handed out during the forward, and the inputs.
     """
     inputs, saved = list(inputs), []
 
@@ -62,9 +61,8 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
 
     Parameters and buffers are not counted: they are there anyway. Inputs are.
 
-    Returns:
-        One row a storage, the largest first: module (path in `module`), operation that saved it first, code
-        (see `own_line`), size_bytes, dtype.
+    Returns one row a storage, the largest first: module (path in `module`), operation that saved it first,
+    code (see `own_line`), size_bytes, dtype.
     """
     owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     modules = {id(child): name for name, child in module.named_modules()}
@@ -106,8 +104,7 @@ def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
 
     "" where there is none, as in backward: autograd's threads run no Python of ours.
 
-    Args:
-        stack: file, line and function of each frame, the innermost first.
+    stack: file, line and function of each frame, the innermost first.
     """
     for file, line, function in stack:
         if ours := _OURS.match(file.replace("\\", "/")):
@@ -155,9 +152,8 @@ def operations_of(function: Callable[[], Any]) -> list[Operation]:
 def sum_of_rooflines_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps: float) -> float:
     """Least time when each operation is a kernel of its own, waiting for the one before: a sum of rooflines.
 
-    Args:
-        of: what `operations_of` returned.
-        matmul_tflops, copy_gbps: rates, as on a machine's card.
+    of: what `operations_of` returned.
+    matmul_tflops, copy_gbps: rates, as on a machine's card.
     """
     return sum(max(one.flops / matmul_tflops / 1e9, one.bytes_moved / copy_gbps / 1e6) for one in of)
 

@@ -33,8 +33,7 @@ def why_no_nsys() -> str:
 def record_report(command: list[str], stem: Path) -> Path:
     """Profile a command and export the report: <stem>.nsys-rep for the viewer, <stem>.sqlite (returned).
 
-    Raises:
-        ProfileError: there is no nsys, the command failed, or nsys could not make a report of it.
+    Raises ProfileError: there is no nsys, the command failed, or nsys could not make a report of it.
     """
     if reason := why_no_nsys():
         raise ProfileError(f"{reason}, or take torch.profiler as the source")
@@ -83,10 +82,9 @@ SELECT '{1}' AS kind, {2} AS name, {3} >> 24 << 24 AS process, {3} AS thread, {4
 def read_export(path: Path) -> Profile:
     """Read a SQLite export of Nsight Systems 2021.2 or newer.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ProfileError: it is no export, is cut off, is of too old a schema, or has no calls of the CUDA API;
-            or see `complete` and `Profile`.
+    Raises FileNotFoundError: there is no such file.
+    ProfileError: it is no export, is cut off, is of too old a schema, or has no calls of the CUDA API;
+        or see `complete` and `Profile`.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no Nsight Systems export {path}; make one with nsys.record_report")
@@ -117,15 +115,11 @@ def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict
 
     The clock is left as it is: ncu's own is lower.
 
-    Args:
-        program: its text, which finds `given`, as JSON, in sys.argv[1].
-        metrics: of Nsight Compute, `ncu --query-metrics`.
+    program: its text, which finds `given`, as JSON, in sys.argv[1].
+    metrics: of Nsight Compute, `ncu --query-metrics`.
 
-    Returns:
-        For each kernel, in order: kernel, its name without arguments, and the metrics in base units.
-
-    Raises:
-        RuntimeError: there is no ncu, it or the program failed, or no kernel ran; with what was said last.
+    Returns for each kernel, in order: kernel, its name without arguments, and the metrics in base units.
+    Raises RuntimeError: there is no ncu, it or the program failed, or no kernel ran; with what was said last.
     """
     command = [*_NCU, "--metrics", ",".join(metrics), sys.executable, "-c", program, json.dumps(given)]
     try:

@@ -36,12 +36,10 @@ def record_trace(
 ) -> Profile:
     """Call `run()` under torch.profiler and save a Chrome trace, .json or .json.gz (for ui.perfetto.dev).
 
-    Args:
-        run: what to profile; warm it up before, and open ranges in it with record_function.
-        with_memory: also record every allocation.
+    run: what to profile; warm it up before, and open ranges in it with record_function.
+    with_memory: also record every allocation.
 
-    Raises:
-        ProfileError: see `read_trace`.
+    Raises ProfileError: see `read_trace`.
     """
     on_cuda = torch.device(device).type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
@@ -62,8 +60,7 @@ def keep_one_step(path: Path, kept: Path) -> None:
 
     Of a CUDA trace that is the ranges, the launches and the kernels: a hundredth of the bytes.
 
-    Raises:
-        ProfileError: it has no step, a range `measure`; or as `load_trace`.
+    Raises ProfileError: it has no step, a range `measure`; or as `load_trace`.
     """
     trace, events = load_trace(path)
     steps, on_gpu = events[(events.kind == "range") & (events.name == STEP)], events.kind.isin(_ON_GPU)
@@ -86,8 +83,7 @@ def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
 
     A range that PyTorch opened is of the kind "pytorch's", what Gloo does on its threads an operator.
 
-    Raises:
-        FileNotFoundError; ProfileError: it is cut off, or no trace.
+    Raises FileNotFoundError; ProfileError: it is cut off, or no trace.
     """
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
@@ -112,8 +108,7 @@ def read_trace(path: Path) -> Profile:
     On a CPU an operator's own time counts, without the operators that it calls, and operators that touch no
     data (views, allocations) are left out: what remains corresponds to a GPU's kernels. A stream is a thread.
 
-    Raises:
-        FileNotFoundError, ProfileError: see `load_trace` and `Profile`; or it is of several processes.
+    Raises FileNotFoundError, ProfileError: see `load_trace` and `Profile`; or it is of several processes.
     """
     _, events = load_trace(path)
     processes = events.process[events.kind.isin(["range", "pytorch's"])].unique()
