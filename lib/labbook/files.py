@@ -75,10 +75,7 @@ def write_record(path: Path, record: Any) -> None:
 
 
 def read_record(path: Path, kind: Callable[..., Any]) -> Any:
-    """The dataclass in a JSON file.
-
-    Raises ValueError: the file is damaged, in a sentence that names it.
-    """
+    """The dataclass in a JSON file. Raises ValueError: the file is damaged, in a sentence that names it."""
     try:
         return kind(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, AttributeError) as error:

@@ -91,10 +91,7 @@ class Run:
 
 
 def load_run(machine: str, name: str) -> Record | None:
-    """What is known of a run; None where its file is not there.
-
-    Raises ValueError: the file is damaged.
-    """
+    """What is known of a run; None where its file is not there. Raises ValueError: the file is damaged."""
     path = find(machine, "runs", f"{name}.json")
     return read_record(path, Record) if name and path.exists() else None
 
