@@ -109,7 +109,6 @@ def measure(
         called as setup(case, context) on each rank, and of every step the slowest rank counts.
     device: where the cases run; over ranks each has its own.
     warmup_steps, steps: as in `timing.time_steps`; a case's column `warmup_steps` goes before.
-
     Raises whatever a set-up or step raises that is neither out of memory nor one of `errors`.
     """
     options = {"around": around, "errors": errors, "warmup_steps": warmup_steps, "steps": steps}

@@ -70,7 +70,6 @@ def machine_card(device: str | torch.device = "auto") -> MachineCard:
     """The card of this machine: from `figures/<slug>/machine.json`, or measured (seconds) and written there.
 
     A card that tells of another GPU, torch or triton is measured anew.
-
     Raises RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
     ValueError: the stored card is damaged.
     """

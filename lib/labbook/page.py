@@ -22,7 +22,6 @@ class Page:
 
     slug: of the notebook's problem.
     parameters: `globals()` of the notebook; of its parameters, `device` and `reference` are used here.
-
     Raises BatchError: a parameter has a value that the notebook cannot run with; a line for each.
     """
 

@@ -89,7 +89,6 @@ def save_rows(
     table: one of `notebooks/tables.yaml`.
     machine: slug of where the rows were measured.
     run: that measured them; by default a new one.
-
     Raises RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
     PermissionError: the folder cannot be written to.
     """
@@ -127,7 +126,6 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
 
     Columns have plain numpy dtypes: whole numbers with gaps are floats; empty text and truth values are None.
     `run` is None for rows from before runs had files; `machine` is the one given.
-
     Raises RowError: the file is damaged, or a value does not fit; the message names file and line.
     """
     path, schema = find(*_path(Path(), machine, slug, table).parts), TABLES[table]
@@ -174,7 +172,6 @@ def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> 
     """The record with each value as its column stores it; empty ones are left out.
 
     An empty value may be given for a column that only other tables have.
-
     Raises RowError: one sentence: where, what was given, what is allowed.
     """
     schema, row = TABLES[table], {"status": "ok"}

@@ -32,7 +32,6 @@ def pivot(
     Of the values after the first, columns with nothing in them are left out.
 
     fmt: format of a number, "{:.2f}"; without it a column has the decimals its smallest number needs.
-
     Raises ValueError: two rows belong in one cell; the message names their difference.
     """
     if frame.empty:

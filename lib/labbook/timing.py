@@ -121,7 +121,6 @@ def time_steps(
     prepare: run before each step, warm-up included, outside the measured time.
     synchronize: False makes the classic mistake on purpose: on a GPU the clock stops when the kernels of
         the step are launched, long before they are done.
-
     Returns the timing; with status "oom" where memory ran out (it is given back). Other errors propagate.
     Raises ValueError: no measured steps, or a negative number of warm-up steps.
     """
@@ -238,7 +237,6 @@ def time_cold_cache(
     to_clear: tensors whose gradients are dropped before each repetition.
     warmup_ms, repeat_ms: about how long the step runs, uncounted and counted. A CPU, which is timed by
         the clock and with whatever its caches hold, takes one step and then CPU_STEPS.
-
     Returns the timing; with status "oom" where memory ran out. Other errors propagate.
     """
     to_clear = list(to_clear)

@@ -69,7 +69,6 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     profile: one of PROFILES.
     only: the notebooks to keep, as `resolve` takes them; what the profile lacks runs with defaults.
     overrides: "name=value", for every notebook that has the parameter; a name given twice is a grid.
-
     Raises BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
     """
     known = load_notebooks()
@@ -145,7 +144,6 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
 
     Each ends as `<name>.ipynb` and `.json` in the folder, so that a killed run continues where it was. Of two
     runs at once one waits for what the other executes. `force` executes also what is done.
-
     Raises PermissionError: the folder cannot be written to.
     Raises KeyboardInterrupt: Ctrl-C; what was running has ended.
     """

@@ -64,7 +64,6 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
     """Write the site of the executed notebooks of a folder into another, or, for a run's, into the same.
 
     told: how the notebooks of a run ended; without it what their records say.
-
     Returns its first page.
     Raises BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
     """

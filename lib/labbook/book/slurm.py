@@ -30,7 +30,6 @@ def run_batch(
 
     command: executes the job whose name is put at its end, with records in a folder of `output`.
     gpu: whether a job gets GPUs: as many as it has ranks, at least one.
-
     Raises BatchError: there is no Slurm here.
     Raises KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
     """

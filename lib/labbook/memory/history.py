@@ -125,7 +125,6 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
     """Read the memory events of a CPU trace that was recorded `with_memory`; arguments as in `read_snapshot`.
 
     There `code` stays empty: `range` says where an allocation was made.
-
     Raises FileNotFoundError, ProfileError: as `torch_trace.load_trace`; or it has no memory events or ranges.
     """
     trace, events = torch_trace.load_trace(path)

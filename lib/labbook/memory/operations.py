@@ -60,7 +60,6 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     """The storages that one forward of `module` keeps for backward; each once, whoever saves it again.
 
     Parameters and buffers are not counted: they are there anyway. Inputs are.
-
     Returns one row a storage, the largest first: module (path in `module`), operation that saved it first,
     code (see `own_line`), size_bytes, dtype.
     """

@@ -117,7 +117,6 @@ def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict
 
     program: its text, which finds `given`, as JSON, in sys.argv[1].
     metrics: of Nsight Compute, `ncu --query-metrics`.
-
     Returns for each kernel, in order: kernel, its name without arguments, and the metrics in base units.
     Raises RuntimeError: there is no ncu, it or the program failed, or no kernel ran; with what was said last.
     """

@@ -114,7 +114,6 @@ def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
 
     A step is one time that the range `root` is open; calls and total_ms are means over the steps. What ran
     outside `root`, the warm-up, is left out. Ranges start at `root`.
-
     Raises ProfileError: no range of that name was recorded; the message lists those that were.
     """
     steps, _, kernels = _inside(profile, root)

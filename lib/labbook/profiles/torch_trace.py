@@ -38,7 +38,6 @@ def record_trace(
 
     run: what to profile; warm it up before, and open ranges in it with record_function.
     with_memory: also record every allocation.
-
     Raises ProfileError: see `read_trace`.
     """
     on_cuda = torch.device(device).type == "cuda"
@@ -59,7 +58,6 @@ def keep_one_step(path: Path, kept: Path) -> None:
     """Write the last step of a trace, without what neither a reader nor `read_trace` needs, to a .json.gz.
 
     Of a CUDA trace that is the ranges, the launches and the kernels: a hundredth of the bytes.
-
     Raises ProfileError: it has no step, a range `measure`; or as `load_trace`.
     """
     trace, events = load_trace(path)
@@ -82,7 +80,6 @@ def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     """The events of a trace; and those that are read, by their place, as a `Profile` takes them.
 
     A range that PyTorch opened is of the kind "pytorch's", what Gloo does on its threads an operator.
-
     Raises FileNotFoundError; ProfileError: it is cut off, or no trace.
     """
     try:
@@ -107,7 +104,6 @@ def read_trace(path: Path) -> Profile:
 
     On a CPU an operator's own time counts, without the operators that it calls, and operators that touch no
     data (views, allocations) are left out: what remains corresponds to a GPU's kernels. A stream is a thread.
-
     Raises FileNotFoundError, ProfileError: see `load_trace` and `Profile`; or it is of several processes.
     """
     _, events = load_trace(path)
