@@ -251,10 +251,9 @@ def _typed(text: pd.Series, kind: str, path: Path) -> pd.Series:
         except ValueError as error:
             line = (text == field).idxmax()
             raise RowError(f"{_name(path)}, line {line}: {text.name} is {field!r}; {error}") from None
-    dtype = {"int": int, "bool": bool, "text": object}.get(kind, float)
-    if None in values.values() and kind in ("int", "bool"):
-        dtype = float if kind == "int" else object
-    return pd.Series([values[field] for field in text], dtype=dtype)
+    gaps = None in values.values()
+    dtypes = {"int": float if gaps else int, "bool": object if gaps else bool, "text": object}
+    return pd.Series([values[field] for field in text], dtype=dtypes.get(kind, float))
 
 
 def _sorted(text: pd.DataFrame, schema: Table) -> pd.DataFrame:

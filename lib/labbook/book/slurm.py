@@ -36,8 +36,8 @@ def run_batch(
     if shutil.which("sbatch") is None:
         raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")
     name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
-    why = {job.name: [batch.why_again(job, path.parent) for path in _records(job, output)] for job in jobs}
-    due, said = [job for job in jobs if force or all(why[job.name])], {}
+    due = [job for job in jobs if force or all(batch.why_again(job, p.parent) for p in _records(job, output))]
+    said: dict[str, str] = {}
     for path in [path for job in due for path in _records(job, output)]:
         path.unlink()  # so that one that is there is of now
     try:
