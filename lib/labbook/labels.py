@@ -55,9 +55,9 @@ def family(columns: str, lines: str) -> None:
     LABELS.update({value: entry.label for value, entry in named.items()})
 
 
-def column(name: str, *about: Any, **more: Any) -> None:
-    """What a project says of a column: the fields of a `Column`."""
-    COLUMNS[name] = Column(*about, **more)
+def column(name: str, label: str = "", short: str = "", text: Callable[[Any], str] | None = None) -> None:
+    """What a project says of a column, see `Column`."""
+    COLUMNS[name] = Column(label, short, text)
 
 
 def synonyms(columns: str) -> None:
