@@ -13,9 +13,8 @@ import numpy as np
 import pandas as pd
 from IPython import display
 
-from labbook import labels
 from labbook.compare import require_one_row_each
-from labbook.labels import MISSING, STATUS_LABELS, column_label, named_value, ordered, value_label
+from labbook.labels import MISSING, STATUS_LABELS, column_label, named_value, ordered, quantity, value_label
 from labbook.rows import TABLES
 
 NO_LINES = "no rows yet"
@@ -83,7 +82,7 @@ def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> Non
         table = f"<details><summary>{escape(caption)}</summary>\n{table}\n</details>"
     elif caption:
         table = f"<p>{escape(caption)}</p>\n{table}"
-    plain = texts.to_string(index=_has_index(texts), justify="right") if len(texts) else NO_LINES
+    plain = texts.to_string(index=any(texts.index.names), justify="right") if len(texts) else NO_LINES
     display.display({"text/html": table, "text/plain": f"{caption}\n{plain}".lstrip("\n")}, raw=True)
 
 
@@ -110,11 +109,7 @@ def as_html(texts: pd.DataFrame) -> str:
         html.columns = [_left(head) if word else head for head, word in zip(html, words, strict=True)]
     html.index = html.index.map(lambda key: tuple(map(_left, key)) if isinstance(key, tuple) else _left(key))
     html.index.names = [name and _left(name) for name in texts.index.names]
-    return html.to_html(escape=False, index=_has_index(texts), border=0)
-
-
-def _has_index(frame: pd.DataFrame) -> bool:
-    return any(name is not None for name in frame.index.names)
+    return html.to_html(escape=False, index=any(texts.index.names), border=0)
 
 
 def _left(text: object) -> str:
@@ -134,6 +129,6 @@ def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
         elif schema.group:
             outcome = f"{len(rows)} rows"
         else:
-            outcome = row[name] if isinstance(row[name], str) else labels.quantity(row[name], name)
+            outcome = row[name] if isinstance(row[name], str) else quantity(row[name], name)
         lines.append(f"{', '.join(named_value(name, row[name]) for name in told)}: {outcome}")
     return lines
