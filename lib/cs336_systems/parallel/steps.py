@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from cs336_systems import optimizer as ours
 from cs336_systems.configs import model_size
@@ -95,11 +95,11 @@ class ShardedSteps(DataParallelSteps):
         if strategy.casts and dtype.itemsize < 4:
             options["compute_dtype"] = dtype
         if strategy.wraps_optimizer:
-            self.optimizer = strategy.make_optimizer(model.parameters(), AdamW, fused=True)
+            self.optimizer = strategy.make_optimizer(model.parameters(), fused=True)
             self.model = strategy.wrap(model, self.optimizer)
         else:
             self.model = strategy.wrap(model, **options)
-            self.optimizer = strategy.make_optimizer(self.model.parameters(), AdamW, fused=True)
+            self.optimizer = strategy.make_optimizer(self.model.parameters(), fused=True)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Of every tensor what this rank has."""

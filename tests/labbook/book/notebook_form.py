@@ -72,7 +72,7 @@ def _parameters(notebook: NotebookNode) -> Iterator[str]:
         return
     if not parameters:
         yield "no cell is tagged `parameters`, or it is empty"
-    yield from (f"parameter {each.name} has no comment" for each in parameters.values() if not each.comment)
+    yield from (f"parameter {each.name} has no comment" for each in parameters.values() if not each.help)
 
 
 def _cells(notebook: NotebookNode) -> Iterator[str]:

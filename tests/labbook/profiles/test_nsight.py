@@ -1,11 +1,12 @@
-"""Nsight Systems exports: a real one, synthetic ones, and everything that can be wrong with one."""
+"""Nsight Systems exports, a real one and synthetic ones; and Nsight Compute's counters."""
 
 import sqlite3
+import sys
 from pathlib import Path
 
 import pytest
 
-from labbook.profiles.nsys import read_export, record_report
+from labbook.profiles.nsight import count_kernels, read_export, record_report
 from labbook.profiles.table import ProfileError, kernel_table, one_step
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
@@ -185,3 +186,42 @@ def test_an_old_export_is_never_taken_for_the_new_one(put_nsys, tmp_path):
     with pytest.raises(ProfileError, match=r"export made no profile\.sqlite"):
         record_report(["train"], tmp_path / "profile")
     assert not (tmp_path / "profile.sqlite").exists()
+
+
+SAID = """==PROF== Connected to process 7
+"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
+"0","void cudnn::dot<1, 64>(int *)","lts__t_bytes.sum","byte","1,234,567.5"
+"0","void cudnn::dot<1, 64>(int *)","gpu__time_duration.sum","ns","46,848"
+"1","hopper_forward_kernel","lts__t_bytes.sum","byte","8"
+"1","hopper_forward_kernel","gpu__time_duration.sum","ns","1,007,900"
+"""
+
+
+@pytest.fixture
+def ncu(tmp_path, monkeypatch):
+    """Puts a program of these lines on PATH as ncu."""
+
+    def put(*lines):
+        path = tmp_path / "ncu"
+        path.write_text("\n".join([f"#!{sys.executable}", "import sys", *lines]))
+        path.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return put
+
+
+def test_counters_of_each_kernel(ncu):
+    ncu(f"assert sys.argv[-1] == '[1, 2]' and 'a,b' in sys.argv; print({SAID!r})")
+    first, second = count_kernels("pass", [1, 2], ["a", "b"])
+    wanted = {"kernel": "cudnn::dot", "lts__t_bytes.sum": 1234567.5, "gpu__time_duration.sum": 46848}
+    assert first == wanted
+    assert (second["kernel"], second["gpu__time_duration.sum"]) == ("hopper_forward_kernel", 1007900)
+
+
+def test_what_fails_is_a_sentence(ncu):
+    with pytest.raises(RuntimeError, match="no ncu on PATH"):
+        count_kernels("pass", 0, ["a"])
+    for said, status in (("Failed to find metric a", 1), ("No kernels were profiled", 0)):
+        ncu(f"print('{said}'); sys.exit({status})")
+        with pytest.raises(RuntimeError, match=said):
+            count_kernels("pass", 0, ["a"])
