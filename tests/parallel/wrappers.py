@@ -4,21 +4,23 @@ import os
 import warnings
 from functools import partial
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from cs336_systems import parallel
+from cs336_systems.checks.on_ranks import try_properties
 from cs336_systems.parallel import FSDP, BucketedDDP
 
 DDP = {"naive": parallel.NaiveDDP, "flat": parallel.FlatDDP, "overlapped": parallel.OverlappedDDP}
 DDP |= {"some buckets": partial(BucketedDDP, bucket_size_mb=4e-4)}
-BLOCKS = ("Block",)
-SHARDED = {
+FSDPS = {
     f"fsdp {units} {prefetch}": partial(FSDP, unit_types=units, prefetch=prefetch)
-    for units in ((), BLOCKS)
+    for units in ((), ("Block",))
     for prefetch in (0, 2)
 }
+ALL = DDP | FSDPS
 
 
 def scattered(module):
@@ -27,12 +29,31 @@ def scattered(module):
     return parallel.ReduceScatterDDP(module, optimizer)
 
 
+class Odd(nn.Module):
+    """Transposed weights, scalars, empty parameters, integer and boolean buffers."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.transposed, self.scalar = nn.Parameter(torch.randn(3, 5).T), nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("flags", torch.tensor([seed == 0, False]))
+        self.register_buffer("transposed_too", torch.randn(2, 3).T)
+
+
+def passes(context, candidate, check):
+    """It has every property that its checker asks for, at its most thorough."""
+    asked = cloudpickle.dumps((candidate, partial(check.__wrapped__, thorough=True)))
+    assert try_properties(context, asked) == [], candidate
+
+
 def rows(context, whole):
     n = -(-len(whole) // context.world_size)
     return whole[context.rank * n : (context.rank + 1) * n]
 
 
-def assert_same_gradients(context, wrapped, alone, what, **tolerance):
+def same_gradients(context, wrapped, alone, what, **tolerance):
     sharded = getattr(wrapped, "_sharded", ())
     for (name, mine), other in zip(wrapped.module.named_parameters(), alone.parameters(), strict=True):
         expected = rows(context, other.grad) if mine in sharded and other.grad is not None else other.grad
@@ -42,7 +63,7 @@ def assert_same_gradients(context, wrapped, alone, what, **tolerance):
             torch.testing.assert_close(mine.grad, expected, msg=f"{what}, {name}", **tolerance)
 
 
-def assert_same_weights(wrapped, alone, what, rtol=1e-4, atol=1e-6):
+def same_weights(wrapped, alone, what, rtol=1e-4, atol=1e-6):
     whole = wrapped.gather_full_parameters() if isinstance(wrapped, FSDP) else wrapped.module.state_dict()
     for name, expected in alone.named_parameters():
         torch.testing.assert_close(
@@ -75,7 +96,7 @@ def train(context, alone, wrapped, loss, what, *, make, max_norm=None):
             torch.testing.assert_close(wrapped.clip_grad_norm_(max_norm), norm, rtol=1e-5, atol=0)
         for optimizer in pair:
             optimizer.step()
-    assert_same_weights(wrapped, alone, what)
+    same_weights(wrapped, alone, what)
 
 
 def run(context, *checks):

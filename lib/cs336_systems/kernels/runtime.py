@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +29,7 @@ current_device = getattr(torch._C, "_cuda_getDevice", None)
 def _mend_interpreter() -> None:
     """Let it compute with bfloat16 as a GPU does: round to nearest, and multiply numbers, not bit patterns.
 
-    And in Triton 3.6 let range() take an array of one element, of which NumPy from 2.4 on makes no int.
+    And clamp NaN to a bound, and in Triton 3.6 let range() take an array of one element, as NumPy had it.
     """
     from triton.runtime import interpreter
 
@@ -45,11 +46,14 @@ def _mend_interpreter() -> None:
         wide = (cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in operands[:2])
         return dot(self, *wide, *operands[2:])
 
+    def clamp(self: Any, x: Any, low: Any, high: Any, _: Any) -> Any:
+        return self.ternary_op(x, low, high, lambda *of: np.fmin(np.fmax(of[0], of[1]), of[2]))
+
     def prepare_with_index(tensor: type, scope: "interpreter._LangPatchScope") -> None:
         prepare(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
 
-    builder.cast_impl, builder.create_dot = cast_rounding, dot_of_numbers
+    builder.cast_impl, builder.create_dot, builder.create_clampf = cast_rounding, dot_of_numbers, clamp
     interpreter._patch_lang_tensor = prepare_with_index
 
 
