@@ -38,6 +38,7 @@ def run_batch(
     name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
     due = [job for job in jobs if force or all(batch.why_again(job, p.parent) for p in _records(job, output))]
     said: dict[str, str] = {}
+    started: list[subprocess.Popen] = []
     for path in [path for job in due for path in _records(job, output)]:
         path.unlink()  # so that one that is there is of now
     try:
@@ -59,6 +60,8 @@ def run_batch(
                     said |= dict(zip(names, texts, strict=True))
     except KeyboardInterrupt:
         subprocess.run(["scancel", f"--name={name}"], capture_output=True)
+        for process in started:
+            process.terminate()
         raise
     return [_record(job, output, said.get(job.name, "")) for job in jobs]
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import psutil
 import pytest
 
 from labbook.book import notebooks, slurm
@@ -179,6 +180,8 @@ def test_what_is_interrupted_leaves_nothing(batch, when_it_runs, tmp_path):
     while (left := subprocess.check_output(["squeue", "--noheader"])) and time.monotonic() < until:
         time.sleep(0.1)
     assert not left
+    waiting = [child for child in psutil.Process().children() if child.name() == "sbatch"]
+    assert not psutil.wait_procs(waiting, timeout=10)[1]
 
 
 def test_where_there_is_no_slurm_it_is_said(monkeypatch, tmp_path):
