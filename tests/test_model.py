@@ -33,31 +33,26 @@ HANDOUT_NAMES = {
 
 
 def logits_by_the_handout(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """One sequence in float64, head by head and position by position, positions turned as complex numbers."""
+    """One sequence in float64, positions turned as complex numbers, the future hidden by minus infinity."""
     weights = {name: weight.double() for name, weight in weights.items()}
+    future = torch.ones(len(tokens), len(tokens)).triu(1).bool()
 
     def norm(x, name):
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[name]
 
-    def turned(x, position):
-        pairs = torch.view_as_complex(x.reshape(-1, 2))
-        angles = position * 10_000.0 ** (-2 * torch.arange(len(pairs), dtype=torch.float64) / len(x))
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten()
+    def turned(x):  # (positions, width of a head)
+        pairs = torch.view_as_complex(x.reshape(len(x), -1, 2))
+        rates = 10_000.0 ** (-2 * torch.arange(pairs.shape[1], dtype=torch.float64) / x.shape[1])
+        angles = torch.arange(len(x))[:, None] * rates
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(1)
 
     def attention(x, layer):
-        q, k, v = (x @ weights[f"{layer}.attn.{name}_proj.weight"].T for name in "qkv")
-        num_heads = DIMENSIONS["num_heads"]
-        width = x.shape[1] // num_heads
-        rows = []
-        for i in range(len(x)):
-            heads = []
-            for h in range(num_heads):
-                own = slice(h * width, (h + 1) * width)
-                query = turned(q[i, own], i)
-                scores = [query @ turned(k[j, own], j) / math.sqrt(width) for j in range(i + 1)]
-                heads.append(torch.stack(scores).softmax(0) @ v[: i + 1, own])
-            rows.append(torch.cat(heads))
-        return torch.stack(rows) @ weights[f"{layer}.attn.output_proj.weight"].T
+        projections = (x @ weights[f"{layer}.attn.{name}_proj.weight"].T for name in "qkv")
+        heads = []
+        for q, k, v in zip(*(each.chunk(DIMENSIONS["num_heads"], 1) for each in projections), strict=True):
+            scores = turned(q) @ turned(k).T / math.sqrt(q.shape[1])
+            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v)
+        return torch.cat(heads, 1) @ weights[f"{layer}.attn.output_proj.weight"].T
 
     def feed_forward(x, layer):
         w1, w2, w3 = (weights[f"{layer}.ffn.w{i}.weight"] for i in (1, 2, 3))
@@ -72,17 +67,11 @@ def logits_by_the_handout(weights: dict[str, torch.Tensor], tokens: torch.Tensor
 
 
 def test_weights_by_the_handouts_names_load_and_give_the_handouts_logits():
-    source = a_model()
-    generator = torch.Generator().manual_seed(7)
     # Norm weights are ones after initialisation; anything else, so that a forgotten one shows.
-    weights = {
-        name: weight + 0.1 * torch.randn(weight.shape, generator=generator)
-        for name, weight in source.state_dict().items()
-    }
+    weights = {name: w + 0.1 * torch.randn_like(w) for name, w in a_model().state_dict().items()}
     assert set(weights) == HANDOUT_NAMES
-    model = a_model()
+    model, tokens = a_model(), some_tokens()
     model.load_state_dict(weights, strict=True)
-    tokens = some_tokens()
     expected = torch.stack([logits_by_the_handout(weights, sequence) for sequence in tokens])
     torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.double()(tokens), expected, rtol=1e-5, atol=1e-5)
@@ -102,16 +91,14 @@ def test_the_future_and_the_neighbour_are_not_seen():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_computes_in_16_bit_and_keeps_parameters_and_gradients_in_32(dtype):
-    model, tokens = a_model(), some_tokens()
-    seen = {}
-    model.layers[0].attn.q_proj.register_forward_hook(lambda *call: seen.update(projection=call[2].dtype))
-    model.layers[0].register_forward_hook(lambda *call: seen.update(stream=call[2].dtype))
-    model.ln_final.register_forward_hook(lambda *call: seen.update(norm=call[2].dtype))
+    model, tokens, seen = a_model(), some_tokens(), []
+    for module in (model.layers[0].attn.q_proj, model.layers[0], model.ln_final):
+        module.register_forward_hook(lambda *call: seen.append(call[2].dtype))
     with torch.autocast("cpu", dtype):
         logits = model(tokens)
         loss = cross_entropy(logits, tokens)
     loss.backward()
-    assert seen == {"projection": dtype, "stream": torch.float32, "norm": torch.float32}
+    assert seen == [dtype, torch.float32, torch.float32]  # projection, residual stream, norm
     assert (logits.dtype, loss.dtype) == (dtype, torch.float32)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     torch.testing.assert_close(logits.float(), model(tokens), rtol=0.05, atol=0.05)
@@ -177,9 +164,7 @@ def test_what_is_float32_does_not_follow_the_default_dtype(default):
         found = results()
     finally:
         torch.set_default_dtype(torch.float32)
-    for a, b in zip(found, wanted, strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_each_size_knows_its_key_and_has_even_heads():

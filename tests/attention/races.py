@@ -71,14 +71,19 @@ def launched_of(case: AttentionCase, config: KernelConfig) -> str:
     return ", ".join((name, *backward.tiles))
 
 
+def both_passes(q, k, v, do, is_causal=True) -> tuple[torch.Tensor, ...]:
+    """O, L, in float32 its residual, dQ, dK, dV."""
+    o, *sums = flash_forward(q, k, v, is_causal)
+    return o, *sums, *flash_backward(do, q, k, v, o, sums[0], is_causal, *sums[1:])
+
+
 def what_differs(case: AttentionCase, dtype: torch.dtype, times: int) -> list[str]:
     """The outputs that are not the same every time; dQ up to a rounding: programs add to it as they come."""
     lengths = case.n_queries, case.n_keys, case.n_keys, case.n_queries
     q, k, v, do = (torch.randn(*case.leading, n, case.d, device="cuda").to(dtype) for n in lengths)
     first, differing = {}, set()
     for _ in range(times):
-        o, logsumexp, *rest = flash_forward(q, k, v, case.is_causal)
-        dq, dk, dv = flash_backward(do, q, k, v, o, logsumexp, case.is_causal, *rest)
+        o, logsumexp, *_, dq, dk, dv = both_passes(q, k, v, do, case.is_causal)
         found = {"O": o, "L": logsumexp, "dK": dk, "dV": dv, "dQ": dq}
         first = first or found
         differing |= {name for name in first if name != "dQ" and not torch.equal(found[name], first[name])}

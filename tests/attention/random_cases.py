@@ -7,12 +7,13 @@ Head sizes of 16 to 256 and odd ones, 1 to 2,000 queries and keys, three dtypes,
 strided, sliced and offset inputs, expanded gradients. Each is held to `accuracy`: at most twice as far from
 float64 as PyTorch's own, or, where few keys are seen, as FlashAttention-2 in PyTorch. Where one key is seen
 its weight is 1, whatever the score: dQ and dK are zero, and held to roundings of the terms that cancel. A
-process keeps a dtype, head size and layout for some cases: each compiles anew. Only for GPUs: the interpreter
-is too slow.
+process keeps a Form, what Triton compiles for, over many cases: the rest varies. Only for GPUs: interpreted,
+it is too slow.
 Exit code 1: a case is too far off, or there were none.
 """
 
 import argparse
+import os
 import random
 import sys
 import time
@@ -27,16 +28,25 @@ from cs336_systems.attention.baselines import sdpa
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks.accuracy import EPS, compare, random_on
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 32, 33, 40, 64, 64, 80, 96, 128, 128, 256)
+# Powers of two; None is for the number 1. Tiles have up to 128 rows.
+BATCH_POWERS, HEADS_POWERS = (None, None, 0, 1, 2, 3), (None, None, 0, 1, 3, 4)
+LENGTH_POWERS = (None, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 7)
+# What comes out has strides of the same kind as if its input were contiguous; but not of
+COLUMNS_FIRST = ("columns first",)
+ROWS_FIRST = tuple(name for name in LAYOUTS if name not in COLUMNS_FIRST)
 EXPANDED = {"nothing": (), "queries": (-2,), "queries and d": (-2, -1)}  # of O's gradient, as a sum's is
-CASES_OF_A_FORM = 60
+CASES_OF_A_FORM = 100
 LARGEST = 2**24  # scores of a case, or quarters of its keys' numbers: some gigabytes in float64
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.attention.random_cases", description=__doc__)
     parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count(), help="one for each core: they compile"
+    )
     parser.add_argument("--longest", type=int, default=2000, help="queries or keys")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
@@ -60,63 +70,89 @@ def run(seed: int, place: int, seconds: float, longest: int) -> tuple[int, list[
     generator, until, count, failures = random_on(device, seed), time.monotonic() + seconds, 0, []
     while time.monotonic() < until:
         if count % CASES_OF_A_FORM == 0:
-            form = Form(
-                draw.choice([torch.bfloat16, torch.float16, torch.float32]),
-                draw.choice(HEAD_SIZES),
-                draw.random() < 0.5,
-                draw.choices(list(LAYOUTS), k=3),
-                draw.choice(list(EXPANDED)),
-            )
+            form = draw_form(draw)
         try:
             one_case(form, draw, generator, longest)
         except AssertionError as error:
             failures.append(f"seed {seed}: {form}: {error}")
         count += 1
-        torch.cuda.empty_cache()  # which the other processes need
+        if torch.cuda.memory_reserved() > 2**31:
+            torch.cuda.empty_cache()  # the other processes need some, too
     return count, failures
 
 
 @dataclass(frozen=True)
 class Form:
-    """What is compiled for."""
+    """What is compiled for: Triton asks of every size and stride whether it is 1, or a multiple of 16.
+
+    So each size is 1 or an odd number times a power of two, and all products of sizes answer alike.
+    """
 
     dtype: torch.dtype
     d: int
     is_causal: bool
-    layouts: list[str]
-    expanded: str
+    batch: int | None  # the power of two, None for 1
+    heads: int | None
+    queries: int | None
+    keys: int | None
+    square: bool  # as many keys as queries
+    layouts: list[tuple[str, ...]]  # of Q, K and V: a case has one of each
+
+
+def draw_form(draw: random.Random) -> Form:
+    return Form(
+        draw.choice(DTYPES),
+        draw.choice(HEAD_SIZES),
+        draw.random() < 0.5,
+        *map(draw.choice, (BATCH_POWERS, HEADS_POWERS, LENGTH_POWERS, LENGTH_POWERS)),
+        draw.random() < 0.4,
+        draw.choices([COLUMNS_FIRST, ROWS_FIRST], [1, len(ROWS_FIRST)], k=3),
+    )
+
+
+def draw_sizes(form: Form, draw: random.Random, longest: int) -> tuple[int, int, int, int]:
+    """batch, heads, n_queries, n_keys."""
+
+    def number(power: int | None, largest: int, least: float = 0) -> int:
+        if power is None:
+            return 1
+        odd = int((largest / 2**power) ** draw.uniform(least, 1)) | 1
+        return 2**power * (odd if power else max(odd, 3))
+
+    while True:
+        batch, heads = number(form.batch, 8), number(form.heads, 16)
+        long = draw.random() < 0.3  # long loops: short ones have a backward of their own on Hopper
+        n_queries = number(form.queries, longest, 0.9 if long else 0)
+        n_keys = n_queries if form.square else number(form.keys, longest)
+        # Of so few numbers a sequence, many sequences: chance must not decide who is how far off.
+        batch *= 512 // (batch * heads * min(n_queries, n_keys)) | 1
+        if batch * heads * max(n_queries * n_keys, max(n_queries, n_keys) * form.d // 4) <= LARGEST:
+            return batch, heads, n_queries, n_keys
 
 
 def one_case(form: Form, draw: random.Random, generator: torch.Generator, longest: int) -> None:
-    n_queries, n_keys = (int(longest ** draw.random()) for _ in range(2))
-    if draw.random() < 0.3:  # long loops: short ones have a backward of their own on Hopper
-        n_queries = draw.randint(longest // 2, longest)
-    n_keys = n_queries if draw.random() < 0.4 else n_keys
-    batch, heads = draw.choice([(1, 1), (2, 3), (1, 16), (5, 8), (3, 1), (8, 16)])
-    # Of so few numbers a sequence, many sequences: chance must not decide who is how far off.
-    batch *= max(1, 512 // (heads * min(n_queries, n_keys)))
-    most = LARGEST // max(n_queries * n_keys, max(n_queries, n_keys) * form.d // 4)
-    heads = min(heads, most)
-    batch = min(batch, most // heads)
+    batch, heads, n_queries, n_keys = draw_sizes(form, draw, longest)
+    layouts, expanded = [draw.choice(names) for names in form.layouts], draw.choice(list(EXPANDED))
     scale = draw.choice([1, 1, 1, 5, 30])  # of the scores' deviation: the largest is 4 times that
-    device, expanded = generator.device, EXPANDED[form.expanded]
+    device, dims = generator.device, EXPANDED[expanded]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
     def ours(*inputs: Tensor) -> Tensor:
-        laid_out = [LAYOUTS[name](x) for name, x in zip(form.layouts, inputs, strict=True)]
+        laid_out = [LAYOUTS[name](x) for name, x in zip(layouts, inputs, strict=True)]
         o = FlashAttentionTriton.apply(*laid_out, form.is_causal)
-        if expanded and o.requires_grad:
+        if dims and o.requires_grad:
             o.register_hook(lambda d_o: d_o[one_of_each].expand_as(d_o))
         return o
 
     q, k, v = (normal(batch, heads, n, form.d) for n in (n_queries, n_keys, n_keys))
     inputs = {"Q": q * scale, "K": k, "V": v}
     inputs = {name: x.to(form.dtype).requires_grad_() for name, x in inputs.items()}
-    one_of_each = tuple(slice(1) if dim in expanded else slice(None) for dim in range(-4, 0))
+    one_of_each = tuple(slice(1) if dim in dims else slice(None) for dim in range(-4, 0))
     d_o = normal(*q.shape).to(form.dtype)[one_of_each].expand_as(q)
-    where = f"({batch}, {heads}, {n_queries} by {n_keys}, {form.d}), scores times {scale}"
+    where = f"({batch}, {heads}, {n_queries} by {n_keys}, {form.d}), scores times {scale}, Q, K, V "
+    where += f"{', '.join(layouts)}, of dO expanded: {expanded}"
 
     if n_keys == 1 or (form.is_causal and n_queries == 1):
         d_q, d_k = torch.autograd.grad(ours(*inputs.values()), (inputs["Q"], inputs["K"]), d_o)

@@ -116,6 +116,15 @@ def test_tiles_go_from_large_to_small(kernel, precision):
         assert rows == sorted(set(rows), reverse=True), "else a later one never runs"
 
 
+@pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
+def test_every_tile_of_ieee_runs_for_some_number_of_heads(d):
+    config = select_config(FP32, d, HOPPER, 132)
+    for kernel in config.tiles.keys() & set(KERNELS):
+        problems = [Problem(1, n, 300, 300, True, kernel != "forward") for n in (1, 5, 20, 30, 50)]
+        chosen = {choose(problem, config, (kernel,)).tiles[kernel] for problem in problems}
+        assert chosen == set(config.tiles[kernel])
+
+
 @pytest.mark.parametrize("gpu", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
 def test_the_kernels_of_one_head_size_round_scores_alike(d, gpu):

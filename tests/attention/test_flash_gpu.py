@@ -11,13 +11,11 @@ from cs336_systems.checks import AttentionCase, check_attention
 from labbook import matmul_precision
 
 pytest.importorskip("triton")
-from passes import both_passes
 from tests.attention import races
+from tests.attention.races import both_passes
 from tests.layouts import LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton
-from cs336_systems.attention.choose import Problem, choose
-from cs336_systems.attention.config import KERNELS
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
 from cs336_systems.attention.launcher import Launcher, config_for, layout
 
@@ -69,6 +67,12 @@ FORMS = {
         ("ragged", (40,), 1111, 1333, True), ("ragged, full", (40,), 1333, 1111),
         (LARGE, (40,), 1024, 1024, True),
     ]),
+    # From so few heads that the smallest tiles run to so many that the largest do, as test_choose.py says.
+    "every tile of ieee": ((16, 32, 64, 128, 256), [torch.float32], 3, [
+        row for n in (1, 5, 20, 30, 50) for row in [
+            ("even", (n,), 300, 300, True), ("full", (n,), 300, 311), (LARGE, (n,), 300, 300, True),
+        ]
+    ]),
     "long": ((64, 128), [torch.bfloat16, torch.float32], 1, [("long", (1,), 8192, 8192, True)]),
 }  # fmt: skip
 
@@ -90,36 +94,6 @@ def test_error_at_most_twice_pytorchs(form, d, dtype):
             assert races.launched_of(case, config).endswith(" hopper_backward")
     for _ in range(times):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
-
-
-@pytest.mark.parametrize("heads", [1, 4, 40])
-@pytest.mark.parametrize("d", [16, 33, 64, 128, 256])
-def test_large_scores_cost_float32_no_more_than_pytorch(d, heads):
-    """By whichever kernels run: scores of 100 and more leave large weights all their bits."""
-    case = AttentionCase("large scores", (heads,), 1024, 1024, d, is_causal=True, logit_scale=30.0)
-    check_attention(FlashAttentionTriton.apply, cases=[case] * 3, allowed_error=1.0)
-
-
-@pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
-def test_every_tile_of_ieee_repeatedly(d):
-    """From so few heads that the smallest tiles run to so many that the largest do."""
-    heads = (1, 5, 20, 30, 50)
-    config = config_for(torch.float32, d, torch.device("cuda"))
-    for kernel in config.tiles.keys() & set(KERNELS):
-        problems = [Problem(1, n, 300, 300, True, not kernel.endswith("forward")) for n in heads]
-        chosen = {choose(problem, config, (kernel,)).tiles[kernel] for problem in problems}
-        assert chosen == set(config.tiles[kernel])
-    cases = [
-        case
-        for n in heads
-        for case in (
-            AttentionCase("causal", (n,), 300, 300, d, is_causal=True),
-            AttentionCase("full", (n,), 300, 311, d),
-            AttentionCase("large scores", (n,), 300, 300, d, is_causal=True, logit_scale=30.0),
-        )
-    ]
-    for _ in range(3):
-        check_attention(FlashAttentionTriton.apply, cases=cases)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

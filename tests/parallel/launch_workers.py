@@ -72,3 +72,27 @@ def report_ranks(context, offset):
     ranks = [None] * context.world_size
     dist.all_gather_object(ranks, [context.rank + offset, context.local_rank])
     return ranks
+
+
+def _join_slowly():
+    init, joined = dist.init_process_group, []
+
+    def slowly(*args, **kwargs):
+        init(*args, **kwargs)
+        time.sleep(0.5 * int(os.environ["RANK"]))
+        joined.append(time.monotonic())
+
+    dist.init_process_group = slowly
+    return joined
+
+
+class JoinsSlowly:
+    """As an argument: the last ranks take a while to join. Workers are given when they had joined."""
+
+    def __reduce__(self):
+        return _join_slowly, ()
+
+
+def times(context, joined):
+    """When this rank had joined, and when its work began."""
+    return *joined, time.monotonic()

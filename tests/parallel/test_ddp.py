@@ -6,7 +6,6 @@ Checks are run by `wrappers.run`; each asserts on every rank what it says in its
 import contextlib
 from functools import partial
 
-import cloudpickle
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from wrappers import DDP, run
+from wrappers import DDP, Odd, passes, run
 
-from cs336_systems.checks.ddp_checks import check_ddp
-from cs336_systems.checks.on_ranks import try_properties
+from cs336_systems.checks import check_ddp
 from cs336_systems.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, fill_buckets, launch
 from cs336_systems.parallel.collective_calls import watch_collectives
 
@@ -28,23 +26,9 @@ WRAPPERS = DDP | {
 
 
 def every_property_of_the_checker(context):
-    """Every wrapper passes check_ddp at its most thorough; of one rank and of four, the two unlike most."""
+    """At its most thorough; of one rank and of four, the two unlike most."""
     for name in WRAPPERS if context.world_size == 2 else ("flat", "some buckets"):
-        asked = cloudpickle.dumps((WRAPPERS[name], partial(check_ddp.__wrapped__, thorough=True)))
-        assert try_properties(context, asked) == [], name
-
-
-class Odd(nn.Module):
-    """Transposed weights, scalars, empty parameters, integer and boolean buffers."""
-
-    def __init__(self, seed):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.transposed, self.scalar = nn.Parameter(torch.randn(3, 5).T), nn.Parameter(torch.randn(()))
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.register_buffer("count", torch.tensor(seed))
-        self.register_buffer("flags", torch.tensor([seed == 0, False]))
-        self.register_buffer("transposed_too", torch.randn(2, 3).T)
+        passes(context, WRAPPERS[name], check_ddp)
 
 
 def odd_layouts(context):
@@ -138,12 +122,6 @@ def overlap(context):
     assert run(OverlappedDDP(OutOfOrder())) == (4 * [weight], [used])
     assert run(two_buckets) == (2 * [2 * weight], [used])
     assert run(two_buckets, communicates=False) == ([], [2 * weight, 2 * weight, used])
-    # An order that runs against the registration holds everything back, but only in the first step.
-    backwards, sent = OverlappedDDP(OutOfOrder(order=[3, 2, 1, 0])), []
-    third = backwards.module.layers[2].weight  # the third to be ready
-    third.register_post_accumulate_grad_hook(lambda _: sent.append(len(backwards._in_flight)))
-    run(backwards), run(backwards)
-    assert sent == [0, 3]
     # A checkpoint of the old kind runs a backward inside the backward: still one pass.
     nested = OverlappedDDP(Recomputed())
     assert run(nested)[1] == run(nested)[1] == [used]

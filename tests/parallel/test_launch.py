@@ -13,7 +13,6 @@ from pathlib import Path
 import launch_workers
 import psutil
 import pytest
-import slow_to_join
 
 from cs336_systems.parallel import WorkerError, backends_here, launch, stream
 from cs336_systems.parallel.__main__ import main
@@ -65,7 +64,8 @@ def test_what_rank_0_sends_comes_at_once_and_a_loop_that_is_left_ends_the_worker
 
 def test_nobody_begins_before_all_have_joined():
     """Gloo fails on a rank that still connects to one that is done and gone."""
-    joined, started = zip(*launch(slow_to_join.times, 2, backend="gloo"), strict=True)
+    slowly = launch_workers.JoinsSlowly()
+    joined, started = zip(*launch(launch_workers.times, 2, slowly, backend="gloo"), strict=True)
     assert max(joined) < min(started)
 
 

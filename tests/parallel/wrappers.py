@@ -4,11 +4,13 @@ import os
 import warnings
 from functools import partial
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from cs336_systems import parallel
+from cs336_systems.checks.on_ranks import try_properties
 from cs336_systems.parallel import FSDP, BucketedDDP
 
 DDP = {"naive": parallel.NaiveDDP, "flat": parallel.FlatDDP, "overlapped": parallel.OverlappedDDP}
@@ -25,6 +27,25 @@ def scattered(module):
     """A ReduceScatterDDP, whose optimizer is its attribute."""
     optimizer = parallel.ShardedOptimizer(module.parameters(), torch.optim.SGD, lr=0.1)
     return parallel.ReduceScatterDDP(module, optimizer)
+
+
+class Odd(nn.Module):
+    """Transposed weights, scalars, empty parameters, integer and boolean buffers."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.transposed, self.scalar = nn.Parameter(torch.randn(3, 5).T), nn.Parameter(torch.randn(()))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.register_buffer("count", torch.tensor(seed))
+        self.register_buffer("flags", torch.tensor([seed == 0, False]))
+        self.register_buffer("transposed_too", torch.randn(2, 3).T)
+
+
+def passes(context, candidate, check):
+    """It has every property that its checker asks for, at its most thorough."""
+    asked = cloudpickle.dumps((candidate, partial(check.__wrapped__, thorough=True)))
+    assert try_properties(context, asked) == [], candidate
 
 
 def rows(context, whole):

@@ -1,13 +1,13 @@
 """Checkpointing strategies: the same gradients, and exactly the memory and the reruns that the model says."""
 
 import weakref
-from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from cs336_systems import accounting
 from cs336_systems.accounting.checkpoint_costs import best_k, peak, recomputed
@@ -106,33 +106,17 @@ def test_gradients_are_equal_to_the_last_bit(model, name):
     assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
 
 
-class CountsMatmuls(TorchDispatchMode):
-    """How often `mm`, of linear layers, and `bmm`, of attention, really run."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.ran[function.overloadpacket.__name__] += 1
-        return function(*args, **kwargs or {})
-
-    def __enter__(self):
-        self.ran = Counter()
-        return super().__enter__()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_selective_runs_attention_again_and_no_linear_layer(model, dtype):
-    steps = {}
+    flops = {}
     for name in ("none", "every 1", "selective"):
-
-        def forward(model, tokens, name=name):
-            return forward_with(model, strategy(name), tokens)
-
-        with CountsMatmuls() as steps[name]:
-            ModelSteps(model, 2, 16, dtype, call=forward).forward_backward()
-    plain, whole, selective = (steps[name].ran for name in steps)
-    layers = len(model.layers)
-    assert whole["mm"] == plain["mm"] + 6 * layers, "the last of seven is not needed"
-    assert selective["mm"] == plain["mm"]
-    assert selective["bmm"] == whole["bmm"] == plain["bmm"] + 2 * layers
+        with FlopCounterMode(display=False) as counter:
+            ModelSteps(model, 2, 16, dtype, call=partial(called_with, name)).forward_backward()
+        flops[name] = counter.get_flop_counts()["Global"]
+    plain, whole, selective = flops.values()
+    mm, bmm = torch.ops.aten.mm, torch.ops.aten.bmm  # of linear layers, of attention
+    assert plain[mm] == selective[mm] < whole[mm]
+    assert selective[bmm] == whole[bmm] == plain[bmm] * 4 // 3
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 10))
@@ -162,10 +146,14 @@ def test_best_k_has_the_lowest_peak_and_is_the_square_root_for_cheap_blocks():
     assert best_k(32, 40, 1) == 1, "where a block's inside is far larger than its input, no two at a time"
 
 
+def called_with(name, model, tokens):
+    return forward_with(model, strategy(name), tokens)
+
+
 def peak_mib(config, name, context_length, device="cpu", attention="plain"):
     """What a step with two sequences asks of the allocator at most."""
     model = build_model(config, context_length, attention_implementation=attention, device=device)
-    steps = ModelSteps(model, 2, context_length, call=lambda net, ids: forward_with(net, strategy(name), ids))
+    steps = ModelSteps(model, 2, context_length, call=partial(called_with, name))
     steps.forward_backward()
     if device == "cuda":
         return torch.cuda.memory_stats()["requested_bytes.all.peak"] / MIB

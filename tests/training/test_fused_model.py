@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from cs336_systems.configs import ModelConfig
 from cs336_systems.functional import cross_entropy
-from cs336_systems.model import Linear, build_model, run_block
+from cs336_systems.model import Linear, build_model
 from cs336_systems.nvtx import recording
 from cs336_systems.parallel import FSDP, launch
 from labbook.memory.saved import saved_for_backward
@@ -151,93 +151,69 @@ class LowRank(Linear):
 
     def __init__(self, layer):
         nn.Module.__init__(self)
-        self.weight = layer.weight
-        self.down, self.up = (nn.Parameter(torch.randn(*n, device=DEVICE)) for n in ((4, 48), (48, 4)))
+        self.weight, shapes = layer.weight, ((4, layer.weight.shape[1]), (layer.weight.shape[0], 4))
+        self.down, self.up = (nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in shapes)
 
     def forward(self, x):
         return super().forward(x) + x @ self.down.T @ self.up.T
 
 
-def adapted(model):
-    model.layers[0].attn.v_proj = LowRank(model.layers[0].attn.v_proj)
+def twice(module, *given):
+    return tuple(None if x is None else 2 * x for x in given[0])
 
 
 CHANGES = {
-    "an adapter": adapted,
-    "a forward hook": lambda model: model.layers[0].ffn.w2.register_forward_hook(lambda m, x, y: 2 * y),
-    "a pre-hook": lambda model: model.layers[0].ln1.register_forward_pre_hook(lambda m, x: (2 * x[0],)),
-    "a backward hook": lambda model: model.layers[0].attn.register_full_backward_hook(lambda m, *given: None),
-    "weight norm": lambda model: nn.utils.parametrizations.weight_norm(model.layers[0].attn.k_proj),
-    "another forward": lambda model: setattr(model.layers[0].attn.rope, "forward", lambda x: x),
-    "another norm": lambda model: setattr(model.layers[0].ln2, "norm", lambda x, weight, eps: x * weight),
-    "float64": lambda model: model.layers[0].double(),
+    "an adapter": lambda model, block: setattr(block.attn, "v_proj", LowRank(block.attn.v_proj)),
+    "an adapter at the head": lambda model, block: setattr(model, "lm_head", LowRank(model.lm_head)),
+    "a forward hook": lambda model, block: block.ffn.w2.register_forward_hook(lambda m, x, y: 2 * y),
+    "a pre-hook": lambda model, block: block.ln1.register_forward_pre_hook(twice),
+    "a backward hook": lambda model, block: block.attn.register_full_backward_hook(twice),
+    "a hook on the head": lambda model, block: model.lm_head.register_forward_hook(lambda m, x, y: 2 * y),
+    "a pre-hook on the head": lambda model, block: model.lm_head.register_forward_pre_hook(twice),
+    "another forward": lambda model, block: setattr(block.attn.rope, "forward", lambda x: x),
+    "a gate": lambda model, block: setattr(block.ffn, "gate", lambda a, b: a.relu() * b),
+    "a norm": lambda model, block: setattr(block.ln2, "norm", lambda x, weight, eps: x * weight),
+    "the last norm": lambda model, block: setattr(model.ln_final, "norm", lambda x, weight, eps: x * weight),
+    "a rotation": lambda model, block: setattr(block.attn.rope, "rotate", lambda x, cos, sin: -x),
+    "a block": lambda model, block: setattr(block, "run", lambda block, x: block.ffn(x)),
 }
 
 
+@over_changes
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_changed_block_is_not_taken_apart(change):
-    torch.manual_seed(0)
-    model = use_fused_blocks(plain_model())
-    assert is_taken_apart(model)
-    change(model)
-    if change is CHANGES["float64"]:
-        with pytest.raises(TypeError, match="float64"):
-            model.layers[0](torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE).double())
-        return
-    assert not is_taken_apart(model)
-    x = torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE)
-    torch.testing.assert_close(model.layers[0](x), run_block(model.layers[0], x))
+def test_what_is_the_users_own_stays(change, use):
+    """Put there before the model is changed or after; else the block would be taken apart without it."""
+    plain, (tokens, targets) = plain_model(), batch()
+    before, after, results = copy.deepcopy(plain), use(copy.deepcopy(plain)), []
+    for model in (plain, before, after):
+        torch.manual_seed(0)
+        change(model, model.layers[0])
+    for model in (plain, use(before), after):
+        loss = model(tokens, targets)
+        results.append([loss, *torch.autograd.grad(loss, model.token_embeddings.weight)])
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-4, atol=1e-4)
 
 
-def test_ranges_for_profilers_change_nothing_and_a_patched_class_does(monkeypatch):
+def test_which_blocks_are_taken_apart(monkeypatch):
+    """Not in float64, nor with a class that is patched; ranges for profilers change nothing."""
     model = use_fused_blocks(plain_model())
     with recording(model):
         assert is_taken_apart(model)
     forward = Linear.forward
     monkeypatch.setattr(Linear, "forward", lambda self, x: 2 * forward(self, x))
     assert not is_taken_apart(model)
+    with pytest.raises(TypeError, match="float64"):
+        model.double().layers[0](torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE).double())
 
 
-@over_changes
-def test_changed_heads_and_shapes(use):
-    """A head that is an adapter, before or after; a block's input without a batch; too many positions."""
-    plain, (tokens, targets) = plain_model(), batch()
-    plain.lm_head = LowRank(plain.lm_head)
-    plain.lm_head.up = nn.Parameter(torch.randn(97, 4, device=DEVICE))
-    before, after = use(copy.deepcopy(plain)), copy.deepcopy(plain)
-    head, after.lm_head = after.lm_head, Linear(48, 97, device=DEVICE)
-    after = use(after)
-    after.lm_head = head
-    for model in (before, after):
-        torch.testing.assert_close(model(tokens, targets), plain(tokens, targets), rtol=1e-4, atol=1e-4)
-    x = torch.randn(SEQUENCE, CONFIG.d_model, device=DEVICE)
-    wanted = plain.layers[0](x)
-    torch.testing.assert_close(before.layers[0](x), wanted, rtol=1e-4, atol=1e-4)
+@over_blocks
+def test_a_block_takes_one_sequence_and_as_many_positions_as_it_has(use):
+    plain = plain_model()
+    x, block = torch.randn(SEQUENCE, CONFIG.d_model, device=DEVICE), use(copy.deepcopy(plain)).layers[0]
+    torch.testing.assert_close(block(x), plain.layers[0](x), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="38 positions; allowed: at most 37"):
-        before.layers[0](torch.randn(1, SEQUENCE + 1, CONFIG.d_model, device=DEVICE))
-
-
-OWN = {
-    "a hook on the head": lambda model: model.lm_head.register_forward_hook(lambda m, x, y: 2 * y),
-    "a pre-hook on the head": lambda model: model.lm_head.register_forward_pre_hook(lambda m, x: 2 * x[0]),
-    "a gate": lambda model: setattr(model.layers[0].ffn, "gate", lambda a, b: a.relu() * b),
-    "a norm": lambda model: setattr(model.ln_final, "norm", lambda x, weight, eps: x * weight),
-    "a rotation": lambda model: setattr(model.layers[0].attn.rope, "rotate", lambda x, cos, sin: -x),
-    "a block": lambda model: setattr(model.layers[1], "run", lambda block, x: block.ffn(x)),
-}
-
-
-@over_changes
-@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
-def test_what_is_the_users_own_stays(own, use):
-    """Put there before the model is changed or after."""
-    plain, (tokens, targets) = plain_model(), batch()
-    before, after = copy.deepcopy(plain), use(copy.deepcopy(plain))
-    for model in (plain, before, after):
-        own(model)
-    wanted = plain(tokens, targets)
-    for model in (use(before), after):
-        torch.testing.assert_close(model(tokens, targets), wanted, rtol=1e-4, atol=1e-4)
+        block(torch.randn(1, SEQUENCE + 1, CONFIG.d_model, device=DEVICE))
 
 
 def test_compiled_traced_and_copied():

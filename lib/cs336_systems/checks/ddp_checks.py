@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -45,19 +44,17 @@ def check_ddp(
     yield Property("gradients are the mean over the ranks")
     if overlapped:
         yield from _overlaps(wrap)
-    several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
-    plans: dict[str, dict[str, Any]] = {"one backward pass a step": {}}
+    yield from follow(wrap, "one backward pass a step")
     if thorough:
-        plans["three backward passes before finish_gradient_synchronization()"] = several
-        plans["three backward passes, two of them under no_sync()"] = several | {"silent": 2}
-        alternating = {"options": lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}}
-        plans["parameters that in a step only rank 0 uses, or no rank does"] = alternating
-    elif some_unused:
-        plans["parameters that only rank 0 uses"] = {"options": lambda rank, *_: {"rarely": rank == 0}}
-    for how, plan in plans.items():
-        yield from follow(wrap, how, **plan)
-    if thorough:
+        several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
+        yield from follow(wrap, "three backward passes before finish_gradient_synchronization()", **several)
+        yield from follow(wrap, "three backward passes, two of them under no_sync()", silent=2, **several)
+        how = "parameters that in a step only rank 0 uses, or no rank does"
+        yield from follow(wrap, how, options=lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0})
         yield from unusual(wrap)
+    elif some_unused:
+        how = "parameters that only rank 0 uses"
+        yield from follow(wrap, how, options=lambda rank, *_: {"rarely": rank == 0})
 
 
 class Toy(nn.Module):

@@ -48,13 +48,13 @@ def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) 
         check_choice("property", group, GROUPS)
         yield from GROUPS[group](wrap)
     if thorough:
-        several = {"make": _Layers, "passes": 3}
-        for how, plan in {
-            "odd numbers of rows, tied, frozen and unused weights": {"options": lambda *_: {"rarely": False}},
-            "three backward passes before finish_gradient_synchronization()": several,
-            "two backward passes under no_sync(), then one that communicates": several | {"silent": 2},
-        }.items():
-            yield from shared.follow(wrap, how, ["SGD"], weights=_whole, **plan)
+        how = "odd numbers of rows, tied, frozen and unused weights"
+        yield from shared.follow(wrap, how, ["SGD"], weights=_whole, options=lambda *_: {"rarely": False})
+        several = {"optimizers": ["SGD"], "make": _Layers, "weights": _whole, "passes": 3}
+        how = "three backward passes before finish_gradient_synchronization()"
+        yield from shared.follow(wrap, how, **several)
+        how = "two backward passes under no_sync(), then one that communicates"
+        yield from shared.follow(wrap, how, silent=2, **several)
         yield from shared.unusual(wrap)
 
 

@@ -33,8 +33,9 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
         name, right = getattr(candidate, "__name__", repr(candidate)), 0
         job = cloudpickle.dumps((partial(candidate, **options), partial(properties, **asked)))
         try:
-            tried = stream(try_properties, world_size, job, backend="gloo", timeout_s=timeout_s)
-            for found, mistakes in tried:
+            for found, mistakes in stream(
+                try_properties, world_size, job, backend="gloo", timeout_s=timeout_s
+            ):
                 if mistakes:
                     raise AssertionError("\n".join(f"{name}, {each}" for each in mistakes))
                 show(found.line())
@@ -48,10 +49,8 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
-    with (
-        watch_collectives(notify=_tell, checks=True),
-        observed() as sent,
-    ):  # before the class imports the functions, in whichever way
+    watch = watch_collectives(notify=lambda message: [tell(message) for tell in _observers], checks=True)
+    with watch, observed() as sent:  # before the class imports the functions, in whichever way
         candidate, properties = cloudpickle.loads(pickled)
         for found in properties(candidate):
             # What is still under way may or may not have arrived, so it is the better explanation.
@@ -109,8 +108,3 @@ def observed(notify: Callable[[Message], Any] = lambda message: None) -> Iterato
         yield messages
     finally:
         _observers.pop()
-
-
-def _tell(message: Message) -> None:
-    for observer in _observers:
-        observer(message)

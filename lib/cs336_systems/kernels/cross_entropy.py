@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import kernel_function, launch, row_tile
+from cs336_systems.kernels.runtime import kernel_function, launch, row_tiles
 from cs336_systems.kernels.tensors import check_tensors
 
 TILE = 8192  # logits that a program has in registers at a time
@@ -89,9 +89,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) ->
 def _overwrite(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     n, vocabulary = logits.shape
     losses = logits.new_empty(n, dtype=torch.float32)
-    if n:
-        options = row_tile(n, vocabulary, TILE, TILE, 16)
-        grid = (triton.cdiv(n, options["ROWS"]),)
-        sizes = logits.stride(0), n, vocabulary, ignore_index
-        launch(cross_entropy_kernel, grid, logits, targets.contiguous(), losses, *sizes, **options)
+    tiles, options = row_tiles(n, vocabulary, TILE, TILE, 16)
+    sizes = logits.stride(0), n, vocabulary, ignore_index
+    launch(cross_entropy_kernel, (tiles,), logits, targets.contiguous(), losses, *sizes, **options)
     return losses

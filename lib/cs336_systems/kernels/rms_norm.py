@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cs336_systems.kernels import runtime
 from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import kernel_function, launch, row_tile
+from cs336_systems.kernels.runtime import kernel_function, launch, row_tiles
 from cs336_systems.kernels.tensors import as_rows, check_tensors
 
 TILE = 4096  # elements of a tile, where a row has no more
@@ -76,10 +76,9 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y (..., d), and r in float32, one number a row, of x (..., d) and weight (d,)."""
     rows, y = as_rows(x), x.new_empty(x.shape)
     r = x.new_empty(len(rows), dtype=torch.float32)
-    options = row_tile(*rows.shape, TILE, WIDEST, 32)
-    grid = (max(1, triton.cdiv(len(rows), options["ROWS"])),)
+    tiles, options = row_tiles(*rows.shape, TILE, WIDEST, 32)
     sizes = rows.stride(0), *rows.shape, eps
-    launch(rms_norm_forward_kernel, grid, rows, weight.contiguous(), y, r, *sizes, **options)
+    launch(rms_norm_forward_kernel, (tiles,), rows, weight.contiguous(), y, r, *sizes, **options)
     return y, r
 
 
@@ -93,10 +92,9 @@ def backward(
     """
     above, rows, dx = as_rows(dy), as_rows(x), x.new_empty(x.shape)
     n_rows, d = rows.shape
-    options = row_tile(n_rows, d, TILE, WIDEST, 32)
-    tiles = triton.cdiv(n_rows, options["ROWS"])
-    rows_each = options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device))
-    partial = x.new_empty((max(1, triton.cdiv(n_rows, max(1, rows_each))), d), dtype=torch.float32)
+    tiles, options = row_tiles(n_rows, d, TILE, WIDEST, 32)
+    rows_each = max(1, options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device)))
+    partial = x.new_empty((triton.cdiv(n_rows, rows_each), d), dtype=torch.float32)
     tile_bytes = options["ROWS"] * options["COLUMNS"] * (dy.element_size() + x.element_size())
     stages = 3 if 2 * tile_bytes <= PREFETCHED else 1
     options |= {"STAGES": stages, "HAS_RESIDUAL": residual is not None}

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import kernel_function, launch
+from cs336_systems.kernels.runtime import kernel_function, launch, row_tiles
 from cs336_systems.kernels.tensors import check_tensors
 
 TILE = 2048  # elements of a tile, where a head has no more
@@ -21,27 +21,27 @@ TILE = 2048  # elements of a tile, where a head has no more
 def rotary_kernel(
     x_ptr, cos_ptr, sin_ptr, y_ptr,
     stride_xb, stride_xh, stride_xs, stride_yb, stride_yh, stride_ys, n_heads, sequence, d,
-    INVERSE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """y, shaped as x (batch, n_heads, sequence, d). Grid: (batch * tiles of ROWS positions,)."""
     tiles = tl.cdiv(sequence, ROWS)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     rows = ((tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    pairs = tl.arange(0, PAIRS)[None, :]
+    pairs = tl.arange(0, COLUMNS // 2)[None, :]
     known = (rows < sequence) & (pairs < d // 2)
     cos = tl.load(cos_ptr + rows * (d // 2) + pairs, mask=known, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + rows * (d // 2) + pairs, mask=known, other=0.0).to(tl.float32)
     if INVERSE:
         sin = -sin
-    columns = tl.arange(0, 2 * PAIRS)[None, :]
+    columns = tl.arange(0, COLUMNS)[None, :]
     inside = (rows < sequence) & (columns < d)
     x_tile = x_ptr + batch * stride_xb + rows * stride_xs + columns
     y_tile = y_ptr + batch * stride_yb + rows * stride_ys + columns
     for _ in tl.range(n_heads):
         x = tl.load(x_tile, mask=inside, other=0.0).to(tl.float32)
-        even, odd = tl.split(tl.reshape(x, (ROWS, PAIRS, 2)))
+        even, odd = tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
         turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
-        y = tl.reshape(turned, (ROWS, 2 * PAIRS))
+        y = tl.reshape(turned, (ROWS, COLUMNS))
         tl.store(y_tile, y.to(y_ptr.dtype.element_ty), mask=inside)
         x_tile += stride_xh
         y_tile += stride_yh
@@ -54,14 +54,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     if x4.stride(-1) != 1:
         x4 = x4.contiguous()
     batch, heads, sequence, d = x4.shape
-    pairs = triton.next_power_of_2(d // 2)
-    rows = max(1, min(TILE // (2 * pairs), triton.next_power_of_2(sequence)))
     y4 = torch.empty_like(x4)
-    if x.numel():
-        sizes = *x4.stride()[:3], *y4.stride()[:3], heads, sequence, d
-        options = {"INVERSE": inverse, "ROWS": rows, "PAIRS": pairs, "num_warps": 4}
-        grid = (batch * triton.cdiv(sequence, rows),)
-        launch(rotary_kernel, grid, x4, cos.contiguous(), sin.contiguous(), y4, *sizes, **options)
+    tiles, options = row_tiles(sequence, d, TILE, 2 * d, 4)
+    tensors, sizes = (x4, cos.contiguous(), sin.contiguous(), y4), (heads, sequence, d)
+    strides = *x4.stride()[:3], *y4.stride()[:3]
+    launch(rotary_kernel, (batch * tiles,), *tensors, *strides, *sizes, INVERSE=inverse, **options)
     return y4.reshape(x.shape)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +29,7 @@ current_device = getattr(torch._C, "_cuda_getDevice", None)
 def _mend_interpreter() -> None:
     """Let it compute with bfloat16 as a GPU does: round to nearest, and multiply numbers, not bit patterns.
 
-    And in Triton 3.6 let range() take an array of one element, of which NumPy from 2.4 on makes no int.
+    And clamp NaN to a bound, and in Triton 3.6 let range() take an array of one element, as NumPy had it.
     """
     from triton.runtime import interpreter
 
@@ -45,11 +46,14 @@ def _mend_interpreter() -> None:
         wide = (cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in operands[:2])
         return dot(self, *wide, *operands[2:])
 
+    def clamp(self: Any, x: Any, low: Any, high: Any, _: Any) -> Any:
+        return self.ternary_op(x, low, high, lambda *of: np.fmin(np.fmax(of[0], of[1]), of[2]))
+
     def prepare_with_index(tensor: type, scope: "interpreter._LangPatchScope") -> None:
         prepare(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
 
-    builder.cast_impl, builder.create_dot = cast_rounding, dot_of_numbers
+    builder.cast_impl, builder.create_dot, builder.create_clampf = cast_rounding, dot_of_numbers, clamp
     interpreter._patch_lang_tensor = prepare_with_index
 
 
@@ -90,15 +94,17 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if x.is_meta or isinstance(x, FakeTensor):
         return
     check_device(x)
-    with device_context(x.device):
-        kernel[grid](*arguments, **options)
+    if 0 not in grid:
+        with device_context(x.device):
+            kernel[grid](*arguments, **options)
 
 
-def row_tile(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -> dict[str, int]:
-    """ROWS, COLUMNS, num_warps of a tile: whole rows up to `widest` columns, no more rows than there are."""
+def row_tiles(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -> tuple[int, dict[str, int]]:
+    """How many tiles, and their ROWS, COLUMNS and num_warps: whole rows up to `widest` columns."""
     columns = min(triton.next_power_of_2(d), widest)
     rows = max(1, min(elements // columns, triton.next_power_of_2(n_rows)))
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": min(max(rows * columns // 512, 4), most_warps)}
+    num_warps = min(max(rows * columns // 512, 4), most_warps)
+    return triton.cdiv(n_rows, rows), {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
 
 
 def check_device(x: Tensor) -> None:

@@ -49,7 +49,7 @@ def forward(a: Tensor, b: Tensor) -> Tensor:
     """c of a and b, all of one shape; contiguous."""
     a, b = a.contiguous(), b.contiguous()
     c = torch.empty_like(a)
-    launch(swiglu_forward_kernel, (max(1, triton.cdiv(a.numel(), BLOCK)),), a, b, c, a.numel(), BLOCK=BLOCK)
+    launch(swiglu_forward_kernel, (triton.cdiv(a.numel(), BLOCK),), a, b, c, a.numel(), BLOCK=BLOCK)
     return c
 
 
@@ -59,7 +59,7 @@ def backward(dc: Tensor, a: Tensor, b: Tensor, with_c: bool = False) -> list[Ten
     dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
     made = [torch.empty_like(a) for _ in range(3 if with_c else 2)]
     outputs = made if with_c else [*made, None]
-    grid = (max(1, triton.cdiv(a.numel(), BLOCK)),)
+    grid = (triton.cdiv(a.numel(), BLOCK),)
     launch(swiglu_backward_kernel, grid, dc, a, b, *outputs, a.numel(), BLOCK=BLOCK, WITH_C=with_c)
     return made
 

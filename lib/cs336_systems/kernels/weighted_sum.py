@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import kernel_function, launch, row_tile
+from cs336_systems.kernels.runtime import kernel_function, launch, row_tiles
 from cs336_systems.kernels.tensors import check_tensors
 
 TILE = 4096  # elements of a tile: 128 bytes a thread are on their way at once
@@ -73,9 +73,9 @@ def backward_kernel(
 def forward(x: Tensor, weight: Tensor) -> Tensor:
     """y (...) of x (..., d) and weight (d,), any strides; sums in float32."""
     rows, y = x.reshape(-1, len(weight)), x.new_empty(x.shape[:-1])
-    options = row_tile(*rows.shape, TILE, WIDEST, 4)
-    grid = (triton.cdiv(len(rows), options["ROWS"]),)
-    launch(forward_kernel, grid, rows, weight, y, *rows.stride(), *weight.stride(), *rows.shape, **options)
+    tiles, options = row_tiles(*rows.shape, TILE, WIDEST, 4)
+    sizes = *rows.stride(), *weight.stride(), *rows.shape
+    launch(forward_kernel, (tiles,), rows, weight, y, *sizes, **options)
     return y
 
 
@@ -84,9 +84,9 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """dx (..., d) and dw (d,), from dy (...), x (..., d) and weight (d,), any strides."""
     rows, above, dx = x.reshape(-1, len(weight)), dy.reshape(-1), x.new_empty(x.shape)
     n_rows, d = rows.shape
-    options = row_tile(n_rows, d, TILE, WIDEST, 4)
+    tiles, options = row_tiles(n_rows, d, TILE, WIDEST, 4)
     # A row of partial sums of dw for each tile of rows, until there are enough programs to fill a GPU.
-    rows_each = triton.cdiv(n_rows, min(triton.cdiv(n_rows, options["ROWS"]), MOST_PARTIALS))
+    rows_each = triton.cdiv(n_rows, min(tiles, MOST_PARTIALS))
     partial = x.new_empty((triton.cdiv(n_rows, rows_each), d), dtype=torch.float32)
     strides = *rows.stride(), *weight.stride(), *above.stride()
     grid = (len(partial), triton.cdiv(d, options["COLUMNS"]))

@@ -1,7 +1,7 @@
 """Several processes at once: starting them, and what trains a module in them."""
 
 from cs336_systems.parallel.collective_calls import count_sent_bytes, pass_on, watch_collectives
-from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, FlatDDP, NaiveDDP, ReduceScatterMean
+from cs336_systems.parallel.ddp import DataParallel, FlatDDP, NaiveDDP, start_mean
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.hosts import PacedLayer, slow_link, two_hosts, why_no_slow_link
 from cs336_systems.parallel.launch import WorkerContext, WorkerError, backends_here, launch, stream

@@ -35,15 +35,13 @@ class Message:
         self.collective, self._work, self.sent_bytes = collective, _DONE, 0
         self.is_async = any(x is True for x in arguments)
         self.waited_for = not self.is_async
-        self.ranks = dist.get_world_size(
-            next((x for x in arguments if isinstance(x, dist.ProcessGroup)), None)
-        )
+        group = next((x for x in arguments if isinstance(x, dist.ProcessGroup)), None)
+        self.ranks = dist.get_world_size(group)
         lists = [x if isinstance(x, list | tuple) else [x] for x in arguments]
         lists = [each for each in lists if each and isinstance(each[0], Tensor)] or [[torch.empty(0)]]
-        self.numel, largest = max(
-            ((sum(x.numel() for x in each), each) for each in lists), key=lambda x: x[0]
-        )
-        self.dtype, self.bytes = largest[0].dtype, sum(x.nbytes for x in largest)
+        largest = max(lists, key=lambda each: sum(x.numel() for x in each))
+        self.numel, self.bytes = sum(x.numel() for x in largest), sum(x.nbytes for x in largest)
+        self.dtype = largest[0].dtype
         self.storage, self.address = StorageWeakRef(largest[0].untyped_storage()), largest[0].data_ptr()
 
     def __getattr__(self, name: str) -> Any:
@@ -207,18 +205,12 @@ def count_sent_bytes(
         raise ValueError(
             f"meshes is {meshes}; allowed: pairs (X, Y) from 1 on, X dividing the {tokens} tokens"
         )
-    world_size, what = max(x * y for x, y in meshes), (dict(layers), tuple(meshes), (d_model, d_ff, tokens))
-    by_rank = launch(_count, world_size, *what, backend="gloo", timeout_s=120.0)
+    what = dict(layers), tuple(meshes), d_model, d_ff, tokens
+    by_rank = launch(_count, max(x * y for x, y in meshes), *what, backend="gloo", timeout_s=120.0)
     return [row for rows in by_rank for row in rows]
 
 
-def _count(
-    context: WorkerContext,
-    layers: Mapping[str, MakeLayer],
-    meshes: Sequence[tuple[int, int]],
-    sizes: tuple[int, int, int],
-) -> Rows:
-    d_model, d_ff, tokens = sizes
+def _count(context: WorkerContext, layers: dict, meshes: tuple, d_model: int, d_ff: int, tokens: int) -> Rows:
     rows = []
     for x, y in meshes:
         mesh = DeviceMesh("cpu", torch.arange(x * y).view(x, y), mesh_dim_names=("x", "y"))

@@ -27,30 +27,21 @@ ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 
 
-class AllReduceMean:
-    """An all-reduce in flight: after `wait()`, `tensor` holds its mean over the ranks.
+def start_mean(tensor: Tensor, backend: str, scatter: bool = False) -> dist.Work:
+    """Start to replace a tensor by its mean over the ranks; it is there after `wait()` of what is returned.
 
     On a GPU neither the start nor `wait()` blocks the CPU. NCCL runs on a stream of its own, which starts
     once the current stream has produced the tensor; `wait()` makes the current stream wait for NCCL's.
+
+    Args:
+        scatter: of the tensor's equal segments, one for each rank, only this rank's gets its mean: a
+            reduce-scatter, which sends half as much as an all-reduce.
     """
-
-    def __init__(self, tensor: Tensor, backend: str):
-        self.tensor = tensor
-        self.work = self._send(tensor, ready_for_mean([tensor], backend))
-
-    def _send(self, tensor: Tensor, operation: dist.ReduceOp) -> dist.Work:
+    operation = ready_for_mean([tensor], backend)
+    if not scatter:
         return dist.all_reduce(tensor, op=operation, async_op=True)
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
-class ReduceScatterMean(AllReduceMean):
-    """A reduce-scatter in flight: after `wait()`, this rank's segment of the tensor holds the mean."""
-
-    def _send(self, tensor: Tensor, operation: dist.ReduceOp) -> dist.Work:
-        own = tensor.chunk(dist.get_world_size())[dist.get_rank()]
-        return getattr(dist, REDUCE_SCATTER)(own, tensor, op=operation, async_op=True)
+    own = tensor.chunk(dist.get_world_size())[dist.get_rank()]
+    return getattr(dist, REDUCE_SCATTER)(own, tensor, op=operation, async_op=True)
 
 
 def ready_for_mean(tensors: Sequence[Tensor], backend: str) -> dist.ReduceOp:
@@ -168,35 +159,34 @@ class DataParallel(nn.Module):
         return sendable
 
     def _settle(self) -> None:
-        """What no rank knows alone: which gradients no rank has, and which are not finite on some rank.
+        """What no rank knows alone: which gradients no rank has, and whether one is infinite or NaN on some.
 
-        Of the latter a NaN comes into all parts, so that a GradScaler skips the step on all ranks; for those
-        without a part here into the first gradient, and where that makes no CPU wait, into one of their own.
+        Then a NaN comes into every gradient, so that a GradScaler skips the step on all ranks; where that
+        makes no CPU wait, into those that a rank does not have, too.
         """
         count, device = len(self._trainable), self._trainable[0].device
-        flags = torch.ones(1 + self._keeps_shards, count, dtype=torch.uint8, device=device)
+        flags = torch.ones(count + self._keeps_shards, dtype=torch.uint8, device=device)
         if self._unused:
-            flags[0, list(self._unused)] = 0
+            flags[list(self._unused)] = 0
         gradients = [parameter.grad for parameter in self._trainable] if self._keeps_shards else []
-        here = {n: each for n, each in enumerate(gradients) if each is not None and each.numel()}
+        here = [each for each in gradients if each is not None and each.numel()]
         if self._keeps_shards:
-            norms = torch._foreach_norm([*here.values()], torch.inf) if here else ()
-            largest, zero = dict(zip(here, norms, strict=True)), torch.zeros((), device=device)
-            flags[1] = ~torch.stack([largest.get(n, zero).float() for n in range(count)]).isfinite()
+            norms = [norm.float() for norm in torch._foreach_norm(here, torch.inf)] if here else ()
+            flags[-1] = ~torch.stack(norms).isfinite().all() if here else 0
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if self._unused:  # only then are they read, which makes the CPU wait for a GPU
-            was_used = flags[0].tolist()
+            was_used = flags.tolist()
             for index in self._unused:
                 if not was_used[index]:
                     self._trainable[index].grad = None
             self._unused.clear()
         if here:
-            nan = torch.where(flags[1].bool(), torch.nan, 0.0)
-            nans = nan.sum(), *(nan[n] for n in [*here][1:])
-            torch._foreach_add_([gradient[(0,) * gradient.dim()] for gradient in here.values()], nans)
-        for n in flags[1].nonzero().flatten().tolist() if self._keeps_shards and not flags.is_cuda else ():
-            if self._trainable[n].grad is None:
-                self._trainable[n].grad = torch.full_like(self._trainable[n], torch.nan)
+            nan = torch.where(flags[-1].bool(), torch.nan, 0.0)
+            torch._foreach_add_([gradient[(0,) * gradient.dim()] for gradient in here], nan)
+        if self._keeps_shards and not flags.is_cuda and flags[-1]:
+            for parameter in self._trainable:
+                if parameter.grad is None:
+                    parameter.grad = torch.full_like(parameter, torch.nan)
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
@@ -209,7 +199,7 @@ class NaiveDDP(DataParallel):
 
     def _average_gradients(self) -> None:
         for index in range(len(self._trainable)):
-            AllReduceMean(self._gradient(index), self._backend).wait()
+            start_mean(self._gradient(index), self._backend).wait()
 
 
 class FlatDDP(DataParallel):
@@ -224,7 +214,7 @@ def average_flat(gradients: list[Tensor], backend: str) -> None:
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
         group = [gradient for gradient in gradients if gradient.dtype == dtype]
         flat = torch.cat([gradient.flatten() for gradient in group])
-        AllReduceMean(flat, backend).wait()
+        start_mean(flat, backend).wait()
         means = flat.split([gradient.numel() for gradient in group])
         torch._foreach_copy_(group, [mean.view_as(each) for mean, each in zip(means, group, strict=True)])
 
@@ -239,12 +229,7 @@ def as_it_is_sent(gradient: Tensor) -> Tensor:
 def weakly(method: Callable, *arguments: int) -> Callable[[Tensor], None]:
     """A hook for tensors: a method whose object it does not keep, as Python cannot collect such cycles."""
     this, function = weakref.ref(method.__self__), method.__func__
-
-    def hook(_: Tensor) -> None:
-        if (wrapper := this()) is not None:
-            function(wrapper, *arguments)
-
-    return hook
+    return lambda _: function(alive, *arguments) if (alive := this()) is not None else None
 
 
 @torch.no_grad()

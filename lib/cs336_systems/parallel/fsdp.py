@@ -57,8 +57,8 @@ class FSDP(DataParallel):
     Raises:
         RuntimeError: there is no process group. In forward, a weight is used outside its module; in backward,
             it was written to since forward, or the pass is to be differentiated itself (create_graph).
-        ValueError: an argument is not allowed, there is one rank, nothing to shard or train, several devices
-            or dtypes to shard, a hook on a parameter to shard, or the ranks disagree. On every rank.
+        ValueError: an argument is not allowed, there is nothing to shard or train, several devices or dtypes
+            to shard, a hook on a parameter to shard, or the ranks disagree. On every rank.
     """
 
     _keeps_shards = True
@@ -105,8 +105,6 @@ class FSDP(DataParallel):
 
     def _check_module(self) -> None:
         super()._check_module()
-        if (world_size := dist.get_world_size()) < 2:
-            raise ValueError(f"the number of ranks is {world_size}; allowed: 2 or more, to share the weights")
         self._homes, name = list(dict.fromkeys(self._find_homes(self.module))), type(self.module).__name__
         found = (home.parameter for home in self._homes if type(home.holder).__name__ in self._shard_types)
         self._sharded = dict.fromkeys(parameter for parameter in found if parameter.requires_grad)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.ddp import AllReduceMean, DataParallel, ReduceScatterMean, weakly
+from cs336_systems.parallel.ddp import DataParallel, start_mean, weakly
 from cs336_systems.parallel.guards import check_bucket_size
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, fill_buckets
@@ -27,8 +27,6 @@ class OverlappedDDP(DataParallel):
     pass holds back those behind it in the agreed order until the next pass or the end. Until then gradients
     may be in flight: they must not be changed, nor may one rank alone run another pass.
     """
-
-    _mean_of: type[AllReduceMean] = AllReduceMean
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -55,8 +53,8 @@ class OverlappedDDP(DataParallel):
     def _start_pass(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]  # of each bucket, gradients not ready
         self._ready = set[int]()  # indices of gradients that this pass has made
-        # The means of the buckets that were sent, in their order: the next to be sent is len(in_flight).
-        self._in_flight: list[AllReduceMean] = []
+        # Of the buckets that were sent, in their order: the next to be sent is len(in_flight).
+        self._in_flight: list[dist.Work] = []
         self._end_is_announced = self._is_over = False
 
     # These two run for every parameter in every backward pass: each microsecond counts hundreds of times.
@@ -95,13 +93,14 @@ class OverlappedDDP(DataParallel):
         for number in range(len(self._in_flight), len(self._buckets)):
             if self._missing[number] and not incomplete_too:
                 return
-            self._in_flight.append(self._mean_of(self._message(number), self._backend))
+            work = start_mean(self._message(number), self._backend, scatter=self._keeps_shards)
+            self._in_flight.append(work)
 
     @torch.no_grad()
     def _complete_pass(self) -> None:
         self._send(incomplete_too=True)
-        for mean in self._in_flight:
-            mean.wait()
+        for work in self._in_flight:
+            work.wait()
         self._start_pass()
 
     def _average_gradients(self) -> None:
@@ -194,7 +193,7 @@ class ReduceScatterDDP(BucketedDDP):
         RuntimeError: in backward, a second pass without `no_sync()`.
     """
 
-    _mean_of, _keeps_shards, _open_buckets = ReduceScatterMean, True, 3
+    _keeps_shards, _open_buckets = True, 3
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, bucket_size_mb: float = 256):
         self._optimizer = optimizer

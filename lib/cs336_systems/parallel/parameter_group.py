@@ -52,25 +52,26 @@ class CommunicationStream:
         if self.cuda is not None:
             self._inside.__exit__(*error)
 
-    def send(
-        self, collective: str, outputs: Sequence[Tensor], inputs: Sequence[Tensor], **how: Any
-    ) -> list[dist.Work]:
-        """One message for each pair; what to wait for, if it is not the stream that waits."""
+    def start(
+        self,
+        collective: str,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        then: Callable[[], Any] = lambda: None,
+        **how: Any,
+    ) -> Callable[[], Any]:
+        """Send one message for each pair, then call `then`; returns what waits for both."""
         call, pairs = getattr(dist, collective), zip(outputs, inputs, strict=True)
         if self.cuda is None:
-            return [call(*pair, **how, async_op=True) for pair in pairs]
+            works = [call(*pair, **how, async_op=True) for pair in pairs]
+            return lambda: ([work.wait() for work in works], then())
         # Several in one kernel.
         with _coalescing_manager() if len(outputs) > 1 else contextlib.nullcontext():
             for pair in pairs:
                 call(*pair, **how)
-        return []
-
-    def arrival(self, works: list[dist.Work], *sent: Tensor) -> Callable[[], None]:
-        """Makes the computation wait for what is queued so far; holds what Gloo reads until it is done."""
-        if self.cuda is None:
-            return lambda: (sent, [work.wait() for work in works])
+        then()
         event = self.cuda.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(event)
+        return lambda: torch.cuda.current_stream().wait_event(event)  # it is the stream that waits
 
 
 class Resharded(Tensor):
@@ -128,7 +129,7 @@ class ParameterGroup:
         self.ready = set[int]()  # which weights have a gradient of this backward pass
         self.calls = self.position = 0  # forward passes under way; place in the order of forward
         self._gather_stream, self._reduce_stream = streams
-        self._arrival: Callable[[], None] | None = None  # what waits for the gather that is on its way
+        self._arrival: Callable[[], Any] | None = None  # what waits for the gather that is on its way
         first, world_size, rank = parameters[0], dist.get_world_size(), dist.get_rank()
         self._dtype = dtype or first.dtype
         step = ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
@@ -176,9 +177,8 @@ class ParameterGroup:
         # Memory of the computation's own stream: it returns there when it is freed.
         self._memory.resize_(self.nbytes)
         with self._gather_stream as stream:
-            shards = self._shards.to(self._dtype)
-            works = stream.send(ALL_GATHER, self._slices, self._padded_slices(shards))
-            self._arrival = stream.arrival(works, shards)
+            shards = self._padded_slices(self._shards.to(self._dtype))
+            self._arrival = stream.start(ALL_GATHER, self._slices, shards)
         self.pointer, self.versions = self._memory.data_ptr(), self.versions_now()
 
     def versions_now(self) -> int:
@@ -212,7 +212,7 @@ class ParameterGroup:
         self.is_gathered = self.is_in_backward = False
         self.ready.clear()  # of a pass that did not reach all weights
 
-    def start_reduction(self) -> tuple[list[Tensor], Callable[[], None]]:
+    def start_reduction(self) -> tuple[list[Tensor], Callable[[], Any]]:
         """Send whole gradients to their ranks; returns them, and a wait for the means in every `.grad`."""
         gradients = [self._take_gradient(*pair) for pair in zip(self.weights, self._slices, strict=True)]
         # In the memory of the computation's stream, which will free it.
@@ -228,12 +228,8 @@ class ParameterGroup:
         with self._reduce_stream as stream:
             if (dtype := gradients[0].dtype) != target.dtype:
                 received = torch.empty_like(target, dtype=dtype)
-            operation = ready_for_mean(gradients, stream.backend)
-            works = stream.send(REDUCE_SCATTER, self._padded_slices(received), gradients, op=operation)
-            if stream.cuda is not None:
-                hand_over()
-            arrival = stream.arrival(works)
-        return gradients, arrival if stream.cuda is not None else lambda: (arrival(), hand_over())
+            operation, slices = ready_for_mean(gradients, stream.backend), self._padded_slices(received)
+            return gradients, stream.start(REDUCE_SCATTER, slices, gradients, hand_over, op=operation)
 
     def _take_gradient(self, weight: ShardedWeight, slice_: Tensor) -> Tensor:
         """Of the whole weight, flat, with its padding rows."""

@@ -118,10 +118,8 @@ class ShardedOptimizer(Optimizer):
                 f"{[self._rank, self._world_size]}, what state_dict() gave on this rank"
             )
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
-        for _, optimizer in self._buckets:
-            optimizer.__setstate__(
-                {"state": self.state}
-            )  # it may have to convert what an older version saved
+        for _, optimizer in self._buckets:  # it may have to convert what an older version saved
+            optimizer.__setstate__({"state": self.state})
 
     def _on_all_ranks(self, add: Callable[[], None], described: list[str]) -> None:
         """Take new groups in if that succeeds on every rank and all take the same, else fail on all."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from cs336_systems import optimizer as ours
 from cs336_systems.configs import model_size
@@ -95,11 +95,11 @@ class ShardedSteps(DataParallelSteps):
         if strategy.casts and dtype.itemsize < 4:
             options["compute_dtype"] = dtype
         if strategy.wraps_optimizer:
-            self.optimizer = strategy.make_optimizer(model.parameters(), AdamW, fused=True)
+            self.optimizer = strategy.make_optimizer(model.parameters(), fused=True)
             self.model = strategy.wrap(model, self.optimizer)
         else:
             self.model = strategy.wrap(model, **options)
-            self.optimizer = strategy.make_optimizer(self.model.parameters(), AdamW, fused=True)
+            self.optimizer = strategy.make_optimizer(self.model.parameters(), fused=True)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Of every tensor what this rank has."""
@@ -138,20 +138,13 @@ def training_drift(context: WorkerContext, cases: Iterable[Mapping[str, Any]], s
                 if model is wrapped:
                     wrapped.finish_gradient_synchronization()
                 optimizer.step()
-            differences = _differences(
-                *(parameters_to_vector(model.parameters()).detach() for model in models)
-            )
-            found = [{"compared": name, "max_difference": value} for name, value in differences.items()]
-            context.send([{**case, "step_index": step, **row} for row in found])
-
-
-def _differences(alone: Tensor, together: Tensor) -> dict[str, float]:
-    """The largest, over all weights and ranks."""
-    low, high = together.clone(), together.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX)
-    furthest = torch.maximum(high - alone, alone - low).max()
-    return {"weights": furthest.item(), "replicas": (high - low).max().item()}
+            vectors = [parameters_to_vector(each.parameters()).detach() for each in models]
+            weights, low, high = *vectors, vectors[1].clone()
+            dist.all_reduce(low, op=dist.ReduceOp.MIN)
+            dist.all_reduce(high, op=dist.ReduceOp.MAX)
+            found = {"weights": torch.maximum(high - weights, weights - low), "replicas": high - low}
+            rows = [{"compared": name, "max_difference": x.max().item()} for name, x in found.items()]
+            context.send([{**case, "step_index": step, **row} for row in rows])
 
 
 def log_messages(

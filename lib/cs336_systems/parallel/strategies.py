@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP, broadcast_from_rank_0
 from cs336_systems.parallel.fsdp import FSDP
@@ -76,11 +76,11 @@ class TorchFSDP(Single):
         super().__init__(module)
 
 
-def torch_zero(parameters: Iterable[nn.Parameter], optimizer_cls: type, **settings: Any) -> Optimizer:
-    """PyTorch's ZeroRedundancyOptimizer; its `state` is that of the optimizer inside."""
+def torch_zero(parameters: Iterable[nn.Parameter], **settings: Any) -> Optimizer:
+    """PyTorch's ZeroRedundancyOptimizer of AdamW; its `state` is that of the optimizer inside."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    zero = ZeroRedundancyOptimizer(parameters, optimizer_cls, **settings)
+    zero = ZeroRedundancyOptimizer(parameters, AdamW, **settings)
     zero.state = zero.optim.state
     return zero
 
@@ -102,20 +102,17 @@ class Sharding:
 
     # Called as wrap(module); where it casts, as wrap(module, compute_dtype=...); or wrap(module, optimizer).
     wrap: Callable[..., nn.Module]
-    # Called as make_optimizer(parameters, optimizer class, **settings).
-    make_optimizer: Callable[..., Optimizer] = lambda parameters, kind, **settings: kind(
-        parameters, **settings
-    )
+    make_optimizer: Callable[..., Optimizer] = AdamW  # called as make_optimizer(parameters, **settings)
     wraps_optimizer: bool = False
     casts: bool = False  # the wrapper itself computes in 16 bits; without, the forward runs under autocast
 
 
-_bucketed = partial(BucketedDDP, bucket_size_mb=25)
+_bucketed, _sharded = partial(BucketedDDP, bucket_size_mb=25), partial(ShardedOptimizer, optimizer_cls=AdamW)
 SHARDINGS: dict[str, Sharding] = {
     "ddp": Sharding(_bucketed),
     "zero": Sharding(_bucketed, torch_zero),
-    "sharded": Sharding(_bucketed, ShardedOptimizer),
-    "sharded_scatter": Sharding(ReduceScatterDDP, ShardedOptimizer, wraps_optimizer=True),
+    "sharded": Sharding(_bucketed, _sharded),
+    "sharded_scatter": Sharding(ReduceScatterDDP, _sharded, wraps_optimizer=True),
     "fsdp2": Sharding(TorchFSDP, casts=True),
     "fsdp2_kept": Sharding(partial(TorchFSDP, reshard=False), casts=True),
     "fsdp_weight": Sharding(FSDP, casts=True),
