@@ -14,12 +14,12 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/cs336_systems/kernels": (808, 650),
     "lib/cs336_systems/parallel": (2_866, 2_150),
     "lib/cs336_systems/training": (698, 700),
-    "lib/labbook": (5_483, 3_400),
-    "lib/labbook/book": (1_248, 850),
-    "lib/labbook/memory": (449, 400),
-    "lib/labbook/profiles": (679, 550),
+    "lib/labbook": (5_175, 3_400),
+    "lib/labbook/book": (1_145, 850),
+    "lib/labbook/memory": (402, 400),
+    "lib/labbook/profiles": (644, 550),
     "notebooks": (254, None),
-    "tests": (11_779, 9_500),
+    "tests": (11_748, 9_500),
 }
 
 

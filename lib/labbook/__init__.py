@@ -1,41 +1,33 @@
 """How a number becomes a row, a plot, a sentence; and how notebooks are run. Knows nothing of the course."""
 
-from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
+_NAMES = {  # by their module, which is imported when one is used
+    "answers": "Claim answer between claim gib ms one percent plural ratio_text show_source solution",
+    "bench": "Case Step grid",
+    "book.notebooks": "check_parameters",
+    "compare": "beside_reference longest_warmup published_rows side_by_side times_in",
+    "files": "REPOSITORY_FIGURES figures_dir find",
+    "labels": "MISSING column_label named_value ordered significant value_label",
+    "machine": "MachineCard load_card machine_card watched_clocks why_no_compile why_no_memory why_no_tf32",
+    "page": "Page",
+    "plots": "bars heatmap lines ratio spans stacked_bars",
+    "ranks": "one_step_ms slowest time_together",
+    "rows": "RowError load_rows published save_rows",
+    "sliders": "Sliders",
+    "tables": "pivot row_lines show",
+    "timing": "MIB Timing clock_ms matmul_precision release_memory resolve_device run_or_out_of_memory "
+    "time_cold_cache time_compiled time_steps",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = [*_MODULE_OF]
 
-def offered(package: str, table: Mapping[str, str]) -> tuple[Callable[[str], Any], list[str]]:
-    """`__getattr__` and `__all__` of a package: names by their module, which is imported when one is used."""
-    module_of = {name: module for module, names in table.items() for name in names.split()}
 
-    def later(name: str) -> Any:
-        if name not in module_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{module_of[name]}"), name)
-
-    return later, [*module_of]
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
-__getattr__, __all__ = offered(
-    "labbook",
-    {
-        "answers": "Claim answer between claim gib ms one percent plural ratio_text show_source solution",
-        "bench": "Case Step grid",
-        "book.parameters": "check_parameters",
-        "compare": "beside_reference longest_warmup published_rows side_by_side times_in",
-        "files": "REPOSITORY_FIGURES figures_dir find",
-        "labels": "MISSING column_label named_value ordered significant value_label",
-        "machine": "MachineCard load_card machine_card watched_clocks why_no_compile why_no_memory "
-        "why_no_tf32",
-        "page": "Page",
-        "plots": "bars heatmap lines ratio spans stacked_bars",
-        "ranks": "one_step_ms slowest time_together",
-        "rows": "RowError load_rows published save_rows",
-        "sliders": "Sliders",
-        "tables": "pivot row_lines show",
-        "timing": "MIB Timing clock_ms matmul_precision release_memory resolve_device run_or_out_of_memory "
-        "time_cold_cache time_compiled time_steps",
-    },
-)
 later = __getattr__  # by a call of it one is imported that only refuses or shows: it changes no number

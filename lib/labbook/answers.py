@@ -20,29 +20,27 @@ from labbook.labels import significant
 
 @dataclass(frozen=True)
 class Claim:
-    """Something an answer says, with the figures in its description, and whether it holds."""
+    """Something an answer says, and whether it holds; figures included, so that its failure explains itself.
+
+    Raises TypeError: `holds` is not a single truth value.
+    """
 
     description: str
-    holds: bool
+    holds: bool | np.bool_
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.holds, bool | np.bool_):
+            kind = f"{self.description!r} is {type(self.holds).__name__}"
+            raise TypeError(f"{kind}, not a truth value; use .all() or .any() on several")
 
 
-def claim(description: str, holds: bool) -> Claim:
-    """Name a claim, figures included, so that its failure explains itself.
-
-    Raises:
-        TypeError: `holds` is not a single truth value.
-    """
-    if not isinstance(holds, bool | np.bool_):
-        kind = type(holds).__name__
-        raise TypeError(f"{description!r} is {kind}, not a truth value; use .all() or .any() on several")
-    return Claim(description, bool(holds))
+claim = Claim  # as an answer makes it
 
 
 def answer(deliverable: str, text: str, *claims: Claim) -> None:
     """Show the answer to one deliverable: **(b)**, the text, and, folded, what was checked.
 
-    Raises:
-        AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
+    Raises AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
     """
     _show(f"**({deliverable})** {text}{_checked(f'answer ({deliverable})', claims)}")
 
@@ -85,8 +83,7 @@ def without_docstrings(source: str) -> str:
 def one(frame: pd.DataFrame, **key: object) -> pd.Series:
     """The single row with this key; write `pass_` for the column `pass`.
 
-    Raises:
-        LookupError: no row or several rows have it; the message counts them and says in what they differ.
+    Raises LookupError: no row or several rows have it; the message counts them and says in what they differ.
     """
     found, key = frame, {name.rstrip("_"): value for name, value in key.items()}
     for name, value in key.items():

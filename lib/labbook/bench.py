@@ -98,21 +98,18 @@ def measure(
 ) -> Iterator[list[Row]]:
     """Time each case; yields the rows of the cases that share a set-up, those that differ in `pass` alone.
 
-    Args:
-        setup: called with the first of such cases, returns the step of each `pass` ("" without that column);
-            it and the steps run with the matmul precision of the case's `dtype`.
-        around: makes the context that a set-up and its steps run in: an attention backend switched on, say.
-        skip: why a case cannot be measured, or ""; its row has the status "skipped" and that reason.
-        kept: whether a case is on record already; then it is left out.
-        errors: exceptions of a set-up or step that are a row with the status "error" and its message.
-        stream: starts worker processes: stream(worker, world_size, *args, backend=..., timeout_s=...), which
-            yields what rank 0 sends. Each case then has the columns `world_size` and `backend`, `setup` is
-            called as setup(case, context) on each rank, and of every step the slowest rank counts.
-        device: where the cases run; over ranks each has its own.
-        warmup_steps, steps: as in `timing.time_steps`; a case's column `warmup_steps` goes before.
-
-    Raises:
-        Whatever a set-up or step raises that is neither out of memory nor one of `errors`.
+    setup: called with the first of such cases, returns the step of each `pass` ("" without that column);
+        it and the steps run with the matmul precision of the case's `dtype`.
+    around: makes the context that a set-up and its steps run in: an attention backend switched on, say.
+    skip: why a case cannot be measured, or ""; its row has the status "skipped" and that reason.
+    kept: whether a case is on record already; then it is left out.
+    errors: exceptions of a set-up or step that are a row with the status "error" and its message.
+    stream: starts worker processes: stream(worker, world_size, *args, backend=..., timeout_s=...), which
+        yields what rank 0 sends. Each case then has the columns `world_size` and `backend`, `setup` is
+        called as setup(case, context) on each rank, and of every step the slowest rank counts.
+    device: where the cases run; over ranks each has its own.
+    warmup_steps, steps: as in `timing.time_steps`; a case's column `warmup_steps` goes before.
+    Raises whatever a set-up or step raises that is neither out of memory nor one of `errors`.
     """
     options = {"around": around, "errors": errors, "warmup_steps": warmup_steps, "steps": steps}
     waiting: list[list[Case]] = []
@@ -184,7 +181,7 @@ def _contradict(rows: Iterable[Row]) -> bool:
 
 
 def _over_ranks(
-    groups: list[list[Case]], setup: Setup, options: dict, start: Callable[..., Iterator[list[Row]]]
+    groups: list[list[Case]], setup: Setup, options: dict, start: Callable
 ) -> Iterator[list[Row]]:
     """Start the processes, and again for what is left whenever a rank ran out of memory."""
     while groups:

@@ -30,6 +30,7 @@ _PACKAGES = sorted(path.parent.name for path in _ROOTS[0].glob("*/__init__.py"))
 _MODULE_NAME = re.compile(rf"\b(?:{'|'.join(_PACKAGES)})(?:\.\w+)+")
 _SAVES = ("measure", "save", "save_rows")
 _MUTATORS = ("add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "sort", "update")
+_DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 _CHANGES_NOTHING = ("ctx", "kind", "type_comment", "type_ignores")
 
 
@@ -49,9 +50,8 @@ def of_notebook(path: Path) -> dict[str, str]:
 def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str, str]:
     """The same of what the last of some executed cells saves. A file newer than this process is marked.
 
-    Args:
-        sources: of the cells, in the order of their execution.
-        parameters: the names whose literal values are no code.
+    sources: of the cells, in the order of their execution.
+    parameters: the names whose literal values are no code.
     """
     found = _behind(sources, parameters, [len(sources) - 1])
     started = psutil.Process().create_time()
@@ -83,13 +83,12 @@ def why(before: Mapping[str, str], now: Mapping[str, str]) -> str:
 class _Said:
     """What parts of a syntax tree say, that were read.
 
-    package: the one that the code is in, for relative imports. text: the tree itself.
-    imports: (bound name, module, name in it, or "" for the module itself). named: modules in strings.
+    text: the tree itself. named: modules in strings.
+    imports: (bound name, module, name in it, or "" for the module itself); relative ones there are none.
     uses: the attributes under which each name is used, "" for the name alone.
     binds: names bound. keeps: names whose value is changed. saves: a table for each call that saves rows.
     """
 
-    package: str = ""
     text: list[str] = field(default_factory=list)
     imports: list[tuple[str, str, str]] = field(default_factory=list)
     named: set[str] = field(default_factory=set)
@@ -112,7 +111,7 @@ class _Said:
             if root not in own and (not is_read or attributes.rpartition(".")[2] in _MUTATORS):
                 (self.keeps if attributes else self.binds).add(root)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            self.imports += (imports := _imports(node, self.package))
+            self.imports += (imports := _imports(node))
             self.text.append(f"{imports};")
             self.named.update(alias.name for alias in node.names if isinstance(node, ast.Import))
             self.binds.update(bound for bound, _, _ in imports)
@@ -122,7 +121,7 @@ class _Said:
 
     def _read_fields(self, node: ast.AST, own: frozenset[str]) -> None:
         inner = own | _bound_inside(node)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        if isinstance(node, _DOCUMENTED) and not isinstance(node, ast.Module):
             self.binds |= {node.name} - own
         elif isinstance(node, ast.For | ast.With):
             self.binds |= inner - own
@@ -141,7 +140,7 @@ class _Said:
                 continue
             if isinstance(node, ast.JoinedStr):
                 value = _literals_joined(value)
-            elif name == "body" and isinstance(value, list) and _is_docstring(value[0]):
+            elif name == "body" and isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
                 value = value[1:]
             self.text.append(f"{name}=")
             within = own if name in ("iter", "args", "decorator_list") else inner
@@ -190,11 +189,6 @@ def _chain(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _is_docstring(node: ast.AST) -> bool:
-    value = node.value if isinstance(node, ast.Expr) else None
-    return isinstance(value, ast.Constant) and isinstance(value.value, str)
-
-
 def _literals_joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
     """The parts of an f-string; versions of Python cut its text differently."""
     parts: list[ast.expr | str] = [""]
@@ -206,12 +200,9 @@ def _literals_joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
     return parts
 
 
-def _imports(node: ast.Import | ast.ImportFrom, package: str) -> list[tuple[str, str, str]]:
+def _imports(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str, str]]:
     if isinstance(node, ast.ImportFrom):
-        parts = package.split(".")
-        up = parts[: len(parts) + 1 - node.level] if node.level else []
-        module = ".".join([*up, *filter(None, [node.module])])
-        return [(alias.asname or alias.name, module, alias.name) for alias in node.names]
+        return [(alias.asname or alias.name, node.module, alias.name) for alias in node.names]
     names = [(alias.asname or alias.name.partition(".")[0], alias) for alias in node.names]
     return [(bound, alias.name if alias.asname else bound, "") for bound, alias in names]
 
@@ -234,19 +225,18 @@ def _loaded(module: str, path: Path, _: int) -> tuple[_Said, dict[str, tuple[str
     """A file, and, of a package's __init__, what it only hands on: name -> (module, name)."""
     tree, exports = ast.parse(path.read_text(encoding="utf-8")), {}
     if path.name != "__init__.py":
-        return _Said(module.rpartition(".")[0]).read(tree), exports
+        return _Said().read(tree), exports
     for node in tree.body[:]:
         assigned = ast.unparse(node).partition(" =")[0] if isinstance(node, ast.Assign) else ""
         if isinstance(node, ast.ImportFrom):
-            exports |= {bound: (source, name) for bound, source, name in _imports(node, module)}
-        elif assigned == "__getattr__, __all__":
-            table = next(each for each in ast.walk(node) if isinstance(each, ast.Dict))
-            for source, names in ast.literal_eval(table).items():
+            exports |= {bound: (source, name) for bound, source, name in _imports(node)}
+        elif assigned == "_NAMES":
+            for source, names in ast.literal_eval(node.value).items():
                 exports |= {name: (f"{module}.{source}", name) for name in names.split()}
         elif assigned != "__all__":
             continue
         tree.body.remove(node)
-    said = _Said(module).read(tree)
+    said = _Said().read(tree)
     said.imports += [(name, *exports[name]) for name in exports if name in said.uses]  # it uses these itself
     return said, exports
 
@@ -264,7 +254,7 @@ class _Walk:
         for name, chains in (pair for said in several for pair in said.uses.items()):
             uses[name] |= chains
         for bound, module, name in (each for said in several for each in said.imports):
-            for chain in uses.get(bound, {""} if name == "*" else ()):
+            for chain in uses.get(bound, ()):
                 self.follow_chain(module, ".".join(filter(None, [name, chain])))
             self.follow_module(module, whole=False)
         for text in sorted(set().union(*(said.named for said in several))):
@@ -277,8 +267,8 @@ class _Walk:
         """What `module.a.b` is, the chain being "a.b"; the module itself, handed on, where there is none."""
         path, (name, _, rest) = _find(module), chain.partition(".")
         is_package = path is not None and path.name == "__init__.py"
-        self.follow_module(module, whole=not is_package or name in ("", "*"))
-        if not is_package or name in ("", "*"):
+        self.follow_module(module, whole=not is_package or not name)
+        if not is_package or not name:
             return
         said, exports = _loaded(module, path, path.stat().st_mtime_ns)
         if _find(f"{module}.{name}"):
@@ -326,7 +316,7 @@ def statements(source: str) -> list[_Said]:
         for node in ast.parse(re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)).body:
             said = _Said().read(node)
             if isinstance(node, ast.Import | ast.ImportFrom):  # each name by itself: others do not matter
-                found += [_Said("", [f"{one};"], [one], said.named, binds={one[0]}) for one in said.imports]
+                found += [_Said([f"{one};"], [one], said.named, binds={one[0]}) for one in said.imports]
                 continue
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 said.binds, said.keeps = {node.name}, set()

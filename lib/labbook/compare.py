@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from labbook.labels import UNITS, value_label, vocabulary
+from labbook.labels import SYNONYMS, UNITS, value_label
 from labbook.rows import KEYS, VALUES, load_rows, published
 
 # Rows that differ in nothing else measured the same.
@@ -40,13 +40,10 @@ def varying_values(group: pd.DataFrame, columns: Iterable[str]) -> str:
 def compared(frame: pd.DataFrame, hue: str, baseline: object, y: str) -> pd.DataFrame:
     """The rows that the baseline has an equal of, in every key but `hue` and its synonyms.
 
-    Returns:
-        The rows with `baseline` (its y), `baseline_status` and `ratio`, baseline / y.
-
-    Raises:
-        ValueError: there are no such rows; the message names what they differ in.
+    Returns the rows with `baseline` (its y), `baseline_status` and `ratio`, baseline / y.
+    Raises ValueError: there are no such rows; the message names what they differ in.
     """
-    same = next((names for names in vocabulary().synonyms if hue in names), {hue})
+    same = next((names for names in SYNONYMS if hue in names), {hue})
     keys = [column for column in key_columns(frame) if column not in same]
     base, others = frame[frame[hue] == baseline], frame[frame[hue] != baseline]
     columns = {y: "baseline", "status": "baseline_status"}
@@ -63,9 +60,8 @@ def side_by_side(
 ) -> pd.DataFrame:
     """The reference's rows and this machine's, with a column `where` that plots understand.
 
-    Args:
-        machine: slug of this machine; where it is the reference, its rows appear once.
-        sharing: of the reference only rows that agree in these columns with one of this machine's.
+    machine: slug of this machine; where it is the reference, its rows appear once.
+    sharing: of the reference only rows that agree in these columns with one of this machine's.
     """
     places = {f"reference: {value_label(reference)}": reference}
     if machine != reference:
@@ -79,8 +75,7 @@ def side_by_side(
 def beside_reference(mine: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
     """This machine's rows, and what the reference took for the same, after the longest of its warm-ups.
 
-    Returns:
-        The rows; if any has a partner, with `reference_ms`, the reference's median, and `reference_status`.
+    Returns the rows; if any has a partner, with `reference_ms`, its median, and `reference_status`.
     """
     keys = [name for name in _SAME if name in mine and name in theirs]
     theirs = longest_warmup(theirs).reindex(columns=[*keys, "p50_ms", "status"])

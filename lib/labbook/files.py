@@ -4,8 +4,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -42,8 +42,7 @@ def find(folder: str, *parts: str) -> Path:
 def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder that can") -> Path:
     """Create a folder, under `figures_dir()` if nothing else is said.
 
-    Raises:
-        PermissionError: it cannot be created or written to; the message names the way out.
+    Raises PermissionError: it cannot be created or written to; the message names the way out.
     """
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,15 +51,12 @@ def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder th
     return folder
 
 
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of the folder. The lock ends with its process, killed or not.
+def locked(folder: Path) -> filelock.BaseFileLock:
+    """A context that keeps other processes out of the folder. It ends with its process, killed or not.
 
-    Raises:
-        filelock.Timeout: another process has held it for a minute.
+    Entering raises filelock.Timeout where another process has held it for a minute.
     """
-    with filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S):
-        yield
+    return filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -79,11 +75,7 @@ def write_record(path: Path, record: Any) -> None:
 
 
 def read_record(path: Path, kind: Callable[..., Any]) -> Any:
-    """The dataclass in a JSON file.
-
-    Raises:
-        ValueError: the file is damaged, in a sentence that names it.
-    """
+    """The dataclass in a JSON file. Raises ValueError: the file is damaged, in a sentence that names it."""
     try:
         return kind(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, AttributeError) as error:

@@ -1,19 +1,18 @@
 """How columns, values and numbers are written: the same on every axis, in every table and sentence.
 
 What a project calls its values and columns stands in its `notebooks/vocabulary.py`: calls of `family`,
-`column` and `synonyms`. That file is run when the first word of it is needed.
+`column` and `synonyms`. That file is run at the end of this one.
 """
 
 import math
 import runpy
 from collections.abc import Callable, Hashable, Iterable
-from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-VOCABULARY = Path(__file__).parents[2] / "notebooks" / "vocabulary.py"
+from labbook.files import NOTEBOOKS
+
 MISSING = "–"
 # What stands in the place of a number that a row does not have.
 STATUS_LABELS = {"oom": "OOM", "error": "error", "skipped": "skipped"}
@@ -29,16 +28,18 @@ class Named(NamedTuple):
     color: str = ""
 
 
-class Vocabulary(NamedTuple):
-    """What the project says of columns and values, by their names; `families` of a column, see `family`."""
+class Column(NamedTuple):
+    """A column's name on an axis, with its unit; in front of one of its numbers; how a number is written."""
 
-    families: dict[str, list[dict[str, Named]]]
-    labels: dict[str, str]
-    columns: dict[str, tuple[str, str, Callable[[Any], str] | None]]
-    synonyms: list[set[str]]
+    label: str = ""
+    short: str = ""
+    text: Callable[[Any], str] | None = None
 
 
-_written = Vocabulary({}, {}, {}, [])
+FAMILIES: dict[str, list[dict[str, Named]]] = {}  # of a column, see `family`
+LABELS: dict[str, str] = {}  # of a value
+COLUMNS: dict[str, Column] = {}
+SYNONYMS: list[set[str]] = []
 
 
 def family(columns: str, lines: str) -> None:
@@ -50,31 +51,23 @@ def family(columns: str, lines: str) -> None:
     fields = [[part.strip() for part in line.split("|")] for line in lines.strip().splitlines()]
     named = {value: Named(*rest) if rest else Named(value) for value, *rest in fields}
     for name in columns.split():
-        _written.families.setdefault(name, []).append(named)
-    _written.labels.update({value: entry.label for value, entry in named.items()})
+        FAMILIES.setdefault(name, []).append(named)
+    LABELS.update({value: entry.label for value, entry in named.items()})
 
 
 def column(name: str, label: str = "", short: str = "", text: Callable[[Any], str] | None = None) -> None:
-    """A column's name on an axis, with its unit; in front of one of its numbers; how a number is written."""
-    _written.columns[name] = label, short, text
+    """What a project says of a column, see `Column`."""
+    COLUMNS[name] = Column(label, short, text)
 
 
 def synonyms(columns: str) -> None:
     """Columns that name one thing in several ways: who compares one does not hold the others fixed."""
-    _written.synonyms.append(set(columns.split()))
-
-
-@cache
-def vocabulary() -> Vocabulary:
-    """What the project's file says; nothing where there is none."""
-    if VOCABULARY.is_file():
-        runpy.run_path(str(VOCABULARY))
-    return _written
+    SYNONYMS.append(set(columns.split()))
 
 
 def column_label(column: str) -> str:
     """A column's name for an axis or a header, with its unit: "peak_memory_mib" -> "peak memory (MiB)"."""
-    if known := vocabulary().columns.get(column, [""])[0]:
+    if known := COLUMNS.get(column, Column()).label:
         return known
     name, _, unit = column.rpartition("_")
     if name and unit in UNITS:
@@ -86,10 +79,10 @@ def value_label(value: object, column: str | None = None) -> str:
     """A key's value for a legend, a tick or a cell; of a machine "reference: H200" -> "H200 (reference)"."""
     if isinstance(value, str):
         role, _, name = value.partition(": ") if column == "where" else (value, "", "")
-        return f"{name} ({role})" if name else vocabulary().labels.get(role, role)
+        return f"{name} ({role})" if name else LABELS.get(role, role)
     if pd.isna(value):
         return MISSING
-    if column in vocabulary().columns and (text := vocabulary().columns[column][2]):
+    if text := COLUMNS.get(column, Column()).text:
         return text(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -98,7 +91,7 @@ def named_value(column: str, value: object) -> str:
     """A value that stands alone: text as it is, a number named: "context 512", "bucket size 25 MiB"."""
     text, has_unit = value_label(value, column), column.rpartition("_")[2] in UNITS
     unit = column_label(column).rpartition("(")[2].rstrip(")") if has_unit else ""
-    name = vocabulary().columns.get(column, ("", ""))[1] or column.removeprefix("is_").replace("_", " ")
+    name = COLUMNS.get(column, Column()).short or column.removeprefix("is_").replace("_", " ")
     if isinstance(value, str):
         return text
     if pd.api.types.is_bool(value):
@@ -108,7 +101,7 @@ def named_value(column: str, value: object) -> str:
 
 def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, Named]:
     """What is known of a column's values, by name and by label; of several families the best fitting."""
-    distinct, known = set(values), vocabulary().families.get(column or "", ())
+    distinct, known = set(values), FAMILIES.get(column or "", ())
     families = [{**{named.label: named for named in family.values()}, **family} for family in known]
     return max(families, key=lambda family: len(distinct & set(family)), default={})
 
@@ -135,3 +128,15 @@ def significant(value: float, digits: int = 3) -> str:
     decimals = digits - 1 - math.floor(math.log10(abs(value)))
     decimals = max(decimals, 0) if abs(value) < 1e4 else decimals
     return f"{round(float(value), decimals):,.{max(decimals, 0)}f}"
+
+
+def quantity(value: float, column: str) -> str:
+    """A number with its unit; a time from a second on in seconds, which takes less room."""
+    unit = column_label(column).partition(" (")[2].rstrip(")")
+    if unit == "ms" and value >= 1000:
+        return f"{significant(value / 1000)} s"
+    return f"{significant(value)} {unit}".rstrip()
+
+
+if (_VOCABULARY := NOTEBOOKS / "vocabulary.py").is_file():
+    runpy.run_path(str(_VOCABULARY))

@@ -21,13 +21,12 @@ import pandas as pd
 import psutil
 import torch
 
-from labbook.files import REPOSITORY_FIGURES, committed, figures_dir, find, read_record, write_record
+from labbook.files import committed, figures_dir, find, read_record, write_record
 from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
 
 GIB = 2**30
 _GPU_STATE = "driver_version,clocks.sm,clocks.max.sm,power.draw,power.limit"
-_DTYPES = {"float32": torch.float32, "tf32": torch.float32}
-_DTYPES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES = ("float32", "tf32", "bfloat16", "float16")
 
 
 def now() -> str:
@@ -71,14 +70,12 @@ def machine_card(device: str | torch.device = "auto") -> MachineCard:
     """The card of this machine: from `figures/<slug>/machine.json`, or measured (seconds) and written there.
 
     A card that tells of another GPU, torch or triton is measured anew.
-
-    Raises:
-        RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
-        ValueError: the stored card is damaged.
+    Raises RuntimeError: the device is not there. PermissionError: the figures folder cannot be written to.
+    ValueError: the stored card is damaged.
     """
     device = resolve_device(device)
     found = _describe(device)
-    card = load_card(found["slug"]) if card_path(found["slug"]).exists() else None
+    card = load_card(found["slug"]) if found["slug"] in machines() else None
     if card and all(getattr(card, name) == found[name] for name in ("gpu", "torch", "triton")):
         return card
     card = MachineCard(**found, matmul_tflops=_matmul_tflops(device), copy_gbps=_copy_gbps(device))
@@ -87,32 +84,25 @@ def machine_card(device: str | torch.device = "auto") -> MachineCard:
     return card
 
 
-def card_path(slug: str) -> Path:
-    """Where the card of a machine is, or would be."""
-    return find(slug, "machine.json")
-
-
 def machines() -> list[str]:
     """The machines that have a card, and so may have rows; parameters.yaml asks."""
-    cards = [*figures_dir().glob("*/machine.json"), *REPOSITORY_FIGURES.glob("*/machine.json")]
-    return sorted({card.parent.name for card in cards})
+    own = [card.parent.name for card in figures_dir().glob("*/machine.json")]
+    return sorted({*own, *(name for name in committed() if find(name, "machine.json").exists())})
 
 
 def load_card(slug: str) -> MachineCard:
     """The stored card of a machine.
 
-    Raises:
-        FileNotFoundError: there is none; allowed are those listed. ValueError: the file is damaged.
+    Raises FileNotFoundError: there is none; allowed are those listed. ValueError: the file is damaged.
     """
-    path = card_path(slug)
-    if not path.exists():
+    if slug not in machines():
         raise FileNotFoundError(f"no machine card for {slug!r}; allowed: {', '.join(machines())}")
-    return read_record(path, MachineCard)
+    return read_record(find(slug, "machine.json"), MachineCard)
 
 
 def gpu_of(slug: str) -> str:
     """The GPU of a machine, as its card has it; without one, that of this machine."""
-    return load_card(slug).gpu if card_path(slug).exists() else gpu_names()[0]
+    return load_card(slug).gpu if slug in machines() else gpu_names()[0]
 
 
 def gpu_names() -> list[str]:
@@ -173,7 +163,8 @@ def _matmul_tflops(device: torch.device) -> dict[str, float]:
 
 def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> float:
     """TFLOP/s of one (size, size) by (size, size) matmul: 2 size^3 operations in the median time."""
-    a, b = (torch.randn(size, size, device=device, dtype=_DTYPES[dtype]) for _ in range(2))
+    kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
+    a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
     out = torch.empty_like(a)
     with matmul_precision(dtype):
         timing = time_steps(lambda: torch.mm(a, b, out=out), device=device, warmup_steps=3, steps=steps)

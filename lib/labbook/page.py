@@ -20,12 +20,9 @@ class Page:
     Creating it begins a run, prints this machine's card, which is measured first where there is none, and how
     old the rows of the committed machines are.
 
-    Args:
-        slug: of the notebook's problem.
-        parameters: `globals()` of the notebook; of its parameters, `device` and `reference` are used here.
-
-    Raises:
-        BatchError: a parameter has a value that the notebook cannot run with; a line for each.
+    slug: of the notebook's problem.
+    parameters: `globals()` of the notebook; of its parameters, `device` and `reference` are used here.
+    Raises BatchError: a parameter has a value that the notebook cannot run with; a line for each.
     """
 
     def __init__(self, slug: str, parameters: Mapping[str, Any]) -> None:
@@ -36,7 +33,7 @@ class Page:
         self.reference_card: MachineCard = load_card(self.reference)
         self.device: str = parameters.get("device", "auto")
         self.card: MachineCard = machine_card(self.device)
-        self._names = code.code_cells(path)[1] if (path := code.notebook_of(slug)) else frozenset()
+        self._names = code.code_cells(code.notebook_of(slug))[1]
         given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
         self._executed: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
         self.run = runs.Run(slug, self.card.slug, given, self.code)
@@ -112,12 +109,11 @@ class Page:
     def _age(self, machine: str) -> str:
         """How many of a machine's rows are of today's code, and what the others are."""
         counts = Counter()
-        for names in run_counts(self.slug, machine).values():
-            for name, count in names.items():
-                record = runs.load_run(machine, name)
-                path = code.notebook_of(record.slug) if record else None
-                now = code.of_notebook(path) if path and record.code else {}
-                counts[runs.why_old(record, now) or "of today's code"] += count
+        for name, count in run_counts(self.slug, machine).items():
+            record = runs.load_run(machine, name)
+            path = code.notebook_of(record.slug) if record else None
+            now = code.of_notebook(path) if path and record.code else {}
+            counts[runs.why_old(record, now) or "of today's code"] += count
         told = "; ".join(f"{count:,} {why}" for why, count in counts.most_common())
         return f"rows of {machine}: {told}" if told else ""
 

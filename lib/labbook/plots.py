@@ -6,6 +6,7 @@ panel each. Two rows in one place (x, hue, facet, machine) are refused: the Valu
 
 import textwrap
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import product
 from types import MappingProxyType
 
 import numpy as np
@@ -22,7 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter
 from labbook import figure, labels
 from labbook.compare import compared, key_columns, require_one_row_each
 from labbook.figure import Drawing, plain_numbers, plot, sheet
-from labbook.labels import STATUS_LABELS, column_label, ordered, significant, value_label
+from labbook.labels import STATUS_LABELS, column_label, ordered, quantity, significant, value_label
 from labbook.style import BLUE, INK, MUTED, PAPER, VERMILLION, ZONE, machine_looks, palette
 
 _BAND = ("p20_ms", "p80_ms")
@@ -70,8 +71,7 @@ def lines(
 ) -> Drawing:  # fmt: skip
     """One line for each value of `hue` and machine, with its spread, and a cross where memory ran out.
 
-    Args:
-        band: columns with the lower and the upper edge of the spread, shaded where the rows have them.
+    band: columns with the lower and the upper edge of the spread, shaded where the rows have them.
     """
     require_one_row_each(frame, x, hue, facet)
     told = _Encoding(frame, hue)
@@ -80,7 +80,16 @@ def lines(
     chart, panels = sheet(told.frame.assign(_x=places), facet, sharey=sharey)
     banded = band is not None and set(band) <= set(frame) and (frame[band[1]] > 1.1 * frame[band[0]]).any()
     for axes, rows in panels:
-        _draw_lines(axes, rows.dropna(subset=["_x", y]), y, band if banded else None, told)
+        there = rows.dropna(subset=["_x", y]).sort_values("_x").groupby(["_where", "_hue"])
+        drawn, many = dict(iter(there)), (there.size() > _MANY_POINTS).any()
+        for where, value in product(reversed(told.looks), reversed(told.colors)):  # the first on top
+            if (where, value) in drawn:
+                line, color, (dashes, marker, _) = drawn[where, value], told.colors[value], told.looks[where]
+                style = {"linestyle": (0, dashes or None), "marker": "" if many else marker}
+                axes.plot(line["_x"], line[y], color=color, mec=PAPER, mew=0.75, **style)
+                if banded:
+                    edges = line[["_x", *band]].dropna().to_numpy(float).T
+                    axes.fill_between(*edges, color=color, alpha=0.16, lw=0)
         axes.update_datalim([(place, 0) for place in places], updatey=False)  # of failures too
         figure.x_ticks(axes, x, frame[x], log=logx)
         figure.log_y(axes, frame[y] if sharey else rows[y]) if logy else plain_numbers(axes.yaxis)
@@ -95,26 +104,7 @@ def lines(
     return Drawing(chart, legend, column_label(x), column_label(y))
 
 
-def _draw_lines(
-    axes: Axes, rows: pd.DataFrame, y: str, band: tuple[str, str] | None, told: _Encoding
-) -> None:
-    """Of machines and of values of the hue the first is drawn last, on top."""
-    lines = {key: line.sort_values("_x") for key, line in rows.groupby(["_where", "_hue"])}
-    many = any(len(line) > _MANY_POINTS for line in lines.values())
-    order = [(where, value) for where in reversed(told.looks) for value in reversed(told.colors)]
-    for where, value in order:
-        if (where, value) in lines:
-            line, color, (dashes, marker, _) = lines[where, value], told.colors[value], told.looks[where]
-            style = {"linestyle": (0, dashes or None), "marker": "" if many else marker}
-            axes.plot(line["_x"], line[y], color=color, mec=PAPER, mew=0.75, **style)
-            if band:
-                edges = line.dropna(subset=band)
-                axes.fill_between(edges["_x"], edges[band[0]], edges[band[1]], color=color, alpha=0.16, lw=0)
-
-
-def _mark_failures(
-    panels: Sequence[Axes], failed: Sequence[pd.DataFrame], colors: dict[Hashable, str]
-) -> None:
+def _mark_failures(panels: Sequence[Axes], failed: Sequence[pd.DataFrame], colors: Mapping) -> None:
     """A cross in the line's colour in a zone above the data, under the word "OOM" (or "error", "skipped")."""
     most, first = max(rows.groupby("_x").size().max() if len(rows) else 0 for rows in failed), panels[0]
     if not most:
@@ -229,7 +219,7 @@ def stacked_bars(
             texts = [f"{height:.0f}" if share and height >= 5.5 else "" for height in heights[name]]
             axes.bar_label(drawn, texts, label_type="center", size=8, path_effects=[_OUTLINE])
         for group, of_bar in rows.groupby(x):
-            top, total = of_bar["_height"].sum(), total_label(of_bar["total"].iloc[0], y)
+            top, total = of_bar["_height"].sum(), quantity(of_bar["total"].iloc[0], y)
             write_above(axes, groups.index(group), top, total)
         name_bars(axes, [textwrap.fill(value_label(group, x), 16) for group in groups])
     first, widths = panels[0][0], [axes.get_xlim() for axes, _ in panels]
@@ -243,13 +233,6 @@ def stacked_bars(
     return Drawing(chart, legend, column_label(x), "share of time" if share else column_label(y))
 
 
-def total_label(value: float, column: str) -> str:
-    """A bar's total with its unit; from a second on in seconds, which leaves room for the bar beside it."""
-    if column.endswith("_ms") and value >= 1000:
-        return f"{significant(value / 1000)} s"
-    return significant(value) + column_label(column).partition(" (")[2].rstrip(")").join((" ", ""))
-
-
 @plot
 def heatmap(
     frame: pd.DataFrame, index: str, columns: str, values: str = "p50_ms", *, fmt: str | None = None,
@@ -257,9 +240,8 @@ def heatmap(
 ) -> Drawing:  # fmt: skip
     """A grid of cells with their value written in; a grey cell was not measured, or ran out of memory (OOM).
 
-    Args:
-        fmt: format of a value, "{:.1f}"; three significant digits without it.
-        middle: the value that parts two colours, as 1 does for a ratio; without it one colour grows darker.
+    fmt: format of a value, "{:.1f}"; three significant digits without it.
+    middle: the value that parts two colours, as 1 does for a ratio; without it one colour grows darker.
     """
     require_one_row_each(frame, index, columns, facet)
     down, across = ordered(frame[index], index), ordered(frame[columns], columns)
@@ -294,13 +276,12 @@ def spans(
 ) -> Drawing:  # fmt: skip
     """What happens when: a lane for each value of `lane`, a box for each row.
 
-    Args:
-        x: columns with the start and the end of a box, times since a step began.
-        side: a column of two values, of which the first is drawn in the upper half of its lane and the second
-            below it, no box so thin that it could not be seen.
-        text: a column with what is written into a box, where it fits.
-        between: look at this part of the time only.
-        shades: colours of values that the vocabulary does not have.
+    x: columns with the start and the end of a box, times since a step began.
+    side: a column of two values, of which the first is drawn in the upper half of its lane and the second
+        below it, no box so thin that it could not be seen.
+    text: a column with what is written into a box, where it fits.
+    between: look at this part of the time only.
+    shades: colours of values that the vocabulary does not have.
     """
     start, end = between or (frame[x[0]].clip(upper=0).min(), frame[x[1]].max())
     frame = frame[(frame[x[1]] > start) & (frame[x[0]] < end)]

@@ -28,10 +28,9 @@ def time_together(
 ) -> Timing:
     """Time an operation in which all ranks take part; each step's time is that of the slowest rank.
 
-    Args:
-        calls: operations in one step, one right after the other; the step's time is that of one of them.
-        limit_s: steps are limited by an estimate from the first. What does not fit is left out, measured
-            steps first of all, but one is always measured.
+    calls: operations in one step, one right after the other; the step's time is that of one of them.
+    limit_s: steps are limited by an estimate from the first. What does not fit is left out, measured
+        steps first of all, but one is always measured.
     """
     first = slowest([one_step_ms(operation, context, calls)], context)  # the same on all ranks
     fitting = min(limit_s * 1e3 / (first[0] * calls), warmup_steps + steps)

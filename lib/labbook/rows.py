@@ -9,6 +9,7 @@ import io
 import math
 import numbers
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ STATUSES = ("ok", "oom", "skipped", "error")
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
 _READ = {"int": int, "float": float, "exact": float, "bool": {"true": True, "false": False}.__getitem__}
+_WRITTEN = {float: "{:.9g}".format, bool: lambda value: str(value).lower()}
 _REPAIR = "restore the file from git, or move it away and measure again"
 
 
@@ -63,9 +65,7 @@ def columns(text: str, default: str = "text") -> dict[str, str]:
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first where libyaml is there
 DECLARED = yaml.load((NOTEBOOKS / "tables.yaml").read_text(encoding="utf-8"), _LOADER)
 TABLES = {
-    name: Table(
-        columns(each["keys"]), columns(each["values"], "float"), tuple(columns(each.get("group", "")))
-    )
+    name: Table(columns(each["keys"]), columns(each["values"], "float"), (*columns(each.get("group", "")),))
     for name, each in DECLARED["tables"].items()
 }
 ALLOWED: dict[str, Sequence[str]] = {"status": STATUSES, **DECLARED["allowed"]}
@@ -84,16 +84,13 @@ def save_rows(
 
     In a table with groups they replace all rows of their group.
 
-    Args:
-        rows: key and value columns; a missing one is empty, a missing status is "ok". A given run stays.
-        slug: of the problem, as in its notebook's name.
-        table: one of `notebooks/tables.yaml`.
-        machine: slug of where the rows were measured.
-        run: that measured them; by default a new one.
-
-    Raises:
-        RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
-        PermissionError: the folder cannot be written to.
+    rows: key and value columns; a missing one is empty, a missing status is "ok". A given run stays.
+    slug: of the problem, as in its notebook's name.
+    table: one of `notebooks/tables.yaml`.
+    machine: slug of where the rows were measured.
+    run: that measured them; by default a new one.
+    Raises RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
+    PermissionError: the folder cannot be written to.
     """
     path = _path(figures_dir(), machine, slug, table)
     schema, where = TABLES[table], _name(path)
@@ -113,7 +110,8 @@ def save_rows(
         run = run or runs.Run(slug, machine)
         if any("run" not in row for row in batch):
             run.write()
-        fields = [{name: _format(each) for name, each in ({"run": run.name} | row).items()} for row in batch]
+            batch = [{"run": run.name} | row for row in batch]
+        fields = [{name: _WRITTEN.get(type(each), str)(each) for name, each in row.items()} for row in batch]
         after = pd.DataFrame(fields, columns=[*schema.types], dtype=object).fillna("")
         by = [*(schema.group or schema.keys)]
         replaced = pd.MultiIndex.from_frame(before[by]).isin(pd.MultiIndex.from_frame(after[by]))
@@ -128,9 +126,7 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
 
     Columns have plain numpy dtypes: whole numbers with gaps are floats; empty text and truth values are None.
     `run` is None for rows from before runs had files; `machine` is the one given.
-
-    Raises:
-        RowError: the file is damaged, or a value does not fit; the message names file and line.
+    Raises RowError: the file is damaged, or a value does not fit; the message names file and line.
     """
     path, schema = find(*_path(Path(), machine, slug, table).parts), TABLES[table]
     text = _sorted(_read(path, table), schema)
@@ -138,10 +134,10 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     return frame.assign(machine=pd.Series(machine, frame.index, dtype=object))
 
 
-def run_counts(slug: str, machine: str) -> dict[str, dict[str, int]]:
-    """How many rows each run measured, for each table that a machine has of a problem; "" is unknown."""
-    runs_of = {table: _read(find(machine, slug, f"{table}.csv"), table)["run"] for table in sorted(TABLES)}
-    return {table: names.value_counts(sort=False).to_dict() for table, names in runs_of.items() if len(names)}
+def run_counts(slug: str, machine: str) -> Counter[str]:
+    """How many rows of a problem each run measured on a machine; "" is an unknown one."""
+    tables = (_read(find(machine, slug, f"{table}.csv"), table) for table in sorted(TABLES))
+    return Counter(name for rows in tables for name in rows["run"])
 
 
 def published(name: str) -> pd.DataFrame:
@@ -172,20 +168,11 @@ def _check(column: str, kind: str, value: Any) -> int | float | str | bool | Non
     raise ValueError(f"allowed: {_EXPECTED.get(kind, 'a finite number')}")
 
 
-def _format(value: Any) -> str:
-    """A checked value as a CSV field."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return format(value, ".9g") if isinstance(value, float) else str(value)
-
-
 def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> Row:
     """The record with each value as its column stores it; empty ones are left out.
 
     An empty value may be given for a column that only other tables have.
-
-    Raises:
-        RowError: one sentence: where, what was given, what is allowed.
+    Raises RowError: one sentence: where, what was given, what is allowed.
     """
     schema, row = TABLES[table], {"status": "ok"}
     types = schema.types
@@ -201,20 +188,16 @@ def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> 
                 row[name] = value
         elif name != "machine" and not ((name in (*KEYS, *VALUES) and given in (None, "")) or given != given):
             raise RowError(f"{where}: there is no column {name!r}; allowed: {', '.join(list(types)[:-1])}")
-    if reason := _contradiction(row, schema.values):
-        raise RowError(f"{where}: {reason}")
-    return row
-
-
-def _contradiction(row: Row, values: Iterable[str]) -> str:
-    """What cannot be so of a row, or ""."""
-    got, status = [name for name in values if name in row], row["status"]
+    got, status = [name for name in schema.values if name in row], row["status"]
     spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
     if status == "ok" and not got:
-        return f"there is no value; allowed with status 'ok': some of {', '.join(values)}"
+        allowed = ", ".join(schema.values)
+        raise RowError(f"{where}: there is no value; allowed with status 'ok': some of {allowed}")
     if status != "ok" and (times := [name for name in got if name.endswith("_ms")]):
-        return f"{times[0]} is {row[times[0]]}; allowed with status {status!r}: no time"
-    return "" if spread == sorted(spread) else f"p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls"
+        raise RowError(f"{where}: {times[0]} is {row[times[0]]}; allowed with status {status!r}: no time")
+    if spread != sorted(spread):
+        raise RowError(f"{where}: p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
+    return row
 
 
 # The file.
@@ -268,10 +251,9 @@ def _typed(text: pd.Series, kind: str, path: Path) -> pd.Series:
         except ValueError as error:
             line = (text == field).idxmax()
             raise RowError(f"{_name(path)}, line {line}: {text.name} is {field!r}; {error}") from None
-    dtype = {"int": int, "bool": bool, "text": object}.get(kind, float)
-    if None in values.values() and kind in ("int", "bool"):
-        dtype = float if kind == "int" else object
-    return pd.Series([values[field] for field in text], dtype=dtype)
+    gaps = None in values.values()
+    dtypes = {"int": float if gaps else int, "bool": object if gaps else bool, "text": object}
+    return pd.Series([values[field] for field in text], dtype=dtypes.get(kind, float))
 
 
 def _sorted(text: pd.DataFrame, schema: Table) -> pd.DataFrame:

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from labbook import code
 from labbook import machine as here
 from labbook.files import PROJECT, figures_dir, find, read_record, write_record
 
+# What changes times or results, besides switches.
 _SETTINGS = ("NCCL_", "CUDA_", "CUBLAS", "PYTORCH_", "TORCH", "TRITON_")
 
 
@@ -60,24 +61,26 @@ class Run:
     machine: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     executed: Callable[[], dict[str, str]] = dict
-    record: Record | None = None
 
     def __post_init__(self) -> None:
         self.name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{self.slug}-{secrets.token_hex(2)}"
 
     def write(self) -> None:
         """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
-        now = here.now()
-        self.record = record = self.record or self._described(now)
-        record.measured_at[1:] = [now]
-        record.code = dict(sorted((record.code | self.executed()).items()))
-        write_record(figures_dir() / self.machine / "runs" / f"{self.name}.json", record)
+        self.record.measured_at[1:] = [here.now()]
+        self.record.code = dict(sorted((self.record.code | self.executed()).items()))
+        write_record(figures_dir() / self.machine / "runs" / f"{self.name}.json", self.record)
 
-    def _described(self, now: str) -> Record:
-        """The part of a record that does not change during its run."""
+    @cached_property
+    def record(self) -> Record:
+        """Described when the first rows are saved; what does not change during a run."""
         gpu = here.gpu_of(self.machine)
         about = {"slug": self.slug, "machine": self.machine, "gpu": gpu, **here.versions()}
-        about |= {"settings": _settings(), "measured_at": [now], "parameters": dict(self.parameters)}
+        given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+        settings = {name: value for name, value in given.items() if os.sep not in value}  # no paths
+        settings["deterministic"] = str(torch.are_deterministic_algorithms_enabled())
+        settings["float32 matmuls"] = torch.get_float32_matmul_precision()
+        about |= {"settings": settings, "measured_at": [here.now()], "parameters": dict(self.parameters)}
         about |= {"commit": os.environ.get("LABBOOK_COMMIT") or git_commit(PROJECT)}
         if gpu != "none" and torch.cuda.is_available():
             nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
@@ -86,11 +89,7 @@ class Run:
 
 
 def load_run(machine: str, name: str) -> Record | None:
-    """What is known of a run; None where its file is not there.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
+    """What is known of a run; None where its file is not there. Raises ValueError: the file is damaged."""
     path = find(machine, "runs", f"{name}.json")
     return read_record(path, Record) if name and path.exists() else None
 
@@ -119,15 +118,6 @@ def remove_unused(machine: str, names: Iterable[str]) -> None:
         tables = (figures_dir() / machine).glob("*/*.csv")
         if Path(name).name == name and not any(name.encode() in table.read_bytes() for table in tables):
             (figures_dir() / machine / "runs" / f"{name}.json").unlink(missing_ok=True)
-
-
-def _settings() -> dict[str, str]:
-    """What changes times or results: environment variables, unless they name a path, and switches."""
-    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
-    return {name: value for name, value in given.items() if os.sep not in value} | {
-        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
-        "float32 matmuls": torch.get_float32_matmul_precision(),
-    }
 
 
 @cache

@@ -14,22 +14,19 @@ from IPython import display
 from labbook.labels import column_label, value_label
 
 _SCRIPT = Path(__file__).with_suffix(".js")
-_WITHOUT = (
-    "<em>With scripts on (a notebook that is trusted, or the site) sliders change this figure here.</em>"
-)
+_HINT = "<em>With scripts on (a notebook that is trusted, or the site) sliders change this figure here.</em>"
 
 
 class Sliders:
     """A slider for each control, and the state that they choose.
 
-    Args:
-        kind: how a state is drawn. "bars": a number for each of `labels`; above `limit` in another colour.
-            "lines": for each label a list of points (x, y), on logarithmic axes, over the curves of `fixed`.
-            "cells": for each label a row of texts; a number that one begins with is its shade.
-        controls: the values of each, from left to right; names and values as tables show them.
-        state: of one value of each control, given by name.
-        start: where the sliders stand at first; else at the left.
-        look: labels, and what its kind has of unit, limit, fixed, xlabel and ylabel.
+    kind: how a state is drawn. "bars": a number for each of `labels`; above `limit` in another colour.
+        "lines": for each label a list of points (x, y), on logarithmic axes, over the curves of `fixed`.
+        "cells": for each label a row of texts; a number that one begins with is its shade.
+    controls: the values of each, from left to right; names and values as tables show them.
+    state: of one value of each control, given by name.
+    start: where the sliders stand at first; else at the left.
+    look: labels, and what its kind has of unit, limit, fixed, xlabel and ylabel.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class Sliders:
         data = data.replace("</", "<\\/")
         script = _SCRIPT.read_text(encoding="utf-8").strip()
         start = f"({data}, document.currentScript.previousElementSibling)"
-        return f"<div>{_WITHOUT}</div><script>{script}{start}</script>"
+        return f"<div>{_HINT}</div><script>{script}{start}</script>"
 
     def _ipython_display_(self) -> None:
         display.display({"text/html": self.html(), "text/plain": "<figure with sliders>"}, raw=True)

@@ -13,12 +13,13 @@ import numpy as np
 import pandas as pd
 from IPython import display
 
-from labbook import labels
 from labbook.compare import require_one_row_each
-from labbook.labels import MISSING, STATUS_LABELS, UNITS, column_label, named_value, ordered, value_label
+from labbook.labels import MISSING, STATUS_LABELS, column_label, named_value, ordered, quantity, value_label
 from labbook.rows import TABLES
 
 NO_LINES = "no rows yet"
+# A number, or the word in its place.
+_NUMBER = re.compile(rf"[-+]?[\d,.]+(e[-+]\d+)?[×%]?|{'|'.join(STATUS_LABELS.values())}")
 
 
 def pivot(
@@ -29,11 +30,8 @@ def pivot(
 
     Of the values after the first, columns with nothing in them are left out.
 
-    Args:
-        fmt: format of a number, "{:.2f}"; without it a column has the decimals its smallest number needs.
-
-    Raises:
-        ValueError: two rows belong in one cell; the message names their difference.
+    fmt: format of a number, "{:.2f}"; without it a column has the decimals its smallest number needs.
+    Raises ValueError: two rows belong in one cell; the message names their difference.
     """
     if frame.empty:
         return frame
@@ -45,7 +43,8 @@ def pivot(
     for value in values:
         header = f"{column_label(value)} by {column_label(columns)}"
         for place in wide[value]:
-            status = wide.get((_own_status(value), place), wide.get(("status", place)))
+            own = f"{value.removesuffix('_ms')}_status"  # as the reference's time beside a row has
+            status = wide.get((own, place), wide.get(("status", place)))
             column = _cells(wide[value, place], status, fmt)
             if value == values[0] or (column != MISSING).any():
                 cells[header, place] = column
@@ -57,11 +56,6 @@ def _labelled(values: pd.Series) -> pd.Categorical:
     known = dict.fromkeys(value_label(value, values.name) for value in ordered(values, values.name))
     categories = [*known, *([MISSING] if values.isna().any() else [])]
     return pd.Categorical([value_label(value, values.name) for value in values], categories, ordered=True)
-
-
-def _own_status(value: str) -> str:
-    """What stands beside a row, as the reference's time does, has another status than the row."""
-    return f"{value.removesuffix('_ms')}_status"
 
 
 def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None) -> pd.Series:
@@ -80,8 +74,7 @@ def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None
 def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> None:
     """Display a table: HTML in a notebook, text elsewhere. Raw rows get readable headers and digits too.
 
-    Args:
-        folded: show the caption alone, until a reader opens it.
+    folded: show the caption alone, until a reader opens it.
     """
     texts = as_text(frame)
     table = as_html(texts) if len(texts) else f"<p>{NO_LINES}</p>"
@@ -89,7 +82,7 @@ def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> Non
         table = f"<details><summary>{escape(caption)}</summary>\n{table}\n</details>"
     elif caption:
         table = f"<p>{escape(caption)}</p>\n{table}"
-    plain = texts.to_string(index=_has_index(texts), justify="right") if len(texts) else NO_LINES
+    plain = texts.to_string(index=any(texts.index.names), justify="right") if len(texts) else NO_LINES
     display.display({"text/html": table, "text/plain": f"{caption}\n{plain}".lstrip("\n")}, raw=True)
 
 
@@ -97,18 +90,18 @@ def as_text(frame: pd.DataFrame) -> pd.DataFrame:
     """Every cell written out and every header with its unit; tables of text stay as they are."""
     if frame.columns.nlevels > 1:
         return frame
-    texts = {
-        column_label(str(name)): _cells(cells, frame.get(_own_status(name), frame.get("status")))
-        if cells.dtype.kind == "f"
-        else [value_label(value, name) for value in cells]
-        for name, cells in frame.items()
-    }
+    texts = {}
+    for name, cells in frame.items():
+        status = frame.get(f"{str(name).removesuffix('_ms')}_status", frame.get("status"))
+        numbers = cells.dtype.kind == "f"
+        text = _cells(cells, status) if numbers else [value_label(value, name) for value in cells]
+        texts[column_label(str(name))] = text
     return pd.DataFrame(texts, index=frame.index)
 
 
 def as_html(texts: pd.DataFrame) -> str:
     """Words and heads of lines are left-aligned; numbers stay right, as pages have them."""
-    words = [not any(map(_is_number, column)) for _, column in texts.items()]
+    words = [not any(map(_NUMBER.fullmatch, map(str, column))) for _, column in texts.items()]
     html = texts.map(lambda text: escape(str(text)))
     for place in np.flatnonzero(words):
         html.isetitem(place, html.iloc[:, place].map(_left))
@@ -116,17 +109,7 @@ def as_html(texts: pd.DataFrame) -> str:
         html.columns = [_left(head) if word else head for head, word in zip(html, words, strict=True)]
     html.index = html.index.map(lambda key: tuple(map(_left, key)) if isinstance(key, tuple) else _left(key))
     html.index.names = [name and _left(name) for name in texts.index.names]
-    return html.to_html(escape=False, index=_has_index(texts), border=0)
-
-
-def _has_index(frame: pd.DataFrame) -> bool:
-    return any(name is not None for name in frame.index.names)
-
-
-def _is_number(text: object) -> bool:
-    """A number, or the word in its place."""
-    number = re.fullmatch(r"[-+]?[\d,.]+(e[-+]\d+)?[×%]?", str(text))
-    return number is not None or text in STATUS_LABELS.values()
+    return html.to_html(escape=False, index=any(texts.index.names), border=0)
 
 
 def _left(text: object) -> str:
@@ -146,7 +129,6 @@ def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
         elif schema.group:
             outcome = f"{len(rows)} rows"
         else:
-            value = row[name] if isinstance(row[name], str) else labels.significant(row[name])
-            outcome = f"{value} {UNITS.get(name.rpartition('_')[2], '')}".rstrip()
+            outcome = row[name] if isinstance(row[name], str) else quantity(row[name], name)
         lines.append(f"{', '.join(named_value(name, row[name]) for name in told)}: {outcome}")
     return lines

@@ -55,8 +55,7 @@ class Timing:
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
     """Turn "auto" (CUDA where there is one), "cpu" or "cuda" into a device.
 
-    Raises:
-        RuntimeError: CUDA is asked for and not there, or a GPU that is not the current one.
+    Raises RuntimeError: CUDA is asked for and not there, or a GPU that is not the current one.
     """
     there = torch.cuda.is_available()
     device = torch.device(("cuda" if there else "cpu") if device == "auto" else device)
@@ -115,20 +114,15 @@ def time_steps(
 ) -> Timing:
     """Time single steps: CUDA events on a GPU, the wall clock on a CPU.
 
-    Args:
-        step: what is timed; it is passed what `prepare` returned, or nothing where there is no `prepare`.
-        device: where the step runs.
-        warmup_steps: steps run and kept apart first (`Timing.warmup_ms`).
-        steps: measured steps.
-        prepare: run before each step, warm-up included, outside the measured time.
-        synchronize: False makes the classic mistake on purpose: on a GPU the clock stops when the kernels of
-            the step are launched, long before they are done.
-
-    Returns:
-        The timing; with status "oom" where memory ran out (it is given back). Other errors propagate.
-
-    Raises:
-        ValueError: no measured steps, or a negative number of warm-up steps.
+    step: what is timed; it is passed what `prepare` returned, or nothing where there is no `prepare`.
+    device: where the step runs.
+    warmup_steps: steps run and kept apart first (`Timing.warmup_ms`).
+    steps: measured steps.
+    prepare: run before each step, warm-up included, outside the measured time.
+    synchronize: False makes the classic mistake on purpose: on a GPU the clock stops when the kernels of
+        the step are launched, long before they are done.
+    Returns the timing; with status "oom" where memory ran out (it is given back). Other errors propagate.
+    Raises ValueError: no measured steps, or a negative number of warm-up steps.
     """
     if warmup_steps < 0 or steps < 1:
         raise ValueError(f"warmup_steps={warmup_steps}, steps={steps}; allowed: 0 or more, and 1 or more")
@@ -240,13 +234,10 @@ def time_cold_cache(
 
     Its peak memory is that of a call after those that compile, without the buffer that flushes the cache.
 
-    Args:
-        to_clear: tensors whose gradients are dropped before each repetition.
-        warmup_ms, repeat_ms: about how long the step runs, uncounted and counted. A CPU, which is timed by
-            the clock and with whatever its caches hold, takes one step and then CPU_STEPS.
-
-    Returns:
-        The timing; with status "oom" where memory ran out. Other errors propagate.
+    to_clear: tensors whose gradients are dropped before each repetition.
+    warmup_ms, repeat_ms: about how long the step runs, uncounted and counted. A CPU, which is timed by
+        the clock and with whatever its caches hold, takes one step and then CPU_STEPS.
+    Returns the timing; with status "oom" where memory ran out. Other errors propagate.
     """
     to_clear = list(to_clear)
 

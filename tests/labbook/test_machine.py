@@ -45,7 +45,7 @@ def test_a_card_is_measured_once_and_for_another_gpu_or_version_anew(measured_ca
 def test_the_card_describes_this_machine_and_nobody(measured_cards, figures):
     card = machine_card("cpu")
     assert (card.gpu, card.torch) == ("none", torch.__version__)
-    text = module.card_path(card.slug).read_text()
+    text = (figures / card.slug / "machine.json").read_text()
     secrets = (socket.gethostname(), str(Path.home()), str(Path.cwd()), f'"{getpass.getuser()}"')
     assert [secret for secret in secrets if secret in text] == []
 

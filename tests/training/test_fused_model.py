@@ -15,7 +15,7 @@ from cs336_systems.functional import cross_entropy
 from cs336_systems.model import Linear, build_model
 from cs336_systems.nvtx import recording
 from cs336_systems.parallel import FSDP, launch
-from labbook.memory.saved import saved_for_backward
+from labbook.memory import saved_for_backward
 
 pytest.importorskip("triton")
 from cs336_systems.training import fused_block

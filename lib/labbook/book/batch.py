@@ -1,22 +1,44 @@
-"""The plan of a batch: what `notebooks/batch.yaml` asks of this machine, checked before anything runs."""
+"""A batch: what `notebooks/batch.yaml` asks of this machine, checked before anything runs, and carried out.
+
+Each job, a notebook with parameters, has a process of its own, this module as a program, which leaves nothing
+behind however it ends, and a record on disk.
+"""
 
 import hashlib
+import importlib.metadata
 import json
+import logging
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import filelock
+import nbformat
+import papermill
+import psutil
+import tqdm
 import yaml
+from papermill.exceptions import PapermillExecutionError
 
+from labbook import code
 from labbook.book import notebooks
-from labbook.book.notebooks import BatchError, load_notebooks, resolve, unknown
-from labbook.book.parameters import convert, parameter_errors
+from labbook.book.notebooks import BatchError, convert, load_notebooks, parameter_errors, resolve, unknown
+from labbook.files import make_folder, read_record, write_record
 
 PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2, "links": 0}  # with the GPUs that each needs
+# A kernel ends when it has tidied up: to take torch down, module by module, lasts seconds more.
+_AT_EXIT = '__import__("atexit").register(__import__("os")._exit, 0);'
 
 
 @dataclass(frozen=True)
@@ -44,13 +66,10 @@ class Job:
 def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = ()) -> list[Job]:
     """The jobs of a profile, everything about them checked.
 
-    Args:
-        profile: one of PROFILES.
-        only: the notebooks to keep, as `resolve` takes them; what the profile lacks runs with defaults.
-        overrides: "name=value", for every notebook that has the parameter; a name given twice is a grid.
-
-    Raises:
-        BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
+    profile: one of PROFILES.
+    only: the notebooks to keep, as `resolve` takes them; what the profile lacks runs with defaults.
+    overrides: "name=value", for every notebook that has the parameter; a name given twice is a grid.
+    Raises BatchError: a line for each unknown notebook or parameter and wrong value, naming what is allowed.
     """
     known = load_notebooks()
     # Numbers as text, to be read as those of the command line are
@@ -82,9 +101,7 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     return [*jobs.values()]
 
 
-def _entries(
-    profile: str, profiles: dict[str, Any], seen: tuple[str, ...] = ()
-) -> Iterable[tuple[str, dict]]:
+def _entries(profile: str, profiles: dict[str, Any], seen: tuple[str, ...] = ()) -> Iterable[tuple]:
     """(notebook, parameters) for each point of each grid of a profile, with the profiles that it includes."""
     if profile not in profiles or profile in seen:
         what = "includes itself" if profile in seen else "is unknown"
@@ -105,3 +122,151 @@ def _entries(
 def _grid(values: dict[str, list]) -> Iterable[dict[str, Any]]:
     """Every combination, the last name varying fastest; no names give one empty combination."""
     return (dict(zip(values, point, strict=True)) for point in product(*values.values()))
+
+
+@dataclass(frozen=True)
+class Record:
+    """How a job ended, as kept beside its executed notebook.
+
+    status: "ok", "error" or "skipped"; then `reason` says why. code: what that depends on, by name.
+    """
+
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    notebook: str = ""
+    parameters: str = ""
+    code: dict[str, str] = field(default_factory=dict)
+
+
+def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list[Record]:
+    """Execute jobs, leaving out what is done and unchanged; a failing notebook does not stop the others.
+
+    Each ends as `<name>.ipynb` and `.json` in the folder, so that a killed run continues where it was. Of two
+    runs at once one waits for what the other executes. `force` executes also what is done.
+    Raises PermissionError: the folder cannot be written to.
+    Raises KeyboardInterrupt: Ctrl-C; what was running has ended.
+    """
+    make_folder(folder, "name one that can: --output FOLDER")
+    records = []
+    with tqdm.tqdm(jobs, unit="notebook", disable=None) as bar:
+        for job in bar:
+            bar.set_postfix_str(job.name)
+            with filelock.FileLock(folder / f".{job.name}.lock"):
+                why, record = why_again(job, folder), load_record(folder / f"{job.name}.json")
+                if force or why is not None:
+                    if record and not force:
+                        bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
+                    record = _run_job(job, folder)
+                    bar.write(summary([record]))
+            records.append(record)
+    return records
+
+
+def why_again(job: Job, folder: Path) -> str | None:
+    """Why a job has to run; None when it is done, as a record in the folder says."""
+    record = load_record(folder / f"{job.name}.json")
+    if record is None or not (folder / f"{job.name}.ipynb").exists():
+        return "its notebook is gone"
+    if record.status != "ok":
+        return f"it ended with status {record.status}"
+    if notebooks.is_last(job.notebook.stem):
+        return "it shows what the others found"
+    now = _code(job)
+    return code.why(dict.fromkeys(now, "") | record.code, now) or None
+
+
+def _run_job(job: Job, folder: Path) -> Record:
+    found, reason = (
+        _code(job),
+        notebooks.why_not_here(job.notebook.stem),
+    )  # before: what changes meanwhile did not run
+    output = folder / f"{job.name}.ipynb"
+    record = Record("skipped", reason) if reason else execute(job.notebook, output, job.parameters)
+    record = replace(record, notebook=job.notebook.stem, parameters=job.line(), code=found)
+    write_record(output.with_suffix(".json"), record)
+    return record
+
+
+def load_record(path: Path) -> Record | None:
+    """The record in a file; None when it is not there or damaged, and its job runs again."""
+    with suppress(OSError, ValueError):
+        return read_record(path, Record)
+
+
+def _code(job: Job) -> dict[str, str]:
+    """What the outcome of a job depends on, by name: parameters, torch, and the code behind what it saves."""
+    known = notebooks.read_parameters(nbformat.read(job.notebook, as_version=4))
+    values = {name: parameter.default for name, parameter in known.items()} | job.parameters
+    found = {f"parameter {name}": json.dumps(value) for name, value in values.items()}
+    return found | {"torch": importlib.metadata.version("torch")} | code.of_notebook(job.notebook)
+
+
+def summary(records: Sequence[Record]) -> str:
+    """How each ended and how long it took, those last that failed; a reason under its line."""
+    lines = []
+    for each in sorted(records, key=lambda record: record.status == "error"):
+        lines.append(f"{each.status:7} {each.seconds:7.1f} s  {each.notebook} {each.parameters}".rstrip())
+        lines += [f"    {each.reason}"] * bool(each.reason)
+    return "\n".join(lines)
+
+
+def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Record:
+    """Execute a notebook with this Python; `output` is replaced when it has ended, well or with an error.
+
+    Its folder is the kernel's working directory. Ctrl-C ends everything that was started here.
+    """
+    partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
+    started = time.perf_counter()
+    what = json.dumps([str(source), str(partial), parameters])
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, what], start_new_session=True,  # Ctrl-C is for this process
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    try:
+        reason = process.communicate()[0]
+    except BaseException:
+        _kill_tree(process.pid)
+        partial.unlink(missing_ok=True)
+        raise
+    if (code := process.returncode) < 0:  # it could not say why
+        reason = f"killed by {signal.Signals(-code).name}, perhaps out of memory"
+    elif code:
+        reason = f"exit code {code}"
+    if partial.exists():
+        os.replace(partial, output)
+    return Record("error" if reason else "ok", reason, round(time.perf_counter() - started, 1))
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants, itself last: it may be the one that calls."""
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in [*root.children(recursive=True), root]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _main(source: str, output: str, parameters: dict[str, Any]) -> None:
+    """The process: print why papermill failed, in one line, or nothing. It ends when its parent does."""
+    parent = psutil.Process().parent()
+    threading.Thread(target=lambda: (parent.wait(), _kill_tree(os.getpid())), daemon=True).start()
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what kernels say outside of their cells goes nowhere
+    os.environ.pop("JUPYTER_PATH", None)  # the kernel "python3" is this Python's, whatever the user has
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    try:
+        papermill.execute_notebook(
+            source, output, parameters, cwd=Path(source).parent, progress_bar=False, kernel_name="python3",
+            language="python", extra_arguments=[f"--IPKernelApp.exec_lines={_AT_EXIT}"],
+        )  # fmt: skip
+    except PapermillExecutionError as error:
+        said.write(f"cell [{error.exec_count}]: {' '.join(f'{error.ename}: {error.evalue}'.split())}")
+    except Exception as error:  # DeadKernelError: Kernel died, and others
+        said.write(" ".join(f"{type(error).__name__}: {error}".split()))
+    said.close()
+
+
+if __name__ == "__main__":
+    _main(*json.loads(sys.argv[1]))

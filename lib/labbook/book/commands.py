@@ -5,14 +5,15 @@ import signal
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
 import nbformat
+import torch
 
-from labbook.book import batch, notebooks
+from labbook.book import batch, notebooks, site, slurm
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.code import notebook_of
@@ -72,10 +73,6 @@ def _parser(program: str | None) -> ArgumentParser:
 
 def _run(options: Namespace) -> int:
     """execute the notebooks that batch.yaml asks of this machine, where they are not done and unchanged"""
-    import torch
-
-    from labbook.book import runs, slurm
-
     gpus = torch.cuda.device_count()
     profile = options.profile or [*batch.PROFILES][min(gpus, 2)]
     jobs = batch.plan(profile, only=options.only, overrides=options.p)
@@ -104,15 +101,13 @@ def _run(options: Namespace) -> int:
     folder = output / card.slug
     if options.force:
         os.environ["LABBOOK_AGAIN"] = "1"  # for the rows, too
-    records = runs.run_batch(jobs, folder, force=options.force)
+    records = batch.run_batch(jobs, folder, force=options.force)
     return _told(records, [folder] * (not options.job))  # the site of all of them is made by who waits
 
 
 def _told(records: list, folders: Sequence[Path]) -> int:
     """Print how each ended, and where the site of each folder is; the exit code."""
-    from labbook.book import runs, site
-
-    print(f"\n{(told := runs.summary(records))}\n")
+    print(f"\n{(told := batch.summary(records))}\n")
     for folder in folders:
         try:
             print(site.build(folder, folder, told))
@@ -124,7 +119,7 @@ def _told(records: list, folders: Sequence[Path]) -> int:
 def _list(options: Namespace) -> None:
     """the notebooks, their parameters and defaults"""
     for name, parameters in notebooks.load_notebooks().items():
-        lines = (f"    {each.name} = {each.default!r}  # {each.comment}" for each in parameters.values())
+        lines = (f"    {each.name} = {each.default!r}  # {each.help}" for each in parameters.values())
         print(name, *lines, sep="\n")
 
 
@@ -150,39 +145,33 @@ def _learn(options: Namespace) -> None:
 
 def _site(options: Namespace) -> None:
     """the executed notebooks as a site in site/, to be read offline; or those of a run, in its folder"""
-    from labbook.book.site import build
-
     committed = notebooks.NOTEBOOKS
-    print(build(options.folder or committed.parent / "site", options.folder or committed))
+    print(site.build(options.folder or committed.parent / "site", options.folder or committed))
 
 
 def _rows(options: Namespace) -> None:
     """check a machine's rows: somebody's that were unpacked into figures, or yours before you pack them"""
-    if problems := [*_problems(options.machine)]:
-        raise BatchError("\n".join(problems))
-    tables = [*find(options.machine).glob("*/*.csv")]
-    print(f"{options.machine}: {len(tables)} tables, whose runs are all there")
-
-
-def _problems(machine: str) -> Iterator[str]:
-    """A line for each table, run or card that keeps a machine's rows from standing beside others."""
+    machine, problems = options.machine, []
     try:
         load_card(machine)
     except (OSError, ValueError) as error:
-        yield str(error)
-    for path in (paths := sorted(find(machine).glob("*/*.csv"))):
-        where = f"{path.parent.name}/{path.name}"
+        problems.append(str(error))
+    for path in (tables := sorted(find(machine).glob("*/*.csv"))):
+        found = []
         if notebook_of(path.parent.name) is None:
-            yield f"{where}: there is no notebook of {path.parent.name!r}"
+            found.append(f"there is no notebook of {path.parent.name!r}")
         try:
             named = load_rows(path.parent.name, machine, path.stem)["run"]
             missing = [name for name in named.dropna().unique() if load_run(machine, name) is None]
             if missing or named.isna().any():
-                yield f"{where}: runs are missing: {', '.join(missing) or 'some rows name none'}"
+                found.append(f"runs are missing: {', '.join(missing) or 'some rows name none'}")
         except ValueError as error:
-            yield f"{where}: {error}"
-    if not paths:
-        yield f"{machine} has no rows"
+            found.append(str(error))
+        problems += [f"{path.parent.name}/{path.name}: {each}" for each in found]
+    problems += [f"{machine} has no rows"] * (not tables)
+    if problems:
+        raise BatchError("\n".join(problems))
+    print(f"{machine}: {len(tables)} tables, whose runs are all there")
 
 
 def _paths(words: list[str]) -> list[Path]:
@@ -194,12 +183,10 @@ def _paths(words: list[str]) -> list[Path]:
 
 def _execute(paths: list[Path], *, in_place: bool) -> int:
     """Execute notebooks with their defaults; the exit code."""
-    from labbook.book import runs
-
     statuses = set()
     for path in paths:
         with tempfile.TemporaryDirectory() as folder:
-            (record,) = runs.run_batch([batch.Job(path)], Path(folder))
+            (record,) = batch.run_batch([batch.Job(path)], Path(folder))
             if in_place and record.status == "ok":
                 tidied = tidy(nbformat.read(Path(folder) / path.name, as_version=4))
                 write_atomically(path, nbformat.writes(tidied) + "\n")

@@ -1,10 +1,10 @@
 """The workbook at a glance: what each notebook asks, as its first cell says, and what it found.
 
 What it found is the output of its cell tagged `headline`, an answer. The picture beside it is the one that
-another cell with the tag draws from committed rows, or else the first that the notebook draws.
+another cell with the tag shows of committed rows, or else the first that the notebook shows of them.
 """
 
-import ast
+import base64
 import io
 import re
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from nbformat import NotebookNode
 from PIL import Image
 
 from labbook.book import notebooks
-from labbook.files import find
 from labbook.rows import run_counts
 
 MARKS = ("*Handout problem", "**The question.**", "*Read before:*", "*Time:*")
+_AROUND = r"^\*\*\(.*?\)\*\* |\s*<details>.*"  # an answer: its name, and its list of claims
 _WIDTH, _COLORS = 800, 64  # of a picture: enough to read it, and all of them stay below 1 MB together
 _SHOWN_WIDTH = 600  # pixels on the page
 
@@ -28,7 +28,7 @@ _SHOWN_WIDTH = 600  # pixels on the page
 class Entry:
     """What the map tells of a notebook. The headline is empty when no executed answer has the tag.
 
-    read_before: numbers of other notebooks. minutes: to read it, and to work through it.
+    read_before: numbers of other notebooks. minutes: to read it, and to work through it. picture: an output.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Entry:
     read_before: tuple[str, ...]
     minutes: tuple[str, ...]
     headline: str
-    figure: str
+    picture: NotebookNode | None
 
     @property
     def title(self) -> str:
@@ -55,14 +55,17 @@ def _read_entry(path: Path) -> Entry:
     handout, question, before, time = first_cell(notebook).values()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     tagged = [cell for cell in code if "headline" in cell.metadata.get("tags", [])]
+    shown = [out.data.get("text/markdown") for cell in tagged for out in cell.outputs if "data" in out]
+    drawn = [c for c in [*tagged, *code] if "page.figure" in c.source and "here=True" not in c.source]
+    pictures = (out for cell in drawn for out in cell.outputs if "image/png" in out.get("data", {}))
     return Entry(
         path.stem,
         tuple(re.findall(r"\b20\d\d\b", handout)),
         question,
         tuple(re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before))),
         tuple(re.findall(r"\d+", time.replace("an hour", "60 minutes"))),
-        next((text for cell in tagged for text in _answers(cell)), ""),
-        next((stem for cell in [*tagged, *code] for stem in _drawn(cell)), ""),
+        next((re.sub(_AROUND, "", text, flags=re.DOTALL) for text in filter(None, shown)), ""),
+        next(pictures, None),
     )
 
 
@@ -74,20 +77,6 @@ def first_cell(notebook: NotebookNode) -> dict[str, str]:
     return {mark: " ".join(match[1].split()) if match else "" for mark, match in found.items()}
 
 
-def _answers(cell: NotebookNode) -> list[str]:
-    """The Markdown among a cell's outputs, without an answer's name in front and its list of claims below."""
-    shown = [output.data.get("text/markdown") for output in cell.outputs if "data" in output]
-    return [re.sub(r"^\*\*\(.*?\)\*\* |\s*<details>.*", "", text, flags=re.DOTALL) for text in shown if text]
-
-
-def _drawn(cell: NotebookNode) -> list[str]:
-    """Names of the figures that a cell draws, but for this machine's; with machine="m" it is m/name."""
-    nodes = sorted(ast.walk(ast.parse(cell.source)), key=lambda node: getattr(node, "lineno", 0))
-    calls = [node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "page.figure"]
-    told = [(c.args[1].value, ast.unparse(c)) for c in calls if isinstance(c.args[1], ast.Constant)]
-    return ["/".join([*re.findall(r"machine='(.+?)'", s), name]) for name, s in told if "here=True" not in s]
-
-
 def map_table(entries: dict[str, Entry], machine: str) -> str:
     """Every notebook by chapter, in Markdown: its question, what to read before, minutes, rows."""
     chapters = notebooks.read_yaml("book.yaml").get("chapters", {})  # by the number of their first notebook
@@ -97,7 +86,7 @@ def map_table(entries: dict[str, Entry], machine: str) -> str:
         if chapter := chapters.get(int(name[:2])):
             lines.append(f"| **{chapter}** |" + " |" * (len(columns) - 1))
         before = [f"[{n}]({each}.ipynb)" for n in entry.read_before for each in entries if each[:2] == n]
-        rows = sum(sum(runs.values()) for runs in run_counts(name[3:], machine).values())
+        rows = run_counts(name[3:], machine).total()
         cells = [
             f"[{entry.title.replace('_', '_<wbr>')}]({name}.ipynb)",  # long names may be broken
             "both" if len(entry.editions) > 1 else "".join(entry.editions),
@@ -118,20 +107,19 @@ def in_short(question: str) -> str:
     return re.split(r"(?<=\?) (?=\([a-z]\) )", first)[0]  # without the parts that follow
 
 
-def show_headline(entry: Entry, machine: str) -> None:
+def show_headline(entry: Entry) -> None:
     """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
     if not entry.headline:
         return
     display.display(display.Markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*"))
-    path = find(Path(entry.figure).parent.name or machine, entry.name[3:], f"{Path(entry.figure).name}.png")
-    if path.is_file():
-        with Image.open(path) as picture:
+    if entry.picture:
+        with Image.open(io.BytesIO(base64.b64decode(entry.picture.data["image/png"]))) as picture:
             size = _WIDTH, round(picture.height * _WIDTH / picture.width)
             small = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
         # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
         few, buffer = small.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0), io.BytesIO()
         few.save(buffer, "png", optimize=True)
-        shown = {"width": _SHOWN_WIDTH, "alt": f"{entry.name[3:]}: {entry.figure}"}
         bundle = {"image/png": buffer.getvalue(), "text/plain": "<figure>"}
+        shown = entry.picture.metadata.get("image/png", {}) | {"width": _SHOWN_WIDTH}
         display.display(bundle, raw=True, metadata={"image/png": shown})
     display.display(display.Markdown(entry.headline))

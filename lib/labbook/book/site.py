@@ -18,7 +18,7 @@ from pathlib import Path
 import nbformat
 import pandas as pd
 
-from labbook.book import notebooks, runs
+from labbook.book import batch, notebooks
 from labbook.book.notebooks import BatchError
 from labbook.compare import longest_warmup
 from labbook.files import REPOSITORY_FIGURES, find, locked
@@ -63,19 +63,15 @@ MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
 def build(target: Path, executed: Path, told: str = "") -> Path:
     """Write the site of the executed notebooks of a folder into another, or, for a run's, into the same.
 
-    Args:
-        told: how the notebooks of a run ended; without it what their records say.
-
-    Returns:
-        Its first page.
-
-    Raises:
-        BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
+    told: how the notebooks of a run ended; without it what their records say.
+    Returns its first page.
+    Raises BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
     """
     wanted = ("sphinx", "myst_nb", "furo", "jupyter_server_mathjax")
     if missing := [name for name in wanted if find_spec(name) is None]:
         raise BatchError(f"{', '.join(missing)} is not installed; `pip install -e '.[site]'` does it")
-    paths, records = sorted(executed.glob("*.ipynb")), runs.load_records(executed)
+    paths, found = sorted(executed.glob("*.ipynb")), sorted(executed.glob("*.json"))
+    records = {path.stem: record for path in found if (record := batch.load_record(path))}
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
     with locked(target), tempfile.TemporaryDirectory() as scratch:
@@ -84,7 +80,7 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
         pages = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
         plots = {path.stem: _page(path, source, pages, path.stem in records) for path in paths}
         first = f"# {_TITLE}\n"
-        if told := told or runs.summary([*records.values()]):
+        if told := told or batch.summary([*records.values()]):
             card = load_card(executed.name).line() if find(executed.name, "machine.json").exists() else ""
             first = f"# The workbook on {executed.name}\n\n{card}\n\n~~~~text\n{told}\n~~~~\n"
         no_rows = shutil.ignore_patterns("*.png", "*.svg", "*.json", "snapshots")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import tqdm
 
-from labbook.book import runs
-from labbook.book.batch import Job
+from labbook.book import batch
+from labbook.book.batch import Job, Record
 from labbook.book.notebooks import BatchError, is_last
 from labbook.files import make_folder
 
@@ -25,30 +25,29 @@ _LOOK_EVERY_S = 5
 
 def run_batch(
     jobs: Sequence[Job], command: Sequence[str], output: Path, *, gpu: bool, force: bool = False
-) -> list[runs.Record]:
+) -> list[Record]:
     """Submit what is not done and unchanged, and wait for its end; how each job ended.
 
-    Args:
-        command: executes the job whose name is put at its end, with records in a folder of `output`.
-        gpu: whether a job gets GPUs: as many as it has ranks, at least one.
-
-    Raises:
-        BatchError: there is no Slurm here.
-        KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
+    command: executes the job whose name is put at its end, with records in a folder of `output`.
+    gpu: whether a job gets GPUs: as many as it has ranks, at least one.
+    Raises BatchError: there is no Slurm here.
+    Raises KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
     """
     if shutil.which("sbatch") is None:
         raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")
     name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
-    why = {job.name: [runs.why_again(job, *found) for found in _records(job, output)] for job in jobs}
-    due, said = [job for job in jobs if force or all(why[job.name])], {}
-    for record in [path for job in due for path in output.glob(f"*/{job.name}.json")]:
-        record.unlink()  # so that one that is there is of now
+    due = [job for job in jobs if force or all(batch.why_again(job, p.parent) for p in _records(job, output))]
+    said: dict[str, str] = {}
+    for path in [path for job in due for path in _records(job, output)]:
+        path.unlink()  # so that one that is there is of now
     try:
         with tqdm.tqdm(total=len(due), unit="notebook", disable=None) as bar:
             for last in (False, True):  # it shows what the others found
                 arrays = defaultdict(list)
                 for job in [job for job in due if is_last(job.notebook.stem) == last]:
-                    arrays[_gpus(job) if gpu else 0].append(job.name)
+                    ranks = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
+                    own = job.parameters.get("backend") == "nccl"  # a GPU for each rank
+                    arrays[gpu * (max(ranks) if own else 1)].append(job.name)
                 started = [_submit(name, names, command, output, gpus) for gpus, names in arrays.items()]
                 while any(process.poll() is None for process in started):
                     time.sleep(_LOOK_EVERY_S)
@@ -64,12 +63,6 @@ def run_batch(
     return [_record(job, output, said.get(job.name, "")) for job in jobs]
 
 
-def _gpus(job: Job) -> int:
-    """How many GPUs an entry needs: one for each of its ranks, if they are to have their own."""
-    ranks = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
-    return max(ranks) if job.parameters.get("backend") == "nccl" else 1
-
-
 def _submit(name: str, jobs: list[str], command: Sequence[str], output: Path, gpus: int) -> subprocess.Popen:
     """An sbatch that ends when its array has, having printed its number, or why it was refused."""
     asked = ["--wait", "--parsable", "--nodes=1", f"--job-name={name}", f"--array=0-{len(jobs) - 1}"]
@@ -79,14 +72,13 @@ def _submit(name: str, jobs: list[str], command: Sequence[str], output: Path, gp
     return subprocess.Popen(["sbatch", *asked], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def _records(job: Job, output: Path) -> list[tuple[runs.Record, Path]]:
-    paths = output.glob(f"*/{job.name}.json")
-    return [(record, path.parent) for path in paths if (record := runs.load_record(path))]
+def _records(job: Job, output: Path) -> list[Path]:
+    return [*output.glob(f"*/{job.name}.json")]
 
 
-def _record(job: Job, output: Path, said: str) -> runs.Record:
+def _record(job: Job, output: Path, said: str) -> Record:
     """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
-    for record, _ in _records(job, output):
-        return record
+    for path in _records(job, output):
+        return batch.load_record(path)
     why = f"no record, and Slurm says: {(said.strip().splitlines() or ['nothing'])[-1]}"
-    return runs.Record("error", why, 0.0, job.notebook.stem, job.line())
+    return Record("error", why, 0.0, job.notebook.stem, job.line())

@@ -9,6 +9,7 @@ from copy import deepcopy
 from pathlib import Path
 
 import nbformat
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
 from labbook.files import make_folder, write_atomically
@@ -27,9 +28,6 @@ _STUB = r"\1# YOUR CODE HERE\n\1raise NotImplementedError()"
 
 def tidy(notebook: NotebookNode) -> NotebookNode:
     """The notebook as it is committed: fixed metadata, tags, and outputs in which streams are not split."""
-    # Not above: the command line need not wait for nbconvert.
-    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
-
     notebook = nbformat.from_dict(deepcopy(notebook))
     notebook.update(metadata=nbformat.from_dict(METADATA), nbformat=4, nbformat_minor=5)
     for cell in notebook.cells:

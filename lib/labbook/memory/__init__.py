@@ -1,13 +1,6 @@
 """Memory: every allocation of a step, what is kept for backward, what operations read and write."""
 
-from labbook import offered
-
-__getattr__, __all__ = offered(
-    "labbook.memory",
-    {
-        "history": "CATEGORIES MemoryHistory largest_allocations record_memory record_snapshot stage_peaks "
-        "timeline timeline_of_rows timeline_rows",
-        "operations": "operations_of sum_of_rooflines_ms",
-        "saved": "saved_bytes saved_for_backward storage_bytes",
-    },
-)
+from labbook.memory.history import CATEGORIES, MemoryHistory, largest_allocations, record_memory
+from labbook.memory.history import record_snapshot, stage_peaks, timeline, timeline_of_rows, timeline_rows
+from labbook.memory.operations import operations_of, saved_bytes, saved_for_backward, storage_bytes
+from labbook.memory.operations import sum_of_rooflines_ms

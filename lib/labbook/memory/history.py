@@ -17,7 +17,7 @@ import pandas as pd
 import torch
 
 from labbook.files import write_atomically
-from labbook.memory.saved import own_line
+from labbook.memory.operations import own_line
 from labbook.profiles import torch_trace
 from labbook.profiles.table import ProfileError, range_paths
 from labbook.timing import MIB
@@ -34,13 +34,12 @@ _TIMES = ["start_ns", "end_ns"]
 class MemoryHistory:
     """Every allocation of a recorded step.
 
-    Attributes:
-        allocations: address, size_bytes, start_us, end_us (infinite while alive at the end), range (path of
-            the ranges open when it was made), code (the line of ours that made it) and category, one of
-            CATEGORIES: activations are what forward leaves behind for backward, temporary is what lives
-            inside one stage, other was there before and belongs to nobody known (inputs, a library's
-            workspace).
-        stages: name, start_us, end_us of the outermost ranges: forward, backward, optimizer.
+    allocations: address, size_bytes, start_us, end_us (infinite while alive at the end), range (path of
+        the ranges open when it was made), code (the line of ours that made it) and category, one of
+        CATEGORIES: activations are what forward leaves behind for backward, temporary is what lives
+        inside one stage, other was there before and belongs to nobody known (inputs, a library's
+        workspace).
+    stages: name, start_us, end_us of the outermost ranges: forward, backward, optimizer.
     """
 
     allocations: pd.DataFrame
@@ -52,11 +51,10 @@ def record_memory(
 ) -> MemoryHistory:
     """Record the memory of one step that begins without gradients; warm it up before.
 
-    Args:
-        steps: has `model`, `device`, `of(pass_)`, the step and what prepares it; `tensors()`, what lives from
-            step to step by its category; and `recording()`, in which its ranges are open.
-        stem: leaves <stem>.pickle on a GPU, for pytorch.org/memory_viz.
-        others: owners of what else is there when the step begins, as far as it is known.
+    steps: has `model`, `device`, `of(pass_)`, the step and what prepares it; `tensors()`, what lives from
+        step to step by its category; and `recording()`, in which its ranges are open.
+    stem: leaves <stem>.pickle on a GPU, for pytorch.org/memory_viz.
+    others: owners of what else is there when the step begins, as far as it is known.
     """
     step, prepare = steps.of(pass_)
     steps.model.zero_grad(set_to_none=True)
@@ -98,8 +96,7 @@ def record_snapshot(run: Callable[[], Any], steps: Any) -> dict[str, Any]:
 def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) -> MemoryHistory:
     """Read the CUDA allocator's snapshot of one step; owners when the recording began and ended.
 
-    Raises:
-        ProfileError: the snapshot has no history, no ranges, what other versions leave out, or several GPUs.
+    Raises ProfileError: the snapshot has no history, no ranges, what other versions lack, or several GPUs.
     """
     try:
         traces = [trace for trace in snapshot["device_traces"] if trace]
@@ -128,16 +125,11 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
     """Read the memory events of a CPU trace that was recorded `with_memory`; arguments as in `read_snapshot`.
 
     There `code` stays empty: `range` says where an allocation was made.
-
-    Raises:
-        FileNotFoundError, ProfileError: see `torch_trace.load_trace`; or it has no memory events or ranges.
+    Raises FileNotFoundError, ProfileError: as `torch_trace.load_trace`; or it has no memory events or ranges.
     """
     trace, events = torch_trace.load_trace(path)
-    changes = [
-        (event["ts"], event["args"]["Addr"], event["args"]["Bytes"], "")
-        for event in trace
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0
-    ]
+    memory = [e for e in trace if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
+    changes = [(event["ts"], event["args"]["Addr"], event["args"]["Bytes"], "") for event in memory]
     if not changes:
         raise ProfileError(f"{path.name} has no memory events; record it with_memory")
     ranges = events[events.kind == "range"]
@@ -150,10 +142,9 @@ def _history(
 ) -> MemoryHistory:
     """Pair allocations with their frees, and find an owner for each.
 
-    Args:
-        ranges: as in a `Profile`, but in microseconds.
-        before, after: owners when the recording began and ended.
-        alive: bytes by address of what lived when the recording ended, or had lived before it.
+    ranges: as in a `Profile`, but in microseconds.
+    before, after: owners when the recording began and ended.
+    alive: bytes by address of what lived when the recording ended, or had lived before it.
     """
     if ranges.empty:
         raise ProfileError("the recording has no ranges, so it has no stages; open ranges in it")
@@ -167,10 +158,8 @@ def _history(
     made = made[made.size_bytes > 0].reset_index(drop=True)
     launches = pd.DataFrame({"process": 0, "launch_ns": made.start_us})
     paths, made["range"] = range_paths(ranges.assign(process=0), launches)
-    stages = ranges[~paths.str.contains("/", na=True)][["name", *_TIMES]]
-    stages = stages.set_axis(["name", "start_us", "end_us"], axis=1).sort_values(
-        "start_us", ignore_index=True
-    )
+    stages = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns", ignore_index=True)
+    stages = stages[["name", *_TIMES]].set_axis(["name", "start_us", "end_us"], axis=1)
     # An owner where one is known at either end of the recording, else what the lifetime says.
     from_before, at_the_end = made.start_us == -np.inf, made.end_us == np.inf
     made["category"] = np.where(from_before, "other", "temporary")

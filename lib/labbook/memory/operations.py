@@ -1,21 +1,114 @@
-"""What an eager function asks of a machine, operation by operation: counted, and nothing computed.
+"""What operations keep for backward, read and write: found with PyTorch's hooks and modes."""
 
-Given tensors on the "meta" device, a function of any size can be asked, on any machine.
-"""
-
+import linecache
+import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from traceback import walk_stack
 from typing import Any
 
-from torch import Tensor
+import pandas as pd
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from labbook.files import PROJECT
+
+_PACKAGES = {path.parent.name for path in (PROJECT / "lib").glob("*/__init__.py")} - {"labbook"}
+_OURS = re.compile(rf".*/(?:{'|'.join(sorted(_PACKAGES))})/(.+)")
 _NOTHING_MOVES = ("empty", "new_empty")  # memory is reserved and left as it is
 _GATHERS = ("embedding", "index", "index_select", "gather")  # read only as much as they write
 _OVERWRITE = ("copy_", "fill_", "zero_")  # do not read what they replace
+
+
+def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tuple[int, int]:
+    """Run a forward that records gradients and count what stays until its backward.
+
+    Returns bytes of the distinct storages that autograd saved; and bytes in use: `inputs`, output and saved
+    tensors on a CPU, on a GPU what the allocator handed out during the forward, and the inputs.
+    """
+    inputs, saved = list(inputs), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        # Detached: an operation that held its own output would never be freed.
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    device = inputs[0].device
+    on_cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if on_cuda else 0
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward()
+    if not on_cuda:
+        return storage_bytes(saved), storage_bytes([*saved, output, *inputs])
+    return storage_bytes(saved), torch.cuda.memory_allocated(device) - before + storage_bytes(inputs)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind some tensors, each counted once."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
+    """The storages that one forward of `module` keeps for backward; each once, whoever saves it again.
+
+    Parameters and buffers are not counted: they are there anyway. Inputs are.
+    Returns one row a storage, the largest first: module (path in `module`), operation that saved it first,
+    code (see `own_line`), size_bytes, dtype.
+    """
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    modules = {id(child): name for name, child in module.named_modules()}
+    storages: dict[int, tuple] = {}
+    running: list[str] = []  # functions of PyTorch, the innermost last
+
+    class Operations(TorchFunctionMode):
+        def __torch_function__(self, function: Callable, types, args=(), kwargs=None) -> Any:
+            running.append(getattr(function, "__name__", str(function)).strip("_"))
+            try:
+                return function(*args, **(kwargs or {}))
+            finally:
+                running.pop()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in owned and address not in storages:
+            stack = []  # the innermost module; found without hooks, which would send fused blocks another way
+            for frame, line in walk_stack(sys._getframe()):
+                stack.append((frame.f_code.co_filename, line, frame.f_code.co_name))
+                if (owner := id(frame.f_locals.get("self"))) in modules:
+                    break
+            name, code = modules.get(owner, ""), own_line(stack)
+            operation = running[-1] if running else code.partition(": ")[0].rpartition(" ")[2]
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            storages[address] = (name, operation, code, storage.nbytes(), dtype)
+        return tensor.detach()  # as in `saved_bytes`
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor), Operations():
+        output = module(*inputs)
+    del output  # kept until here: what a freed graph saved would be freed too
+    frame = pd.DataFrame(storages.values(), columns=["module", "operation", "code", "size_bytes", "dtype"])
+    return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
+
+
+def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
+    """The innermost line of the project in a stack: "attention/plain.py:37 plain_attention: return w @ v".
+
+    "" where there is none, as in backward: autograd's threads run no Python of ours.
+
+    stack: file, line and function of each frame, the innermost first.
+    """
+    for file, line, function in stack:
+        if ours := _OURS.match(file.replace("\\", "/")):
+            return f"{ours[1]}:{line} {function}: {linecache.getline(file, line).strip()}".removesuffix(": ")
+    return ""
 
 
 @dataclass(frozen=True)
@@ -32,40 +125,36 @@ def operations_of(function: Callable[[], Any]) -> list[Operation]:
 
     Views are left out: they move nothing. Temporaries inside one operation are not seen.
     """
-    with _Recorder() as recorder:
+    found = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            kwargs = kwargs or {}
+            result = operation(*args, **kwargs)
+            packet, name = operation.overloadpacket, operation.overloadpacket.__name__
+            read, written = _sizes((args, kwargs)), _sizes(result)
+            is_view = written.keys() <= read.keys() and not operation._schema.is_mutable
+            if is_view or name.startswith(_NOTHING_MOVES):
+                return result
+            in_bytes = (_sizes((args[1:], kwargs)) if name in _OVERWRITE else read).total()
+            if name in _GATHERS:
+                in_bytes = min(in_bytes, written.total())
+            flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+            found.append(Operation(name, flops, in_bytes + written.total()))
+            return result
+
+    with Recorder():
         function()
-    return recorder.operations
+    return found
 
 
 def sum_of_rooflines_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps: float) -> float:
     """Least time when each operation is a kernel of its own, waiting for the one before: a sum of rooflines.
 
-    Args:
-        of: what `operations_of` returned.
-        matmul_tflops, copy_gbps: rates, as on a machine's card.
+    of: what `operations_of` returned.
+    matmul_tflops, copy_gbps: rates, as on a machine's card.
     """
     return sum(max(one.flops / matmul_tflops / 1e9, one.bytes_moved / copy_gbps / 1e6) for one in of)
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Operation] = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        result = operation(*args, **kwargs)
-        packet, name = operation.overloadpacket, operation.overloadpacket.__name__
-        read, written = _sizes((args, kwargs)), _sizes(result)
-        is_view = written.keys() <= read.keys() and not operation._schema.is_mutable
-        if is_view or name.startswith(_NOTHING_MOVES):
-            return result
-        in_bytes = (_sizes((args[1:], kwargs)) if name in _OVERWRITE else read).total()
-        if name in _GATHERS:
-            in_bytes = min(in_bytes, written.total())
-        flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-        self.operations.append(Operation(name, flops, in_bytes + written.total()))
-        return result
 
 
 def _sizes(tree: Any) -> Counter[int]:

@@ -57,10 +57,9 @@ def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
     edges = lanes.melt("lane", _TIMES, "edge", "at")
     edges["change"] = np.where(edges.edge == "start_ms", 1, -1)
     running = edges.pivot_table("change", "at", "lane", "sum").reindex(columns=LANES).fillna(0).cumsum()
-    stretches = pd.DataFrame(
-        {"start_ms": running.index, "end_ms": running.index.to_series().shift(-1).to_numpy()}
-    )
-    return covered(stretches[(running.communication.gt(0) & running.compute.eq(0)).to_numpy()])
+    start_ms = running.index.to_series()
+    stretches = pd.DataFrame({"start_ms": start_ms, "end_ms": start_ms.shift(-1)})
+    return covered(stretches[running.communication.gt(0) & running.compute.eq(0)])
 
 
 def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:

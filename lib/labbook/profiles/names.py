@@ -20,11 +20,11 @@ _PATTERNS = (
     ("matmul", r"^aten::((add|bad)?d?b?mm|(add)?mv|dot|mkldnn_\w+|_scaled_mm|linear|matmul)$"),
     ("softmax", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|triton_\w+rsqrt"),
+    ("embedding/index", r"embedding|gather|scatter|(?<!with_)index|radixsort|devicecompact|masked_select"),
     (
         "embedding/index",
-        r"embedding|gather|scatter|(?<!with_)index|radixsort|unique|devicecompact|masked_select",
+        r"unique|partials?(_per)?_segment|grad_weight|^aten::(\w*sort|topk|nonzero|take)",
     ),
-    ("embedding/index", r"partials?(_per)?_segment|grad_weight|^aten::(\w*sort|topk|nonzero|take)"),
     ("copy/cast", r"memcpy|memset|direct_copy|float\w*_copy_kernel|to_device|catarray|fillfunctor"),
     ("copy/cast", r"^aten::(copy_|clone|contiguous|to|_to_copy|fill_|zero_|cat|stack|_conj|pin_memory)$"),
     ("copy/cast", r"^triton_poi_fused_(_to_copy|clone|cat|copy)(_\d+)?$"),
@@ -73,7 +73,6 @@ def short_name(name: str) -> str:
         return base
     base, found = base.removesuffix("_kernel"), _ARGUMENT.search(plain) or _LAMBDA.search(plain)
     word = found[found.lastindex].lower() if found else ""
-    word = ("addc" if "PointwiseOp" in plain else "") + _RENAMED.get(
-        word, word
-    )  # its std::multiplies: addcmul
+    word = _RENAMED.get(word, word)
+    word = f"addc{word}" if "PointwiseOp" in plain else word  # its std::multiplies: addcmul
     return f"{base}[{word}]" if word else base

@@ -28,12 +28,11 @@ class Profile:
     Inside a range called optimizer, elementwise work, reductions and copies are of the class "optimizer":
     written in plain PyTorch it launches the same kernels as everybody, and only the range tells them apart.
 
-    Attributes:
-        ranges: process, thread, name, start_ns, end_ns, one row each time that a range was open; and `range`,
-            the path of those open then: measure/forward.
-        calls: of the CUDA API: process, thread, name, start_ns, end_ns.
-        kernels: name (full), kind, process, stream, start_ns, end_ns, one row each; launch_ns and thread of
-            the launch; `range` (path of those open at launch), `kernel` (short name) and `class`.
+    ranges: process, thread, name, start_ns, end_ns, one row each time that a range was open; and `range`,
+        the path of those open then: measure/forward.
+    calls: of the CUDA API: process, thread, name, start_ns, end_ns.
+    kernels: name (full), kind, process, stream, start_ns, end_ns, one row each; launch_ns and thread of
+        the launch; `range` (path of those open at launch), `kernel` (short name) and `class`.
     """
 
     def __init__(self, events: pd.DataFrame) -> None:
@@ -63,10 +62,9 @@ class Profile:
 def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
     """Events as a `Profile` takes them; raises ProfileError if some lack what all of their kind must have.
 
-    Args:
-        events: kind ("range", "call" of the CUDA API; what ran: "kernel", "memcpy", "memset", "graph", on a
-            CPU "operator"), name, process, thread, stream, correlation, start_ns, end_ns.
-        source: their file, for the message.
+    events: kind ("range", "call" of the CUDA API; what ran: "kernel", "memcpy", "memset", "graph", on a
+        CPU "operator"), name, process, thread, stream, correlation, start_ns, end_ns.
+    source: their file, for the message.
     """
     lacking = events[["name", "process", "thread", "start_ns", "end_ns"]].isna()
     lacking["stream"] = events.stream.isna() & events.kind.isin(["kernel", "memcpy", "memset", "graph"])
@@ -80,9 +78,8 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
 def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     """Path of the ranges open when each range begins, itself the last, and at each launch, on any thread.
 
-    Args:
-        ranges: process, name, start_ns, end_ns.
-        launches: process, launch_ns.
+    ranges: process, name, start_ns, end_ns.
+    launches: process, launch_ns.
     """
     spans = ranges[ranges.end_ns > ranges.start_ns]
     edges = pd.concat([spans.assign(at=spans[f"{edge}_ns"], edge=edge) for edge in ("end", "start")])
@@ -117,9 +114,7 @@ def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
 
     A step is one time that the range `root` is open; calls and total_ms are means over the steps. What ran
     outside `root`, the warm-up, is left out. Ranges start at `root`.
-
-    Raises:
-        ProfileError: no range of that name was recorded; the message lists those that were.
+    Raises ProfileError: no range of that name was recorded; the message lists those that were.
     """
     steps, _, kernels = _inside(profile, root)
     kernels = kernels.assign(total_ms=(kernels.end_ns - kernels.start_ns) * MS)
@@ -144,10 +139,9 @@ def kernel_rows(table: pd.DataFrame, smallest_share: float = 2e-3) -> list[dict[
 def range_table(profile: Profile) -> pd.DataFrame:
     """Host and device time of a step and of the ranges directly inside it, as means over the steps.
 
-    Returns:
-        range; host_ms, how long the range was open; device_span_ms, from its first kernel's start to its last
-        one's end; device_busy_ms, the part of it with a kernel running; calls (launches); device_idle_share
-        of the span. A range whose device is mostly idle is bound by the host that launches.
+    Returns range; host_ms, how long the range was open; device_span_ms, from its first kernel's start to its
+    last one's end; device_busy_ms, the part of it with a kernel running; calls (launches); device_idle_share
+    of the span. A range whose device is mostly idle is bound by the host that launches.
     """
     _, ranges, kernels = _inside(profile, STEP)
     ranges = ranges[ranges.range.str.count("/") <= 1]

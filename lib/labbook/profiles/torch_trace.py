@@ -36,12 +36,9 @@ def record_trace(
 ) -> Profile:
     """Call `run()` under torch.profiler and save a Chrome trace, .json or .json.gz (for ui.perfetto.dev).
 
-    Args:
-        run: what to profile; warm it up before, and open ranges in it with record_function.
-        with_memory: also record every allocation.
-
-    Raises:
-        ProfileError: see `read_trace`.
+    run: what to profile; warm it up before, and open ranges in it with record_function.
+    with_memory: also record every allocation.
+    Raises ProfileError: see `read_trace`.
     """
     on_cuda = torch.device(device).type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_cuda
@@ -61,9 +58,7 @@ def keep_one_step(path: Path, kept: Path) -> None:
     """Write the last step of a trace, without what neither a reader nor `read_trace` needs, to a .json.gz.
 
     Of a CUDA trace that is the ranges, the launches and the kernels: a hundredth of the bytes.
-
-    Raises:
-        ProfileError: it has no step, a range `measure`; or as `load_trace`.
+    Raises ProfileError: it has no step, a range `measure`; or as `load_trace`.
     """
     trace, events = load_trace(path)
     steps, on_gpu = events[(events.kind == "range") & (events.name == STEP)], events.kind.isin(_ON_GPU)
@@ -85,16 +80,12 @@ def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     """The events of a trace; and those that are read, by their place, as a `Profile` takes them.
 
     A range that PyTorch opened is of the kind "pytorch's", what Gloo does on its threads an operator.
-
-    Raises:
-        FileNotFoundError; ProfileError: it is cut off, or no trace.
+    Raises FileNotFoundError; ProfileError: it is cut off, or no trace.
     """
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             trace = list(json.load(file)["traceEvents"])
-    except FileNotFoundError:
-        raise
-    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+    except (gzip.BadGzipFile, EOFError, ValueError, TypeError, KeyError) as error:
         raise ProfileError(f"{path.name} is cut off or no trace ({error!r}); record it again") from None
     found = {at: e for at, e in enumerate(trace) if e.get("ph") == "X" and e.get("cat") in _KINDS}
     rows = [[*map(e.get, _FIELDS), *map((e.get("args") or {}).get, _ARGUMENTS)] for e in found.values()]
@@ -113,9 +104,7 @@ def read_trace(path: Path) -> Profile:
 
     On a CPU an operator's own time counts, without the operators that it calls, and operators that touch no
     data (views, allocations) are left out: what remains corresponds to a GPU's kernels. A stream is a thread.
-
-    Raises:
-        FileNotFoundError, ProfileError: see `load_trace` and `Profile`; or it is of several processes.
+    Raises FileNotFoundError, ProfileError: see `load_trace` and `Profile`; or it is of several processes.
     """
     _, events = load_trace(path)
     processes = events.process[events.kind.isin(["range", "pytorch's"])].unique()

@@ -1,15 +1,18 @@
 """The commands as a person types them, with the executions left out."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from labbook.book import batch, commands, notebooks, runs, site
-from labbook.book.execute import Outcome
+from labbook.book import batch, commands, notebooks, site
+from labbook.book.batch import Record
+from labbook.files import REPOSITORY_FIGURES
 
 
 @pytest.fixture
@@ -36,7 +39,7 @@ def outcome(monkeypatch):
     monkeypatch.setattr(site, "build", lambda target, *_: target / "index.html")
 
     def set_outcome(*fields):
-        monkeypatch.setattr(runs, "execute", lambda *_: Outcome(*fields))
+        monkeypatch.setattr(batch, "execute", lambda *_: Record(*fields))
 
     set_outcome("ok")
     return set_outcome
@@ -115,7 +118,7 @@ def test_ctrl_c_says_how_to_go_on(folder, monkeypatch, capsys):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "run_batch", interrupted)
+    monkeypatch.setattr(batch, "run_batch", interrupted)
     assert command("run", "--output", folder / "runs") == 130
     assert "the same command continues" in capsys.readouterr().err
 
@@ -128,9 +131,9 @@ def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(folder
         executed.append(source.stem)
         text = source.read_text().replace('"metadata": {}', '"metadata": {"papermill": {"duration": 1}}')
         output.write_text(text.replace("print(steps)", "print(steps)  # executed"))
-        return Outcome(status)
+        return Record(status)
 
-    monkeypatch.setattr(runs, "execute", execute)
+    monkeypatch.setattr(batch, "execute", execute)
     before = (folder / "12_two.ipynb").read_text()
     assert command("notebooks", "11") == (status != "ok")
     assert executed == ["11_one", "00_start_here"], "the map quotes the notebooks"
@@ -138,3 +141,45 @@ def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(folder
     after = (folder / "11_one.ipynb").read_text()
     assert ("# executed" in after) == (status == "ok")
     assert "papermill" not in after
+
+
+# Rows of other people's machines: what does not fit is said.
+
+TABLE = "weighted_sum/weighted_sum_times.csv"
+
+
+@pytest.fixture
+def theirs(tmp_path, monkeypatch):
+    """The rows of the committed h100, unpacked as another machine's."""
+    folder = tmp_path / "figures" / "theirs"
+    shutil.copytree(REPOSITORY_FIGURES / "h100", folder, ignore=shutil.ignore_patterns("*.png", "*.svg"))
+    card = json.loads((folder / "machine.json").read_text())
+    (folder / "machine.json").write_text(json.dumps(card | {"slug": "theirs"}))
+    monkeypatch.setenv("LABBOOK_FIGURES", str(folder.parent))
+    return folder
+
+
+def test_rows_that_fit_are_counted(theirs, capsys):
+    assert commands.main(["rows", "theirs"]) == 0
+    assert capsys.readouterr().out.startswith(f"theirs: {len(list(theirs.glob('*/*.csv')))} tables")
+
+
+WRONG = [
+    ("weighted_sum/no_such.csv", lambda _: "a\n1\n", "no_such.csv: unknown table 'no_such'; allowed: "),
+    ("no_such/weighted_sum_times.csv", lambda _: "a\n1\n", "there is no notebook of 'no_such'"),
+    (TABLE, lambda text: text.replace("d_model", "width", 1), "line 1: the columns are"),
+    (TABLE, lambda text: text.replace(",ok,", ",fine,", 1), "status is 'fine'"),
+    (TABLE, lambda text: text.replace("20261125", "20001231", 1), "runs are missing: 20001231"),
+    ("machine.json", lambda _: "{", "theirs/machine.json is damaged"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "said"), WRONG)
+def test_what_does_not_fit_is_said(theirs, capsys, name, change, said):
+    path = theirs / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(change(path.read_text() if path.exists() else ""))
+    assert commands.main(["rows", "theirs"]) == 2
+    assert said in capsys.readouterr().err
+    assert commands.main(["rows", "nobody"]) == 2
+    assert "nobody has no rows" in capsys.readouterr().err

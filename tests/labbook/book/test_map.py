@@ -1,5 +1,6 @@
 """The map says what the notebooks and rows say."""
 
+import base64
 import io
 
 import nbformat
@@ -26,7 +27,9 @@ the four sums is far off? Why?
 
 **You will be able to** say more.
 """
-FIRST, SECOND = 'page.figure(figure, "first")', 'figure = lines()\npage.figure(\n    figure, "second"\n)'
+FIGURE = 'figure = lines()\npage.figure(\n    figure, "name"\n)'
+POINTS = pd.DataFrame({"x": [1, 2], "y": [1, 2], "implementation": "plain"})
+PNG = lines(POINTS, "x", "y", "implementation").png()
 
 
 def code(source, *outputs, tagged=False):
@@ -36,6 +39,11 @@ def code(source, *outputs, tagged=False):
 
 def answered(text, tagged=True):
     return code("answer(...)", v4.new_output("display_data", {"text/markdown": text}), tagged=tagged)
+
+
+def drawn(alt, source=FIGURE, tagged=False):
+    data, metadata = {"image/png": base64.b64encode(PNG).decode()}, {"image/png": {"alt": alt}}
+    return code(source, v4.new_output("display_data", data, metadata=metadata), tagged=tagged)
 
 
 @pytest.fixture
@@ -65,11 +73,12 @@ def test_what_the_first_cell_says_and_the_tagged_answer_without_its_letter(entry
     assert entry_of(other).headline == entry_of(code("answer(...)", tagged=True)).headline == ""
 
 
-def test_the_figure_is_the_tagged_one_or_the_first_of_the_reference(entry_of):
-    here = code('page.figure(figure, "mine", here=True)')
-    assert entry_of(here, code(FIRST), code(SECOND, tagged=True), answered("**(1)** Yes.")).figure == "second"
-    assert entry_of(here, code(FIRST), code(SECOND), answered("**(1)** Yes.")).figure == "first"
-    assert entry_of(here).figure == ""
+def test_the_picture_is_the_tagged_one_or_the_first_of_the_reference(entry_of):
+    others = [drawn("mine", "page.figure(f, here=True)"), drawn("a sketch", "f")]
+    first, second, marked = drawn("first"), drawn("second"), drawn("second", tagged=True)
+    for cells, alt in (([first, marked], "second"), ([first, second], "first")):
+        assert entry_of(*others, *cells, answered("**(1)** Yes.")).picture.metadata["image/png"]["alt"] == alt
+    assert entry_of(*others).picture is None
 
 
 def test_a_question_in_short():
@@ -87,20 +96,15 @@ def test_the_map_has_a_line_for_each_notebook_with_its_rows(entry_of):
     assert line == f"| [13 · {NAME[3:]}]({NAME}.ipynb) | {told} |"
 
 
-def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, tmp_path, shown):
-    entry = entry_of(code('page.figure(figure, "first", machine="m")'), answered("**(1)** Yes."))
-    overview.show_headline(entry, "another")
+def test_a_headline_is_shown_with_a_small_picture_or_without(entry_of, shown):
+    overview.show_headline(entry_of(answered("**(1)** Yes.")))
     assert [each.data for each in shown][1:] == ["Yes."]
     shown.clear()
-    figure = tmp_path / "figures" / "m" / NAME[3:] / "first.png"
-    figure.parent.mkdir(parents=True)
-    points = pd.DataFrame({"x": [1, 2], "y": [1, 2], "implementation": "plain"})
-    figure.write_bytes(lines(points, "x", "y", "implementation").png())
-    overview.show_headline(entry, "another")
+    overview.show_headline(entry_of(drawn("a plot"), answered("**(1)** Yes.")))
     question, picture, headline = shown
     assert "13 · mixed" in question.data
     assert headline.data == "Yes."
-    assert Image.open(io.BytesIO(picture["image/png"])).width < Image.open(figure).width
+    assert Image.open(io.BytesIO(picture["image/png"])).width < Image.open(io.BytesIO(PNG)).width
 
 
 def test_every_notebook_tells_its_question_time_and_headline():

@@ -47,16 +47,15 @@ RUN = """\
 import json, os, sys, time
 from dataclasses import asdict
 from pathlib import Path
-from labbook.book.execute import Outcome
+from labbook.book.batch import Record
 output, name = Path(sys.argv[1]), sys.argv[-1]
 with open(output / "started", "a") as started:
     print(name, os.environ.get("SLURM_GPUS_ON_NODE", 0), file=started)
 while "slow" in name and not (output / "finish").exists():
     time.sleep(0.1)
-outcome = Outcome("error", "cell [1]: Bad: luck") if "fails" in name else Outcome("ok")
+outcome = Record("error", "cell [1]: Bad: luck") if "fails" in name else Record("ok")
 (output / "m").mkdir(exist_ok=True)
-text = json.dumps({"notebook": name, "parameters": "", "code": {}} | asdict(outcome))
-(output / "m" / f"{name}.json").write_text(text)
+(output / "m" / f"{name}.json").write_text(json.dumps(asdict(outcome)))
 """
 
 
@@ -162,7 +161,7 @@ def test_a_killed_job_is_a_row_and_done_again(batch, when_it_runs, tmp_path, mon
     (tmp_path / "finish").touch()
     assert batch("11_slow")[0].status == "ok"
     started = (tmp_path / "started").read_text()
-    monkeypatch.setattr(slurm.runs, "why_again", lambda *_: None)
+    monkeypatch.setattr(slurm.batch, "why_again", lambda *_: None)
     assert [record.status for record in batch("11_slow", "12_ok")] == ["ok", "ok"]
     assert (tmp_path / "started").read_text() == started
 

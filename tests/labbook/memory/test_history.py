@@ -24,7 +24,7 @@ from labbook.memory.history import (
     timeline_of_rows,
     timeline_rows,
 )
-from labbook.memory.saved import own_line
+from labbook.memory.operations import own_line
 from labbook.profiles.table import ProfileError
 
 PARAMETER, STATE, INPUT, SAVED, SCRATCH, GRADIENT = (0x1000 * n for n in range(1, 7))

@@ -1,11 +1,19 @@
-"""Nsight Systems: run a command under nsys, read what it saw into a `Profile`."""
+"""Nsight Systems: run a command under nsys, read what it saw into a `Profile`.
 
+And Nsight Compute: what the hardware counts while a kernel runs.
+"""
+
+import io
+import json
 import re
 import shutil
 import sqlite3
 import subprocess
+import sys
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -25,8 +33,7 @@ def why_no_nsys() -> str:
 def record_report(command: list[str], stem: Path) -> Path:
     """Profile a command and export the report: <stem>.nsys-rep for the viewer, <stem>.sqlite (returned).
 
-    Raises:
-        ProfileError: there is no nsys, the command failed, or nsys could not make a report of it.
+    Raises ProfileError: there is no nsys, the command failed, or nsys could not make a report of it.
     """
     if reason := why_no_nsys():
         raise ProfileError(f"{reason}, or take torch.profiler as the source")
@@ -75,10 +82,9 @@ SELECT '{1}' AS kind, {2} AS name, {3} >> 24 << 24 AS process, {3} AS thread, {4
 def read_export(path: Path) -> Profile:
     """Read a SQLite export of Nsight Systems 2021.2 or newer.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ProfileError: it is no export, is cut off, is of too old a schema, or has no calls of the CUDA API;
-            or see `complete` and `Profile`.
+    Raises FileNotFoundError: there is no such file.
+    ProfileError: it is no export, is cut off, is of too old a schema, or has no calls of the CUDA API;
+        or see `complete` and `Profile`.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no Nsight Systems export {path}; make one with nsys.record_report")
@@ -93,10 +99,36 @@ def read_export(path: Path) -> Profile:
             selects = [_EVENTS.format(table, *_TABLES[table]) for table in there]
             events = pd.read_sql_query(" UNION ALL ".join(selects) + " ORDER BY start_ns", export)
     except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
-        raise ProfileError(
-            f"{path.name} is damaged or no SQLite export of Nsight Systems 2021.2 or newer ({error}); export "
-            f"the report again: nsys export --type=sqlite {path.stem}.nsys-rep"
-        ) from None
+        told = f"{path.name} is damaged or no SQLite export of Nsight Systems 2021.2 or newer ({error})"
+        again = f"nsys export --type=sqlite {path.stem}.nsys-rep"
+        raise ProfileError(f"{told}; export the report again: {again}") from None
     profile = Profile(complete(events, path.name))
     profile.calls["name"] = profile.calls.name.str.replace(r"_v\d+$", "", regex=True)
     return profile
+
+
+_NCU = ("ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off")
+
+
+def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict[str, Any]]:
+    """Run a program under `ncu`, and count what it launches from cudaProfilerStart to cudaProfilerStop.
+
+    The clock is left as it is: ncu's own is lower.
+
+    program: its text, which finds `given`, as JSON, in sys.argv[1].
+    metrics: of Nsight Compute, `ncu --query-metrics`.
+    Returns for each kernel, in order: kernel, its name without arguments, and the metrics in base units.
+    Raises RuntimeError: there is no ncu, it or the program failed, or no kernel ran; with what was said last.
+    """
+    command = [*_NCU, "--metrics", ",".join(metrics), sys.executable, "-c", program, json.dumps(given)]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise RuntimeError("there is no ncu on PATH; install Nsight Compute") from None
+    _, mark, table = run.stdout.partition('"ID"')
+    if run.returncode or not mark:
+        raise RuntimeError(f"ncu counted nothing: {(run.stdout + run.stderr)[-2000:]}")
+    rows = pd.read_csv(io.StringIO(mark + table), thousands=",").astype({"Metric Value": float})
+    rows["kernel"] = rows["Kernel Name"].str.extract(r"([^\s<(]+)(?:[<(]|$)")[0]
+    each = rows.pivot(index=["ID", "kernel"], columns="Metric Name", values="Metric Value")
+    return each.reset_index("kernel").to_dict("records")

@@ -5,8 +5,7 @@ import pytest
 from nbformat import v4
 
 from labbook.book import notebooks
-from labbook.book.notebooks import BatchError, read_parameters
-from labbook.book.parameters import check_parameters, convert, parameter_errors, rules_of
+from labbook.book.notebooks import BatchError, convert, parameter_errors, read_parameters
 
 NOTEBOOKS = notebooks.load_notebooks()
 
@@ -32,7 +31,7 @@ def cell_with(source: str, cells: int = 1):
 def test_names_defaults_and_comments(known):
     assert list(known) == ["model_size", "edition", "context_lengths", "dtypes", "steps", "rate", "device"]
     assert known["context_lengths"].default == [32, 64]
-    assert known["model_size"].comment == "size of the model"
+    assert known["model_size"].help == "size of the model"
     assert read_parameters(v4.new_notebook()) == {}
 
 
@@ -124,7 +123,7 @@ def test_what_a_notebook_cannot_run_with_is_refused(given):
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_every_parameter_has_a_rule_which_its_default_follows(notebook):
-    known, rules = NOTEBOOKS[notebook], rules_of(notebook[3:])
+    known, rules = NOTEBOOKS[notebook], notebooks.rules_of(notebook[3:])
     for name, parameter in known.items():
         first = parameter.default[0] if isinstance(parameter.default, list) else parameter.default
         if isinstance(first, str):
@@ -138,6 +137,6 @@ def test_every_parameter_has_a_rule_which_its_default_follows(notebook):
 
 
 def test_a_notebook_refuses_what_papermill_lets_through():
-    check_parameters("mixed_precision_accumulation", {"count": 5, "np": object()})
+    notebooks.check_parameters("mixed_precision_accumulation", {"count": 5, "np": object()})
     with pytest.raises(BatchError, match=r"value is '1'(.|\n)*count is 5.5"):
-        check_parameters("mixed_precision_accumulation", {"count": 5.5, "value": "1", "np": object()})
+        notebooks.check_parameters("mixed_precision_accumulation", {"count": 5.5, "value": "1"})
