@@ -133,13 +133,11 @@ def test_a_meta_model_costs_nothing_and_is_filled_later():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
 
-    def copy(model):
-        model.to_empty(device="cpu").load_state_dict(direct.state_dict())
-
-    def assign(model):
-        model.load_state_dict(direct.state_dict(), assign=True)
-
-    for fill in (draw, copy, assign):
+    for fill in (
+        draw,
+        lambda model: model.to_empty(device="cpu").load_state_dict(direct.state_dict()),
+        lambda model: model.load_state_dict(direct.state_dict(), assign=True),
+    ):
         later = a_model(device="meta")
         assert all(tensor.is_meta for tensor in [*later.parameters(), *later.buffers()])
         fill(later)

@@ -1,7 +1,5 @@
 """Ranges: named by nesting, free and invisible while nobody records."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -50,7 +48,7 @@ def test_nvtx_and_record_function_are_told_the_same(nvtx):
     assert nvtx == ["+forward", "+layer", "-", "-"]
 
 
-def test_modules_open_ranges_only_while_recorded():
+def test_modules_open_ranges_only_while_recorded_and_compile_into_one_graph_even_then():
     model = build_model(model_size("tiny"), 8)
     tokens = torch.zeros(1, 8, dtype=torch.long)
 
@@ -64,6 +62,9 @@ def test_modules_open_ranges_only_while_recorded():
     assert recorded_names(run) == expected.split()
     assert recorded_names(lambda: model(tokens)) == []
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    with recording(model):
+        torch.testing.assert_close(compiled(tokens), model(tokens))
 
 
 def test_ranges_close_when_the_code_inside_raises(nvtx):
@@ -75,12 +76,3 @@ def test_ranges_close_when_the_code_inside_raises(nvtx):
     with pytest.raises(KeyError), recording():
         raise KeyError
     assert ranges._recording is False
-
-
-def test_compiles_to_one_graph_also_while_recorded():
-    model = build_model(dataclasses.replace(model_size("tiny"), num_layers=1), 8)
-    tokens = torch.zeros(1, 8, dtype=torch.long)
-    compiled = torch.compile(model, fullgraph=True, backend="eager")
-    with recording(model):
-        logits = compiled(tokens)
-    torch.testing.assert_close(logits, model(tokens))

@@ -144,8 +144,8 @@ class CausalSelfAttention(nn.Module):
     """Multi-head attention of every position over itself and its past."""
 
     def __init__(
-        self, d_model: int, num_heads: int, rope: RotaryEmbedding, *,
-        attention_implementation: str = "plain", **factory: Any,
+        self, d_model: int, num_heads: int, rope: RotaryEmbedding, attention_implementation: str = "plain",
+        **factory: Any,
     ):  # fmt: skip
         super().__init__()
         self.num_heads = num_heads
@@ -196,9 +196,7 @@ class TransformerBlock(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.ln1 = RMSNorm(d_model, **factory)
-        self.attn = CausalSelfAttention(
-            d_model, num_heads, rope, attention_implementation=attention_implementation, **factory
-        )
+        self.attn = CausalSelfAttention(d_model, num_heads, rope, attention_implementation, **factory)
         self.ln2 = RMSNorm(d_model, **factory)
         self.ffn = SwiGLU(d_model, d_ff, **factory)
 

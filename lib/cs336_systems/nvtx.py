@@ -54,23 +54,18 @@ def recording(*models: nn.Module) -> Iterator[None]:
             _recording = before
 
 
-def _module_labels(model: nn.Module) -> dict[nn.Module, str]:
-    """Name of each submodule within the nearest enclosing module that is called: layers.3, attn, q_proj.
+def _hook_modules(model: nn.Module, hooks: ExitStack) -> None:
+    """A range is named as its module within the nearest one around it that is called: layers.3, attn, q_proj.
 
     A list of modules is never called, so it gives its name to its members.
     """
-    labels, called = {}, []
+    called = list[str]()
     for name, module in model.named_modules():  # a module comes before those inside it
-        if name and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            parent = max((each for each in called if name.startswith(f"{each}.")), key=len, default="")
-            labels[module] = name.removeprefix(f"{parent}.")
-            called.append(name)
-    return labels
-
-
-def _hook_modules(model: nn.Module, hooks: ExitStack) -> None:
-    for module, label in _module_labels(model).items():
-        opened: list[AbstractContextManager] = []
+        if not name or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        parent = max((each for each in called if name.startswith(f"{each}.")), key=len, default="")
+        called.append(name)
+        label, opened = name.removeprefix(f"{parent}."), list[AbstractContextManager]()
 
         def enter(module, inputs, opened=opened, label=label) -> None:
             if not torch.compiler.is_compiling():

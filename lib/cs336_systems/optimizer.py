@@ -58,9 +58,7 @@ class AdamW(Optimizer):
         if gradient.is_sparse:
             raise RuntimeError("AdamW does not take sparse gradients; make the gradient dense")
         if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state |= {"step": 0} | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         state["step"] += 1
         mean, mean_square = state["exp_avg"], state["exp_avg_sq"]
         beta1, beta2 = group["betas"]

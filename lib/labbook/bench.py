@@ -180,9 +180,7 @@ def _contradict(rows: Iterable[Row]) -> bool:
     return any(a < b and whole["p80_ms"] < part["p20_ms"] for (a, part), (b, whole) in permutations(timed, 2))
 
 
-def _over_ranks(
-    groups: list[list[Case]], setup: Setup, options: dict, start: Callable
-) -> Iterator[list[Row]]:
+def _over_ranks(groups: list, setup: Setup, options: dict, start: Callable) -> Iterator[list[Row]]:
     """Start the processes, and again for what is left whenever a rank ran out of memory."""
     while groups:
         try:

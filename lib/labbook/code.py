@@ -31,7 +31,6 @@ _MODULE_NAME = re.compile(rf"\b(?:{'|'.join(_PACKAGES)})(?:\.\w+)+")
 _SAVES = ("measure", "save", "save_rows")
 _MUTATORS = ("add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "sort", "update")
 _DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_CHANGES_NOTHING = ("ctx", "kind", "type_comment", "type_ignores")
 
 
 def of_notebook(path: Path) -> dict[str, str]:
@@ -121,7 +120,7 @@ class _Said:
 
     def _read_fields(self, node: ast.AST, own: frozenset[str]) -> None:
         inner = own | _bound_inside(node)
-        if isinstance(node, _DOCUMENTED) and not isinstance(node, ast.Module):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             self.binds |= {node.name} - own
         elif isinstance(node, ast.For | ast.With):
             self.binds |= inner - own
@@ -136,7 +135,7 @@ class _Said:
         self.text.append(f"{type(node).__name__}(")
         for name in node._fields:
             value = getattr(node, name, None)
-            if name in _CHANGES_NOTHING or value is None or value == []:
+            if name == "ctx" or value is None or value == []:
                 continue
             if isinstance(node, ast.JoinedStr):
                 value = _literals_joined(value)

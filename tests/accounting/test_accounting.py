@@ -24,7 +24,7 @@ from labbook.timing import release_memory
 TINY = model_size("tiny")
 EVERY_SIZE = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
 over_dtypes = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-over_passes = pytest.mark.parametrize("pass_", ["forward", "forward_backward", "train_step"])
+PASSES = ("forward", "forward_backward", "train_step")
 a_config = st.builds(
     lambda heads, half_head, d_ff, layers, vocab: ModelConfig(
         "random", 0, heads * 2 * half_head, d_ff, layers, heads, vocab
@@ -119,7 +119,7 @@ def measured_peak(config, batch_size, context_length, pass_, dtype, **how) -> in
 
 
 @over_dtypes
-@over_passes
+@pytest.mark.parametrize("pass_", PASSES)
 @pytest.mark.parametrize(
     ("size", "batch_size", "context_length", "vocab_size"),
     [
@@ -196,18 +196,22 @@ def test_fused_attention_counts_the_scores_not_masked_and_each_tensor_once(is_ca
     assert accounting.flash_bytes(3, 13, 64, dtype="float32") == 8 * tensor + rows
 
 
+ON_GPU = [(pass_, dtype, "none") for pass_ in PASSES for dtype in ("float32", "bfloat16")]
+ON_GPU += [("forward_backward", "float32", name) for name in ("every 1", "every 2", "recursive")]
+
+
 @pytest.mark.gpu
-@over_dtypes
-@over_passes
-def test_peak_bytes_are_what_the_allocator_saw(pass_, dtype):
-    config = model_size("small")
+@pytest.mark.parametrize(("pass_", "dtype", "name"), ON_GPU)
+def test_peak_bytes_are_what_the_allocator_saw(pass_, dtype, name):
+    config, strategy = model_size("small"), checkpointing.strategy(name)
     release_memory("cuda")  # workspaces of other tests' threads
-    steps = steps_of(config, 4, 512, dtype, device="cuda")
+    call = {"call": lambda model, tokens: checkpointing.forward_with(model, strategy, tokens)}
+    steps = steps_of(config, 4, 512, dtype, device="cuda", **call)
     for _ in range(2):
         steps.model.zero_grad()
         torch.cuda.reset_peak_memory_stats()
         getattr(steps, pass_)()
     measured = torch.cuda.memory_stats()["requested_bytes.all.peak"]  # before it rounds sizes up
-    expected = accounting.peak_bytes(config, 4, 512, pass_, dtype)
+    expected = accounting.peak_bytes(config, 4, 512, pass_, dtype, strategy(range(config.num_layers)))
     # Beyond the tensors: a workspace of cuBLAS for each of two threads, 32 MiB on Hopper.
     assert expected <= measured <= 1.002 * expected + 2 * 32 * 2**20

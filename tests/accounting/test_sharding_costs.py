@@ -1,5 +1,7 @@
 """What a sharding strategy holds and sends, against the formulas of the paper and against real training."""
 
+import gc
+
 import pandas as pd
 import pytest
 
@@ -11,17 +13,21 @@ from cs336_systems.configs import ModelConfig, model_size
 from cs336_systems.other_notebooks import taken_from
 from labbook import grid, load_rows
 
+NOTEBOOK = "42_optimizer_state_sharding_accounting"
 XL = model_size("xl", 2025)
 FSDP = [name for name, strategy in STRATEGIES.items() if "parameters" in strategy.shards]
+
+
+def look(context, cases):
+    """As notebook 42 does, whose collections of garbage would otherwise go through all modules each time."""
+    gc.freeze()
+    taken_from(NOTEBOOK, "look")(context, cases)
 
 
 @pytest.fixture(scope="module")
 def measured():
     """Memory and messages of every strategy on two ranks, by the functions that notebook 42 measures with."""
-    notebook = "42_optimizer_state_sharding_accounting"
-    look, memory_rows, message_rows = (
-        taken_from(notebook, name) for name in ("look", "memory_rows", "message_rows")
-    )
+    memory_rows, message_rows = (taken_from(NOTEBOOK, name) for name in ("memory_rows", "message_rows"))
     shape = {"batch_size": 4, "context_length": 128, "attention": "sdpa", "compiled": False}
     shape |= {"world_size": 2, "backend": "gloo", **model_size("tiny").columns()}
     left, found = grid(dtype=["float32", "bfloat16"], implementation=[*STRATEGIES], **shape), {}

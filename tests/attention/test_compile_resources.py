@@ -52,8 +52,3 @@ def test_the_compiler_says_again_what_the_rows_say():
         assert len(both) == len(SAMPLE)
         for what in ("registers", "spilled_bytes", "shared_bytes"):
             assert list(both[what]) == list(both[f"{what}_recorded"])
-
-
-def test_what_does_not_compile_is_an_error():
-    with pytest.raises(RuntimeError, match="compiling ahead of time failed"):
-        compile_tiles([("forward", "bfloat16", 64, 20)])  # of no GPU that Triton knows

@@ -34,36 +34,33 @@ class Written:
 
     def made(self, *changes: str) -> Any:
         """What the cells make under its name, with pieces of them replaced: (piece, instead, piece, ...)."""
-        source, names = "\n\n".join([*self.before, self.solution]), {"__name__": "__main__"}
+        source, names = "\n\n".join([*self.before, self.solution]), {}
         for piece, instead in zip(changes[::2], changes[1::2], strict=True):
             assert piece in source, piece
             source = source.replace(piece, instead)
-        with contextlib.redirect_stdout(io.StringIO()):
-            _run(source, names)
+        _run(names, source)
         return names[self.name]
 
     def says(self, solution: str, wrap: Callable[[Any], Any] = lambda made: made) -> str:
         """What the checkers print of this solution, of which `wrap` may change what it has made."""
-        names: dict[str, Any] = {"__name__": "__main__"}
-        with contextlib.redirect_stdout(io.StringIO()):
-            for source in (*self.before, solution):
-                _run(source, names)
+        names: dict[str, Any] = {}
+        _run(names, *self.before, solution)
         names[self.name] = wrap(names[self.name])
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            for source in self.after:
-                _run(source, names)
-        return printed.getvalue()
+        return _run(names, *self.after)
 
 
 written = cache(Written)
 
 
-def _run(source: str, names: dict[str, Any]) -> None:
-    """As a notebook does: what is defined finds its own source, which Triton asks for."""
-    file = f"<cell {hash(source)}>"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    names.setdefault("display", lambda *shown, **how: None)  # which IPython gives every notebook
-    exec(compile(source, file, "exec"), names)
+def _run(names: dict[str, Any], *sources: str) -> str:
+    """What cells print, run as in a notebook: what is defined finds its source, for which Triton asks."""
+    names |= {"__name__": "__main__", "display": lambda *shown, **how: None}  # of IPython
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for source in sources:
+            file = f"<cell {hash(source)}>"
+            linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+            exec(compile(source, file, "exec"), names)
+    return printed.getvalue()
 
 
 @cache

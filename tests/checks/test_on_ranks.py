@@ -22,11 +22,8 @@ def lines(*lines):
 
 # What is said of a solution, and the pieces in which it is changed: (piece, instead, piece, instead, ...).
 START, SEND = "self.module, self.handles = module, []", "dist.all_reduce(parameter.grad, async_op=True)"
-DIVIDE, WAIT, FINISH = (
-    "parameter.grad /= dist.get_world_size()",
-    "self.handles.pop().wait()",
-    "while self.handles:",
-)
+DIVIDE, WAIT = "parameter.grad /= dist.get_world_size()", "self.handles.pop().wait()"
+FINISH = "while self.handles:"
 DIVIDE_ALL = "[p.grad.div_(dist.get_world_size()) for p in self.module.parameters() if p.grad is not None]"
 SEND_ALL = "[self.on_gradient(p) for p in self.module.parameters() if p.grad is not None]"
 DDP = {
@@ -50,11 +47,8 @@ DDP = {
     "hooks on a parameter do not":
         (START, lines(START, "[(p._post_accumulate_grad_hooks or {}).clear() for p in module.parameters()]")),
 }  # fmt: skip
-CLASS, STEP, SUPER = (
-    "class AsyncSharded(ShardedStates):\n",
-    "self.inside.step()\n",
-    "super().__init__(params, settings)",
-)
+CLASS, STEP = "class AsyncSharded(ShardedStates):\n", "self.inside.step()\n"
+SUPER = "super().__init__(params, settings)"
 BROADCASTS = "[dist.broadcast(p.data, src=owner, async_op=True) for p, owner in self.owners.items()]"
 ROUNDED = "[[dist.broadcast(y := p.data.bfloat16(), src=r), p.data.copy_(y)] for p, r in self.owners.items()]"
 NO_UPDATE, LATER = ("mine.update(", "dict("), "self.inside.add_param_group(mine)"

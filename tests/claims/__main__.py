@@ -132,7 +132,11 @@ class Notebook:
 
 def _needed(cells: list[Cell]) -> Iterator[Cell]:
     """The answers, and before each cell those that make what it reads; the last first."""
-    names, saved = set(), False
+    made, late = set(), set()  # late: what a function reads that is made after it
+    for cell in cells:
+        made |= cell.makes
+        late |= cell.reads - made
+    names, saved = late & made, False
     for cell in reversed(cells):
         if "answer" in cell.reads or cell.makes & names or (saved and "page.save(" in cell.source):
             saved |= "page.here(" in cell.source or "page.beside(" in cell.source

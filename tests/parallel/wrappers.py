@@ -15,12 +15,12 @@ from cs336_systems.parallel import FSDP, BucketedDDP
 
 DDP = {"naive": parallel.NaiveDDP, "flat": parallel.FlatDDP, "overlapped": parallel.OverlappedDDP}
 DDP |= {"some buckets": partial(BucketedDDP, bucket_size_mb=4e-4)}
-BLOCKS = ("Block",)
-SHARDED = {
+FSDPS = {
     f"fsdp {units} {prefetch}": partial(FSDP, unit_types=units, prefetch=prefetch)
-    for units in ((), BLOCKS)
+    for units in ((), ("Block",))
     for prefetch in (0, 2)
 }
+ALL = DDP | FSDPS
 
 
 def scattered(module):
@@ -53,7 +53,7 @@ def rows(context, whole):
     return whole[context.rank * n : (context.rank + 1) * n]
 
 
-def assert_same_gradients(context, wrapped, alone, what, **tolerance):
+def same_gradients(context, wrapped, alone, what, **tolerance):
     sharded = getattr(wrapped, "_sharded", ())
     for (name, mine), other in zip(wrapped.module.named_parameters(), alone.parameters(), strict=True):
         expected = rows(context, other.grad) if mine in sharded and other.grad is not None else other.grad
@@ -63,7 +63,7 @@ def assert_same_gradients(context, wrapped, alone, what, **tolerance):
             torch.testing.assert_close(mine.grad, expected, msg=f"{what}, {name}", **tolerance)
 
 
-def assert_same_weights(wrapped, alone, what, rtol=1e-4, atol=1e-6):
+def same_weights(wrapped, alone, what, rtol=1e-4, atol=1e-6):
     whole = wrapped.gather_full_parameters() if isinstance(wrapped, FSDP) else wrapped.module.state_dict()
     for name, expected in alone.named_parameters():
         torch.testing.assert_close(
@@ -96,7 +96,7 @@ def train(context, alone, wrapped, loss, what, *, make, max_norm=None):
             torch.testing.assert_close(wrapped.clip_grad_norm_(max_norm), norm, rtol=1e-5, atol=0)
         for optimizer in pair:
             optimizer.step()
-    assert_same_weights(wrapped, alone, what)
+    same_weights(wrapped, alone, what)
 
 
 def run(context, *checks):

@@ -36,25 +36,18 @@ TURNED = {
     ast.Or: ast.And, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult,
     ast.FloorDiv: ast.Mult,
 }  # fmt: skip
-Bug = tuple[ast.AST, str]  # a node of the source, and what stands there instead
 
 
-def bugs(source: str) -> Iterator[Bug]:
-    """All that can be planted in some code."""
-    tree = ast.parse(source)
-    passed_over = {id(inner) for node in ast.walk(tree) for inner in _no_code(node)}
-    for node in ast.walk(tree):
-        if id(node) not in passed_over and (new := _planted(node)) is not None:
-            yield node, ast.unparse(new)
-
-
-def _no_code(node: ast.AST) -> Iterator[ast.AST]:
-    """What of a node changes nothing: annotations, docstrings, the text of errors."""
-    for part in (getattr(node, field, None) for field in ("annotation", "returns", "decorator_list", "exc")):
-        for each in part if isinstance(part, list) else [part] if part else []:
-            yield from ast.walk(each)
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        yield node
+def bugs(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
+    """All that can be planted in a node: what is in it, and what could stand there instead."""
+    for field, value in ast.iter_fields(node):
+        if field in ("annotation", "returns", "decorator_list", "exc"):  # these change nothing, or a message
+            continue
+        for inner in value if isinstance(value, list) else [value]:
+            if isinstance(inner, ast.AST):
+                if (new := _planted(inner)) is not None:
+                    yield inner, ast.unparse(new)
+                yield from bugs(inner)
 
 
 def _planted(node: ast.AST) -> ast.AST | None:
@@ -84,9 +77,8 @@ def tests_of(module: str) -> list[str]:
     return OTHERS.get(module, like_it).split()
 
 
-def planted(source: str, bug: Bug) -> str:
+def planted(source: str, node: ast.AST, new: str) -> str:
     """The source with the bug in it; all else stays as it stands."""
-    node, new = bug
     lines = source.encode().splitlines(keepends=True)  # columns of a syntax tree count bytes
     before = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
     after = lines[node.end_lineno - 1][node.end_col_offset :] + b"".join(lines[node.end_lineno :])
@@ -127,9 +119,9 @@ def main() -> int:
                 print(f"{module}: without any bug: {failed}")
                 return 1
             source = (copy / module).read_text(encoding="utf-8")
-            all_bugs = list(bugs(source))
+            all_bugs = list(bugs(ast.parse(source)))
             for node, new in random.Random(options.seed).sample(all_bugs, min(options.bugs, len(all_bugs))):
-                (copy / module).write_text(planted(source, (node, new)), encoding="utf-8")
+                (copy / module).write_text(planted(source, node, new), encoding="utf-8")
                 outcomes.append("caught" if failing(copy, tests) else "survived")
                 old = " ".join(ast.get_source_segment(source, node).split())
                 print(f"{outcomes[-1]:9} {module}:{node.lineno}: {old} -> {new}", flush=True)

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from cs336_systems import accounting
 from cs336_systems.accounting.checkpoint_costs import best_k, peak, recomputed
 from cs336_systems.configs import ModelConfig, model_size
 from cs336_systems.functional import cross_entropy
@@ -17,7 +16,6 @@ from cs336_systems.model import build_model
 from cs336_systems.training.checkpointing import every_k, forward_with, recursive, run, sqrt_n, strategy
 from cs336_systems.training.steps import ModelSteps
 from labbook.memory import record_memory, stage_peaks
-from labbook.timing import MIB, release_memory
 
 NAMES = ("none", "every 1", "every 2", "every 3", "sqrt_n", "recursive", "from start")
 PLANS = {name: strategy(name) for name in NAMES}
@@ -150,33 +148,13 @@ def called_with(name, model, tokens):
     return forward_with(model, strategy(name), tokens)
 
 
-def peak_mib(config, name, context_length, device="cpu", attention="plain"):
-    """What a step with two sequences asks of the allocator at most."""
-    model = build_model(config, context_length, attention_implementation=attention, device=device)
-    steps = ModelSteps(model, 2, context_length, call=partial(called_with, name))
-    steps.forward_backward()
-    if device == "cuda":
-        return torch.cuda.memory_stats()["requested_bytes.all.peak"] / MIB
-    return stage_peaks(record_memory(steps, "forward_backward")).total.max()
-
-
 def test_what_is_kept_decides_the_peak():
     """All, all but scores, the results of linear layers, inputs alone."""
     cases = ("none", "plain"), ("none", "flash_pytorch"), ("selective", "plain"), ("every 1", "plain")
-    peaks = [peak_mib(model_size("tiny"), name, 128, attention=attention) for name, attention in cases]
-    assert peaks == sorted(peaks, reverse=True)
-    assert len(set(peaks)) == len(peaks)
-
-
-@pytest.mark.gpu
-def test_checkpointed_peak_on_a_gpu_is_as_predicted():
-    config = model_size("medium")
-    release_memory("cuda")  # workspaces of other tests' threads
-    for name in ("none", "every 1", "every 2", "recursive"):
-        torch.cuda.reset_peak_memory_stats()
-        plan = strategy(name)(range(config.num_layers))
-        expected = accounting.peak_bytes(config, 2, 512, "forward_backward", plan=plan) / MIB
-        found = peak_mib(config, name, 512, "cuda")
-        # Beyond the tensors: a workspace of cuBLAS for each of two threads, 32 MiB on Hopper.
-        assert expected <= found <= 1.002 * expected + 64, name
-        release_memory("cuda")
+    peaks = []
+    for name, attention in cases:
+        model = build_model(model_size("tiny"), 128, attention_implementation=attention)
+        steps = ModelSteps(model, 2, 128, call=partial(called_with, name))
+        steps.forward_backward()
+        peaks.append(stage_peaks(record_memory(steps, "forward_backward")).total.max())
+    assert peaks == sorted(set(peaks), reverse=True)

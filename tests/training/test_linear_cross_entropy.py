@@ -96,6 +96,14 @@ def test_no_target_counts(count):
     assert (hidden.grad == 0).all()
 
 
+def test_inside_autocast_in_its_dtype():
+    hidden, weight, targets = inputs(30, 16, 50)
+    wanted = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), targets)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "sentence"),
     [

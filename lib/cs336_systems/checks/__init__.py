@@ -1,10 +1,10 @@
 """What "correct" means, for ours and for yours: attention, weighted sums, fused kernels, parallelism."""
 
+from cs336_systems.checks.accuracy import FUSED, check_fused, check_weighted_sum, fused_kernel
 from cs336_systems.checks.attention_checks import BASIC, AttentionCase, check_attention, check_logsumexp
 from cs336_systems.checks.ddp_checks import check_ddp
 from cs336_systems.checks.exercise import step
 from cs336_systems.checks.fsdp_checks import check_fsdp
-from cs336_systems.checks.fused_checks import FUSED, check_fused, check_weighted_sum, fused_kernel
 from cs336_systems.checks.ring_checks import check_ring, run_ring
 from cs336_systems.checks.sharded_optimizer_checks import check_sharded_optimizer
 from cs336_systems.checks.tensor_parallel_checks import check_tensor_parallel

@@ -177,11 +177,8 @@ def why_again(job: Job, folder: Path) -> str | None:
 
 
 def _run_job(job: Job, folder: Path) -> Record:
-    found, reason = (
-        _code(job),
-        notebooks.why_not_here(job.notebook.stem),
-    )  # before: what changes meanwhile did not run
-    output = folder / f"{job.name}.ipynb"
+    found, output = _code(job), folder / f"{job.name}.ipynb"  # before: what changes meanwhile did not run
+    reason = notebooks.why_not_here(job.notebook.stem)
     record = Record("skipped", reason) if reason else execute(job.notebook, output, job.parameters)
     record = replace(record, notebook=job.notebook.stem, parameters=job.line(), code=found)
     write_record(output.with_suffix(".json"), record)

@@ -1,16 +1,163 @@
-"""Every committed notebook is in form."""
+"""Every committed notebook is in form: rules, each a generator of what is wrong."""
 
-from pathlib import Path
+import ast
+import json
+import re
+import statistics
+from collections.abc import Iterator
 
 import nbformat
 import pytest
-from nbformat import v4
-from notebook_form import problems
+from library_imports import imported
+from nbformat import NotebookNode, v4
 
-NOTEBOOKS = sorted((Path(__file__).parents[3] / "notebooks").glob("*.ipynb"))
+from labbook.book.map import MARKS, first_cell
+from labbook.book.notebooks import is_last, read_parameters
+from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution, tidy
+from labbook.files import NOTEBOOKS
+
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summary", "Exercises")
+# The heart of a problem, a kernel or a wrapper, is one cell of up to 45 lines; most cells are far shorter.
+MOST_LINES, MEDIAN_LINES, MOST_IMPORTS, MOST_BYTES = 45, 6, 7, 2**20
+_ABSOLUTE_PATH = r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w./]+|\bC:\\"
+_STRANGE_OUTPUT = re.compile(rf"{_ABSOLUTE_PATH}|\bat 0x[0-9a-f]{{6,}}|<svg|^image/\w+", re.MULTILINE)
+_MARKER = re.compile(r"\s*### (BEGIN|END) SOLUTION$")
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def problems(notebook: NotebookNode, name: str) -> list[str]:
+    """A sentence for everything that keeps a notebook, NN_slug, from being committed; none if it is well."""
+    rules = [_execution, _parameters, _cells, _imports, _exercises, _outputs, _metadata]
+    problems = [problem for rule in rules for problem in rule(notebook)]
+    return problems if is_last(name) else [*problems, *_title(notebook, name), *_sections(notebook)]
+
+
+def _code(notebook: NotebookNode) -> list[NotebookNode]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def _execution(notebook: NotebookNode) -> Iterator[str]:
+    counts = [cell.execution_count for cell in _code(notebook)]
+    if counts != list(range(1, len(counts) + 1)):
+        yield f"not executed top to bottom: the cells are numbered {counts}"
+    outputs = [output for cell in _code(notebook) for output in cell.outputs]
+    yield from (f"a cell ended with {output.ename}" for output in outputs if output.output_type == "error")
+
+
+def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
+    number, _, slug = name.partition("_")
+    wanted = f"# {number} · {slug}"
+    first = notebook.cells[0].source.split("\n")[0] if notebook.cells else ""
+    if first != wanted:
+        yield f"the first line is {first!r}; allowed: {wanted!r}"
+    about = first_cell(notebook)
+    yield from (f"the first cell has no {what.strip('*:')}" for what, text in about.items() if not text)
+    if not re.match(rf"`{slug}`, Spring (2025|2026)\b", about[MARKS[0]]):
+        yield f"the first cell tells of {about[MARKS[0]]!r}; allowed: `{slug}` and its editions"
+
+
+def _sections(notebook: NotebookNode) -> Iterator[str]:
+    """The usual ones; between "## Answer" and the next section the outputs are read, not the code."""
+    found = []
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            found += re.findall(r"^## (.+?)\s*$", cell.source, re.MULTILINE)
+        elif found[-1:] == ["Answer"] and HIDE_INPUT not in cell.metadata.get("tags", []):
+            yield f"cell [{cell.execution_count}] of the answers is not tagged `{HIDE_INPUT}`"
+    if tuple(found) != SECTIONS:
+        yield f"the sections are {', '.join(found) or 'none'}; allowed: {', '.join(SECTIONS)}"
+
+
+def _parameters(notebook: NotebookNode) -> Iterator[str]:
+    try:
+        parameters = read_parameters(notebook)
+    except (SyntaxError, ValueError) as error:
+        yield str(error)
+        return
+    if not parameters:
+        yield "no cell is tagged `parameters`, or it is empty"
+    yield from (f"parameter {each.name} has no comment" for each in parameters.values() if not each.help)
+
+
+def _cells(notebook: NotebookNode) -> Iterator[str]:
+    lengths = []  # of the cells whose code is shown
+    for number, cell in enumerate(_code(notebook), start=1):
+        if not cell.source.strip():
+            yield f"code cell {number} is empty"
+        if HIDE_INPUT not in cell.metadata.get("tags", []):
+            lengths.append(len([line for line in cell.source.splitlines() if not _MARKER.match(line)]))
+            if lengths[-1] > MOST_LINES:
+                yield f"code cell {number} has {lengths[-1]} lines; allowed: {MOST_LINES}"
+    if lengths and statistics.median(lengths) > MEDIAN_LINES:
+        yield f"the median code cell has {statistics.median(lengths):g} lines; allowed: {MEDIAN_LINES}"
+    for cell in notebook.cells:
+        if unfinished := re.search(r"\b(TODO|FIXME|XXX)\b", cell.source):
+            yield f"{unfinished[0]} is left in: {cell.source.strip().splitlines()[0]!r}"
+        if path := re.search(_ABSOLUTE_PATH, cell.source):
+            yield f"absolute path in a cell: {path[0]!r}"
+
+
+def _imports(notebook: NotebookNode) -> Iterator[str]:
+    """Few, and from the rooms of the library, by public names."""
+    cells = [(cell.execution_count, ast.parse(cell.source)) for cell in _code(notebook)]
+    nodes = [(count, node) for count, tree in cells for node in ast.walk(tree)]
+    found = [node for _, node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    ours = {alias.asname or alias.name for node in found if imported(node) for alias in node.names}
+    for count, node in nodes:
+        private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
+        if private and ast.unparse(node).partition(".")[0] in {"page", *ours}:
+            yield f"cell [{count}] uses {ast.unparse(node)}; allowed: public names"
+    if len(found) > MOST_IMPORTS:
+        yield f"{len(found)} imports; allowed: {MOST_IMPORTS}"
+    for node in found:
+        modules = [getattr(node, "module", None) or each.name for each in node.names]
+        deep = [name for name in modules if re.match(r"cs336_systems\..+\.|labbook\.(?!book)", name)]
+        if deep or any(alias.name.startswith("_") for alias in node.names):
+            yield f"`{ast.unparse(node)}`; allowed: public names of a room, as in labbook"
+
+
+def _exercises(notebook: NotebookNode) -> Iterator[str]:
+    """A solution is checked before the next one comes, and committed solutions are right."""
+    unchecked = None
+    for cell in _code(notebook):
+        where, checks = f"cell [{cell.execution_count}]", CHECKER in cell.metadata.get("tags", ())
+        if has_solution(cell):
+            if unchecked:
+                yield f"{unchecked} is a solution without a checker"
+            unchecked = where
+        elif checks:
+            unchecked = None
+            said = "".join(output.get("text", "") for output in cell.outputs)
+            if not said.endswith(": right\n") or "✗" in said:
+                yield f"{where} checks a step and says {said[-60:]!r}; allowed: that it is right"
+    if unchecked:
+        yield f"{unchecked} is a solution without a checker"
+
+
+def _outputs(notebook: NotebookNode) -> Iterator[str]:
+    if (size := len(json.dumps([cell.outputs for cell in _code(notebook)]))) > MOST_BYTES:
+        yield f"outputs take {size:,} bytes; allowed: {MOST_BYTES:,}"
+    for cell in _code(notebook):
+        for output in cell.outputs:
+            data = dict(output.get("data", {}))
+            data.pop("image/png", None)
+            text = "\n".join([*data, *map(str, data.values()), output.get("text", "")])
+            text = re.sub("<script>.*?</script>", "", text, flags=re.DOTALL)  # what it draws is not kept
+            for found in _STRANGE_OUTPUT.finditer(text):
+                yield f"output of cell [{cell.execution_count}]: {found[0]}, another one elsewhere, or no PNG"
+
+
+def _metadata(notebook: NotebookNode) -> Iterator[str]:
+    clean = tidy(notebook)
+    for part in notebook.keys() - {"cells"}:
+        if notebook[part] != clean[part]:
+            yield f"{part} is {dict(notebook)[part]}; allowed: {clean[part]} (make notebooks writes it)"
+    for number, (cell, wanted) in enumerate(zip(notebook.cells, clean.cells, strict=True), start=1):
+        if cell != wanted:
+            yield f"cell {number} keeps metadata that changes from run to run (make notebooks strips it)"
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_form(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -32,6 +179,6 @@ BREAKS = {
 
 @pytest.mark.parametrize("said", BREAKS)
 def test_what_is_out_of_form_is_found(said):
-    notebook = nbformat.read(NOTEBOOKS[1], as_version=4)
+    notebook = nbformat.read(PATHS[1], as_version=4)
     next(cell for cell in notebook.cells[3:] if cell.cell_type == "code").update(BREAKS[said])
-    assert any(said in problem for problem in problems(notebook, NOTEBOOKS[1].stem))
+    assert any(said in problem for problem in problems(notebook, PATHS[1].stem))

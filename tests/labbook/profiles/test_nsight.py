@@ -137,21 +137,27 @@ def test_what_an_export_lacks(make_export, statement, said):
 
 
 @pytest.fixture
-def put_nsys(tmp_path, monkeypatch):
-    """Puts a script on PATH as nsys, which writes its arguments down; $out is the file that it is to make."""
+def put(tmp_path, monkeypatch):
+    """Puts a program on PATH, by its name, before the system's: put("nsys", *lines)."""
+    (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
-    with pytest.raises(ProfileError, match="install Nsight Systems"):
-        record_report(["train"], tmp_path / "profile")
 
-    def put(*lines: str) -> None:
-        path = tmp_path / "bin" / "nsys"
-        path.parent.mkdir()
-        start = ["#!/bin/bash", f'echo "$*" >> {tmp_path}/log']
-        start += ["for word; do case $word in --output=*) out=${word#--output=};; esac; done"]
-        path.write_text("\n".join([*start, *lines]))
+    def put(name: str, *lines: str) -> None:
+        path = tmp_path / "bin" / name
+        path.write_text("\n".join(lines))
         path.chmod(0o755)
 
     return put
+
+
+@pytest.fixture
+def put_nsys(tmp_path, put):
+    """Puts a script on PATH as nsys, which writes its arguments down; $out is the file that it is to make."""
+    with pytest.raises(ProfileError, match="install Nsight Systems"):
+        record_report(["train"], tmp_path / "profile")
+    start = ["#!/bin/bash", f'echo "$*" >> {tmp_path}/log']
+    start += ["for word; do case $word in --output=*) out=${word#--output=};; esac; done"]
+    return lambda line: put("nsys", *start, line)
 
 
 def test_nsys_on_path(put_nsys, tmp_path):
@@ -188,6 +194,7 @@ def test_an_old_export_is_never_taken_for_the_new_one(put_nsys, tmp_path):
     assert not (tmp_path / "profile.sqlite").exists()
 
 
+PYTHON = (f"#!{sys.executable}", "import sys")
 SAID = """==PROF== Connected to process 7
 "ID","Kernel Name","Metric Name","Metric Unit","Metric Value"
 "0","void cudnn::dot<1, 64>(int *)","lts__t_bytes.sum","byte","1,234,567.5"
@@ -197,31 +204,18 @@ SAID = """==PROF== Connected to process 7
 """
 
 
-@pytest.fixture
-def ncu(tmp_path, monkeypatch):
-    """Puts a program of these lines on PATH as ncu."""
-
-    def put(*lines):
-        path = tmp_path / "ncu"
-        path.write_text("\n".join([f"#!{sys.executable}", "import sys", *lines]))
-        path.chmod(0o755)
-
-    monkeypatch.setenv("PATH", str(tmp_path))
-    return put
-
-
-def test_counters_of_each_kernel(ncu):
-    ncu(f"assert sys.argv[-1] == '[1, 2]' and 'a,b' in sys.argv; print({SAID!r})")
+def test_counters_of_each_kernel(put):
+    put("ncu", *PYTHON, f"assert sys.argv[-1] == '[1, 2]' and 'a,b' in sys.argv; print({SAID!r})")
     first, second = count_kernels("pass", [1, 2], ["a", "b"])
     wanted = {"kernel": "cudnn::dot", "lts__t_bytes.sum": 1234567.5, "gpu__time_duration.sum": 46848}
     assert first == wanted
     assert (second["kernel"], second["gpu__time_duration.sum"]) == ("hopper_forward_kernel", 1007900)
 
 
-def test_what_fails_is_a_sentence(ncu):
+def test_what_fails_is_a_sentence(put):
     with pytest.raises(RuntimeError, match="no ncu on PATH"):
         count_kernels("pass", 0, ["a"])
     for said, status in (("Failed to find metric a", 1), ("No kernels were profiled", 0)):
-        ncu(f"print('{said}'); sys.exit({status})")
+        put("ncu", *PYTHON, f"print('{said}'); sys.exit({status})")
         with pytest.raises(RuntimeError, match=said):
             count_kernels("pass", 0, ["a"])
