@@ -16,7 +16,6 @@ import filelock
 PROJECT = Path(__file__).resolve().parents[2]
 REPOSITORY_FIGURES = PROJECT / "figures"
 NOTEBOOKS = PROJECT / "notebooks"
-_LOCK_TIMEOUT_S = 60
 
 
 @cache
@@ -56,7 +55,7 @@ def locked(folder: Path) -> filelock.BaseFileLock:
 
     Entering raises filelock.Timeout where another process has held it for a minute.
     """
-    return filelock.FileLock(make_folder(folder) / ".lock", timeout=_LOCK_TIMEOUT_S)
+    return filelock.FileLock(make_folder(folder) / ".lock", timeout=60)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -64,7 +64,7 @@ class CommunicationStream:
         call, pairs = getattr(dist, collective), zip(outputs, inputs, strict=True)
         if self.cuda is None:
             works = [call(*pair, **how, async_op=True) for pair in pairs]
-            return lambda: ([work.wait() for work in works], then())
+            return lambda: ([work.wait() for work in works], inputs, then())  # Gloo reads them until then
         # Several in one kernel.
         with _coalescing_manager() if len(outputs) > 1 else contextlib.nullcontext():
             for pair in pairs:

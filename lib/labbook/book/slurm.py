@@ -37,8 +37,7 @@ def run_batch(
         raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")
     name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
     due = [job for job in jobs if force or all(batch.why_again(job, p.parent) for p in _records(job, output))]
-    said: dict[str, str] = {}
-    started: list[subprocess.Popen] = []
+    said, started = dict[str, str](), list[subprocess.Popen]()
     for path in [path for job in due for path in _records(job, output)]:
         path.unlink()  # so that one that is there is of now
     try:
