@@ -487,10 +487,15 @@ MAKE["ShardedOptimizer"] = lambda module: ShardedOptimizer(module.parameters(), 
 
 
 def on_one_rank(context):
-    """What shares among ranks says that there is none to share with."""
-    for name in ("FSDP", "ShardedOptimizer"):
-        with pytest.raises(ValueError, match="is 1; allowed: 2 or more"):
-            MAKE[name](nn.Linear(2, 2))
+    """FSDP computes what the module does; a ShardedOptimizer says that there is no rank to share with."""
+    plain, x = nn.Linear(2, 2), torch.ones(1, 2)
+    wrapped = FSDP(copy.deepcopy(plain))
+    for each in (plain, wrapped):
+        each(x).square().sum().backward()
+    wrapped.finish_gradient_synchronization()
+    torch.testing.assert_close([p.grad for p in wrapped.parameters()], [p.grad for p in plain.parameters()])
+    with pytest.raises(ValueError, match="is 1; allowed: 2 or more"):
+        MAKE["ShardedOptimizer"](plain)
 
 
 def test_on_one_rank_and_without_a_process_group_it_is_said_what_to_do():
