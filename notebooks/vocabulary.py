@@ -74,6 +74,7 @@ family(  # the leaderboard's training step
     stacked         | stacked matmuls          | blue
     few_channels    | stacked, four channels   | yellow
     stacked_selective | stacked and selective  | vermillion
+    offloaded       | moments on the host      | brown
     """,
 )
 family(

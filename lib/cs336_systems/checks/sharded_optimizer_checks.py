@@ -151,7 +151,7 @@ class _Pair:
 
     def set_gradients(self, without: int | None = None) -> None:
         """The same on every rank, as data parallelism leaves them."""
-        generator = torch.Generator().manual_seed(self.steps)
+        generator = torch.Generator(torch.get_default_device()).manual_seed(self.steps)
         self.steps += 1
         self.before = [x.detach().clone() for x in self.sharded]
         for number, (one, other) in enumerate(zip(self.alone, self.sharded, strict=True)):

@@ -43,7 +43,9 @@ class FSDP(DataParallel):
     pass before `finish_gradient_synchronization()` reduces, and the shards add up in their dtype. Under
     `no_sync()` whole gradients stay on this rank and add up in compute_dtype. To give up unfinished passes,
     call `zero_grad()` of the wrapper: an optimizer's knows only the shards. An infinity or a NaN in a
-    gradient on one rank becomes a NaN on all, so that a GradScaler skips the step on all.
+    gradient on one rank becomes a NaN on all, so that a GradScaler skips the step on all. What a shard has
+    from `register_post_accumulate_grad_hook` is called once its mean is in `.grad`, over NCCL on the stream
+    of the reduction: an optimizer may begin in backward.
 
     Args:
         compute_dtype: to which weights are cast before they are gathered, and floating-point arguments of
@@ -117,10 +119,10 @@ class FSDP(DataParallel):
         self._check_hooks()
 
     def _check_hooks(self) -> None:
-        if any(shard._backward_hooks or shard._post_accumulate_grad_hooks for shard in self._sharded):
+        if any(shard._backward_hooks for shard in self._sharded):
             raise ValueError(
                 "a parameter has a hook that FSDP would not call, as autograd knows only the whole weight; "
-                "allowed: parameters without hooks"
+                "allowed: register_post_accumulate_grad_hook"
             )
 
     def _find_homes(self, module: nn.Module, unit: nn.Module | None = None) -> Iterator[Home]:

@@ -26,6 +26,7 @@ class FullStep:
     keeps_attention: of as many as fit they keep attention's output and logsumexps beside the input.
     compiles: blocks go through torch.compile.
     selects: what blocks keep is chosen for the memory that is left.
+    offloads: AdamW's moments of blocks are in the host's memory.
     max_ctas: the SMs that NCCL may take; 0: as many as it wants.
     """
 
@@ -36,6 +37,7 @@ class FullStep:
     keeps_attention: bool = False
     compiles: bool = False
     selects: bool = False
+    offloads: bool = False
     max_ctas: int = 0
 
     def wrap_blocks(self, model: nn.Module, plain: int = 0, attentive: int = 0) -> None:
@@ -72,5 +74,6 @@ FULL_STEPS: dict[str, FullStep] = {
     "selective": FullStep("fsdp_block", use_fused_blocks, selects=True),
     "stacked": FullStep("fsdp_block", _use_stacked),
     "stacked_selective": FullStep("fsdp_block", _use_stacked, selects=True),
+    "offloaded": FullStep("fsdp_block", _use_stacked, selects=True, offloads=True),
     "few_channels": FullStep("fsdp_block", _use_stacked, max_ctas=4),
 }
