@@ -44,8 +44,8 @@ class FSDP(DataParallel):
     `no_sync()` whole gradients stay on this rank and add up in compute_dtype. To give up unfinished passes,
     call `zero_grad()` of the wrapper: an optimizer's knows only the shards. An infinity or a NaN in a
     gradient on one rank becomes a NaN on all, so that a GradScaler skips the step on all. What a shard has
-    from `register_post_accumulate_grad_hook` is called once its mean is in `.grad`, over NCCL on the stream
-    of the reduction: an optimizer may begin in backward.
+    from `register_post_accumulate_grad_hook` is called once the means of its group are in `.grad`, over NCCL
+    on the stream of the reduction: an optimizer may begin in backward.
 
     Args:
         compute_dtype: to which weights are cast before they are gathered, and floating-point arguments of

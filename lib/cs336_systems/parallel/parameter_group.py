@@ -224,6 +224,7 @@ class ParameterGroup:
                     target.copy_(received)
                 for (parameter, _), mean in zip(self.weights, self._own_rows(target), strict=True):
                     parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
+                for parameter, _ in self.weights:
                     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                         hook(parameter)
 
