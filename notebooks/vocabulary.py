@@ -1,7 +1,6 @@
 """How names are shown: labels, colours, orders. labbook.labels runs this file when it first needs it.
 
-Nothing that is measured imports it, so that a colour makes no measurement stale. A value without a colour is
-drawn in one of a ramp from light to dark, as values with an order are.
+Nothing that is measured imports it. A value without a colour has one of a ramp from light to dark.
 """
 
 from cs336_systems.configs import MODEL_SIZES

@@ -42,9 +42,9 @@ class Odd(nn.Module):
         self.register_buffer("transposed_too", torch.randn(2, 3).T)
 
 
-def passes(context, candidate, check):
+def passes(context, candidate, check, **asked):
     """It has every property that its checker asks for, at its most thorough."""
-    asked = cloudpickle.dumps((candidate, partial(check.__wrapped__, thorough=True)))
+    asked = cloudpickle.dumps((candidate, partial(check.__wrapped__, thorough=True, **asked)))
     assert not (mistakes := try_properties(context, asked)), (candidate, mistakes)
 
 

@@ -43,14 +43,12 @@ class FSDP(DataParallel):
     pass before `finish_gradient_synchronization()` reduces, and the shards add up in their dtype. Under
     `no_sync()` whole gradients stay on this rank and add up in compute_dtype. To give up unfinished passes,
     call `zero_grad()` of the wrapper: an optimizer's knows only the shards. An infinity or a NaN in a
-    gradient on one rank becomes a NaN on all, so that a GradScaler skips the step on all. What a shard has
-    from `register_post_accumulate_grad_hook` is called once the means of its group are in `.grad`, over NCCL
-    on the stream of the reduction: an optimizer may begin in backward.
+    gradient on one rank becomes a NaN on all, so that a GradScaler skips the step on all. A shard's
+    post-accumulate hooks run when the means of its group are there, over NCCL on the reduction's stream.
 
     Args:
         compute_dtype: to which weights are cast before they are gathered, and floating-point arguments of
-            their modules. Gradients are reduced in it. Shards and their gradients keep the dtype that the
-            module's parameters have.
+            their modules. Gradients are reduced in it. Shards and their gradients keep their dtype.
         shard_types: modules whose parameters are sharded: classes, or their names, which are ours, PyTorch's
             and the course's alike. A class that is derived from one of them is another.
         unit_types: modules that are gathered as one, or derived from them; () gathers each weight on its own.
@@ -120,10 +118,7 @@ class FSDP(DataParallel):
 
     def _check_hooks(self) -> None:
         if any(shard._backward_hooks for shard in self._sharded):
-            raise ValueError(
-                "a parameter has a hook that FSDP would not call, as autograd knows only the whole weight; "
-                "allowed: register_post_accumulate_grad_hook"
-            )
+            raise ValueError("a weight has a hook that FSDP would not call; allowed: post-accumulate hooks")
 
     def _find_homes(self, module: nn.Module, unit: nn.Module | None = None) -> Iterator[Home]:
         """Of every parameter that has rows."""

@@ -24,10 +24,8 @@ class FullStep:
     prepare: called with the model before it is sharded; it imports Triton. attention: one of ATTENTION.
     checkpoints: which blocks go through PyTorch's checkpointing: "all", "none", "few" (as memory allows).
     keeps_attention: of as many as fit they keep attention's output and logsumexps beside the input.
-    compiles: blocks go through torch.compile.
-    selects: what blocks keep is chosen for the memory that is left.
-    offloads: AdamW's moments of blocks are in the host's memory.
-    max_ctas: the SMs that NCCL may take; 0: as many as it wants.
+    compiles: blocks go through torch.compile. selects: what they keep is chosen for the memory that is left.
+    offloads: their moments are in the host's memory. max_ctas: SMs for NCCL; 0: as many as it wants.
     """
 
     sharding: str
@@ -55,13 +53,12 @@ class FullStep:
         return patch.dict(os.environ, {"NCCL_MAX_CTAS": str(self.max_ctas)} if self.max_ctas else {})
 
 
-# Contexts of a checkpoint that keeps what PyTorch's fused attentions return, and nothing else.
 _FUSED_ATTENTIONS = [
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     for name in ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
 ]
 _contexts = partial(create_selective_checkpoint_contexts, _FUSED_ATTENTIONS)
-_attentive = partial(checkpoint_wrapper, context_fn=_contexts)
+_attentive = partial(checkpoint_wrapper, context_fn=_contexts)  # keeps what these return, nothing else
 _use_stacked = partial(use_fused_blocks, stacked=True)
 
 FULL_STEPS: dict[str, FullStep] = {
