@@ -36,12 +36,9 @@ def test_every_rank_of_a_sharded_layer_sends_the_bytes_of_the_closed_form():
                 assert found == expected, case
 
 
-@pytest.mark.parametrize(
-    ("meshes", "words"),
-    [([], r"meshes is \[\]"), ([(0, 2)], r"meshes is \[\(0, 2\)\]"), ([(5, 1)], "dividing the 12 tokens")],
-)
-def test_what_cannot_be_counted_is_refused(meshes, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize("meshes", [[], [(0, 2)], [(5, 1)]])
+def test_what_cannot_be_counted_is_refused(meshes):
+    with pytest.raises(ValueError, match="X dividing the 12 tokens"):
         count_sent_bytes({}, meshes, **SIZES)
 
 
@@ -57,9 +54,8 @@ def sent_and_left_out(context):
             work.wait()
             gather = getattr(torch.distributed, ALL_GATHER)
             gather(output_tensor=gathered, input_tensor=tensor)
-        found.append(
-            ([(m.collective, m.bytes, m.dtype) for m in messages], tensor.tolist(), gathered.tolist())
-        )
+        seen = [(message.collective, message.bytes, message.dtype) for message in messages]
+        found.append((seen, tensor.tolist(), gathered.tolist()))
     return found
 
 

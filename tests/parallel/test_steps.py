@@ -25,9 +25,7 @@ def test_every_wrapper_follows_one_process(backend):
     batches = list(stream(steps.training_drift, 2, cases, 2, backend=backend))
     rows = pd.DataFrame([row for rows in batches for row in rows])
     save_rows(rows, "naive_ddp", "training_drift", machine="somewhere")
-    assert len(batches) == len(cases) * 2
-    assert len(rows) == 2 * len(batches)
-    assert set(rows["step_index"]) == {1, 2}
+    assert len(rows) == 2 * len(batches) == 4 * len(cases)
     assert (rows.query("compared == 'replicas'")["max_difference"] == 0).all()
     furthest = rows.query("compared == 'weights'").groupby("optimizer")["max_difference"].max()
     # AdamW turns the rounding of a gradient near zero into a difference of up to its rate.
@@ -44,7 +42,6 @@ def test_from_the_second_step_on_messages_leave_at_once():
     first, second = (log[log["step_index"] == step] for step in (1, 2))
     assert (second["ready"] == second["sent"]).all()
     assert (second["ready_mib"] - second["sent_mib"]).abs().max() < 1e-9
-    assert (first["ready"] >= first["sent"]).all()
     assert (first["ready"] > first["sent"]).any()
     single, buckets = (second[second["wrapper"] == name] for name in wrappers)
     assert len(single) == single["sent"].max() == buckets["sent"].max() == 21
