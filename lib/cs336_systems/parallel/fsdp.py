@@ -58,7 +58,7 @@ class FSDP(DataParallel):
         RuntimeError: there is no process group. In forward, a weight is used outside its module; in backward,
             it was written to since forward, or the pass is to be differentiated itself (create_graph).
         ValueError: an argument is not allowed, there is nothing to shard or train, several devices or dtypes
-            to shard, a hook on a parameter to shard, or the ranks disagree. On every rank.
+            to shard, `register_hook` on a parameter to shard, or the ranks disagree. On every rank.
     """
 
     _keeps_shards = True
