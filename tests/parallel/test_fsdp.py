@@ -202,6 +202,28 @@ def memory_on_gpus(context):
     assert torch.cuda.max_memory_allocated() < before + shards + 4 * inputs.nbytes + 3 * layer
 
 
+def slow_sums_on_gpus(context):
+    """Means that are added to others are in no memory that is used again before they are added."""
+    wrapped, means = FSDP(nn.Sequential(*(Linear(256, 256) for _ in range(4)))), []
+    inputs = torch.randn(8, 256)
+
+    def delay(_):
+        with torch.cuda.stream(wrapped._groups[0]._reduce_stream.cuda):
+            torch.cuda._sleep(20_000_000)  # cycles: 10 ms
+
+    for group in wrapped._groups:
+        group.weights[0].whole.register_hook(delay)
+    for count in (1, 3):
+        wrapped.zero_grad()
+        for _ in range(count):
+            wrapped(inputs).square().mean().backward()
+            poison = [torch.full((128, 256), torch.nan) for _ in range(50)]  # as large as a shard
+        wrapped.finish_gradient_synchronization()
+        means.append([parameter.grad / count for parameter in wrapped.parameters()])
+        del poison
+    torch.testing.assert_close(*means)
+
+
 TWO_RANKS = [compute_dtype, hooks_of_shards, schedule, recomputation, compiled, stale_weights]
 GPUS = [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
@@ -214,4 +236,4 @@ def test_it_keeps_its_promises(backend, ranks):
 
 @pytest.mark.gpu(2)
 def test_on_gpus_memory_is_freed():
-    launch(run, 2, memory_on_gpus, backend="nccl", timeout_s=300)
+    launch(run, 2, memory_on_gpus, slow_sums_on_gpus, backend="nccl", timeout_s=300)
