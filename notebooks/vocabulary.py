@@ -32,6 +32,7 @@ family(  # a model's own code, a weighted sum, or a fused kernel
     compiled_blocks | compiled per block       | orange
     matmul          | matmul                   | purple
     liger           | Liger-Kernel             | wine
+    liger_cute      | Liger-Kernel, CuTe
     triton          | Triton                   | green
     triton_descriptor | Triton, descriptor     | sky
     """,
