@@ -181,12 +181,8 @@ family(  # one code, compiled or not, with matmuls of a dtype
 )
 family(  # who wrote an entry of a leaderboard
     "whose",
-    """
-    ours              | ours                   | green
-    PyTorch's own     | PyTorch's own          | black
-    others', by us    | others', timed by us   | purple
-    others, published | others, published      | grey
-    """,
+    "ours | ours | green\nPyTorch's own | PyTorch's own | black\n"
+    "others', by us | others', timed by us | purple\nothers, published | others, published | grey",
 )
 _SIZES = [config for sizes in MODEL_SIZES.values() for config in sizes.values()]
 _SIZES.sort(key=lambda config: config.num_layers * config.d_model**2)

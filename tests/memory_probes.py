@@ -15,27 +15,17 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, *existing: Tensor):
         super().__init__()
-        self.live: dict[int, int] = {}
-        self.now = self.peak = 0
-        for tensor in existing:
-            self._add(tensor)
+        self.live, self.peak = dict[int, int](), 0
+        self._note(existing)
 
-    def _add(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.live:
-            return
-        self.live[key] = size
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._remove, key)
-
-    def _remove(self, key: int) -> None:
-        self.now -= self.live.pop(key)
+    def _note(self, made) -> None:
+        for storage in (x.untyped_storage() for x in tree_iter(made) if isinstance(x, Tensor)):
+            if storage._cdata not in self.live:
+                self.live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, storage._cdata)
+        self.peak = max(self.peak, sum(self.live.values()))
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
-        for value in tree_iter(result):
-            if isinstance(value, Tensor):
-                self._add(value)
+        self._note(result)
         return result

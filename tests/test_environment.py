@@ -17,7 +17,6 @@ PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 CONDA = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
 # conda's triton is for Linux only and environment.yml knows no conditions: pip installs it as pyproject says.
 PIP_ONLY = {"triton"}
-CONDA_NAMES = {"torch": "pytorch"}
 # Run or looked into, not imported: JupyterLab itself, the MathJax of the pages, pytest's plugins, the linter.
 NOT_IMPORTED = {"jupyterlab", "jupyter-server-mathjax", "pytest-timeout", "pytest-xdist", "nbval", "ruff"}
 NOT_IMPORTED |= {"ipykernel", "sphinx", "myst-nb", "furo"}  # processes of their own
@@ -62,9 +61,7 @@ def test_what_the_library_and_its_tests_import_is_declared_and_nothing_else():
 
 
 def test_conda_asks_for_what_pyproject_asks_for():
-    wanted = {
-        CONDA_NAMES.get(name, name): each.specifier for name, each in ALL.items() if name not in PIP_ONLY
-    }
+    wanted = {{"torch": "pytorch"}.get(n, n): each.specifier for n, each in ALL.items() if n not in PIP_ONLY}
     listed = [Requirement(entry) for entry in CONDA["dependencies"] if isinstance(entry, str)]
     python = {"python": SpecifierSet(PROJECT["requires-python"]), "pip": SpecifierSet()}
     assert {canonicalize_name(r.name): r.specifier for r in listed} == wanted | python

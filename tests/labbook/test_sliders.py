@@ -66,20 +66,14 @@ def test_it_starts_where_it_is_told():
     assert Sliders("bars", CONTROLS, bytes_held, start).figure["start"] == [2, 1]
 
 
-COMMITTED = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if "figure with sliders" in path.read_text()]
-
-
-@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem[:2])
-def test_the_committed_ones_have_something_to_show_at_every_setting(path):
+@pytest.mark.parametrize("number", ["16", "27", "52", "56"])
+def test_the_committed_ones_have_something_to_show_at_every_setting(number):
+    (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
     outputs = [out for cell in nbformat.read(path, 4).cells for out in cell.get("outputs", [])]
-    for html in [
-        out.data["text/html"] for out in outputs if "sliders" in out.get("data", {}).get("text/plain", "")
-    ]:
+    found = [out.data for out in outputs if "sliders" in out.get("data", {}).get("text/plain", "")]
+    assert found
+    for html in [data["text/html"] for data in found]:
         assert len(html) < 60_000
         for text in shown(html):
             assert text
             assert not re.search("NaN|undefined|Infinity", text)
-
-
-def test_four_figures_can_be_dragged():
-    assert [path.stem[:2] for path in COMMITTED] == ["16", "27", "52", "56"]

@@ -37,9 +37,8 @@ def folder(tmp_path, write_notebook, monkeypatch):
     for name in ("11_one", "12_two", "13_three"):
         write_notebook(tmp_path / f"{name}.ipynb", "print(steps)")
     (tmp_path / "batch.yaml").write_text(YAML)
-    (tmp_path / "parameters.yaml").write_text(
-        "every notebook:\n  model_size: {words: [tiny, small, large, xl]}"
-    )
+    rules = "every notebook:\n  model_size: {words: [tiny, small, large, xl]}"
+    (tmp_path / "parameters.yaml").write_text(rules)
     return tmp_path
 
 
