@@ -89,7 +89,7 @@ class FSDP(DataParallel):
         # In backward, gradients take the memory of the second block ahead, and it computes for longer.
         self._ahead_in_backward = min(prefetch, 1) if self._unit_types else prefetch
         self._gathered: dict[ParameterGroup, None] = {}
-        self._reductions: deque[tuple] = deque()  # gradients on their way, and what waits for them
+        self._reductions: deque[tuple] = deque()  # whole gradients on their way, and what waits for them
         self._order: list[ParameterGroup] = []  # in which forward uses them
         self._positions: dict[nn.Module, int] = {}  # in that order
         self._caches_casts: list[bool] = []  # what to restore, of the modules whose forward is under way

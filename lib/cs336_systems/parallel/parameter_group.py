@@ -60,7 +60,7 @@ class CommunicationStream:
         then: Callable[[], Any] = lambda: None,
         **how: Any,
     ) -> Callable[[], Any]:
-        """Send one message for each pair, then call `then`; returns what waits for both."""
+        """Send one message for each pair, then call `then`; returns what waits for both, and holds their memory."""
         call, pairs = getattr(dist, collective), zip(outputs, inputs, strict=True)
         if self.cuda is None:
             works = [call(*pair, **how, async_op=True) for pair in pairs]
@@ -71,7 +71,7 @@ class CommunicationStream:
                 call(*pair, **how)
         then()
         event = self.cuda.record_event()
-        return lambda: torch.cuda.current_stream().wait_event(event)  # it is the stream that waits
+        return lambda: (torch.cuda.current_stream().wait_event(event), then)  # the stream waits; `then` is held
 
 
 class Resharded(Tensor):
@@ -213,9 +213,9 @@ class ParameterGroup:
         self.ready.clear()  # of a pass that did not reach all weights
 
     def start_reduction(self) -> tuple[list[Tensor], Callable[[], Any]]:
-        """Send whole gradients; returns what has to live until then, and a wait for the means in `.grad`."""
+        """Send whole gradients to their ranks; returns them, and a wait for the means in every `.grad`."""
         gradients = [self._take_gradient(*pair) for pair in zip(self.weights, self._slices, strict=True)]
-        # In the computation's memory, which it would use again where no `.grad` keeps it: those that add up.
+        # In the memory of the computation's stream, which will free it.
         target = received = torch.empty_like(self._shards)
 
         def hand_over() -> None:
@@ -231,8 +231,8 @@ class ParameterGroup:
         with self._reduce_stream as stream:
             if (dtype := gradients[0].dtype) != target.dtype:
                 received = torch.empty_like(target, dtype=dtype)
-            how, slices = ready_for_mean(gradients, stream.backend), self._padded_slices(received)
-            return [*gradients, target], stream.start(REDUCE_SCATTER, slices, gradients, hand_over, op=how)
+            operation, slices = ready_for_mean(gradients, stream.backend), self._padded_slices(received)
+            return gradients, stream.start(REDUCE_SCATTER, slices, gradients, hand_over, op=operation)
 
     def _take_gradient(self, weight: ShardedWeight, slice_: Tensor) -> Tensor:
         """Of the whole weight, flat, with its padding rows."""
