@@ -233,5 +233,5 @@ def test_it_keeps_its_promises(backend, ranks):
 
 
 @pytest.mark.gpu(2)
-def test_on_gpus_memory_is_freed():
+def test_on_gpus_memory_is_freed_and_not_too_early():
     launch(run, 2, memory_on_gpus, slow_sums_on_gpus, backend="nccl", timeout_s=300)

@@ -60,7 +60,7 @@ class CommunicationStream:
         then: Callable[[], Any] = lambda: None,
         **how: Any,
     ) -> Callable[[], Any]:
-        """Send one message a pair, then call `then`; returns what waits for both, and holds their memory."""
+        """Send one message a pair, then call `then`; returns what waits for both, keeping what that uses."""
         call, pairs = getattr(dist, collective), zip(outputs, inputs, strict=True)
         if self.cuda is None:
             works = [call(*pair, **how, async_op=True) for pair in pairs]
@@ -71,7 +71,7 @@ class CommunicationStream:
                 call(*pair, **how)
         then()
         event = self.cuda.record_event()
-        return lambda: (torch.cuda.current_stream().wait_event(event), then)  # the stream waits; `then` lives
+        return lambda: (torch.cuda.current_stream().wait_event(event), then)  # `then` is kept
 
 
 class Resharded(Tensor):
