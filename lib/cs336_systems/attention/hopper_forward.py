@@ -242,8 +242,6 @@ def attend(
         p = gl.convert_layout(p.to(q.dtype), operand, assert_trivial=True)
     mbarrier.wait(v_ready.index(stage), phase)
     o = warpgroup_mma(p, vs.index(stage), o, is_async=True)
-    o = warpgroup_mma_wait(0, deps=[o])
-    mbarrier.arrive(v_free.index(stage))
 
     # Where all scores are minus infinity O is 0, and L infinite, so that P is 0 in backward.
     empty = total == 0.0
@@ -255,8 +253,10 @@ def attend(
     queries = first_query + gl.arange(0, QUERIES, gl.SliceLayout(1, scores))
     row = (batch * n_heads + head).to(gl.int64) * n_queries
     gl.store(lse_ptr + row + queries, lse, mask=queries < n_queries)
-    o = o / gl.convert_layout(total, gl.SliceLayout(1, out))[:, None]
-    q.store(o.to(q.dtype))
+    total = gl.convert_layout(total, gl.SliceLayout(1, out))[:, None]
+    o = warpgroup_mma_wait(0, deps=[o])  # all that is above takes place beside the last matmul
+    mbarrier.arrive(v_free.index(stage))
+    q.store((o / total).to(q.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(o_dst, [batch, head, first_query, 0], q)
     tma.store_wait(0)  # until it is read, not until it is written
