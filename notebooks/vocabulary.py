@@ -59,6 +59,7 @@ family(
     fsdp2_kept      | FSDP2, weights kept      | wine
     fsdp_weight     | FSDP by weight           | sky
     fsdp_block      | FSDP by block            | green
+    fsdp_kept       | FSDP, weights kept       | purple
     """,
 )
 family(  # the leaderboard's training step
@@ -75,6 +76,7 @@ family(  # the leaderboard's training step
     few_channels    | stacked, four channels   | yellow
     stacked_selective | stacked and selective  | vermillion
     offloaded       | moments on the host      | brown
+    weights_kept    | and weights kept
     """,
 )
 family(
@@ -145,11 +147,8 @@ family(  # what memory is used for in training
 )
 family(  # what the time of a profiled model is a share of
     "scope",
-    """
-    inference          | inference             | blue
-    forward + backward | forward + backward    | vermillion
-    training step      | training step         | green
-    """,
+    "inference | inference | blue\nforward + backward | forward + backward | vermillion\n"
+    "training step | training step | green",
 )
 family(  # the parts of attention
     "part",

@@ -31,6 +31,7 @@ UNITS = {
     "weights, nothing ahead": {"prefetch": 0},
     "blocks": BLOCKS,
     "blocks, one ahead": BLOCKS | {"prefetch": 1},
+    "blocks, kept": BLOCKS | {"reshard": False},
     "halves of blocks": {"unit_types": ("CausalSelfAttention", "SwiGLU"), "prefetch": 1},
 }
 VOCABULARY, LENGTH = 512, 8
@@ -65,8 +66,8 @@ def hooks_of_shards(context):
 
 def recomputation(context):
     """Checkpointed blocks and segments gather again what they compute again."""
-    plans = "every 1", "every 2", "recursive"
-    cases = [(options, plan) for options in (UNITS["weights"], UNITS["blocks, one ahead"]) for plan in plans]
+    names, plans = ("weights", "blocks, one ahead", "blocks, kept"), ("every 1", "every 2", "recursive")
+    cases = [(UNITS[name], plan) for name in names for plan in plans]
     for options, plan in [*cases, (UNITS["halves of blocks"], "half blocks"), (BLOCKS, None)]:
 
         def loss(model, rank, step, plan=plan):
@@ -182,8 +183,7 @@ def stale_weights(context):
 
 def memory_on_gpus(context):
     """A step holds a few units and its shards, no more."""
-    width, depth = 2048, 12
-    layer = width * width * 4  # bytes
+    width, depth, layer = 2048, 12, 4 * 2048**2  # layer: its bytes
     inputs = torch.randn(4096, width)
     wrapped = FSDP(nn.Sequential(*(Linear(width, width) for _ in range(depth))), prefetch=1)
     gc.collect()

@@ -66,6 +66,7 @@ STRATEGIES: dict[str, Strategy] = {
     "fsdp2_kept": Strategy(**_FSDP, unit="block", stays=_ALL),
     "fsdp_weight": Strategy(**_OURS, unit="weight", ahead=2),
     "fsdp_block": Strategy(**_OURS, unit="block", ahead=1),
+    "fsdp_kept": Strategy(**_OURS | {"stays": ("attention", "feed_forward", "lm_head")}, unit="block"),
 }
 
 
@@ -187,7 +188,6 @@ def peak_phases(n: Counts, entry: Strategy, world_size: int) -> dict[str, tuple[
 
 
 def _count(config: ModelConfig, parts: tuple[str, ...]) -> int:
-    """How many numbers some parts of the parameters are."""
     return sum(parameter_breakdown(config)[part] for part in parts)
 
 

@@ -53,6 +53,7 @@ class FSDP(DataParallel):
             and the course's alike. A class that is derived from one of them is another.
         unit_types: modules that are gathered as one, or derived from them; () gathers each weight on its own.
         prefetch: how many groups are gathered ahead of use, 0, 1 or 2; of larger ones, in backward at most 1.
+        reshard: free whole weights after forward; else those that backward needs stay until then.
 
     Raises:
         RuntimeError: there is no process group. In forward, a weight is used outside its module; in backward,
@@ -71,13 +72,15 @@ class FSDP(DataParallel):
         *,
         unit_types: Types = (),
         prefetch: int = 2,
+        reshard: bool = True,
     ):
         if compute_dtype is not None and not getattr(compute_dtype, "is_floating_point", False):
             raise ValueError(f"compute_dtype is {compute_dtype!r}; allowed: None, or a floating-point dtype")
         if prefetch not in (0, 1, 2):
             raise ValueError(f"prefetch is {prefetch!r}; allowed: 0, 1 or 2")
-        self._compute_dtype, self._ahead = compute_dtype, prefetch
-        self._shard_types, self._unit_types = _names(shard_types), _names(unit_types)
+        self._compute_dtype, self._ahead, self._reshards = compute_dtype, prefetch, reshard
+        kinds = ([getattr(kind, "__name__", kind) for kind in each] for each in (shard_types, unit_types))
+        self._shard_types, self._unit_types = kinds
         super().__init__(module)
         device = self._trainable[0].device
         streams = CommunicationStream(device, self._backend), CommunicationStream(device, self._backend)
@@ -198,8 +201,9 @@ class FSDP(DataParallel):
         if group.is_in_backward or not group.is_gathered:
             return
         # Backward begins with the last group, so that one stays. In the first pass nobody knows which it is.
-        is_last = self._has_agreed and group is self._order[-1] and torch._C._current_autograd_node() is None
-        if not (is_last and outputs):
+        is_last = self._has_agreed and group is self._order[-1]
+        stays = outputs if is_last else group.is_saved and not self._reshards
+        if not stays or torch._C._current_autograd_node() is not None:
             self._free(group)
 
     def _pack(self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor) -> Callable:
@@ -211,6 +215,7 @@ class FSDP(DataParallel):
             pointer = 0
         for group in self._gathered:
             if group.pointer == pointer:
+                group.is_saved = True
                 kept = leaf.detach(), group, group.versions, group.position, remake
                 return partial(self._kept_weight, *kept)
         if outer is not None:
@@ -273,8 +278,7 @@ class FSDP(DataParallel):
 
     def _wait_for_reductions(self, leave: int = 0) -> None:
         while len(self._reductions) > leave:
-            _, wait = self._reductions.popleft()
-            wait()
+            self._reductions.popleft()[1]()
 
     def _backward_ends(self) -> None:
         super()._backward_ends()
@@ -400,7 +404,3 @@ def group_by_user(homes: Iterable[Home]) -> list[list[Home]]:
         for each in together:
             groups[each.parameter] = groups[each.user] = together
     return [*{id(group): group for group in groups.values()}.values()]
-
-
-def _names(types: Types) -> tuple[str, ...]:
-    return tuple(getattr(kind, "__name__", kind) for kind in types)

@@ -126,6 +126,7 @@ class ParameterGroup:
         self.name = " and ".join(names[user] for user in self.users)
         self.is_gathered = False  # the whole weights have memory, and are there or on their way
         self.is_in_backward = False  # backward has reached the group, and is not done with it
+        self.is_saved = False  # autograd has a note of one of them, for backward
         self.ready = set[int]()  # which weights have a gradient of this backward pass
         self.calls = self.position = 0  # forward passes under way; place in the order of forward
         self._gather_stream, self._reduce_stream = streams
@@ -209,7 +210,7 @@ class ParameterGroup:
         """Give the memory of the whole weights back."""
         self.wait_for_gather()  # a message may still be writing to it
         self._memory.resize_(0)
-        self.is_gathered = self.is_in_backward = False
+        self.is_gathered = self.is_in_backward = self.is_saved = False
         self.ready.clear()  # of a pass that did not reach all weights
 
     def start_reduction(self) -> tuple[list[Tensor], Callable[[], Any]]:

@@ -102,10 +102,7 @@ def segment_bytes(segments: Segments) -> int:
 
 def shard_bytes(buckets: Sequence[Segments]) -> list[int]:
     """By rank, the bytes of its tensors."""
-    return [
-        sum(tensor.nbytes for segments in buckets for tensor in segments[rank])
-        for rank in range(len(buckets[0]))
-    ]
+    return [sum(x.nbytes for segments in buckets for x in segments[rank]) for rank in range(len(buckets[0]))]
 
 
 class BucketMemory:

@@ -117,4 +117,5 @@ SHARDINGS: dict[str, Sharding] = {
     "fsdp2_kept": Sharding(partial(TorchFSDP, reshard=False), casts=True),
     "fsdp_weight": Sharding(FSDP, casts=True),
     "fsdp_block": Sharding(partial(FSDP, unit_types=("TransformerBlock",)), casts=True),
+    "fsdp_kept": Sharding(partial(FSDP, unit_types=("TransformerBlock",), reshard=False), casts=True),
 }

@@ -53,12 +53,11 @@ class FullStep:
         return patch.dict(os.environ, {"NCCL_MAX_CTAS": str(self.max_ctas)} if self.max_ctas else {})
 
 
-_FUSED_ATTENTIONS = [
+_KEPT = [  # whose results blocks keep that are _attentive, and nothing else
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     for name in ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
 ]
-_contexts = partial(create_selective_checkpoint_contexts, _FUSED_ATTENTIONS)
-_attentive = partial(checkpoint_wrapper, context_fn=_contexts)  # keeps what these return, nothing else
+_attentive = partial(checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, _KEPT))
 _use_stacked = partial(use_fused_blocks, stacked=True)
 
 FULL_STEPS: dict[str, FullStep] = {
@@ -72,5 +71,6 @@ FULL_STEPS: dict[str, FullStep] = {
     "stacked": FullStep("fsdp_block", _use_stacked),
     "stacked_selective": FullStep("fsdp_block", _use_stacked, selects=True),
     "offloaded": FullStep("fsdp_block", _use_stacked, selects=True, offloads=True),
+    "weights_kept": FullStep("fsdp_kept", _use_stacked, selects=True, offloads=True),
     "few_channels": FullStep("fsdp_block", _use_stacked, max_ctas=4),
 }
