@@ -128,3 +128,19 @@ def test_settings_outside_their_range_are_refused(bad, match):
         AdamW(params, **bad)
     with pytest.raises(ValueError, match=match):
         AdamW([{"params": params[:1]}, {"params": params[1:], **bad}])
+
+
+def test_a_state_of_torchs_is_taken_over_exactly():
+    settings = {"lr": 0.1, "betas": (0.9, 0.9999), "weight_decay": 0.1}
+    pair = [nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in range(2)]
+    theirs, ours = torch.optim.AdamW(pair[:1], **settings), AdamW(pair[1:], **settings)
+    for step in range(2):
+        for parameter in pair:
+            parameter.grad = torch.linspace(-1, 1, 4, dtype=torch.float64) + step
+        theirs.step()
+        if step:
+            ours.step()
+        else:
+            ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+            pair[1].data.copy_(pair[0])
+    torch.testing.assert_close(*pair, rtol=1e-9, atol=1e-9)

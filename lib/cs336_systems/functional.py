@@ -20,7 +20,8 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     The maximum is subtracted first, so that exp never overflows. The result does not depend on the number
     subtracted, hence no gradient flows through the maximum.
     """
-    exponentials = torch.exp(at_least_float32(x) - x.detach().amax(dim, keepdim=True))
+    largest = x.detach().amax(dim, keepdim=True) if x.shape[dim] else 0
+    exponentials = torch.exp(at_least_float32(x) - largest)
     return (exponentials / exponentials.sum(dim, keepdim=True)).to(x.dtype)
 
 

@@ -59,7 +59,7 @@ class AdamW(Optimizer):
             raise RuntimeError("AdamW does not take sparse gradients; make the gradient dense")
         if not state:
             state |= {"step": 0} | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        state["step"] += 1
+        state["step"] = int(state["step"]) + 1  # torch.optim.AdamW's is a float32 tensor
         mean, mean_square = state["exp_avg"], state["exp_avg_sq"]
         beta1, beta2 = group["betas"]
 

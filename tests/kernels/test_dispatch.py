@@ -161,3 +161,10 @@ def test_where_our_kernels_cannot_run_is_said_before(monkeypatch):
     assert kernels.why_no_triton(cuda) == ""
     monkeypatch.setattr(kernels, "HAS_TRITON", False)
     assert "not installed" in kernels.why_no_triton(cpu)
+
+
+def test_what_depends_on_a_weight_through_the_gradient_alone_is_refused():
+    x, w = (torch.randn(4, 8).requires_grad_() for _ in range(2))
+    (gradient,) = torch.autograd.grad((w * swiglu(x, x)).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(gradient.square().sum(), w)

@@ -91,8 +91,8 @@ class Pair(nn.Module):
         super().__init__()
         self.up, self.down = Linear(LENGTH, 6), Linear(6, LENGTH)
 
-    def forward(self, x):
-        return x + self.down(self.up(x).tanh())
+    def forward(self, x, both=True):
+        return x + self.down(self.up(x).tanh()) if both else self.up(x)
 
 
 def compiled(context):
@@ -222,7 +222,32 @@ def slow_sums_on_gpus(context):
     torch.testing.assert_close(*means)
 
 
+def first_of_two_passes(context):
+    """What only the first of two passes has used keeps its gradient."""
+    wrapped, found = FSDP(Pair(), unit_types=(Pair,)), []
+    for passes_ in ((True,), (True, False)):
+        wrapped.zero_grad()
+        for both in passes_:
+            wrapped(torch.ones(2, LENGTH), both).sum().backward()
+        wrapped.finish_gradient_synchronization()
+        found.append(wrapped.module.down.weight.grad)
+    torch.testing.assert_close(*found)
+
+
+def swapped_weights(context):
+    """Others' values, evaluated, and the old ones put back."""
+    wrapped = FSDP(Pair())
+    before, old = wrapped.gather_full_parameters(), [(p, p.data) for p in wrapped.parameters()]
+    for parameter, data in old:
+        parameter.data = torch.zeros_like(data)
+    torch.testing.assert_close(wrapped(torch.ones(1, LENGTH)), torch.ones(1, LENGTH))
+    for parameter, data in old:
+        parameter.data = data
+    torch.testing.assert_close(wrapped.gather_full_parameters(), before)
+
+
 TWO_RANKS = [compute_dtype, hooks_of_shards, schedule, recomputation, compiled, stale_weights]
+TWO_RANKS += [first_of_two_passes, swapped_weights]
 GPUS = [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
 

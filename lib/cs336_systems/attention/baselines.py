@@ -17,7 +17,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     Raises:
         ValueError: keys and values differ in number, or q is a vector; PyTorch does not refuse it on a CPU.
     """
-    if q.dim() < 2 or k.shape[-2:-1] != v.shape[-2:-1]:
+    leading = {x.shape[:-2] for x in (q, k, v)}
+    if q.dim() < 2 or k.shape[-2:-1] != v.shape[-2:-1] or (q.dim() > 4 and len(leading) > 1):
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(
             f"q, k, v have shapes {shapes}; "

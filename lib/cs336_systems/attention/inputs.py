@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.kernels import tensors
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor, bool], Tensor]
@@ -31,7 +32,7 @@ def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         with torch.enable_grad():  # even in a Function's forward: first_order_only has to find the inputs
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            q, k, v = (x.to(dtype) if x.dtype in KERNEL_DTYPES else x for x in (q, k, v))
     return q, k, v
 
 

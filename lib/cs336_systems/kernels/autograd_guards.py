@@ -14,7 +14,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     torch's `once_differentiable` does so only where an upstream gradient requires grad; after `.sum()` none
     does, and gradients depend on the inputs all the same. Here the error stands between the gradients and the
-    inputs, by those saved tensors that require grad: autograd.grad(..., inputs) looks at nothing else.
+    inputs, saved or upstream, that require grad: autograd.grad(..., inputs) looks at nothing else.
     create_graph=True alone is allowed. Backward runs outside of torch.autocast: its forward chose dtypes.
     """
 
@@ -34,7 +34,7 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         with torch.no_grad():
             gradients = backward(SimpleNamespace(**vars(ctx), saved_tensors=saved), *upstream)
         leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
-        inputs = [x for x in saved if x is not None and x.requires_grad]
+        inputs = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
         error = torch._C._functions.DelayedError(message.encode(), len(leaves) + len(inputs))
         return error(*leaves, *inputs)[: len(leaves)]
 

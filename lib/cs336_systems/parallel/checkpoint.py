@@ -29,11 +29,17 @@ def load(folder: str | Path, model: FSDP, optimizer: torch.optim.Optimizer) -> i
     newest = [max((int(path.parent.name) for path in complete), default=0)]
     dist.broadcast_object_list(newest, src=0)
     if newest[0]:
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        path = Path(folder) / f"{newest[0]:08}"
+        saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+        for name, parameter in model.module.named_parameters():
+            has_state = any(key.startswith(f"{name}:") and key != f"{name}:" for key in saved)
+            parameter.grad = torch.zeros_like(parameter) if has_state else None
         optimizer.step()  # makes the optimizer's state; whatever else it does is overwritten
         optimizer.zero_grad()
-        dcp.load(_state(model, optimizer), checkpoint_id=Path(folder) / f"{newest[0]:08}")
+        dcp.load(state := _state(model, optimizer), checkpoint_id=path)
+        for name, parameter in model.module.named_parameters():
+            kept = optimizer.state.get(parameter, {})
+            kept |= {key: state[f"{name}:{key}"] for key, x in kept.items() if not isinstance(x, Tensor)}
     return newest[0]
 
 

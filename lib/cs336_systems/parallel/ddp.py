@@ -171,8 +171,8 @@ class DataParallel(nn.Module):
         gradients = [parameter.grad for parameter in self._trainable] if self._keeps_shards else []
         here = [each for each in gradients if each is not None and each.numel()]
         if self._keeps_shards:
-            norms = [norm.float() for norm in torch._foreach_norm(here, torch.inf)] if here else ()
-            flags[-1] = ~torch.stack(norms).isfinite().all() if here else 0
+            finite = [norm.isfinite() for norm in torch._foreach_norm(here, torch.inf)] if here else ()
+            flags[-1] = ~torch.stack(finite).all() if here else 0
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if self._unused:  # only then are they read, which makes the CPU wait for a GPU
             was_used = flags.tolist()

@@ -179,6 +179,8 @@ class FSDP(DataParallel):
                 self._order.append(group)
             following = self._order[group.position + 1 : group.position + 1 + self._ahead]
         self._collect(group, following)
+        for parameter, whole in group.weights:
+            whole.requires_grad_(parameter.requires_grad)  # it may be frozen for a while, as in a GAN
         group.unshard()
         if (dtype := self._compute_dtype) is not None:
             cast = lambda x: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
@@ -191,6 +193,11 @@ class FSDP(DataParallel):
         torch.set_autocast_cache_enabled(self._caches_casts.pop())
         if group.calls:
             return
+        if any(whole._version for _, whole in group.weights):
+            raise RuntimeError(
+                f"forward of {group.name} of an FSDP writes to a weight, which would be lost; allowed: "
+                "writing to the shards, between steps"
+            )
         if not group.is_in_backward:
             group.hide() if self._is_in_forward else group.reshard()
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
@@ -241,7 +248,7 @@ class FSDP(DataParallel):
             return
         self._announce_end()
         self._collect(group, self._order[max(position - self._ahead_in_backward, 0) : position][::-1])
-        group.is_in_backward = True
+        group.is_in_backward, group.task = True, torch._C._current_graph_task_id()
         group.unshard()  # a part of its forward may be computed once more
 
     def _collect(self, group: ParameterGroup, following: Sequence[ParameterGroup]) -> None:
@@ -261,13 +268,16 @@ class FSDP(DataParallel):
         if len(group.ready) < len(group.weights):
             return
         group.ready.clear()
-        if group.is_gathered and not group.calls:
+        is_inside = group.task != torch._C._current_graph_task_id()  # of a reentrant checkpoint in the unit
+        if group.is_gathered and not group.calls and not is_inside:
             self._free(group)
         if self._synchronizes:
             self._start_reduction(group)
 
     def _start_reduction(self, group: ParameterGroup) -> None:
         self._agree("reduce", group)
+        if any(weight.whole.grad is None for weight in group.weights):
+            self._wait_for_reductions()  # of an earlier pass, which may bring what this one lacks
         for weight in group.weights:
             if weight.whole.grad is not None:
                 self._unused.discard(self._indices[weight.parameter])

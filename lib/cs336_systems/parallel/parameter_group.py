@@ -128,6 +128,7 @@ class ParameterGroup:
         self.is_in_backward = False  # backward has reached the group, and is not done with it
         self.is_saved = False  # autograd has a note of one of them, for backward
         self.ready = set[int]()  # which weights have a gradient of this backward pass
+        self.task = -1  # of autograd, in which backward reached it
         self.calls = self.position = 0  # forward passes under way; place in the order of forward
         self._gather_stream, self._reduce_stream = streams
         self._arrival: Callable[[], Any] | None = None  # what waits for the gather that is on its way
@@ -188,9 +189,12 @@ class ParameterGroup:
 
     def _take_back_replaced_data(self) -> None:
         """An optimizer may give a parameter new memory (p.data = ...) instead of writing to the old."""
-        for number, weight in enumerate(self.weights):
-            if weight.parameter.data_ptr() != self._addresses[number]:
-                weight.parameter.data = self._own[number].copy_(weight.parameter.data)
+        if [weight.parameter.data_ptr() for weight in self.weights] != self._addresses:
+            self._shards = self._shards.clone()  # whoever replaced it may keep the old, to put it back
+            self._own = self._own_rows(self._shards)
+            for weight, own in zip(self.weights, self._own, strict=True):
+                weight.parameter.data = own.copy_(weight.parameter.data)
+            self._addresses = [weight.parameter.data_ptr() for weight in self.weights]
 
     def wait_for_gather(self) -> None:
         """What is computed from here on finds the whole weights."""

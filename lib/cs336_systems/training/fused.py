@@ -23,8 +23,8 @@ class LossHead(model.Linear):
     @property
     def takes_targets(self) -> bool:
         """Not where a hook, other than those that shard or observe, expects logits."""
-        hooks = *self._forward_pre_hooks.values(), *self._forward_hooks.values()
-        return all(hook.__module__.startswith(("cs336_systems.", "torch.")) for hook in hooks)
+        them = self._forward_pre_hooks | self._forward_hooks | self._backward_hooks | self._backward_pre_hooks
+        return all(hook.__module__.startswith(("cs336_systems.", "torch.")) for hook in them.values())
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         return F.linear(x, self.weight) if targets is None else linear_cross_entropy(x, self.weight, targets)
@@ -71,7 +71,7 @@ def use_fused_blocks(lm: model.TransformerLM, stacked: bool = False) -> model.Tr
     for layer in use_fused_kernels(lm).layers:
         if getattr(layer, "run", None) is model.run_block:
             layer.run, layer.stacked = run_fused, stacked
-            if stacked:
+            if stacked and type(layer.ffn) is model.SwiGLU:
                 layer.ffn._modules["w2"] = layer.ffn._modules.pop("w2")
     return lm
 

@@ -21,6 +21,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from cs336_systems import model
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.inputs import MAX_HEAD_SIZE
 from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.kernels import rms_norm, rotary, swiglu
@@ -132,11 +133,11 @@ def _feed_forward_backward(dy: Tensor, n2: Tensor, a: Tensor, b: Tensor, w: Weig
 
 
 def _stack(one: Tensor, other: Tensor) -> Tensor:
-    """One above the other; a view where they lie so in memory, as FSDP gathers weights, else a copy."""
+    """One above the other; a view where their rows lie so in memory, as FSDP gathers them, else a copy."""
     same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    if not same or one.data_ptr() + one.nbytes != other.data_ptr():
-        return torch.cat((one, other))
-    return one.as_strided((2 * len(one), one.shape[1]), one.stride())
+    if same and one.data_ptr() + one.nbytes == other.data_ptr() and one.stride(1) == other.stride(1) == 1:
+        return one.as_strided((2 * len(one), one.shape[1]), one.stride())
+    return torch.cat((one, other))
 
 
 def _heads(rows: Tensor, shape: tuple) -> Tensor:
@@ -178,6 +179,7 @@ def _is_as_written(block: TransformerBlock, x: Tensor) -> bool:
         functions == (rms_norm.rms_norm, rms_norm.rms_norm, rotary.rotary, swiglu.swiglu)
         and x.dim() == 3
         and x.numel() > 0
+        and len(w.ln1) <= block.attn.num_heads * MAX_HEAD_SIZE
         and {x.dtype, w.ln1.dtype, w.ln2.dtype}.issubset(KERNEL_DTYPES)
         and {each.dtype for each in w if each.dim() == 2} == {x.dtype}
         and {each.device for each in w} == {x.device}

@@ -13,7 +13,7 @@ from torch import Tensor
 from cs336_systems.functional import at_least_float32
 from cs336_systems.kernels import why_no_triton
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
-from cs336_systems.kernels.tensors import check_tensors
+from cs336_systems.kernels.tensors import KERNEL_DTYPES, check_tensors
 
 IGNORED = -100  # the target that does not count, as in PyTorch
 
@@ -100,7 +100,7 @@ def linear_cross_entropy(
         ValueError: shapes or devices that do not fit, chunk_tokens under 1, on a CPU a target too large.
     """
     device = "cpu" if hidden.is_meta else hidden.device.type  # autocast does not know meta
-    if torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device) and {hidden.dtype, weight.dtype}.issubset(KERNEL_DTYPES):
         hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
     fits = weight.dim() == 2 and 0 not in weight.shape and hidden.shape[-1:] == weight.shape[1:]
     allowed = "(..., d) and (vocabulary, d), d and vocabulary at least 1"
