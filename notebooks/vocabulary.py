@@ -76,7 +76,7 @@ family(  # the leaderboard's training step
     few_channels    | stacked, four channels   | yellow
     stacked_selective | stacked and selective  | vermillion
     offloaded       | moments on the host      | brown
-    weights_kept    | and weights kept
+    weights_kept    | host moments, weights kept
     """,
 )
 family(

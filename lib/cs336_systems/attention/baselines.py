@@ -15,7 +15,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     """PyTorch's scaled_dot_product_attention, by whichever of its backends is switched on.
 
     Raises:
-        ValueError: keys and values differ in number, or q is a vector; PyTorch does not refuse it on a CPU.
+        ValueError: shapes that do not fit, or q is a vector; PyTorch does not refuse all of them on a CPU.
     """
     leading = {x.shape[:-2] for x in (q, k, v)}
     if q.dim() < 2 or k.shape[-2:-1] != v.shape[-2:-1] or (q.dim() > 4 and len(leading) > 1):

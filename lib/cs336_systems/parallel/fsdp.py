@@ -56,8 +56,8 @@ class FSDP(DataParallel):
         reshard: free whole weights after forward; else those that backward needs stay until then.
 
     Raises:
-        RuntimeError: there is no process group. In forward, a weight is used outside its module; in backward,
-            it was written to since forward, or the pass is to be differentiated itself (create_graph).
+        RuntimeError: there is no process group. In forward, a weight is written to, or used outside its
+            module; in backward, it was written to since, or the pass is to be differentiated (create_graph).
         ValueError: an argument is not allowed, there is nothing to shard or train, several devices or dtypes
             to shard, `register_hook` on a parameter to shard, or the ranks disagree. On every rank.
     """
