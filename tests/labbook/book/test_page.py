@@ -72,7 +72,7 @@ def test_a_page_says_how_old_the_rows_of_committed_machines_are(monkeypatch, cap
 
 def test_historical_rows_are_named_once_where_they_are_used(page, capsys):
     page.rows("sharding_times", "optimizer_state_sharding_accounting")
-    assert "sharding_times: 25 of 49 rows are historical, " in capsys.readouterr().out
+    assert "sharding_times: 25 of 51 rows are historical, " in capsys.readouterr().out
     page.rows("sharding_times", "optimizer_state_sharding_accounting")
     page.rows("accumulation")
     assert capsys.readouterr().out == ""
