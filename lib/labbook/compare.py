@@ -9,9 +9,7 @@ from labbook.rows import KEYS, VALUES, load_rows, published
 
 # Rows that differ in nothing else measured the same.
 _SAME = [name for name in KEYS if name != "warmup_steps"]
-_NO_KEYS = {*VALUES, "status", "reason", "run", "statistic"}
-_PASS_COLUMNS = {"forward_ms": "forward", "backward_ms": "backward", "train_step_ms": "train_step"}
-_MODES = {"compiled_tf32": ("compiled", "tf32")}  # how published tables call an implementation and a dtype
+_NO_KEYS = {*VALUES, "status", "reason", "run"}
 
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
@@ -98,23 +96,7 @@ def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def published_rows(name: str) -> pd.DataFrame:
-    """A published table in the words of the rows: milliseconds, a row for each pass, `where` it is from.
-
-    A time called a median is `p50_ms`, any other `mean_ms`; a mode is float32 unless it says TF32.
-    """
+    """A published table, and `where` each row is from."""
     frame = published(name)
-    if passes := [column for column in _PASS_COLUMNS if column in frame]:
-        keys = [column for column in frame if column not in passes]
-        frame = frame.melt(keys, passes, var_name="pass", value_name="mean_ms").dropna(subset="mean_ms")
-        frame["pass"] = frame["pass"].map(_PASS_COLUMNS)
-    for seconds in [column for column in frame if column.endswith("_s")]:
-        frame[f"{seconds[:-2]}_ms"] = frame.pop(seconds) * 1e3
-    if "ms" in frame:
-        median, times = frame.pop("statistic") == "median", frame.pop("ms")
-        frame = frame.assign(p50_ms=times.where(median), mean_ms=times.where(~median))
-    if "mode" in frame:
-        modes = [_MODES.get(mode, (mode, "float32")) for mode in frame.pop("mode")]
-        frame["implementation"], frame["dtype"] = zip(*modes, strict=True)
     told = [frame[column] for column in ("gpu", "source") if column in frame]
-    where = ["published: " + ", ".join(parts) for parts in zip(*told, strict=True)]
-    return frame.assign(where=where or "published").reset_index(drop=True)
+    return frame.assign(where=["published: " + ", ".join(parts) for parts in zip(*told, strict=True)])

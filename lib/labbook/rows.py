@@ -141,7 +141,7 @@ def run_counts(slug: str, machine: str) -> Counter[str]:
 
 
 def published(name: str) -> pd.DataFrame:
-    """What public reports measured on other GPUs: `figures/published/<name>.csv`, its columns as they are."""
+    """What public reports measured on other GPUs: `figures/published/<name>.csv`; times as rows have them."""
     return pd.read_csv(find("published", f"{name}.csv"))
 
 

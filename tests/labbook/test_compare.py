@@ -48,15 +48,8 @@ def test_of_several_warmups_the_longest_is_shown():
     assert len(longest_warmup(pd.concat([frame.assign(machine=name) for name in ("h200", "cpu")]))) == 4
 
 
-def test_published_rows_are_milliseconds_of_passes_from_somewhere():
-    frame = published_rows("benchmarking_script")
-    assert set(frame["where"]) == {"published: RTX 5090, rtx5090-report"}
-    assert frame["mean_ms"].max() > 100
-    frame = published_rows("torch_compile_model_ms")
-    assert set(frame["pass"]) == {"forward", "train_step"}
-    assert set(zip(frame["implementation"], frame["dtype"], strict=True)) >= {("compiled", "tf32")}
-    frame = published_rows("mixed_precision_ms")
-    assert (frame["p50_ms"].isna() != frame["mean_ms"].isna()).all()
+def test_published_rows_tell_where_they_are_from():
+    assert set(published_rows("benchmarking_script")["where"]) == {"published: RTX 5090, rtx5090-report"}
 
 
 def test_every_row_is_divided_by_its_equal(rows):
