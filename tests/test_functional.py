@@ -38,9 +38,11 @@ def test_rms_norm_survives_squares_that_float16_cannot_hold():
     torch.testing.assert_close(found, F.rms_norm(x, (64,)), rtol=2e-3, atol=2e-3)
 
 
-def test_softmax_of_masked_and_of_huge_scores():
+def test_softmax_of_masked_and_of_huge_scores_but_not_of_integers():
     x = torch.tensor([[0.0, -torch.inf, 0.0], [3e38, 0.0, -3e38]])
     torch.testing.assert_close(softmax(x, -1), torch.tensor([[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]]))
+    with pytest.raises(TypeError, match=r"torch\.int64; allowed: a floating-point dtype"):
+        softmax(torch.arange(3))  # what is between 0 and 1 would be rounded to 0
 
 
 def test_gradients_are_those_of_the_functions():

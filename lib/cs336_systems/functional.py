@@ -6,11 +6,13 @@ from torch import Tensor
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """`x` itself if it is float32 or float64, a float32 copy if it is 16-bit.
+    """`x` itself if it is float32 or float64, a float32 copy if it is 16-bit; TypeError: it has no floats.
 
     Sums of many terms are taken in this precision. The cast is explicit, and not left to autocast, because
     autocast promotes different operations on a CPU and on a GPU.
     """
+    if not x.is_floating_point():
+        raise TypeError(f"a tensor has dtype {x.dtype}; allowed: a floating-point dtype")
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -53,18 +55,13 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean over all positions of -log softmax(logits)[target], in nats, computed in float32 or better.
 
-    Args:
-        logits: (..., vocabulary).
-        targets: (...), class indices in [0, vocabulary).
+    logits are (..., vocabulary), targets (...), class indices in [0, vocabulary).
 
     Raises:
         ValueError: the leading dimensions of the logits are not the shape of the targets.
     """
-    if logits.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"targets must have the leading shape of the logits, {tuple(logits.shape[:-1])}; "
-            f"got {tuple(targets.shape)}"
-        )
+    if (leading := logits.shape[:-1]) != targets.shape:
+        raise ValueError(f"logits are of {(*leading,)}; allowed: {(*targets.shape,)}, the targets' shape")
     logits = at_least_float32(logits)
     target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (logits.logsumexp(-1) - target_logits).mean()

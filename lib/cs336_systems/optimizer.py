@@ -22,7 +22,7 @@ class AdamW(Optimizer):
         eps: keeps the division finite; weight_decay: each step takes lr * weight_decay of the weight off it.
 
     Raises:
-        ValueError: a setting, its own or a group's, is outside its range.
+        ValueError: a setting is outside its range, or a group or a loaded state asks for another algorithm.
         RuntimeError: a gradient is sparse.
     """
 
@@ -40,13 +40,16 @@ class AdamW(Optimizer):
         _check_settings(self.defaults | param_group)
         super().add_param_group(param_group)
 
+    def load_state_dict(self, state_dict: dict) -> None:
+        for group in state_dict["param_groups"]:
+            _check_settings(group | self.defaults)  # of torch.optim.AdamW's settings those that it has beyond
+        super().load_state_dict(state_dict)
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Update every parameter that has a gradient; returns the closure's loss, if there is a closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -72,8 +75,7 @@ class AdamW(Optimizer):
         mean_square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
         # Both moments start at zero; dividing by 1 - beta^step takes that bias out.
-        correction1 = 1 - beta1 ** state["step"]
-        correction2 = 1 - beta2 ** state["step"]
+        correction1, correction2 = (1 - beta ** state["step"] for beta in group["betas"])
         denominator = mean_square.sqrt().div_(correction2**0.5).add_(group["eps"])
         parameter.addcdiv_(mean, denominator, value=-group["lr"] / correction1)
 
@@ -85,6 +87,9 @@ def _check_settings(settings: dict) -> None:
     betas = settings["betas"]
     if not isinstance(betas, tuple | list) or [_is_between(beta, 0, 1) for beta in betas] != [True, True]:
         raise ValueError(f"betas must be two numbers in [0, 1); got {betas!r}")
+    for name, only in {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}.items():
+        if settings.get(name, only) != only:
+            raise ValueError(f"{name} is {settings[name]}, which AdamW here cannot do; allowed: {only}")
 
 
 def _is_between(value: object, low: float, high: float) -> bool:

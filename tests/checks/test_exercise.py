@@ -91,10 +91,7 @@ def overwrites(check):
         (gives(torch.ones(2, device="meta")), "on meta"),
         (gives(torch.tensor([1.0, torch.nan])), "NaN or infinities; masked?"),
         (gives(torch.tensor([1.0, 3.0])), "the sum: masked?"),
-        (
-            lambda check: check.equal("buckets", [[1], [0]], [[1, 0]], "mine"),
-            r"buckets: \[\[1\], \[0\]\]; mine",
-        ),
+        (lambda check: check.equal("buckets", [[1]], [[1, 0]], "mine"), r"buckets: \[\[1\]\]; mine"),
         (lambda check: check.equal("buckets", None, [[1, 0]]), "nothing is returned"),
         (overwrites, "x stays as it was: it was overwritten; clone it first"),
     ],
@@ -141,9 +138,8 @@ def test_nbgrader_gives_no_point_for_it(error, monkeypatch):
 
 
 def test_numbers_infinities_and_lists():
-    def right(check):
+    with step("sum") as check:
         check.close("a number", 2.0, torch.tensor(2.0))
         check.close("-inf", torch.tensor(-torch.inf), torch.tensor(-torch.inf))
         check.equal("a list", [1, 2], [1, 2])
-
-    assert run(right).passed
+    assert check.passed

@@ -83,7 +83,10 @@ OPTIMIZER = {
         (CLASS, f"{CLASS}    zero_grad = lambda self, to_none=True: self.inside.zero_grad(to_none)\n"),
     "with two groups, parameter 0 .* each with its settings":
         ("super().add_param_group(group)", "super().add_param_group({**group, **self.settings})"),
-    "change of .* as a scheduler makes it": NO_UPDATE,
+    "changes of settings .* as schedulers make them, parameter 0 ": NO_UPDATE,
+    "changes of settings .* parameter 1 .* into all groups":
+        ("in zip(self.param_groups,", "in zip(self.param_groups[:1],", ", strict=True", ""),
+    "changes of settings .* parameter 1 .* Copy all settings": ('if name != "params"', 'if name == "lr"'),
     "after add_param_group, parameter 4 .* as before .* inside its part":
         (LATER, lines("mine['params'] = [] if self.inside.state else mine['params']", f"    {LATER}")),
     "after add_param_group, parameter 0 .* keep the first group's states":
@@ -166,6 +169,9 @@ TENSOR = {
         (SUM, "return Sum.apply((hidden @ self.w2.T).detach(), None).requires_grad_()"),
     r"w2 is \(3, 10\), not \(6, 5\). Cut it into columns": ('dim=1 if name == "w2" else 0', "dim=0"),
     "rank 1: w3 is not the slice": ("name, rank, ranks)\n", "name, rank * (name != 'w3'), ranks)\n"),
+    "group of this rank alone, w1 is .* Use the group": ("self.group = group", "self.group = group = None"),
+    "rank alone, the output is not that of the whole": ("self.group = group", "self.group = None"),
+    "rank alone, the gradient of the input is not": ("ctx.group = group", "ctx.group = None"),
     "`.w1` is no nn.Parameter": ("torch.nn.Parameter(piece.clone())", "piece.clone()"),
 }  # fmt: skip
 
@@ -263,11 +269,5 @@ def test_what_cannot_be_watched_is_not_judged(capsys):
 
 
 def test_what_a_class_raises_is_told():
-    class Odd(parallel.TensorParallelSwiGLU):
-        """Defined here, so no worker could import it."""
-
-        def __init__(self, full, group):
-            super().__init__(type(full)(4, 5), group)
-
     with pytest.raises(AssertionError, match=r"did not get through: .* d_ff is 5; allowed: a multiple of 2"):
-        checks.check_tensor_parallel(Odd)
+        checks.check_tensor_parallel(lambda full, _: parallel.TensorParallelSwiGLU(type(full)(4, 5)))

@@ -130,10 +130,14 @@ def test_plans_in_closed_form(count, k, depth):
     wanted = INSIDE + (depth + 1) * BOUNDARY, 2**depth * (1 + (depth - 1) / 2)
     assert (peak(plan, INSIDE, BOUNDARY), recomputed(plan)) == wanted
     plan = strategy("from start")(range(count + 1))
-    assert (peak(plan, INSIDE, BOUNDARY), recomputed(plan)) == (
-        INSIDE + 2 * BOUNDARY,
-        count * (count + 1) // 2,
-    )
+    wanted = INSIDE + 2 * BOUNDARY, count * (count + 1) // 2
+    assert (peak(plan, INSIDE, BOUNDARY), recomputed(plan)) == wanted
+
+
+@pytest.mark.parametrize("name", ["every 0", "every ²", "every -1", "sometimes"])
+def test_a_strategy_that_there_is_not_is_refused(name):
+    with pytest.raises(ValueError, match=f"strategy '{name}' is unknown; allowed: every 1"):
+        strategy(name)
 
 
 def test_best_k_has_the_lowest_peak_and_is_the_square_root_for_cheap_blocks():

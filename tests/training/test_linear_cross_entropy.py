@@ -27,9 +27,8 @@ def _without_triton(monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_triton", [True, False])
-def test_error_at_most_twice_pytorchs(dtype, with_triton, request):
-    if not (with_triton and HAS_TRITON):
-        request.getfixturevalue("_without_triton")
+def test_error_at_most_twice_pytorchs(dtype, with_triton, monkeypatch):
+    monkeypatch.setattr("cs336_systems.kernels.HAS_TRITON", with_triton and HAS_TRITON)
     check_fused(NAME, dtype=dtype)
 
 
@@ -92,8 +91,7 @@ def test_no_target_counts(count):
     loss.backward()
     assert loss.isnan()
     assert (weight.grad == 0).all()
-    assert hidden.grad.shape == (count, 8)
-    assert (hidden.grad == 0).all()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
 
 
 def test_inside_autocast_in_its_dtype():

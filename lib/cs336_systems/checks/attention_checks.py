@@ -1,8 +1,5 @@
 """What "correct" means for an attention function: one of ATTENTION, or the one you wrote.
 
-    from cs336_systems.checks import check_attention
-    check_attention(MyFlashAttention.apply)
-
 The reference for errors is PyTorch's SDPA, see `accuracy`, except for 16-bit tensors on a CPU: there SDPA
 computes in float32 throughout, so the formula, rounded at every step, takes its place.
 """
@@ -38,6 +35,7 @@ class AttentionCase:
     is_causal: bool = False
     logit_scale: float = 1.0  # q is multiplied by it: 1 gives scores of unit variance
     n_padding: int = 0  # so many keys come first whose scores are -inf in float32
+    transposed: bool = False  # q, k and v lie in memory as the heads of a model do, token by token
     scores_by_matmul: bool = False  # PyTorch's, of other shapes in backward: rounded differently
 
 
@@ -45,8 +43,8 @@ class AttentionCase:
 BASIC = (
     AttentionCase("full"),
     AttentionCase("causal", is_causal=True),
-    AttentionCase("twice as many keys", n_keys=256),
-    AttentionCase("causal, twice as many keys", n_keys=256, is_causal=True),
+    AttentionCase("twice as many keys", n_keys=256, transposed=True),
+    AttentionCase("causal, twice as many keys", n_keys=256, is_causal=True, transposed=True),
     AttentionCase("large scores", is_causal=True, logit_scale=30.0),
 )
 
@@ -62,21 +60,13 @@ def check_attention(
     allowed_error: float | None = None,
     seed: int | None = None,
 ) -> pd.DataFrame:
-    """Compare an attention function and its gradients with float64, on fresh random inputs.
+    """Compare an attention function and its gradients with float64, in all else as `accuracy.check_fused`.
 
     Args:
         attention: called as attention(q, k, v, is_causal), returns O (..., n_queries, d); or of ATTENTION.
         cases: BASIC, or your own.
-        device: None is the GPU when there is one.
         backward: check dQ, dK and dV too.
         allowed_error: relative, instead of twice PyTorch's own, for arithmetic such as TF32.
-        seed: of the inputs; None draws new ones at every call.
-
-    Returns:
-        One line a case and tensor: its relative error, PyTorch's, and their ratio.
-
-    Raises:
-        AssertionError: see `accuracy.compare`; with the usual reason.
     """
     if isinstance(attention, str):
         check_choice("attention", attention, ATTENTION)
@@ -95,6 +85,7 @@ def check_attention(
             torchs_own=None if half_on_cpu else partial(sdpa, is_causal=case.is_causal),
             rounding=_rounding(case, generator.device),
             allowed_error=allowed_error,
+            again=lambda q, k, v: attention(q, k, v, True),  # a mask is no state either
             diagnose=partial(_diagnose, case),
         )
         lines += [{"case": case.name} | line for line in compared]
@@ -106,8 +97,7 @@ def check_logsumexp(
 ) -> None:
     """The forward keeps exactly one tensor of shape (..., n_queries) for its backward: each row's logsumexp.
 
-    Raises:
-        AssertionError: it keeps none or several, or its numbers are no natural logarithms of the row sums.
+    AssertionError: it keeps none or several, or its numbers are no natural logarithms of the row sums.
     """
     case = AttentionCase("logsumexp", leading=(2,), n_queries=96, n_keys=128, is_causal=is_causal)
     q, k, v, _ = _random_inputs(case, random_on(device, None), torch.float32)
@@ -116,9 +106,8 @@ def check_logsumexp(
     rows = output.shape[:-1]
     saved = [x for x in getattr(output.grad_fn, "saved_tensors", ()) if x.shape == rows]
     assert len(saved) == 1, f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
-    scores = q.double() @ k.double().mT / math.sqrt(case.d)
-    if is_causal:
-        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:], device=q.device), -math.inf)
+    visible = causal_mask(case.n_queries, case.n_keys, device=q.device) | (not is_causal)
+    scores = (q.double() @ k.double().mT / math.sqrt(case.d)).masked_fill(~visible, -math.inf)
     error = (saved[0].double() - scores.logsumexp(-1)).abs().max().item()
     assert error < 1e-2, f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
 
@@ -130,6 +119,8 @@ def _random_inputs(case: AttentionCase, generator: torch.Generator, dtype: torch
     if case.n_padding:
         q[..., 0], k[..., 0] = 64.0, 0.0
         k[..., : case.n_padding, 0] = max(-1e38, torch.finfo(dtype).min)
+    if case.transposed:
+        q, k, v = (x.transpose(0, -2).contiguous().transpose(0, -2) for x in (q, k, v))
     return [x.to(dtype) for x in (q, k, v, do)]
 
 

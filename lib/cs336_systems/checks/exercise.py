@@ -104,10 +104,7 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
     What is not written yet (a bare NotImplementedError, in another process too) is "not yet", anything else
     that is raised is a mistake: of an AssertionError the message is shown, of others the type too. Kernels in
     Triton's interpreter cannot reach beyond their tensors; of very long output only the beginning is printed.
-
-    Args:
-        name: printed with the verdict.
-        timeout_s: seconds after which the Python code inside counts as hanging.
+    Python code counts as hanging after timeout_s seconds.
     """
     found = Step()
     try:

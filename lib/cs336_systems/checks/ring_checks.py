@@ -21,14 +21,8 @@ Ring = Callable[[Tensor, int, int], Generator[Tensor, Tensor, Tensor]]
 def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Run a ring all-reduce on all ranks in this process, message by message.
 
-    Args:
-        tensors: what each rank begins with.
-
-    Returns:
-        What each rank ends with, and of each rank the messages that it sent, in their order.
-
-    Raises:
-        AssertionError: nothing is sent to others, never ends, or not all ranks send equally often.
+    From what each rank begins with to what each ends with, and the messages that each sent, in their order.
+    AssertionError: it sends nothing, never ends, or not all ranks send equally often.
     """
     n = len(tensors)
     ranks = [all_reduce(tensor, rank, n) for rank, tensor in enumerate(tensors)]

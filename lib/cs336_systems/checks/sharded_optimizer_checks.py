@@ -107,8 +107,9 @@ def _has_groups(make: Make) -> Iterator[str | Property]:
     yield ""
     for each in (pair.optimizer, pair.candidate):
         each.param_groups[0]["lr"] = 1e-3
-    mend = "Copy settings into the groups of the optimizer inside before its step."
-    yield from pair.step("after a change of param_groups[0]['lr'], as a scheduler makes it,", mend)
+        each.param_groups[1] |= {"betas": (0.5, 0.7), "weight_decay": 0.9}
+    mend = "Copy all settings into all groups of the optimizer inside before its step."
+    yield from pair.step("after changes of settings in param_groups, as schedulers make them,", mend)
     yield Property("Groups keep their settings, and what a scheduler changes in them arrives")
 
     pair = _Pair(make, groups=lambda params: params[:4])

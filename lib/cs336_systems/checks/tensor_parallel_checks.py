@@ -22,10 +22,17 @@ def check_tensor_parallel(layer_class: LayerClass) -> Iterator[str | Property]:
     It is called as `layer_class(full, group)` with the whole layer, equal on every rank, and needs parameters
     `.w1` and `.w3` (its rows of the whole ones), `.w2` (its columns), `forward(x)`; see `on_ranks.checker`.
     """
+    yield from _is_whole(layer_class, None)
+    alone, _ = dist.new_subgroups(1)
+    for found in _is_whole(layer_class, alone):
+        yield "" if isinstance(found, Property) else f"in a group of this rank alone, {found} Use the group."
+
+
+def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Iterator[str | Property]:
     torch.manual_seed(0)
-    n, rank = dist.get_world_size(), dist.get_rank()
-    full, part = SwiGLU(_D_MODEL, _WIDTH * n), SwiGLU(_D_MODEL, _WIDTH)  # part has this rank's slices alone
-    layer = layer_class(full, None)
+    n, rank, width = dist.get_world_size(group), dist.get_rank(group), _WIDTH * dist.get_world_size()
+    full, part = SwiGLU(_D_MODEL, width), SwiGLU(_D_MODEL, width // n)  # part has this rank's slices alone
+    layer = layer_class(full, group)
     for name, cut in _CUTS.items():
         weight, wanted = getattr(layer, name, None), getattr(full, name).weight.detach().chunk(n, cut)[rank]
         pieces = f"{('rows', 'columns')[cut]} (dimension {cut})"

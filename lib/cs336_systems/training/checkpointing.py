@@ -100,7 +100,7 @@ def strategy(name: str) -> Strategy:
         ValueError: there is none of that name; the message lists what there is.
     """
     word, _, number = name.partition(" ")
-    if word == "every" and number.isdigit() and int(number):
+    if word == "every" and number.isdecimal() and int(number):
         return partial(every_k, k=int(number))
     check_choice("strategy", name, ["every 1", "every 2 ...", *STRATEGIES])
     return STRATEGIES[name]
