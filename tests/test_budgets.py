@@ -10,16 +10,16 @@ BUDGETS: dict[str, tuple[int, int | None]] = {
     "lib/cs336_systems": (11_341, 10_000),
     "lib/cs336_systems/accounting": (1_148, 1_150),
     "lib/cs336_systems/attention": (3_299, 3_300),
-    "lib/cs336_systems/checks": (1_826, 1_550),
+    "lib/cs336_systems/checks": (1_824, 1_550),
     "lib/cs336_systems/kernels": (808, 650),
     "lib/cs336_systems/parallel": (2_885, 2_150),
     "lib/cs336_systems/training": (700, 700),
-    "lib/labbook": (5_170, 3_400),
+    "lib/labbook": (5_152, 3_400),
     "lib/labbook/book": (1_144, 850),
     "lib/labbook/memory": (402, 400),
     "lib/labbook/profiles": (644, 550),
     "notebooks": (250, None),
-    "tests": (11_724, 9_500),
+    "tests": (11_723, 9_500),
 }
 
 
