@@ -107,7 +107,7 @@ WRONG = [
     ("42", "held", "2 * parameter_bytes", "parameter_bytes", "AdamW has two moments"),
     ("42", "sent", "(ranks - 1) / ranks", "1", "N - 1 of N links"),
     ("42", "gradient_peak", "max(most, ", "(", "the largest moment"),
-    ("43", "rows_of", "return torch.cat([mine, padding])", "return mine", "are the last rows padded"),
+    ("43", "rows_of", "return torch.cat([mine, padding])", "return mine", "padded, and in the weight"),
     ("43", "ShardedModule", "rows[: len(weight.whole)]", "rows[::2]", "put the shards together in the order"),
     ("43", "ForwardFSDP", "wanted[0].work.wait()", "pass", "may be on its way"),
     ("43", "ShortFSDP", "weight.whole.grad / dist.get_world_size()", "weight.whole.grad", "is the sum over"),
