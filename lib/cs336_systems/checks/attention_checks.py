@@ -97,7 +97,7 @@ def check_logsumexp(
 ) -> None:
     """The forward keeps exactly one tensor of shape (..., n_queries) for its backward: each row's logsumexp.
 
-    AssertionError: it keeps none or several, or its numbers are no natural logarithms of the row sums.
+    Raises AssertionError: it keeps none or several, or numbers that are no natural logarithms of row sums.
     """
     case = AttentionCase("logsumexp", leading=(2,), n_queries=96, n_keys=128, is_causal=is_causal)
     q, k, v, _ = _random_inputs(case, random_on(device, None), torch.float32)

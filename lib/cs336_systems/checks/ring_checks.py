@@ -21,8 +21,8 @@ Ring = Callable[[Tensor, int, int], Generator[Tensor, Tensor, Tensor]]
 def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Run a ring all-reduce on all ranks in this process, message by message.
 
-    From what each rank begins with to what each ends with, and the messages that each sent, in their order.
-    AssertionError: it sends nothing, never ends, or not all ranks send equally often.
+    tensors: what each begins with. Returns what each ends with, and of each the messages it sent, in order.
+    Raises AssertionError: it sends nothing to others, never ends, or not all ranks send equally often.
     """
     n = len(tensors)
     ranks = [all_reduce(tensor, rank, n) for rank, tensor in enumerate(tensors)]
