@@ -27,7 +27,7 @@ class Written:
         wanted, needed = set(), []
         for i in range(checkers[-1], -1, -1):
             if i in checkers or makes(cells[i].source) & wanted:
-                wanted |= _reads(cells[i].source)
+                wanted |= reads(cells[i].source)
                 needed.append(i)
         self.name, self.solution = name, cells[place].source
         self.before = [cells[i].source for i in needed[::-1] if i < place]
@@ -96,10 +96,10 @@ def makes(source: str) -> set[str]:
 
 
 @cache
-def _reads(source: str) -> set[str]:
+def reads(source: str) -> set[str]:
     """The names that a cell takes from others; arguments and what is local to a function are its own."""
-    tables = [symtable.symtable(source, "cell", "exec")]
-    names = {symbol.get_name() for symbol in tables[0].get_symbols()}
+    cell = symtable.symtable(source, "cell", "exec")
+    names, tables = {s.get_name() for s in cell.get_symbols() if s.is_referenced()}, cell.get_children()
     while tables:
         tables += (table := tables.pop()).get_children()
         names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}

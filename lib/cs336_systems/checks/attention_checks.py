@@ -139,8 +139,11 @@ def _diagnose(case: AttentionCase, name: str, ours: Tensor, exact: Tensor, error
     if not ours.isfinite().all():
         if case.n_padding:
             return ". It is not finite: the first keys' scores are -inf; where the maximum is, subtract 0"
-        softmax = "is a maximum subtracted before exp, and " if name == "O" else ""
-        return f". It is not finite: {softmax}is every element written?"
+        first = "a maximum subtracted" if name == "O" else "a hidden score -inf"
+        return f". It is not finite: is {first} before exp, and is every element written?"
+    factor = (ours.double() * exact).sum() / exact.square().sum()
+    if abs(factor - 1) > 0.1 and (ours - factor * exact).norm() < 0.01 * exact.norm():
+        return f". It is {factor:.3g} times what it should be: is the scale there as often as in the formula?"
     difference = (ours.double() - exact).reshape(-1, *exact.shape[-2:])
     sequences, rows = difference.norm(dim=(1, 2)), difference.norm(dim=(0, 2))
     if sequences[0] < 0.01 * sequences.max():

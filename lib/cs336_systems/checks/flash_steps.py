@@ -4,7 +4,6 @@ The kernels here only carry tensors to the functions that are being written, and
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,8 +43,7 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
     """
 
     def agrees(tiles: int, scale: float = 0.25, hide: slice | None = None, hidden: int = -1) -> bool:
-        normal = partial(torch.randn, device=device, dtype=torch.float32)
-        q, k, v = (normal(n, _TILE, _TILE) for n in (1, tiles, tiles))
+        q, k, v = (torch.randn(n, 16, 16, device=device, dtype=torch.float32) for n in (1, tiles, tiles))
         visible = torch.ones(tiles, _TILE, _TILE, dtype=torch.int32, device=device)
         if hide:
             visible[hidden, :, hide] = 0
@@ -100,8 +98,7 @@ def _gradients_kernel(
     q, k = tl.load(q_ptr + square), tl.load(k_ptr + square)
     v, do = tl.load(v_ptr + square), tl.load(do_ptr + square)
     lse, delta = tl.load(lse_ptr + rows), tl.load(delta_ptr + rows)
-    visible = tl.load(visible_ptr + square) != 0
-    p, ds = gradients(q, k, v, do, lse, delta, visible, scale)
+    p, ds = gradients(q, k, v, do, lse, delta, tl.load(visible_ptr + square) != 0, scale)
     tl.store(p_ptr + square, p)
     tl.store(ds_ptr + square, ds)
 
@@ -109,21 +106,20 @@ def _gradients_kernel(
 def check_gradients(check: Step, gradients: JITFunction, device: str | torch.device = "cpu") -> None:
     """Properties of `gradients(q, k, v, do, lse, delta, visible, scale)`, one tile of the backward pass.
 
-    It takes q, k, v, do (16, 16), lse and delta (16,), visible (16, 16) of bool; returns P and dS (16, 16),
-    where S = scale * q k^T.
+    q, k, v, do (16, 16), lse, delta (16,), visible (16, 16) of bool -> P, dS (16, 16); S = scale * q k^T.
     """
     q, k, v, do = torch.randn(4, _TILE, _TILE, device=device, dtype=torch.float32)
-    visible = torch.ones(_TILE, _TILE, dtype=torch.int32, device=device).tril()
-    scores = (0.25 * q @ k.T).masked_fill(visible == 0, -torch.inf).requires_grad_()
+    q[:, 0], k[-1, 0] = 1.0, 1e3  # hidden from all rows but the last: its exponentials overflow
+    seen = torch.ones(_TILE, _TILE, dtype=torch.bool, device=device).tril()
+    scores = (0.25 * q @ k.T).masked_fill(~seen, -torch.inf).requires_grad_()
     wanted_p = scores.softmax(-1)
     (wanted_ds,) = torch.autograd.grad(wanted_p @ v, scores, do)
     lse, delta = scores.detach().logsumexp(-1), (do * (wanted_p.detach() @ v)).sum(-1)
     p, ds = torch.full((2, _TILE, _TILE), torch.nan, device=device, dtype=torch.float32)
-    _gradients_kernel[1,](q, k, v, do, visible, lse, delta, p, ds, 0.25, gradients, _TILE)
-    check("P is the softmax", torch.allclose(p, wanted_p, rtol=1e-3, atol=1e-5), "p = exp(s - lse), s scaled")
-    check("hidden scores have none", not p[visible == 0].any(), "is a hidden score -inf?")
-    right = torch.allclose(ds, wanted_ds, rtol=1e-3, atol=1e-4)
-    check("dS is its derivative", right, "ds = p * (dp - delta), row by row, with dp = dO V^T")
+    _gradients_kernel[1,](q, k, v, do, seen.int(), lse, delta, p, ds, 0.25, gradients, _TILE)
+    check("P = exp(S - L)", torch.allclose(p[seen], wanted_p[seen], 1e-3, 1e-5), "scaled s, log2(e) in exp2?")
+    check("hidden scores have none", not p[~seen].any(), "is a hidden score -inf before exp2?")
+    check("dS is its derivative", torch.allclose(ds, wanted_ds, 1e-3, 1e-4), "p * (dp - delta), dp = dO V^T")
 
 
 _FORWARD = (  # each a property, by its name
@@ -162,6 +158,7 @@ def check_backward(check: Step, attention: AttentionFunction, device: str | torc
     _tell(check, "keeps one logsumexp a row", check_logsumexp, attention, device=device)
     for case in _BACKWARD:
         _tell(check, case.name, check_attention, attention, cases=[case], device=device)
+    _tell(check, "16 bits", check_attention, attention, cases=_BACKWARD[:1], dtype=torch.half, device=device)
 
 
 def _tell(show: Callable, name: str, checked: Callable, attention: AttentionFunction, **how: Any) -> None:
