@@ -68,11 +68,3 @@ def test_cross_entropy_is_torchs_whatever_the_logits(shape, vocabulary, seed, sc
     atol = 1e-5 + 2 * torch.finfo(torch.float32).eps * logits.abs().max().item()
     torch.testing.assert_close(cross_entropy(logits, targets), expected, rtol=1e-5, atol=atol)
     assert expected.isfinite()
-
-
-def test_cross_entropy_of_16_bit_logits_is_taken_in_float32():
-    logits = normal((64, 1000), seed=2, scale=3).bfloat16()
-    targets = torch.arange(64)
-    loss = cross_entropy(logits, targets)
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, cross_entropy(logits.float(), targets))

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from cs336_systems.configs import MODEL_SIZES, model_size
+from cs336_systems.configs import model_size
 from cs336_systems.functional import cross_entropy
-from cs336_systems.model import Embedding, Linear, RMSNorm, TransformerLM, build_model
+from cs336_systems.model import Embedding, Linear, RMSNorm, TransformerLM
 from cs336_systems.optimizer import AdamW
 
 DIMENSIONS = dict(vocab_size=50, context_length=16, d_model=24, num_layers=2, num_heads=3, d_ff=40)
@@ -33,26 +33,23 @@ HANDOUT_NAMES = {
 
 
 def logits_by_the_handout(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
-    """One sequence in float64, positions turned as complex numbers, the future hidden by minus infinity."""
+    """In float64, of PyTorch's own functions; positions are turned as complex numbers."""
     weights = {name: weight.double() for name, weight in weights.items()}
-    future = torch.ones(len(tokens), len(tokens)).triu(1).bool()
 
     def norm(x, name):
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[name]
+        return F.rms_norm(x, x.shape[-1:], weights[name], eps=1e-5)
 
-    def turned(x):  # (positions, width of a head)
-        pairs = torch.view_as_complex(x.reshape(len(x), -1, 2))
-        rates = 10_000.0 ** (-2 * torch.arange(pairs.shape[1], dtype=torch.float64) / x.shape[1])
-        angles = torch.arange(len(x))[:, None] * rates
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(1)
+    def turned(x):  # (..., positions, width of a head)
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        rates = 10_000.0 ** (-2 * torch.arange(pairs.shape[-1], dtype=torch.float64) / x.shape[-1])
+        angles = torch.arange(x.shape[-2])[:, None] * rates
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
     def attention(x, layer):
         projections = (x @ weights[f"{layer}.attn.{name}_proj.weight"].T for name in "qkv")
-        heads = []
-        for q, k, v in zip(*(each.chunk(DIMENSIONS["num_heads"], 1) for each in projections), strict=True):
-            scores = turned(q) @ turned(k).T / math.sqrt(q.shape[1])
-            heads.append(scores.masked_fill(future, -math.inf).softmax(-1) @ v)
-        return torch.cat(heads, 1) @ weights[f"{layer}.attn.output_proj.weight"].T
+        q, k, v = (x.unflatten(-1, (DIMENSIONS["num_heads"], -1)).transpose(1, 2) for x in projections)
+        output = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
+        return output.transpose(1, 2).flatten(-2) @ weights[f"{layer}.attn.output_proj.weight"].T
 
     def feed_forward(x, layer):
         w1, w2, w3 = (weights[f"{layer}.ffn.w{i}.weight"] for i in (1, 2, 3))
@@ -72,7 +69,7 @@ def test_weights_by_the_handouts_names_load_and_give_the_handouts_logits():
     assert set(weights) == HANDOUT_NAMES
     model, tokens = a_model(), some_tokens()
     model.load_state_dict(weights, strict=True)
-    expected = torch.stack([logits_by_the_handout(weights, sequence) for sequence in tokens])
+    expected = logits_by_the_handout(weights, tokens)
     torch.testing.assert_close(model(tokens).double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(model.double()(tokens), expected, rtol=1e-5, atol=1e-5)
 
@@ -163,27 +160,6 @@ def test_what_is_float32_does_not_follow_the_default_dtype(default):
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-def test_each_size_knows_its_key_and_has_even_heads():
-    for edition, sizes in MODEL_SIZES.items():
-        for name, size in sizes.items():
-            assert size.label == f"{name} ({edition})"
-            assert size.d_head * size.num_heads == size.d_model
-            assert size.d_head % 2 == 0
-
-
-def test_one_pair_of_rotary_tables_serves_all_layers():
-    model = build_model(model_size("10B", 2026), 2048, device="meta")
-    assert [tuple(buffer.shape) for buffer in model.buffers()] == 2 * [(2048, 64)]
-
-
-@pytest.mark.gpu
-def test_it_is_built_on_the_gpu_and_gives_the_same_logits_there():
-    model, on_gpu = a_model(), a_model(device="cuda")
-    assert all(tensor.is_cuda for tensor in [*on_gpu.parameters(), *on_gpu.buffers()])
-    on_gpu.load_state_dict(model.state_dict())
-    torch.testing.assert_close(on_gpu(some_tokens().cuda()).cpu(), model(some_tokens()), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

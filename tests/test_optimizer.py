@@ -53,25 +53,15 @@ def test_100_steps_are_torchs(dtype, groups, settings):
         for params, optimizer in ((ours, own), (theirs, other)):
             optimizer.param_groups[-1]["lr"] *= 0.99  # as a scheduler does
             give_gradients(params, step, scale=10.0 ** (step % 5 - 3))
-        for parameter in theirs:
+            params[1].grad = None  # it is left alone
+        for parameter in (theirs[0], *theirs[2:]):
             parameter.grad = parameter.grad.resolve_conj()  # which torch's asks for
         own.step()
         other.step()
     for mine, wanted in zip(ours, theirs, strict=True):
         assert torch.isfinite(mine).all()
         torch.testing.assert_close(mine, wanted, rtol=2e-6, atol=1e-7)
-
-
-def test_a_parameter_without_gradient_is_left_alone():
-    params = parameters()
-    give_gradients(params, seed=1)
-    params[0].grad = None
-    before = params[0].detach().clone()
-    optimizer = AdamW(params, weight_decay=0.5)
-    optimizer.step()
-    assert torch.equal(params[0], before)
-    assert params[0] not in optimizer.state
-    assert params[1] in optimizer.state
+    assert ours[1] not in own.state
 
 
 def test_a_sparse_gradient_is_refused():

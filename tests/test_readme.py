@@ -51,7 +51,7 @@ def test_its_numbers_are_rows():
     ours, cudnn = (one(flash, implementation=name) for name in ("flash_triton", "sdpa_cudnn"))
     assert (ours["context_length"], ours["d_head"], ours["num_heads"]) == (16_384, 64, 16)
     assert ours["run"] == cudnn["run"]
-    full = one(load_rows("leaderboard", "h200", "full_step_times"), implementation="selective")
+    full = one(load_rows("leaderboard", "h200", "full_step_times"), implementation="offloaded")
     mixed = load_rows("benchmarking_mixed_precision", "h200", "model_times").query("`pass` == 'forward'")
     mixed = mixed.query("warmup_steps == 5 and context_length == 512 and batch_size == 4")
     speed_up = mixed.pivot_table(index=["model_size", "edition"], columns="dtype", values="p50_ms")

@@ -42,14 +42,15 @@ def answer(deliverable: str, text: str, *claims: Claim) -> None:
 
     Raises AssertionError: a claim does not hold; the message names each that does not. Nothing is shown.
     """
-    _show(f"**({deliverable})** {text}{_checked(f'answer ({deliverable})', claims)}")
+    checked = _checked(f"answer ({deliverable})", claims)
+    display.display(display.Markdown(f"**({deliverable})** {text}{checked}"))
 
 
 def solution(exercise: int, text: str, *claims: Claim) -> None:
     """Show, folded, the answer to an exercise. Raises as `answer`."""
     folded = _checked(f"exercise {exercise}", claims)
     summary = f"<details><summary>Answer to exercise {exercise}</summary>"
-    _show(f"{summary}\n\n{text}{folded}\n\n</details>")
+    display.display(display.Markdown(f"{summary}\n\n{text}{folded}\n\n</details>"))
 
 
 def _checked(what: str, claims: Sequence[Claim]) -> str:
@@ -61,14 +62,10 @@ def _checked(what: str, claims: Sequence[Claim]) -> str:
     return f"\n\n<details>{summary}\n<ul>\n{lines}\n</ul>\n</details>" if claims else ""
 
 
-def _show(markdown: str) -> None:
-    display.display(display.Markdown(markdown))
-
-
 def show_source(*objects: Callable | type) -> None:
     """Show the lines that run, of functions or classes, without docstrings: the notebook explains."""
     code = "\n\n".join(without_docstrings(inspect.getsource(each)) for each in objects)
-    _show(f"```python\n{code}\n```")
+    display.display(display.Markdown(f"```python\n{code}\n```"))
 
 
 def without_docstrings(source: str) -> str:

@@ -9,12 +9,11 @@ from labbook.rows import KEYS, VALUES, load_rows, published
 
 # Rows that differ in nothing else measured the same.
 _SAME = [name for name in KEYS if name != "warmup_steps"]
-_NO_KEYS = {*VALUES, "status", "reason", "run"}
 
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
     """The columns that say what was measured and where, as opposed to what came out."""
-    values = {name for name in frame if name in _NO_KEYS or name.endswith("_status")}
+    values = {*VALUES, "status", "reason", "run"} | {name for name in frame if name.endswith("_status")}
     values |= {name for name in frame if frame[name].dtype.kind == "f" or name.rpartition("_")[2] in UNITS}
     return [name for name in frame if name in (*KEYS, "machine", "gpu") or name not in values]
 

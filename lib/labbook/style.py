@@ -48,8 +48,7 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
     if numbers or (family and not any(named.color for named in family.values())):
         shades = sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, len(values)))
         return dict(zip(values, map(to_hex, shades), strict=True))  # lightness alone tells them apart
-    named = {value: family[value].color for value in values if value in family}
-    fixed = {value: COLORS.get(color, color) for value, color in named.items()}
+    fixed = {value: COLORS.get(family[value].color) for value in values if value in family}
     spare = cycle([color for color in _SPARE if color not in fixed.values()] or _SPARE)
     return {value: fixed.get(value) or next(spare) for value in values}
 

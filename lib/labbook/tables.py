@@ -120,9 +120,8 @@ def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
     """What was measured and what came out: a line for each row, one for all of a recording."""
     schema, lines = TABLES[table], []
     keys = schema.group or schema.keys
-    implied = ("d_model", "num_heads") if "model_size" in keys else ()
     for row in rows[:1] if schema.group else rows:
-        told = [name for name in keys if name not in implied and not pd.isna(row.get(name))]
+        told = ", ".join(named_value(name, row[name]) for name in keys if not pd.isna(row.get(name)))
         name = next((name for name in ("p50_ms", *schema.values) if not pd.isna(row.get(name))), "")
         if row.get("status", "ok") != "ok":
             outcome = row["status"] + (f" ({row['reason']})" if row.get("reason") else "")
@@ -130,5 +129,5 @@ def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
             outcome = f"{len(rows)} rows"
         else:
             outcome = row[name] if isinstance(row[name], str) else quantity(row[name], name)
-        lines.append(f"{', '.join(named_value(name, row[name]) for name in told)}: {outcome}")
+        lines.append(f"{told}: {outcome}")
     return lines

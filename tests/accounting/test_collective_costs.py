@@ -6,32 +6,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems.accounting.collective_costs import (
-    bus_factor,
-    fit_alpha_beta,
-    ring_seconds,
-    torch_bucket_bytes,
-)  # fmt: skip
-
-RANKS = st.integers(2, 64)
-BYTES = st.floats(1, 1e12)
-
-
-def test_bus_factors_are_those_of_nccl_tests():
-    per_ranks = {name: [0, 0.5, 0.75] for name in ("all_gather", "reduce_scatter", "all_to_all")}
-    per_ranks |= {"all_reduce": [0, 1, 1.5], "broadcast": [1, 1, 1]}
-    assert {name: [bus_factor(name, n) for n in (1, 2, 4)] for name in per_ranks} == per_ranks
-
-
-@given(RANKS, BYTES, st.floats(0, 1), st.floats(1e3, 1e12))
-def test_a_ring_all_reduce_is_a_reduce_scatter_and_an_all_gather(n, size, hop, rate):
-    reduce, scatter, gather = (
-        ring_seconds(collective, size, n, hop_s=hop, link_bytes_per_s=rate)
-        for collective in ("all_reduce", "reduce_scatter", "all_gather")
-    )
-    assert reduce == pytest.approx(scatter + gather)
-    assert gather == pytest.approx((n - 1) * (hop + size / n / rate))
-
+from cs336_systems.accounting.collective_costs import fit_alpha_beta, torch_bucket_bytes
 
 points = st.tuples(st.floats(1, 1e9), st.floats(1e-6, 1e2))
 
@@ -53,12 +28,7 @@ def test_no_other_line_has_smaller_relative_errors(points):
             assert best <= other * (1 + 1e-6) + 1e-9
 
 
-def test_fits_on_a_line_and_on_the_borders():
-    fit = fit_alpha_beta([1e6, 1e7, 1e8], [2e-3, 11e-3, 101e-3])
-    assert fit.latency_s == pytest.approx(1e-3)
-    assert fit.half_bandwidth_bytes == pytest.approx(1e7 / 10)
-    assert fit.bandwidth_gbps == pytest.approx(1)
-    assert fit.seconds(5e6) == pytest.approx(6e-3)
+def test_fits_on_the_borders():
     superlinear = fit_alpha_beta([1e6, 1e7], [1e-4, 2e-3])  # the straight line starts below zero
     assert superlinear.latency_s == superlinear.half_bandwidth_bytes == 0
     falling = fit_alpha_beta([1e6, 1e7], [2e-3, 1e-3])

@@ -35,7 +35,6 @@ def test_pytorchs_own_passes(name, dtype):
         ("rotary", lambda x, cos, sin: PLAIN["rotary"](x, cos, -sin), "output of rotary"),
         ("swiglu", lambda a, b: PLAIN["swiglu"](b, a), "output of swiglu"),
         ("swiglu", lambda a, b: PLAIN["swiglu"](a, b).bfloat16(), "bfloat16; wanted: .*float32"),
-        ("swiglu", lambda a, b: PLAIN["swiglu"](a, b).flatten(), "wanted"),
         ("linear_cross_entropy", lambda h, w, t: PLAIN["linear_cross_entropy"](h, w, t % 37), "output"),
         ("sum", lambda x, w: PLAIN["sum"](x, w.detach() + 0.999 * (w - w.detach())), "^dw of x .* is off by"),
         ("sum", lambda x, w: PLAIN["sum"](x, w)[..., None], r"output of x \(64, 128\) is \(64, 1\)"),

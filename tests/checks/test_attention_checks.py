@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from solutions import as_contiguous, with_backward
+from solutions import as_contiguous, with_backward, written
 
 from cs336_systems.attention import FlashAttentionPyTorch
 from cs336_systems.attention.plain import causal_mask, plain_attention
@@ -67,10 +67,7 @@ def test_a_name_has_to_be_in_the_registry():
         (lambda q, k, v, c: plain_attention(q.half(), k.half(), v.half(), c).float(), "case 'full'.*allowed"),
         (lambda q, k, v, c: plain_attention(q, k.detach(), v, c), "dK of case 'full' is missing"),
         (lambda *qkvc: plain_attention(*qkvc).mT, r"is \(3, 64, 128\), .*; wanted: \(3, 128, 64\)"),
-        (lambda *qkvc: plain_attention(*qkvc).double(), "torch.float64; wanted: .*torch.float32"),
-        (with_backward(plain_attention, reads=as_contiguous), "dQ of case 'full'.* others by their strides"),
         (lambda *qkvc: plain_attention(*map(as_contiguous, qkvc[:3]), qkvc[3]), "O of .* by their strides"),
-        (with_backward(plain_attention, lambda own, last: last), "dQ of case 'full'.* in ctx alone"),
         (with_backward(plain_attention, lambda own, last: (*own[:3], last[3])), "dQ of .* in ctx alone"),
     ],
 )
@@ -80,19 +77,12 @@ def test_names_what_is_wrong(wrong, message):
 
 
 def test_a_first_tile_that_weighs_nothing_is_asked_of_libraries():
-    def online(q, k, v, is_causal):
-        m, total, acc = torch.tensor(-torch.inf), 0, 0
-        for first in range(0, k.shape[-2], 64):
-            s = q @ k[..., first : first + 64, :].mT / math.sqrt(q.shape[-1])
-            m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-            p, correction = (s - m_new).exp(), (m - m_new).exp()
-            total = correction * total + p.sum(-1, keepdim=True)
-            acc, m = correction * acc + p @ v[..., first : first + 64, :], m_new
-        return acc / total
-
-    check_attention(online, cases=BASIC[:1])
+    in_tiles = written("24", "forward_in_tiles").made("torch.finfo(torch.float32).min", "-torch.inf")
+    how = {"backward": False, "device": "cpu"}
+    check_attention(lambda *inputs: in_tiles(*inputs)[0], cases=BASIC[:1], **how)
+    padding = [AttentionCase("padding first", n_keys=400, n_padding=260)]
     with pytest.raises(AssertionError, match=r"not finite: .* subtract 0"):
-        check_attention(online, cases=[AttentionCase("padding first", n_keys=400, n_padding=260)])
+        check_attention(lambda *inputs: in_tiles(*inputs)[0], cases=padding, **how)
 
 
 @pytest.mark.parametrize(

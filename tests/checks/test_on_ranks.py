@@ -25,18 +25,13 @@ START, SEND = "self.module, self.handles = module, []", "dist.all_reduce(paramet
 DIVIDE, WAIT = "parameter.grad /= dist.get_world_size()", "self.handles.pop().wait()"
 FINISH = "while self.handles:"
 DIVIDE_ALL = "[p.grad.div_(dist.get_world_size()) for p in self.module.parameters() if p.grad is not None]"
-SEND_ALL = "[self.on_gradient(p) for p in self.module.parameters() if p.grad is not None]"
 DDP = {
     "^$": (),
     "rank 1: after wrapping, 'shift' .* Broadcast every": ("dist.broadcast(tensor.data, src=0)", "pass"),
     "rank 1: .* 'shift' ": (", *module.buffers()", ""),
     "'first.weight' has changed before": ("all_reduce(parameter.grad", "all_reduce(parameter.data.div_(4)"),
-    "'first.weight' is the sum over .* Div": (DIVIDE, "pass"),
     "rank 0, 1: backward waits for each message. .* async_op=True":
         (f"self.handles.append({SEND})", "dist.all_reduce(parameter.grad)"),
-    "rank 0, 1: 4 of 4 messages leave only in finish_gradient_synchronization":
-        ("parameter.register_post_accumulate_grad_hook", "id", FINISH, lines(SEND_ALL, FINISH)),
-    "rank 0[, 1]*: 1 of 4 all-reduces may still be under way": (FINISH, "while self.handles[1:]:"),
     "'first.weight' is still this rank's own. Average it":
         (DIVIDE, "pass", "all_reduce(parameter.grad", "all_reduce(parameter.grad.clone()"),
     "'rarely.weight' is still this rank's own":
@@ -64,7 +59,6 @@ OPTIMIZER = {
     "param_groups have no 'lr'": (SUPER, lines(SUPER, "self.param_groups[0].pop('lr')")),
     "parameter 0 .* the settings were AdamW's defaults":
         ("([mine], **self.settings)", "(mine['params'])", *NO_UPDATE),
-    "rank 0: parameter 2 .* as before .* by its owner alone.* Broadcast it": (BROADCASTS, "[]"),
     "rank 0, 1: parameter 0 .* as before the step.* src=owner":
         ("src=owner", "src=(owner + 1) % self.world_size"),
     "8 of 8 broadcasts may still be under way": ("handle.wait()", "pass"),
@@ -109,7 +103,6 @@ FSDP = {
     "^$": (),
     "`.mod": ("self.module, kinds = module,", "self.module, kinds = torch.nn.Sequential(module),"),
     "'embedding.weight' is not that of rank 0. Broadcast": ("dist.broadcast(parameter.data, src=0)", "pass"),
-    "in the order of the ranks": ("rows[: len(weight.whole)]", "rows.flip(0)"),
     "it has no 'embedding.weight', but w": (" return full\n", " return {'w': full['norm.weight']}\n"),
     "'embedding.weight' still has 288 of 288 elements.* rows, 144":
         ("torch.cat([mine, padding])", "full.clone()",
@@ -118,11 +111,9 @@ FSDP = {
         ("names[parameter]: parameter.detach()", "names[parameter]: parameter.detach().expand(60)",
          REPLICATED, lines(REPLICATED, "for p in self.replicated: p.data = p.data[:1]\n")),
     r"after forward, parameters\(\) are not the shards": ("weight.layer.weight = weight.shard", "pass"),
-    r"'embedding' computes while its weight .* wait\(\)": (ARRIVED, "pass"),
     r"shape \(24, 12\) and its shard \(12, 12\)":
         (GRADIENT, lines("shard, weight.shard.data = weight.shard.data, torch.zeros_like(weight.whole)",
          "    weight.shard.grad = torch.zeros_like(weight.shard)", "    weight.shard.data = shard")),
-    "'embedding.weight' is the sum over the ranks. Divide": (MEAN, "weight.whole.grad, None"),
     "'embedding.weight' is averaged twice": (MEAN, "weight.whole.grad / dist.get_world_size() ** 2, None"),
     "'norm.weight' is still this rank's own": ("dist.all_reduce(parameter.grad)", "pass", DIVIDE, "pass"),
     r"\d+ of \d+ reduce-scatter.* may still be under way": ("            work.wait()", "            pass"),
@@ -137,7 +128,6 @@ FSDP = {
     "after backward the whole .* still have memory: wide":
         (FREE_IN_BACKWARD, lines("None", "len(weight.whole) == 48 or weight.free()"),
          MY_FSDP, MY_FSDP + FREE_BEFORE_FORWARD),
-    "5 whole gradients have memory at once. Wait for": ("self.wait_for_reductions(left=1)", "pass"),
     "all-gather of 'up' starts only when its layer begins": ("place : place + 3", "place : place + 1"),
     "all-gather of 'embedding' is waited for where it starts":
         (GATHER, lines("all_gather(weight.all_rows, weight.sent)", "weight.work = True"), ARRIVED, "pass"),
@@ -207,22 +197,6 @@ def failures(group):
 )
 def test_each_mistake_is_named(group, sentence):
     assert re.search(sentence, failures(group)[sentence]), failures(group)[sentence]
-
-
-@pytest.mark.parametrize(
-    ("check", "candidate", "options"),
-    [
-        (checks.check_fsdp, parallel.FSDP, {}),
-        (checks.check_fsdp, parallel.FSDP, {"prefetch": 1}),
-        (checks.check_sharded_optimizer, parallel.ShardedOptimizer, {"bucket_size_mb": 1e-3}),
-    ],
-)
-def test_ours_passes_where_most_is_asked(check, candidate, options, capsys):
-    check(candidate, world_size=3, thorough=True, **options)
-    *held, verdict = capsys.readouterr().out.splitlines()
-    assert all(line.startswith("✓ ") for line in held)
-    assert verdict == f"{candidate.__name__}: {len(held)} cases right on 3 ranks"
-    assert len(held) >= 11
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ import contextlib
 import gc
 import io
 import os
-import symtable
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ import nbformat
 import numpy as np
 import pandas as pd
 from IPython.core.interactiveshell import InteractiveShell
+from tests.checks.solutions import makes, reads
 
 import labbook.compare
 import labbook.page
@@ -54,20 +54,11 @@ class Cell:
 
     def __init__(self, source: str, tags: list[str]) -> None:
         self.source, self.measures = source, "nbval-ignore-output" in tags
-        table = symtable.symtable(source, "cell", "exec")
-        self.makes = {s.get_name() for s in table.get_symbols() if s.is_assigned() or s.is_imported()}
         stored = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Subscript)]
         stored = [node.value for node in stored if isinstance(node.ctx, ast.Store)]  # frame["share"] = ...
-        self.makes |= {value.id for value in stored if isinstance(value, ast.Name)}
-        self.reads = set(_globals(table))
+        self.makes = makes(source) | {value.id for value in stored if isinstance(value, ast.Name)}
+        self.reads = reads(source)
         self.made, self.from_rows = {}, False
-
-
-def _globals(table: symtable.SymbolTable) -> Iterator[str]:
-    top = table.get_type() == "module"
-    yield from (s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global()))
-    for inner in table.get_children():
-        yield from _globals(inner)
 
 
 class Notebook:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from labbook import runs
+from labbook.code import notebook_of
 from labbook.files import PROJECT, REPOSITORY_FIGURES, committed
 from labbook.rows import load_rows, run_counts, save_rows
 
@@ -130,6 +131,7 @@ def test_committed_rows_have_runs_and_runs_have_rows():
     found = set()
     for path in [path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")]:
         machine, slug = path.parts[-3:-1]
+        assert notebook_of(slug), path
         found |= {(machine, name) for name in run_counts(slug, machine)}
     known = committed_runs()
     assert found == known.keys()

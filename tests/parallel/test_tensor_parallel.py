@@ -24,11 +24,8 @@ def gradients_of_a_gradient(context):
         loss = layer(x).square().sum()
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         found.append(torch.autograd.grad(loss + gradient.pow(3).sum(), [x, *layer.parameters()]))
-    cuts = {"w1": 0, "w2": 1, "w3": 0}
-    whole = dict(zip(("x", *dict(full.named_parameters())), found[0], strict=True))
-    for name, mine in zip(("x", "w1", "w2", "w3"), found[1], strict=True):
-        wanted = whole[name] if name == "x" else whole[f"{name}.weight"]
-        wanted = wanted if name == "x" else wanted.chunk(context.world_size, cuts[name])[context.rank]
+    for whole, mine, cut in zip(*found, (None, 0, 1, 0), strict=True):  # of x, w1, w2, w3
+        wanted = whole if cut is None else whole.chunk(context.world_size, cut)[context.rank]
         torch.testing.assert_close(mine, wanted)
 
 

@@ -1,15 +1,17 @@
 """A batch: what `notebooks/batch.yaml` asks of this machine, checked before anything runs, and carried out.
 
 Each job, a notebook with parameters, has a process of its own, this module as a program, which leaves nothing
-behind however it ends, and a record on disk.
+behind however it ends, and a record on disk. On a cluster it is a job of Slurm's too, with the GPUs it needs;
+partition, account, time limit and the like are Slurm's own variables, SBATCH_PARTITION and so on.
 """
 
 import hashlib
 import importlib.metadata
 import json
-import logging
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,9 +75,8 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     """
     known = load_notebooks()
     # Numbers as text, to be read as those of the command line are
-    entries = list(_entries(profile, notebooks.read_yaml("batch.yaml", yaml.BaseLoader)))
-    if strange := dict.fromkeys(name for name, _ in entries if name not in known):
-        raise BatchError("\n".join(f"batch.yaml: {unknown('notebook', name, known)}" for name in strange))
+    planned = _entries(profile, notebooks.read_yaml("batch.yaml", yaml.BaseLoader))
+    entries = [(resolve([name], known)[0], texts) for name, texts in planned]
     if only:
         names, planned = resolve(only, known), {name for name, _ in entries}
         entries = [entry for entry in entries if entry[0] in names]
@@ -101,15 +102,14 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     return [*jobs.values()]
 
 
-def _entries(profile: str, profiles: dict[str, Any], seen: tuple[str, ...] = ()) -> Iterable[tuple]:
+def _entries(profile: str, profiles: dict[str, Any]) -> Iterable[tuple]:
     """(notebook, parameters) for each point of each grid of a profile, with the profiles that it includes."""
-    if profile not in profiles or profile in seen:
-        what = "includes itself" if profile in seen else "is unknown"
-        raise BatchError(f"profile {profile!r} {what}; allowed: {', '.join(profiles)}")
+    if profile not in profiles:
+        raise BatchError(unknown("profile", profile, profiles))
     for entry in profiles[profile] or []:
         match {"parameters": {}, "grid": {}} | entry if isinstance(entry, dict) else entry:
             case {"profile": str(other)} if len(entry) == 1:
-                yield from _entries(other, profiles, (*seen, profile))
+                yield from _entries(other, profiles)
             case {"notebook": str(name), "parameters": dict(values), "grid": dict(grid), **rest} if (
                 not rest and all(isinstance(each, list) and each for each in grid.values())
             ):
@@ -157,7 +157,11 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
                 if force or why is not None:
                     if record and not force:
                         bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
-                    record = _run_job(job, folder)
+                    found, output = _code(job), folder / f"{job.name}.ipynb"  # before: it may change
+                    skipped = Record("skipped", notebooks.why_not_here(job.notebook.stem))
+                    ended = skipped if skipped.reason else execute(job.notebook, output, job.parameters)
+                    record = replace(ended, notebook=job.notebook.stem, parameters=job.line(), code=found)
+                    write_record(output.with_suffix(".json"), record)
                     bar.write(summary([record]))
             records.append(record)
     return records
@@ -174,15 +178,6 @@ def why_again(job: Job, folder: Path) -> str | None:
         return "it shows what the others found"
     now = _code(job)
     return code.why(dict.fromkeys(now, "") | record.code, now) or None
-
-
-def _run_job(job: Job, folder: Path) -> Record:
-    found, output = _code(job), folder / f"{job.name}.ipynb"  # before: what changes meanwhile did not run
-    reason = notebooks.why_not_here(job.notebook.stem)
-    record = Record("skipped", reason) if reason else execute(job.notebook, output, job.parameters)
-    record = replace(record, notebook=job.notebook.stem, parameters=job.line(), code=found)
-    write_record(output.with_suffix(".json"), record)
-    return record
 
 
 def load_record(path: Path) -> Record | None:
@@ -206,6 +201,64 @@ def summary(records: Sequence[Record]) -> str:
         lines.append(f"{each.status:7} {each.seconds:7.1f} s  {each.notebook} {each.parameters}".rstrip())
         lines += [f"    {each.reason}"] * bool(each.reason)
     return "\n".join(lines)
+
+
+def run_on_slurm(
+    jobs: Sequence[Job], command: Sequence[str], output: Path, *, gpu: bool, force: bool = False
+) -> list[Record]:
+    """Submit what is not done and unchanged, and wait for its end; how each job ended.
+
+    Of a job that still is with Slurm from before one waits for the other.
+
+    command: executes the job whose name is put at its end, with records in a folder of `output`.
+    gpu: whether a job gets GPUs: as many as it has ranks, at least one.
+    Raises BatchError: there is no Slurm here.
+    Raises KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
+    """
+    if shutil.which("sbatch") is None:
+        raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")
+    name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
+    due = [job for job in jobs if force or all(why_again(job, p.parent) for p in _records(job, output))]
+    for path in [path for job in due for path in _records(job, output)]:
+        path.unlink()  # so that one that is there is of now
+    started: list[subprocess.Popen] = []
+    try:
+        for last in (False, True):  # it shows what the others found
+            together = [job for job in due if notebooks.is_last(job.notebook.stem) == last]
+            started = [_submit(job, [*command, job.name], output, gpu, name) for job in together]
+            for job, process in zip(together, started, strict=True):
+                process.wait()
+                print(summary([_slurms_record(job, output)]), flush=True)
+    except KeyboardInterrupt:
+        subprocess.run(["scancel", f"--name={name}"], capture_output=True)
+        for process in started:
+            process.terminate()
+        raise
+    return [_slurms_record(job, output) for job in jobs]
+
+
+def _submit(job: Job, command: Sequence[str], output: Path, gpu: bool, name: str) -> subprocess.Popen:
+    """An sbatch that ends when its job has; what both say goes into the log of the job."""
+    ranks = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
+    own = job.parameters.get("backend") == "nccl"  # a GPU for each rank
+    asked = [f"--gpus-per-node={max(ranks) if own else 1}"] * gpu
+    log = make_folder(output / "slurm") / f"{job.name}.log"
+    asked += ["--wait", "--nodes=1", f"--job-name={name}", f"--output={log}", "--open-mode=append"]
+    asked += [f"--wrap=exec {shlex.join(command)}"]
+    with open(log, "a") as said:
+        return subprocess.Popen(["sbatch", *asked], stdout=said, stderr=said)
+
+
+def _records(job: Job, output: Path) -> list[Path]:
+    return [*output.glob(f"*/{job.name}.json")]
+
+
+def _slurms_record(job: Job, output: Path) -> Record:
+    """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
+    for path in _records(job, output):
+        return load_record(path)
+    said = (output / "slurm" / f"{job.name}.log").read_text().strip().rpartition("\n")[2]
+    return Record("error", f"no record, and Slurm says: {said}", 0.0, job.notebook.stem, job.line())
 
 
 def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Record:
@@ -252,7 +305,6 @@ def _main(source: str, output: str, parameters: dict[str, Any]) -> None:
     os.dup2(2, 1)  # what kernels say outside of their cells goes nowhere
     os.environ.pop("JUPYTER_PATH", None)  # the kernel "python3" is this Python's, whatever the user has
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
-    logging.getLogger("papermill").setLevel(logging.ERROR)
     try:
         papermill.execute_notebook(
             source, output, parameters, cwd=Path(source).parent, progress_bar=False, kernel_name="python3",

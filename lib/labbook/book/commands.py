@@ -13,14 +13,11 @@ from pathlib import Path
 import nbformat
 import torch
 
-from labbook.book import batch, notebooks, site, slurm
+from labbook.book import batch, notebooks, site
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
-from labbook.code import notebook_of
-from labbook.files import figures_dir, find, make_folder, write_atomically
-from labbook.machine import load_card, machine_card
-from labbook.rows import load_rows
-from labbook.runs import load_run
+from labbook.files import PROJECT, figures_dir, make_folder, write_atomically
+from labbook.machine import machine_card
 from labbook.timing import one_line
 
 
@@ -28,15 +25,9 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> int:
     """Exit code: 0 all well, 1 a notebook failed, 2 refused before starting, 130 interrupted."""
     options = _parser(program).parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a cluster's way of saying Ctrl-C
-    if given := os.environ.get("LABBOOK_FIGURES"):  # notebooks run in another folder
-        os.environ["LABBOOK_FIGURES"] = str(Path(given).resolve())
+    os.environ["LABBOOK_FIGURES"] = str(figures_dir().resolve())  # notebooks run in another folder
     try:
-        code = options.command(options) or 0
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 128 + signal.SIGPIPE
+        return options.command(options) or 0
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 130
@@ -49,7 +40,7 @@ def _parser(program: str | None) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     add = {}
-    for function in (_run, _list, _notebooks, _figures, _learn, _site, _rows):
+    for function in (_run, _list, _notebooks, _figures, _learn, _site):
         name, text = function.__name__[1:], function.__doc__
         command = commands.add_parser(name, help=text, description=text)
         command.set_defaults(command=function)
@@ -62,10 +53,8 @@ def _parser(program: str | None) -> ArgumentParser:
     add["run"]("--cluster", choices=["slurm"], help="submit to it, and wait; SBATCH_PARTITION etc. as usual")
     add["run"]("--job", metavar="NAME", help="one job of the plan alone, by the name of its files")
     add["run"]("--dry-run", action="store_true", help="print what would be executed")
-    folder = notebooks.NOTEBOOKS.parent / "runs"
-    add["run"]("--output", type=Path, default=folder, metavar="FOLDER", help="default: runs")
+    add["run"]("--output", type=Path, default=PROJECT / "runs", metavar="FOLDER", help="default: runs")
     add["site"]("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
-    add["rows"]("machine", help="a folder of figures")
     for name in ("notebooks", "figures", "learn"):
         add[name]("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     return parser
@@ -82,7 +71,7 @@ def _run(options: Namespace) -> int:
     needed, output = batch.PROFILES[profile], options.output.resolve()
     if options.cluster and not options.job:
         command = [sys.executable, *sys.orig_argv[1:], f"--profile={profile}", f"--output={output}", "--job"]
-        records = slurm.run_batch(jobs, command, output, gpu=needed > 0, force=options.force)
+        records = batch.run_on_slurm(jobs, command, output, gpu=needed > 0, force=options.force)
         return _told(records, sorted({path.parent for path in output.glob("*/*.ipynb")}))
     if options.job:
         jobs, needed = [job for job in jobs if job.name == options.job], min(needed, 1)
@@ -107,10 +96,10 @@ def _run(options: Namespace) -> int:
 
 def _told(records: list, folders: Sequence[Path]) -> int:
     """Print how each ended, and where the site of each folder is; the exit code."""
-    print(f"\n{(told := batch.summary(records))}\n")
+    print(f"\n{batch.summary(records)}\n")
     for folder in folders:
         try:
-            print(site.build(folder, folder, told))
+            print(site.build(folder, folder))
         except Exception as error:  # whatever Sphinx, its extensions or the disk lack
             print(f"warning: {folder / 'index.html'} cannot be made: {one_line(error)}", file=sys.stderr)
     return int(any(record.status not in ("ok", "skipped") for record in records))
@@ -118,6 +107,7 @@ def _told(records: list, folders: Sequence[Path]) -> int:
 
 def _list(options: Namespace) -> None:
     """the notebooks, their parameters and defaults"""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may have seen enough
     for name, parameters in notebooks.load_notebooks().items():
         lines = (f"    {each.name} = {each.default!r}  # {each.help}" for each in parameters.values())
         print(name, *lines, sep="\n")
@@ -140,38 +130,12 @@ def _figures(options: Namespace) -> int:
 
 def _learn(options: Namespace) -> None:
     """write the learner's copies, solutions cleared, to learn/"""
-    print(*write_copies(_paths(options.names), notebooks.NOTEBOOKS.parent / "learn"), sep="\n")
+    print(*write_copies(_paths(options.names), PROJECT / "learn"), sep="\n")
 
 
 def _site(options: Namespace) -> None:
     """the executed notebooks as a site in site/, to be read offline; or those of a run, in its folder"""
-    committed = notebooks.NOTEBOOKS
-    print(site.build(options.folder or committed.parent / "site", options.folder or committed))
-
-
-def _rows(options: Namespace) -> None:
-    """check a machine's rows: somebody's that were unpacked into figures, or yours before you pack them"""
-    machine, problems = options.machine, []
-    try:
-        load_card(machine)
-    except (OSError, ValueError) as error:
-        problems.append(str(error))
-    for path in (tables := sorted(find(machine).glob("*/*.csv"))):
-        found = []
-        if notebook_of(path.parent.name) is None:
-            found.append(f"there is no notebook of {path.parent.name!r}")
-        try:
-            named = load_rows(path.parent.name, machine, path.stem)["run"]
-            missing = [name for name in named.dropna().unique() if load_run(machine, name) is None]
-            if missing or named.isna().any():
-                found.append(f"runs are missing: {', '.join(missing) or 'some rows name none'}")
-        except ValueError as error:
-            found.append(str(error))
-        problems += [f"{path.parent.name}/{path.name}: {each}" for each in found]
-    problems += [f"{machine} has no rows"] * (not tables)
-    if problems:
-        raise BatchError("\n".join(problems))
-    print(f"{machine}: {len(tables)} tables, whose runs are all there")
+    print(site.build(options.folder or PROJECT / "site", options.folder or notebooks.NOTEBOOKS))
 
 
 def _paths(words: list[str]) -> list[Path]:

@@ -7,8 +7,8 @@ another cell with the tag shows of committed rows, or else the first that the no
 import base64
 import io
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 from IPython import display
@@ -24,8 +24,7 @@ _WIDTH, _COLORS = 800, 64  # of a picture: enough to read it, and all of them st
 _SHOWN_WIDTH = 600  # pixels on the page
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What the map tells of a notebook. The headline is empty when no executed answer has the tag.
 
     read_before: numbers of other notebooks. minutes: to read it, and to work through it. picture: an output.
@@ -38,10 +37,6 @@ class Entry:
     minutes: tuple[str, ...]
     headline: str
     picture: NotebookNode | None
-
-    @property
-    def title(self) -> str:
-        return self.name.replace("_", " · ", 1)
 
 
 def read_map() -> dict[str, Entry]:
@@ -88,7 +83,7 @@ def map_table(entries: dict[str, Entry], machine: str) -> str:
         before = [f"[{n}]({each}.ipynb)" for n in entry.read_before for each in entries if each[:2] == n]
         rows = run_counts(name[3:], machine).total()
         cells = [
-            f"[{entry.title.replace('_', '_<wbr>')}]({name}.ipynb)",  # long names may be broken
+            f"[{name[:2]} · {name[3:].replace('_', '_<wbr>')}]({name}.ipynb)",  # long names may be broken
             "both" if len(entry.editions) > 1 else "".join(entry.editions),
             in_short(entry.question),
             ", ".join(before),
@@ -111,11 +106,11 @@ def show_headline(entry: Entry) -> None:
     """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
     if not entry.headline:
         return
-    display.display(display.Markdown(f"### [{entry.title}]({entry.name}.ipynb)\n\n*{entry.question}*"))
+    asked = f"### [{entry.name[:2]} · {entry.name[3:]}]({entry.name}.ipynb)\n\n*{entry.question}*"
+    display.display(display.Markdown(asked))
     if entry.picture:
-        with Image.open(io.BytesIO(base64.b64decode(entry.picture.data["image/png"]))) as picture:
-            size = _WIDTH, round(picture.height * _WIDTH / picture.width)
-            small = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        small = Image.open(io.BytesIO(base64.b64decode(entry.picture.data["image/png"]))).convert("RGB")
+        small.thumbnail((_WIDTH, small.height), Image.Resampling.LANCZOS, reducing_gap=None)
         # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
         few, buffer = small.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0), io.BytesIO()
         few.save(buffer, "png", optimize=True)

@@ -26,6 +26,9 @@ from labbook.code import notebook_of
 from labbook.files import NOTEBOOKS
 
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+# YAML's own numbers would not do: 064 is 52 there, 1:30 is 90, and 1e-3 is text.
+_OF_TEXT = {list: lambda text: yaml.load(text, yaml.BaseLoader), int: int, float: float, str: str}
+_OF_TEXT[bool] = lambda text: {"true": True, "false": False}[text.lower()]
 _LIMITS = {  # what is true of a right number, and how it is said
     "least": (operator.ge, "{} or more"),
     "above": (operator.gt, "above {}"),
@@ -71,14 +74,11 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
 
 
 def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict[str, Any]:
-    """A file of the folder of notebooks, which holds a mapping."""
+    """A file of the folder of notebooks."""
     try:
-        found = _parsed((NOTEBOOKS / name).read_text(encoding="utf-8"), loader)
-    except (OSError, yaml.YAMLError) as error:
+        return _parsed((NOTEBOOKS / name).read_text(encoding="utf-8"), loader)
+    except yaml.YAMLError as error:
         raise BatchError(f"{name} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise BatchError(f"{name} holds no mapping; allowed: names with what belongs to each")
-    return found
 
 
 _parsed = cache(yaml.load)
@@ -111,21 +111,12 @@ def why_not_here(name: str) -> str:
 
 
 def convert(default: Any, given: Any) -> Any:
-    """Text, or a list that YAML gives as text, as the type of a default; as it is where it cannot be that.
-
-    YAML's own numbers would not do: 064 is 52 there, 1:30 is 90, and 1e-3 is text.
-    """
-    if isinstance(default, list) and isinstance(given, str):  # of a command line
-        with suppress(yaml.YAMLError):
-            given = yaml.load(given, yaml.BaseLoader)
-    if isinstance(default, list) and isinstance(given, list):
-        return [convert(default[0], item) for item in given]
-    with suppress(KeyError, ValueError):
-        if isinstance(default, bool) and isinstance(given, str):
-            return {"true": True, "false": False}[given.lower()]
-        if isinstance(default, int | float) and isinstance(given, str):
-            return type(default)(given)
-    return given
+    """Text, or a list that YAML gives as text, as the type of a default; as it is where it cannot be that."""
+    if isinstance(given, str):
+        with suppress(KeyError, ValueError, yaml.YAMLError):
+            given = _OF_TEXT[type(default)](given)
+    several = isinstance(default, list) and isinstance(given, list)
+    return [convert(default[0], item) for item in given] if several else given
 
 
 def check_parameters(slug: str, values: Mapping[str, Any]) -> None:

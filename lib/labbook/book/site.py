@@ -1,4 +1,4 @@
-"""Executed notebooks as a site that reads offline: chapters, search, a gallery of every plot, its rows.
+"""Executed notebooks as a site that reads offline: chapters, search, a gallery of every plot, their rows.
 
 Sphinx builds it, with myst-nb and furo (`pip install -e '.[site]'`). Nothing is executed. The site of a run
 lies beside its notebooks; its first page says how each ended.
@@ -10,22 +10,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
 
 import nbformat
-import pandas as pd
 
 from labbook.book import batch, notebooks
 from labbook.book.notebooks import BatchError
-from labbook.compare import longest_warmup
 from labbook.files import REPOSITORY_FIGURES, find, locked
-from labbook.labels import named_value
 from labbook.machine import load_card
-from labbook.rows import TABLES, load_rows
-from labbook.tables import pivot
 
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
@@ -60,10 +55,9 @@ MathJax.Ajax.loadComplete("[MathJax]/config/workbook.js");
 """
 
 
-def build(target: Path, executed: Path, told: str = "") -> Path:
+def build(target: Path, executed: Path) -> Path:
     """Write the site of the executed notebooks of a folder into another, or, for a run's, into the same.
 
-    told: how the notebooks of a run ended; without it what their records say.
     Returns its first page.
     Raises BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
     """
@@ -71,16 +65,16 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
     if missing := [name for name in wanted if find_spec(name) is None]:
         raise BatchError(f"{', '.join(missing)} is not installed; `pip install -e '.[site]'` does it")
     paths, found = sorted(executed.glob("*.ipynb")), sorted(executed.glob("*.json"))
-    records = {path.stem: record for path in found if (record := batch.load_record(path))}
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
     with locked(target), tempfile.TemporaryDirectory() as scratch:
         source, built = Path(scratch) / "source", Path(scratch) / "built"
         (source / "extra" / "plots").mkdir(parents=True)
         pages = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
-        plots = {path.stem: _page(path, source, pages, path.stem in records) for path in paths}
+        told = batch.summary([*filter(None, map(batch.load_record, found))])
+        plots = {path.stem: _page(path, source, pages, bool(told)) for path in paths}
         first = f"# {_TITLE}\n"
-        if told := told or batch.summary([*records.values()]):
+        if told:
             card = load_card(executed.name).line() if find(executed.name, "machine.json").exists() else ""
             first = f"# The workbook on {executed.name}\n\n{card}\n\n~~~~text\n{told}\n~~~~\n"
         no_rows = shutil.ignore_patterns("*.png", "*.svg", "*.json", "snapshots")
@@ -90,8 +84,7 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
         gallery = "# Every plot, and what it shows\n"
         for name, shown in plots.items():
             gallery += f"\n## [{name[:2]}]({name}.ipynb)\n\n<p>{'</p><p>'.join(shown)}</p>\n" if shown else ""
-        texts = {"index.md": first + _contents([*plots]), "gallery.md": gallery}
-        texts |= {"machines.md": _linked("\n".join(_machines()), pages), "conf.py": _CONFIG}
+        texts = {"index.md": first + _contents([*plots]), "gallery.md": gallery, "conf.py": _CONFIG}
         texts |= {"static/workbook.css": _STYLE, "static/mathjax/config/workbook.js": _MATHJAX}
         for name, text in texts.items():
             (source / name).write_text(text, encoding="utf-8")
@@ -105,73 +98,40 @@ def build(target: Path, executed: Path, told: str = "") -> Path:
 
 def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool) -> list[str]:
     """Write a notebook's page, its plots and its rows into the source; a line of HTML for each plot."""
-    notebook, lines = nbformat.read(path, as_version=4), []
-    if not may_be_empty and not any(cell.get("outputs") for cell in notebook.cells):
-        raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
+    notebook, lines = nbformat.reads(_linked(path.read_text(encoding="utf-8"), pages), as_version=4), []
     cells, notebook.cells = notebook.cells, []
+    if not may_be_empty and not any(cell.get("outputs") for cell in cells):
+        raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
     for cell in cells:
-        cell.source = _linked(cell.source, pages)
         for output in cell.get("outputs", []):
-            data = output.get("data", {})
-            if "text/markdown" in data:
-                data["text/markdown"] = _linked(data["text/markdown"], pages)
             title = output.get("metadata", {}).get("image/png", {}).get("alt")
             if title and not notebooks.is_last(path.stem):  # it shows the others'
                 name = f"{path.stem}-{len(lines) + 1}"
-                (source / "extra" / "plots" / f"{name}.png").write_bytes(base64.b64decode(data["image/png"]))
+                picture = base64.b64decode(output.data["image/png"])
+                (source / "extra" / "plots" / f"{name}.png").write_bytes(picture)
                 notebook.cells.append(nbformat.v4.new_markdown_cell(f'<a id="{name}"></a>'))
                 shown = f'<img src="plots/{name}.png" alt="" width="600" loading="lazy">'
                 lines.append(f'<a href="{path.stem}.html#{name}">{escape(title)}<br>{shown}</a>')
         notebook.cells.append(cell)
-    links = _links(_rows_behind(path.stem.partition("-")[0][3:], cells))
+    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    slug = path.stem[3:].partition("-")[0]
+    named = {slug, "published", *re.findall(r'"(\w+)"', code)}  # of others it names problem and table
+    tables = [table.relative_to(REPOSITORY_FIGURES) for table in sorted(REPOSITORY_FIGURES.glob("**/*.csv"))]
+    tables = [each for each in tables if each.parent.name == slug or {each.parent.name, each.stem} <= named]
+    links = ", ".join(f'<a href="rows/{table}">{table}</a>' for table in tables)
     notebook.cells += [nbformat.v4.new_markdown_cell(f"**Rows:** {links}")] * bool(links)
     nbformat.write(notebook, source / path.name)
     return lines
 
 
-def _rows_behind(slug: str, cells: Sequence[nbformat.NotebookNode]) -> Iterator[Path]:
-    """The files of rows that a notebook saves, and those that its code names: others' and published ones."""
-    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-    named = {slug, "published", *re.findall(r'"(\w+)"', code)}
-    for path in sorted(REPOSITORY_FIGURES.glob("**/*.csv")):
-        if path.parent.name == slug or {path.parent.name, path.stem} <= named:
-            yield path
-
-
-def _links(tables: Iterable[Path]) -> str:
-    names = [table.relative_to(REPOSITORY_FIGURES) for table in tables]
-    return ", ".join(f'<a href="rows/{name}">{name}</a>' for name in names)
-
-
 def _linked(text: str, pages: Mapping[str, str]) -> str:
-    """Markdown in which a link to a notebook leads to its page here, and one to a file not here is text."""
+    """A notebook in which a link to another leads to its page here, and one to a file not here is text."""
 
     def link(found: re.Match) -> str:
         name = pages.get(found["name"] or "")
         return f"[{found[1]}]({name}.ipynb{found['at'] or ''})" if name else found[1]
 
-    return re.sub(r"\[([^]]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)", link, text)
-
-
-def _machines() -> Iterator[str]:
-    """The page of machines beside each other: of each table the times of what several of them measured."""
-    yield "# Machines beside each other\n\nMedian times of what was measured on each, in milliseconds.\n"
-    machines = sorted(path.parent.name for path in REPOSITORY_FIGURES.glob("*/machine.json"))
-    for path in sorted(notebooks.NOTEBOOKS.glob("*.ipynb")):
-        for name in (name for name, table in TABLES.items() if "p50_ms" in table.values):
-            there = [each for each in machines if find(each, path.stem[3:], f"{name}.csv").exists()]
-            if len(there) < 2:
-                continue
-            rows = longest_warmup(pd.concat([load_rows(path.stem[3:], each, name) for each in there]))
-            keys = [key for key in TABLES[name].keys if key != "warmup_steps"]
-            if (rows := rows[rows.duplicated(keys, keep=False)]).empty:
-                continue
-            varying = [key for key in keys if rows[key].nunique(dropna=False) > 1] or keys[:1]
-            fixed = [named_value(key, rows[key].iloc[0]) for key in keys if key not in varying]
-            yield f"## [{path.stem[:2]}]({path.stem}.ipynb), {name}\n\n{', '.join(fixed)}\n"
-            yield pivot(rows, varying, "machine").to_html(border=0) + "\n"
-    if links := _links(sorted(REPOSITORY_FIGURES.glob("published/*.csv"))):
-        yield f"## Published by others\n\n{links}\n"
+    return re.sub(r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)", link, text)
 
 
 def _contents(names: Sequence[str]) -> str:
@@ -180,6 +140,6 @@ def _contents(names: Sequence[str]) -> str:
     text = []
     for first, end in zip(chapters, [*[*chapters][1:], 100], strict=True):
         pages = [f"{name} <{name}>" for name in names if first <= int(name[:2]) < end]
-        pages += ["gallery", "machines"] * (first == 0)
+        pages += ["gallery"] * (first == 0)
         text += ["```{toctree}", f":caption: {chapters[first]}", ":maxdepth: 1", *pages, "```\n"]
     return "\n".join(text)

@@ -7,10 +7,9 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,8 +29,7 @@ Change = tuple[float, int, int, str]  # time in microseconds, address, bytes (ne
 _TIMES = ["start_ns", "end_ns"]
 
 
-@dataclass(frozen=True)
-class MemoryHistory:
+class MemoryHistory(NamedTuple):
     """Every allocation of a recorded step.
 
     allocations: address, size_bytes, start_us, end_us (infinite while alive at the end), range (path of
@@ -96,15 +94,11 @@ def record_snapshot(run: Callable[[], Any], steps: Any) -> dict[str, Any]:
 def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) -> MemoryHistory:
     """Read the CUDA allocator's snapshot of one step; owners when the recording began and ended.
 
-    Raises ProfileError: the snapshot has no history, no ranges, what other versions lack, or several GPUs.
+    Raises ProfileError: the snapshot has no history, no ranges, or the history of several GPUs.
     """
-    try:
-        traces = [trace for trace in snapshot["device_traces"] if trace]
-        blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
-        alive = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
-        annotations = snapshot["external_annotations"]
-    except KeyError as error:
-        raise ProfileError(f"the snapshot has no {error}: it is of another version of PyTorch") from None
+    traces = [trace for trace in snapshot["device_traces"] if trace]
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    alive = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
     if len(traces) != 1:
         raise ProfileError(f"the snapshot has the history of {len(traces)} GPUs; allowed: one")
     signs, changes, opened, ranges = {"alloc": 1, "free_requested": -1}, [], defaultdict(list), []
@@ -112,7 +106,7 @@ def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) ->
         if sign := signs.get(event["action"]):
             frames = ((f["filename"], f["line"], f["name"]) for f in event.get("frames", ()))
             changes.append((event["time_us"], event["addr"], sign * event["size"], own_line(frames)))
-    for annotation in sorted(annotations, key=lambda annotation: annotation["time_us"]):
+    for annotation in sorted(snapshot["external_annotations"], key=lambda annotation: annotation["time_us"]):
         name, time = annotation["name"], annotation["time_us"]
         if annotation["stage"] == "START":
             opened[name].append(time)

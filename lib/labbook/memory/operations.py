@@ -5,9 +5,8 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from traceback import walk_stack
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -111,8 +110,7 @@ def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
     return ""
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One operation of eager PyTorch, as a rule one kernel: it reads its inputs and writes its output."""
 
     name: str

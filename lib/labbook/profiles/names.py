@@ -21,10 +21,7 @@ _PATTERNS = (
     ("softmax", r"softmax"),
     ("normalisation", r"(layer|rms|batch|group)_?norm|gammabeta|rowwisemoments|triton_\w+rsqrt"),
     ("embedding/index", r"embedding|gather|scatter|(?<!with_)index|radixsort|devicecompact|masked_select"),
-    (
-        "embedding/index",
-        r"unique|partials?(_per)?_segment|grad_weight|^aten::(\w*sort|topk|nonzero|take)",
-    ),
+    ("embedding/index", r"unique|partials?(_per)?_segment|grad_weight|^aten::(\w*sort|topk|nonzero|take)"),
     ("copy/cast", r"memcpy|memset|direct_copy|float\w*_copy_kernel|to_device|catarray|fillfunctor"),
     ("copy/cast", r"^aten::(copy_|clone|contiguous|to|_to_copy|fill_|zero_|cat|stack|_conj|pin_memory)$"),
     ("copy/cast", r"^triton_poi_fused_(_to_copy|clone|cat|copy)(_\d+)?$"),

@@ -23,6 +23,7 @@ from labbook.profiles.table import Profile, ProfileError, complete
 # sampling, no context switches: they make the stream gigabytes large, and nothing here reads them.
 _PROFILE = ["nsys", "profile", "--trace=cuda,nvtx", "--cuda-graph-trace=node", "--sample=none"]
 _PROFILE += ["--cpuctxsw=none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
+_PROFILE += ["--export=sqlite", "--force-overwrite=true"]
 
 
 def why_no_nsys() -> str:
@@ -39,22 +40,19 @@ def record_report(command: list[str], stem: Path) -> Path:
         raise ProfileError(f"{reason}, or take torch.profiler as the source")
     stem = stem.absolute()
     stem.parent.mkdir(parents=True, exist_ok=True)
-    report, export = (stem.with_name(stem.name + end) for end in (".nsys-rep", ".sqlite"))
-    makes = {report: [*_PROFILE, f"--output={stem}", *command]}
-    makes[export] = ["nsys", "export", "--type=sqlite", f"--output={export}", str(report)]
-    for made in makes:
-        made.unlink(missing_ok=True)
-    for made, words in makes.items():
-        # Whatever the exit code: files tell whether it worked, and a program that failed has a report, too.
-        done = subprocess.run(words, capture_output=True, text=True, errors="replace")
-        log = (done.stdout + done.stderr).replace("\r", "\n")
-        _, traceback, said = log.rpartition("Traceback (most recent call last)")
-        if traceback:
-            errors = re.findall(r"^[\w.]*\w(?:Error|Exception|Interrupt)(?::.*)?$", said, re.MULTILINE)
-            told = (errors or ["it ended with a traceback"])[0]
-            raise ProfileError(f"{' '.join(command)!r} failed under nsys: {told}")
-        if not made.exists():
-            raise ProfileError(f"nsys {words[1]} made no {made.name}; its log ends: {log[-400:]}")
+    export = stem.with_name(stem.name + ".sqlite")
+    export.unlink(missing_ok=True)  # so that one that is there is of now
+    # Whatever the exit code: files tell whether it worked, and a program that failed has a report, too.
+    words = [*_PROFILE, f"--output={stem}", *command]
+    done = subprocess.run(words, capture_output=True, text=True, errors="replace")
+    log = (done.stdout + done.stderr).replace("\r", "\n")
+    _, traceback, said = log.rpartition("Traceback (most recent call last)")
+    if traceback:
+        errors = re.findall(r"^[\w.]*\w(?:Error|Exception|Interrupt)(?::.*)?$", said, re.MULTILINE)
+        told = (errors or ["it ended with a traceback"])[0]
+        raise ProfileError(f"{' '.join(command)!r} failed under nsys: {told}")
+    if not export.exists():
+        raise ProfileError(f"nsys made no {export.name}; its log ends: {log[-400:]}")
     return export
 
 
@@ -82,16 +80,12 @@ SELECT '{1}' AS kind, {2} AS name, {3} >> 24 << 24 AS process, {3} AS thread, {4
 def read_export(path: Path) -> Profile:
     """Read a SQLite export of Nsight Systems 2021.2 or newer.
 
-    Raises FileNotFoundError: there is no such file.
-    ProfileError: it is no export, is cut off, is of too old a schema, or has no calls of the CUDA API;
-        or see `complete` and `Profile`.
+    Raises ProfileError: it is not there, no export, cut off, of too old a schema, or has no calls of the CUDA
+        API; or see `complete` and `Profile`.
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no Nsight Systems export {path}; make one with nsys.record_report")
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as export:
             tables = {table for (table,) in export.execute("SELECT name FROM sqlite_master")}
-            export.execute("SELECT value FROM StringIds LIMIT 1")  # every export has it
             if "CUPTI_ACTIVITY_KIND_RUNTIME" not in tables:
                 told = "record with --trace=cuda,nvtx, and export all tables"
                 raise ProfileError(f"{path.name} has no calls of the CUDA API, which launch kernels; {told}")
@@ -118,13 +112,10 @@ def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict
     program: its text, which finds `given`, as JSON, in sys.argv[1].
     metrics: of Nsight Compute, `ncu --query-metrics`.
     Returns for each kernel, in order: kernel, its name without arguments, and the metrics in base units.
-    Raises RuntimeError: there is no ncu, it or the program failed, or no kernel ran; with what was said last.
+    Raises FileNotFoundError: there is no ncu on PATH; RuntimeError: it or the program failed, or ran no kernel.
     """
     command = [*_NCU, "--metrics", ",".join(metrics), sys.executable, "-c", program, json.dumps(given)]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise RuntimeError("there is no ncu on PATH; install Nsight Compute") from None
+    run = subprocess.run(command, capture_output=True, text=True)
     _, mark, table = run.stdout.partition('"ID"')
     if run.returncode or not mark:
         raise RuntimeError(f"ncu counted nothing: {(run.stdout + run.stderr)[-2000:]}")

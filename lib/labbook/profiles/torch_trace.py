@@ -107,11 +107,9 @@ def read_trace(path: Path) -> Profile:
     Raises FileNotFoundError, ProfileError: see `load_trace` and `Profile`; or it is of several processes.
     """
     _, events = load_trace(path)
-    processes = events.process[events.kind.isin(["range", "pytorch's"])].unique()
-    if len(processes) > 1:
-        told = "whose ids and clocks are their own: read each rank's trace"
-        raise ProfileError(f"{path.name} is of several processes, {told}")
-    events["process"] = next(iter(processes), 0)  # CUPTI may have another number for it than torch
+    if events.process[events.kind.isin(["range", "pytorch's"])].nunique() > 1:
+        raise ProfileError(f"{path.name} is of several processes: read each rank's trace")
+    events["process"] = 0  # CUPTI may have another number for it than torch
     if events.kind.isin(_ON_GPU).any():
         return Profile(events[~events.kind.isin(["pytorch's", "operator"])])
     if (events.kind == "call").any():

@@ -12,8 +12,9 @@ import time
 import psutil
 import pytest
 
-from labbook.book import notebooks, slurm
-from labbook.book.batch import Job
+from labbook.book import batch as batches
+from labbook.book import notebooks
+from labbook.book.batch import Job, run_on_slurm
 from labbook.book.notebooks import BatchError
 
 SLURM = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch")
@@ -108,7 +109,6 @@ def batch(cluster, tmp_path, monkeypatch, write_notebook):
     """Runs jobs of these names: batch("11_ok", ...)."""
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, cluster[name])
-    monkeypatch.setattr(slurm, "_LOOK_EVERY_S", 0.2)
     monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
     (tmp_path / "book.yaml").write_text("last: [00_last]")
     (tmp_path / "run.py").write_text(RUN)
@@ -116,7 +116,7 @@ def batch(cluster, tmp_path, monkeypatch, write_notebook):
 
     def run(*names, gpu=False, **parameters):
         jobs = [Job(write_notebook(tmp_path / f"{name}.ipynb"), parameters) for name in names]
-        return slurm.run_batch(jobs, command, tmp_path, gpu=gpu)
+        return run_on_slurm(jobs, command, tmp_path, gpu=gpu)
 
     return run
 
@@ -155,14 +155,15 @@ def test_an_entry_gets_as_many_gpus_as_it_has_ranks_or_a_sentence(batch, tmp_pat
 
 
 def test_a_killed_job_is_a_row_and_done_again(batch, when_it_runs, tmp_path, monkeypatch):
-    when_it_runs(lambda: subprocess.run("scancel $(squeue -hrt RUNNING -o %i | grep _0$)", shell=True))
+    alone = "until [ $(squeue -h | wc -l) = 1 ]; do sleep 0.1; done; scancel $(squeue -ho %i)"
+    when_it_runs(lambda: subprocess.run(alone, shell=True))
     records = batch("11_slow", "12_ok")
     assert [record.status for record in records] == ["error", "ok"]
     assert "CANCELLED" in records[0].reason
     (tmp_path / "finish").touch()
     assert batch("11_slow")[0].status == "ok"
     started = (tmp_path / "started").read_text()
-    monkeypatch.setattr(slurm.batch, "why_again", lambda *_: None)
+    monkeypatch.setattr(batches, "why_again", lambda *_: None)
     assert [record.status for record in batch("11_slow", "12_ok")] == ["ok", "ok"]
     assert (tmp_path / "started").read_text() == started
 
@@ -187,4 +188,4 @@ def test_what_is_interrupted_leaves_nothing(batch, when_it_runs, tmp_path):
 def test_where_there_is_no_slurm_it_is_said(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BatchError, match="there is no sbatch here; --cluster slurm is for"):
-        slurm.run_batch([], [], tmp_path, gpu=False)
+        run_on_slurm([], [], tmp_path, gpu=False)
