@@ -112,7 +112,7 @@ def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict
     program: its text, which finds `given`, as JSON, in sys.argv[1].
     metrics: of Nsight Compute, `ncu --query-metrics`.
     Returns for each kernel, in order: kernel, its name without arguments, and the metrics in base units.
-    Raises FileNotFoundError: there is no ncu on PATH; RuntimeError: it or the program failed, or ran no kernel.
+    Raises FileNotFoundError: no ncu is on PATH. RuntimeError: it or the program failed, or no kernel ran.
     """
     command = [*_NCU, "--metrics", ",".join(metrics), sys.executable, "-c", program, json.dumps(given)]
     run = subprocess.run(command, capture_output=True, text=True)
