@@ -103,13 +103,13 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
 
 
 def _entries(profile: str, profiles: dict[str, Any]) -> Iterable[tuple]:
-    """(notebook, parameters) for each point of each grid of a profile, with the profiles that it includes."""
+    """(notebook, parameters) for each point of each grid of a profile, with the others that it includes."""
     if profile not in profiles:
         raise BatchError(unknown("profile", profile, profiles))
     for entry in profiles[profile] or []:
         match {"parameters": {}, "grid": {}} | entry if isinstance(entry, dict) else entry:
             case {"profile": str(other)} if len(entry) == 1:
-                yield from _entries(other, profiles)
+                yield from _entries(other, {name: it for name, it in profiles.items() if name != profile})
             case {"notebook": str(name), "parameters": dict(values), "grid": dict(grid), **rest} if (
                 not rest and all(isinstance(each, list) and each for each in grid.values())
             ):
