@@ -23,7 +23,7 @@ for dtype in (torch.bfloat16, torch.float32):
     x, w, r, a = make(tokens, width), make(width), make(tokens, dtype=torch.float32), make(tokens, gate)
     table, heads = make(tokens, 64, dtype=torch.float32), x.view(1, tokens, 32, 128).transpose(1, 2)
     rms_norm.forward.__wrapped__(x, w, 1e-5)
-    rms_norm.backward.__wrapped__(x, x, w, r, x)
+    rms_norm.backward.__wrapped__(x, x, w, r, x, True)
     rotary.rotate.__wrapped__(heads, table, table, True)
     swiglu.forward.__wrapped__(a, a)
     swiglu.backward.__wrapped__(a, a, a, True)

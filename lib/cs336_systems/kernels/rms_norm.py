@@ -42,12 +42,12 @@ def rms_norm_forward_kernel(
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, r_ptr, residual_ptr, dx_ptr, partial_ptr, stride_dy, stride_x, n_rows, d, rows_each,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, r_ptr, residual_ptr, y_ptr, dx_ptr, partial_ptr, stride_dy, stride_x, n_rows, d,
+    rows_each, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx (n_rows, d) and a row of partial sums of dw. Grid: (partials,); a program owns rows_each rows.
 
-    With three stages it loads tiles two ahead of use. A residual (n_rows, d) is added to dx.
+    With three stages it loads tiles two ahead of use. A residual (n_rows, d) is added to dx, y is forward's.
     """
     part = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -60,12 +60,13 @@ def rms_norm_backward_kernel(
         dy = tl.load(dy_ptr + rows * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + rows * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
         r = tl.load(r_ptr + rows, mask=rows < last_row, other=0.0)
-        n = x * r
-        g = dy * w
+        n, g = x * r, dy * w
         dx = r * (g - n * (tl.sum(g * n, 1, keep_dims=True) / d))
-        if HAS_RESIDUAL:
+        if residual_ptr is not None:
             dx += tl.load(residual_ptr + rows * d + columns, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx_ptr + rows * d + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        if y_ptr is not None:
+            tl.store(y_ptr + rows * d + columns, (n * w).to(y_ptr.dtype.element_ty), mask=inside)
         partial += dy * n
     total = tl.sum(partial, 0, keep_dims=True)
     tl.store(partial_ptr + part.to(tl.int64) * d + columns, total, mask=columns < d)
@@ -84,28 +85,27 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @kernel_function
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, r: Tensor, residual: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """dx (..., d) and dw (d,) of dy and x (..., d), weight (d,) and r.
+    dy: Tensor, x: Tensor, weight: Tensor, r: Tensor, residual: Tensor | None = None, remakes: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx (..., d) and dw (d,) of dy and x (..., d), weight (d,) and r; if it remakes, y too, else empty.
 
     residual: (..., d), added to dx: the gradient that reaches x past the norm.
     """
-    above, rows, dx = as_rows(dy), as_rows(x), x.new_empty(x.shape)
+    above, rows, dx, y = as_rows(dy), as_rows(x), x.new_empty(x.shape), x.new_empty(x.shape if remakes else 0)
     n_rows, d = rows.shape
     tiles, options = row_tiles(n_rows, d, TILE, WIDEST, 32)
     rows_each = max(1, options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device)))
     partial = x.new_empty((triton.cdiv(n_rows, rows_each), d), dtype=torch.float32)
     tile_bytes = options["ROWS"] * options["COLUMNS"] * (dy.element_size() + x.element_size())
-    stages = 3 if 2 * tile_bytes <= PREFETCHED else 1
-    options |= {"STAGES": stages, "HAS_RESIDUAL": residual is not None}
+    options |= {"STAGES": 3 if 2 * tile_bytes <= PREFETCHED else 1}
     residual = None if residual is None else residual.contiguous()
-    tensors = above, rows, weight.contiguous(), r, residual, dx, partial
+    tensors = above, rows, weight.contiguous(), r, residual, y if remakes else None, dx, partial
     sizes = above.stride(0), rows.stride(0), n_rows, d, rows_each
     launch(rms_norm_backward_kernel, (len(partial),), *tensors, *sizes, **options)
-    return dx, partial.sum(0).to(weight.dtype)
+    return dx, partial.sum(0).to(weight.dtype), y
 
 
-_rms_norm = differentiable(forward, backward)
+_rms_norm = differentiable(forward, lambda *saved: backward(*saved)[:2])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:

@@ -171,8 +171,7 @@ class DataParallel(nn.Module):
         gradients = [parameter.grad for parameter in self._trainable] if self._keeps_shards else []
         here = [each for each in gradients if each is not None and each.numel()]
         if self._keeps_shards:
-            finite = [norm.isfinite() for norm in torch._foreach_norm(here, torch.inf)] if here else ()
-            flags[-1] = ~torch.stack(finite).all() if here else 0
+            flags[-1] = ~torch.stack(torch._foreach_norm(here, torch.inf)).isfinite().all() if here else 0
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if self._unused:  # only then are they read, which makes the CPU wait for a GPU
             was_used = flags.tolist()
@@ -182,7 +181,7 @@ class DataParallel(nn.Module):
             self._unused.clear()
         if here:
             nan = torch.where(flags[-1].bool(), torch.nan, 0.0)
-            torch._foreach_add_([gradient[(0,) * gradient.dim()] for gradient in here], nan)
+            torch._foreach_add_([gradient.as_strided((), ()) for gradient in here], nan)
         if self._keeps_shards and not flags.is_cuda and flags[-1]:
             for parameter in self._trainable:
                 if parameter.grad is None:

@@ -4,9 +4,9 @@
     h = x + o Wo^T      n2 = rms_norm(h)    a, b = n2 W1^T, n2 W3^T    c = silu(a) b    y = h + c W2^T
 
 Backward needs all of them. It always finds x, and o with its logsumexps, which would cost the most to make
-again; n1, n2 and c it always makes again, from what is there and without a matmul. Of the rest, KEEPABLE, the
-caller says what is kept: what is not costs its matmuls once more. Residuals are added inside the matmuls
-before them, and what was made again is freed as soon as it is done with.
+again; n1, n2 and c it always makes again, without a matmul: the kernels that have read x, h, a and b anyway
+write them. Of the rest, KEEPABLE, the caller says what is kept: what is not costs its matmuls once more.
+Residuals are added inside the matmuls before them, and what was made again is freed once it is done with.
 
 Stacked, q and k come of one matmul, and so do a and b, [a b]^T = [W1; W3] n2^T: both are contiguous, and so
 are da and db, which take their memory. Then dn2 = [da db] [W1; W3] is one matmul, [dW1; dW3] another.
@@ -53,58 +53,58 @@ class BlockFunction(torch.autograd.Function):
         with torch.enable_grad():  # first_order_only has to find x behind them
             rows = x.reshape(-1, x.shape[-1])
         ctx.shape, ctx.eps, ctx.stacked = (*x.shape[:-1], num_heads, -1), (eps1, eps2), stacked
-        q, k, v = _qkv(rms_norm.forward(rows, w.ln1, eps1)[0], w, cos, sin, ctx.shape, stacked)
+        n1, r1 = rms_norm.forward(rows, w.ln1, eps1)
+        q, k, v = _qkv(n1, w, cos, sin, ctx.shape, stacked)
+        del n1
         o, logsumexp, *rest = flash_forward(q, k, v, True)
         h = torch.addmm(rows, _rows(o), w.o.T)
-        n2, _ = rms_norm.forward(h, w.ln2, eps2)
+        n2, r2 = rms_norm.forward(h, w.ln2, eps2)
         a, b = _ab(n2, w, stacked)
         c = swiglu.forward(a, b)
         qkv = (q, k, v) if "qkv" in keep else (None, None, None)
         ab = (a, b) if "ab" in keep else (None, None)
-        ctx.save_for_backward(rows, o, logsumexp, *qkv, h if "h" in keep else None, *ab, cos, sin, *w, *rest)
+        made = o, logsumexp, r1, r2, *qkv, h if "h" in keep else None, *ab
+        ctx.save_for_backward(rows, *made, cos, sin, *w, *rest)
         add = Tensor.addmm_ if stacked and "h" not in keep else torch.addmm
         return add(h, c.T if stacked else c, w.w2.T).view(x.shape)
 
     @staticmethod
     @first_order_only
     def backward(ctx, dy: Tensor):
-        x, o, logsumexp, q, k, v, h, a, b, cos, sin, *given = ctx.saved_tensors
+        x, o, logsumexp, r1, r2, q, k, v, h, a, b, cos, sin, *given = ctx.saved_tensors
         count = len(Weights._fields)
         w, rest, dy = Weights(*given[:count]), given[count:], dy.reshape(x.shape)
 
         if h is None:
             h = torch.addmm(x, _rows(o), w.o.T)
-        n2, r2 = rms_norm.forward(h, w.ln2, ctx.eps[1])
         if a is None:
-            a, b = _ab(n2, w, ctx.stacked)
+            a, b = _ab(rms_norm.forward(h, w.ln2, ctx.eps[1])[0], w, ctx.stacked)
         elif ctx.stacked and torch._C._autograd._get_current_graph_task_keep_graph():  # they are needed again
             a, b = torch.stack((a, b))
         if ctx.stacked:
-            dn2, d_w1, d_w2, d_w3 = _feed_forward_backward(dy, n2, a, b, w)
+            dn2, da, db, d_w2 = _feed_forward_backward(dy, a, b, w)
             del a, b
         else:
             da, db, c = swiglu.backward(dy @ w.w2, a, b, True)
             del a, b
             d_w2 = dy.T @ c
             del c
-            d_w1, d_w3 = da.T @ n2, db.T @ n2
             dn2 = (da @ w.w1).addmm_(db, w.w3)
-            del da, db
-        del n2
-        dh, d_ln2 = rms_norm.backward(dn2, h, w.ln2, r2, dy)
+        dh, d_ln2, n2 = rms_norm.backward(dn2, h, w.ln2, r2, dy, True)
         del h, dn2
+        d_w1, d_w3 = (_stack(da, db) @ n2).chunk(2) if ctx.stacked else (da.T @ n2, db.T @ n2)
+        del da, db, n2
 
         d_o = dh.T @ _rows(o)
-        n1, r1 = rms_norm.forward(x, w.ln1, ctx.eps[0])
         if q is None:
-            q, k, v = _qkv(n1, w, cos, sin, ctx.shape, ctx.stacked)
+            q, k, v = _qkv(rms_norm.forward(x, w.ln1, ctx.eps[0])[0], w, cos, sin, ctx.shape, ctx.stacked)
         dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx.shape), q, k, v, o, logsumexp, True, *rest)
         del q, k, v
         dq, dk = (rotary.rotate(turned, cos, sin, True) for turned in (dq, dk))
         dq, dk, dv = _rows(dq), _rows(dk), _rows(dv)
-        d_q, d_k, d_v = dq.T @ n1, dk.T @ n1, dv.T @ n1
         dn1 = (dq @ w.q).addmm_(dk, w.k).addmm_(dv, w.v)
-        dx, d_ln1 = rms_norm.backward(dn1, x, w.ln1, r1, dh)
+        dx, d_ln1, n1 = rms_norm.backward(dn1, x, w.ln1, r1, dh, True)
+        d_q, d_k, d_v = dq.T @ n1, dk.T @ n1, dv.T @ n1
         gradients = Weights(d_ln1, d_q, d_k, d_v, d_o, d_ln2, d_w1, d_w2, d_w3)
         return dx.view(*ctx.shape[:2], -1), *[None] * 7, *gradients
 
@@ -122,14 +122,13 @@ def _ab(n2: Tensor, w: Weights, stacked: bool) -> tuple[Tensor, ...]:
     return (_stack(w.w1, w.w3) @ n2.T).chunk(2) if stacked else (n2 @ w.w1.T, n2 @ w.w3.T)
 
 
-def _feed_forward_backward(dy: Tensor, n2: Tensor, a: Tensor, b: Tensor, w: Weights) -> tuple[Tensor, ...]:
-    """dn2 and the gradients of w1, w2 and w3, of a and b stacked, which become da and db."""
+def _feed_forward_backward(dy: Tensor, a: Tensor, b: Tensor, w: Weights) -> tuple[Tensor, ...]:
+    """dn2, da, db and the gradient of w2, of a and b stacked, which become da and db."""
     c, ab = w.w2.T @ dy.T, _stack(a, b)  # c is dc until the kernel has written it
     both = ab.chunk(2)
     grid, options = (triton.cdiv(c.numel(), swiglu.BLOCK),), {"BLOCK": swiglu.BLOCK, "WITH_C": True}
     launch(swiglu.swiglu_backward_kernel, grid, c, *both, *both, c, c.numel(), **options)
-    d_w1, d_w3 = (ab @ n2).chunk(2)
-    return ab.T @ _stack(w.w1, w.w3), d_w1, dy.T @ c.T, d_w3
+    return ab.T @ _stack(w.w1, w.w3), *both, dy.T @ c.T
 
 
 def _stack(one: Tensor, other: Tensor) -> Tensor:
@@ -190,4 +189,4 @@ def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str
     """Of one block: "always" (its input, o, the logsumexps), and each of KEEPABLE."""
     wide, widest = tokens * config.d_model * element_bytes, tokens * config.d_ff * element_bytes
     logsumexps = 4 * tokens * config.num_heads * (2 if element_bytes == 4 else 1)  # with their rests
-    return {"always": 2 * wide + logsumexps, "qkv": 3 * wide, "h": wide, "ab": 2 * widest}
+    return {"always": 2 * wide + logsumexps + 2 * 4 * tokens, "qkv": 3 * wide, "h": wide, "ab": 2 * widest}
