@@ -58,8 +58,7 @@ def test_closed_form_of_attention_is_what_eager_attention_moves(context_length, 
     }
     for pass_, run in runs.items():
         counted = operations_of(run)
-        moved = sum(one.bytes_moved for one in counted)
-        assert moved == accounting.attention_traffic_bytes(*shape, pass_)
+        assert sum(one.bytes_moved for one in counted) == accounting.attention_traffic_bytes(*shape, pass_)
         assert sum(one.flops for one in counted) == accounting.attention_flops(*shape, pass_)
     both = accounting.attention_traffic_bytes(*shape, "forward_backward")
     assert both == sum(accounting.attention_traffic_bytes(*shape, pass_) for pass_ in runs)

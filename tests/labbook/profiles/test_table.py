@@ -67,8 +67,7 @@ def test_range_table_tells_busy_from_idle(two_steps, a_profile):
     table = range_table(two_steps).set_index("range")
     assert set(table.index) == {"measure", "measure/forward", "measure/backward"}
     step = table.loc["measure"]
-    times = [step.host_ms, step.device_span_ms, step.device_busy_ms]
-    assert times == pytest.approx([1e-4, 78e-6, 32e-6])
+    assert [step.host_ms, step.device_span_ms, step.device_busy_ms] == pytest.approx([1e-4, 78e-6, 32e-6])
     assert step.device_idle_share == pytest.approx(1 - 32 / 78)
     assert step.calls == 3
     on_two_streams = [(MUL, 1, 10, 30), (MUL, 2, 20, 40, 8), (MUL, 3, 22, 25)]
