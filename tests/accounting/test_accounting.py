@@ -67,8 +67,8 @@ def test_flops_are_those_of_torchs_counter(config, batch_size, context_length):
     flops = accounting.forward_flops(config, batch_size, context_length)
     assert (forward.get_total_flops(), backward.get_total_flops()) == (flops, 2 * flops)
     parts = accounting.flops_breakdown(config, batch_size, context_length)
-    for part, module in (("lm_head", ".lm_head"), ("feed_forward", ".ffn")):
-        counts = [each for name, each in forward.get_flop_counts().items() if name.endswith(module)]
+    for part, end in (("lm_head", ".lm_head"), ("feed_forward", ".ffn"), ("attention_projections", "_proj")):
+        counts = [each for name, each in forward.get_flop_counts().items() if name.endswith(end)]
         assert parts[part] == sum(sum(each.values()) for each in counts)
 
 

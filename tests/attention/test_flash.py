@@ -99,8 +99,7 @@ def test_autocast(flash, dtype):
     with torch.autocast(DEVICE, dtype=dtype):
         output = flash.apply(q, k, v.to(dtype), True)
     assert output.dtype == dtype
-    grads = torch.autograd.grad(output.float().sum(), (q, k, v))
-    assert {grad.dtype for grad in grads} == {torch.float32}
+    assert {x.dtype for x in torch.autograd.grad(output.float().sum(), (q, k, v))} == {torch.float32}
     wanted = plain_attention(*(x.to(dtype).float() for x in (q, k, v)), True).to(dtype)
     torch.testing.assert_close(output, wanted, rtol=1e-2, atol=1e-2)
 

@@ -7,8 +7,8 @@
 Of each notebook runs what its answers need, first with the committed rows, then with perturbed ones: every
 row times exp(0.7 N(0, 1)); a group of rows (an implementation, a dtype, a pass, ...) 1.3 times as large, or
 gone; the labels of two groups exchanged; a column a thousand times as large. An answer turns red when a claim
-turns false; that an answer breaks for want of a row does not count. Listed apart are answers that say the
-same whatever the rows: what they check in the notebook itself (a proof, a run) is no claim about rows.
+turns false; that it breaks for want of a row or takes too long does not count. Listed apart are answers that
+say the same whatever the rows: what they check in the notebook itself (proof, run) is no claim about rows.
 
 Exit code 1: an answer from rows that nothing turns red.
 """
@@ -19,6 +19,7 @@ import contextlib
 import gc
 import io
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -44,6 +45,7 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 LOAD_ROWS, PUBLISHED = labbook.load_rows, labbook.published
 READING = (labbook, labbook.rows, labbook.page, labbook.compare)  # who has a name for the two
 NOISES = 5
+LIMIT_S = 20  # of a cell of perturbed rows: one with a loop over MiB has no end in another unit
 MOST_GROUPS = 12  # of a column; one with more different values names things
 
 Perturbation = tuple  # its kind, a column, what of it, and how many times as large
@@ -66,9 +68,8 @@ class Notebook:
 
     def __init__(self, path: Path) -> None:
         code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-        cells = [Cell(cell.source, cell.metadata.get("tags", [])) for cell in code]
-        self.cells = list(_needed(cells))[::-1]
-        self.shell, self.frames, self.claims = InteractiveShell.instance(), {}, {}
+        self.cells = list(_needed([Cell(cell.source, cell.metadata.get("tags", [])) for cell in code]))[::-1]
+        self.shell, self.frames = InteractiveShell.instance(), {}
         self.shell.reset(new_session=False)
         self.shell.user_ns["__spec__"] = None  # which processes that are spawned ask for
         for module in READING:
@@ -77,15 +78,16 @@ class Notebook:
 
     def run(self, perturb: Perturbation | None = None) -> dict[tuple, tuple[str, bool]]:
         """What its answers claim of rows that `perturb` has changed, and whether it holds."""
-        self.claims, self.said = {}, {}
-        self.perturb = perturb
+        self.claims, self.said, self.perturb = {}, {}, perturb
         for cell in self.cells:
             if perturb and not cell.from_rows:
                 self.shell.user_ns.update(cell.made)
                 continue
             self.now = cell
+            signal.alarm(LIMIT_S if perturb else 0)
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 error = self.shell.run_cell(cell.source).error_in_exec
+            signal.alarm(0)
             if error and not perturb:
                 raise error
             made = {} if error else self.shell.user_ns  # for want of a name what follows breaks as well
@@ -186,6 +188,7 @@ def audit(path: Path, *, every_claim: bool) -> bool:
         left = claims.keys() - fell if every_claim else changed - {key[:2] for key in fell}
         if tried >= NOISES and not left:
             break
+        print(f"\r{path.stem}: {tried} perturbations, {len(fell)} claims false", end=" ", file=sys.stderr)
         gc.collect()  # a cell that broke leaves its frame, with tables in it, in a cycle
         fell |= {key for key, (_, holds) in notebook.run(perturb).items() if not holds}
         rerun = {answer for answer in said if notebook.cells[answer[0]].from_rows}
@@ -209,6 +212,7 @@ def main() -> int:
     paths = sorted(NOTEBOOKS.glob("*.ipynb"))
     paths = [path for path in paths if path.stem[:2] in (options.numbers or [p.stem[:2] for p in paths[1:]])]
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGALRM, signal.default_int_handler)  # a KeyboardInterrupt, which ends the cell
     os.chdir(NOTEBOOKS)
     with tempfile.TemporaryDirectory(prefix="claims-") as folder:
         os.environ |= {"LABBOOK_FIGURES": folder, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}

@@ -106,10 +106,9 @@ def test_a_ratio_divides_and_has_its_line_at_one(rows):
 
 
 def test_rows_in_one_place_are_refused(rows):
-    twice = pd.concat([rows, rows.assign(batch_size=4)])
     for draw in (lines, bars, lambda frame, x, hue: heatmap(frame, hue, x)):
         with pytest.raises(ValueError, match=r"differ in .*batch_size"):
-            draw(twice, **BY_CONTEXT)
+            draw(pd.concat([rows, rows.assign(batch_size=4)]), **BY_CONTEXT)
 
 
 def test_bars_and_cells_have_their_values(rows):

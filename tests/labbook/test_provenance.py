@@ -94,8 +94,7 @@ def test_a_damaged_run_is_said_in_a_sentence(figures):
 
 def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path):
     def git(*arguments):
-        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        command = ["git", "-C", str(tmp_path), *who, *arguments]
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     def commit():

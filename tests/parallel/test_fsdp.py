@@ -167,10 +167,13 @@ def schedule(context):
 
 
 def stale_weights(context):
-    """After a forward alone, parameters are given new memory, and at last their old: nothing is stale."""
+    """After a forward alone, a step, new memory for parameters, at last their old: nothing is stale."""
     wrapped, inputs = FSDP(nn.Sequential(Linear(4, 4), Linear(4, 4))), torch.ones(1, 4)
     one_pass(wrapped, inputs)
+    wrapped(inputs)  # the last group stays gathered, as for backward
+    SGD(wrapped.parameters(), lr=1.0).step()
     first, second = wrapped.gather_full_parameters().values()
+    torch.testing.assert_close(wrapped.module[1](inputs), inputs @ second.T)
     old = [(parameter, parameter.data) for parameter in wrapped.parameters()]
     for factor in (2, 4, 0, 1):
         wrapped(inputs)
@@ -221,7 +224,7 @@ def slow_sums_on_gpus(context):
     torch.testing.assert_close(*means)
 
 
-def first_of_two_passes(context):
+def two_passes(context):
     """What only the first of two passes has used keeps its gradient."""
     wrapped, found = FSDP(Pair(), unit_types=(Pair,)), []
     for passes_ in ((True,), (True, False)):
@@ -233,8 +236,7 @@ def first_of_two_passes(context):
     torch.testing.assert_close(*found)
 
 
-TWO_RANKS = [compute_dtype, hooks_of_shards, schedule, recomputation, compiled, stale_weights]
-TWO_RANKS += [first_of_two_passes]
+TWO_RANKS = [compute_dtype, hooks_of_shards, schedule, recomputation, compiled, stale_weights, two_passes]
 GPUS = [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
 

@@ -23,8 +23,7 @@ def sent_and_left_out(context):
             work = torch.distributed.all_reduce(tensor, async_op=True)
             assert not send or isinstance(work, torch.distributed.Work)  # FSDP2 waits for nothing else
             work.wait()
-            gather = getattr(torch.distributed, ALL_GATHER)
-            gather(output_tensor=gathered, input_tensor=tensor)
+            getattr(torch.distributed, ALL_GATHER)(output_tensor=gathered, input_tensor=tensor)
         seen = [(message.collective, message.bytes, message.dtype) for message in messages]
         found.append((seen, tensor.tolist(), gathered.tolist()))
     return found

@@ -43,7 +43,7 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
     """
 
     def agrees(tiles: int, scale: float = 0.25, hide: slice | None = None, hidden: int = -1) -> bool:
-        q, k, v = (torch.randn(n, 16, 16, device=device, dtype=torch.float32) for n in (1, tiles, tiles))
+        q, k, v = (torch.randn(n, _TILE, _TILE, device=device).float() for n in (1, tiles, tiles))
         visible = torch.ones(tiles, _TILE, _TILE, dtype=torch.int32, device=device)
         if hide:
             visible[hidden, :, hide] = 0
@@ -65,20 +65,20 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
 
 
 @triton.jit
-def _mask_kernel(visible_ptr, first_row, first_key, n_keys, visible: tl.constexpr, CAUSAL: tl.constexpr):
-    rows, keys = tl.arange(0, 16), tl.arange(0, 16)
-    seen = visible(first_row + rows, first_key + keys, n_keys, CAUSAL) & (rows[:, None] >= 0)  # (16, 16)
-    tl.store(visible_ptr + rows[:, None] * 16 + keys, seen.to(tl.int32))
+def _mask_kernel(seen_ptr, row, key, n_keys, visible: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr):
+    rows, keys = tl.arange(0, N), tl.arange(0, N)
+    seen = visible(row + rows, key + keys, n_keys, CAUSAL) & (rows[:, None] >= 0)  # (N, N)
+    tl.store(seen_ptr + rows[:, None] * N + keys, seen.to(tl.int32))
 
 
 def check_mask(check: Step, visible: JITFunction, device: str | torch.device = "cpu") -> None:
     """Properties of `visible(rows, keys, n_keys, CAUSAL)`: true where a row may see a key."""
 
     def agrees(first_row: int, first_key: int, n_keys: int, causal: bool) -> bool:
-        found = torch.full((16, 16), -1, dtype=torch.int32, device=device)
-        _mask_kernel[1,](found, first_row, first_key, n_keys, visible, causal)
-        rows = first_row + torch.arange(16, device=device)[:, None]
-        keys = first_key + torch.arange(16, device=device)
+        found = torch.full((_TILE, _TILE), -1, dtype=torch.int32, device=device)
+        _mask_kernel[1,](found, first_row, first_key, n_keys, visible, causal, _TILE)
+        rows = first_row + torch.arange(_TILE, device=device)[:, None]
+        keys = first_key + torch.arange(_TILE, device=device)
         return bool((found.bool() == ((keys < n_keys) & ((rows >= keys) | (not causal)))).all())
 
     check("keys beyond the last are hidden", agrees(0, 16, 20, False), "keys < n_keys")

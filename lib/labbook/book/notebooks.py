@@ -34,7 +34,7 @@ _LIMITS = {  # what is true of a right number, and how it is said
     "above": (operator.gt, "above {}"),
     "most": (operator.le, "{} or less"),
     "power_of_two": (lambda number, _: number & (number - 1) == 0, "a power of two"),
-    "multiple_of": (lambda number, limit: limit > 0 and number % limit == 0, "a multiple of {}"),
+    "multiple_of": (lambda number, limit: limit <= 0 or number % limit == 0, "a multiple of {}"),
 }
 _RULE = {*_LIMITS, "words", "by", "also", "may_be_empty"}
 

@@ -26,8 +26,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "notebooks" / "book.yaml").write_text("chapters: {11: Profiling}")
     for name in ("m/one/times", "m/two/steps", "m/two/times", "published/peaks", "published/times"):
         (tmp_path / "figures" / f"{name}.csv").write_text("p50_ms\n1\n")
-    title = {"image/png": {"alt": "It is fast"}}
-    shown = v4.new_output("display_data", {"image/png": PNG}, metadata=title)
+    shown = v4.new_output("display_data", {"image/png": PNG}, metadata={"image/png": {"alt": "It is fast"}})
     answer = "[11](11_one.ipynb) takes $b^2$\n\n| a |\n|--:|\n| 1 |"
     linked = v4.new_output("display_data", {"text/markdown": answer})
     for name, output in (("11_one", shown), ("12_two", linked)):

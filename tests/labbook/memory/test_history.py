@@ -81,8 +81,7 @@ def history():
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A tiny model after one step, and the memory history of its second."""
-    config = model_size("tiny")
-    steps = ModelSteps(build_model(config, 32), 2, 32)
+    steps = ModelSteps(build_model(model_size("tiny"), 32), 2, 32)
     steps.train_step()
     stem = tmp_path_factory.mktemp("memory") / "step"
     return steps, record_memory(steps, "train_step", stem), stem
@@ -203,10 +202,9 @@ def test_the_history_agrees_with_the_allocator(tmp_path):
 
 
 def test_recordings_without_history_or_ranges(tmp_path):
-    two = 2 * a_snapshot()["device_traces"]
     for snapshot, told in (
         (a_snapshot() | {"device_traces": []}, "history of 0 GPUs"),
-        (a_snapshot() | {"device_traces": two}, "history of 2 GPUs"),
+        (a_snapshot() | {"device_traces": 2 * a_snapshot()["device_traces"]}, "history of 2 GPUs"),
         (a_snapshot() | {"external_annotations": []}, "no ranges"),
     ):
         with pytest.raises(ProfileError, match=told):
