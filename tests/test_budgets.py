@@ -7,13 +7,13 @@ import pytest
 REPOSITORY = Path(__file__).parents[1]
 # A folder with all below it: what it may have now, and, of whole packages, what it is to come down to.
 BUDGETS: dict[str, tuple[int, int | None]] = {
-    "lib/cs336_systems": (11_341, 10_000),
+    "lib/cs336_systems": (11_339, 10_000),
     "lib/cs336_systems/accounting": (1_148, 1_150),
     "lib/cs336_systems/attention": (3_299, 3_300),
     "lib/cs336_systems/checks": (1_824, 1_550),
     "lib/cs336_systems/kernels": (808, 650),
-    "lib/cs336_systems/parallel": (2_885, 2_150),
-    "lib/cs336_systems/training": (700, 700),
+    "lib/cs336_systems/parallel": (2_884, 2_150),
+    "lib/cs336_systems/training": (699, 700),
     "lib/labbook": (5_000, 5_000),
     "lib/labbook/book": (1_020, 850),
     "lib/labbook/memory": (394, 400),
