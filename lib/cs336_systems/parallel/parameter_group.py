@@ -226,7 +226,7 @@ class ParameterGroup:
         def hand_over() -> None:
             with torch.no_grad():
                 if received is not target:
-                    torch._foreach_copy_([target], [received])  # reads more at a time than copy_
+                    torch._foreach_copy_([target], [received])  # on a GPU faster than copy_
                 for (parameter, _), mean in zip(self.weights, self._own_rows(target), strict=True):
                     parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
                 for parameter, _ in self.weights:

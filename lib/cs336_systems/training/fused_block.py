@@ -3,7 +3,7 @@
     n1 = rms_norm(x)    q, k, v = n1 Wq^T, n1 Wk^T, n1 Wv^T; q and k turned    o = attention(q, k, v)
     h = x + o Wo^T      n2 = rms_norm(h)    a, b = n2 W1^T, n2 W3^T    c = silu(a) b    y = h + c W2^T
 
-Backward needs all of them. It always finds x, the norms' factors, and o with its logsumexps, which would cost
+Backward needs all of them. It always finds x, the norms' 1/RMS, and o with its logsumexps, which would cost
 the most to make again; n1, n2 and c are made again without a matmul, by kernels that read their sources.
 Of the rest, KEEPABLE, the caller says what is kept: what is not costs its matmuls, and its norm, once more.
 Residuals are added inside the matmuls before them, and what was made again is freed once it is done with.
@@ -186,7 +186,7 @@ def _is_as_written(block: TransformerBlock, x: Tensor) -> bool:
 
 
 def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str, int]:
-    """Of one block: "always" (its input, o, the logsumexps, the norms' factors), and each of KEEPABLE."""
+    """Of one block: "always" (its input, o, the logsumexps, the norms' 1/RMS), and each of KEEPABLE."""
     wide, widest = tokens * config.d_model * element_bytes, tokens * config.d_ff * element_bytes
     logsumexps = 4 * tokens * config.num_heads * (2 if element_bytes == 4 else 1)  # with their rests
     return {"always": 2 * wide + logsumexps + 2 * 4 * tokens, "qkv": 3 * wide, "h": wide, "ab": 2 * widest}

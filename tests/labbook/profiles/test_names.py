@@ -46,8 +46,8 @@ NAMES = [
     ("void at::native::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
      "FusedOptimizerTensorListMetadata<4>, at::native::FusedAdamMathFunctor<float> >()", "optimizer",
      "multi_tensor_apply[fused_adam]"),
-    ("void at::native::multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float> >()", "copy/cast",
-     "multi_tensor_apply[copy]"),
+    ("multi_tensor_apply_kernel<List, CopyFunctor<float> >()", "copy/cast", "multi_tensor_apply[copy]"),
+    ("multi_tensor_apply_kernel<List, LpNormFunctor<float> >()", "reduction", "multi_tensor_apply[lpnorm]"),
     ("triton_poi_fused_add_mul_silu_2", "elementwise", "triton_poi_fused_add_mul_silu_2"),
     ("triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_3", "normalisation",
      "triton_per_fused__to_copy_add_mean_mul_pow_rsqrt_3"),
