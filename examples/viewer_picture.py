@@ -26,8 +26,16 @@ from playwright.sync_api import Page, Route, sync_playwright
 from torch.cuda import _memory_viz
 
 # Pixels: of the window, of what is kept of it, and of the numbers in that.
-MEMORY = (1060, 1020), (0, 0, 1060, 1020), [(385, 40), (190, 500), (800, 330), (600, 812), (340, 872)]
-TRACE = (1060, 790), (0, 115, 1060, 765), [(455, 116), (556, 204), (620, 220), (700, 262), (560, 520)]
+MEMORY = (
+    (1060, 1020),
+    (0, 0, 1060, 1020),
+    [(385, 40), (190, 500), (800, 330), (600, 812), (340, 872)],
+)
+TRACE = (
+    (1060, 790),
+    (0, 115, 1060, 765),
+    [(455, 116), (556, 204), (620, 220), (700, 262), (560, 520)],
+)
 POINTER = 420, 294  # it rests on an activation
 PORT = 9001  # the one from which Perfetto's page may load
 
@@ -63,7 +71,9 @@ def from_file(d3: Path) -> str:
     return f"{script}\nexport const {{{', '.join(sorted(names))}}} = globalThis.d3;\n"
 
 
-def show_snapshot(page: Page, snapshot: Path, viewer: Path | None, d3: Path | None, folder: Path) -> None:
+def show_snapshot(
+    page: Page, snapshot: Path, viewer: Path | None, d3: Path | None, folder: Path
+) -> None:
     """The snapshot in the memory viewer, the pointer on an allocation."""
     (path := folder / "viewer.html").write_text(page_of(snapshot, viewer))
     if d3:

@@ -21,7 +21,9 @@ settings.load_profile("without deadline")
 
 def pytest_configure() -> None:
     """Let a test that takes more than 60 % of the machine's memory fail by its name, not end its worker."""
-    if sys.platform == "linux" and not torch.cuda.is_available():  # CUDA reserves addresses by the terabyte
+    if (
+        sys.platform == "linux" and not torch.cuda.is_available()
+    ):  # CUDA reserves addresses by the terabyte
         limit, allowed = memory_bytes() * 6 // 10, resource.getrlimit(resource.RLIMIT_AS)[1]
         limit = limit if allowed == resource.RLIM_INFINITY else min(limit, allowed)
         resource.setrlimit(resource.RLIMIT_AS, (limit, allowed))
@@ -35,7 +37,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         needed = (marker.args or (1,))[0] if marker else 0
         if seen < needed:
             wanted = "a CUDA GPU" if needed == 1 else f"{needed} CUDA GPUs"
-            item.add_marker(pytest.mark.skip(reason=f"needs {wanted}, and torch sees {seen or 'none'} here"))
+            item.add_marker(
+                pytest.mark.skip(reason=f"needs {wanted}, and torch sees {seen or 'none'} here")
+            )
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -68,7 +72,9 @@ def nan_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     makers += [(guards, "_empty_strided_cpu"), (guards, "_empty_strided_cuda")]
     for owner, name in makers:
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
-    monkeypatch.setattr(flash_triton, "_forwards", {})  # what is prepared already knows how to make tensors
+    monkeypatch.setattr(
+        flash_triton, "_forwards", {}
+    )  # what is prepared already knows how to make tensors
     monkeypatch.setattr(flash_triton, "_backwards", {})
 
 

@@ -54,7 +54,9 @@ def imports(module: str, *, while_importing: bool = False) -> set[str]:
 
 
 def test_rooms_import_from_the_rooms_below_them():
-    arrows = {(module, room(module), room(other)) for module in MODULES for other in imports(module)}
+    arrows = {
+        (module, room(module), room(other)) for module in MODULES for other in imports(module)
+    }
     wrong = [arrow for arrow in arrows if arrow[2] not in (arrow[1], *ARROWS[arrow[1]].split())]
     assert sorted(wrong) == []
 

@@ -28,9 +28,13 @@ def test_a_room_keeps_its_budget(room):
     files = (REPOSITORY / room).rglob("*.py")
     lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
     limit, target = BUDGETS[room]
-    assert lines <= limit, f"{room} has {lines:,} lines, its budget is {limit:,}, its target {target}"
+    assert lines <= limit, (
+        f"{room} has {lines:,} lines, its budget is {limit:,}, its target {target}"
+    )
 
 
 def test_rooms_are_all_budgeted():
-    rooms = {str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("lib/*/*/__init__.py")}
+    rooms = {
+        str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("lib/*/*/__init__.py")
+    }
     assert rooms <= set(BUDGETS)

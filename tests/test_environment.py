@@ -18,7 +18,14 @@ CONDA = yaml.safe_load((REPOSITORY / "environment.yml").read_text())
 # conda's triton is for Linux only and environment.yml knows no conditions: pip installs it as pyproject says.
 PIP_ONLY = {"triton"}
 # Run or looked into, not imported: JupyterLab itself, the MathJax of the pages, pytest's plugins, the linter.
-NOT_IMPORTED = {"jupyterlab", "jupyter-server-mathjax", "pytest-timeout", "pytest-xdist", "nbval", "ruff"}
+NOT_IMPORTED = {
+    "jupyterlab",
+    "jupyter-server-mathjax",
+    "pytest-timeout",
+    "pytest-xdist",
+    "nbval",
+    "ruff",
+}
 NOT_IMPORTED |= {"ipykernel", "sphinx", "myst-nb", "furo"}  # processes of their own
 
 
@@ -61,7 +68,11 @@ def test_what_the_library_and_its_tests_import_is_declared_and_nothing_else():
 
 
 def test_conda_asks_for_what_pyproject_asks_for():
-    wanted = {{"torch": "pytorch"}.get(n, n): each.specifier for n, each in ALL.items() if n not in PIP_ONLY}
+    wanted = {
+        {"torch": "pytorch"}.get(n, n): each.specifier
+        for n, each in ALL.items()
+        if n not in PIP_ONLY
+    }
     listed = [Requirement(entry) for entry in CONDA["dependencies"] if isinstance(entry, str)]
     python = {"python": SpecifierSet(PROJECT["requires-python"]), "pip": SpecifierSet()}
     assert {canonicalize_name(r.name): r.specifier for r in listed} == wanted | python

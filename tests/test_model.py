@@ -47,7 +47,9 @@ def logits_by_the_handout(weights: dict[str, torch.Tensor], tokens: torch.Tensor
 
     def attention(x, layer):
         projections = (x @ weights[f"{layer}.attn.{name}_proj.weight"].T for name in "qkv")
-        q, k, v = (x.unflatten(-1, (DIMENSIONS["num_heads"], -1)).transpose(1, 2) for x in projections)
+        q, k, v = (
+            x.unflatten(-1, (DIMENSIONS["num_heads"], -1)).transpose(1, 2) for x in projections
+        )
         output = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
         return output.transpose(1, 2).flatten(-2) @ weights[f"{layer}.attn.output_proj.weight"].T
 
@@ -189,7 +191,10 @@ def test_weights_are_drawn_from_truncated_normals(dtype):
         (lambda: a_model(d_ff=40.0), "d_ff.*40.0"),
         (lambda: a_model()(some_tokens(1, 17)), r"17.*16"),
         (lambda: a_model(attention_implementation="magic")(some_tokens()), "magic"),
-        (lambda: cross_entropy(torch.zeros(2, 3, 7), torch.zeros(3, 2).long()), r"\(2, 3\).*\(3, 2\)"),
+        (
+            lambda: cross_entropy(torch.zeros(2, 3, 7), torch.zeros(3, 2).long()),
+            r"\(2, 3\).*\(3, 2\)",
+        ),
         (lambda: model_size("tiny", 2024), "2024.*2025, 2026"),
         (lambda: model_size("tiny", "2025"), "'2025'.*2025, 2026"),
         (lambda: model_size("huge"), "huge.*tiny.*2.7B"),

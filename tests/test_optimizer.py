@@ -74,7 +74,9 @@ def test_a_sparse_gradient_is_refused():
 @pytest.mark.parametrize(("kind", "off"), [(AdamW, 0), (torch.optim.AdamW, 1e-9)])
 def test_a_state_is_taken_over(kind, off):
     params = parameters(torch.float64)
-    optimizer = kind([{"params": params[:2], "lr": 0.5}, {"params": params[2:]}], betas=(0.9, 0.9999))
+    optimizer = kind(
+        [{"params": params[:2], "lr": 0.5}, {"params": params[2:]}], betas=(0.9, 0.9999)
+    )
     for step in range(3):
         give_gradients(params, step)
         optimizer.step()
@@ -105,7 +107,9 @@ def test_a_step_works_in_place_with_one_buffer():
     optimizer = AdamW(params)
     optimizer.step()
     addresses = [parameter.data_ptr() for parameter in params]
-    state = [moments[name] for moments in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    state = [
+        moments[name] for moments in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")
+    ]
     with LiveBytes(*params, *(parameter.grad for parameter in params), *state) as memory:
         before = sum(memory.live.values())
         optimizer.step()

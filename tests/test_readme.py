@@ -25,13 +25,19 @@ COMMANDS = TEXT + "".join(
 
 @pytest.mark.parametrize(
     ("folder", "target"),
-    [(folder, target) for folder, text in TEXTS.items() for target in re.findall(r"\]\(([^)#]+)\)", text)],
+    [
+        (folder, target)
+        for folder, text in TEXTS.items()
+        for target in re.findall(r"\]\(([^)#]+)\)", text)
+    ],
 )
 def test_links_lead_somewhere(folder, target):
     assert "://" in target or (folder / target).exists()
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r'make"?,? "?([a-z]+)\b', COMMANDS)) - {"gcc"}))
+@pytest.mark.parametrize(
+    "target", sorted(set(re.findall(r'make"?,? "?([a-z]+)\b', COMMANDS)) - {"gcc"})
+)
 def test_make_targets_exist(target):
     assert re.search(rf"^{target}:", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
 
@@ -53,7 +59,9 @@ def test_its_numbers_are_rows():
     steps = load_rows("leaderboard", "h200", "full_step_times").set_index("implementation")
     full, torchs = (steps.loc[name] for name in ("offloaded", "fsdp2_selective"))
     assert (ours["run"], full["run"]) == (cudnn["run"], torchs["run"])
-    mixed = load_rows("benchmarking_mixed_precision", "h200", "model_times").query("`pass` == 'forward'")
+    mixed = load_rows("benchmarking_mixed_precision", "h200", "model_times").query(
+        "`pass` == 'forward'"
+    )
     mixed = mixed.query("warmup_steps == 5 and context_length == 512 and batch_size == 4")
     speed_up = mixed.pivot_table(index=["model_size", "edition"], columns="dtype", values="p50_ms")
     speed_up = speed_up["float32"] / speed_up["bfloat16"]

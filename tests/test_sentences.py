@@ -43,7 +43,9 @@ def test_what_could_be_false_is_computed(path):
     first = path.stem.startswith("1")
     kinds = ("title", "subtitle", "caption")[: 3 if first else 1]
     cells = [cell for cell in nbformat.read(path, 4).cells if cell.cell_type == "code"]
-    texts = [text for cell in cells for text in said(cell.source, *kinds) if COULD_BE_FALSE.search(text)]
+    texts = [
+        text for cell in cells for text in said(cell.source, *kinds) if COULD_BE_FALSE.search(text)
+    ]
     texts += [text for cell in cells for text in said(cell.source, "title") if first]
     assert [text for text in texts if not any(each in text for each in DEFINITIONS)] == []
 

@@ -22,8 +22,14 @@ PLACES = ["README.md", *(f"lib/{package}" for package in ("cs336_systems", "labb
 def files():
     for place in PLACES:
         path = REPOSITORY / place
-        found = [path] if path.is_file() else [p for p in path.rglob("*") if p.suffix in (".py", ".ipynb")]
-        yield from ((str(each.relative_to(REPOSITORY)), each.read_text(encoding="utf-8")) for each in found)
+        found = (
+            [path]
+            if path.is_file()
+            else [p for p in path.rglob("*") if p.suffix in (".py", ".ipynb")]
+        )
+        yield from (
+            (str(each.relative_to(REPOSITORY)), each.read_text(encoding="utf-8")) for each in found
+        )
 
 
 def test_no_house_words():

@@ -59,11 +59,15 @@ def model_size(name: str, edition: int = 2025) -> ModelConfig:
         ValueError: the edition, or the size in that edition, does not exist; the message lists what does.
     """
     if edition not in MODEL_SIZES:
-        raise ValueError(f"edition {edition!r} is unknown; allowed: {', '.join(map(str, MODEL_SIZES))}")
+        raise ValueError(
+            f"edition {edition!r} is unknown; allowed: {', '.join(map(str, MODEL_SIZES))}"
+        )
     sizes = MODEL_SIZES[edition]
     if name not in sizes:
         elsewhere = [other for other, table in MODEL_SIZES.items() if name in table]
         hint = f" ({name!r} belongs to edition {elsewhere[0]})" if elsewhere else ""
         allowed = ", ".join(sizes)
-        raise ValueError(f"model size {name!r} is not in edition {edition}{hint}; allowed: {allowed}")
+        raise ValueError(
+            f"model size {name!r} is not in edition {edition}{hint}; allowed: {allowed}"
+        )
     return sizes[name]

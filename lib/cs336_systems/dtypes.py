@@ -10,7 +10,11 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the tensors that our own kernels take
+KERNEL_DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+)  # of the tensors that our own kernels take
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -61,7 +61,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         ValueError: the leading dimensions of the logits are not the shape of the targets.
     """
     if (leading := logits.shape[:-1]) != targets.shape:
-        raise ValueError(f"logits are of {(*leading,)}; allowed: {(*targets.shape,)}, the targets' shape")
+        raise ValueError(
+            f"logits are of {(*leading,)}; allowed: {(*targets.shape,)}, the targets' shape"
+        )
     logits = at_least_float32(logits)
     target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     return (logits.logsumexp(-1) - target_logits).mean()

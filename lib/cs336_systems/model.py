@@ -92,7 +92,9 @@ class RotaryEmbedding(nn.Module):
 
     rotate = staticmethod(rotary)
 
-    def __init__(self, context_length: int, d_head: int, theta: float = 10_000.0, *, device: Device = None):
+    def __init__(
+        self, context_length: int, d_head: int, theta: float = 10_000.0, *, device: Device = None
+    ):
         super().__init__()
         if d_head % 2:
             raise ValueError(f"rotary positions turn pairs, so d_head must be even; got {d_head}")
@@ -131,7 +133,9 @@ class RotaryEmbedding(nn.Module):
             raise ValueError(
                 f"x has {positions} positions; allowed: at most {len(self.cos)}, the context length"
             )
-        if self.cos.is_meta and not x.is_meta:  # load_state_dict(assign=True) fills parameters alone
+        if (
+            self.cos.is_meta and not x.is_meta
+        ):  # load_state_dict(assign=True) fills parameters alone
             self.to_empty(device=x.device)
         return self.cos[:positions], self.sin[:positions]
 
@@ -156,7 +160,10 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projections = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (rearrange(p, "... s (h d_head) -> ... h s d_head", h=self.num_heads) for p in projections)
+        q, k, v = (
+            rearrange(p, "... s (h d_head) -> ... h s d_head", h=self.num_heads)
+            for p in projections
+        )
         q, k = self.rope(q), self.rope(k)
         heads = attention(q, k, v, is_causal=True, implementation=self.attention_implementation)
         return self.output_proj(rearrange(heads, "... h s d_head -> ... s (h d_head)"))
@@ -196,7 +203,9 @@ class TransformerBlock(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.ln1 = RMSNorm(d_model, **factory)
-        self.attn = CausalSelfAttention(d_model, num_heads, rope, attention_implementation, **factory)
+        self.attn = CausalSelfAttention(
+            d_model, num_heads, rope, attention_implementation, **factory
+        )
         self.ln2 = RMSNorm(d_model, **factory)
         self.ffn = SwiGLU(d_model, d_ff, **factory)
 
@@ -228,7 +237,9 @@ class TransformerLM(nn.Module):
         sizes = {"vocab_size": vocab_size, "context_length": context_length, "d_model": d_model}
         check_positive_integers(**sizes, num_layers=num_layers, num_heads=num_heads, d_ff=d_ff)
         if d_model % num_heads:
-            raise ValueError(f"num_heads must divide d_model; got d_model={d_model}, num_heads={num_heads}")
+            raise ValueError(
+                f"num_heads must divide d_model; got d_model={d_model}, num_heads={num_heads}"
+            )
         factory = {"device": device, "dtype": dtype}
         rope = RotaryEmbedding(context_length, d_model // num_heads, rope_theta, device=device)
         self.token_embeddings = Embedding(vocab_size, d_model, **factory)
@@ -258,5 +269,11 @@ class TransformerLM(nn.Module):
 
 def build_model(config: ModelConfig, context_length: int, **options: Any) -> TransformerLM:
     """A size of `configs`, freshly initialised; options: attention_implementation, device, dtype."""
-    dimensions = (config.d_model, config.num_layers, config.num_heads, config.d_ff, config.rope_theta)
+    dimensions = (
+        config.d_model,
+        config.num_layers,
+        config.num_heads,
+        config.d_ff,
+        config.rope_theta,
+    )
     return TransformerLM(config.vocab_size, context_length, *dimensions, **options)

@@ -34,7 +34,9 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ):
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     def add_param_group(self, param_group: dict) -> None:
         _check_settings(self.defaults | param_group)
@@ -42,7 +44,9 @@ class AdamW(Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         for group in state_dict["param_groups"]:
-            _check_settings(group | self.defaults)  # of torch.optim.AdamW's settings those that it has beyond
+            _check_settings(
+                group | self.defaults
+            )  # of torch.optim.AdamW's settings those that it has beyond
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -61,7 +65,9 @@ class AdamW(Optimizer):
         if gradient.is_sparse:
             raise RuntimeError("AdamW does not take sparse gradients; make the gradient dense")
         if not state:
-            state |= {"step": 0} | {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            state |= {"step": 0} | {
+                name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+            }
         state["step"] = int(state["step"]) + 1  # torch.optim.AdamW's is a float32 tensor
         mean, mean_square = state["exp_avg"], state["exp_avg_sq"]
         beta1, beta2 = group["betas"]
@@ -83,13 +89,20 @@ class AdamW(Optimizer):
 def _check_settings(settings: dict) -> None:
     for name in ("lr", "eps", "weight_decay"):
         if not _is_between(settings[name], 0, math.inf):
-            raise ValueError(f"{name} must be a finite number of at least 0; got {settings[name]!r}")
+            raise ValueError(
+                f"{name} must be a finite number of at least 0; got {settings[name]!r}"
+            )
     betas = settings["betas"]
-    if not isinstance(betas, tuple | list) or [_is_between(beta, 0, 1) for beta in betas] != [True, True]:
+    if not isinstance(betas, tuple | list) or [_is_between(beta, 0, 1) for beta in betas] != [
+        True,
+        True,
+    ]:
         raise ValueError(f"betas must be two numbers in [0, 1); got {betas!r}")
     for name, only in {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}.items():
         if settings.get(name, only) != only:
-            raise ValueError(f"{name} is {settings[name]}, which AdamW here cannot do; allowed: {only}")
+            raise ValueError(
+                f"{name} is {settings[name]}, which AdamW here cannot do; allowed: {only}"
+            )
 
 
 def _is_between(value: object, low: float, high: float) -> bool:

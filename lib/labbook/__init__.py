@@ -30,4 +30,6 @@ def __getattr__(name: str) -> Any:
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
 
 
-later = __getattr__  # by a call of it one is imported that only refuses or shows: it changes no number
+later = (
+    __getattr__  # by a call of it one is imported that only refuses or shows: it changes no number
+)

@@ -70,7 +70,9 @@ class Step:
         if self.cold:
             return timing.time_cold_cache(self.run, device=device, to_clear=self.clear)
         timer = timing.time_compiled if self.compiled else timing.time_steps
-        return timer(self.run, prepare=self.prepare, device=device, warmup_steps=warmup_steps, steps=steps)
+        return timer(
+            self.run, prepare=self.prepare, device=device, warmup_steps=warmup_steps, steps=steps
+        )
 
 
 Setup = Callable[..., Mapping[str, Step]]
@@ -134,7 +136,9 @@ def measure(
         yield from _over_ranks(list(groups), setup, options, start)
 
 
-def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], context: Any = None) -> list[Row]:
+def _measured(
+    group: list[Case], setup: Setup, options: Mapping[str, Any], context: Any = None
+) -> list[Row]:
     """Rows of the cases of one set-up. On a rank, with a context, running out of memory ends the process.
 
     Else all are timed again, twice at most, while a pass is faster than a part of it: something else took the
@@ -160,12 +164,16 @@ def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], conte
         else:
             times = step.timed(device, **how)
         values = ranks.peaks(context) if on_rank else {}
-        return _row(case, times, **values | (step.values() if step.values and times.status == "ok" else {}))
+        return _row(
+            case, times, **values | (step.values() if step.values and times.status == "ok" else {})
+        )
 
     with timing.matmul_precision(group[0].get("dtype", "float32")), options["around"](group[0]):
         made = attempt(setup, group[0], *([context] if on_rank else []))
         for _ in range(1 if on_rank else 3):
-            found = [(case, made if isinstance(made, Timing) else attempt(timed, case)) for case in group]
+            found = [
+                (case, made if isinstance(made, Timing) else attempt(timed, case)) for case in group
+            ]
             rows = [_row(case, each) if isinstance(each, Timing) else each for case, each in found]
             if not _contradict(rows):
                 break
@@ -177,7 +185,10 @@ def _measured(group: list[Case], setup: Setup, options: Mapping[str, Any], conte
 def _contradict(rows: Iterable[Row]) -> bool:
     """Whether a pass took less than one that it contains, by more than the spread of their steps."""
     timed = [(_PASS_LEVEL.get(row.get("pass"), 0), row) for row in rows if "p50_ms" in row]
-    return any(a < b and whole["p80_ms"] < part["p20_ms"] for (a, part), (b, whole) in permutations(timed, 2))
+    return any(
+        a < b and whole["p80_ms"] < part["p20_ms"]
+        for (a, part), (b, whole) in permutations(timed, 2)
+    )
 
 
 def _over_ranks(groups: list, setup: Setup, options: dict, start: Callable) -> Iterator[list[Row]]:
@@ -206,4 +217,8 @@ def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict
 
 def _row(case: Case, timed: Timing, **values: Any) -> Row:
     """The key columns, times and other values of a case, without what it does not have."""
-    return {name: value for name, value in {**case, **timed.as_row(), **values}.items() if value is not None}
+    return {
+        name: value
+        for name, value in {**case, **timed.as_row(), **values}.items()
+        if value is not None
+    }

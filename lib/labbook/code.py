@@ -29,7 +29,18 @@ _ROOTS = (PROJECT / "lib", NOTEBOOKS)
 _PACKAGES = sorted(path.parent.name for path in _ROOTS[0].glob("*/__init__.py"))
 _MODULE_NAME = re.compile(rf"\b(?:{'|'.join(_PACKAGES)})(?:\.\w+)+")
 _SAVES = ("measure", "save", "save_rows")
-_MUTATORS = ("add", "append", "clear", "extend", "insert", "pop", "remove", "setdefault", "sort", "update")
+_MUTATORS = (
+    "add",
+    "append",
+    "clear",
+    "extend",
+    "insert",
+    "pop",
+    "remove",
+    "setdefault",
+    "sort",
+    "update",
+)
 _DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -54,7 +65,11 @@ def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str
     """
     found = _behind(sources, parameters, [len(sources) - 1])
     started = psutil.Process().create_time()
-    newer = [name for name in found if (path := PROJECT / name).is_file() and path.stat().st_mtime > started]
+    newer = [
+        name
+        for name in found
+        if (path := PROJECT / name).is_file() and path.stat().st_mtime > started
+    ]
     return found | dict.fromkeys(newer, WHILE_RUNNING)
 
 
@@ -65,7 +80,11 @@ def notebook_of(slug: str) -> Path | None:
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """The files and cells of `before` that are other ones now, gone, or not known to be those that ran."""
-    return [name for name, digest in before.items() if now.get(name) != digest or digest == WHILE_RUNNING]
+    return [
+        name
+        for name, digest in before.items()
+        if now.get(name) != digest or digest == WHILE_RUNNING
+    ]
 
 
 def why(before: Mapping[str, str], now: Mapping[str, str]) -> str:
@@ -153,13 +172,17 @@ class _Said:
 
 
 def _digest(*several: _Said) -> str:
-    return hashlib.sha256("".join(text for said in several for text in said.text).encode()).hexdigest()[:12]
+    return hashlib.sha256(
+        "".join(text for said in several for text in said.text).encode()
+    ).hexdigest()[:12]
 
 
 def _bound_inside(node: ast.AST) -> frozenset[str]:
     """The names of a scope, a loop or a `with` that its parts find bound."""
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        shared = (each.names for each in ast.walk(node) if isinstance(each, ast.Global | ast.Nonlocal))
+        shared = (
+            each.names for each in ast.walk(node) if isinstance(each, ast.Global | ast.Nonlocal)
+        )
         return _stored(node.args, *node.body).difference(*shared)
     if isinstance(node, ast.With):
         return _stored(*(each.optional_vars for each in node.items if each.optional_vars))
@@ -236,7 +259,9 @@ def _loaded(module: str, path: Path, _: int) -> tuple[_Said, dict[str, tuple[str
             continue
         tree.body.remove(node)
     said = _Said().read(tree)
-    said.imports += [(name, *exports[name]) for name in exports if name in said.uses]  # it uses these itself
+    said.imports += [
+        (name, *exports[name]) for name in exports if name in said.uses
+    ]  # it uses these itself
     return said, exports
 
 
@@ -287,7 +312,10 @@ class _Walk:
             return
         self._done.add((module, whole))
         self.follow_module(module.rpartition(".")[0], whole=False)
-        name, (said, _) = str(path.relative_to(PROJECT)), _loaded(module, path, path.stat().st_mtime_ns)
+        name, (said, _) = (
+            str(path.relative_to(PROJECT)),
+            _loaded(module, path, path.stat().st_mtime_ns),
+        )
         if name not in self.found:
             self.found[name] = _digest(said)
             self.follow(said)
@@ -301,7 +329,9 @@ class _Walk:
 
 def code_cells(path: Path) -> tuple[list[str], set[str]]:
     """The sources of a notebook's code cells, and the names of its parameters."""
-    cells = [c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"]
+    cells = [
+        c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"
+    ]
     tagged = (cell for cell in cells if "parameters" in cell["metadata"].get("tags", ()))
     bound = (each.binds for cell in tagged for each in statements("".join(cell["source"])))
     return ["".join(cell["source"]) for cell in cells], set().union(*bound)
@@ -314,8 +344,12 @@ def statements(source: str) -> list[_Said]:
     with suppress(SyntaxError):
         for node in ast.parse(re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)).body:
             said = _Said().read(node)
-            if isinstance(node, ast.Import | ast.ImportFrom):  # each name by itself: others do not matter
-                found += [_Said([f"{one};"], [one], said.named, binds={one[0]}) for one in said.imports]
+            if isinstance(
+                node, ast.Import | ast.ImportFrom
+            ):  # each name by itself: others do not matter
+                found += [
+                    _Said([f"{one};"], [one], said.named, binds={one[0]}) for one in said.imports
+                ]
                 continue
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 said.binds, said.keeps = {node.name}, set()
@@ -325,7 +359,9 @@ def statements(source: str) -> list[_Said]:
     return found
 
 
-def _behind(sources: Sequence[str], parameters: Iterable[str], cells: Iterable[int]) -> dict[str, str]:
+def _behind(
+    sources: Sequence[str], parameters: Iterable[str], cells: Iterable[int]
+) -> dict[str, str]:
     """What the statements that save rows in these cells depend on; also calls of functions that save."""
     walk, before, saving = _Walk(), [], {}  # saving: the tables of functions that save
     for cell, source in enumerate(sources):
@@ -340,7 +376,9 @@ def _behind(sources: Sequence[str], parameters: Iterable[str], cells: Iterable[i
                 found += tables
         if places:
             digest = walk.follow(*(before[place] for place in sorted(places)))
-            walk.found[f"the cell that saves {', '.join(dict.fromkeys(found))} #{digest[:6]}"] = digest
+            walk.found[f"the cell that saves {', '.join(dict.fromkeys(found))} #{digest[:6]}"] = (
+                digest
+            )
     return dict(sorted(walk.found.items()))
 
 

@@ -13,8 +13,12 @@ _SAME = [name for name in KEYS if name != "warmup_steps"]
 
 def key_columns(frame: pd.DataFrame) -> list[str]:
     """The columns that say what was measured and where, as opposed to what came out."""
-    values = {*VALUES, "status", "reason", "run"} | {name for name in frame if name.endswith("_status")}
-    values |= {name for name in frame if frame[name].dtype.kind == "f" or name.rpartition("_")[2] in UNITS}
+    values = {*VALUES, "status", "reason", "run"} | {
+        name for name in frame if name.endswith("_status")
+    }
+    values |= {
+        name for name in frame if frame[name].dtype.kind == "f" or name.rpartition("_")[2] in UNITS
+    }
     return [name for name in frame if name in (*KEYS, "machine", "gpu") or name not in values]
 
 
@@ -48,7 +52,9 @@ def compared(frame: pd.DataFrame, hue: str, baseline: object, y: str) -> pd.Data
     joined = others.merge(partner, on=keys)
     if joined.empty and len(others):
         varying = varying_values(frame, keys)
-        raise ValueError(f"no row can be divided by one of {hue}={baseline}: they differ in {varying}")
+        raise ValueError(
+            f"no row can be divided by one of {hue}={baseline}: they differ in {varying}"
+        )
     return joined.assign(ratio=joined["baseline"] / joined[y])
 
 
@@ -91,11 +97,17 @@ def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
     if "warmup_steps" not in frame:
         return frame
     keys = [name for name in (*_SAME, "machine") if name in frame]
-    return frame.sort_values("warmup_steps", kind="stable").drop_duplicates(keys, keep="last").sort_index()
+    return (
+        frame.sort_values("warmup_steps", kind="stable")
+        .drop_duplicates(keys, keep="last")
+        .sort_index()
+    )
 
 
 def published_rows(name: str) -> pd.DataFrame:
     """A published table, and `where` each row is from."""
     frame = published(name)
     told = [frame[column] for column in ("gpu", "source") if column in frame]
-    return frame.assign(where=["published: " + ", ".join(parts) for parts in zip(*told, strict=True)])
+    return frame.assign(
+        where=["published: " + ", ".join(parts) for parts in zip(*told, strict=True)]
+    )

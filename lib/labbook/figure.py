@@ -60,7 +60,9 @@ class Chart(Figure):
     def _ipython_display_(self) -> None:
         # The text stands for the picture where notebooks are compared: it says nothing that could change.
         bundle = {"image/png": self.png(), "text/plain": "<figure>"}
-        display.display(bundle, raw=True, metadata={"image/png": {"width": _SHOWN_WIDTH, "alt": self.title}})
+        display.display(
+            bundle, raw=True, metadata={"image/png": {"width": _SHOWN_WIDTH, "alt": self.title}}
+        )
 
 
 class Drawing(NamedTuple):
@@ -94,7 +96,9 @@ def plot(draw: Callable[..., Drawing | None]) -> Callable[..., Chart]:
             panels = drawing.chart.axes
             for axes in panels:
                 place = axes.get_subplotspec()
-                below = [each for each in panels if each.get_subplotspec().colspan == place.colspan][-1]
+                below = [
+                    each for each in panels if each.get_subplotspec().colspan == place.colspan
+                ][-1]
                 axes.set_xlabel((xlabel or drawing.xlabel) if axes is below else "")
                 axes.set_ylabel((ylabel or drawing.ylabel) if place.is_first_col() else "")
             return _with_header(drawing.chart, drawing.legend, title, subtitle)
@@ -105,11 +109,16 @@ def plot(draw: Callable[..., Drawing | None]) -> Callable[..., Chart]:
 def _with_header(chart: Chart, handles: Sequence[Artist], title: str, subtitle: str) -> Chart:
     """Put title and legend above the panels, which keep their size; lay out once, then freeze."""
     chart.title, panels = title, chart.get_figheight()
-    finding, told = _heading(chart, title, 84, **_TITLE), _heading(chart, subtitle, 117, **_SUBTITLE)
+    finding, told = (
+        _heading(chart, title, 84, **_TITLE),
+        _heading(chart, subtitle, 117, **_SUBTITLE),
+    )
     tops = [_EDGE, _TITLE_LINE * bool(title) * (1 + finding.get_text().count("\n"))]
     tops += [0.06 + _SUBTITLE_LINE * bool(subtitle) * (1 + told.get_text().count("\n"))]
     legend = _legend(chart, handles) if handles else None
-    height = panels + sum(tops) + (legend.get_window_extent().height / chart.dpi + 0.04 if legend else 0)
+    height = (
+        panels + sum(tops) + (legend.get_window_extent().height / chart.dpi + 0.04 if legend else 0)
+    )
     chart.set_figheight(height)
     below, line, bottom = (1 - top / height for top in np.cumsum(tops))
     finding.set_y(below)
@@ -149,13 +158,19 @@ def _runs_off(artist: Artist, chart: Chart) -> bool:
 
 
 def sheet(
-    frame: pd.DataFrame | None = None, facet: str | None = None, *, height: float = 3.7, sharey: bool = True
+    frame: pd.DataFrame | None = None,
+    facet: str | None = None,
+    *,
+    height: float = 3.7,
+    sharey: bool = True,
 ) -> tuple[Chart, list[tuple[Axes, pd.DataFrame]]]:
     """A chart, and its panels with their rows: a wide one, or one for each value of `facet`."""
     values = ordered(frame[facet], facet) if facet else [None]
     columns = len(values) if len(values) <= 3 else 2 if len(values) == 4 else 3
     rows = -(-len(values) // columns)
-    chart = Chart(figsize=(WIDTH, rows * min(height, 3.3 if columns > 1 else height)), layout="constrained")
+    chart = Chart(
+        figsize=(WIDTH, rows * min(height, 3.3 if columns > 1 else height)), layout="constrained"
+    )
     chart.get_layout_engine().set(w_pad=_EDGE, h_pad=_EDGE, wspace=0.03, hspace=0.05)
     grid = chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
     for axes in grid[len(values) :]:

@@ -60,7 +60,9 @@ def locked(folder: Path) -> filelock.BaseFileLock:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` in one step: a reader, and a run killed at any moment, find the old file or the new."""
-    with tempfile.TemporaryDirectory(dir=make_folder(path.parent), prefix=".", suffix=".tmp") as folder:
+    with tempfile.TemporaryDirectory(
+        dir=make_folder(path.parent), prefix=".", suffix=".tmp"
+    ) as folder:
         with open(Path(folder) / "new", "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
@@ -79,4 +81,6 @@ def read_record(path: Path, kind: Callable[..., Any]) -> Any:
         return kind(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, AttributeError) as error:
         name = "/".join(path.parts[-3:])
-        raise ValueError(f"{name} is damaged ({error}); restore it from git, or remove it") from None
+        raise ValueError(
+            f"{name} is damaged ({error}); restore it from git, or remove it"
+        ) from None

@@ -17,8 +17,24 @@ MISSING = "–"
 # What stands in the place of a number that a row does not have.
 STATUS_LABELS = {"oom": "OOM", "error": "error", "skipped": "skipped"}
 # What the last part of a column's name says of its unit.
-UNITS = {"s": "s", "ms": "ms", "us": "µs", "kib": "KiB", "mib": "MiB", "gib": "GiB", "mb": "MB", "gb": "GB"}
-UNITS |= {"gbps": "GB/s", "tflops": "TFLOP/s", "mhz": "MHz", "w": "W", "bytes": "bytes", "percent": "%"}
+UNITS = {
+    "s": "s",
+    "ms": "ms",
+    "us": "µs",
+    "kib": "KiB",
+    "mib": "MiB",
+    "gib": "GiB",
+    "mb": "MB",
+    "gb": "GB",
+}
+UNITS |= {
+    "gbps": "GB/s",
+    "tflops": "TFLOP/s",
+    "mhz": "MHz",
+    "w": "W",
+    "bytes": "bytes",
+    "percent": "%",
+}
 
 
 class Named(NamedTuple):
@@ -55,7 +71,9 @@ def family(columns: str, lines: str) -> None:
     LABELS.update({value: entry.label for value, entry in named.items()})
 
 
-def column(name: str, label: str = "", short: str = "", text: Callable[[Any], str] | None = None) -> None:
+def column(
+    name: str, label: str = "", short: str = "", text: Callable[[Any], str] | None = None
+) -> None:
     """What a project says of a column, see `Column`."""
     COLUMNS[name] = Column(label, short, text)
 

@@ -125,11 +125,17 @@ def machine_slug(gpu: str, cpu: str, cores: int) -> str:
     """
     name = (gpu if gpu != "none" else f"{cpu} {cores} cores").lower()
     name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
-    name = re.sub(r"\b(\d+gb|hbm\d\w?|sxm\d|pcie)\b", " ", name)  # one card of several memories and sockets
+    name = re.sub(
+        r"\b(\d+gb|hbm\d\w?|sxm\d|pcie)\b", " ", name
+    )  # one card of several memories and sockets
     slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     if gpu == "none":
         return f"cpu-{slug}"
-    return f"my-{slug}" if slug in committed() and os.environ.get("LABBOOK_REMEASURE") != slug else slug
+    return (
+        f"my-{slug}"
+        if slug in committed() and os.environ.get("LABBOOK_REMEASURE") != slug
+        else slug
+    )
 
 
 def _describe(device: torch.device) -> dict:
@@ -139,10 +145,14 @@ def _describe(device: torch.device) -> dict:
         has = torch.cuda.get_device_properties(device)
         memory_gib = round(has.total_memory / GIB, 1)
         gpu = {"gpu": has.name, "gpu_memory_gib": memory_gib, "sm_count": has.multi_processor_count}
-    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M)
+    found = re.search(
+        r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M
+    )
     cpu = found[1].strip() if found else platform.processor() or platform.machine()
     # That this process may use; macOS tells only how many there are
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     host = {"cpu": cpu, "cores": cores, "memory_gib": round(memory_bytes() / GIB, 1)}
     return {"slug": machine_slug(gpu["gpu"], cpu, cores), **gpu, **host, **versions()}
 
@@ -167,14 +177,20 @@ def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> flo
     a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
     out = torch.empty_like(a)
     with matmul_precision(dtype):
-        timing = time_steps(lambda: torch.mm(a, b, out=out), device=device, warmup_steps=3, steps=steps)
+        timing = time_steps(
+            lambda: torch.mm(a, b, out=out), device=device, warmup_steps=3, steps=steps
+        )
     return float(f"{2 * size**3 / timing.p50_ms / 1e9:.4g}")
 
 
 def _copy_gbps(device: torch.device) -> float:
     """GB/s of a copy too large for any cache, the bytes read and the bytes written counted."""
     on_cuda = device.type == "cuda"
-    size = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4) if on_cuda else min(GIB // 2, memory_bytes() // 16)
+    size = (
+        min(4 * GIB, torch.cuda.mem_get_info()[0] // 4)
+        if on_cuda
+        else min(GIB // 2, memory_bytes() // 16)
+    )
     source = torch.ones(size // 4, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
     timing = time_steps(lambda: target.copy_(source), device=device, warmup_steps=1, steps=3)
@@ -184,7 +200,9 @@ def _copy_gbps(device: torch.device) -> float:
 def memory_bytes() -> int:
     """The machine's memory, or a container's share of it."""
     whole = psutil.virtual_memory().total
-    limit = Path("/sys/fs/cgroup/memory.max")  # of a control group, version 2; "max" where there is none
+    limit = Path(
+        "/sys/fs/cgroup/memory.max"
+    )  # of a control group, version 2; "max" where there is none
     text = limit.read_text().strip() if limit.exists() else ""
     return min(whole, int(text)) if text.isdigit() else whole
 
@@ -244,12 +262,20 @@ def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
     if device.type != "cuda" or not shutil.which("nvidia-smi"):
         yield medians
         return
-    query = [*_nvidia_smi("clocks.sm,power.draw,utilization.gpu", ",nounits", device), "-lms", "100"]
+    query = [
+        *_nvidia_smi("clocks.sm,power.draw,utilization.gpu", ",nounits", device),
+        "-lms",
+        "100",
+    ]
     watch = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield medians
     finally:
         watch.terminate()
-        samples = pd.read_csv(io.StringIO(watch.communicate()[0]), names=["sm_clock_mhz", "power_w", "busy"])
-        samples = samples.apply(pd.to_numeric, errors="coerce").dropna()  # [N/A]; the last line may be cut
+        samples = pd.read_csv(
+            io.StringIO(watch.communicate()[0]), names=["sm_clock_mhz", "power_w", "busy"]
+        )
+        samples = samples.apply(
+            pd.to_numeric, errors="coerce"
+        ).dropna()  # [N/A]; the last line may be cut
         medians |= samples[samples.busy > 90].drop(columns="busy").median().dropna().to_dict()

@@ -40,49 +40,69 @@ class Page:
         machines = sorted({self.reference, *committed()})
         self._say("\n".join(filter(None, [self.card.line(), *map(self._age, machines)])))
 
-    def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
-        """The reference machine's rows of a table, of another notebook's problem if a slug is given.
+    def reference_rows(
+        self, table: str, slug: str | None = None, machine: str | None = None
+    ) -> pd.DataFrame:
+        """The rows of a table on the reference machine, or on another one that is named.
 
-        Prints, once, how many of them are historical, and why.
+        slug: of another notebook's problem.
+        Prints, once, how many of the reference machine's rows are historical, and why.
         """
-        found = load_rows(slug or self.slug, self.reference, table)
-        records = {name: runs.load_run(self.reference, name) for name in found["run"].dropna().unique()}
-        why = found["run"].map(lambda name: (record := records.get(name)) and record.historical)
-        for reason, count in why[why.astype(bool)].value_counts().items():
-            self._say(f"{table}: {count:,} of {len(found):,} rows are historical, {reason}")
-        return found
+        rows = load_rows(slug or self.slug, machine or self.reference, table)
+        if machine is None:
+            self._say_historical(rows, table)
+        return rows
 
-    def here(self, table: str, slug: str | None = None) -> pd.DataFrame:
-        """The same of this machine."""
+    def _say_historical(self, rows: pd.DataFrame, table: str) -> None:
+        names = rows["run"].dropna().unique()
+        records = {name: runs.load_run(self.reference, name) for name in names}
+        why = rows["run"].map(lambda name: (record := records.get(name)) and record.historical)
+        for reason, count in why[why.astype(bool)].value_counts().items():
+            self._say(f"{table}: {count:,} of {len(rows):,} rows are historical, {reason}")
+
+    def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
+        """The rows of a table on this machine, of another notebook's problem if a slug is given."""
         return load_rows(slug or self.slug, self.card.slug, table)
 
     def beside(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """This machine's rows; `reference_ms`, `reference_status` where the reference measured the same."""
-        mine = self.here(table, slug)
+        mine = self.rows(table, slug)
         theirs = load_rows(slug or self.slug, self.reference, table)
         return mine if self.card.slug == self.reference else later("beside_reference")(mine, theirs)
 
     def on_record(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """This machine's rows that the code of the running cell measured: not to be repeated."""
-        return runs.of_code(self.code(), self.here(table, slug), self.card.slug)
+        return runs.of_code(self.code(), self.rows(table, slug), self.card.slug)
 
     def save(self, rows: Iterable[Mapping[str, Any]], table: str, slug: str | None = None) -> None:
         """Save rows as this machine's, and print what came out, a line for each that says something new."""
         rows = list(rows)
         save_rows(rows, slug or self.slug, table, self.card.slug, self.run)
-        for line in later("row_lines")(rows, table):  # saved again with more columns, a row says the same
+        for line in later("row_lines")(
+            rows, table
+        ):  # saved again with more columns, a row says the same
             self._say(line)
 
-    def measure(self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **how: Any) -> None:
+    def measure(
+        self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **how: Any
+    ) -> None:
         """Time each case on this machine and save its rows as they come; `how` as in `bench.measure`.
 
         A case whose row was measured by the code that now runs, with as many steps, is left out, so that what
         was interrupted continues; with $LABBOOK_AGAIN set none is.
         """
         cases, keys, steps = list(cases), [*TABLES[table].keys], how.get("steps", 0)
-        record = self.on_record(table) if not os.environ.get("LABBOOK_AGAIN") else pd.DataFrame(columns=keys)
+        record = (
+            self.on_record(table)
+            if not os.environ.get("LABBOOK_AGAIN")
+            else pd.DataFrame(columns=keys)
+        )
         record = record[record["status"] != "skipped"] if len(record) else record
-        kept = {_key(row, keys) for row in record.to_dict("records") if not row.get("steps", steps) < steps}
+        kept = {
+            _key(row, keys)
+            for row in record.to_dict("records")
+            if not row.get("steps", steps) < steps
+        }
         how |= {"kept": lambda case: _key(case, keys) in kept, "device": self.device}
         for rows in bench.measure(cases, setup, **how):
             for other, more in [pair for row in rows for pair in row.pop("tables", {}).items()]:
@@ -91,7 +111,9 @@ class Page:
         if left_out := sum(_key(case, keys) in kept for case in cases):
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
 
-    def figure(self, figure: Any, stem: str, *, here: bool = False, machine: str | None = None) -> Any:
+    def figure(
+        self, figure: Any, stem: str, *, here: bool = False, machine: str | None = None
+    ) -> Any:
         """Write a figure to `figures/<machine>/<slug>/<stem>.png` and `.svg`, and hand it back to be shown.
 
         here, machine: drawn from this machine's rows, or a named one's, not the reference machine's.

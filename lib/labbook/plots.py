@@ -31,9 +31,22 @@ _MANY_POINTS = 40  # beyond which markers would hide their line
 _GROUP_WIDTH = 0.84  # of the distance between two groups of bars
 _LABEL_INCHES = 0.36  # the width of a number above a bar
 _PANEL_POINTS, _MARK_POINTS = 175, 11  # height of a panel, of a mark in the zone of failures
-_MOST_APART = 8  # a value this many times the middle, or a part of it this small, has the darkest colour
+_MOST_APART = (
+    8  # a value this many times the middle, or a part of it this small, has the darkest colour
+)
 # Columns along which the rows of one stacked bar may differ: they are what a bar adds up.
-_ADDED = {"range", "kernel", "class", "category", "code", "stage", "module", "tensor", "kind", "point"}
+_ADDED = {
+    "range",
+    "kernel",
+    "class",
+    "category",
+    "code",
+    "stage",
+    "module",
+    "tensor",
+    "kind",
+    "point",
+}
 _OUTLINE = withStroke(linewidth=2, foreground=PAPER)
 _VISIBLE = 1e-3  # of a bar: what is never more needs no place in the legend
 
@@ -52,13 +65,17 @@ class _Encoding:
     def legend(self, *, bars: bool = False) -> list[Artist]:
         """An entry for each value of the hue; and, of several machines, one for each: what its look means."""
         values = [value for value in self.colors if self.hue not in (None, "where")]
-        entries = [(self.colors[v], labels.named_value(self.hue, v), ("", "o", None)) for v in values]
+        entries = [
+            (self.colors[v], labels.named_value(self.hue, v), ("", "o", None)) for v in values
+        ]
         for where, look in self.looks.items() if len(self.looks) > 1 else ():
             entries.append((self.colors.get(where, MUTED), value_label(where, "where"), look))
         return [
             Patch(facecolor=color, edgecolor=PAPER, hatch=hatch, label=label)
             if bars
-            else Line2D([], [], color=color, label=label, linestyle=(0, dashes or None), marker=marker)
+            else Line2D(
+                [], [], color=color, label=label, linestyle=(0, dashes or None), marker=marker
+            )
             for color, label, (dashes, marker, hatch) in entries
         ]
 
@@ -78,13 +95,23 @@ def lines(
     names = ordered(frame[x], x)  # at equal distances; numbers are where they are
     places = frame[x].map(names.index) if any(isinstance(name, str) for name in names) else frame[x]
     chart, panels = sheet(told.frame.assign(_x=places), facet, sharey=sharey)
-    banded = band is not None and set(band) <= set(frame) and (frame[band[1]] > 1.1 * frame[band[0]]).any()
+    banded = (
+        band is not None
+        and set(band) <= set(frame)
+        and (frame[band[1]] > 1.1 * frame[band[0]]).any()
+    )
     for axes, rows in panels:
         there = rows.dropna(subset=["_x", y]).sort_values("_x").groupby(["_where", "_hue"])
         drawn, many = dict(iter(there)), (there.size() > _MANY_POINTS).any()
-        for where, value in product(reversed(told.looks), reversed(told.colors)):  # the first on top
+        for where, value in product(
+            reversed(told.looks), reversed(told.colors)
+        ):  # the first on top
             if (where, value) in drawn:
-                line, color, (dashes, marker, _) = drawn[where, value], told.colors[value], told.looks[where]
+                line, color, (dashes, marker, _) = (
+                    drawn[where, value],
+                    told.colors[value],
+                    told.looks[where],
+                )
                 style = {"linestyle": (0, dashes or None), "marker": "" if many else marker}
                 axes.plot(line["_x"], line[y], color=color, mec=PAPER, mew=0.75, **style)
                 if banded:
@@ -100,13 +127,18 @@ def lines(
         _mark_failures([axes for axes, _ in panels], failed, told.colors)
     legend = told.legend()
     if banded:
-        legend.append(Patch(color=MUTED, alpha=0.32, linewidth=0, label="band: 20th to 80th percentile"))
+        legend.append(
+            Patch(color=MUTED, alpha=0.32, linewidth=0, label="band: 20th to 80th percentile")
+        )
     return Drawing(chart, legend, column_label(x), column_label(y))
 
 
 def _mark_failures(panels: Sequence[Axes], failed: Sequence[pd.DataFrame], colors: Mapping) -> None:
     """A cross in the line's colour in a zone above the data, under the word "OOM" (or "error", "skipped")."""
-    most, first = max(rows.groupby("_x").size().max() if len(rows) else 0 for rows in failed), panels[0]
+    most, first = (
+        max(rows.groupby("_x").size().max() if len(rows) else 0 for rows in failed),
+        panels[0],
+    )
     if not most:
         return
     share = min((26 + _MARK_POINTS * most) / _PANEL_POINTS, 0.5)
@@ -119,7 +151,9 @@ def _mark_failures(panels: Sequence[Axes], failed: Sequence[pd.DataFrame], color
         if len(rows):
             axes.axhspan(1 - share, 1, transform=axes.transAxes, color=ZONE, lw=0, zorder=0.6)
         for x, there in rows.groupby("_x"):
-            words = "/".join(dict.fromkeys(STATUS_LABELS.get(status, status) for status in there["status"]))
+            words = "/".join(
+                dict.fromkeys(STATUS_LABELS.get(status, status) for status in there["status"])
+            )
             marks = [(words, MUTED, 8), *(("×", colors[value], 14) for value in there["_hue"])]
             for line, (text, color, size) in enumerate(marks):
                 axes.annotate(
@@ -139,9 +173,13 @@ def ratio(
     if pairs.empty:
         return None
     if "status" in pairs:
-        lost = pairs["ratio"].isna() & (pairs["status"] == "ok") & (pairs["baseline_status"] == "oom")
+        lost = (
+            pairs["ratio"].isna() & (pairs["status"] == "ok") & (pairs["baseline_status"] == "oom")
+        )
         pairs["status"] = pairs["status"].mask(lost, f"{name} OOM")
-    drawing = lines.__wrapped__(pairs, x, "ratio", hue, band=None, facet=facet, logx=logx, logy=logy)
+    drawing = lines.__wrapped__(
+        pairs, x, "ratio", hue, band=None, facet=facet, logx=logx, logy=logy
+    )
     for axes in drawing.chart.axes:
         axes.axhline(1, color=MUTED, linewidth=1.2, zorder=1.5)
         axes.set_ylim(top=max(axes.get_ylim()[1], 1.1))
@@ -151,7 +189,12 @@ def ratio(
 
 @plot
 def bars(
-    frame: pd.DataFrame, x: str, y: str = "p50_ms", hue: str | None = None, *, facet: str | None = None
+    frame: pd.DataFrame,
+    x: str,
+    y: str = "p50_ms",
+    hue: str | None = None,
+    *,
+    facet: str | None = None,
 ) -> Drawing:
     """A group of bars for each x, a bar for each value of `hue` and machine, its value above it."""
     require_one_row_each(frame, x, hue, facet)
@@ -162,14 +205,26 @@ def bars(
     frame["_slot"] = [slots.index(key) for key in zip(frame["_hue"], frame["_where"], strict=True)]
     group = frame.groupby(["_group", facet] if facet else "_group")["_slot"]
     width = _GROUP_WIDTH / group.transform("size").max()
-    frame["_place"] = frame["_group"] + (group.rank() - 1 - (group.transform("size") - 1) / 2) * width
+    frame["_place"] = (
+        frame["_group"] + (group.rank() - 1 - (group.transform("size") - 1) / 2) * width
+    )
     chart, panels = sheet(frame, facet)
     upright = width * figure.WIDTH / len(groups) / min(len(panels), 3) < _LABEL_INCHES
     for axes, rows in panels:
         for row in rows.to_dict("records"):
-            color, hatch, failed = told.colors[row["_hue"]], told.looks[row["_where"]][2], pd.isna(row[y])
-            axes.bar(row["_place"], row[y], 0.88 * width, color=color, hatch=hatch, edgecolor=PAPER, lw=0)
-            text = STATUS_LABELS.get(row.get("status"), labels.MISSING) if failed else significant(row[y])
+            color, hatch, failed = (
+                told.colors[row["_hue"]],
+                told.looks[row["_where"]][2],
+                pd.isna(row[y]),
+            )
+            axes.bar(
+                row["_place"], row[y], 0.88 * width, color=color, hatch=hatch, edgecolor=PAPER, lw=0
+            )
+            text = (
+                STATUS_LABELS.get(row.get("status"), labels.MISSING)
+                if failed
+                else significant(row[y])
+            )
             write_above(
                 axes, row["_place"], 0 if failed else row[y], text, rotation=90 if upright else 0,
                 color=color if failed else INK, xycoords=("data", "axes fraction") if failed else "data",
@@ -182,7 +237,9 @@ def bars(
 
 def write_above(axes: Axes, place: float, top: float, text: str, **how: object) -> None:
     """Write a text just above the end of a bar."""
-    axes.annotate(text, (place, top), (0, 4), textcoords="offset points", size=8.5, ha="center", **how)
+    axes.annotate(
+        text, (place, top), (0, 4), textcoords="offset points", size=8.5, ha="center", **how
+    )
 
 
 def name_bars(axes: Axes, names: Sequence[str]) -> None:
@@ -211,7 +268,9 @@ def stacked_bars(
     sums["_height"] = 100 * sums["_share"] if share else sums[y]
     chart, panels = sheet(sums, facet)
     for axes, rows in panels:
-        heights = rows.pivot(index=x, columns=part, values="_height").reindex(groups, columns=list(colors))
+        heights = rows.pivot(index=x, columns=part, values="_height").reindex(
+            groups, columns=list(colors)
+        )
         bottoms = heights.fillna(0).cumsum(axis=1) - heights
         for name, color in colors.items():
             style = {"color": color, "edgecolor": PAPER, "lw": 0.8}
@@ -229,7 +288,9 @@ def stacked_bars(
     for axes, _ in panels:  # as wide where the outer bars are missing
         axes.set_xlim(min(left for left, _ in widths), max(right for _, right in widths))
     seen = set(sums.loc[sums["_share"] > _VISIBLE, part])
-    legend = [Patch(color=colors[name], label=value_label(name, part)) for name in colors if name in seen]
+    legend = [
+        Patch(color=colors[name], label=value_label(name, part)) for name in colors if name in seen
+    ]
     return Drawing(chart, legend, column_label(x), "share of time" if share else column_label(y))
 
 
@@ -246,9 +307,13 @@ def heatmap(
     require_one_row_each(frame, index, columns, facet)
     down, across = ordered(frame[index], index), ordered(frame[columns], columns)
     chart, panels = sheet(frame, facet, height=0.46 * len(down) + 0.75)
-    least, most = frame[values].agg(["min", "max"]).fillna(1)  # a step in colour is a factor in value
+    least, most = (
+        frame[values].agg(["min", "max"]).fillna(1)
+    )  # a step in colour is a factor in value
     least, most = (middle / _MOST_APART, middle * _MOST_APART) if middle else (least, most)
-    cmap = sns.blend_palette([VERMILLION, "#F4F4F2", BLUE] if middle else ["#F2F7FB", BLUE], as_cmap=True)
+    cmap = sns.blend_palette(
+        [VERMILLION, "#F4F4F2", BLUE] if middle else ["#F2F7FB", BLUE], as_cmap=True
+    )
     font = {"size": 10 if len(across) * min(len(panels), 3) <= 18 else 8}
     for axes, rows in panels:
         table = rows.assign(status=rows.get("status")).pivot(index=index, columns=columns)
@@ -262,7 +327,9 @@ def heatmap(
         axes.set(facecolor=ZONE, xlabel="", ylabel="")
         for i, j in zip(*grid.isna().to_numpy().nonzero(), strict=True):
             why = STATUS_LABELS.get(status.iloc[i, j], labels.MISSING)
-            axes.text(j + 0.5, i + 0.5, why, ha="center", va="center", color=MUTED, weight="bold", **font)
+            axes.text(
+                j + 0.5, i + 0.5, why, ha="center", va="center", color=MUTED, weight="bold", **font
+            )
         axes.tick_params(length=0, rotation=0)
         axes.grid(False)
     return Drawing(chart, (), column_label(columns), column_label(index))
@@ -291,7 +358,9 @@ def spans(
         _place=frame[lane].map(lanes.index), _half=frame[side].map(sides.index) if side else 0,
         _length=frame[x[1]] - frame[x[0]], _named=frame[text].ne("") if text else False,
     )  # fmt: skip
-    chart, panels = sheet(frame, facet, height=(0.72 if side else 0.58) * max(len(lanes), 1.5) + 0.75)
+    chart, panels = sheet(
+        frame, facet, height=(0.72 if side else 0.58) * max(len(lanes), 1.5) + 0.75
+    )
     for axes, rows in panels:
         axes.set(xlim=(start, end), ylim=(len(lanes) - 0.45, -0.55))
         axes.set_yticks(range(len(lanes)), [value_label(value, lane) for value in lanes])
@@ -316,14 +385,18 @@ def spans(
     return Drawing(chart, legend, "time since the step began (ms)")
 
 
-def _write_inside(axes: Axes, ends: tuple[float, float], place: int, text: str, ground: str) -> None:
+def _write_inside(
+    axes: Axes, ends: tuple[float, float], place: int, text: str, ground: str
+) -> None:
     """Write a text into its box the first way that fits: across, smaller, upright."""
     corners = axes.transData.transform([(ends[0], place + 0.4), (ends[1], place - 0.4)])
     width, height = np.ptp(corners, axis=0)
     style = {"ha": "center", "va": "center", "color": INK if sum(to_rgb(ground)) > 1.8 else PAPER}
     upright = text.replace("_", "_\n")  # on two lines
     for words, size, rotation in ((text, 8.5, 0), (text, 7, 0), (text, 7, 90), (upright, 7, 90)):
-        written = axes.text(sum(ends) / 2, place, words, size=size, rotation=rotation, zorder=3, **style)
+        written = axes.text(
+            sum(ends) / 2, place, words, size=size, rotation=rotation, zorder=3, **style
+        )
         room = written.get_window_extent()
         if room.width < width and room.height < height:
             return

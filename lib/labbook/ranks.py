@@ -63,7 +63,9 @@ def peaks(context: Context) -> dict[str, float]:
         return {}
     stats = torch.cuda.memory_stats(context.device)
     mib = [stats[f"{kind}_bytes.all.peak"] / MIB for kind in ("allocated", "requested")]
-    return dict(zip(("peak_memory_mib", "requested_memory_mib"), slowest(mib, context), strict=True))
+    return dict(
+        zip(("peak_memory_mib", "requested_memory_mib"), slowest(mib, context), strict=True)
+    )
 
 
 def slowest(times_ms: list[float], context: Context) -> list[float]:

@@ -29,7 +29,12 @@ Row = dict[str, Any]
 STATUSES = ("ok", "oom", "skipped", "error")
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
-_READ = {"int": int, "float": float, "exact": float, "bool": {"true": True, "false": False}.__getitem__}
+_READ = {
+    "int": int,
+    "float": float,
+    "exact": float,
+    "bool": {"true": True, "false": False}.__getitem__,
+}
 _WRITTEN = {float: "{:.9g}".format, bool: lambda value: str(value).lower()}
 _REPAIR = "restore the file from git, or move it away and measure again"
 
@@ -65,7 +70,9 @@ def columns(text: str, default: str = "text") -> dict[str, str]:
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first where libyaml is there
 DECLARED = yaml.load((NOTEBOOKS / "tables.yaml").read_text(encoding="utf-8"), _LOADER)
 TABLES = {
-    name: Table(columns(each["keys"]), columns(each["values"], "float"), (*columns(each.get("group", "")),))
+    name: Table(
+        columns(each["keys"]), columns(each["values"], "float"), (*columns(each.get("group", "")),)
+    )
     for name, each in DECLARED["tables"].items()
 }
 ALLOWED: dict[str, Sequence[str]] = {"status": STATUSES, **DECLARED["allowed"]}
@@ -96,7 +103,9 @@ def save_rows(
     schema, where = TABLES[table], _name(path)
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
     batch = [checked(row, table, f"{where}, rows[{i}]", machine) for i, row in enumerate(records)]
-    keys = [", ".join(f"{name}={row[name]}" for name in schema.keys if name in row) for row in batch]
+    keys = [
+        ", ".join(f"{name}={row[name]}" for name in schema.keys if name in row) for row in batch
+    ]
     for number in pd.Index(keys, dtype=object).duplicated().nonzero()[0]:
         raise RowError(f"{where}, rows[{number}]: duplicate key {keys[number]}; allowed: once")
     gpus, gpu = here.gpu_names(), here.gpu_of(machine)
@@ -111,7 +120,10 @@ def save_rows(
         if any("run" not in row for row in batch):
             run.write()
             batch = [{"run": run.name} | row for row in batch]
-        fields = [{name: _WRITTEN.get(type(each), str)(each) for name, each in row.items()} for row in batch]
+        fields = [
+            {name: _WRITTEN.get(type(each), str)(each) for name, each in row.items()}
+            for row in batch
+        ]
         after = pd.DataFrame(fields, columns=[*schema.types], dtype=object).fillna("")
         by = [*(schema.group or schema.keys)]
         replaced = pd.MultiIndex.from_frame(before[by]).isin(pd.MultiIndex.from_frame(after[by]))
@@ -130,7 +142,9 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     """
     path, schema = find(*_path(Path(), machine, slug, table).parts), TABLES[table]
     text = _sorted(_read(path, table), schema)
-    frame = pd.DataFrame({name: _typed(text[name], kind, path) for name, kind in schema.types.items()})
+    frame = pd.DataFrame(
+        {name: _typed(text[name], kind, path) for name, kind in schema.types.items()}
+    )
     return frame.assign(machine=pd.Series(machine, frame.index, dtype=object))
 
 
@@ -186,15 +200,21 @@ def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> 
                 raise RowError(f"{where}: {name} is {given!r}; {error}") from None
             if value is not None:
                 row[name] = value
-        elif name != "machine" and not ((name in (*KEYS, *VALUES) and given in (None, "")) or given != given):
-            raise RowError(f"{where}: there is no column {name!r}; allowed: {', '.join(list(types)[:-1])}")
+        elif name != "machine" and not (
+            (name in (*KEYS, *VALUES) and given in (None, "")) or given != given
+        ):
+            raise RowError(
+                f"{where}: there is no column {name!r}; allowed: {', '.join(list(types)[:-1])}"
+            )
     got, status = [name for name in schema.values if name in row], row["status"]
     spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
     if status == "ok" and not got:
         allowed = ", ".join(schema.values)
         raise RowError(f"{where}: there is no value; allowed with status 'ok': some of {allowed}")
     if status != "ok" and (times := [name for name in got if name.endswith("_ms")]):
-        raise RowError(f"{where}: {times[0]} is {row[times[0]]}; allowed with status {status!r}: no time")
+        raise RowError(
+            f"{where}: {times[0]} is {row[times[0]]}; allowed with status {status!r}: no time"
+        )
     if spread != sorted(spread):
         raise RowError(f"{where}: p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
     return row
@@ -224,12 +244,16 @@ def _read(path: Path, table: str) -> pd.DataFrame:
     if not path.exists():
         return pd.DataFrame(columns=[*schema.types], dtype=object)
     try:
-        header, *lines = list(csv.reader(io.StringIO(path.read_bytes().decode(), newline=""), strict=True))
+        header, *lines = list(
+            csv.reader(io.StringIO(path.read_bytes().decode(), newline=""), strict=True)
+        )
     except (ValueError, csv.Error) as error:
         raise RowError(f"{name} is damaged ({error or 'it is empty'}); {_REPAIR}") from None
     if len(set(header) & {*schema.types}) < len(header) or not set(header) >= set(schema.keys):
         allowed = ", ".join(schema.types)
-        raise RowError(f"{name}, line 1: the columns are {', '.join(header)}; allowed: {allowed}; {_REPAIR}")
+        raise RowError(
+            f"{name}, line 1: the columns are {', '.join(header)}; allowed: {allowed}; {_REPAIR}"
+        )
     for number, fields in enumerate(lines, start=2):
         if len(fields) != len(header):
             told = f"{len(fields)} fields for {len(header)} columns"
@@ -244,13 +268,17 @@ def _typed(text: pd.Series, kind: str, path: Path) -> pd.Series:
     values: dict[str, Any] = {}
     for field in text.unique():
         value = field or None
-        with suppress(KeyError, ValueError):  # text is as it is; what cannot be read is refused as it is
+        with suppress(
+            KeyError, ValueError
+        ):  # text is as it is; what cannot be read is refused as it is
             value = _READ[kind](field)
         try:
             values[field] = _check(text.name, kind, value)
         except ValueError as error:
             line = (text == field).idxmax()
-            raise RowError(f"{_name(path)}, line {line}: {text.name} is {field!r}; {error}") from None
+            raise RowError(
+                f"{_name(path)}, line {line}: {text.name} is {field!r}; {error}"
+            ) from None
     gaps = None in values.values()
     dtypes = {"int": float if gaps else int, "bool": object if gaps else bool, "text": object}
     return pd.Series([values[field] for field in text], dtype=dtypes.get(kind, float))

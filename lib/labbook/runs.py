@@ -76,11 +76,17 @@ class Run:
         """Described when the first rows are saved; what does not change during a run."""
         gpu = here.gpu_of(self.machine)
         about = {"slug": self.slug, "machine": self.machine, "gpu": gpu, **here.versions()}
-        given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)}
+        given = {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)
+        }
         settings = {name: value for name, value in given.items() if os.sep not in value}  # no paths
         settings["deterministic"] = str(torch.are_deterministic_algorithms_enabled())
         settings["float32 matmuls"] = torch.get_float32_matmul_precision()
-        about |= {"settings": settings, "measured_at": [here.now()], "parameters": dict(self.parameters)}
+        about |= {
+            "settings": settings,
+            "measured_at": [here.now()],
+            "parameters": dict(self.parameters),
+        }
         about |= {"commit": os.environ.get("LABBOOK_COMMIT") or git_commit(PROJECT)}
         if gpu != "none" and torch.cuda.is_available():
             nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
@@ -116,7 +122,9 @@ def remove_unused(machine: str, names: Iterable[str]) -> None:
     """Remove the files of runs that have no row left. The caller holds the machine's lock."""
     for name in names:
         tables = (figures_dir() / machine).glob("*/*.csv")
-        if Path(name).name == name and not any(name.encode() in table.read_bytes() for table in tables):
+        if Path(name).name == name and not any(
+            name.encode() in table.read_bytes() for table in tables
+        ):
             (figures_dir() / machine / "runs" / f"{name}.json").unlink(missing_ok=True)
 
 
@@ -126,9 +134,13 @@ def git_commit(repository: Path) -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(repository), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "lib"))
+        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(
+            git("status", "--porcelain", "--", "lib")
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"

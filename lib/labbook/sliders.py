@@ -33,14 +33,27 @@ class Sliders:
         self, kind: str, controls: Mapping[str, Sequence], state: Callable[..., Sequence],
         start: Mapping[str, Any] | None = None, **look: Any,
     ) -> None:  # fmt: skip
-        states = [state(**dict(zip(controls, point, strict=True))) for point in product(*controls.values())]
-        names = [[column_label(c), [value_label(v, c) for v in each]] for c, each in controls.items()]
+        states = [
+            state(**dict(zip(controls, point, strict=True)))
+            for point in product(*controls.values())
+        ]
+        names = [
+            [column_label(c), [value_label(v, c) for v in each]] for c, each in controls.items()
+        ]
         at = [list(each).index((start or {}).get(name, each[0])) for name, each in controls.items()]
-        self.figure = {"kind": kind, "controls": names, "start": at, "fixed": [], "states": states} | look
+        self.figure = {
+            "kind": kind,
+            "controls": names,
+            "start": at,
+            "fixed": [],
+            "states": states,
+        } | look
 
     def html(self) -> str:
         """The script, and the numbers that it shows, to four digits."""
-        rounded = json.loads(json.dumps(self.figure), parse_float=lambda text: float(f"{float(text):.4g}"))
+        rounded = json.loads(
+            json.dumps(self.figure), parse_float=lambda text: float(f"{float(text):.4g}")
+        )
         data = json.dumps(rounded, ensure_ascii=False, separators=(",", ":"))
         data = data.replace("</", "<\\/")
         script = _SCRIPT.read_text(encoding="utf-8").strip()

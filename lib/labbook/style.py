@@ -13,7 +13,9 @@ from labbook.labels import family_of, ordered
 BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
 VERMILLION, PURPLE, BLACK, GREY = "#D55E00", "#CC79A7", "#22272E", "#6B7077"
 WINE, BROWN, YELLOW = "#7A1F5C", "#604418", "#F0E442"
-COLORS = {name.lower(): color for name, color in globals().items() if name.isupper()}  # as vocabularies say
+COLORS = {
+    name.lower(): color for name, color in globals().items() if name.isupper()
+}  # as vocabularies say
 INK, MUTED, GRID, PAPER = BLACK, "#6B7280", "#E5E7EB", "#FFFFFF"
 ZONE = "#F3F4F6"  # where nothing could be measured
 _FRAME = "#C4C9D1"
@@ -47,7 +49,9 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
     numbers = len(values) > 1 and not any(isinstance(value, str) for value in values)
     if numbers or (family and not any(named.color for named in family.values())):
         shades = sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, len(values)))
-        return dict(zip(values, map(to_hex, shades), strict=True))  # lightness alone tells them apart
+        return dict(
+            zip(values, map(to_hex, shades), strict=True)
+        )  # lightness alone tells them apart
     fixed = {value: COLORS.get(family[value].color) for value in values if value in family}
     spare = cycle([color for color in _SPARE if color not in fixed.values()] or _SPARE)
     return {value: fixed.get(value) or next(spare) for value in values}
@@ -55,6 +59,10 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
 
 def machine_looks(places: Iterable[str]) -> dict[str, tuple]:
     """Of each machine the dashes and marker of its lines, and the hatch of its bars."""
-    known = {"": ("", "o", None), "reference": ("", "o", None), "this machine": ((3, 1.6), "D", "////")}
+    known = {
+        "": ("", "o", None),
+        "reference": ("", "o", None),
+        "this machine": ((3, 1.6), "D", "////"),
+    }
     published = cycle([((1, 1.5), "s", "...."), ((1, 1.5), "^", "xxxx"), ((1, 1.5), "v", "----")])
     return {where: known.get(where.partition(":")[0]) or next(published) for where in places}

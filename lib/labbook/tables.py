@@ -14,7 +14,15 @@ import pandas as pd
 from IPython import display
 
 from labbook.compare import require_one_row_each
-from labbook.labels import MISSING, STATUS_LABELS, column_label, named_value, ordered, quantity, value_label
+from labbook.labels import (
+    MISSING,
+    STATUS_LABELS,
+    column_label,
+    named_value,
+    ordered,
+    quantity,
+    value_label,
+)
 from labbook.rows import TABLES
 
 NO_LINES = "no rows yet"
@@ -38,7 +46,11 @@ def pivot(
     index, values = ([name] if isinstance(name, str) else list(name) for name in (index, values))
     require_one_row_each(frame, *index, columns)
     keys = [*index, columns]
-    wide = frame.assign(**{key: _labelled(frame[key]) for key in keys}).set_index(keys).unstack(columns)
+    wide = (
+        frame.assign(**{key: _labelled(frame[key]) for key in keys})
+        .set_index(keys)
+        .unstack(columns)
+    )
     cells = {}
     for value in values:
         header = f"{column_label(value)} by {column_label(columns)}"
@@ -55,7 +67,9 @@ def _labelled(values: pd.Series) -> pd.Categorical:
     """The labels of a column, which sort as a reader expects."""
     known = dict.fromkeys(value_label(value, values.name) for value in ordered(values, values.name))
     categories = [*known, *([MISSING] if values.isna().any() else [])]
-    return pd.Categorical([value_label(value, values.name) for value in values], categories, ordered=True)
+    return pd.Categorical(
+        [value_label(value, values.name) for value in values], categories, ordered=True
+    )
 
 
 def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None) -> pd.Series:
@@ -82,8 +96,12 @@ def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> Non
         table = f"<details><summary>{escape(caption)}</summary>\n{table}\n</details>"
     elif caption:
         table = f"<p>{escape(caption)}</p>\n{table}"
-    plain = texts.to_string(index=any(texts.index.names), justify="right") if len(texts) else NO_LINES
-    display.display({"text/html": table, "text/plain": f"{caption}\n{plain}".lstrip("\n")}, raw=True)
+    plain = (
+        texts.to_string(index=any(texts.index.names), justify="right") if len(texts) else NO_LINES
+    )
+    display.display(
+        {"text/html": table, "text/plain": f"{caption}\n{plain}".lstrip("\n")}, raw=True
+    )
 
 
 def as_text(frame: pd.DataFrame) -> pd.DataFrame:
@@ -106,8 +124,12 @@ def as_html(texts: pd.DataFrame) -> str:
     for place in np.flatnonzero(words):
         html.isetitem(place, html.iloc[:, place].map(_left))
     if html.columns.nlevels == 1:
-        html.columns = [_left(head) if word else head for head, word in zip(html, words, strict=True)]
-    html.index = html.index.map(lambda key: tuple(map(_left, key)) if isinstance(key, tuple) else _left(key))
+        html.columns = [
+            _left(head) if word else head for head, word in zip(html, words, strict=True)
+        ]
+    html.index = html.index.map(
+        lambda key: tuple(map(_left, key)) if isinstance(key, tuple) else _left(key)
+    )
     html.index.names = [name and _left(name) for name in texts.index.names]
     return html.to_html(escape=False, index=any(texts.index.names), border=0)
 
@@ -121,7 +143,9 @@ def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
     schema, lines = TABLES[table], []
     keys = schema.group or schema.keys
     for row in rows[:1] if schema.group else rows:
-        told = ", ".join(named_value(name, row[name]) for name in keys if not pd.isna(row.get(name)))
+        told = ", ".join(
+            named_value(name, row[name]) for name in keys if not pd.isna(row.get(name))
+        )
         name = next((name for name in ("p50_ms", *schema.values) if not pd.isna(row.get(name))), "")
         if row.get("status", "ok") != "ok":
             outcome = row["status"] + (f" ({row['reason']})" if row.get("reason") else "")

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 MIB = 2**20
-SLOW_MS = 30  # a step longer than this finds the cache cold anyway, and is repeated SLOW_STEPS times only
+SLOW_MS = (
+    30  # a step longer than this finds the cache cold anyway, and is repeated SLOW_STEPS times only
+)
 SLOW_STEPS = 3
 CPU_STEPS = 5
 
@@ -44,10 +46,19 @@ class Timing:
 
     def as_row(self) -> dict[str, Any]:
         """The value columns of a row; without times where there are none."""
-        row = {name: getattr(self, name) for name in ("peak_memory_mib", "compile_s", "status", "reason")}
+        row = {
+            name: getattr(self, name)
+            for name in ("peak_memory_mib", "compile_s", "status", "reason")
+        }
         if self.status == "ok":
-            row |= {"mean_ms": statistics.fmean(self.step_ms), "p50_ms": self.p50_ms, "steps": self.steps}
-            row["std_ms"] = statistics.stdev(self.step_ms) if self.steps > 1 else None  # of a sample
+            row |= {
+                "mean_ms": statistics.fmean(self.step_ms),
+                "p50_ms": self.p50_ms,
+                "steps": self.steps,
+            }
+            row["std_ms"] = (
+                statistics.stdev(self.step_ms) if self.steps > 1 else None
+            )  # of a sample
             row["p20_ms"], row["p80_ms"] = np.percentile(self.step_ms, (20, 80)).tolist()
         return row
 
@@ -60,10 +71,14 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
     there = torch.cuda.is_available()
     device = torch.device(("cuda" if there else "cpu") if device == "auto" else device)
     if device.type != "cpu" and not there:
-        raise RuntimeError(f"{device} is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu")
+        raise RuntimeError(
+            f"{device} is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu"
+        )
     current = torch.cuda.current_device() if device.index is not None else None
     if device.index != current:  # events would time the current one
-        raise RuntimeError(f"{device} is asked for, but cuda:{current} is the current GPU; allowed: that one")
+        raise RuntimeError(
+            f"{device} is asked for, but cuda:{current} is the current GPU; allowed: that one"
+        )
     return device
 
 
@@ -72,7 +87,9 @@ def matmul_precision(dtype: str) -> Iterator[None]:
     """Allow TF32 in float32 matmuls for "tf32" and for no other dtype; restore it afterwards."""
     switch, older = torch.backends.cuda.matmul, "highest"
     newer = switch.fp32_precision
-    with suppress(RuntimeError):  # the older one refuses to answer where the newer one says something else
+    with suppress(
+        RuntimeError
+    ):  # the older one refuses to answer where the newer one says something else
         older = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
@@ -82,7 +99,9 @@ def matmul_precision(dtype: str) -> Iterator[None]:
         switch.fp32_precision = newer
 
 
-def clock_ms(step: Callable[..., Any], device: torch.device, *given: Any, synchronize: bool = True) -> float:
+def clock_ms(
+    step: Callable[..., Any], device: torch.device, *given: Any, synchronize: bool = True
+) -> float:
     """Milliseconds of `step(*given)`: between two CUDA events on a GPU, by the wall clock on a CPU.
 
     The events are in the current stream, which waits for what was communicated on others. What the step
@@ -125,7 +144,9 @@ def time_steps(
     Raises ValueError: no measured steps, or a negative number of warm-up steps.
     """
     if warmup_steps < 0 or steps < 1:
-        raise ValueError(f"warmup_steps={warmup_steps}, steps={steps}; allowed: 0 or more, and 1 or more")
+        raise ValueError(
+            f"warmup_steps={warmup_steps}, steps={steps}; allowed: 0 or more, and 1 or more"
+        )
     device = resolve_device(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -135,7 +156,9 @@ def time_steps(
         given = () if prepare is None else (prepare(),)
         return clock_ms(step, device, *given, synchronize=synchronize)
 
-    times, reason = run_or_out_of_memory(lambda: [*map(one_step_ms, range(warmup_steps + steps))], device)
+    times, reason = run_or_out_of_memory(
+        lambda: [*map(one_step_ms, range(warmup_steps + steps))], device
+    )
     if times is None:
         return Timing(status="oom", reason=reason)
     peak = torch.cuda.max_memory_allocated(device) / MIB if device.type == "cuda" else None
@@ -167,7 +190,9 @@ def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> t
         if not is_out_of_memory(error):
             raise
         reason = one_line(error)
-        while error is not None:  # empty the frames that it keeps alive: they hold the tensors of the step
+        while (
+            error is not None
+        ):  # empty the frames that it keeps alive: they hold the tensors of the step
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
     # Only here, with the exception gone, does nothing hold on to the tensors of the step that failed.
@@ -246,12 +271,17 @@ def time_cold_cache(
             x.grad = None
 
     few = partial(time_steps, lambda _: step(), device=device, prepare=clear)
-    first = few(warmup_steps=1 if device.type == "cpu" else 3, steps=CPU_STEPS if device.type == "cpu" else 1)
+    first = few(
+        warmup_steps=1 if device.type == "cpu" else 3,
+        steps=CPU_STEPS if device.type == "cpu" else 1,
+    )
     if device.type == "cpu" or first.status != "ok":
         return first
     if first.p50_ms > SLOW_MS:
         return replace(few(warmup_steps=0, steps=SLOW_STEPS), peak_memory_mib=first.peak_memory_mib)
     from triton.testing import do_bench  # settles for good whether kernels are interpreted
 
-    times = do_bench(step, warmup=warmup_ms, rep=repeat_ms, grad_to_none=to_clear, return_mode="all")
+    times = do_bench(
+        step, warmup=warmup_ms, rep=repeat_ms, grad_to_none=to_clear, return_mode="all"
+    )
     return Timing(tuple(times), peak_memory_mib=first.peak_memory_mib)

@@ -30,10 +30,16 @@ a_config = st.builds(
     ),
     *(st.integers(*bounds) for bounds in ((1, 4), (1, 8), (1, 80), (1, 3), (2, 90))),
 )
-a_batch_size, a_length, a_dtype = st.integers(1, 3), st.integers(2, 24), st.sampled_from(sorted(DTYPES))
+a_batch_size, a_length, a_dtype = (
+    st.integers(1, 3),
+    st.integers(2, 24),
+    st.sampled_from(sorted(DTYPES)),
+)
 
 
-def steps_of(config, batch_size, context_length, dtype="float32", device="cpu", **how) -> ModelSteps:
+def steps_of(
+    config, batch_size, context_length, dtype="float32", device="cpu", **how
+) -> ModelSteps:
     model = build_model(config, context_length, device=device)
     return ModelSteps(model, batch_size, context_length, dtype, **how)
 
@@ -67,7 +73,11 @@ def test_flops_are_those_of_torchs_counter(config, batch_size, context_length):
     flops = accounting.forward_flops(config, batch_size, context_length)
     assert (forward.get_total_flops(), backward.get_total_flops()) == (flops, 2 * flops)
     parts = accounting.flops_breakdown(config, batch_size, context_length)
-    for part, end in (("lm_head", ".lm_head"), ("feed_forward", ".ffn"), ("attention_projections", "_proj")):
+    for part, end in (
+        ("lm_head", ".lm_head"),
+        ("feed_forward", ".ffn"),
+        ("attention_projections", "_proj"),
+    ):
         counts = [each for name, each in forward.get_flop_counts().items() if name.endswith(end)]
         assert parts[part] == sum(sum(each.values()) for each in counts)
 
@@ -99,7 +109,9 @@ def measured_peak(config, batch_size, context_length, pass_, dtype, **how) -> in
         *(("xl", 4, 512, 10_000), ("10B", 4, 128, 10_000), ("10B", 4, 2048, 10_000)),
     ],
 )
-def test_peak_bytes_are_what_lives_at_once(size, batch_size, context_length, vocab_size, pass_, dtype):
+def test_peak_bytes_are_what_lives_at_once(
+    size, batch_size, context_length, vocab_size, pass_, dtype
+):
     # A first and a last layer; those between them add what a whole model below adds.
     config = dataclasses.replace(model_size(size, 2026), num_layers=2, vocab_size=vocab_size)
     run = (config, batch_size, context_length, pass_, dtype)
@@ -119,7 +131,9 @@ def test_peak_bytes_with_checkpoints_are_what_lives_at_once(size, context_length
     config = dataclasses.replace(model_size(size, 2026), num_layers=6)
     run = (config, 4, context_length, "forward_backward", dtype)
     expected = accounting.peak_bytes(*run, plan=plan(range(6)))
-    found = measured_peak(*run, call=lambda model, tokens: checkpointing.forward_with(model, plan, tokens))
+    found = measured_peak(
+        *run, call=lambda model, tokens: checkpointing.forward_with(model, plan, tokens)
+    )
     assert expected == pytest.approx(found, rel=0.002)
 
 
@@ -132,10 +146,15 @@ def attention_inputs(batch_size: int, context_length: int, d_head: int, dtype: s
 @over_dtypes
 @pytest.mark.parametrize("pass_", ["forward", "forward_backward"])
 @pytest.mark.parametrize(("context_length", "d_head"), [(256, 128), (1024, 16), (16384, 64)])
-def test_attention_peak_bytes_are_what_lives_at_once(context_length, d_head, pass_, dtype, is_causal):
+def test_attention_peak_bytes_are_what_lives_at_once(
+    context_length, d_head, pass_, dtype, is_causal
+):
     with FakeTensorMode():
         q, k, v = attention_inputs(8, context_length, d_head, dtype)
-        backward, output_gradient = pass_ == "forward_backward", torch.randn_like(q, requires_grad=False)
+        backward, output_gradient = (
+            pass_ == "forward_backward",
+            torch.randn_like(q, requires_grad=False),
+        )
         inputs = (q, k, v, output_gradient)[: 3 + backward]
         with LiveBytes(*inputs) as memory, torch.set_grad_enabled(backward):
             output = plain_attention(q, k, v, is_causal)
@@ -168,6 +187,8 @@ def test_peak_bytes_are_what_the_allocator_saw(pass_, dtype, name):
         torch.cuda.reset_peak_memory_stats()
         getattr(steps, pass_)()
     measured = torch.cuda.memory_stats()["requested_bytes.all.peak"]  # before it rounds sizes up
-    expected = accounting.peak_bytes(config, 4, 512, pass_, dtype, strategy(range(config.num_layers)))
+    expected = accounting.peak_bytes(
+        config, 4, 512, pass_, dtype, strategy(range(config.num_layers))
+    )
     # Beyond the tensors: a workspace of cuBLAS for each of two threads, 32 MiB on Hopper.
     assert expected <= measured <= 1.002 * expected + 2 * 32 * 2**20

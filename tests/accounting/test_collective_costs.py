@@ -35,10 +35,16 @@ def test_fits_on_the_borders():
     assert falling.bandwidth_gbps == falling.half_bandwidth_bytes == float("inf")
 
 
-@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 400).map(lambda size: size / 2**20))
+@given(
+    st.lists(st.integers(0, 40), max_size=12), st.integers(1, 400).map(lambda size: size / 2**20)
+)
 def test_pytorchs_buckets_are_those_that_pytorch_fills(numbers, bucket_size_mb):
     parameters = [torch.empty(number, device="meta") for number in numbers]
     order = parameters[::-1]
-    places = dist._compute_bucket_assignment_by_size(order, [int(bucket_size_mb * 2**20)])[0] if order else []
+    places = (
+        dist._compute_bucket_assignment_by_size(order, [int(bucket_size_mb * 2**20)])[0]
+        if order
+        else []
+    )
     expected = [sum(order[place].nbytes for place in bucket) for bucket in places]
     assert torch_bucket_bytes(parameters, bucket_size_mb) == expected

@@ -13,6 +13,9 @@ def test_a_machine_is_plausible_and_has_a_source(name):
     assert 1e14 < machine.flops_per_s < 1e16
     assert 1e10 < machine.memory_bytes < 1e12
     assert machine.memory_bytes_per_s > machine.inside_bytes_per_s > 0
-    assert math.isnan(machine.between_bytes_per_s) or machine.between_bytes_per_s < machine.inside_bytes_per_s
+    assert (
+        math.isnan(machine.between_bytes_per_s)
+        or machine.between_bytes_per_s < machine.inside_bytes_per_s
+    )
     assert machine.axes in (1, 2, 3)
     assert machine.inside_devices >= 8

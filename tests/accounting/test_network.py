@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from cs336_systems.accounting.collective_costs import ring_seconds
 from cs336_systems.accounting.network import SIMULATED, Links, Task, collective_finish, run_tasks
 
-DEVICES, BYTES, HOPS, RATES = st.integers(1, 40), st.floats(0, 1e9), st.floats(0, 1), st.floats(1e3, 1e9)
+DEVICES, BYTES, HOPS, RATES = (
+    st.integers(1, 40),
+    st.floats(0, 1e9),
+    st.floats(0, 1),
+    st.floats(1e3, 1e9),
+)
 SIZE, LINKS = 840.0, Links(4.0, 0.5)
 
 
@@ -19,7 +24,9 @@ def last(collective, size, mesh, links, **how):
 @given(st.sampled_from(SIMULATED), DEVICES, BYTES, HOPS, RATES)
 def test_equal_links_give_the_closed_form_of_a_ring(collective, n, size, hop, rate):
     finish = collective_finish(collective, size, (n,), Links(rate, hop))
-    assert finish == pytest.approx(ring_seconds(collective, size, n, hop_s=hop, link_bytes_per_s=rate))
+    assert finish == pytest.approx(
+        ring_seconds(collective, size, n, hop_s=hop, link_bytes_per_s=rate)
+    )
 
 
 def test_lines_of_a_mesh_run_by_themselves():
@@ -39,7 +46,9 @@ def test_one_slow_link_sets_the_pace_of_its_own_ring_alone():
     rates[2, 1] = 1.0
     for hop in (0.0, 0.5, 1e4):
         finish = collective_finish("all_reduce", SIZE, (4, 3), (Links(rates, hop), LINKS), axis=0)
-        slow, fast = (ring_seconds("all_reduce", SIZE, 4, hop_s=hop, link_bytes_per_s=w) for w in (1.0, 4.0))
+        slow, fast = (
+            ring_seconds("all_reduce", SIZE, 4, hop_s=hop, link_bytes_per_s=w) for w in (1.0, 4.0)
+        )
         assert finish.max(axis=0) == pytest.approx([fast, slow, fast])
 
 
@@ -74,5 +83,7 @@ def test_a_slow_device_delays_everybody_by_what_it_is_late():
     ]
     slowness = np.ones(16)
     slowness[5] = 1.5
-    even, uneven = (run_tasks(tasks, (16,), LINKS, slowness=s)["sum"][1].max() for s in (1.0, slowness))
+    even, uneven = (
+        run_tasks(tasks, (16,), LINKS, slowness=s)["sum"][1].max() for s in (1.0, slowness)
+    )
     assert uneven == pytest.approx(even + 5.0)

@@ -26,15 +26,23 @@ def look(context, cases):
 @pytest.fixture(scope="module")
 def measured():
     """Memory and messages of every strategy on two ranks, by the functions that notebook 42 measures with."""
-    memory_rows, message_rows = (taken_from(NOTEBOOK, name) for name in ("memory_rows", "message_rows"))
+    memory_rows, message_rows = (
+        taken_from(NOTEBOOK, name) for name in ("memory_rows", "message_rows")
+    )
     shape = {"batch_size": 4, "context_length": 128, "attention": "sdpa", "compiled": False}
     shape |= {"world_size": 2, "backend": "gloo", **model_size("tiny").columns()}
     left, found = grid(dtype=["float32", "bfloat16"], implementation=[*STRATEGIES], **shape), {}
-    for _ in range(3):  # a busy machine may free late what Gloo's threads have sent: then a peak is higher
+    for _ in range(
+        3
+    ):  # a busy machine may free late what Gloo's threads have sent: then a peak is higher
         for case, held, _, sent in parallel.stream(look, 2, left, backend="gloo"):
-            tables = (pd.DataFrame(rows) for rows in (memory_rows(case, held), message_rows(case, sent)))
+            tables = (
+                pd.DataFrame(rows) for rows in (memory_rows(case, held), message_rows(case, sent))
+            )
             found[case["implementation"], case["dtype"]] = case, *tables
-        left = [case for case, memory, _ in found.values() if not peak_is_as_predicted(case, memory)]
+        left = [
+            case for case, memory, _ in found.values() if not peak_is_as_predicted(case, memory)
+        ]
         if not left:
             break
     return found
@@ -65,7 +73,9 @@ def test_memory_and_messages_are_those_of_two_ranks(measured, strategy, dtype):
     case, memory, messages = measured[strategy, dtype]
     assert list(memory["moment"].unique()) == list(sharding_costs.MOMENTS)
     owned = memory[(memory["category"] != "rest") & (memory["moment"] != "peak")]
-    assert owned["predicted_mib"].to_numpy() == pytest.approx(owned["size_mib"].to_numpy(), rel=2e-3)
+    assert owned["predicted_mib"].to_numpy() == pytest.approx(
+        owned["size_mib"].to_numpy(), rel=2e-3
+    )
     assert peak_is_as_predicted(case, memory), memory.query("moment == 'peak'").to_string()
     assert set(messages["collective"]) >= set(STRATEGIES[strategy].sends)
     sent = messages["sent_mb"].to_numpy()

@@ -27,8 +27,26 @@ _CASES = [
     ("wide", 120, 250, 250, 128, True, BF16, "hopper_forward 128x128 persistent, dq, dkdv"),
     ("full", 60, 768, 1152, 64, False, BF16, "hopper_forward 192x128 persistent, hopper_backward"),
     ("ragged", 60, 768, 1100, 64, False, BF16, "hopper_forward 192x128, hopper_backward"),
-    ("wide, full", 60, 520, 640, 128, False, BF16, "hopper_forward 128x128 persistent, hopper_backward"),
-    ("wide, causal", 40, 1030, 400, 128, True, FP16, "hopper_forward 128x128 persistent, hopper_backward"),
+    (
+        "wide, full",
+        60,
+        520,
+        640,
+        128,
+        False,
+        BF16,
+        "hopper_forward 128x128 persistent, hopper_backward",
+    ),
+    (
+        "wide, causal",
+        40,
+        1030,
+        400,
+        128,
+        True,
+        FP16,
+        "hopper_forward 128x128 persistent, hopper_backward",
+    ),
     ("narrow", 45, 1030, 400, 16, True, FP16, "hopper_forward 64x64 persistent, hopper_backward"),
     ("few", 40, 200, 200, 64, False, BF16, "hopper_forward 64x128, dq, dkdv"),
     ("fewer", 2, 300, 300, 128, True, BF16, "hopper_forward 64x128, backward"),
@@ -62,7 +80,9 @@ def main() -> int:
 
 def launched_of(case: AttentionCase, config: KernelConfig) -> str:
     """By forward and backward, as CASES writes them."""
-    q, k = (((*case.leading, n, case.d), (n * case.d, case.d, 1)) for n in (case.n_queries, case.n_keys))
+    q, k = (
+        ((*case.leading, n, case.d), (n * case.d, case.d, 1)) for n in (case.n_queries, case.n_keys)
+    )
     forward = Launcher((q, k, k, q), config, case.is_causal).plan
     backward = Launcher((q, k, k, q, q, q, k, k), config, case.is_causal).plan
     ((name, tile),) = forward.tiles.items()
@@ -86,7 +106,9 @@ def what_differs(case: AttentionCase, dtype: torch.dtype, times: int) -> list[st
         o, logsumexp, *_, dq, dk, dv = both_passes(q, k, v, do, case.is_causal)
         found = {"O": o, "L": logsumexp, "dK": dk, "dV": dv, "dQ": dq}
         first = first or found
-        differing |= {name for name in first if name != "dQ" and not torch.equal(found[name], first[name])}
+        differing |= {
+            name for name in first if name != "dQ" and not torch.equal(found[name], first[name])
+        }
         little = 1e-5 * first["dQ"].nan_to_num().abs().max().item()
         if not torch.allclose(dq, first["dQ"], rtol=2**-7, atol=little):
             differing.add("dQ")

@@ -36,13 +36,19 @@ LENGTH_POWERS = (None, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 7)
 # What comes out has strides of the same kind as if its input were contiguous; but not of
 COLUMNS_FIRST = ("columns first",)
 ROWS_FIRST = tuple(name for name in LAYOUTS if name not in COLUMNS_FIRST)
-EXPANDED = {"nothing": (), "queries": (-2,), "queries and d": (-2, -1)}  # of O's gradient, as a sum's is
+EXPANDED = {
+    "nothing": (),
+    "queries": (-2,),
+    "queries and d": (-2, -1),
+}  # of O's gradient, as a sum's is
 CASES_OF_A_FORM = 100
 LARGEST = 2**24  # scores of a case, or quarters of its keys' numbers: some gigabytes in float64
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.attention.random_cases", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.attention.random_cases", description=__doc__
+    )
     parser.add_argument("--seconds", type=float, default=30)
     parser.add_argument(
         "--processes", type=int, default=os.cpu_count(), help="one for each core: they compile"
@@ -52,7 +58,10 @@ def main() -> int:
     options = parser.parse_args()
     context = torch.multiprocessing.get_context("spawn")
     with context.Pool(options.processes) as pool:
-        jobs = [(options.seed + i, i, options.seconds, options.longest) for i in range(options.processes)]
+        jobs = [
+            (options.seed + i, i, options.seconds, options.longest)
+            for i in range(options.processes)
+        ]
         counted, failed = zip(*pool.starmap(run, jobs), strict=True)
     failures = [line for lines in failed for line in lines]
     print(*failures, sep="\n")
@@ -183,8 +192,13 @@ def check_zero_gradients(
     q, k, v = (x.detach().double().abs() for x in inputs.values())
     d_s = q.shape[-1] ** -0.5 * d_o.double().abs() @ v[..., :1, :].mT
     assert not d_k[..., 1:, :].any(), f"dK of {where}: keys that no query sees have a gradient"
-    for name, gradient, terms in (("dQ", d_q, d_s @ k[..., :1, :]), ("dK", d_k[..., :1, :], d_s.mT @ q)):
-        error = (gradient.double().norm() / terms.norm().clamp_min(torch.finfo(torch.float32).tiny)).item()
+    for name, gradient, terms in (
+        ("dQ", d_q, d_s @ k[..., :1, :]),
+        ("dK", d_k[..., :1, :], d_s.mT @ q),
+    ):
+        error = (
+            gradient.double().norm() / terms.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        ).item()
         assert error <= 2 * EPS, (
             f"{name} of {where} is zero; {error:.2g} of its terms found, allowed {2 * EPS:.2g}"
         )

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from cs336_systems.attention.choose import Problem, choose
-from cs336_systems.attention.config import HOPPER_TILES, INTERPRETER, KERNELS, OWN_KEYS, select_config
+from cs336_systems.attention.config import (
+    HOPPER_TILES,
+    INTERPRETER,
+    KERNELS,
+    OWN_KEYS,
+    select_config,
+)
 
 pytest.importorskip("triton")
 from tests.attention import races
@@ -18,14 +24,21 @@ from labbook.files import NOTEBOOKS
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 BF16, FP32 = torch.bfloat16, torch.float32
-TWO, ONE, OWN, SPLIT3 = ["dq", "dkdv"], ["backward"], ["hopper_backward"], ["bf16x3_dq", "bf16x3_dkdv"]
+TWO, ONE, OWN, SPLIT3 = (
+    ["dq", "dkdv"],
+    ["backward"],
+    ["hopper_backward"],
+    ["bf16x3_dq", "bf16x3_dkdv"],
+)
 
 
 def plan(n, d=64, heads=1, causal=True, dtype=BF16, gpu=HOPPER, sms=132, tf32=False, same=None):
     """same: the bits of a backward pass; None for a forward. n: queries and keys, or both."""
     n_queries, n_keys = n if isinstance(n, tuple) else (n, n)
     config = select_config(dtype, d, gpu, sms, tf32)
-    return choose(Problem(1, heads, n_queries, n_keys, causal, same is not None, bool(same)), config)
+    return choose(
+        Problem(1, heads, n_queries, n_keys, causal, same is not None, bool(same)), config
+    )
 
 
 # Arguments of `plan`; kernel; queries and keys of its tile; splits; programs, if persistent.
@@ -42,7 +55,13 @@ FORWARD = [
     (dict(n=1025, heads=256, causal=False), "hopper_forward", (192, 128), 1, None),
     # long ones
     (dict(n=16_384, heads=16), "hopper_forward", (192, 128), 1, 132),
-    (dict(n=16_384, d=32, heads=16), "hopper_forward", (192, 128), 1, None),  # small heads gain nothing
+    (
+        dict(n=16_384, d=32, heads=16),
+        "hopper_forward",
+        (192, 128),
+        1,
+        None,
+    ),  # small heads gain nothing
     (dict(n=16_384, heads=1), "forward", (64, 128), 2, None),
     # splits while SMs have no programs; not where what is written would take longer
     (dict(n=512), "hopper_forward", (64, 128), 1, None),
@@ -146,14 +165,19 @@ def test_tma_loads_where_it_costs_no_registers(dtype, d, gpu, tf32, use_tma):
     assert select_config(dtype, d, gpu, 132, tf32).use_tma == use_tma
 
 
-@pytest.mark.parametrize(("case", "dtype", "launched"), races.CASES, ids=lambda x: getattr(x, "name", ""))
+@pytest.mark.parametrize(
+    ("case", "dtype", "launched"), races.CASES, ids=lambda x: getattr(x, "name", "")
+)
 def test_races_are_looked_for_where_it_says(case, dtype, launched):
     assert races.launched_of(case, select_config(dtype, case.d, HOPPER, 132)) == launched
 
 
 def test_every_argument_is_at_its_place():
     """A compiled kernel takes all its arguments by position."""
-    x, transposed = ((2, 4, 1100, 40), (176_000, 44_000, 40, 1)), ((2, 4, 1100, 40), (176_000, 40, 160, 1))
+    x, transposed = (
+        ((2, 4, 1100, 40), (176_000, 44_000, 40, 1)),
+        ((2, 4, 1100, 40), (176_000, 40, 160, 1)),
+    )
     config = select_config(torch.float16, 40, HOPPER, 1)
     launches = Launcher([x] * 5 + [transposed, x, transposed], config, True).launches
     known = {
@@ -172,7 +196,11 @@ def test_every_argument_is_at_its_place():
 def test_kernels_get_what_they_can_load(shape, use_tma):
     """Contiguous tensors, or rows at multiples of 16 bytes; the interpreter would read anything."""
     plain = torch.randn(shape, dtype=torch.float16)
-    strided = plain.mT.contiguous().mT, torch.stack([plain, plain], -1)[..., 0], plain[:1].expand(shape)
+    strided = (
+        plain.mT.contiguous().mT,
+        torch.stack([plain, plain], -1)[..., 0],
+        plain[:1].expand(shape),
+    )
     for x in (plain, *strided):
         sizes, strides = kernel_layout(layout(x), 2, use_tma)
         assert tuple(sizes) == shape

@@ -16,7 +16,11 @@ SMALLEST_SHARED_MEMORY = 101_376
 SPILLING = {(kernel, d) for kernel in ("forward", "backward", "hopper_backward") for d in (64, 128)}
 SPILLING |= {("bf16x3_dkdv", 128), ("dq", 32)}
 PLACE = ("flash_forward", "ahead_of_time", "kernel_resources")
-SAMPLE = [("hopper_backward", "bfloat16", 128, 90), ("dq", "tf32", 64, 80), ("dkdv", "float32", 64, 80)]
+SAMPLE = [
+    ("hopper_backward", "bfloat16", 128, 90),
+    ("dq", "tf32", 64, 80),
+    ("dkdv", "float32", 64, 80),
+]
 
 
 def test_no_other_tile_spills_or_exceeds_the_chip():
@@ -24,7 +28,9 @@ def test_no_other_tile_spills_or_exceeds_the_chip():
     table = load_rows(*PLACE)
     assert (table["registers"] <= 255).all()
     spilling = table[table["spilled_bytes"] > 0]
-    assert set(zip(spilling["kernel"], spilling["d_head"], strict=True)) == SPILLING, spilling.to_string()
+    assert set(zip(spilling["kernel"], spilling["d_head"], strict=True)) == SPILLING, (
+        spilling.to_string()
+    )
     assert (table["shared_bytes"] <= table["shared_limit_bytes"]).all()
     portable = table[table["capability"] != 90]
     assert (portable["shared_bytes"] <= SMALLEST_SHARED_MEMORY).all(), portable.to_string()
@@ -36,9 +42,13 @@ def test_the_rows_are_of_todays_tiles():
     assert set(table["kernel"]) == {*KERNELS, *HOPPER_KERNELS}
     assert set(table["capability"]) == {80, 90, 100}
     for (kernel, dtype, *sizes), rows in table.groupby(["kernel", "dtype", "d_head", "capability"]):
-        tiles = [tile.row() for tile in config_for_capability(dtype, *map(int, sizes)).all_tiles(kernel)]
+        tiles = [
+            tile.row() for tile in config_for_capability(dtype, *map(int, sizes)).all_tiles(kernel)
+        ]
         recorded = rows.astype(object).where(rows.notna(), None)[[*tiles[0]]]
-        assert set(recorded.itertuples(index=False, name=None)) == {tuple(tile.values()) for tile in tiles}
+        assert set(recorded.itertuples(index=False, name=None)) == {
+            tuple(tile.values()) for tile in tiles
+        }
 
 
 def test_the_compiler_says_again_what_the_rows_say():

@@ -35,7 +35,9 @@ def random_inputs(*leading, n=64, n_keys=None, d=32, dtype=torch.float32):
 EVERYTHING = (
     *BASIC,
     AttentionCase("batch and heads", leading=(2, 3), is_causal=True),
-    AttentionCase("three leading dimensions", leading=(2, 1, 2), n_queries=40, n_keys=40, is_causal=True),
+    AttentionCase(
+        "three leading dimensions", leading=(2, 1, 2), n_queries=40, n_keys=40, is_causal=True
+    ),
     AttentionCase("no leading dimension", leading=(), is_causal=True),
     AttentionCase("odd lengths", n_queries=101, n_keys=77),
     AttentionCase("odd lengths, causal", n_queries=77, n_keys=131, is_causal=True),
@@ -68,7 +70,9 @@ def agree(ours, wanted):
 def test_error_at_most_twice_pytorchs(flash, dtype):
     # The interpreter computes 16 bits in float32, and slowly: there a few cases tell of the rounding.
     everything = DEVICE == "cuda" or dtype == torch.float32
-    check_attention(flash.apply, cases=EVERYTHING[:: 1 if everything else 3], dtype=dtype, device=DEVICE)
+    check_attention(
+        flash.apply, cases=EVERYTHING[:: 1 if everything else 3], dtype=dtype, device=DEVICE
+    )
 
 
 @both
@@ -99,7 +103,9 @@ def test_autocast(flash, dtype):
     with torch.autocast(DEVICE, dtype=dtype):
         output = flash.apply(q, k, v.to(dtype), True)
     assert output.dtype == dtype
-    assert {x.dtype for x in torch.autograd.grad(output.float().sum(), (q, k, v))} == {torch.float32}
+    assert {x.dtype for x in torch.autograd.grad(output.float().sum(), (q, k, v))} == {
+        torch.float32
+    }
     wanted = plain_attention(*(x.to(dtype).float() for x in (q, k, v)), True).to(dtype)
     torch.testing.assert_close(output, wanted, rtol=1e-2, atol=1e-2)
 
@@ -110,7 +116,10 @@ def test_with_less_python_before_it_the_function_is_the_same():
     compiled = torch.compile(flash_triton.flash_attention, fullgraph=True, backend="aot_eager")
     for function in (flash_triton.flash_attention, compiled):
         output = function(*inputs, True)
-        agree([output, *torch.autograd.grad(output, inputs, do)], gradients(FlashAttentionTriton, inputs, do))
+        agree(
+            [output, *torch.autograd.grad(output, inputs, do)],
+            gradients(FlashAttentionTriton, inputs, do),
+        )
     for function in (flash_triton.flash_attention, FlashAttentionTriton.apply):
         with pytest.raises(RuntimeError, match="setup_context"):
             torch.func.grad(lambda x, function=function: function(x, k, v).sum())(q)
@@ -168,7 +177,9 @@ def test_triton_imported_too_early_is_named():
     code = "import triton, torch; from cs336_systems.attention import attention; q = torch.ones(1, 4, 16)\n"
     code += "attention(q, q, q, implementation='flash_triton')"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
     assert "RuntimeError: triton was imported before cs336_systems" in run.stderr
 
 

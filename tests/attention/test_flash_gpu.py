@@ -77,14 +77,21 @@ FORMS = {
 
 @pytest.mark.parametrize(
     ("form", "d", "dtype"),
-    [(form, d, dtype) for form, (sizes, dtypes, *_) in FORMS.items() for d in sizes for dtype in dtypes],
+    [
+        (form, d, dtype)
+        for form, (sizes, dtypes, *_) in FORMS.items()
+        for d in sizes
+        for dtype in dtypes
+    ],
     ids=str,
 )
 def test_error_at_most_twice_pytorchs(form, d, dtype):
     *_, times, rows = FORMS[form]
     cases = [
         AttentionCase(name, leading, *lengths, d, bool(causal), 30.0 if name == LARGE else 1.0)
-        for name, leading, *lengths, causal in (row if len(row) == 5 else (*row, False) for row in rows)
+        for name, leading, *lengths, causal in (
+            row if len(row) == 5 else (*row, False) for row in rows
+        )
     ]
     if form == "long enough for hopper_backward":
         config = config_for(dtype, d, torch.device("cuda"))
@@ -118,7 +125,9 @@ def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "d"), [(128, 64), (300, 64), (1152, 64), (1152, 128), (1100, 40)])
-@pytest.mark.parametrize("hidden", [(1.0, -math.inf), (1e15, -1e25)], ids=["infinite keys", "overflow"])
+@pytest.mark.parametrize(
+    "hidden", [(1.0, -math.inf), (1e15, -1e25)], ids=["infinite keys", "overflow"]
+)
 def test_scores_of_minus_infinity_weigh_nothing(n, d, dtype, is_causal, hidden):
     """Also where whole tiles have no others, by whichever kernels run."""
     scale, key = hidden
@@ -157,7 +166,10 @@ def test_many_programs_with_any_strides(d):
 
 @pytest.mark.parametrize("d", [16, 64, 128, 256])
 def test_tf32(d):
-    cases = [AttentionCase("even", (2,), 512, 512, d, True), AttentionCase("ragged", (2,), 333, 500, d)]
+    cases = [
+        AttentionCase("even", (2,), 512, 512, d, True),
+        AttentionCase("ragged", (2,), 333, 500, d),
+    ]
     with matmul_precision("tf32"):
         check_attention(FlashAttentionTriton.apply, cases=cases, allowed_error=5e-3)
 
@@ -179,7 +191,9 @@ def test_same_bits_every_time_where_they_are_asked_for(d, dtype, request):
     output = FlashAttentionTriton.apply(*inputs, True)
     first = torch.autograd.grad(output, inputs, do, retain_graph=True)
     for _ in range(20):
-        assert all(map(torch.equal, torch.autograd.grad(output, inputs, do, retain_graph=True), first))
+        assert all(
+            map(torch.equal, torch.autograd.grad(output, inputs, do, retain_graph=True), first)
+        )
         assert torch.equal(FlashAttentionTriton.apply(*inputs, True), output)
 
 
@@ -198,7 +212,9 @@ def test_a_cuda_graph_replays_it(heads, n):
     for x in inputs:
         x.normal_()
     graph.replay()
-    for mine, wanted in zip(captured, run(), strict=True):  # dQ may have been added up in another order
+    for mine, wanted in zip(
+        captured, run(), strict=True
+    ):  # dQ may have been added up in another order
         torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=1e-3)
 
 
@@ -235,7 +251,9 @@ def test_65536_tokens_in_float32():
 def test_more_heads_than_a_grid_has_rows():
     q, k, v = (x.detach() for x in random_inputs(70_000, 16, 16))
     output = flash_forward(q, k, v, True)[0]
-    wanted = torch.nn.functional.scaled_dot_product_attention(q[-3:], k[-3:], v[-3:], is_causal=True)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q[-3:], k[-3:], v[-3:], is_causal=True
+    )
     torch.testing.assert_close(output[-3:], wanted, rtol=2e-2, atol=2e-2)
 
 

@@ -25,7 +25,9 @@ from cs336_systems.kernels.runtime import INTERPRETED
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU decides by itself which kernels run")
 INTO_MANY = SplitLimits(shortest=8, long=1, many=100, most=100)
 NARROW = dict.fromkeys(KERNELS, Tile(32, 16, 4, 1))
-BF16X3 = dict(zip(BF16X3_KERNELS, (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)), strict=True))
+BF16X3 = dict(
+    zip(BF16X3_KERNELS, (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)), strict=True)
+)
 # What replaces parts of config_for's, and the kernels that run then.
 FORMS = {
     "as they are": ({}, {}, {"forward", "dq", "dkdv"}),
@@ -55,7 +57,9 @@ def form(request, monkeypatch):
     monkeypatch.setattr(flash_triton, "_forwards", {})
     monkeypatch.setattr(flash_triton, "_backwards", {})
     made = []
-    monkeypatch.setattr(flash_triton, "Launcher", lambda *args: made.append(Launcher(*args)) or made[-1])
+    monkeypatch.setattr(
+        flash_triton, "Launcher", lambda *args: made.append(Launcher(*args)) or made[-1]
+    )
     yield request.param
     assert {kernel for launcher in made for kernel in launcher.plan.tiles} == kernels
     assert all((launcher.plan.splits > 1) == ("split" in request.param) for launcher in made)

@@ -51,7 +51,9 @@ def test_all_compute_the_same(implementation):
 @pytest.mark.parametrize(("n", "n_keys"), [(0, 0), (0, 8), (8, 0)])
 def test_automatic_takes_empty_tensors_too(n, n_keys, monkeypatch):
     monkeypatch.setattr(attention_room, "HAS_TRITON", True)
-    q, k = (SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(2, x, 32)) for x in (n, n_keys))
+    q, k = (
+        SimpleNamespace(is_cuda=True, dtype=torch.float16, shape=(2, x, 32)) for x in (n, n_keys)
+    )
     assert attention_room._fastest(q, k) == "sdpa"
 
 
@@ -63,20 +65,28 @@ def test_a_new_implementation_is_one_line(monkeypatch):
     """As if its author had written a file, this one, and a line in ATTENTION."""
     line = Implementation(lambda: negated, in_model=True)
     monkeypatch.setitem(ATTENTION, "negated", line)
-    monkeypatch.setattr(attention_room, "MODEL_ATTENTION", (*attention_room.MODEL_ATTENTION, "negated"))
+    monkeypatch.setattr(
+        attention_room, "MODEL_ATTENTION", (*attention_room.MODEL_ATTENTION, "negated")
+    )
     q, k, v = random_inputs(2, 9, 4)
-    torch.testing.assert_close(attention(q, k, v, implementation="negated"), -plain_attention(q, k, v))
+    torch.testing.assert_close(
+        attention(q, k, v, implementation="negated"), -plain_attention(q, k, v)
+    )
     with pytest.raises(AssertionError, match="O of case"):
         check_attention("negated")
     with pytest.raises(ValueError, match=r"unknown.*auto.*negated"):
         attention(q, k, v, implementation="unknown")
 
 
-@pytest.mark.parametrize("shape", [(40, 16), (2, 1, 3, 40, 16)], ids=lambda shape: f"{len(shape)} dimensions")
+@pytest.mark.parametrize(
+    "shape", [(40, 16), (2, 1, 3, 40, 16)], ids=lambda shape: f"{len(shape)} dimensions"
+)
 def test_sdpa_takes_any_leading_dimensions_and_keeps_no_scores(shape):
     inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
     sizes = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()) or t, lambda t: t):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: sizes.append(t.numel()) or t, lambda t: t
+    ):
         output = attention(*inputs, True, implementation="sdpa")
     torch.testing.assert_close(output, plain_attention(*inputs, True))
     assert max(sizes) <= inputs[0].numel()

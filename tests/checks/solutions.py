@@ -20,10 +20,18 @@ class Written:
 
     def __init__(self, number: str, name: str) -> None:
         (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
-        cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-        place = next(i for i, cell in enumerate(cells) if has_solution(cell) and name in makes(cell.source))
-        following = [i for i in range(place + 1, len(cells)) if has_solution(cells[i])] + [len(cells)]
-        checkers = [i for i in range(place, following[0]) if CHECKER in cells[i].metadata.get("tags", ())]
+        cells = [
+            cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
+        ]
+        place = next(
+            i for i, cell in enumerate(cells) if has_solution(cell) and name in makes(cell.source)
+        )
+        following = [i for i in range(place + 1, len(cells)) if has_solution(cells[i])] + [
+            len(cells)
+        ]
+        checkers = [
+            i for i in range(place, following[0]) if CHECKER in cells[i].metadata.get("tags", ())
+        ]
         wanted, needed = set(), []
         for i in range(checkers[-1], -1, -1):
             if i in checkers or makes(cells[i].source) & wanted:
@@ -65,7 +73,9 @@ def with_backward(function, finds=lambda own, last: own, reads=lambda d_output: 
         @staticmethod
         def backward(ctx, d_output):
             found = finds(ctx.own, WithBackward.last)
-            inputs = [x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in found]
+            inputs = [
+                x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in found
+            ]
             with torch.enable_grad():
                 function(*inputs).backward(reads(d_output))
             return tuple(getattr(x, "grad", None) for x in inputs)
@@ -99,7 +109,10 @@ def makes(source: str) -> set[str]:
 def reads(source: str) -> set[str]:
     """The names that a cell takes from others; arguments and what is local to a function are its own."""
     cell = symtable.symtable(source, "cell", "exec")
-    names, tables = {s.get_name() for s in cell.get_symbols() if s.is_referenced()}, cell.get_children()
+    names, tables = (
+        {s.get_name() for s in cell.get_symbols() if s.is_referenced()},
+        cell.get_children(),
+    )
     while tables:
         tables += (table := tables.pop()).get_children()
         names |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global()}

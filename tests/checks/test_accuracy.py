@@ -8,7 +8,9 @@ from solutions import as_contiguous, with_backward
 
 from cs336_systems.checks import FUSED, check_fused, check_weighted_sum
 
-PLAIN = {name: kernel.plain for name, kernel in FUSED.items()} | {"sum": lambda x, w: (x * w).sum(-1)}
+PLAIN = {name: kernel.plain for name, kernel in FUSED.items()} | {
+    "sum": lambda x, w: (x * w).sum(-1)
+}
 CHECKS = {name: partial(check_fused, name) for name in FUSED} | {"sum": check_weighted_sum}
 
 
@@ -30,16 +32,36 @@ def test_pytorchs_own_passes(name, dtype):
     ("name", "wrong", "sentence"),
     [
         ("rms_norm", half_a_gradient, r"dx of rms_norm \(64, 128\) is off by"),
-        ("rms_norm", lambda x, w: PLAIN["rms_norm"](x, w.detach()), "dweight of rms_norm .* is missing"),
+        (
+            "rms_norm",
+            lambda x, w: PLAIN["rms_norm"](x, w.detach()),
+            "dweight of rms_norm .* is missing",
+        ),
         ("rms_norm", lambda x, w: PLAIN["rms_norm"](x, w) * torch.nan, "output .* is off by nan"),
         ("rotary", lambda x, cos, sin: PLAIN["rotary"](x, cos, -sin), "output of rotary"),
         ("swiglu", lambda a, b: PLAIN["swiglu"](b, a), "output of swiglu"),
         ("swiglu", lambda a, b: PLAIN["swiglu"](a, b).bfloat16(), "bfloat16; wanted: .*float32"),
-        ("linear_cross_entropy", lambda h, w, t: PLAIN["linear_cross_entropy"](h, w, t % 37), "output"),
-        ("sum", lambda x, w: PLAIN["sum"](x, w.detach() + 0.999 * (w - w.detach())), "^dw of x .* is off by"),
-        ("sum", lambda x, w: PLAIN["sum"](x, w)[..., None], r"output of x \(64, 128\) is \(64, 1\)"),
+        (
+            "linear_cross_entropy",
+            lambda h, w, t: PLAIN["linear_cross_entropy"](h, w, t % 37),
+            "output",
+        ),
+        (
+            "sum",
+            lambda x, w: PLAIN["sum"](x, w.detach() + 0.999 * (w - w.detach())),
+            "^dw of x .* is off by",
+        ),
+        (
+            "sum",
+            lambda x, w: PLAIN["sum"](x, w)[..., None],
+            r"output of x \(64, 128\) is \(64, 1\)",
+        ),
         ("sum", lambda x, w: PLAIN["sum"](x[..., :-1], w[:-1]), "output of x .* is off by"),
-        ("sum", with_backward(PLAIN["sum"], reads=as_contiguous), "dx of x .* read others by their strides"),
+        (
+            "sum",
+            with_backward(PLAIN["sum"], reads=as_contiguous),
+            "dx of x .* read others by their strides",
+        ),
         ("swiglu", with_backward(PLAIN["swiglu"], lambda own, last: last), "da .* in ctx alone"),
     ],
 )

@@ -64,11 +64,20 @@ def test_a_name_has_to_be_in_the_registry():
         (mixed_batch, "O of case 'full'.*batch and queries flattened together"),
         (lambda q, k, v, c: plain_attention(q, k, v, False), "O of case 'causal'"),
         (without_a_maximum, "O of case 'large scores'.*not finite"),
-        (lambda q, k, v, c: plain_attention(q.half(), k.half(), v.half(), c).float(), "case 'full'.*allowed"),
+        (
+            lambda q, k, v, c: plain_attention(q.half(), k.half(), v.half(), c).float(),
+            "case 'full'.*allowed",
+        ),
         (lambda q, k, v, c: plain_attention(q, k.detach(), v, c), "dK of case 'full' is missing"),
         (lambda *qkvc: plain_attention(*qkvc).mT, r"is \(3, 64, 128\), .*; wanted: \(3, 128, 64\)"),
-        (lambda *qkvc: plain_attention(*map(as_contiguous, qkvc[:3]), qkvc[3]), "O of .* by their strides"),
-        (with_backward(plain_attention, lambda own, last: (*own[:3], last[3])), "dQ of .* in ctx alone"),
+        (
+            lambda *qkvc: plain_attention(*map(as_contiguous, qkvc[:3]), qkvc[3]),
+            "O of .* by their strides",
+        ),
+        (
+            with_backward(plain_attention, lambda own, last: (*own[:3], last[3])),
+            "dQ of .* in ctx alone",
+        ),
     ],
 )
 def test_names_what_is_wrong(wrong, message):
@@ -77,7 +86,9 @@ def test_names_what_is_wrong(wrong, message):
 
 
 def test_a_first_tile_that_weighs_nothing_is_asked_of_libraries():
-    in_tiles = written("24", "forward_in_tiles").made("torch.finfo(torch.float32).min", "-torch.inf")
+    in_tiles = written("24", "forward_in_tiles").made(
+        "torch.finfo(torch.float32).min", "-torch.inf"
+    )
     how = {"backward": False, "device": "cpu"}
     check_attention(lambda *inputs: in_tiles(*inputs)[0], cases=BASIC[:1], **how)
     padding = [AttentionCase("padding first", n_keys=400, n_padding=260)]

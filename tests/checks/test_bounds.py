@@ -70,7 +70,9 @@ def test_what_cannot_be_watched_is_not_judged(broken, monkeypatch, capsys):
     if broken:
         monkeypatch.setattr(bounds, broken, lambda *_: 1 / 0)
     with step("copy") as check:
-        by_pointers[1,](x, y, 4, 4, BLOCK=8) if broken else by_table[1,](torch.tensor([x.data_ptr()]), y)
+        by_pointers[1,](x, y, 4, 4, BLOCK=8) if broken else by_table[1,](
+            torch.tensor([x.data_ptr()]), y
+        )
         check.close("a copy", y, x)
     assert check.passed
     assert f"· by_{'pointers' if broken else 'table'}: not watched" in capsys.readouterr().out

@@ -75,7 +75,10 @@ def overwrites(check):
         (raises(AssertionError("off by 2")), "off by 2"),
         (raises(NameError("off by 2")), "NameError: off by 2$"),
         (raises(NotImplementedError("aten::equal on meta tensors")), "aten::equal"),
-        (raises(TypeError("'NoneType' object is not callable")), "'NoneType' .* a missing `return`"),
+        (
+            raises(TypeError("'NoneType' object is not callable")),
+            "'NoneType' .* a missing `return`",
+        ),
         # What would end the notebook's kernel:
         (raises(SystemExit(1)), "SystemExit"),
         (raises(KeyboardInterrupt()), "KeyboardInterrupt"),
@@ -91,7 +94,10 @@ def overwrites(check):
         (gives(torch.ones(2, device="meta")), "on meta"),
         (gives(torch.tensor([1.0, torch.nan])), "NaN or infinities; masked?"),
         (gives(torch.tensor([1.0, 3.0])), "the sum: masked?"),
-        (lambda check: check.equal("buckets", [[1]], [[1, 0]], "mine"), r"buckets: \[\[1\]\]; mine"),
+        (
+            lambda check: check.equal("buckets", [[1]], [[1, 0]], "mine"),
+            r"buckets: \[\[1\]\]; mine",
+        ),
         (lambda check: check.equal("buckets", None, [[1, 0]]), "nothing is returned"),
         (overwrites, "x stays as it was: it was overwritten; clone it first"),
     ],
@@ -110,7 +116,9 @@ def test_what_is_not_written_is_not_yet(error, capsys):
 
 
 def test_a_user_can_interrupt(capsys):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it is ignored
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in the background it is ignored
     with pytest.raises(KeyboardInterrupt):
         run(lambda check: signal.raise_signal(signal.SIGINT))
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler

@@ -150,7 +150,9 @@ WRONG = [
 def test_every_step_has_a_wrong_answer():
     planted = {wrong[:2] for wrong in WRONG}
     for path in NOTEBOOKS.glob("*.ipynb"):
-        steps = [cell.source for cell in nbformat.read(path, as_version=4).cells if has_solution(cell)]
+        steps = [
+            cell.source for cell in nbformat.read(path, as_version=4).cells if has_solution(cell)
+        ]
         assert planted >= {(path.name[:2], name) for step in steps for name in makes(step)}, path
 
 

@@ -21,10 +21,15 @@ def lines(*lines):
 
 
 # What is said of a solution, and the pieces in which it is changed: (piece, instead, piece, instead, ...).
-START, SEND = "self.module, self.handles = module, []", "dist.all_reduce(parameter.grad, async_op=True)"
+START, SEND = (
+    "self.module, self.handles = module, []",
+    "dist.all_reduce(parameter.grad, async_op=True)",
+)
 DIVIDE, WAIT = "parameter.grad /= dist.get_world_size()", "self.handles.pop().wait()"
 FINISH = "while self.handles:"
-DIVIDE_ALL = "[p.grad.div_(dist.get_world_size()) for p in self.module.parameters() if p.grad is not None]"
+DIVIDE_ALL = (
+    "[p.grad.div_(dist.get_world_size()) for p in self.module.parameters() if p.grad is not None]"
+)
 DDP = {
     "^$": (),
     "rank 1: after wrapping, 'shift' .* Broadcast every": ("dist.broadcast(tensor.data, src=0)", "pass"),
@@ -44,7 +49,9 @@ DDP = {
 }  # fmt: skip
 CLASS, STEP = "class AsyncSharded(ShardedStates):\n", "self.inside.step()\n"
 SUPER = "super().__init__(params, settings)"
-BROADCASTS = "[dist.broadcast(p.data, src=owner, async_op=True) for p, owner in self.owners.items()]"
+BROADCASTS = (
+    "[dist.broadcast(p.data, src=owner, async_op=True) for p, owner in self.owners.items()]"
+)
 ROUNDED = "[[dist.broadcast(y := p.data.bfloat16(), src=r), p.data.copy_(y)] for p, r in self.owners.items()]"
 NO_UPDATE, LATER = ("mine.update(", "dict("), "self.inside.add_param_group(mine)"
 FILL = (
@@ -188,7 +195,9 @@ def failures(group):
 
     number, name, asked, changes = GROUPS[group]
     solution = written(number, name)
-    pickled = {key: cloudpickle.dumps((solution.made(*each), asked)) for key, each in changes.items()}
+    pickled = {
+        key: cloudpickle.dumps((solution.made(*each), asked)) for key, each in changes.items()
+    }
     return launch(try_each, 2, pickled, backend="gloo", timeout_s=200)[0]
 
 
@@ -210,7 +219,9 @@ def test_each_mistake_is_named(group, sentence):
 )
 def test_what_does_not_get_through_is_one_sentence(changes, timeout_s, named, capsys):
     with checks.step("step"):
-        checks.check_ddp(written("35", "ShortOverlap").made(*changes), timeout_s=timeout_s, world_size=1)
+        checks.check_ddp(
+            written("35", "ShortOverlap").made(*changes), timeout_s=timeout_s, world_size=1
+        )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("✗")]
     assert named in line
 
@@ -243,5 +254,9 @@ def test_what_cannot_be_watched_is_not_judged(capsys):
 
 
 def test_what_a_class_raises_is_told():
-    with pytest.raises(AssertionError, match=r"did not get through: .* d_ff is 5; allowed: a multiple of 2"):
-        checks.check_tensor_parallel(lambda full, _: parallel.TensorParallelSwiGLU(type(full)(4, 5)))
+    with pytest.raises(
+        AssertionError, match=r"did not get through: .* d_ff is 5; allowed: a multiple of 2"
+    ):
+        checks.check_tensor_parallel(
+            lambda full, _: parallel.TensorParallelSwiGLU(type(full)(4, 5))
+        )

@@ -40,6 +40,8 @@ WRONG = {  # what is said, and how the ring is changed
 @pytest.mark.parametrize("word", ["they send", *WRONG])
 def test_a_mistake_is_named(word, capsys):
     with step("ring") as check:
-        check_ring(check, ALTERNATE.made(*WRONG[word]) if word in WRONG else usual_ring, lambda n: n - 1)
+        check_ring(
+            check, ALTERNATE.made(*WRONG[word]) if word in WRONG else usual_ring, lambda n: n - 1
+        )
     assert check.passed is False
     assert word in capsys.readouterr().out

@@ -57,7 +57,9 @@ class Cell:
     def __init__(self, source: str, tags: list[str]) -> None:
         self.source, self.measures = source, "nbval-ignore-output" in tags
         stored = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Subscript)]
-        stored = [node.value for node in stored if isinstance(node.ctx, ast.Store)]  # frame["share"] = ...
+        stored = [
+            node.value for node in stored if isinstance(node.ctx, ast.Store)
+        ]  # frame["share"] = ...
         self.makes = makes(source) | {value.id for value in stored if isinstance(value, ast.Name)}
         self.reads = reads(source)
         self.made, self.from_rows = {}, False
@@ -67,8 +69,12 @@ class Notebook:
     """The cells that the answers of a notebook need. What does not come from rows runs once."""
 
     def __init__(self, path: Path) -> None:
-        code = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-        self.cells = list(_needed([Cell(cell.source, cell.metadata.get("tags", [])) for cell in code]))[::-1]
+        code = [
+            cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
+        ]
+        self.cells = list(
+            _needed([Cell(cell.source, cell.metadata.get("tags", [])) for cell in code])
+        )[::-1]
         self.shell, self.frames = InteractiveShell.instance(), {}
         self.shell.reset(new_session=False)
         self.shell.user_ns["__spec__"] = None  # which processes that are spawned ask for
@@ -85,12 +91,17 @@ class Notebook:
                 continue
             self.now = cell
             signal.alarm(LIMIT_S if perturb else 0)
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 error = self.shell.run_cell(cell.source).error_in_exec
             signal.alarm(0)
             if error and not perturb:
                 raise error
-            made = {} if error else self.shell.user_ns  # for want of a name what follows breaks as well
+            made = (
+                {} if error else self.shell.user_ns
+            )  # for want of a name what follows breaks as well
             cell.made = {name: made[name] for name in cell.makes if name in made}
             for name in cell.makes - cell.made.keys():
                 self.shell.user_ns.pop(name, None)
@@ -99,7 +110,10 @@ class Notebook:
         return self.claims
 
     def _answer(self, deliverable: str, text: str, *claims: labbook.Claim) -> None:
-        self.said[self.cells.index(self.now), deliverable] = text, *(claim.description for claim in claims)
+        self.said[self.cells.index(self.now), deliverable] = (
+            text,
+            *(claim.description for claim in claims),
+        )
         for place, claim in enumerate(claims or [labbook.claim("makes no claim", True)]):
             key = self.cells.index(self.now), deliverable, place
             self.claims[key] = claim.description, claim.holds
@@ -132,7 +146,7 @@ def _needed(cells: list[Cell]) -> Iterator[Cell]:
     names, saved = late & made, False
     for cell in reversed(cells):
         if "answer" in cell.reads or cell.makes & names or (saved and "page.save(" in cell.source):
-            saved |= "page.here(" in cell.source or "page.beside(" in cell.source
+            saved |= "page.rows(" in cell.source or "page.beside(" in cell.source
             names = (names - cell.makes) | cell.reads
             yield cell
 
@@ -145,11 +159,21 @@ def _spread(cells: list[Cell]) -> None:
         names = names | cell.makes if cell.from_rows else names - cell.makes
 
 
-def perturbations(frames: list[tuple[pd.DataFrame, list[str], list[str]]]) -> Iterator[Perturbation]:
+def perturbations(
+    frames: list[tuple[pd.DataFrame, list[str], list[str]]],
+) -> Iterator[Perturbation]:
     """Of rows like these, given with their columns of values and of labels."""
     yield from (("noise", "", seed) for seed in range(NOISES))
-    yield from (("unit", name, 1000) for name in sorted({name for _, values, _ in frames for name in values}))
-    groups = {(name, group) for rows, _, labels in frames for name in labels for group in rows[name].dropna()}
+    yield from (
+        ("unit", name, 1000)
+        for name in sorted({name for _, values, _ in frames for name in values})
+    )
+    groups = {
+        (name, group)
+        for rows, _, labels in frames
+        for name in labels
+        for group in rows[name].dropna()
+    }
     groups = sorted(groups, key=str)
     for (name, group), (same, other) in pairwise(groups):
         if name == same:
@@ -183,12 +207,20 @@ def audit(path: Path, *, every_claim: bool) -> bool:
     except Exception as error:
         print(f"{path.stem}: does not run, {type(error).__name__}: {error}", flush=True)
         return True
-    said, changed, fell = notebook.said, set(), {key for key, (_, holds) in claims.items() if not holds}
+    said, changed, fell = (
+        notebook.said,
+        set(),
+        {key for key, (_, holds) in claims.items() if not holds},
+    )
     for tried, perturb in enumerate(perturbations(list(notebook.frames.values()))):
         left = claims.keys() - fell if every_claim else changed - {key[:2] for key in fell}
         if tried >= NOISES and not left:
             break
-        print(f"\r{path.stem}: {tried} perturbations, {len(fell)} claims false", end=" ", file=sys.stderr)
+        print(
+            f"\r{path.stem}: {tried} perturbations, {len(fell)} claims false",
+            end=" ",
+            file=sys.stderr,
+        )
         gc.collect()  # a cell that broke leaves its frame, with tables in it, in a cycle
         fell |= {key for key, (_, holds) in notebook.run(perturb).items() if not holds}
         rerun = {answer for answer in said if notebook.cells[answer[0]].from_rows}
@@ -198,21 +230,32 @@ def audit(path: Path, *, every_claim: bool) -> bool:
     print(f"{path.stem}: {len(changed)} of {len(said)} answers depend on rows; "
           f"{len(fell)} of {len(claims)} claims turned false ({took})")  # fmt: skip
     told = [f"nothing turns red: ({deliverable})" for _, deliverable in sorted(changed - red)]
-    told += [f"whatever the rows: ({deliverable})" for _, deliverable in sorted(said.keys() - changed - red)]
+    told += [
+        f"whatever the rows: ({deliverable})"
+        for _, deliverable in sorted(said.keys() - changed - red)
+    ]
     told += [f"({key[1]}) {claims[key][0]}" for key in sorted(claims.keys() - fell) if every_claim]
     print("".join(f"    {line}\n" for line in told), end="", flush=True)
     return bool(changed - red)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.claims", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.claims", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("numbers", nargs="*", metavar="NN", help="of notebooks (all)")
     parser.add_argument("--all", action="store_true", help="each claim that nothing turns false")
     options = parser.parse_args()
     paths = sorted(NOTEBOOKS.glob("*.ipynb"))
-    paths = [path for path in paths if path.stem[:2] in (options.numbers or [p.stem[:2] for p in paths[1:]])]
+    paths = [
+        path
+        for path in paths
+        if path.stem[:2] in (options.numbers or [p.stem[:2] for p in paths[1:]])
+    ]
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, signal.default_int_handler)  # a KeyboardInterrupt, which ends the cell
+    signal.signal(
+        signal.SIGALRM, signal.default_int_handler
+    )  # a KeyboardInterrupt, which ends the cell
     os.chdir(NOTEBOOKS)
     with tempfile.TemporaryDirectory(prefix="claims-") as folder:
         os.environ |= {"LABBOOK_FIGURES": folder, "CUDA_VISIBLE_DEVICES": "", "MPLBACKEND": "agg"}

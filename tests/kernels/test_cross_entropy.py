@@ -10,7 +10,9 @@ from cs336_systems.kernels import cross_entropy as kernels
 from cs336_systems.kernels.cross_entropy import cross_entropy_
 from cs336_systems.training.linear_cross_entropy import plain_cross_entropy_
 
-both = pytest.mark.parametrize("function", [cross_entropy_, plain_cross_entropy_], ids=["kernel", "plain"])
+both = pytest.mark.parametrize(
+    "function", [cross_entropy_, plain_cross_entropy_], ids=["kernel", "plain"]
+)
 
 
 def inputs(n, vocabulary, dtype=torch.float32):
@@ -51,7 +53,9 @@ def test_infinite_logits_and_hundreds_are_pytorchs(function):
     logits[0, :9000] = logits[1] = logits[2, 7] = -torch.inf
     targets = torch.tensor([9000, 7, 7, 12_345], device=DEVICE)
     wanted, gradient = (x.float() for x in exact(logits.double(), targets))
-    torch.testing.assert_close(function(logits, targets), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+    torch.testing.assert_close(
+        function(logits, targets), wanted, rtol=1e-5, atol=1e-5, equal_nan=True
+    )
     torch.testing.assert_close(logits, gradient, rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
@@ -80,5 +84,7 @@ def test_the_8b_models_vocabulary(dtype):
         wanted, gradient = exact(before[rows].double(), targets[rows])
         torch.testing.assert_close(losses[rows].double(), wanted, rtol=1e-5, atol=1e-5)
         rounding = torch.finfo(dtype).eps / 2 + 2e-6
-        floor = torch.finfo(torch.float16).smallest_normal * 2**-10  # float16 rounds the smallest to this
+        floor = (
+            torch.finfo(torch.float16).smallest_normal * 2**-10
+        )  # float16 rounds the smallest to this
         assert ((logits[rows].double() - gradient).abs() <= rounding * gradient.abs() + floor).all()

@@ -35,7 +35,11 @@ def flash(function):
 KERNELS = {
     "rms_norm": (lambda x, w: rms_norm(x, w, 1e-5), (6, 8), (8,)),
     "swiglu": (swiglu, (6, 8), (6, 8)),
-    "rotary": (lambda x, other: rotary(x, x[:, :4].detach(), x[:, 4:].detach()) + other, (6, 8), (6, 8)),
+    "rotary": (
+        lambda x, other: rotary(x, x[:, :4].detach(), x[:, 4:].detach()) + other,
+        (6, 8),
+        (6, 8),
+    ),
     "weighted_sum": (weighted_sum, (6, 8), (8,)),
     "linear_cross_entropy": (loss, (6, 8), (12, 8)),
     "flash_triton": (flash(FlashAttentionTriton), (2, 3, 40, 16), (2, 3, 40, 16)),
@@ -63,7 +67,11 @@ def test_fake_tensors_have_the_layouts_of_real_ones(name):
         given = [mode.from_tensor(x) for x in tensors]
         fake = with_gradients(KERNELS[name][0], given)
     for found, wanted in zip(fake, real, strict=True):
-        assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+        assert (found.shape, found.stride(), found.dtype) == (
+            wanted.shape,
+            wanted.stride(),
+            wanted.dtype,
+        )
     if name.startswith("flash"):
         assert isinstance(KERNELS[name][0](*given, False), FakeTensor), "outside its mode, too"
         with mode, pytest.raises(TypeError, match="dtypes"):
@@ -79,7 +87,9 @@ def test_traced_and_compiled(name):
     wanted = with_gradients(function, others)
     traced = make_fx(lambda *given: with_gradients(function, given))(*tensors)
     torch._dynamo.reset()
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"  # without a C++ compiler's ten seconds
+    backend = (
+        "inductor" if DEVICE == "cuda" else "aot_eager"
+    )  # without a C++ compiler's ten seconds
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     for found in (traced(*others), with_gradients(compiled, others)):
         torch.testing.assert_close(found, wanted)
@@ -97,7 +107,9 @@ def test_a_gradient_of_a_gradient_is_right_or_refused(name, constant, cast):
         result = function(x, w).float()
     above = torch.ones_like(result, requires_grad=not constant)
     gradients = torch.autograd.grad(result, (x, w), above, create_graph=True)
-    torch.testing.assert_close(gradients, torch.autograd.grad(result, (x, w), above, retain_graph=True))
+    torch.testing.assert_close(
+        gradients, torch.autograd.grad(result, (x, w), above, retain_graph=True)
+    )
     if name == "rotary":  # a linear function: nothing of its gradient depends on x
         assert all(gradient.requires_grad != constant for gradient in gradients)
         return
@@ -105,7 +117,9 @@ def test_a_gradient_of_a_gradient_is_right_or_refused(name, constant, cast):
     for gradient in gradients:
         with pytest.raises(RuntimeError, match="no second derivative"):
             gradient.sum().backward(retain_graph=True)
-        with pytest.raises(RuntimeError, match="no second derivative"):  # where only these are looked for
+        with pytest.raises(
+            RuntimeError, match="no second derivative"
+        ):  # where only these are looked for
             torch.autograd.grad(total + gradient.sum(), (x, w), retain_graph=True)
 
 
@@ -145,7 +159,9 @@ def test_overwritten_logits_are_noticed():
         probabilities.sum().backward()
     with torch.inference_mode():
         assert cross_entropy_(torch.randn(4, 8, device=DEVICE), targets).shape == (4,)
-    traced = make_fx(lambda z: (cross_entropy_(z, targets), z.clone()))(torch.randn(4, 8, device=DEVICE))
+    traced = make_fx(lambda z: (cross_entropy_(z, targets), z.clone()))(
+        torch.randn(4, 8, device=DEVICE)
+    )
     logits = torch.randn(4, 8, device=DEVICE)
     wanted = logits.clone()
     losses = cross_entropy_(wanted, targets)

@@ -36,7 +36,11 @@ def test_error_at_most_twice_pytorchs(name, dtype):
 
 
 @settings(max_examples=15)
-@given(st.sampled_from([*FUNCTIONS]), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(6, 40))
+@given(
+    st.sampled_from([*FUNCTIONS]),
+    st.lists(st.integers(1, 5), min_size=1, max_size=3),
+    st.integers(6, 40),
+)
 def test_any_shape(name, leading, d):
     """From six columns on: of fewer, and of sums that cancel, chance decides who is how far off."""
     CHECKS[name](shapes=[(*leading, 2 * d if name == "rotary" else d)])
@@ -75,7 +79,9 @@ def test_heads_in_the_models_layout_are_not_copied(monkeypatch):
     """q as the model has it, a view of (b, s, h * d); what comes out, of dq too, lies in memory like it."""
     x, *tables = FUSED["rotary"].make((2, 3, 40, 64), torch.Generator())
     x = x.transpose(1, 2).contiguous().transpose(1, 2).to(DEVICE).requires_grad_()
-    monkeypatch.setattr(torch.Tensor, "contiguous", lambda x: x if x.is_contiguous() else pytest.fail("copy"))
+    monkeypatch.setattr(
+        torch.Tensor, "contiguous", lambda x: x if x.is_contiguous() else pytest.fail("copy")
+    )
     y = rotary(x, *(table.to(DEVICE) for table in tables))
     assert y.stride() == x.stride()
     (dx,) = torch.autograd.grad(y, x, y.detach())
@@ -87,7 +93,10 @@ SMALL = [  # what makes several tiles, or several partial sums, of few rows; 500
     ("rotary", rotary_kernels, "TILE", 64, (2, 3, 9, 20)),
     ("rms_norm", rms_norm_kernels, "TILE", 256, (43, 20)),
     ("rms_norm", rms_norm_kernels, "TILE", 256, (5, 5000)),
-    *(("weighted_sum", weighted_sum_kernels, "MOST_PARTIALS", most, (43, 512)) for most in (7, 4, 2)),
+    *(
+        ("weighted_sum", weighted_sum_kernels, "MOST_PARTIALS", most, (43, 512))
+        for most in (7, 4, 2)
+    ),
 ]
 
 
@@ -97,7 +106,9 @@ def test_programs_walk_down_several_tiles(name, module, constant, value, shape, 
     monkeypatch.setattr(module, constant, value)
     CHECKS[name](shapes=[shape])
     if name == "rms_norm":
-        monkeypatch.setattr(module.runtime, "sm_count", lambda device: 100)  # more programs than tiles
+        monkeypatch.setattr(
+            module.runtime, "sm_count", lambda device: 100
+        )  # more programs than tiles
         CHECKS[name](shapes=[shape])
 
 
@@ -153,26 +164,54 @@ def test_large_and_small_numbers():
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda z: rms_norm(z(2, 3), z(4)), ValueError, r"\(2, 3\), \(4,\); allowed: \(..., d\) and \(d,\)"),
+        (
+            lambda z: rms_norm(z(2, 3), z(4)),
+            ValueError,
+            r"\(2, 3\), \(4,\); allowed: \(..., d\) and \(d,\)",
+        ),
         (lambda z: rms_norm(z(()), z(1)), ValueError, "allowed"),
         (lambda z: rms_norm(z(2, 0), z(0)), ValueError, "d from 1 to"),
         (lambda z: rms_norm(z(1, WIDEST + 1), z(WIDEST + 1)), ValueError, f"d from 1 to {WIDEST}"),
         (lambda z: rms_norm(z(2, 3).double(), z(3)), TypeError, "float64, torch.float32; allowed"),
-        (lambda z: rms_norm(z(2, 3).to_sparse(), z(3)), ValueError, "sparse_coo, .*; allowed: torch.strided"),
+        (
+            lambda z: rms_norm(z(2, 3).to_sparse(), z(3)),
+            ValueError,
+            "sparse_coo, .*; allowed: torch.strided",
+        ),
         (lambda z: rotary(z(4, 5), z(4, 2), z(4, 2)), ValueError, "allowed.* an even d"),
         (lambda z: rotary(z(4, 6), z(3, 3), z(3, 3)), ValueError, r"\(s or more, d / 2\)"),
         (lambda z: rotary(z(4, 6), z(4, 2), z(4, 2)), ValueError, r"\(s or more, d / 2\)"),
         (lambda z: rotary(z(6), z(4, 3), z(4, 3)), ValueError, "allowed"),
         (lambda z: swiglu(z(2, 3), z(3)), ValueError, r"\(2, 3\), \(3,\); allowed: the same one"),
-        (lambda z: swiglu(z(3), z(3).half()), TypeError, "float32, torch.float16; allowed: all the same"),
-        (lambda z: weighted_sum(z(2, 3), z(4)), ValueError, r"\(2, 3\), \(4,\); allowed: \(..., d\) and"),
+        (
+            lambda z: swiglu(z(3), z(3).half()),
+            TypeError,
+            "float32, torch.float16; allowed: all the same",
+        ),
+        (
+            lambda z: weighted_sum(z(2, 3), z(4)),
+            ValueError,
+            r"\(2, 3\), \(4,\); allowed: \(..., d\) and",
+        ),
         (lambda z: weighted_sum(z(0, 3), z(3)), ValueError, "no dimension of size 0"),
         (lambda z: weighted_sum(z(2, 3).half(), z(3)), TypeError, "float16, torch.float32"),
-        (lambda z: cross_entropy_(z(2, 3), z(3).long()), ValueError, r"\(2, 3\); allowed: \(n, vocabulary\)"),
+        (
+            lambda z: cross_entropy_(z(2, 3), z(3).long()),
+            ValueError,
+            r"\(2, 3\); allowed: \(n, vocabulary\)",
+        ),
         (lambda z: cross_entropy_(z(2, 0), z(2).long()), ValueError, "allowed"),
-        (lambda z: cross_entropy_(z(3, 2).T, z(2).long()), ValueError, "strides.*allowed: 1 in a row"),
+        (
+            lambda z: cross_entropy_(z(3, 2).T, z(2).long()),
+            ValueError,
+            "strides.*allowed: 1 in a row",
+        ),
         (lambda z: cross_entropy_(z(1, 3).expand(2, 3), z(2).long()), ValueError, "rows apart"),
-        (lambda z: cross_entropy_(z(2, 3).cfloat().conj().imag, z(2).long()), ValueError, "strides"),
+        (
+            lambda z: cross_entropy_(z(2, 3).cfloat().conj().imag, z(2).long()),
+            ValueError,
+            "strides",
+        ),
         (lambda z: cross_entropy_(z(2, 3), z(2)), TypeError, "allowed: int64 on"),
         (lambda z: cross_entropy_(z(2, 3).double(), z(2).long()), TypeError, "float64"),
     ],
@@ -186,7 +225,9 @@ def test_bad_input_is_named(call, error, sentence):
 def test_beside_a_gpu_tensors_of_the_cpu_are_refused(function, monkeypatch):
     monkeypatch.setattr("cs336_systems.kernels.runtime.INTERPRETED", False)
     with pytest.raises(ValueError, match="on cpu; allowed: a CUDA GPU"):
-        function(torch.zeros(3, 3), torch.zeros(3, 3)[0 if function is weighted_sum else slice(None)])
+        function(
+            torch.zeros(3, 3), torch.zeros(3, 3)[0 if function is weighted_sum else slice(None)]
+        )
 
 
 @pytest.mark.gpu
@@ -215,5 +256,7 @@ def test_offsets_past_the_largest_int32():
     assert (rotary(heads, *tables)[-1, -1] == 1).all()
     weight = torch.full((4096,), 2.0**-12, device="cuda", dtype=torch.float16)
     assert (weighted_sum(x, weight) == 1).all()
-    dx, _ = weighted_sum_kernels.backward(torch.ones(len(x), device="cuda", dtype=x.dtype), x, weight)
+    dx, _ = weighted_sum_kernels.backward(
+        torch.ones(len(x), device="cuda", dtype=x.dtype), x, weight
+    )
     assert (dx[-1] == weight).all()

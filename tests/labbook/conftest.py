@@ -9,7 +9,9 @@ def measured(implementation: str, context_length: int, p50_ms: float | None, **m
     spread = {} if p50_ms is None else {"p20_ms": 0.9 * p50_ms, "p80_ms": 1.2 * p50_ms}
     status = "oom" if p50_ms is None else "ok"
     row = {"implementation": implementation, "pass": "forward", "batch_size": 8, "d_head": 64}
-    return row | {"context_length": context_length, "p50_ms": p50_ms, "status": status} | spread | more
+    return (
+        row | {"context_length": context_length, "p50_ms": p50_ms, "status": status} | spread | more
+    )
 
 
 @pytest.fixture
@@ -23,7 +25,9 @@ def figures(tmp_path, monkeypatch):
 def measured_cards(monkeypatch) -> list:
     """Machine cards are measured at once; the list has an item for each time."""
     calls = []
-    monkeypatch.setattr(machine, "_matmul_tflops", lambda device: calls.append(device) or {"float32": 0.1})
+    monkeypatch.setattr(
+        machine, "_matmul_tflops", lambda device: calls.append(device) or {"float32": 0.1}
+    )
     monkeypatch.setattr(machine, "_copy_gbps", lambda device: 10.0)
     return calls
 

@@ -6,11 +6,19 @@ from labbook import answers
 from labbook.answers import answer, claim, one, solution, without_docstrings
 
 
-@pytest.mark.parametrize("show", [lambda *what: answer("b", *what), lambda *what: solution(2, *what)])
+@pytest.mark.parametrize(
+    "show", [lambda *what: answer("b", *what), lambda *what: solution(2, *what)]
+)
 def test_a_text_is_shown_with_every_claim_checked_or_not_at_all(show, shown):
     show("It takes 9.53 ms.", claim("so", np.bool_(True)), claim("9.53 ms < 10 ms", 9.53 < 10))
-    assert all(part in shown[0].data for part in ("It takes 9.53 ms.", "2 claims", "✓ 9.53 ms &lt; 10 ms"))
-    claims = [claim("12.1 ms < 10 ms", False), claim("yes", True), claim("it is fast", np.bool_(False))]
+    assert all(
+        part in shown[0].data for part in ("It takes 9.53 ms.", "2 claims", "✓ 9.53 ms &lt; 10 ms")
+    )
+    claims = [
+        claim("12.1 ms < 10 ms", False),
+        claim("yes", True),
+        claim("it is fast", np.bool_(False)),
+    ]
     with pytest.raises(AssertionError, match=r"12\.1 ms < 10 ms; it is fast$"):
         show("Text.", *claims)
     assert len(shown) == 1
@@ -22,8 +30,21 @@ def test_only_a_truth_value_is_a_claim():
 
 
 def test_of_the_source_that_is_shown_docstrings_leave_and_everything_else_stays():
-    kept = ["class A:", '    b = "no docstring"', "    def c():", "        # A comment.", "        return"]
-    source = [kept[0], '    """One."""', *kept[1:3], '        """Two,', '        three."""', *kept[3:]]
+    kept = [
+        "class A:",
+        '    b = "no docstring"',
+        "    def c():",
+        "        # A comment.",
+        "        return",
+    ]
+    source = [
+        kept[0],
+        '    """One."""',
+        *kept[1:3],
+        '        """Two,',
+        '        three."""',
+        *kept[3:],
+    ]
     assert without_docstrings("\n".join(source)) == "\n".join(kept)
 
 

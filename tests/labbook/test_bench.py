@@ -45,7 +45,9 @@ def test_cases_that_differ_in_their_pass_share_one_set_up_and_get_a_row_each():
         backward = Step(time.sleep, prepare=lambda: 0.05, values=lambda: {"saved_mib": case.size})
         return {"forward": Step(lambda: time.sleep(0.001)), "backward": backward}
 
-    rows = flat(measure(grid(size=[1, 2], pass_=["forward", "backward"]), setup, around=around, **QUICK))
+    rows = flat(
+        measure(grid(size=[1, 2], pass_=["forward", "backward"]), setup, around=around, **QUICK)
+    )
     assert switched_on == []
     assert made == [1, 2]
     told = [(row["pass"], row["steps"], row.get("saved_mib")) for row in rows[:2]]
@@ -94,7 +96,10 @@ def test_a_pass_faster_than_its_part_is_timed_again_of_the_same_set_up():
 
 
 def test_what_cannot_run_is_skipped_with_its_reason_and_what_is_on_record_is_left_out():
-    how = {"skip": lambda case: "too large" if case.size == 2 else "", "kept": lambda case: case.size == 1}
+    how = {
+        "skip": lambda case: "too large" if case.size == 2 else "",
+        "kept": lambda case: case.size == 1,
+    }
     found = list(measure(grid(size=[1, 2, 3]), lambda case: {"": Step(list)}, **how, **QUICK))
     assert statuses(found) == [(2, None, "skipped"), (3, None, "ok")]
     assert found[0][0]["reason"] == "too large"

@@ -47,7 +47,9 @@ def copy(tmp_path_factory):
     """A copy of the repository to change."""
     root = tmp_path_factory.mktemp("copy")
     for folder in ("lib", "notebooks"):
-        shutil.copytree(PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            PROJECT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__")
+        )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(code, "PROJECT", root)
         patch.setattr(code, "_ROOTS", (root / "lib", root / "notebooks"))
@@ -63,7 +65,9 @@ def before(copy):
 
 def of_all(root: Path) -> dict[str, dict[str, str]]:
     """Of the notebooks that measure, by their number."""
-    found = {path.name[:2]: code.of_notebook(path) for path in (root / "notebooks").glob("[1-9]*.ipynb")}
+    found = {
+        path.name[:2]: code.of_notebook(path) for path in (root / "notebooks").glob("[1-9]*.ipynb")
+    }
     return {number: hashes for number, hashes in sorted(found.items()) if "its cells" not in hashes}
 
 
@@ -94,7 +98,9 @@ def one_line_changed(text: str) -> str:
     return re.sub(r"^( +)return (?=\S)", r"\1return 0 or ", text, count=1, flags=re.MULTILINE)
 
 
-@pytest.mark.parametrize(("module", "measures", "does_not"), EXECUTED, ids=[name for name, *_ in EXECUTED])
+@pytest.mark.parametrize(
+    ("module", "measures", "does_not"), EXECUTED, ids=[name for name, *_ in EXECUTED]
+)
 def test_a_changed_line_makes_stale_what_runs_it_and_nothing_else(
     before, copy, change, module, measures, does_not
 ):
@@ -127,7 +133,9 @@ def with_other_words_in_cells(text: str) -> str:
             shows = "title=" in source or "caption=" in source
             other = source.replace('title="', 'title="No. ') if shows else source
             cell["source"] = f"# A comment.\n{other}"
-    notebook["cells"].append({"cell_type": "code", "source": "show(1)", "metadata": {}, "outputs": []})
+    notebook["cells"].append(
+        {"cell_type": "code", "source": "show(1)", "metadata": {}, "outputs": []}
+    )
     return json.dumps(notebook)
 
 
@@ -163,7 +171,12 @@ CELLS = [
     [
         (0, "10", "20", False),  # a parameter's value
         (1, "Page, lines", "Page, bars", False),
-        (1, "training.steps import autocast", "accounting import roofline_seconds as autocast", True),
+        (
+            1,
+            "training.steps import autocast",
+            "accounting import roofline_seconds as autocast",
+            True,
+        ),
         (2, "factor * x", "factor + x", True),
         (2, "unused = 1", "unused = 2", False),
         (2, "unused = 1", "n = 5", False),  # the loop has its own
@@ -179,7 +192,9 @@ CELLS = [
 )
 def test_of_a_notebook_counts_what_its_saving_cells_use(of, cell, old, new, matters):
     assert old in CELLS[cell]
-    after = [source.replace(old, new) if place == cell else source for place, source in enumerate(CELLS)]
+    after = [
+        source.replace(old, new) if place == cell else source for place, source in enumerate(CELLS)
+    ]
     assert bool(code.changed(of(*CELLS), of(*after))) == matters
 
 
@@ -207,12 +222,18 @@ def test_a_file_that_is_newer_than_the_process_does_not_count_as_what_ran(copy, 
 
 
 def test_a_name_that_a_scope_inside_binds_is_still_used_around_it():
-    said = code._Said().read(code.ast.parse("def f(y):\n    return factor + sum(factor for factor in y)"))
+    said = code._Said().read(
+        code.ast.parse("def f(y):\n    return factor + sum(factor for factor in y)")
+    )
     assert said.uses.keys() == {"factor", "sum"}
 
 
 def test_why_names_what_changed():
-    before = {"lib/cs336_systems/attention/launcher.py": "a", "lib/labbook/rows.py": "b", "same": "c"}
+    before = {
+        "lib/cs336_systems/attention/launcher.py": "a",
+        "lib/labbook/rows.py": "b",
+        "same": "c",
+    }
     changed = before | {"lib/cs336_systems/attention/launcher.py": "x"}
     assert code.why(before, before | {"more": "d"}) == ""
     assert code.why(before, changed) == "attention/launcher.py changed since"
@@ -240,7 +261,10 @@ print(code._digest(code._Said().read(tree)))
 
 def test_the_hash_is_the_same_in_every_python():
     """Of these forms it is written down; another Python that is here must agree."""
-    pythons = [sys.executable, *filter(None, map(shutil.which, (f"python3.{n}" for n in range(11, 16))))]
+    pythons = [
+        sys.executable,
+        *filter(None, map(shutil.which, (f"python3.{n}" for n in range(11, 16)))),
+    ]
     path = os.pathsep.join([str(PROJECT / "lib"), *sys.path])
     how = {"capture_output": True, "text": True, "env": os.environ | {"PYTHONPATH": path}}
     found = [subprocess.run([each, "-c", FORMS], **how) for each in pythons]

@@ -19,7 +19,9 @@ def test_rows_say_where_they_come_from_and_the_reference_appears_once(monkeypatc
         ("cpu", ["reference: H200", "this machine: cpu"]),
         ("h200", ["reference: H200"] * 2),
     ):
-        frame = compare.side_by_side("slug", machine, table="model_times", sharing=["context_length"])
+        frame = compare.side_by_side(
+            "slug", machine, table="model_times", sharing=["context_length"]
+        )
         assert frame["where"].tolist() == expected
 
 
@@ -34,8 +36,12 @@ def test_the_reference_stands_beside_what_it_measured_too():
 
 
 def test_each_has_a_status_of_its_own():
-    theirs = of("h200", {"d_head": 1, "p50_ms": None, "status": "oom"}, {"d_head": 2, "p50_ms": 3.0})
-    mine = of("cpu", {"d_head": 1, "p50_ms": 4.0}, {"d_head": 3, "p50_ms": None, "status": "skipped"})
+    theirs = of(
+        "h200", {"d_head": 1, "p50_ms": None, "status": "oom"}, {"d_head": 2, "p50_ms": 3.0}
+    )
+    mine = of(
+        "cpu", {"d_head": 1, "p50_ms": 4.0}, {"d_head": 3, "p50_ms": None, "status": "skipped"}
+    )
     frame = beside_reference(mine, theirs)
     table = pivot(frame, "d_head", "context_length", times_in(frame))
     assert table.to_numpy().tolist() == [["4.00", "OOM"], ["skipped", "–"]]
@@ -45,15 +51,22 @@ def test_of_several_warmups_the_longest_is_shown():
     frame = pd.DataFrame({"pass": ["forward", "forward", "backward"], "d_head": [16, 16, None]})
     frame = frame.assign(warmup_steps=[5, 2, 2], p50_ms=[1.0, 2.0, 3.0])
     assert longest_warmup(frame)["p50_ms"].tolist() == [1.0, 3.0]
-    assert len(longest_warmup(pd.concat([frame.assign(machine=name) for name in ("h200", "cpu")]))) == 4
+    assert (
+        len(longest_warmup(pd.concat([frame.assign(machine=name) for name in ("h200", "cpu")])))
+        == 4
+    )
 
 
 def test_published_rows_tell_where_they_are_from():
-    assert set(published_rows("benchmarking_script")["where"]) == {"published: RTX 5090, rtx5090-report"}
+    assert set(published_rows("benchmarking_script")["where"]) == {
+        "published: RTX 5090, rtx5090-report"
+    }
 
 
 def test_every_row_is_divided_by_its_equal(rows):
-    stamped = rows.assign(run=list("abcdef"), backend=None, gain=rows["p50_ms"] / 3, extra_mib=range(6))
+    stamped = rows.assign(
+        run=list("abcdef"), backend=None, gain=rows["p50_ms"] / 3, extra_mib=range(6)
+    )
     pairs = compared(stamped, "implementation", "plain", "p50_ms").set_index("context_length")
     assert pairs["ratio"].dropna().to_dict() == {256: 2.0, 512: 4.0}
     assert pairs.loc[1024, "baseline_status"] == "oom"
@@ -62,12 +75,16 @@ def test_every_row_is_divided_by_its_equal(rows):
     for other in (4, None):
         sizes = rows["implementation"].map({"plain": 8, "compiled": other})
         with pytest.raises(ValueError, match=r"batch_size \(8.*, (4|nan)"):
-            compared(rows.assign(backend=None, batch_size=sizes), "implementation", "plain", "p50_ms")
+            compared(
+                rows.assign(backend=None, batch_size=sizes), "implementation", "plain", "p50_ms"
+            )
 
 
 def test_machines_are_compared_across_everything_that_names_them(places):
     named = places.assign(machine=places["where"].str[:4], gpu=places["where"].str[-4:])
-    pairs = compared(named[named["implementation"] == "compiled"], "where", "reference: H200", "p50_ms")
+    pairs = compared(
+        named[named["implementation"] == "compiled"], "where", "reference: H200", "p50_ms"
+    )
     assert pairs["ratio"].tolist() == [1.0] * 6
 
 

@@ -27,7 +27,9 @@ def seen(color, vision):
     rgb = np.array(to_rgb(color))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     rgb = np.clip(np.reshape(VISION[vision].split(), (3, 3)).astype(float) @ linear, 0, 1)
-    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    to_xyz = np.array(
+        [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
+    )
     xyz = to_xyz @ rgb / np.array([0.9505, 1.0, 1.089])
     f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
@@ -39,20 +41,27 @@ def test_colours_of_a_family_are_told_apart_by_every_eye(vision):
         colors = {value: COLORS[named.color] for value, named in family.items() if named.color}
         for one, other in itertools.combinations(colors, 2):
             distance = np.linalg.norm(seen(colors[one], vision) - seen(colors[other], vision))
-            assert distance > 15, f"{name}: {one} and {other} look alike with {vision}: {distance:.1f}"
+            assert distance > 15, (
+                f"{name}: {one} and {other} look alike with {vision}: {distance:.1f}"
+            )
 
 
 def test_values_without_a_fixed_colour_get_one_that_is_free_and_sizes_darken():
     assert palette(["mine", "compiled"], "implementation")["compiled"] == VERMILLION
     assert len(set(palette(["eager", "compiled", "mine", "yours"], "implementation").values())) == 4
     assert len(palette([f"case {i}" for i in range(30)], "strategy")) == 30
-    for values, column in ((range(7), "d_head"), (["small", "medium", "large", "xl"], "model_size")):
+    for values, column in (
+        (range(7), "d_head"),
+        (["small", "medium", "large", "xl"], "model_size"),
+    ):
         lightness = [seen(color, "tritanopia")[0] for color in palette(values, column).values()]
         assert np.all(np.diff(lightness) < -5)
 
 
 def test_columns_carry_their_unit():
-    found = [column_label(name) for name in ("extra_memory_gib", "rate_gbps", "model_size", "where")]
+    found = [
+        column_label(name) for name in ("extra_memory_gib", "rate_gbps", "model_size", "where")
+    ]
     assert found == ["extra memory (GiB)", "rate (GB/s)", "model size", "machine"]
 
 
@@ -83,7 +92,10 @@ def test_a_value_that_stands_alone_says_what_it_is():
     assert contexts == [f"context {text}" for text in ("128", "2K", "64K", "1000", "1536")]
     assert named_value("bucket_size_mb", 25.0) == "bucket size 25 MiB"
     assert named_value("implementation", "sdpa") == "SDPA"
-    assert [named_value("is_causal", flag) for flag in (True, np.False_)] == ["causal", "not causal"]
+    assert [named_value("is_causal", flag) for flag in (True, np.False_)] == [
+        "causal",
+        "not causal",
+    ]
     assert value_label("reference: H200", "where") == "H200 (reference)"
 
 

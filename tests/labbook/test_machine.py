@@ -35,7 +35,9 @@ def test_a_card_is_measured_once_and_for_another_gpu_or_version_anew(measured_ca
     first = machine_card("cpu")
     assert machine_card("cpu") == first == load_card(first.slug)
     assert len(measured_cards) == 1
-    for number, change in enumerate([{"gpu": "NVIDIA A100"}, {"torch": "1.0.0"}, {"triton": "0.1"}]):
+    for number, change in enumerate(
+        [{"gpu": "NVIDIA A100"}, {"torch": "1.0.0"}, {"triton": "0.1"}]
+    ):
         keep(figures, dataclasses.replace(first, **change))
         card = machine_card("cpu")
         assert card == dataclasses.replace(first, measured_at=card.measured_at)
@@ -112,12 +114,16 @@ def test_compiling_needs_a_compiler_and_for_a_gpu_triton(monkeypatch):
     assert ("triton" in why_no_compile(CUDA), why_no_compile(CPU)) == (True, "")
 
 
-def test_a_cpu_is_kept_from_running_out_of_memory_and_tf32_needs_a_gpu_of_ampere_or_newer(monkeypatch):
+def test_a_cpu_is_kept_from_running_out_of_memory_and_tf32_needs_a_gpu_of_ampere_or_newer(
+    monkeypatch,
+):
     assert module.why_no_memory(2**20, CPU) == module.why_no_memory(2**50, CUDA) == ""
     assert "1048576.0 GiB" in module.why_no_memory(2**50, CPU)
     assert module.why_no_tf32(CPU)
     for capability, has in (((7, 5), False), ((8, 0), True), ((9, 0), True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, answer=capability: answer)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device, answer=capability: answer
+        )
         assert (module.why_no_tf32(CUDA) == "") == has
 
 
@@ -128,7 +134,9 @@ def tool(monkeypatch):
     watch.terminate = lambda: setattr(watch, "stopped", True)
     monkeypatch.setattr(module.shutil, "which", lambda name: name)
     monkeypatch.setattr(module.subprocess, "Popen", lambda *arguments, **options: watch)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2")
+    )
     return watch
 
 

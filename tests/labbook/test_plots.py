@@ -18,10 +18,20 @@ PLAIN, COMPILED = BLUE.lower(), VERMILLION.lower()
 def shares() -> pd.DataFrame:
     """Kernel rows of two contexts: three classes, and the time doubles."""
     return pd.DataFrame(
-        {"model_size": "small", "context_length": context, "range": where, "class": name, "total_ms": time}
+        {
+            "model_size": "small",
+            "context_length": context,
+            "range": where,
+            "class": name,
+            "total_ms": time,
+        }
         for context in (128, 256)
         for where in ("measure/forward", "measure/backward")
-        for name, time in (("matmul", context / 3.2), ("softmax", context / 16), ("other", context / 16))
+        for name, time in (
+            ("matmul", context / 3.2),
+            ("softmax", context / 16),
+            ("other", context / 16),
+        )
     )
 
 
@@ -32,7 +42,9 @@ def every_kind(rows, shares):
         "bars": bars(rows, **BY_CONTEXT, title="Bars"),
         "heatmap": heatmap(rows, "implementation", "context_length", title="Heat map"),
         "ratio": ratio(rows, **BY_CONTEXT, baseline="plain", title="Ratio"),
-        "stacked": stacked_bars(shares, "context_length", share=True, facet="range", title="Shares"),
+        "stacked": stacked_bars(
+            shares, "context_length", share=True, facet="range", title="Shares"
+        ),
         "empty": lines(rows.iloc[:0], **BY_CONTEXT, title="Empty"),
     }
 
@@ -44,19 +56,25 @@ def texts(chart) -> set[str]:
 def drawn(chart) -> dict[str, list]:
     """By colour the points of each line that has several."""
     drawn = [line for axes in chart.axes for line in axes.get_lines() if len(line.get_xdata()) > 1]
-    return {to_hex(line.get_color()): np.asarray(line.get_xydata(), float).tolist() for line in drawn}
+    return {
+        to_hex(line.get_color()): np.asarray(line.get_xydata(), float).tolist() for line in drawn
+    }
 
 
 def heights(chart) -> dict[str, list[float]]:
     """By colour the heights of the bars."""
     groups = [group for axes in chart.axes for group in axes.containers if group]
-    found = [(to_hex(group[0].get_facecolor()), bar.get_height()) for group in groups for bar in group]
+    found = [
+        (to_hex(group[0].get_facecolor()), bar.get_height()) for group in groups for bar in group
+    ]
     return {color: [height for other, height in found if other == color] for color, _ in found}
 
 
 def test_a_cell_shows_the_same_small_picture_once(every_kind, monkeypatch):
     shown = []
-    monkeypatch.setattr("IPython.display.display", lambda bundle, **options: shown.append((bundle, options)))
+    monkeypatch.setattr(
+        "IPython.display.display", lambda bundle, **options: shown.append((bundle, options))
+    )
     for kind, chart in every_kind.items():
         chart._ipython_display_()
         ((bundle, options),) = shown
@@ -72,7 +90,9 @@ def test_lines_are_of_their_colour_and_values(rows):
     assert set(found) == {PLAIN, COMPILED}
     assert found[PLAIN] == [[256, 1.0], [512, 4.0]]
     chart = lines(rows, **BY_CONTEXT)
-    edges = {to_hex(band.get_facecolor()[0]): band.get_paths()[0] for band in chart.axes[0].collections}
+    edges = {
+        to_hex(band.get_facecolor()[0]): band.get_paths()[0] for band in chart.axes[0].collections
+    }
     assert set(np.round(edges[PLAIN].vertices[:, 1], 6)) == {0.9, 1.2, 3.6, 4.8}
     sizes = pd.DataFrame({"model_size": ["xl", "small"], "p50_ms": [3.0, 1.0]})
     assert list(drawn(lines(sizes, "model_size")).values()) == [[[0, 1.0], [1, 3.0]]]
@@ -94,7 +114,10 @@ def test_why_there_is_no_number_is_written_on_every_kind(every_kind, rows):
 
 def test_machines_are_told_apart(places):
     chart = lines(places[places["implementation"] == "compiled"], **BY_CONTEXT)
-    assert len({str((line._dash_pattern, line.get_marker())) for line in chart.axes[0].get_lines()}) == 3
+    assert (
+        len({str((line._dash_pattern, line.get_marker())) for line in chart.axes[0].get_lines()})
+        == 3
+    )
     groups = bars(places, **BY_CONTEXT).axes[0].containers
     assert len({bar.get_hatch() for group in groups for bar in group}) == 3
 
@@ -114,7 +137,10 @@ def test_rows_in_one_place_are_refused(rows):
 def test_bars_and_cells_have_their_values(rows):
     chart = bars(rows, **BY_CONTEXT)
     found = heights(chart)
-    assert (np.nan_to_num(found[PLAIN]).tolist(), found[COMPILED]) == ([1.0, 4.0, 0.0], [0.5, 1.0, 8.0])
+    assert (np.nan_to_num(found[PLAIN]).tolist(), found[COMPILED]) == (
+        [1.0, 4.0, 0.0],
+        [0.5, 1.0, 8.0],
+    )
     assert {"4.00", "8.00", "OOM"} <= texts(chart)
     both = pd.concat([rows, rows.assign(dtype="bfloat16")]).fillna({"dtype": "float32"})
     for axes in heatmap(both, "implementation", "context_length", facet="dtype", middle=1).axes:
@@ -155,7 +181,10 @@ def test_spans_are_boxes_on_their_lanes_with_names_where_they_fit():
 
 
 def test_two_sides_of_a_lane_touch():
-    rows = [("a", "compute", "backward", 0, 8), ("a", "communication", "communication, exposed", 8, 9)]
+    rows = [
+        ("a", "compute", "backward", 0, 8),
+        ("a", "communication", "communication, exposed", 8, 9),
+    ]
     frame = pd.DataFrame(rows, columns=["step", "lane", "doing", "start_ms", "end_ms"])
     chart = spans(frame, "step", "doing", side="lane")
     assert boxes(chart, VERMILLION) == [[8, 9, 0, 0.4]]

@@ -67,7 +67,9 @@ def test_rows_are_not_repeated_when_todays_code_measured_them(monkeypatch):
     save("c", runs.Run(SLUG, MACHINE))
     rows = load_rows(SLUG, MACHINE, TABLE)
     assert runs.of_code(CODE, rows, MACHINE)["accumulation"].tolist() == ["a"]
-    assert runs.of_code({"lib/labbook/timing.py": "def"}, rows, MACHINE)["accumulation"].tolist() == ["a"]
+    assert runs.of_code({"lib/labbook/timing.py": "def"}, rows, MACHINE)[
+        "accumulation"
+    ].tolist() == ["a"]
     assert runs.of_code({}, rows, MACHINE).empty
     monkeypatch.setattr(torch, "__version__", "99")
     assert runs.of_code(CODE, rows, MACHINE).empty
@@ -80,7 +82,9 @@ def test_why_rows_are_old():
     assert runs.why_old(record, CODE) == ""
     changed = CODE | {"lib/labbook/timing.py": "newer"}
     assert runs.why_old(record, changed) == "older: labbook/timing.py changed since"
-    assert "before" in runs.why_old(runs.load_run(MACHINE, save("b", runs.Run(SLUG, MACHINE))), CODE)
+    assert "before" in runs.why_old(
+        runs.load_run(MACHINE, save("b", runs.Run(SLUG, MACHINE))), CODE
+    )
     assert runs.why_old(None, CODE)
 
 
@@ -94,7 +98,16 @@ def test_a_damaged_run_is_said_in_a_sentence(figures):
 
 def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path):
     def git(*arguments):
-        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        command = [
+            "git",
+            "-C",
+            str(tmp_path),
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            *arguments,
+        ]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     def commit():
@@ -117,29 +130,44 @@ def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path
 
 
 def committed_runs() -> dict[tuple[str, str], runs.Record]:
-    places = [path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("runs/*.json")]
-    return {(path.parts[-3], path.stem): runs.load_run(path.parts[-3], path.stem) for path in places}
+    places = [
+        path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("runs/*.json")
+    ]
+    return {
+        (path.parts[-3], path.stem): runs.load_run(path.parts[-3], path.stem) for path in places
+    }
 
 
 def unmarked(records, is_known) -> list[str]:
     """Runs of commits that git does not know, and that do not say that their rows are historical."""
-    return [each.run for each in records if not each.historical and not is_known(each.commit.rstrip("+"))]
+    return [
+        each.run
+        for each in records
+        if not each.historical and not is_known(each.commit.rstrip("+"))
+    ]
 
 
 def test_committed_rows_have_runs_and_runs_have_rows():
     found = set()
-    for path in [path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")]:
+    for path in [
+        path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")
+    ]:
         machine, slug = path.parts[-3:-1]
         assert notebook_of(slug), path
         found |= {(machine, name) for name in run_counts(slug, machine)}
     known = committed_runs()
     assert found == known.keys()
-    assert all(record.slug in name and record.machine == machine for (machine, name), record in known.items())
+    assert all(
+        record.slug in name and record.machine == machine
+        for (machine, name), record in known.items()
+    )
 
 
 def test_committed_rows_of_unknown_commits_are_marked():
     def git(*arguments):
-        return subprocess.run(["git", "-C", str(PROJECT), *arguments], capture_output=True, text=True)
+        return subprocess.run(
+            ["git", "-C", str(PROJECT), *arguments], capture_output=True, text=True
+        )
 
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("git does not know the whole history here")

@@ -21,8 +21,22 @@ pytestmark = pytest.mark.usefixtures("figures")
 
 
 def row(pass_="forward", ms=10.0, **columns):
-    times = {"mean_ms": ms, "std_ms": 0.1, "p20_ms": ms - 0.1, "p50_ms": ms, "p80_ms": ms + 0.1, "steps": 5}
-    return {"model_size": "tiny", "batch_size": 4, "context_length": 128, "pass": pass_, **times, **columns}
+    times = {
+        "mean_ms": ms,
+        "std_ms": 0.1,
+        "p20_ms": ms - 0.1,
+        "p50_ms": ms,
+        "p80_ms": ms + 0.1,
+        "steps": 5,
+    }
+    return {
+        "model_size": "tiny",
+        "batch_size": 4,
+        "context_length": 128,
+        "pass": pass_,
+        **times,
+        **columns,
+    }
 
 
 def kernel(name="gemm", ms=1.0, profiler="nsys", **columns):
@@ -56,10 +70,15 @@ def test_columns_have_plain_dtypes():
 def test_rows_are_sorted_numbers_by_size_and_passes_by_work():
     assert (len(load()), tuple(load().columns)) == (0, (*TABLES[TABLE].types, "machine"))
     times = {"train_step": 40, "forward": 9}
-    path = save(*(row(pass_, times[pass_], context_length=n) for n in (1024, 128, 256) for pass_ in times))
+    path = save(
+        *(row(pass_, times[pass_], context_length=n) for n in (1024, 128, 256) for pass_ in times)
+    )
     expected = [(n, pass_) for n in (128, 256, 1024) for pass_ in ("forward", "train_step")]
     assert list(load()[["context_length", "pass"]].itertuples(index=False, name=None)) == expected
-    assert list(pd.read_csv(path)[["context_length", "pass"]].itertuples(index=False, name=None)) == expected
+    assert (
+        list(pd.read_csv(path)[["context_length", "pass"]].itertuples(index=False, name=None))
+        == expected
+    )
 
 
 VALUES = {"text": st.text(max_size=20), "bool": st.booleans(), "int": st.integers(0, 2**40)}
@@ -105,19 +124,26 @@ def test_a_new_recording_replaces_the_whole_of_the_old_one_and_no_other():
     save(kernel("gemm", profiler="torch cpu"), table="kernels")
     save(kernel("fused", 2), table="kernels")
     frame = load("kernels")
-    assert set(zip(frame.profiler, frame.kernel, strict=True)) == {("nsys", "fused"), ("torch cpu", "gemm")}
+    assert set(zip(frame.profiler, frame.kernel, strict=True)) == {
+        ("nsys", "fused"),
+        ("torch cpu", "gemm"),
+    }
     save({"model_size": "tiny", "profiler": "nsys", "status": "oom"}, table="kernels")
     assert load("kernels").status.tolist() == ["oom", "ok"]
 
 
 def test_the_committed_rows_load_and_are_sorted():
-    tables = [path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")]
+    tables = [
+        path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")
+    ]
     assert len(tables) >= 43
     for path in tables:
         machine, slug = path.parts[-3:-1]
         loaded, written = load_rows(slug, machine, path.stem), pd.read_csv(path)
         for key in TABLES[path.stem].keys:
-            one, other = (frame[key].astype(object).fillna("").tolist() for frame in (loaded, written))
+            one, other = (
+                frame[key].astype(object).fillna("").tolist() for frame in (loaded, written)
+            )
             assert one == other
 
 
@@ -200,7 +226,10 @@ def test_a_damaged_file_is_refused_by_file_and_line_and_left_as_it_is(damage, to
 
 
 def test_what_names_no_file_of_rows_is_refused():
-    for slug, table, told in (("../elsewhere", TABLE, ".elsewhere"), (SLUG, "model_tims", "model_tims")):
+    for slug, table, told in (
+        ("../elsewhere", TABLE, ".elsewhere"),
+        (SLUG, "model_tims", "model_tims"),
+    ):
         with pytest.raises(ValueError, match=told):
             save_rows([row()], slug, table, MACHINE)
 
@@ -240,7 +269,10 @@ def go(*processes: subprocess.Popen) -> None:
 
 
 def test_of_a_run_killed_while_it_writes_nothing_half_written_is_read():
-    process, rows = start(0, 10, 3, before=DIE_IN_THE_EIGHTH_WRITE), 3  # each save writes the run, then rows
+    process, rows = (
+        start(0, 10, 3, before=DIE_IN_THE_EIGHTH_WRITE),
+        3,
+    )  # each save writes the run, then rows
     go(process)
     reported = process.communicate()[0].split()
     assert (process.returncode, reported) == (-signal.SIGKILL, ["0", "1", "2"])

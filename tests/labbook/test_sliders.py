@@ -37,7 +37,9 @@ def bytes_held(batch_size, dtype):
 
 
 def test_bars_show_each_number_and_mark_the_most_and_what_is_above_the_limit():
-    figure = Sliders("bars", CONTROLS, bytes_held, labels=["kept </script>", "fixed"], unit="GiB", limit=15)
+    figure = Sliders(
+        "bars", CONTROLS, bytes_held, labels=["kept </script>", "fixed"], unit="GiB", limit=15
+    )
     texts = shown(figure.html())
     for (batch_size, dtype), text in zip(product(*CONTROLS.values()), texts, strict=True):
         kept, fixed = bytes_held(batch_size, dtype)

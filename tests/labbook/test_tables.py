@@ -16,16 +16,22 @@ def test_a_pivot_writes_out_memory_and_units(rows):
 
 
 def test_several_keys_and_values_and_a_format(rows):
-    table = pivot(rows, ["implementation", "pass"], "context_length", ["p50_ms", "p80_ms"], fmt="{:.1f}")
+    table = pivot(
+        rows, ["implementation", "pass"], "context_length", ["p50_ms", "p80_ms"], fmt="{:.1f}"
+    )
     assert table.loc[("plain", "forward")].tolist() == ["1.0", "4.0", "OOM", "1.2", "4.8", "OOM"]
     half = rows.assign(p80_ms=rows["p80_ms"].where(rows["context_length"] == 512))
     half = half[half["status"] == "ok"].assign(p20_ms=float("nan"))
     table = pivot(half, "implementation", "context_length", ["p20_ms", "p80_ms"])
     assert [place for _, place in table.columns] == ["256", "512", "1K", "512"], "no empty columns"
-    gaps = rows[rows["context_length"] == 256].assign(bucket_size_mb=[25.0, None], p50_ms=[2.0, 1.0])
+    gaps = rows[rows["context_length"] == 256].assign(
+        bucket_size_mb=[25.0, None], p50_ms=[2.0, 1.0]
+    )
     table = pivot(gaps, ["bucket_size_mb", "implementation"], "context_length")
     assert table.index.tolist() == [("25", "plain"), ("–", "compiled")]
-    words = pivot(rows.assign(told="a word"), "implementation", "context_length", "told", fmt="<{}>")
+    words = pivot(
+        rows.assign(told="a word"), "implementation", "context_length", "told", fmt="<{}>"
+    )
     assert set(words.to_numpy().flatten()) == {"<a word>"}
     with pytest.raises(ValueError, match="implementation"):
         pivot(rows, "pass", "context_length")

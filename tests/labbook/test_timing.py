@@ -24,8 +24,15 @@ from labbook.timing import (
 
 def test_steps_get_what_was_prepared_for_them_and_the_warm_up_is_kept_apart():
     prepared, seen = iter(range(10)), []
-    timing = time_steps(seen.append, prepare=lambda: next(prepared), device="cpu", warmup_steps=2, steps=3)
-    assert (seen, len(timing.warmup_ms), timing.steps, timing.status) == ([0, 1, 2, 3, 4], 2, 3, "ok")
+    timing = time_steps(
+        seen.append, prepare=lambda: next(prepared), device="cpu", warmup_steps=2, steps=3
+    )
+    assert (seen, len(timing.warmup_ms), timing.steps, timing.status) == (
+        [0, 1, 2, 3, 4],
+        2,
+        3,
+        "ok",
+    )
 
 
 def test_the_summary_of_known_steps():
@@ -36,7 +43,9 @@ def test_the_summary_of_known_steps():
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+    ),
     MemoryError(),
 ]
 
@@ -161,7 +170,9 @@ def test_a_gpu_reads_its_inputs_from_memory_and_the_flush_is_not_counted():
     held_mib = torch.cuda.memory_allocated() / 2**20
     timing = time_cold_cache(lambda: x.sum().backward(), device=device, to_clear=[x])
     assert timing.steps > SLOW_STEPS
-    assert 15 < timing.peak_memory_mib - held_mib < 100  # the gradient, not the 256 MiB that flush the cache
+    assert (
+        15 < timing.peak_memory_mib - held_mib < 100
+    )  # the gradient, not the 256 MiB that flush the cache
     assert time_cold_cache(lambda: None, device=device).p50_ms < timing.p50_ms
     a = torch.randn(16_384, 16_384, device=device)
     assert time_cold_cache(lambda: a @ a, device=device).steps == SLOW_STEPS, "a slow step"

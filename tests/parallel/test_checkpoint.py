@@ -10,18 +10,24 @@ from cs336_systems.model import build_model
 from cs336_systems.optimizer import AdamW
 from cs336_systems.parallel import checkpoint
 
-ODD = ModelConfig("odd", 2025, 12, 28, 2, 3, vocab_size=17)  # rows that two and three ranks cannot share
+ODD = ModelConfig(
+    "odd", 2025, 12, 28, 2, 3, vocab_size=17
+)  # rows that two and three ranks cannot share
 
 
 def train(context, folder, first, last, save, **options):
     """From the newest checkpoint, which is to be of `first` steps, on; returns the full parameters."""
     torch.manual_seed(context.rank)
     wrapped = parallel.FSDP(build_model(ODD, 8), unit_types=("TransformerBlock",))
-    optimizer = (torch.optim.AdamW if "amsgrad" in options else AdamW)(wrapped.parameters(), **options)
+    optimizer = (torch.optim.AdamW if "amsgrad" in options else AdamW)(
+        wrapped.parameters(), **options
+    )
     assert checkpoint.load(folder, wrapped, optimizer) == first
     for step in range(first, last):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(ODD.vocab_size, (2, 9), generator=generator)  # the same on every rank
+        tokens = torch.randint(
+            ODD.vocab_size, (2, 9), generator=generator
+        )  # the same on every rank
         optimizer.zero_grad()
         cross_entropy(wrapped(tokens[:, :-1]), tokens[:, 1:]).backward()
         wrapped.finish_gradient_synchronization()

@@ -16,7 +16,14 @@ from torch.utils.checkpoint import checkpoint
 from wrappers import DDP, Odd, passes, run
 
 from cs336_systems.checks import check_ddp
-from cs336_systems.parallel import BucketedDDP, FlatDDP, NaiveDDP, OverlappedDDP, fill_buckets, launch
+from cs336_systems.parallel import (
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlappedDDP,
+    fill_buckets,
+    launch,
+)
 from cs336_systems.parallel.collective_calls import watch_collectives
 
 WRAPPERS = DDP | {
@@ -37,16 +44,22 @@ def odd_layouts(context):
     for name, wrap in WRAPPERS.items():
         module = Odd(seed=context.rank)
         model, wanted = wrap(module), Odd(seed=0).state_dict()
-        assert all(torch.equal(wanted[key], found) for key, found in module.state_dict().items()), name
+        assert all(torch.equal(wanted[key], found) for key, found in module.state_dict().items()), (
+            name
+        )
         for _ in range(2):
             model.zero_grad()
-            loss = (module.transposed * scale).sum() * (context.rank + 1) * module.scalar + module.empty.sum()
+            loss = (module.transposed * scale).sum() * (
+                context.rank + 1
+            ) * module.scalar + module.empty.sum()
             loss.backward()
             if name in ("naive", "flat") and context.rank == 0:
                 module.transposed.grad = module.transposed.grad.contiguous()
             model.finish_gradient_synchronization()
             weights = module.transposed.detach()
-            torch.testing.assert_close(module.transposed.grad, mean * scale * module.scalar.detach())
+            torch.testing.assert_close(
+                module.transposed.grad, mean * scale * module.scalar.detach()
+            )
             torch.testing.assert_close(module.scalar.grad, mean * (weights * scale).sum())
 
 
@@ -92,11 +105,16 @@ def buckets(context):
         for each in (alone, model):
             each(inputs).sum().backward()
         model.finish_gradient_synchronization()
-        for parameter, own, before in zip(module.parameters(), alone.parameters(), kept, strict=True):
+        for parameter, own, before in zip(
+            module.parameters(), alone.parameters(), kept, strict=True
+        ):
             dist.all_reduce(own.grad)
             torch.testing.assert_close(parameter.grad, own.grad / context.world_size)
             assert step < 3 or parameter.grad is before
-        assert len({parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
+        assert (
+            len({parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()})
+            == 1
+        )
         assert model._buckets == [[1, 3], [0, 2]]
 
 
@@ -146,7 +164,8 @@ TWO_RANKS = [buckets, overlap, passes_apart]
 
 @pytest.mark.parametrize(
     ("backend", "ranks"),
-    [("gloo", n) for n in (1, 2, 4)] + [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4)],
+    [("gloo", n) for n in (1, 2, 4)]
+    + [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4)],
 )
 def test_every_wrapper_keeps_its_promises(backend, ranks):
     launch(run, ranks, *EVERYWHERE, *TWO_RANKS * (ranks == 2), backend=backend, timeout_s=200)

@@ -59,14 +59,19 @@ def hooks_of_shards(context):
     """A post-accumulate hook finds the mean of all ranks, once."""
     wrapped, found = FSDP(tiny(), **BLOCKS), {}
     for p in wrapped._sharded:
-        p.register_post_accumulate_grad_hook(lambda p: found.setdefault(p, []).append(p.grad.clone()))
+        p.register_post_accumulate_grad_hook(
+            lambda p: found.setdefault(p, []).append(p.grad.clone())
+        )
     one_pass(wrapped, batch(context.rank)[0])
     assert all(len(found[p]) == 1 and found[p][0].equal(p.grad) for p in wrapped._sharded)
 
 
 def recomputation(context):
     """Checkpointed blocks and segments gather again what they compute again."""
-    names, plans = ("weights", "blocks, one ahead", "blocks, kept"), ("every 1", "every 2", "recursive")
+    names, plans = (
+        ("weights", "blocks, one ahead", "blocks, kept"),
+        ("every 1", "every 2", "recursive"),
+    )
     cases = [(UNITS[name], plan) for name in names for plan in plans]
     for options, plan in [*cases, (UNITS["halves of blocks"], "half blocks"), (BLOCKS, None)]:
 
@@ -80,7 +85,10 @@ def recomputation(context):
                 logits = forward_with(model.module, strategy(plan), tokens)
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-        pair, make = (tiny(), FSDP(tiny(context.rank), **options)), partial(SGD, lr=0.1, momentum=0.9)
+        pair, make = (
+            (tiny(), FSDP(tiny(context.rank), **options)),
+            partial(SGD, lr=0.1, momentum=0.9),
+        )
         train(context, *pair, loss, (options, plan), make=make, max_norm=0.5)
 
 
@@ -118,7 +126,9 @@ def compute_dtype(context):
     """In bfloat16 every kind of group learns, of a head that makes the loss, too; norms are of float32."""
     for options in UNITS.values():
         tokens, targets = batch(context.rank)
-        wrapped = FSDP(use_fused_loss(tiny()), torch.bfloat16, **options)  # its head is of another class
+        wrapped = FSDP(
+            use_fused_loss(tiny()), torch.bfloat16, **options
+        )  # its head is of another class
         optimizer, losses = torch.optim.AdamW(wrapped.parameters(), lr=3e-3), []
         for _ in range(8):
             optimizer.zero_grad()
@@ -236,7 +246,15 @@ def two_passes(context):
     torch.testing.assert_close(*found)
 
 
-TWO_RANKS = [compute_dtype, hooks_of_shards, schedule, recomputation, compiled, stale_weights, two_passes]
+TWO_RANKS = [
+    compute_dtype,
+    hooks_of_shards,
+    schedule,
+    recomputation,
+    compiled,
+    stale_weights,
+    two_passes,
+]
 GPUS = [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
 

@@ -19,10 +19,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from wrappers import ALL, DDP, FSDPS, backward, one_pass, run, same_gradients, same_weights, scattered, train
+from wrappers import (
+    ALL,
+    DDP,
+    FSDPS,
+    backward,
+    one_pass,
+    run,
+    same_gradients,
+    same_weights,
+    scattered,
+    train,
+)
 
 from cs336_systems.model import Linear
-from cs336_systems.parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, ShardedOptimizer, TorchDDP, launch
+from cs336_systems.parallel import (
+    FSDP,
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    ShardedOptimizer,
+    TorchDDP,
+    launch,
+)
 
 WIDTH = 6
 
@@ -64,7 +83,9 @@ RESULTS = {  # the ways in which the results of a block's second layer leave it
     "dataclass": lambda block, h: Output(block.b(h), h),
     "attribute": keep_as_attribute,
     "view": lambda block, h: block.b(h)[None].squeeze(0),
-    "checkpoint": lambda block, h: block.b(checkpoint(lambda y: block.b(y).tanh(), h, use_reentrant=False)),
+    "checkpoint": lambda block, h: block.b(
+        checkpoint(lambda y: block.b(y).tanh(), h, use_reentrant=False)
+    ),
     "generator": lambda block, h: (y for y in (block.b(h), h)),
     "functional": lambda block, h: Square.apply(h, block.b.weight) + block.b.bias,
 }
@@ -97,7 +118,9 @@ class Net(nn.Module):
         if self.how == "dataclass":
             return self.head(a.hidden * b.extra)
         if self.how == "attribute":
-            return self.first.aux + self.second.aux  # the results themselves and the head have no part in it
+            return (
+                self.first.aux + self.second.aux
+            )  # the results themselves and the head have no part in it
         if self.how == "view":
             a = a.unsqueeze(0)[0]
             a += b
@@ -145,7 +168,11 @@ def in_autocast(context):
         while nodes:
             node = nodes.pop()
             saved = [getattr(node, key) for key in dir(node) if key.startswith("_saved_")]
-            kept += [t.untyped_storage().nbytes() for t in saved if isinstance(t, Tensor) and t.dim() == 2]
+            kept += [
+                t.untyped_storage().nbytes()
+                for t in saved
+                if isinstance(t, Tensor) and t.dim() == 2
+            ]
             nodes += [after for after, _ in node.next_functions if after is not None]
         assert kept.count(WIDTH * WIDTH * 2) == 0, name
         wrapped.finish_gradient_synchronization()
@@ -179,7 +206,9 @@ def misuse_is_refused(context):
     sentence = r"inner.(weight|bias) of an FSDP is used while"
     for name, read in READS.items():
         wrapped = FSDP(Reads(read))
-        for mode, call in itertools.product((torch.enable_grad, torch.no_grad), (wrapped, wrapped.module)):
+        for mode, call in itertools.product(
+            (torch.enable_grad, torch.no_grad), (wrapped, wrapped.module)
+        ):
             with mode(), pytest.raises(RuntimeError, match=sentence):
                 call(x)
         assert [*wrapped.parameters()] == [*wrapped.module.inner.parameters()], name
@@ -216,7 +245,10 @@ def misuse_is_refused(context):
 
 CHANGES = [  # of a module, and what is said of them
     ("other parameters than when it", lambda net: setattr(net, "head", nn.Linear(WIDTH, 2))),
-    ("other parameters than when it", lambda net: net.register_parameter("v", nn.Parameter(torch.ones(2)))),
+    (
+        "other parameters than when it",
+        lambda net: net.register_parameter("v", nn.Parameter(torch.ones(2))),
+    ),
     ("frozen when wrapped", lambda net: net.first.a.weight.requires_grad_(True)),
 ]
 HOOK = ("has a hook that FSDP", lambda net: net.head.weight.register_hook(id))
@@ -300,7 +332,17 @@ def optimizers(context):
             optimizer.step(lambda: None) if make is torch.optim.LBFGS else optimizer.step()
         assert torch.equal(wrapped.module[0].weight, before)
     of = torch.optim
-    makes = [of.SGD, of.Adam, of.AdamW, of.NAdam, of.RAdam, of.RMSprop, of.Adagrad, of.Adadelta, of.Adamax]
+    makes = [
+        of.SGD,
+        of.Adam,
+        of.AdamW,
+        of.NAdam,
+        of.RAdam,
+        of.RMSprop,
+        of.Adagrad,
+        of.Adadelta,
+        of.Adamax,
+    ]
     makes += [of.ASGD, of.Rprop, partial(of.AdamW, fused=True), partial(of.Adam, amsgrad=True)]
     for make in makes:
         train(context, Net("plain"), FSDP(Net("plain")), loss_of, make, make=partial(make, lr=0.01))
@@ -324,10 +366,14 @@ def infinities(context):
     Where all have rows or a gradient of their own, that is so after all other gradients were cleaned, too.
     """
     wraps = FSDP, partial(FSDP, compute_dtype=torch.float16), scattered
-    for wrap, bad, then in itertools.product(wraps, (torch.inf, torch.nan), ("", "unscale", "clean")):
+    for wrap, bad, then in itertools.product(
+        wraps, (torch.inf, torch.nan), ("", "unscale", "clean")
+    ):
         module = Apart(rows=4 if then == "clean" else 1)
         wrapped, scaler = wrap(module), torch.amp.GradScaler("cpu", init_scale=4.0)
-        optimizer = getattr(wrapped, "_optimizer", None) or torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        optimizer = getattr(wrapped, "_optimizer", None) or torch.optim.SGD(
+            wrapped.parameters(), lr=0.1
+        )
         before = [p.detach().clone() for p in module.parameters()]
         for number in range(3):
             wrapped.zero_grad()
@@ -384,7 +430,10 @@ def failed_batches(context):
                     (loss_of(alone, rank, step) / context.world_size).backward()
                 pair[0].step()
         # Zeros of an optimizer may be written to by what is under way.
-        assert refused == (clear == "optimizer, to zero" and name not in ("naive", "flat")), (name, clear)
+        assert refused == (clear == "optimizer, to zero" and name not in ("naive", "flat")), (
+            name,
+            clear,
+        )
         if not refused:
             same_weights(wrapped, alone, (name, clear), rtol=1.3e-6, atol=1e-5)
 
@@ -393,7 +442,10 @@ class Lazy(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.w, self.v = nn.Parameter(torch.randn(3, 3, dtype=torch.cfloat)), nn.Parameter(torch.randn(3))
+        self.w, self.v = (
+            nn.Parameter(torch.randn(3, 3, dtype=torch.cfloat)),
+            nn.Parameter(torch.randn(3)),
+        )
 
     def forward(self, x):  # a gradient that is added to another, or multiplied, would not be lazy
         negated = torch.complex(torch.zeros(3), self.v).conj().imag
@@ -408,9 +460,13 @@ def lazy_views_and_small_ranges(context):
         wrapped.finish_gradient_synchronization()
         for mine, other in zip(wrapped.module.parameters(), alone.parameters(), strict=True):
             if mine.grad is not None:
-                torch.testing.assert_close(mine.grad, other.grad.resolve_conj().resolve_neg(), msg=name)
+                torch.testing.assert_close(
+                    mine.grad, other.grad.resolve_conj().resolve_neg(), msg=name
+                )
     for wrap in (scattered, partial(FSDP, compute_dtype=torch.float16)):
-        wrapped = wrap(nn.Linear(4, 4, bias=False, dtype=torch.float16 if wrap is scattered else None))
+        wrapped = wrap(
+            nn.Linear(4, 4, bias=False, dtype=torch.float16 if wrap is scattered else None)
+        )
         one_pass(wrapped, torch.full((1, 4), 40_000, dtype=torch.float16))
         gradient = wrapped.module.weight.grad
         assert gradient is None or (gradient == 40_000).all()
@@ -432,15 +488,24 @@ def disagreement(context):
         (lambda: BucketedDDP(nn.Linear(4, 4), bucket_size_mb=1 + context.rank), "buckets of"),
         (lambda: NaiveDDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
         (lambda: FSDP(nn.Linear(4, 4 + context.rank)), "weight (4, 4)"),
-        (lambda: FSDP(nn.Linear(4, 4), torch.bfloat16 if first else None), "compute_dtype torch.bfloat16"),
-        (lambda: FSDP(nn.LayerNorm(4)), "LayerNorm has nothing to shard; allowed: a trainable parameter in"),
+        (
+            lambda: FSDP(nn.Linear(4, 4), torch.bfloat16 if first else None),
+            "compute_dtype torch.bfloat16",
+        ),
+        (
+            lambda: FSDP(nn.LayerNorm(4)),
+            "LayerNorm has nothing to shard; allowed: a trainable parameter in",
+        ),
         (lambda: FSDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
         (lambda: FSDP(mixed()), "torch.float16 and torch.fl"),
         (lambda: FSDP(mixed(), prefetch=3), "prefetch is 3; allowed"),
         (lambda: FSDP(mixed(), prefetch=None), "prefetch is None; allowed"),
         (lambda: FSDP(mixed(), torch.int8), "compute_dtype is torch.int8; allowed"),
         (lambda: FSDP(mixed(), "bfloat16"), "compute_dtype is 'bfloat16'; allowed"),
-        *((partial(BucketedDDP, mixed(), size), "bucket_size_mb is") for size in (0, float("nan"), "25")),
+        *(
+            (partial(BucketedDDP, mixed(), size), "bucket_size_mb is")
+            for size in (0, float("nan"), "25")
+        ),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             make()
@@ -468,7 +533,12 @@ def garbage(context):
         assert not any(reference() for reference in watched), name
 
 
-CHECKS = [backward_finds_its_weights, gradients_of_inputs_and_a_kept_graph, in_autocast, misuse_is_refused]
+CHECKS = [
+    backward_finds_its_weights,
+    gradients_of_inputs_and_a_kept_graph,
+    in_autocast,
+    misuse_is_refused,
+]
 CHECKS += [modules_that_are_refused, modules_that_change, copies_and_casts, optimizers, infinities]
 CHECKS += [failed_batches, lazy_views_and_small_ranges, disagreement, garbage]
 
@@ -489,7 +559,9 @@ def on_one_rank(context):
     for each in (plain, wrapped):
         each(x).square().sum().backward()
     wrapped.finish_gradient_synchronization()
-    torch.testing.assert_close([p.grad for p in wrapped.parameters()], [p.grad for p in plain.parameters()])
+    torch.testing.assert_close(
+        [p.grad for p in wrapped.parameters()], [p.grad for p in plain.parameters()]
+    )
     with pytest.raises(ValueError, match="is 1; allowed: 2 or more"):
         MAKE["ShardedOptimizer"](plain)
 

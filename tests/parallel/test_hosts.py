@@ -41,7 +41,9 @@ def test_a_slow_link_is_as_slow_as_asked():
 @pytest.mark.skipif(bool(parallel.why_no_slow_link()), reason=parallel.why_no_slow_link())
 def test_a_host_that_died_takes_part_again_from_the_newest_checkpoint():
     """By torchrun's rendezvous; the notes are what notebook 44 makes its rows of."""
-    fail, recovery_row = (taken_from("44_fsdp_accounting", name) for name in ("fail", "recovery_row"))
+    fail, recovery_row = (
+        taken_from("44_fsdp_accounting", name) for name in ("fail", "recovery_row")
+    )
     failed_s, notes = fail("killed", keep_alive_s=1, timeout_s=60)
     before, after = notes[notes["at_s"] <= failed_s], notes[notes["at_s"] > failed_s]
     saved = before.loc[before["event"] == "saved", "step"].max()

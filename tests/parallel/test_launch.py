@@ -35,7 +35,9 @@ def nothing_left():
     yield
     left = set(psutil.Process().children(recursive=True)) - before
     told = [" ".join(process.cmdline()) for process in left]
-    assert [each for each in told if "resource_tracker" not in each and "forkserver" not in each] == []
+    assert [
+        each for each in told if "resource_tracker" not in each and "forkserver" not in each
+    ] == []
 
 
 def test_results_come_back_by_rank_and_prints_whole(monkeypatch, nothing_left, capsys):
@@ -45,7 +47,12 @@ def test_results_come_back_by_rank_and_prints_whole(monkeypatch, nothing_left, c
     )
     for rank, (seen, args, kwargs, total, environment, pid, large) in enumerate(results):
         assert seen == (rank, 2, "gloo", "cpu")
-        assert (args, kwargs, total.item(), len(large)) == (("word",), {"number": 3}, 2.0, 80_000_000)
+        assert (args, kwargs, total.item(), len(large)) == (
+            ("word",),
+            {"number": 3},
+            2.0,
+            80_000_000,
+        )
         assert environment == {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
         assert not _alive(pid)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[rank 1] ")]
@@ -55,7 +62,9 @@ def test_results_come_back_by_rank_and_prints_whole(monkeypatch, nothing_left, c
 
 
 def test_what_rank_0_sends_comes_at_once_and_a_loop_that_is_left_ends_the_workers(nothing_left):
-    for expected, (rank, number, sent_at) in enumerate(stream(launch_workers.count, 2, 1000, backend="gloo")):
+    for expected, (rank, number, sent_at) in enumerate(
+        stream(launch_workers.count, 2, 1000, backend="gloo")
+    ):
         assert (rank, number) == (0, expected)
         assert time.time() - sent_at < 0.25
         if number == 2:
@@ -118,7 +127,9 @@ def test_workers_and_their_children_die_with_a_killed_caller(tmp_path):
     caller = subprocess.Popen(
         [sys.executable, "-u", script], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
     )
-    pids = [int(pid) for _ in range(2) for pid in caller.stdout.readline().split()[2:]]  # after "[rank 0]"
+    pids = [
+        int(pid) for _ in range(2) for pid in caller.stdout.readline().split()[2:]
+    ]  # after "[rank 0]"
     assert len(pids) == 4
     assert all(map(_alive, pids))
     caller.send_signal(signal.SIGKILL)
@@ -169,7 +180,10 @@ def test_a_script_sends_what_it_defines_by_value_whatever_surrounds_it(folder, t
         port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(used.getsockname()[1])}
         environment = ENVIRONMENT | port | {"TMPDIR": str(tmp_path / folder)}
         done = subprocess.run(
-            [sys.executable, tmp_path / "script.py"], env=environment, capture_output=True, text=True
+            [sys.executable, tmp_path / "script.py"],
+            env=environment,
+            capture_output=True,
+            text=True,
         )
     assert done.stdout == "started\nOdd: a sentence\n", done.stderr
     assert list((tmp_path / folder).iterdir()) == []

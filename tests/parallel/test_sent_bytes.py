@@ -21,7 +21,9 @@ def sent_and_left_out(context):
         gathered = torch.full((8,), -1.0)
         with watch_collectives(send=send) as messages:
             work = torch.distributed.all_reduce(tensor, async_op=True)
-            assert not send or isinstance(work, torch.distributed.Work)  # FSDP2 waits for nothing else
+            assert not send or isinstance(
+                work, torch.distributed.Work
+            )  # FSDP2 waits for nothing else
             work.wait()
             getattr(torch.distributed, ALL_GATHER)(output_tensor=gathered, input_tensor=tensor)
         seen = [(message.collective, message.bytes, message.dtype) for message in messages]
@@ -31,6 +33,10 @@ def sent_and_left_out(context):
 
 def test_collectives_are_seen_and_can_be_left_out():
     (sent, left_out), _ = launch(sent_and_left_out, 2, backend="gloo")
-    assert sent[0] == left_out[0] == [("all_reduce", 16, torch.float32), ("all_gather", 32, torch.float32)]
+    assert (
+        sent[0]
+        == left_out[0]
+        == [("all_reduce", 16, torch.float32), ("all_gather", 32, torch.float32)]
+    )
     assert sent[1:] == ([1.0] * 4, [1.0] * 8)
     assert left_out[1:] == ([0.0] * 4, [-1.0] * 8)

@@ -55,7 +55,9 @@ def set_gradients(module, step):
 
 
 def assert_same(module, expected, what=None):
-    for (name, parameter), wanted in zip(module.named_parameters(), expected.parameters(), strict=True):
+    for (name, parameter), wanted in zip(
+        module.named_parameters(), expected.parameters(), strict=True
+    ):
         assert torch.equal(parameter, wanted), (what, name)
         assert parameter.stride() == wanted.stride(), (what, name)
 
@@ -86,20 +88,27 @@ def bitwise(context):
 
     A rank that updates nothing has the settings of the groups all the same.
     """
-    for (kind, settings), (size, count) in itertools.product(OPTIMIZERS, ((SMALL_MB, 99), (100, 99), (1, 1))):
+    for (kind, settings), (size, count) in itertools.product(
+        OPTIMIZERS, ((SMALL_MB, 99), (100, 99), (1, 1))
+    ):
         alone, module = Mixed(), Mixed()
         sharded = ShardedOptimizer(module.groups()[:count], kind, bucket_size_mb=size, **settings)
         optimizers = kind(alone.groups()[:count], **settings), sharded
         assert (len(sharded._buckets) > 3) == (size == SMALL_MB)
         schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
         for step in range(4):
-            for optimizer, scheduler, model in zip(optimizers, schedulers, (alone, module), strict=True):
+            for optimizer, scheduler, model in zip(
+                optimizers, schedulers, (alone, module), strict=True
+            ):
                 set_gradients(model, step)
                 optimizer.step()
                 scheduler.step()
             assert_same(module, alone, (kind, step))
         assert all(sharded.owner(parameter) == context.rank for parameter in sharded.state)
-        groups = [[{k: v for k, v in g.items() if k != "params"} for g in o.param_groups] for o in optimizers]
+        groups = [
+            [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
+            for o in optimizers
+        ]
         assert groups[0] == groups[1]
 
 
@@ -133,7 +142,13 @@ def with_data_parallelism(context):
 
     def model():
         torch.manual_seed(0)
-        layers = [nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 2)]
+        layers = [
+            nn.Linear(4, 16),
+            nn.Tanh(),
+            nn.Linear(16, 16, bias=False),
+            nn.Tanh(),
+            nn.Linear(16, 2),
+        ]
         module = nn.Sequential(*layers, nn.Linear(2, 2))  # the last one is not used
         module[0].bias.requires_grad_(False)
         module[4].weight = nn.Parameter(torch.randn(2, 16))
@@ -147,7 +162,9 @@ def with_data_parallelism(context):
     for scatters, size in ((False, SMALL_MB), (True, SMALL_MB), (True, 100)):
         alone, module = model(), model()
         optimizer = ShardedOptimizer(module.parameters(), AdamW, lr=0.01, bucket_size_mb=SMALL_MB)
-        wrapped = ReduceScatterDDP(module, optimizer, size) if scatters else BucketedDDP(module, size)
+        wrapped = (
+            ReduceScatterDDP(module, optimizer, size) if scatters else BucketedDDP(module, size)
+        )
         reference = AdamW(alone.parameters(), lr=0.01)
         for step in range(4):
             for each in (optimizer, reference):
@@ -195,7 +212,10 @@ def refusals(context):
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             construct()
     dist.barrier()
-    optimizer, (late, frozen) = ShardedOptimizer(weights, AdamW), nn.ParameterList([*torch.ones(2, 2)])
+    optimizer, (late, frozen) = (
+        ShardedOptimizer(weights, AdamW),
+        nn.ParameterList([*torch.ones(2, 2)]),
+    )
     other = nn.Parameter(torch.ones(2 + context.rank))
     for group, words in (([late, other], "rank 1"), (weights[:1], "more than one parameter group")):
         with pytest.raises(ValueError, match=words):
@@ -239,7 +259,8 @@ CHECKS += [shard_of_its_own]
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks"), [("gloo", 2), ("gloo", 3), pytest.param("nccl", 2, marks=pytest.mark.gpu(2))]
+    ("backend", "ranks"),
+    [("gloo", 2), ("gloo", 3), pytest.param("nccl", 2, marks=pytest.mark.gpu(2))],
 )
 def test_it_keeps_its_promises(backend, ranks):
     launch(run, ranks, *CHECKS, backend=backend, timeout_s=200)

@@ -13,7 +13,9 @@ def lanes_of(context, name, layers=4, width=64, batch=8):
     """The lanes of this rank's third step of a few matmuls under a wrapper."""
     torch.manual_seed(0)
     modules = [nn.Linear(width, width, bias=False, device=context.device) for _ in range(layers)]
-    model = {"naive": NaiveDDP, "overlapped": OverlappedDDP, "fsdp": FSDP}[name](nn.Sequential(*modules))
+    model = {"naive": NaiveDDP, "overlapped": OverlappedDDP, "fsdp": FSDP}[name](
+        nn.Sequential(*modules)
+    )
     inputs = torch.randn(batch, width, device=context.device)
 
     def step():
@@ -41,7 +43,11 @@ def test_the_lanes_of_naive_communication_lie_behind_backward():
 
 @pytest.mark.gpu(2)
 def test_on_gpus_naive_exposes_what_others_hide():
-    shape = {"layers": 24, "width": 4096, "batch": 8192}  # 64 MiB each: computed in 10 ms, sent in under 1 ms
+    shape = {
+        "layers": 24,
+        "width": 4096,
+        "batch": 8192,
+    }  # 64 MiB each: computed in 10 ms, sent in under 1 ms
     found = {
         name: overlap_values(launch(lanes_of, 2, name, backend="nccl", **shape)[0])
         for name in ("naive", "overlapped", "fsdp")

@@ -12,7 +12,11 @@ def frozen_weights_stay_frozen(context):
     full = SwiGLU(4, 8)
     full.w1.requires_grad_(False)
     layer = TensorParallelSwiGLU(full)
-    assert [weight.requires_grad for weight in (layer.w1, layer.w2, layer.w3)] == [False, True, True]
+    assert [weight.requires_grad for weight in (layer.w1, layer.w2, layer.w3)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def gradients_of_a_gradient(context):
@@ -30,4 +34,6 @@ def gradients_of_a_gradient(context):
 
 
 def test_it_keeps_its_promises():
-    launch(run, 2, frozen_weights_stay_frozen, gradients_of_a_gradient, backend="gloo", timeout_s=60)
+    launch(
+        run, 2, frozen_weights_stay_frozen, gradients_of_a_gradient, backend="gloo", timeout_s=60
+    )

@@ -35,7 +35,10 @@ class Odd(nn.Module):
     def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.transposed, self.scalar = nn.Parameter(torch.randn(3, 5).T), nn.Parameter(torch.randn(()))
+        self.transposed, self.scalar = (
+            nn.Parameter(torch.randn(3, 5).T),
+            nn.Parameter(torch.randn(())),
+        )
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.register_buffer("count", torch.tensor(seed))
         self.register_buffer("flags", torch.tensor([seed == 0, False]))
@@ -55,8 +58,12 @@ def rows(context, whole):
 
 def same_gradients(context, wrapped, alone, what, **tolerance):
     sharded = getattr(wrapped, "_sharded", ())
-    for (name, mine), other in zip(wrapped.module.named_parameters(), alone.parameters(), strict=True):
-        expected = rows(context, other.grad) if mine in sharded and other.grad is not None else other.grad
+    for (name, mine), other in zip(
+        wrapped.module.named_parameters(), alone.parameters(), strict=True
+    ):
+        expected = (
+            rows(context, other.grad) if mine in sharded and other.grad is not None else other.grad
+        )
         if expected is None or mine.grad is None:
             assert mine.grad is expected, (what, name)
         else:
@@ -64,7 +71,11 @@ def same_gradients(context, wrapped, alone, what, **tolerance):
 
 
 def same_weights(wrapped, alone, what, rtol=1e-4, atol=1e-6):
-    whole = wrapped.gather_full_parameters() if isinstance(wrapped, FSDP) else wrapped.module.state_dict()
+    whole = (
+        wrapped.gather_full_parameters()
+        if isinstance(wrapped, FSDP)
+        else wrapped.module.state_dict()
+    )
     for name, expected in alone.named_parameters():
         torch.testing.assert_close(
             whole[name], expected.detach(), rtol=rtol, atol=atol, msg=f"{what}, {name}"

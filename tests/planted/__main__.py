@@ -41,7 +41,12 @@ TURNED = {
 def bugs(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     """All that can be planted in a node: what is in it, and what could stand there instead."""
     for field, value in ast.iter_fields(node):
-        if field in ("annotation", "returns", "decorator_list", "exc"):  # these change nothing, or a message
+        if field in (
+            "annotation",
+            "returns",
+            "decorator_list",
+            "exc",
+        ):  # these change nothing, or a message
             continue
         for inner in value if isinstance(value, list) else [value]:
             if isinstance(inner, ast.AST):
@@ -92,7 +97,12 @@ def failing(copy: Path, tests: list[str]) -> str:
     own = {"PYTHONPATH": str(copy / "lib"), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     try:
         run = subprocess.run(
-            command, cwd=copy, env=os.environ | own, capture_output=True, text=True, timeout=TIMEOUT_S
+            command,
+            cwd=copy,
+            env=os.environ | own,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
         return f"nothing for {TIMEOUT_S} s"
@@ -100,11 +110,15 @@ def failing(copy: Path, tests: list[str]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.planted", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.planted", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("modules", nargs="*", metavar="FILE", help="under lib (those with tests)")
     parser.add_argument("--bugs", type=int, default=4, metavar="N", help="in each module, at most")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another one, other bugs")
-    parser.add_argument("--caught", type=int, default=70, metavar="N", help="of 100, or the exit code is 1")
+    parser.add_argument(
+        "--caught", type=int, default=70, metavar="N", help="of 100, or the exit code is 1"
+    )
     options = parser.parse_args()
     outcomes = []
     with tempfile.TemporaryDirectory(prefix="planted-") as folder:
@@ -112,7 +126,9 @@ def main() -> int:
         ignored = shutil.ignore_patterns(".git", ".venv", "runs", "learn", "__pycache__")
         shutil.copytree(REPOSITORY, copy, ignore=ignored, symlinks=True)
         every = sorted(str(path.relative_to(copy)) for path in copy.glob("lib/*/**/*.py"))
-        every = [module for module in every if all((copy / test).exists() for test in tests_of(module))]
+        every = [
+            module for module in every if all((copy / test).exists() for test in tests_of(module))
+        ]
         for module in options.modules or every:
             tests = tests_of(module)
             if failed := failing(copy, tests):
@@ -120,7 +136,9 @@ def main() -> int:
                 return 1
             source = (copy / module).read_text(encoding="utf-8")
             all_bugs = list(bugs(ast.parse(source)))
-            for node, new in random.Random(options.seed).sample(all_bugs, min(options.bugs, len(all_bugs))):
+            for node, new in random.Random(options.seed).sample(
+                all_bugs, min(options.bugs, len(all_bugs))
+            ):
                 (copy / module).write_text(planted(source, node, new), encoding="utf-8")
                 outcomes.append("caught" if failing(copy, tests) else "survived")
                 old = " ".join(ast.get_source_segment(source, node).split())

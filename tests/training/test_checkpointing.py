@@ -40,7 +40,9 @@ def test_reruns_are_exact(name, count):
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return build_model(ModelConfig("deep", 2025, 32, 64, num_layers=6, num_heads=2, vocab_size=64), 16)
+    return build_model(
+        ModelConfig("deep", 2025, 32, 64, num_layers=6, num_heads=2, vocab_size=64), 16
+    )
 
 
 @pytest.mark.parametrize("name", [*PLANS, "half blocks", "selective"])
@@ -100,7 +102,12 @@ def called_with(name, model, tokens):
 
 def test_what_is_kept_decides_the_peak():
     """All, all but scores, the results of linear layers, inputs alone."""
-    cases = ("none", "plain"), ("none", "flash_pytorch"), ("selective", "plain"), ("every 1", "plain")
+    cases = (
+        ("none", "plain"),
+        ("none", "flash_pytorch"),
+        ("selective", "plain"),
+        ("every 1", "plain"),
+    )
     peaks = []
     for name, attention in cases:
         model = build_model(model_size("tiny"), 128, attention_implementation=attention)

@@ -26,7 +26,9 @@ CONFIG = ModelConfig("test", 2026, d_model=48, d_ff=80, num_layers=2, num_heads=
 SEQUENCE = 37  # no tile divides it
 KEEPS = ([(), ()], [KEEPABLE, KEEPABLE], [("qkv",), ("ab", "h")])
 use_stacked_blocks = partial(use_fused_blocks, stacked=True)
-over_changes = pytest.mark.parametrize("use", [use_fused_kernels, use_fused_blocks, use_stacked_blocks])
+over_changes = pytest.mark.parametrize(
+    "use", [use_fused_kernels, use_fused_blocks, use_stacked_blocks]
+)
 over_blocks = pytest.mark.parametrize("use", [use_fused_blocks, use_stacked_blocks])
 
 
@@ -63,11 +65,16 @@ def test_error_at_most_twice_autograds(use, dtype):
     plain, (tokens, targets) = plain_model(dtype), batch()
     exact_model = copy.deepcopy(plain).double()
     exact = gradients(exact_model, exact_model(tokens, targets))
-    torchs, fused = gradients(plain, cross_entropy(plain(tokens), targets)), use(use(copy.deepcopy(plain)))
+    torchs, fused = (
+        gradients(plain, cross_entropy(plain(tokens), targets)),
+        use(use(copy.deepcopy(plain))),
+    )
     assert fused.state_dict().keys() == plain.state_dict().keys()
     ours = gradients(fused, fused(tokens, targets))
     for name, wanted in exact.items():
-        error, allowed = ((x[name].double() - wanted).norm() / wanted.norm() for x in (ours, torchs))
+        error, allowed = (
+            (x[name].double() - wanted).norm() / wanted.norm() for x in (ours, torchs)
+        )
         assert error < 2 * max(allowed, 1e-7), name
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(fused(tokens), plain(tokens), rtol=tolerance, atol=tolerance)
@@ -108,7 +115,9 @@ def test_what_is_kept_changes_no_bit(use):
         for layer, keep in zip(model.layers, keeps, strict=True):
             layer.keep = keep
         results.append(gradients(model, model(tokens, targets)))
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):  # a and b are no neighbours now
+    with torch.autograd.graph.saved_tensors_hooks(
+        torch.clone, torch.clone
+    ):  # a and b are no neighbours now
         results.append(gradients(model, model(tokens, targets)))
     for other in results[1:]:
         assert all(torch.equal(other[name], gradient) for name, gradient in results[0].items())
@@ -121,7 +130,9 @@ def test_it_keeps_the_bytes_that_it_says(keep, use):
     block.keep = keep
     x = torch.randn(2, SEQUENCE, CONFIG.d_model, device=DEVICE, requires_grad=True)
     said = kept_bytes(CONFIG, 2 * SEQUENCE, 4)
-    assert saved_for_backward(block, x)["size_bytes"].sum() == sum(said[name] for name in ("always", *keep))
+    assert saved_for_backward(block, x)["size_bytes"].sum() == sum(
+        said[name] for name in ("always", *keep)
+    )
 
 
 def under_fsdp(context, stacked):
@@ -164,16 +175,24 @@ def twice(module, *given):
 
 CHANGES = {
     "an adapter": lambda model, block: setattr(block.attn, "v_proj", LowRank(block.attn.v_proj)),
-    "an adapter at the head": lambda model, block: setattr(model, "lm_head", LowRank(model.lm_head)),
-    "a forward hook": lambda model, block: block.ffn.w2.register_forward_hook(lambda m, x, y: 2 * y),
+    "an adapter at the head": lambda model, block: setattr(
+        model, "lm_head", LowRank(model.lm_head)
+    ),
+    "a forward hook": lambda model, block: block.ffn.w2.register_forward_hook(
+        lambda m, x, y: 2 * y
+    ),
     "a pre-hook": lambda model, block: block.ln1.register_forward_pre_hook(twice),
     "a backward hook": lambda model, block: block.attn.register_full_backward_hook(twice),
-    "a hook on the head": lambda model, block: model.lm_head.register_forward_hook(lambda m, x, y: 2 * y),
+    "a hook on the head": lambda model, block: model.lm_head.register_forward_hook(
+        lambda m, x, y: 2 * y
+    ),
     "a pre-hook on the head": lambda model, block: model.lm_head.register_forward_pre_hook(twice),
     "another forward": lambda model, block: setattr(block.attn.rope, "forward", lambda x: x),
     "a gate": lambda model, block: setattr(block.ffn, "gate", lambda a, b: a.relu() * b),
     "a norm": lambda model, block: setattr(block.ln2, "norm", lambda x, weight, eps: x * weight),
-    "the last norm": lambda model, block: setattr(model.ln_final, "norm", lambda x, weight, eps: x * weight),
+    "the last norm": lambda model, block: setattr(
+        model.ln_final, "norm", lambda x, weight, eps: x * weight
+    ),
     "a rotation": lambda model, block: setattr(block.attn.rope, "rotate", lambda x, cos, sin: -x),
     "a block": lambda model, block: setattr(block, "run", lambda block, x: block.ffn(x)),
 }
@@ -210,7 +229,10 @@ def test_which_blocks_are_taken_apart(monkeypatch):
 @over_blocks
 def test_a_block_takes_one_sequence_and_as_many_positions_as_it_has(use):
     plain = plain_model()
-    x, block = torch.randn(SEQUENCE, CONFIG.d_model, device=DEVICE), use(copy.deepcopy(plain)).layers[0]
+    x, block = (
+        torch.randn(SEQUENCE, CONFIG.d_model, device=DEVICE),
+        use(copy.deepcopy(plain)).layers[0],
+    )
     torch.testing.assert_close(block(x), plain.layers[0](x), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="38 positions; allowed: at most 37"):
         block(torch.randn(1, SEQUENCE + 1, CONFIG.d_model, device=DEVICE))

@@ -50,7 +50,13 @@ def test_chunks_and_leading_dimensions_change_nothing(shape, chunk_tokens):
 def test_no_logits_are_kept_and_only_the_gradients_asked_for():
     hidden, weight, targets = inputs(64, 8, 1000)
     loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=16)
-    assert sorted(tuple(x.shape) for x in loss.grad_fn.saved_tensors) == [(), (0,), (0,), (64, 8), (1000, 8)]
+    assert sorted(tuple(x.shape) for x in loss.grad_fn.saved_tensors) == [
+        (),
+        (0,),
+        (0,),
+        (64, 8),
+        (1000, 8),
+    ]
     loss = linear_cross_entropy(hidden, weight.detach(), targets)
     assert [x is None for x in loss.grad_fn.saved_tensors] == [False, True, False, False, False]
     loss.backward()
@@ -108,12 +114,24 @@ def test_inside_autocast_in_its_dtype():
         ({"hidden": torch.zeros(5, 9)}, ValueError, r"\(5, 9\), \(20, 8\); allowed: \(..., d\)"),
         ({"weight": torch.zeros(20, 8).half()}, TypeError, "float32, torch.float16; allowed"),
         ({"targets": torch.zeros(5)}, TypeError, "allowed.*torch.int64"),
-        ({"weight": torch.zeros(20, 8, device="meta")}, ValueError, "cpu, meta; allowed: the same one"),
-        ({"targets": torch.tensor([0, 1, 20, 2, 3])}, ValueError, "a target is 20; allowed: -100, or 0 to"),
+        (
+            {"weight": torch.zeros(20, 8, device="meta")},
+            ValueError,
+            "cpu, meta; allowed: the same one",
+        ),
+        (
+            {"targets": torch.tensor([0, 1, 20, 2, 3])},
+            ValueError,
+            "a target is 20; allowed: -100, or 0 to",
+        ),
     ],
 )
 def test_bad_input_is_named(change, error, sentence):
-    given = {"hidden": torch.zeros(5, 8), "weight": torch.zeros(20, 8), "targets": torch.zeros(5).long()}
+    given = {
+        "hidden": torch.zeros(5, 8),
+        "weight": torch.zeros(20, 8),
+        "targets": torch.zeros(5).long(),
+    }
     with pytest.raises(error, match=sentence):
         linear_cross_entropy(**given | change)
 

@@ -17,10 +17,14 @@ def test_a_pass_does_what_it_says_and_agrees_with_the_others():
         step, prepare = steps.of(pass_)
         argument = () if prepare is None else (prepare(),)
         weights = list(steps.model.parameters())
-        assert all(weight.grad is None for weight in weights), "what comes before a step leaves no gradient"
+        assert all(weight.grad is None for weight in weights), (
+            "what comes before a step leaves no gradient"
+        )
         step(*argument)
         gradients[pass_] = [weight.grad for weight in weights]
-        unchanged = all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True))
+        unchanged = all(
+            torch.equal(weight, old) for weight, old in zip(weights, before, strict=True)
+        )
         assert unchanged == (pass_ != "train_step")
     assert gradients["forward"] == [None] * len(before)
     for pass_ in ("backward", "train_step"):

@@ -12,7 +12,11 @@ from cs336_systems.accounting.attention_costs import (
     attention_peak_bytes, attention_saved_bytes, attention_traffic_bytes, flash_bytes, flash_flops,
 )  # fmt: skip
 from cs336_systems.accounting.collective_costs import COLLECTIVES, MB, bus_factor
-from cs336_systems.accounting.collective_costs import fit_alpha_beta, fit_collective, torch_bucket_bytes
+from cs336_systems.accounting.collective_costs import (
+    fit_alpha_beta,
+    fit_collective,
+    torch_bucket_bytes,
+)
 from cs336_systems.accounting.data_sheets import Hardware, hardware, hardware_names
 from cs336_systems.accounting.element_counts import DTYPE_BYTES
 from cs336_systems.accounting.flops import flops_breakdown, forward_flops, parameter_breakdown
@@ -25,6 +29,8 @@ from cs336_systems.accounting.network import Links, Task, collective_finish, run
 
 
 def __getattr__(name: str) -> object:
-    if name == "scaling":  # on its first use: sympy takes most of a second, and every rank imports this file
+    if (
+        name == "scaling"
+    ):  # on its first use: sympy takes most of a second, and every rank imports this file
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,14 +13,20 @@ _MATMULS = {"forward": 2, "backward": 5, "forward_backward": 7}
 _TENSORS = {"forward": 4, "backward": 8, "forward_backward": 12}
 
 
-def attention_flops(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
+def attention_flops(
+    batch_size: int, context_length: int, d_head: int, pass_: str = "forward"
+) -> int:
     """Operations in the matmuls: 4 B T^2 d forward, twice that backward; the masked half is included."""
     _check(batch_size, context_length, d_head, pass_)
     return _FORWARDS[pass_] * 4 * batch_size * context_length**2 * d_head
 
 
 def attention_saved_bytes(
-    batch_size: int, context_length: int, d_head: int, dtype: str = "float32", is_causal: bool = False
+    batch_size: int,
+    context_length: int,
+    d_head: int,
+    dtype: str = "float32",
+    is_causal: bool = False,
 ) -> int:
     """Bytes saved for backward: q, k, v, and per score its float32 exponential and its attention weight.
 
@@ -38,7 +44,11 @@ def attention_peak_bytes(
     dtype: str = "float32", is_causal: bool = False,
 ) -> int:  # fmt: skip
     """Most bytes alive at once, q, k and v included: the sum of `attention_peak_breakdown`."""
-    return sum(attention_peak_breakdown(batch_size, context_length, d_head, pass_, dtype, is_causal).values())
+    return sum(
+        attention_peak_breakdown(
+            batch_size, context_length, d_head, pass_, dtype, is_causal
+        ).values()
+    )
 
 
 def attention_peak_breakdown(
@@ -67,7 +77,9 @@ def attention_peak_breakdown(
     return {"q, k, v": 3 * operand} | alive | small
 
 
-def attention_traffic_bytes(batch_size: int, context_length: int, d_head: int, pass_: str = "forward") -> int:
+def attention_traffic_bytes(
+    batch_size: int, context_length: int, d_head: int, pass_: str = "forward"
+) -> int:
     """Bytes that eager float32 attention, without a mask, reads and writes: each operation is a kernel.
 
     The softmax is `functional.softmax`, each operation of which is a kernel too; torch.softmax is one kernel.
@@ -105,7 +117,12 @@ def attention_part_bytes(batch_size: int, context_length: int, d_head: int) -> d
     matmul = FLOAT32_BYTES * (scores + 2 * rows * d_head)
     scale_and_mask = FLOAT32_BYTES * 6 * scores + context_length**2
     softmax = FLOAT32_BYTES * (8 * scores + 4 * rows)
-    return {"scores": matmul, "scale and mask": scale_and_mask, "softmax": softmax, "values": matmul}
+    return {
+        "scores": matmul,
+        "scale and mask": scale_and_mask,
+        "softmax": softmax,
+        "values": matmul,
+    }
 
 
 def flash_flops(
@@ -127,7 +144,11 @@ def flash_scores(sequences: int, context_length: int, is_causal: bool = True) ->
 
 
 def flash_bytes(
-    sequences: int, context_length: int, d_head: int, pass_: str = "forward", dtype: str = "bfloat16"
+    sequences: int,
+    context_length: int,
+    d_head: int,
+    pass_: str = "forward",
+    dtype: str = "bfloat16",
 ) -> int:
     """Bytes to and from memory if each tensor moves once: q, k, v, o; backward o, dO and three gradients too.
 

@@ -31,7 +31,8 @@ def saved_in_backward(plan: Plan) -> list[Saved]:
     for part in plan:
         if isinstance(part, tuple):
             found += [
-                Saved(blocks + inner.blocks, inputs + inner.inputs) for inner in saved_in_backward(part)
+                Saved(blocks + inner.blocks, inputs + inner.inputs)
+                for inner in saved_in_backward(part)
             ]
             inputs += 1
         else:
@@ -75,5 +76,7 @@ def _reruns(segment: Plan) -> int:
 def best_k(count: int, inside: float, boundary: float) -> int:
     """The segment length with the lowest peak for `count` equal blocks, without nesting."""
     lengths = range(1, count + 1)
-    plans = {k: tuple((0,) * min(k, count - first) for first in range(0, count, k)) for k in lengths}
+    plans = {
+        k: tuple((0,) * min(k, count - first) for first in range(0, count, k)) for k in lengths
+    }
     return min(lengths, key=lambda k: peak(plans[k], inside, boundary))

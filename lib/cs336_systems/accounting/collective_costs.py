@@ -78,13 +78,19 @@ def fit_alpha_beta(message_bytes: Sequence[float], seconds: Sequence[float]) -> 
     """
     sizes, times = np.asarray(message_bytes, float), np.asarray(seconds, float)
     values = np.concatenate([sizes, times])
-    if len(sizes) != len(times) or len(set(sizes)) < 2 or not (np.isfinite(values) & (values > 0)).all():
+    if (
+        len(sizes) != len(times)
+        or len(set(sizes)) < 2
+        or not (np.isfinite(values) & (values > 0)).all()
+    ):
         raise ValueError(
             f"sizes {sizes.tolist()} and times {times.tolist()} cannot be fitted; allowed: one time for each "
             "size, two or more different sizes, all finite and above 0"
         )
     largest = sizes.max()
-    columns = np.stack([1 / times, sizes / largest / times], axis=1)  # (alpha + beta size) / time = 1
+    columns = np.stack(
+        [1 / times, sizes / largest / times], axis=1
+    )  # (alpha + beta size) / time = 1
     alpha, beta = np.linalg.lstsq(columns, np.ones(len(times)))[0]
     if alpha < 0 or beta < 0:  # then the best fit lies on the border, with that one at zero
         kept = 1 if alpha < 0 else 0

@@ -36,8 +36,12 @@ class Counts:
         self.stream_width = self.width if casts else FLOAT32_BYTES  # of the residual stream
         self.fused_attention, self.heads_last = fused_attention, heads_last
         self.tokens = batch_size * context_length
-        self.stream = self.tokens * config.d_model  # residual stream, and all as wide as the model: B T D
-        self.hidden = self.tokens * config.d_ff  # every activation inside the feed-forward layer: B T F
+        self.stream = (
+            self.tokens * config.d_model
+        )  # residual stream, and all as wide as the model: B T D
+        self.hidden = (
+            self.tokens * config.d_ff
+        )  # every activation inside the feed-forward layer: B T F
         self.rows = self.tokens * config.num_heads  # one number for each row of scores: B T H
         self.scores = self.rows * context_length  # of all heads of one layer: B H T^2
         self.mask = context_length**2
@@ -45,4 +49,6 @@ class Counts:
         self.projection = config.d_model**2  # weight of one of attention's four projections
         self.feed_forward = config.d_model * config.d_ff  # weight of one of the three matrices
         self.head = config.vocab_size * config.d_model  # weight of the output head
-        self.block_weights = 4 * self.projection + 3 * self.feed_forward  # the matrices of one block
+        self.block_weights = (
+            4 * self.projection + 3 * self.feed_forward
+        )  # the matrices of one block

@@ -53,7 +53,9 @@ def forward_flops(config: ModelConfig, batch_size: int, context_length: int) -> 
     return sum(flops_breakdown(config, batch_size, context_length).values())
 
 
-def roofline_seconds(flops: float, bytes_moved: float, matmul_tflops: float, copy_gbps: float) -> float:
+def roofline_seconds(
+    flops: float, bytes_moved: float, matmul_tflops: float, copy_gbps: float
+) -> float:
     """Seconds a machine needs at least: max(FLOPs / rate, bytes / bandwidth) (Williams et al. 2009).
 
     Args:

@@ -10,7 +10,12 @@ the allocator and the matrix library keep for themselves.
 
 from itertools import takewhile
 
-from cs336_systems.accounting.checkpoint_costs import Plan, Saved, saved_after_forward, saved_in_backward
+from cs336_systems.accounting.checkpoint_costs import (
+    Plan,
+    Saved,
+    saved_after_forward,
+    saved_in_backward,
+)
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Counts
 from cs336_systems.accounting.flops import PASSES, parameter_count
 from cs336_systems.arguments import check_choice

@@ -67,10 +67,14 @@ def collective_finish(
 def _checked_mesh(mesh: Sequence[int], links: Links | Sequence[Links]) -> tuple[tuple, tuple]:
     for devices in mesh:
         if not isinstance(devices, int | np.integer) or isinstance(devices, bool) or devices < 1:
-            raise ValueError(f"devices along an axis is {devices!r}; allowed: a whole number, 1 or more")
+            raise ValueError(
+                f"devices along an axis is {devices!r}; allowed: a whole number, 1 or more"
+            )
     links = (links,) if isinstance(links, Links) else tuple(links)
     if not mesh or len(links) != len(mesh):
-        raise ValueError(f"links of {len(links)} axes for a mesh of {len(mesh)}; allowed: as many, 1 or more")
+        raise ValueError(
+            f"links of {len(links)} axes for a mesh of {len(mesh)}; allowed: as many, 1 or more"
+        )
     return tuple(map(int, mesh)), links
 
 

@@ -14,14 +14,18 @@ import sympy as sp
 from cs336_systems.arguments import check_choice
 
 B, D, F = sp.symbols("B D F", positive=True)  # tokens of the whole batch, d_model, d_ff
-N, X, Y = sp.symbols("N X Y", positive=True)  # devices: all, along the axis of data, along that of tensors
+N, X, Y = sp.symbols(
+    "N X Y", positive=True
+)  # devices: all, along the axis of data, along that of tensors
 C = sp.Symbol("C", positive=True)  # FLOP/s of a device
 W, W_X, W_Y = sp.symbols("W W_X W_Y", positive=True)  # bytes/s that a device sends along an axis
 SYMBOLS = {str(symbol): symbol for symbol in (B, D, F, N, X, Y, C, W, W_X, W_Y)}
 _COUNTS = {"N", "X", "Y"}
 
 
-def evaluate(expression: sp.Expr | float, values: Mapping[str, Any] | None = None, **more: Any) -> Any:
+def evaluate(
+    expression: sp.Expr | float, values: Mapping[str, Any] | None = None, **more: Any
+) -> Any:
     """The number that an expression has, or an array of numbers where a value is an array.
 
     Args:
@@ -30,14 +34,18 @@ def evaluate(expression: sp.Expr | float, values: Mapping[str, Any] | None = Non
     values = {**(values or {}), **more}
     for name, value in values.items():
         _check_value(name, value)
-    if {"N", "X", "Y"} <= values.keys() and np.any(np.asarray(values["X"]) * values["Y"] != values["N"]):
+    if {"N", "X", "Y"} <= values.keys() and np.any(
+        np.asarray(values["X"]) * values["Y"] != values["N"]
+    ):
         mesh = f"the mesh is {values['X']} x {values['Y']}"
         raise ValueError(f"{mesh}; allowed: one that {values['N']} devices fill, X * Y = N")
     expression = sp.sympify(expression)
     used = sorted(map(str, expression.free_symbols))
     missing = [name for name in used if name not in values]
     if missing:
-        raise ValueError(f"{', '.join(missing)} has no value; allowed: numbers for {', '.join(used)}")
+        raise ValueError(
+            f"{', '.join(missing)} has no value; allowed: numbers for {', '.join(used)}"
+        )
     arguments = [np.asarray(values[name], float) for name in used]
     found = sp.lambdify([SYMBOLS[name] for name in used], expression, "numpy")(*arguments)
     return found if np.ndim(found) else float(found)

@@ -66,7 +66,9 @@ STRATEGIES: dict[str, Strategy] = {
     "fsdp2_kept": Strategy(**_FSDP, unit="block", stays=_ALL),
     "fsdp_weight": Strategy(**_OURS, unit="weight", ahead=2),
     "fsdp_block": Strategy(**_OURS, unit="block", ahead=1),
-    "fsdp_kept": Strategy(**_OURS | {"stays": ("attention", "feed_forward", "lm_head")}, unit="block"),
+    "fsdp_kept": Strategy(
+        **_OURS | {"stays": ("attention", "feed_forward", "lm_head")}, unit="block"
+    ),
 }
 
 
@@ -90,7 +92,9 @@ def sent_bytes(
     return {name: around * size for name, size in sent.items()}
 
 
-def gathered_units(config: ModelConfig, strategy: str, dtype: str = "float32") -> dict[str, dict[str, int]]:
+def gathered_units(
+    config: ModelConfig, strategy: str, dtype: str = "float32"
+) -> dict[str, dict[str, int]]:
     """What is gathered in each pass, in its order: by the name of the module, the bytes of its weights."""
     entry, d = _entry(strategy), config.d_model
     forward: dict[str, int] = {}
@@ -137,7 +141,11 @@ def held_bytes(
         "rest": tokens,
     }
     heads_last = device == "cuda" and dtype_bytes(dtype) == FLOAT32_BYTES
-    kernels = {"casts": "parameters" in entry.shards, "fused_attention": True, "heads_last": heads_last}
+    kernels = {
+        "casts": "parameters" in entry.shards,
+        "fused_attention": True,
+        "heads_last": heads_last,
+    }
     n = Counts(config, batch_size, context_length, dtype, **kernels)
     gradients, rest = max(peak_phases(n, entry, world_size).values(), key=sum)
     nothing = {"gradients": 0.0, "optimizer state": 0.0}
@@ -174,7 +182,9 @@ def peak_phases(n: Counts, entry: Strategy, world_size: int) -> dict[str, tuple[
     head, stays = n.width * n.head, n.width * _count(n.config, entry.stays)
     some = FLOAT32_BYTES * n.head / world_size
     nearly_all = FLOAT32_BYTES * (n.head + (n.layers - 1) * n.block_weights) / world_size
-    kept = "attention" in entry.stays  # the blocks' weights are whole until the backward of their block
+    kept = (
+        "attention" in entry.stays
+    )  # the blocks' weights are whole until the backward of their block
     computing = in_block + (0 if kept else (1 + entry.ahead) * unit)
     copying = stream + (2 + entry.ahead) * unit if entry.copies else 0
     whole = max(computing, copying) + (stays if entry.copies or kept else 0)

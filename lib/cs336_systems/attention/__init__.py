@@ -7,7 +7,13 @@ from torch import Tensor
 from cs336_systems.arguments import check_choice
 from cs336_systems.attention.config import select_config
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
-from cs336_systems.attention.implementations import ATTENTION, ATTENTION_PASSES, MODEL_ATTENTION, OURS, TRITON
+from cs336_systems.attention.implementations import (
+    ATTENTION,
+    ATTENTION_PASSES,
+    MODEL_ATTENTION,
+    OURS,
+    TRITON,
+)
 from cs336_systems.attention.inputs import MAX_HEAD_SIZE, check_tensors
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.dtypes import KERNEL_DTYPES
@@ -50,7 +56,9 @@ def _load(implementation: str) -> Callable[..., Tensor]:
     check_choice("attention implementation", implementation, MODEL_ATTENTION)
     entry = ATTENTION[implementation]
     if TRITON in entry.needs and not HAS_TRITON:
-        raise ImportError(f"attention implementation {implementation!r} needs triton, not installed here")
+        raise ImportError(
+            f"attention implementation {implementation!r} needs triton, not installed here"
+        )
     return entry.load()
 
 

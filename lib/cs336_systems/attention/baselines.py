@@ -24,7 +24,9 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
             f"q, k, v have shapes {shapes}; "
             "allowed: (..., n_queries, d), (..., n_keys, d) and (..., n_keys, d_value)"
         )
-    output = F.scaled_dot_product_attention(_as_bhnd(q), _as_bhnd(k), _as_bhnd(v), is_causal=is_causal)
+    output = F.scaled_dot_product_attention(
+        _as_bhnd(q), _as_bhnd(k), _as_bhnd(v), is_causal=is_causal
+    )
     return output.reshape(*q.shape[:-1], v.shape[-1])
 
 
@@ -33,7 +35,9 @@ def torch_softmax(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> T
     several, in float32. So most code that is called naive computes it."""
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
     if is_causal:
-        scores = scores.masked_fill(~causal_mask(*scores.shape[-2:], device=scores.device), -math.inf)
+        scores = scores.masked_fill(
+            ~causal_mask(*scores.shape[-2:], device=scores.device), -math.inf
+        )
     return torch.softmax(scores, -1) @ v
 
 
@@ -50,7 +54,9 @@ def flex(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
 def _block_mask(n_queries: int, n_keys: int, device: str) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(lambda b, h, i, j: i >= j, None, None, n_queries, n_keys, device=device)
+    return create_block_mask(
+        lambda b, h, i, j: i >= j, None, None, n_queries, n_keys, device=device
+    )
 
 
 def compiled(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:

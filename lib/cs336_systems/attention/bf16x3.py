@@ -64,7 +64,9 @@ def split_kernel(
     elif program < of_queries + of_keys:
         _split_tile(k_ptr, k_strides, k_split_ptr, program - of_queries, n_keys, n_heads, shape)
     elif program < of_queries + 2 * of_keys:
-        _split_tile(v_ptr, v_strides, v_split_ptr, program - of_queries - of_keys, n_keys, n_heads, shape)
+        _split_tile(
+            v_ptr, v_strides, v_split_ptr, program - of_queries - of_keys, n_keys, n_heads, shape
+        )
     else:
         program -= of_queries + 2 * of_keys
         _split_tile(do_ptr, do_strides, do_split_ptr, program, n_queries, n_heads, shape)

@@ -59,7 +59,9 @@ def _kernels(problem: Problem, config: KernelConfig) -> tuple[str, ...]:
         if bf16x3:
             return ("bf16x3_forward",)
         split = _splits(problem, config, "forward")[0] > 1
-        return ("hopper_forward",) if "hopper_forward" in config.tiles and not split else ("forward",)
+        return (
+            ("hopper_forward",) if "hopper_forward" in config.tiles and not split else ("forward",)
+        )
     if bf16x3:
         return "bf16x3_dq", "bf16x3_dkdv"
     if _hopper_backward_runs(problem, config):
@@ -78,7 +80,11 @@ def _persistent(problem: Problem, config: KernelConfig, plan: Plan) -> Plan:
     (tile,), (work_tiles,) = plan.tiles.values(), plan.programs.values()
     at_once = _programs_at_once(config, tile)
     # Three consumers have no registers left for a mask by keys alone that lasts from one tile to the next.
-    spills = tile.block_m == 3 * WARP_GROUP_ROWS and not problem.is_causal and problem.n_keys % tile.block_n
+    spills = (
+        tile.block_m == 3 * WARP_GROUP_ROWS
+        and not problem.is_causal
+        and problem.n_keys % tile.block_n
+    )
     gains = (config.block_d >= PERSISTENT_HEADS and not spills) or _is_short(problem, config)
     persistent = work_tiles > at_once and gains
     programs = {"hopper_forward": at_once if persistent else work_tiles}
@@ -93,7 +99,9 @@ def _bf16x3_runs(problem: Problem, config: KernelConfig) -> bool:
     if not config.tiles.keys() >= set(BF16X3_KERNELS):
         return False
     long = min(problem.n_queries, problem.n_keys) >= BF16X3_LENGTH[config.block_d]
-    return long and _fills_gpu(problem, config, "bf16x3_forward", _tile(problem, config, "bf16x3_forward"))
+    return long and _fills_gpu(
+        problem, config, "bf16x3_forward", _tile(problem, config, "bf16x3_forward")
+    )
 
 
 def _hopper_backward_runs(problem: Problem, config: KernelConfig) -> bool:
@@ -103,7 +111,9 @@ def _hopper_backward_runs(problem: Problem, config: KernelConfig) -> bool:
     if kernel not in config.tiles or problem.deterministic:
         return False
     length = HOPPER_BACKWARD_LENGTH[config.block_d][problem.is_causal]
-    return problem.n_queries > length and _fills_gpu(problem, config, kernel, _tile(problem, config, kernel))
+    return problem.n_queries > length and _fills_gpu(
+        problem, config, kernel, _tile(problem, config, kernel)
+    )
 
 
 def _tile(problem: Problem, config: KernelConfig, kernel: str) -> Tile:

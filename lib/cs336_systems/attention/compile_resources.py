@@ -65,17 +65,24 @@ def compile_tiles(work: list[tuple[str, str, int, int]]) -> list[dict[str, Any]]
 
 def in_own_process(source: str, given: Any, kernels: Iterable[Any] = ()) -> Any:
     """What a program with a notebook's kernels prints as JSON; `given` is in sys.argv[1]. RuntimeError."""
-    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:  # Triton reads kernels from their file
+    with tempfile.NamedTemporaryFile(
+        "w", suffix=".py"
+    ) as file:  # Triton reads kernels from their file
         parts = [_HEAD, *(inspect.getsource(kernel.fn) for kernel in kernels), source]
         print("\n".join(parts), file=file, flush=True)
-        command, environment = [sys.executable, file.name, json.dumps(given)], {"TRITON_INTERPRET": "0"}
+        command, environment = (
+            [sys.executable, file.name, json.dumps(given)],
+            {"TRITON_INTERPRET": "0"},
+        )
         run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"compiling ahead of time failed: {run.stderr[-2000:]}")
     return json.loads(run.stdout)
 
 
-def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Tile) -> dict[str, Any]:
+def compile_one(
+    kernel: str, dtype: str, d_head: int, capability: int, tile: Tile
+) -> dict[str, Any]:
     """One row of `compile_tiles`, in this process, where TRITON_INTERPRET must not be 1."""
     found = [
         ask_ptxas(compiled.asm["ptx"], capability) | {"shared_bytes": compiled.metadata.shared}
@@ -86,7 +93,9 @@ def compile_one(kernel: str, dtype: str, d_head: int, capability: int, tile: Til
     return key | tile.row() | most | {"shared_limit_bytes": SHARED_LIMIT[capability]}
 
 
-def compiled_forms(kernel: str, dtype: str, d_head: int, capability: int, tile: Tile) -> Iterator[Any]:
+def compiled_forms(
+    kernel: str, dtype: str, d_head: int, capability: int, tile: Tile
+) -> Iterator[Any]:
     """Hopper's kernels in all forms: causal or not, with whole tiles of keys or not, and the forward in Gluon
     persistent or not. The others causal, with whole tiles. Those whose loop can be split, both ways."""
     import triton
@@ -102,12 +111,27 @@ def compiled_forms(kernel: str, dtype: str, d_head: int, capability: int, tile: 
         n = tile.block_m * tile.block_n + odd  # whole tiles, or one row more
         x = torch.empty(16, n, d_head, dtype=config.dtype, device="meta")
         rows = torch.empty(16, n, device="meta")
-        layouts, changed = [layout(x)] * (4 if kernel.endswith("forward") else 8), {"sm_count": sm_count}
-        launch = Launcher(layouts, replace(config, **changed), is_causal, kernels=(kernel,)).launches[kernel]
-        of_rows = ("lse_ptr", "residual_ptr", "delta_ptr", "dq_accum_ptr", "lse2_src", "delta_src", "dq_dst")
+        layouts, changed = (
+            [layout(x)] * (4 if kernel.endswith("forward") else 8),
+            {"sm_count": sm_count},
+        )
+        launch = Launcher(
+            layouts, replace(config, **changed), is_causal, kernels=(kernel,)
+        ).launches[kernel]
+        of_rows = (
+            "lse_ptr",
+            "residual_ptr",
+            "delta_ptr",
+            "dq_accum_ptr",
+            "lse2_src",
+            "delta_src",
+            "dq_dst",
+        )
         made = dict.fromkeys(of_rows, rows) | {"counter_ptr": rows.int()}
         made["_src"] = x.bfloat16() if kernel in BF16X3_KERNELS else x
-        yield launch.compile(*(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names))
+        yield launch.compile(
+            *(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names)
+        )
 
 
 @dataclass

@@ -18,9 +18,17 @@ import torch
 
 KERNELS = ("forward", "dq", "dkdv", "backward")  # in Triton, for every GPU
 GLUON_KERNELS = ("hopper_forward", "hopper_backward")  # for Hopper alone, as are
-BF16X3_KERNELS = ("bf16x3_forward", "bf16x3_dq", "bf16x3_dkdv")  # Triton's, of operands in three parts
+BF16X3_KERNELS = (
+    "bf16x3_forward",
+    "bf16x3_dq",
+    "bf16x3_dkdv",
+)  # Triton's, of operands in three parts
 HOPPER_KERNELS = GLUON_KERNELS + BF16X3_KERNELS
-OWN_KEYS = ("dkdv", "hopper_backward", "bf16x3_dkdv")  # whose programs own keys; those of others, queries
+OWN_KEYS = (
+    "dkdv",
+    "hopper_backward",
+    "bf16x3_dkdv",
+)  # whose programs own keys; those of others, queries
 # How many programs each SM should get, if not one: the longest causal ones take as long as two on average.
 PROGRAMS_PER_SM = {"hopper_forward": 1.75} | dict.fromkeys(BF16X3_KERNELS, 0.45)
 # "hopper_backward" runs from more queries than these on, by head size: without a causal mask, and with one.
@@ -227,7 +235,9 @@ def select_config(
         }
     loops = [kernel for kernel in tiles if (kernel, precision) in SPLITS]
     splits = {kernel: _up_to(SPLITS[kernel, precision], block_d) for kernel in loops}
-    short = _up_to(SHORT_SEQUENCES, block_d) if "hopper_forward" in tiles and block_d <= 64 else None
+    short = (
+        _up_to(SHORT_SEQUENCES, block_d) if "hopper_forward" in tiles and block_d <= 64 else None
+    )
     # Float32 keeps its bits in a matmul as three bfloat16 each (six matmuls), or two TF32 (three). The first
     # has 0.3 to 0.6 of the error of PyTorch's attention on an H200, and is Hopper's. The second needs fewer
     # registers and is faster where programs are few, but was off by 2.5 to 3.2 times as much as PyTorch's in

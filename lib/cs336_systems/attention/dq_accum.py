@@ -23,9 +23,15 @@ def bwd_preprocess_kernel(
     rows = place[0] * BLOCK_M + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     inside = (rows[:, None] < n_queries) & (dims[None, :] < D)
-    o = tl.load(pointers(o_ptr, o_strides, place, rows, dims), mask=inside, other=0.0).to(tl.float32)
-    do = tl.load(pointers(do_ptr, do_strides, place, rows, dims), mask=inside, other=0.0).to(tl.float32)
-    lse = tl.load(lse_ptr + batch_head * n_queries + rows, mask=rows < n_queries, other=float("inf"))
+    o = tl.load(pointers(o_ptr, o_strides, place, rows, dims), mask=inside, other=0.0).to(
+        tl.float32
+    )
+    do = tl.load(pointers(do_ptr, do_strides, place, rows, dims), mask=inside, other=0.0).to(
+        tl.float32
+    )
+    lse = tl.load(
+        lse_ptr + batch_head * n_queries + rows, mask=rows < n_queries, other=float("inf")
+    )
     padded = batch_head * tl.cdiv(n_queries, BLOCK_M) * BLOCK_M + rows
     tl.store(lse2_ptr + padded, lse * LOG2E)
     tl.store(delta_ptr + padded, tl.sum(o * do, 1))

@@ -12,7 +12,12 @@ TILE = 128  # queries and keys per tile
 
 
 def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, query_tile: int = TILE, key_tile: int = TILE
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool = False,
+    query_tile: int = TILE,
+    key_tile: int = TILE,
 ) -> tuple[Tensor, Tensor]:
     """Algorithm 1: online softmax over tiles of keys, one tile of queries at a time.
 
@@ -55,7 +60,13 @@ def flash_forward(
 
 
 def flash_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, logsumexp: Tensor, is_causal: bool = False
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    logsumexp: Tensor,
+    is_causal: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, with P recomputed from the saved logsumexp: the forward kept nothing quadratic.
 

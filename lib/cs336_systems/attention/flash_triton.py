@@ -21,7 +21,11 @@ from cs336_systems.attention import flash_pytorch
 from cs336_systems.attention.inputs import check_inputs, in_autocast
 from cs336_systems.attention.kernel_launch import KernelLaunch
 from cs336_systems.attention.launcher import Launcher, config_for, layout
-from cs336_systems.kernels.autograd_guards import dispatch_modes, first_order_only, transforms_active
+from cs336_systems.kernels.autograd_guards import (
+    dispatch_modes,
+    first_order_only,
+    transforms_active,
+)
 from cs336_systems.kernels.runtime import (
     ALIGNMENT,
     INTERPRETED,
@@ -32,7 +36,9 @@ from cs336_systems.kernels.runtime import (
 )
 
 # What to run, by all that it depends on. One look-up is what a call pays; what is found was checked before.
-Prepared = tuple[Launcher | KernelLaunch, Callable[..., Tensor], list[tuple]]  # to run, to make outputs by
+Prepared = tuple[
+    Launcher | KernelLaunch, Callable[..., Tensor], list[tuple]
+]  # to run, to make outputs by
 _forwards: dict[tuple, Prepared] = {}
 _backwards: dict[tuple, Prepared] = {}
 MAX_LAUNCHERS = 256  # of each
@@ -58,7 +64,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
         q, k, v = aligned(q), aligned(k), aligned(v)
     dtype, device = q.dtype, q.get_device()
     tf32 = dtype is torch.float32 and allows_tf32(dtype)
-    contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()  # takes less time than strides
+    contiguous = (
+        q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
+    )  # takes less time than strides
     key = (
         q.shape, k.shape, v.shape, contiguous or (q.stride(), k.stride(), v.stride()),
         dtype, k.dtype, v.dtype, device, k.get_device(), v.get_device(), is_causal, tf32,
@@ -107,7 +115,11 @@ def _backward(
         return _backward_op(do, q, k, v, o, logsumexp, is_causal, None if tf32 else residual)
     if (addresses | logsumexp.data_ptr() | residual.data_ptr()) % ALIGNMENT:
         q, k, v, do, o, logsumexp, residual = map(aligned, (q, k, v, do, o, logsumexp, residual))
-    dtype, device, deterministic = q.dtype, q.get_device(), torch.are_deterministic_algorithms_enabled()
+    dtype, device, deterministic = (
+        q.dtype,
+        q.get_device(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
     contiguous = q.is_contiguous() and k.is_contiguous() and v.is_contiguous()
     contiguous = contiguous and do.is_contiguous() and o.is_contiguous()
     key = (  # dq, dk and dv have layouts that follow from those of q, k and v
@@ -118,12 +130,16 @@ def _backward(
     if prepared is None:
         if q.dim() > 4:
             residual = None if tf32 else residual
-            grads = _backward(*(x.flatten(0, -4) for x in (do, q, k, v, o)), logsumexp, is_causal, residual)
+            grads = _backward(
+                *(x.flatten(0, -4) for x in (do, q, k, v, o)), logsumexp, is_causal, residual
+            )
             return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
         config = config_for(dtype, q.shape[-1], q.device, tf32)
         outputs = [torch.empty_like(x) for x in (q, k, v)]
         layouts = [layout(x) for x in (q, k, v, do, o, *outputs)]
-        prepared = _keep(_backwards, key, Launcher(layouts, config, is_causal, deterministic), outputs)
+        prepared = _keep(
+            _backwards, key, Launcher(layouts, config, is_causal, deterministic), outputs
+        )
     if not INTERPRETED and device != current_device():
         with torch.cuda.device(device):
             return _backward(do, q, k, v, o, logsumexp, is_causal, None if tf32 else residual)
@@ -133,7 +149,9 @@ def _backward(
     return gradients
 
 
-def _keep(where: dict[tuple, Prepared], key: tuple, launcher: Launcher, outputs: list[Tensor]) -> Prepared:
+def _keep(
+    where: dict[tuple, Prepared], key: tuple, launcher: Launcher, outputs: list[Tensor]
+) -> Prepared:
     """What a call with this key does: `outputs` are tensors like those that the launcher writes."""
     if len(where) >= MAX_LAUNCHERS:
         where.clear()
@@ -174,7 +192,9 @@ def _forward_outputs(q: Tensor, tf32: bool) -> list[Tensor]:
 
 def _like(x: Tensor) -> Tensor:
     """What comes out for an x: in its layout, or in that of x flattened to four dimensions."""
-    return torch.empty_like(x) if x.dim() <= 4 else torch.empty_like(x.flatten(0, -4)).reshape(x.shape)
+    return (
+        torch.empty_like(x) if x.dim() <= 4 else torch.empty_like(x.flatten(0, -4)).reshape(x.shape)
+    )
 
 
 class FlashAttentionTriton(torch.autograd.Function):
@@ -196,7 +216,9 @@ class FlashAttentionTriton(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do: Tensor):
         compiling = torch.compiler.is_compiling()
-        if torch.is_grad_enabled() and not compiling:  # decorated, it would be a call more in the usual case
+        if (
+            torch.is_grad_enabled() and not compiling
+        ):  # decorated, it would be a call more in the usual case
             return first_order_only(FlashAttentionTriton.backward)(ctx, do)
         run = _backward_op if compiling or dispatch_modes() else _backward
         q, k, v, o, logsumexp, *residual = ctx.saved_tensors

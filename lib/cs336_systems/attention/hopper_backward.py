@@ -59,7 +59,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
 
 KEYS = gl.constexpr(64)  # of a consumer: one matmul of four warps has so many rows
-DQ_COLUMNS = gl.constexpr(64)  # columns of dQ that the dQ warps have registers for; wider heads are "wide"
+DQ_COLUMNS = gl.constexpr(
+    64
+)  # columns of dQ that the dQ warps have registers for; wider heads are "wide"
 DQ_BUFFERS = gl.constexpr(2)  # one is filled while TMA adds the other
 ROW = gl.constexpr(256)  # numbers, as many as TMA takes
 SLOTS = gl.constexpr(2)  # a consumer is up to two tiles ahead of the dQ warps
@@ -68,7 +70,9 @@ SLOTS = gl.constexpr(2)  # a consumer is up to two tiles ahead of the dQ warps
 @gluon.constexpr_function
 def _accumulator_layout(columns):
     """The registers of a matmul of 64 rows by four warps, 16 rows each."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
 
 
 @gluon.jit
@@ -119,7 +123,9 @@ def _next(index, phase, COUNT: gl.constexpr):
 def _pack(x, dtype: gl.constexpr):
     """x rounded, two to a register: else the compiler rounds one by one, four times as long."""
     IS_BF16: gl.constexpr = dtype == gl.bfloat16
-    asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if IS_BF16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    asm: gl.constexpr = (
+        "cvt.rn.bf16x2.f32 $0, $2, $1;" if IS_BF16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+    )
     return gl.inline_asm_elementwise(
         asm, "=r,r,r", [x], dtype=gl.bfloat16 if IS_BF16 else gl.float16, is_pure=True, pack=2
     )
@@ -131,7 +137,9 @@ def _product(p, x):
     if p.dtype == gl.bfloat16:
         UNPACK: gl.constexpr = "shl.b32 l, $2, 16; and.b32 h, $2, 0xffff0000;"
     else:
-        UNPACK: gl.constexpr = ".reg .f16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 l, a; cvt.f32.f16 h, b;"
+        UNPACK: gl.constexpr = (
+            ".reg .f16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 l, a; cvt.f32.f16 h, b;"
+        )
     asm: gl.constexpr = "{ .reg .f32 l, h; " + UNPACK + " mul.f32 $0, l, $3; mul.f32 $1, h, $4; }"
     operands: gl.constexpr = "=&r,=&r,r,r,r"
     return gl.inline_asm_elementwise(asm, operands, [p, x], dtype=gl.float32, is_pure=True, pack=2)
@@ -163,9 +171,14 @@ def produce(sources, buffers, barriers, place, tiles):
     for _ in range(tiles):
         mbarrier.wait(free.index(stage), phase)  # both consumers have arrived
         places = [batch, head, row, 0], [batch_head, row]
-        _load_rows(q_ready.index(stage), places, (q_src, lse2_src), (qs.index(stage), lses.index(stage)))
         _load_rows(
-            do_ready.index(stage), places, (do_src, delta_src), (dos.index(stage), deltas.index(stage))
+            q_ready.index(stage), places, (q_src, lse2_src), (qs.index(stage), lses.index(stage))
+        )
+        _load_rows(
+            do_ready.index(stage),
+            places,
+            (do_src, delta_src),
+            (dos.index(stage), deltas.index(stage)),
         )
         row += qs.shape[1]
         stage, phase = _next(stage, phase, qs.shape[0])
@@ -175,7 +188,9 @@ def produce(sources, buffers, barriers, place, tiles):
 def _tma_add(dst, place, buffer, _semantic=None):
     """Have TMA add a tile in shared memory to one of dst, for which Gluon has no function yet."""
     place = _semantic._convert_to_ir_values(place, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, dst.handle, place, buffer.handle)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, dst.handle, place, buffer.handle
+    )
 
 
 @gluon.jit
@@ -295,7 +310,9 @@ def add_wide_tile(
     scores: gl.constexpr = _accumulator_layout(BLOCK_M)
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
-    none = tile >> 30  # 0, which the compiler cannot know: it would keep the addresses of all of K and V
+    none = (
+        tile >> 30
+    )  # 0, which the compiler cannot know: it would keep the addresses of all of K and V
     do = dos.index(stage)
     lse = lses.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
     pt = _pack(_probabilities(st, lse, queries, seen_from, scale_log2, MASKED), do.dtype)
@@ -338,9 +355,13 @@ def add_tiles(
             rows = gl.where(rows < n_queries, rows, -1)
         place = rows, seen_from
         if qs.shape[2] > DQ_COLUMNS:
-            state = add_wide_tile(state, tile, tiles, buffers, barriers, place, scale_log2, CONSUMER, MASKED)
+            state = add_wide_tile(
+                state, tile, tiles, buffers, barriers, place, scale_log2, CONSUMER, MASKED
+            )
         else:
-            state = add_narrow_tile(state, k, v, buffers, barriers, place, scale_log2, CONSUMER, MASKED)
+            state = add_narrow_tile(
+                state, k, v, buffers, barriers, place, scale_log2, CONSUMER, MASKED
+            )
     return state
 
 
@@ -381,15 +402,21 @@ def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.const
     WHOLE: gl.constexpr = EVEN or (BLOCK_D > DQ_COLUMNS and not CAUSAL)
     state = add_tiles(state, 0, masked, tiles, first_query, constants, CONSUMER, True, WHOLE)
     if WHOLE:
-        state = add_tiles(state, masked, tiles, tiles, first_query, constants, CONSUMER, False, WHOLE)
+        state = add_tiles(
+            state, masked, tiles, tiles, first_query, constants, CONSUMER, False, WHOLE
+        )
     else:
-        state = add_tiles(state, masked, tiles - 1, tiles, first_query, constants, CONSUMER, False, WHOLE)
+        state = add_tiles(
+            state, masked, tiles - 1, tiles, first_query, constants, CONSUMER, False, WHOLE
+        )
         last = gl.maximum(masked, tiles - 1)
         state = add_tiles(state, last, tiles, tiles, first_query, constants, CONSUMER, True, WHOLE)
     dk, dv, _, _, _, slot, slot_phase = state
     place = [batch, head, first_key, 0]
     _store(dv_dst, place, vs.index(CONSUMER), dv)
-    last, phase = _next(slot, slot_phase, SLOTS)  # the slot of the last dS: dQ is made of it and of K
+    last, phase = _next(
+        slot, slot_phase, SLOTS
+    )  # the slot of the last dS: dQ is made of it and of K
     mbarrier.wait(ds_free.index(last), phase ^ 1)
     _store(dk_dst, place, ks.index(CONSUMER), dk * scale)
     tma.store_wait(0)
@@ -416,7 +443,9 @@ def hopper_backward_kernel(
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_src.layout),
         gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_src.layout),
         new_tiles(dtype, 2 * SLOTS, KEYS, BLOCK_M),
-        gl.allocate_shared_memory(gl.float32, [DQ_BUFFERS, dq_dst.block_type.shape[0], ROW], dq_dst.layout),
+        gl.allocate_shared_memory(
+            gl.float32, [DQ_BUFFERS, dq_dst.block_type.shape[0], ROW], dq_dst.layout
+        ),
     )
     barriers = (
         new_barriers(2, 1),
@@ -431,7 +460,9 @@ def hopper_backward_kernel(
 
     key_tiles = gl.cdiv(n_keys, BLOCK_N)
     query_tiles = gl.cdiv(n_queries, BLOCK_M)
-    first_key = gl.program_id(0) % key_tiles * BLOCK_N  # causal: the first keys have the most queries
+    first_key = (
+        gl.program_id(0) % key_tiles * BLOCK_N
+    )  # causal: the first keys have the most queries
     batch_head = gl.program_id(0) // key_tiles
     first_tile = 0
     masked = 0
@@ -442,7 +473,13 @@ def hopper_backward_kernel(
     tiles = query_tiles - first_tile
 
     sources = (q_src, k_src, v_src, do_src, lse2_src, delta_src)
-    place = (batch_head // n_heads, batch_head % n_heads, batch_head, first_tile * BLOCK_M, first_key)
+    place = (
+        batch_head // n_heads,
+        batch_head % n_heads,
+        batch_head,
+        first_tile * BLOCK_M,
+        first_key,
+    )
     sizes = (n_queries, n_keys, tiles, gl.minimum(masked, tiles), scale, scale_log2)
     shared = (buffers, barriers, place, sizes, (dk_dst, dv_dst))
     first_dq = (batch_head * query_tiles + first_tile) * (BLOCK_M * BLOCK_D // ROW)

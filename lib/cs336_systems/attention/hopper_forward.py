@@ -69,7 +69,12 @@ def _workers(consumers):
 
 @gluon.jit
 def place_of(
-    work, sizes, CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr
+    work,
+    sizes,
+    CAUSAL: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
 ):
     """(batch, head, first query) of a work tile, and how many tiles of keys its queries see.
 
@@ -117,7 +122,9 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
             i = slot * CONSUMERS + consumer
             mbarrier.wait(q_free.index(i), slot_phase ^ 1)
             mbarrier.expect(q_ready.index(i), q_src.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_src, [batch, head, row, 0], q_ready.index(i), qs.index(i))
+            tma.async_copy_global_to_shared(
+                q_src, [batch, head, row, 0], q_ready.index(i), qs.index(i)
+            )
         for t in range(tiles):
             start = [batch, head, (tiles - 1 - t) * BLOCK_N, 0]
             mbarrier.wait(k_free.index(stage), phase ^ 1)
@@ -232,7 +239,9 @@ def attend(
         mbarrier.wait(v_ready.index(before), before_phase)
         s = warpgroup_mma(q, ks.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
         o = warpgroup_mma(p, vs.index(before), o, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])  # S is there; P V of the tile before runs while its P is computed
+        s = warpgroup_mma_wait(
+            1, deps=[s]
+        )  # S is there; P V of the tile before runs while its P is computed
         mbarrier.arrive(k_free.index(stage))
         p, m, correction = _softmax(s, m, scale_log2)
         total = total * correction + gl.sum(p, 1)

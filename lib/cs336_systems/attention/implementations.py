@@ -54,14 +54,18 @@ def _sdpa(backend: str, *needs: str) -> Implementation:
 ATTENTION: dict[str, Implementation] = {
     "plain": Implementation(lambda: plain_attention, in_model=True, holds_scores=True),
     "torch_softmax": Implementation(lambda: baselines.torch_softmax, holds_scores=True),
-    "compiled": Implementation(lambda: baselines.compiled, frozenset({COMPILER}), holds_scores=True),
+    "compiled": Implementation(
+        lambda: baselines.compiled, frozenset({COMPILER}), holds_scores=True
+    ),
     "sdpa": Implementation(lambda: baselines.sdpa, in_model=True),
     "sdpa_efficient": _sdpa("EFFICIENT_ATTENTION"),
     "sdpa_flash": _sdpa("FLASH_ATTENTION", SIXTEEN_BITS),
     "flex": Implementation(lambda: baselines.flex, frozenset({COMPILER})),
     "sdpa_cudnn": _sdpa("CUDNN_ATTENTION", SIXTEEN_BITS),
     "flash_pytorch": Implementation(lambda: FlashAttentionPyTorch.apply, in_model=True),
-    "flash_compiled": Implementation(lambda: _flash_triton(compiled=True), frozenset({TRITON, COMPILER})),
+    "flash_compiled": Implementation(
+        lambda: _flash_triton(compiled=True), frozenset({TRITON, COMPILER})
+    ),
     "flash_triton": Implementation(_flash_triton, frozenset({TRITON}), in_model=True),
 }
 OURS = "flash_triton"

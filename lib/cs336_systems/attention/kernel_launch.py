@@ -52,7 +52,9 @@ class KernelLaunch:
     def run_through_triton(self, *tensors: Tensor) -> None:
         """The first time, and always where nothing compiles or an unknown Triton launches as it likes."""
         with device_context(tensors[0].device):
-            compiled = self.kernel[self.grid](*self.described(tensors), *self.arguments, **self.options)
+            compiled = self.kernel[self.grid](
+                *self.described(tensors), *self.arguments, **self.options
+            )
             if compiled is not None and triton.__version__.startswith(KNOWN_INSIDE):
                 self.run = self._prepared(compiled, tensors)
 
@@ -73,7 +75,9 @@ class KernelLaunch:
         if self.descriptors:
             launch = inspect.getclosurevars(launch).nonlocals["launcher"]  # takes tensor maps
         maps, places, arguments = [], [], []  # places: where each tensor's address or map is
-        for descriptor, meta in zip(self.descriptors, compiled.metadata.tensordesc_meta or (), strict=True):
+        for descriptor, meta in zip(
+            self.descriptors, compiled.metadata.tensordesc_meta or (), strict=True
+        ):
             maps.append(TensorMaps(descriptor, meta, tensors[0].device))
             places.append(len(arguments))
             arguments += [None, *descriptor.shape, *descriptor.strides]
@@ -92,7 +96,9 @@ class KernelLaunch:
         written = list(known)
         written[STREAM] = "stream(device)"
         for i, place in enumerate(places):
-            written[first + place] = f"maps{i}[x{i}.data_ptr()]" if i < len(maps) else f"x{i}.data_ptr()"
+            written[first + place] = (
+                f"maps{i}[x{i}.data_ptr()]" if i < len(maps) else f"x{i}.data_ptr()"
+            )
         inner = ", ".join(written[first:])
         inner = f"({inner},)" if packed else inner
         parameters = ", ".join(f"x{i}" for i in range(len(tensors)))
@@ -102,11 +108,15 @@ class KernelLaunch:
 
     def compile(self, *tensors: Tensor) -> Any:
         """What Triton compiles for such tensors, on the meta device too, without a launch."""
-        return self.kernel.warmup(*self.described(tensors), *self.arguments, grid=self.grid, **self.options)
+        return self.kernel.warmup(
+            *self.described(tensors), *self.arguments, grid=self.grid, **self.options
+        )
 
     def described(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
         """The tensors, the first of them as the descriptors that TMA takes."""
-        described = [_with_tensor(each, x) for each, x in zip(self.descriptors, tensors, strict=False)]
+        described = [
+            _with_tensor(each, x) for each, x in zip(self.descriptors, tensors, strict=False)
+        ]
         return *described, *tensors[len(described) :]
 
 

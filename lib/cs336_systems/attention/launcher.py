@@ -34,7 +34,12 @@ from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preproc
 from cs336_systems.attention.hopper_backward import DQ_COLUMNS, ROW, hopper_backward_kernel
 from cs336_systems.attention.hopper_forward import hopper_forward_kernel
 from cs336_systems.attention.kernel_launch import KernelLaunch
-from cs336_systems.attention.triton_backward import backward_kernel, dkdv_kernel, dq_kernel, sum_kernel
+from cs336_systems.attention.triton_backward import (
+    backward_kernel,
+    dkdv_kernel,
+    dq_kernel,
+    sum_kernel,
+)
 from cs336_systems.attention.triton_forward import forward_kernel, merge_kernel
 from cs336_systems.kernels.runtime import ALIGNMENT, capability, sm_count
 
@@ -74,7 +79,9 @@ def contiguous(shape: Shape, unit: int = 1) -> Layout:
 def tma_compatible(layout: Layout, itemsize: int) -> bool:
     """Whether TMA can load from such a tensor: a last stride of 1, the others in multiples of 16 bytes."""
     shape, strides = layout
-    outer = [stride * itemsize for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
+    outer = [
+        stride * itemsize for size, stride in zip(shape[:-1], strides, strict=False) if size > 1
+    ]
     return (strides[-1] == 1 or shape[-1] == 1) and all(x and x % ALIGNMENT == 0 for x in outer)
 
 
@@ -85,9 +92,13 @@ def kernel_layout(layout: Layout, itemsize: int, use_tma: bool) -> Layout:
     """
     shape, strides = layout
     if use_tma:
-        return layout if tma_compatible(layout, itemsize) else contiguous(shape, ALIGNMENT // itemsize)
+        return (
+            layout if tma_compatible(layout, itemsize) else contiguous(shape, ALIGNMENT // itemsize)
+        )
     steps = zip(shape, strides, contiguous(shape)[1], strict=True)
-    return layout if all(size == 1 or x == wanted for size, x, wanted in steps) else contiguous(shape)
+    return (
+        layout if all(size == 1 or x == wanted for size, x, wanted in steps) else contiguous(shape)
+    )
 
 
 def describe(layout: Layout, block_shape: Shape, dtype: torch.dtype, gluon: Any = None) -> Any:
@@ -96,9 +107,18 @@ def describe(layout: Layout, block_shape: Shape, dtype: torch.dtype, gluon: Any 
     gluon: for Gluon's kernels, how a tile lies in shared memory.
     """
     shape, strides = layout
-    outer = [stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides, strict=False)]
-    arguments = torch.empty(0, dtype=dtype, device="meta"), list(shape), [*outer, 1], list(block_shape)
-    return TensorDescriptor(*arguments) if gluon is None else GluonDescriptor(*arguments, layout=gluon)
+    outer = [
+        stride if size > 1 else ALIGNMENT for size, stride in zip(shape[:-1], strides, strict=False)
+    ]
+    arguments = (
+        torch.empty(0, dtype=dtype, device="meta"),
+        list(shape),
+        [*outer, 1],
+        list(block_shape),
+    )
+    return (
+        TensorDescriptor(*arguments) if gluon is None else GluonDescriptor(*arguments, layout=gluon)
+    )
 
 
 class Launcher:
@@ -138,8 +158,12 @@ class Launcher:
             pairs = enumerate(zip(given, self.inputs, strict=True))
             self.copies = [(i, new) for i, (old, new) in pairs if new is not old]
         by_tma = ("dk", "dv") if backward else ("o",)  # what Hopper's kernels store
-        self.stored = [kernel_layout(self.layouts[x], config.dtype.itemsize, config.use_tma) for x in by_tma]
-        self.outputs = {name: self.layouts[name] for name in (("dq", "dk", "dv") if backward else ("o",))}
+        self.stored = [
+            kernel_layout(self.layouts[x], config.dtype.itemsize, config.use_tma) for x in by_tma
+        ]
+        self.outputs = {
+            name: self.layouts[name] for name in (("dq", "dk", "dv") if backward else ("o",))
+        }
         self.merge = self._merge() if self.plan.splits > 1 else None
         self.launches = {kernel: self._launch(kernel) for kernel in kernels}
         self.run = getattr(self, f"_{kernels[-1].removeprefix(BF16X3)}", None)  # none of "dq" alone
@@ -231,16 +255,22 @@ class Launcher:
     def _split_inputs(self, shapes: Sequence[Shape]) -> KernelLaunch:
         given = {"do": self.layouts["q"]} | {name: self.layouts[name] for name in self.names}
         tiles = sum(cdiv(n, BF16X3_TILE.block_m) * b * h for b, h, n, _ in shapes)
-        return KernelLaunch(split_kernel, (tiles, 1), self.arguments(BF16X3_TILE, **given), BF16X3_TILE)
+        return KernelLaunch(
+            split_kernel, (tiles, 1), self.arguments(BF16X3_TILE, **given), BF16X3_TILE
+        )
 
     def _merge(self) -> KernelLaunch:
         """Of what the splits wrote, by the kernel for this pass."""
         problem, tiles = self.problem, self.plan.tiles.values()
         queries, keys = (cdiv(n, MERGE_TILE.block_m) for n in (problem.n_queries, problem.n_keys))
         programs = (queries + keys if problem.backward else queries) * problem.batch * problem.heads
-        owned = Tile(next(iter(tiles)).block_m, [*tiles][-1].block_n, 0, 0)  # of the kernels that write them
+        owned = Tile(
+            next(iter(tiles)).block_m, [*tiles][-1].block_n, 0, 0
+        )  # of the kernels that write them
         kernel = sum_kernel if problem.backward else merge_kernel
-        return KernelLaunch(kernel, (programs, 1), self.arguments(owned, **self.outputs), MERGE_TILE)
+        return KernelLaunch(
+            kernel, (programs, 1), self.arguments(owned, **self.outputs), MERGE_TILE
+        )
 
     def _split_outputs(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """What the programs write: one of each for every split, or the outputs themselves."""
@@ -248,7 +278,9 @@ class Launcher:
             return outputs
         return [x.new_empty((self.plan.splits, *x.shape), dtype=torch.float32) for x in outputs]
 
-    def _run_storing(self, kernel: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *others) -> None:
+    def _run_storing(
+        self, kernel: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *others
+    ) -> None:
         """Run a kernel that stores the outputs by TMA: where it cannot, to tensors that are copied."""
         pairs = zip(outputs, self.stored, strict=True)
         stored = [x if layout(x) == to else x.new_empty_strided(*to) for x, to in pairs]
@@ -257,7 +289,9 @@ class Launcher:
             if made is not x:
                 x.copy_(made)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *residual: Tensor) -> None:
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *residual: Tensor
+    ) -> None:
         outputs = o, lse, *(residual or [lse])  # any tensor where the kernel does not write it
         (launch,), written = self.launches.values(), self._split_outputs(outputs)
         launch.run(*self._sources((q, k, v)), *written)
@@ -266,7 +300,9 @@ class Launcher:
 
     def _hopper_forward(self, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> None:
         # Any tensor where the kernel does not count.
-        counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self.plan.persistent else lse
+        counter = (
+            torch.zeros(1, dtype=torch.int32, device=q.device) if self.plan.persistent else lse
+        )
         self._run_storing("hopper_forward", self._sources((q, k, v)), [o], lse, counter)
 
     def _dkdv(self, q, k, v, do, o, lse, residual, *gradients: Tensor) -> None:
@@ -292,7 +328,10 @@ class Launcher:
         rows = heads, query_tiles * tile.block_m
         self.workspace = 2 + self.config.block_d, *rows
         size, row = self.config.block_d, ROW.value
-        dq = [(math.prod(rows) * size // row, row), (tile.block_m * min(size, DQ_COLUMNS.value) // row, row)]
+        dq = [
+            (math.prod(rows) * size // row, row),
+            (tile.block_m * min(size, DQ_COLUMNS.value) // row, row),
+        ]
         plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
         of_rows, of_dq = (
             describe(contiguous(shape), block, torch.float32, plain)
@@ -300,7 +339,9 @@ class Launcher:
         )
         descriptors = self.launches["hopper_backward"].descriptors
         key = descriptors[1]
-        stored = [describe(as_bhnd(x), key.block_shape, self.dtype, key.layout) for x in self.stored]
+        stored = [
+            describe(as_bhnd(x), key.block_shape, self.dtype, key.layout) for x in self.stored
+        ]
         descriptors += [of_rows, of_rows, *stored, of_dq]
         around = {"do": self.inputs[3], "o": self.layouts["o"], "dq": self.layouts["dq"]}
         around = (heads * query_tiles, 1), self.arguments(tile, **around), PRE_POST_TILE

@@ -68,7 +68,9 @@ def add_dq_tiles(
     q_rows, do_rows, lse, residual, delta = own
     k_src, v_src = sources
     first_key, last_key, n_keys = keys
-    LATE: tl.constexpr = PRECISION == "bf16x3"  # load V after P is made: for six tiles there are no registers
+    LATE: tl.constexpr = (
+        PRECISION == "bf16x3"
+    )  # load V after P is made: for six tiles there are no registers
     for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=CHUNK > 0 or LATE):
         k = load_tile(k_src, head, start, n_keys, BLOCK_N, constants)
         if not LATE:
@@ -112,19 +114,25 @@ def own_dq(
     o = tl.load(pointers(o_ptr, o_strides, place, queries, dims), mask=inside, other=0.0)
     delta = row_dot(o, do, PRECISION)
     lse_rows = place[1].to(tl.int64) * n_queries + queries
-    lse, residual = load_logsumexp(lse_ptr + lse_rows, residual_ptr + lse_rows, in_range, PRECISION != "tf32")
+    lse, residual = load_logsumexp(
+        lse_ptr + lse_rows, residual_ptr + lse_rows, in_range, PRECISION != "tf32"
+    )
     if delta_ptr is not None:
         tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
-    first, unmasked, last = key_range(first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
+    first, unmasked, last = key_range(
+        first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
+    )
     q_rows, do_rows = (q, q_src, first_query, n_queries), (do, do_src, first_query, n_queries)
     own = (q_rows, do_rows, lse, residual, delta)
     keys = (first, unmasked, n_keys)
     dq = add_dq_tiles(dq, own, (k_src, v_src), head, queries, keys, scale, False, CAUSAL, constants)
     if CAUSAL or not EVEN_KEYS:
         keys = (unmasked, last, n_keys)
-        dq = add_dq_tiles(dq, own, (k_src, v_src), head, queries, keys, scale, True, CAUSAL, constants)
+        dq = add_dq_tiles(
+            dq, own, (k_src, v_src), head, queries, keys, scale, True, CAUSAL, constants
+        )
     if SPLIT:
         in_range = in_range & (first < last)
         dq_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
@@ -144,7 +152,19 @@ def dq_kernel(
     place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
     sources, saved = (q_src, k_src, v_src, do_src), (o_ptr, o_strides, lse_ptr, residual_ptr)
     sizes = (n_heads, n_queries, n_keys, all_queries, split_size, scale)
-    own_dq(place, sources, saved, delta_ptr, dq_ptr, dq_strides, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
+    own_dq(
+        place,
+        sources,
+        saved,
+        delta_ptr,
+        dq_ptr,
+        dq_strides,
+        sizes,
+        CAUSAL,
+        EVEN_KEYS,
+        SPLIT,
+        constants,
+    )
 
 
 @triton.jit
@@ -173,10 +193,14 @@ def add_dkdv_tiles(
         st = dot_transposed(k_rows, (q, q_src, start, n_queries), head, True, constants)
         if not LATE:
             dpt = dot_transposed(v_rows, (do, do_src, start, n_queries), head, False, constants)
-        lse, residual = load_logsumexp(sums[0] + queries, sums[1] + queries, in_range, PRECISION != "tf32")
+        lse, residual = load_logsumexp(
+            sums[0] + queries, sums[1] + queries, in_range, PRECISION != "tf32"
+        )
         if not GIVEN:
             dims = tl.arange(0, BLOCK_D)
-            o_tile = sums[2] + queries[:, None].to(tl.int64) * sums[3][2] + dims[None, :] * sums[3][3]
+            o_tile = (
+                sums[2] + queries[:, None].to(tl.int64) * sums[3][2] + dims[None, :] * sums[3][3]
+            )
             o = tl.load(o_tile, mask=in_range[:, None] & (dims[None, :] < D), other=0.0)
             delta = row_dot(o, do, PRECISION)
         elif not LATE:
@@ -223,17 +247,23 @@ def own_dkdv(
     first_query, unmasked, last_query = query_range(
         first_key, n_queries, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
     )
-    whole = last_query if EVEN else tl.minimum(last_query, n_queries // BLOCK_M * BLOCK_M)  # tiles end here
+    whole = (
+        last_query if EVEN else tl.minimum(last_query, n_queries // BLOCK_M * BLOCK_M)
+    )  # tiles end here
     if CAUSAL:
         rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
         grads = add_dkdv_tiles(
             grads, own, loop, sums, head, keys, rows, scale, True, not EVEN, GIVEN, constants
         )
     rows = (unmasked, whole, n_queries)
-    grads = add_dkdv_tiles(grads, own, loop, sums, head, keys, rows, scale, False, False, GIVEN, constants)
+    grads = add_dkdv_tiles(
+        grads, own, loop, sums, head, keys, rows, scale, False, False, GIVEN, constants
+    )
     if not EVEN:
         rows = (tl.maximum(unmasked, whole), last_query, n_queries)
-        grads = add_dkdv_tiles(grads, own, loop, sums, head, keys, rows, scale, False, True, GIVEN, constants)
+        grads = add_dkdv_tiles(
+            grads, own, loop, sums, head, keys, rows, scale, False, True, GIVEN, constants
+        )
     dk, dv = grads
 
     in_range = keys < n_keys
@@ -256,7 +286,9 @@ def dkdv_kernel(
 ):  # fmt: skip
     """dK and dV. Grid: (key tiles * batch * heads, splits)."""
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    place = own_tile(tl.program_id(0), n_keys, n_heads, BLOCK_N, False)  # the first keys have most queries
+    place = own_tile(
+        tl.program_id(0), n_keys, n_heads, BLOCK_N, False
+    )  # the first keys have most queries
     first_row = place[1].to(tl.int64) * n_queries
     sums = (lse_ptr + first_row, residual_ptr + first_row, delta_ptr + first_row)
     sources, outputs = (q_src, k_src, v_src, do_src), (dk_ptr, dv_ptr, dk_strides, dv_strides)
@@ -286,15 +318,42 @@ def backward_kernel(
         place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
         saved = (o_ptr, o_strides, lse_ptr, residual_ptr)
         sizes = (n_heads, n_queries, n_keys, all_queries, split_size, scale)
-        own_dq(place, sources, saved, None, dq_ptr, dq_strides, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
+        own_dq(
+            place,
+            sources,
+            saved,
+            None,
+            dq_ptr,
+            dq_strides,
+            sizes,
+            CAUSAL,
+            EVEN_KEYS,
+            SPLIT,
+            constants,
+        )
     else:
         key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, BLOCK_N, False)
-        o_head = o_ptr + key_place[2].to(tl.int64) * o_strides[0] + key_place[3].to(tl.int64) * o_strides[1]
+        o_head = (
+            o_ptr
+            + key_place[2].to(tl.int64) * o_strides[0]
+            + key_place[3].to(tl.int64) * o_strides[1]
+        )
         first_row = key_place[1].to(tl.int64) * n_queries
         sums = (lse_ptr + first_row, residual_ptr + first_row, o_head, o_strides)
         outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides)
         key_sizes = (n_heads, n_queries, n_keys, all_keys, split_size, scale)
-        own_dkdv(key_place, sources, sums, outputs, key_sizes, CAUSAL, EVEN_QUERIES, False, SPLIT, constants)
+        own_dkdv(
+            key_place,
+            sources,
+            sums,
+            outputs,
+            key_sizes,
+            CAUSAL,
+            EVEN_QUERIES,
+            False,
+            SPLIT,
+            constants,
+        )
 
 
 @triton.jit
@@ -336,11 +395,47 @@ def sum_kernel(
         first_query = place[0] * ROWS // BLOCK_M * BLOCK_M
         _, _, last_key = key_range(first_query, n_keys, split_size, BLOCK_M, 1, CAUSAL, False)
         end = tl.cdiv(last_key, split_size)
-        sum_tile(split_dq_ptr, dq_ptr, dq_strides, place, 0, end, n_queries, all_queries, D, BLOCK_D, ROWS)
+        sum_tile(
+            split_dq_ptr,
+            dq_ptr,
+            dq_strides,
+            place,
+            0,
+            end,
+            n_queries,
+            all_queries,
+            D,
+            BLOCK_D,
+            ROWS,
+        )
     else:
         key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, ROWS, False)
         first_key = key_place[0] * ROWS // BLOCK_N * BLOCK_N
         first_row, _, _ = query_range(first_key, n_queries, split_size, 1, BLOCK_N, CAUSAL, False)
         first, end = first_row // split_size, tl.cdiv(n_queries, split_size)
-        sum_tile(split_dk_ptr, dk_ptr, dk_strides, key_place, first, end, n_keys, all_keys, D, BLOCK_D, ROWS)
-        sum_tile(split_dv_ptr, dv_ptr, dv_strides, key_place, first, end, n_keys, all_keys, D, BLOCK_D, ROWS)
+        sum_tile(
+            split_dk_ptr,
+            dk_ptr,
+            dk_strides,
+            key_place,
+            first,
+            end,
+            n_keys,
+            all_keys,
+            D,
+            BLOCK_D,
+            ROWS,
+        )
+        sum_tile(
+            split_dv_ptr,
+            dv_ptr,
+            dv_strides,
+            key_place,
+            first,
+            end,
+            n_keys,
+            all_keys,
+            D,
+            BLOCK_D,
+            ROWS,
+        )

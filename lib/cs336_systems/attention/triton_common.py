@@ -50,7 +50,14 @@ def load_tile(source, head, first_row, n_rows, BLOCK: tl.constexpr, constants: t
 
 @triton.jit
 def load_by_pointers(
-    source, head, first_row, n_rows, first_dim, D: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr
+    source,
+    head,
+    first_row,
+    n_rows,
+    first_dim,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     batch, head, n_heads = head
     rows = first_row + tl.arange(0, BLOCK)
@@ -84,7 +91,9 @@ def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.con
             result = tl.dot(a_part, b_part.T, result, input_precision=PRECISION)
     elif PRECISION == "bf16x3":
         result = product(a, (b[0].T, b[1].T, b[2].T), SCORES)
-    elif SCORES and PRECISION == "bf16x6":  # Triton's own has no clamp: +inf of small products hides a -inf
+    elif (
+        SCORES and PRECISION == "bf16x6"
+    ):  # Triton's own has no clamp: +inf of small products hides a -inf
         result = product(split_bf16(a), split_bf16(b.T), True)
     else:
         result = tl.dot(a, b.T, input_precision=PRECISION)

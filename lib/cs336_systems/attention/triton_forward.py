@@ -66,7 +66,11 @@ def store_logsumexp(
     total = tl.where(empty, 1.0, total)
     log = tl.log2(total) * LN2
     lse = tl.fma(m, unit, log)
-    tl.store(lse_ptr + rows, tl.where(empty, -float("inf") if SPLIT else float("inf"), lse), mask=in_range)
+    tl.store(
+        lse_ptr + rows,
+        tl.where(empty, -float("inf") if SPLIT else float("inf"), lse),
+        mask=in_range,
+    )
     if EXACT:
         residual = tl.where(empty, 0.0, tl.fma(m, unit, -lse) + log)
         tl.store(residual_ptr + rows, residual, mask=in_range)
@@ -122,14 +126,20 @@ def forward_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
 
-    first, unmasked, last = key_range(first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT)
+    first, unmasked, last = key_range(
+        first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
+    )
     q_rows, sources = (q, q_src, first_query, n_queries), (k_src, v_src)
     state = (acc, total, m)
     keys = (first, unmasked, n_keys)
-    state = attend(state, q_rows, sources, head, queries, keys, scale_log2, False, CAUSAL, constants)
+    state = attend(
+        state, q_rows, sources, head, queries, keys, scale_log2, False, CAUSAL, constants
+    )
     if CAUSAL or not EVEN_KEYS:
         keys = (unmasked, last, n_keys)
-        state = attend(state, q_rows, sources, head, queries, keys, scale_log2, True, CAUSAL, constants)
+        state = attend(
+            state, q_rows, sources, head, queries, keys, scale_log2, True, CAUSAL, constants
+        )
     acc, total, m = state
 
     in_range = queries < n_queries

@@ -1,7 +1,12 @@
 """What "correct" means, for ours and for yours: attention, weighted sums, fused kernels, parallelism."""
 
 from cs336_systems.checks.accuracy import FUSED, check_fused, check_weighted_sum, fused_kernel
-from cs336_systems.checks.attention_checks import BASIC, AttentionCase, check_attention, check_logsumexp
+from cs336_systems.checks.attention_checks import (
+    BASIC,
+    AttentionCase,
+    check_attention,
+    check_logsumexp,
+)
 from cs336_systems.checks.ddp_checks import check_ddp
 from cs336_systems.checks.exercise import step
 from cs336_systems.checks.fsdp_checks import check_fsdp

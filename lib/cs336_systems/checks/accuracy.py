@@ -62,36 +62,61 @@ def compare(
             input was overwritten.
     """
 
-    def results(of: Callable, change: Callable, again: Callable = lambda *_: None) -> list[Tensor | None]:
-        given = {name: change(x.detach()) if x.is_floating_point() else x for name, x in inputs.items()}
-        own = {name: x.clone().requires_grad_(inputs[name].requires_grad) for name, x in given.items()}
+    def results(
+        of: Callable, change: Callable, again: Callable = lambda *_: None
+    ) -> list[Tensor | None]:
+        given = {
+            name: change(x.detach()) if x.is_floating_point() else x for name, x in inputs.items()
+        }
+        own = {
+            name: x.clone().requires_grad_(inputs[name].requires_grad) for name, x in given.items()
+        }
         found, d_found = of(*own.values()), change(d_output)
         assert_tensor(f"{output} of {where}", found, d_found)
         for name, x in own.items():
-            assert torch.equal(x, given[name]), f"{output} of {where}: {name} was overwritten; clone it first"
+            assert torch.equal(x, given[name]), (
+                f"{output} of {where}: {name} was overwritten; clone it first"
+            )
         if differentiable := [x for x in own.values() if x.requires_grad]:
-            again(*(x.detach().flip(*range(x.dim())).requires_grad_(x.requires_grad) for x in own.values()))
-            strided = torch.stack((d_found, d_found), -1)[..., 0]  # autograd promises nothing contiguous
+            again(
+                *(
+                    x.detach().flip(*range(x.dim())).requires_grad_(x.requires_grad)
+                    for x in own.values()
+                )
+            )
+            strided = torch.stack((d_found, d_found), -1)[
+                ..., 0
+            ]  # autograd promises nothing contiguous
             found.backward(d_found if change is Tensor.contiguous else strided)
         return [found.detach(), *(x.grad for x in differentiable)]
 
     again = again or function
-    ours, torchs = results(function, Tensor.clone, again), results(torchs_own or formula, Tensor.clone)
+    ours, torchs = (
+        results(function, Tensor.clone, again),
+        results(torchs_own or formula, Tensor.clone),
+    )
     exact = results(formula, Tensor.double)
     rounded = results(formula, _rounded) if rounding is None else exact
     sizes = results(formula, lambda x: x.double().abs()) if by_magnitude else exact
     easier = {  # what is said of a function that is right where less is asked
         ". One call at a time is right: keep in ctx alone what backward needs": [Tensor.clone],
-        ". Contiguous tensors give what is right: read others by their strides": [Tensor.contiguous, again],
+        ". Contiguous tensors give what is right: read others by their strides": [
+            Tensor.contiguous,
+            again,
+        ],
     }
     names = [output, *(f"d{name}" for name, x in inputs.items() if x.requires_grad)]
     for name, *found, size in zip(names, ours, torchs, rounded, exact, sizes, strict=True):
         label, wanted = f"{name} of {where}", found[-1]
         assert found[0] is not None, f"{label} is missing"
         size = size.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        error, torch_error, changed, _ = (((x.double() - wanted).norm() / size).item() for x in found)
+        error, torch_error, changed, _ = (
+            ((x.double() - wanted).norm() / size).item() for x in found
+        )
         torch_error = max(torch_error, rounding or 2 * changed, 2 * EPS)
-        reference = "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
+        reference = (
+            "as given" if allowed_error else f"{ALLOWED_RATIO:g} times what PyTorch's own is off"
+        )
         allowed = allowed_error or ALLOWED_RATIO * torch_error
         if not error <= allowed:
             reason = diagnose(name, found[0], wanted, error)
@@ -100,7 +125,12 @@ def compare(
                 reason = told if (x.double() - wanted).norm() <= allowed * size else reason
             off = f"off by {error:.2g} (relative); allowed: {allowed:.2g}, {reference}{reason}"
             raise AssertionError(f"{label} is {off}")
-        yield {"tensor": name, "error": error, "torch_error": torch_error, "ratio": error / torch_error}
+        yield {
+            "tensor": name,
+            "error": error,
+            "torch_error": torch_error,
+            "ratio": error / torch_error,
+        }
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -123,24 +153,37 @@ class Fused:
     make: Callable[[tuple[int, ...], torch.Generator], list[Tensor]]
     shapes: tuple[tuple[int, ...], ...]
 
-    def inputs(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+    def inputs(
+        self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+    ) -> list[Tensor]:
         """Random inputs on the generator's device, those with a gradient in the dtype."""
         with generator.device:
             made = zip(self.tensors, self.make(shape, generator), strict=True)
             return [x.to(dtype) if own.islower() else x for own, x in made]
 
     def check(
-        self, label: str, function: Callable, shapes=None, dtype=torch.float32, device=None, seed=None, **how
+        self,
+        label: str,
+        function: Callable,
+        shapes=None,
+        dtype=torch.float32,
+        device=None,
+        seed=None,
+        **how,
     ) -> pd.DataFrame:
         """As `check_fused`; `label` is for messages, and `compare` takes more."""
         generator, lines = random_on(device, seed), []
         for shape in shapes or self.shapes:
             inputs = dict(zip(self.tensors, self.inputs(shape, dtype, generator), strict=True))
             output = self.plain(*inputs.values())
-            d_output = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
+            d_output = torch.randn(output.shape, generator=generator, device=output.device).to(
+                output.dtype
+            )
             for tensor, x in inputs.items():
                 x.requires_grad_(tensor.islower())
-            compared = compare(function, self.plain, inputs, d_output, where=f"{label} {shape}", **how)
+            compared = compare(
+                function, self.plain, inputs, d_output, where=f"{label} {shape}", **how
+            )
             lines += [{"shape": str(shape)} | line for line in compared]
         return pd.DataFrame(lines)
 
@@ -151,7 +194,9 @@ def _plain_linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor)
 
 
 def _rotary_inputs(shape: tuple[int, ...], generator: torch.Generator) -> list[Tensor]:
-    angles = 1000 * torch.rand(shape[-2] + 3, shape[-1] // 2, generator=generator, dtype=torch.float32)
+    angles = 1000 * torch.rand(
+        shape[-2] + 3, shape[-1] // 2, generator=generator, dtype=torch.float32
+    )
     return [torch.randn(shape, generator=generator), angles.cos(), angles.sin()]
 
 
@@ -179,7 +224,9 @@ FUSED: dict[str, Fused] = {
     "rms_norm": Fused(
         lambda x, weight: F.rms_norm(x, weight.shape, weight, eps=1e-5),
         ("x", "weight"),
-        lambda shape, generator: [torch.randn(size, generator=generator) for size in (shape, shape[-1:])],
+        lambda shape, generator: [
+            torch.randn(size, generator=generator) for size in (shape, shape[-1:])
+        ],
         ((64, 128), (37, 100), (2, 3, 5, 33), (1, 1500), (300, 40), (7,)),
     ),
     "rotary": Fused(
@@ -211,7 +258,9 @@ _WEIGHTED_SUM = Fused(
 )
 
 
-def check_fused(name: str, function: Callable[..., Tensor] | None = None, **how: Any) -> pd.DataFrame:
+def check_fused(
+    name: str, function: Callable[..., Tensor] | None = None, **how: Any
+) -> pd.DataFrame:
     """Compare a fused kernel of FUSED and its gradients with float64, on fresh random inputs.
 
     Args:
@@ -230,6 +279,8 @@ def check_fused(name: str, function: Callable[..., Tensor] | None = None, **how:
     return FUSED[name].check(name, function or fused_kernel(name), **how)
 
 
-def check_weighted_sum(weighted_sum: Callable[[Tensor, Tensor], Tensor], **how: Any) -> pd.DataFrame:
+def check_weighted_sum(
+    weighted_sum: Callable[[Tensor, Tensor], Tensor], **how: Any
+) -> pd.DataFrame:
     """As `check_fused`: weighted_sum(x, w) of x (..., d) and w (d,) returns (...)."""
     return _WEIGHTED_SUM.check("x", weighted_sum, by_magnitude=True, **how)

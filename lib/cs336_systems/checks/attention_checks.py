@@ -93,7 +93,10 @@ def check_attention(
 
 
 def check_logsumexp(
-    attention: AttentionFunction, *, is_causal: bool = True, device: str | torch.device | None = None
+    attention: AttentionFunction,
+    *,
+    is_causal: bool = True,
+    device: str | torch.device | None = None,
 ) -> None:
     """The forward keeps exactly one tensor of shape (..., n_queries) for its backward: each row's logsumexp.
 
@@ -105,16 +108,27 @@ def check_logsumexp(
     assert_tensor("O", output, q)
     rows = output.shape[:-1]
     saved = [x for x in getattr(output.grad_fn, "saved_tensors", ()) if x.shape == rows]
-    assert len(saved) == 1, f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
+    assert len(saved) == 1, (
+        f"{len(saved)} saved tensors have shape {tuple(rows)}; allowed: exactly one"
+    )
     visible = causal_mask(case.n_queries, case.n_keys, device=q.device) | (not is_causal)
     scores = (q.double() @ k.double().mT / math.sqrt(case.d)).masked_fill(~visible, -math.inf)
     error = (saved[0].double() - scores.logsumexp(-1)).abs().max().item()
-    assert error < 1e-2, f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
+    assert error < 1e-2, (
+        f"the saved logsumexp is off by {error:.2g}; allowed: the natural logarithm"
+    )
 
 
-def _random_inputs(case: AttentionCase, generator: torch.Generator, dtype: torch.dtype) -> list[Tensor]:
-    shapes = [(*case.leading, n, case.d) for n in (case.n_queries, case.n_keys, case.n_keys, case.n_queries)]
-    q, k, v, do = (torch.randn(shape, generator=generator, device=generator.device) for shape in shapes)
+def _random_inputs(
+    case: AttentionCase, generator: torch.Generator, dtype: torch.dtype
+) -> list[Tensor]:
+    shapes = [
+        (*case.leading, n, case.d)
+        for n in (case.n_queries, case.n_keys, case.n_keys, case.n_queries)
+    ]
+    q, k, v, do = (
+        torch.randn(shape, generator=generator, device=generator.device) for shape in shapes
+    )
     q *= case.logit_scale
     if case.n_padding:
         q[..., 0], k[..., 0] = 64.0, 0.0
@@ -149,7 +163,9 @@ def _diagnose(case: AttentionCase, name: str, ours: Tensor, exact: Tensor, error
     if sequences[0] < 0.01 * sequences.max():
         return ". The first sequence is right, others are not: are batch and queries flattened together?"
     if name == "O" and rows[0] < 0.01 * rows.max():
-        return ". The first row is right, others are not: is the sum rescaled when the maximum grows?"
+        return (
+            ". The first row is right, others are not: is the sum rescaled when the maximum grows?"
+        )
     if ours.dtype == torch.float32 and 1e-4 < error < 3e-3:
         return ". TF32 is off by so much: float32 needs input_precision='ieee' in tl.dot on a GPU"
     return ""

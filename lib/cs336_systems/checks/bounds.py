@@ -65,7 +65,9 @@ def inside_tensors(report: Callable[[str], None] = print) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         try:
             native, arguments_of = interpreter._interpreter, interpreter.GridExecutor._init_args_hst
-            accesses = {each: watched(getattr(native, each), *how) for each, how in _ACCESSES.items()}
+            accesses = {
+                each: watched(getattr(native, each), *how) for each, how in _ACCESSES.items()
+            }
             patches.enter_context(patch.multiple(native, **accesses))
             patches.enter_context(patch.object(interpreter.GridExecutor, "_init_args_hst", to_host))
         except AttributeError as error:
@@ -93,7 +95,9 @@ def _extents(arguments: Iterable[Any]) -> list[tuple[int, int]]:
         if isinstance(x, int):
             integers.append(x)
         elif isinstance(x, Tensor) and x.numel():
-            last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+            last = sum(
+                (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
+            )
             extents.append((x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()))
             if x.dtype in (torch.int64, torch.uint64):
                 integers.append(int(x.max()))

@@ -38,7 +38,9 @@ def check_ddp(
         some_unused: of these only parameters that rank 0 alone uses.
         overlapped: also ask that messages leave during backward, which waits for none.
     """
-    yield from starts_from_rank_0(wrap, "Broadcast every parameter and buffer from rank 0 in __init__.")
+    yield from starts_from_rank_0(
+        wrap, "Broadcast every parameter and buffer from rank 0 in __init__."
+    )
     yield Property("parameters and buffers are rank 0's")
     yield from gradients(wrap)
     yield Property("gradients are the mean over the ranks")
@@ -47,10 +49,16 @@ def check_ddp(
     yield from follow(wrap, "one backward pass a step")
     if thorough:
         several = {"passes": 3, "options": lambda rank, step, number: {"rarely": number != 1}}
-        yield from follow(wrap, "three backward passes before finish_gradient_synchronization()", **several)
-        yield from follow(wrap, "three backward passes, two of them under no_sync()", silent=2, **several)
+        yield from follow(
+            wrap, "three backward passes before finish_gradient_synchronization()", **several
+        )
+        yield from follow(
+            wrap, "three backward passes, two of them under no_sync()", silent=2, **several
+        )
         how = "parameters that in a step only rank 0 uses, or no rank does"
-        yield from follow(wrap, how, options=lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0})
+        yield from follow(
+            wrap, how, options=lambda rank, step, _: {"rarely": step % 2 == 1 and rank == 0}
+        )
         yield from unusual(wrap)
     elif some_unused:
         how = "parameters that only rank 0 uses"
@@ -65,7 +73,9 @@ class Toy(nn.Module):
         torch.manual_seed(seed)
         self.first = Embedding(VOCABULARY + 1, 3)
         self.frozen = Linear(5, 3).requires_grad_(False)
-        self.rarely = Linear(3, VOCABULARY + 1)  # its gradient comes before those of the layers behind it
+        self.rarely = Linear(
+            3, VOCABULARY + 1
+        )  # its gradient comes before those of the layers behind it
         self.up = Linear(3, 5)
         self.norm = RMSNorm(5)
         self.last = Linear(3, VOCABULARY + 1)
@@ -74,7 +84,9 @@ class Toy(nn.Module):
         self.register_buffer("mask", torch.rand(5) < 0.5)
 
     def forward(self, tokens: Tensor, rarely: bool = True) -> Tensor:
-        x = self.norm(self.up(self.first(tokens)).tanh()) + torch.where(self.mask, self.shift, -self.shift)
+        x = self.norm(self.up(self.first(tokens)).tanh()) + torch.where(
+            self.mask, self.shift, -self.shift
+        )
         x = self.frozen(x).tanh()
         return self.rarely(x) + self.last(x) if rarely else self.last(x)
 
@@ -86,7 +98,9 @@ def module_state(wrapped: nn.Module) -> dict[str, Tensor]:
 def tokens_of(rank: int, step: int) -> Tensor:
     """A rank's share of a step's batch; every process can make every share."""
     generator = torch.Generator("cpu").manual_seed(1000 * step + rank)
-    return torch.randint(VOCABULARY, (3,), generator=generator, device="cpu").to(torch.get_default_device())
+    return torch.randint(VOCABULARY, (3,), generator=generator, device="cpu").to(
+        torch.get_default_device()
+    )
 
 
 def loss_of(model: nn.Module, rank: int, step: int = 0, **options: bool) -> Tensor:
@@ -163,7 +177,9 @@ def _overlaps(wrap: Wrap) -> Iterator[str | Property]:
         loss_of(wrapped, dist.get_rank()).backward()
         early = len(sent)
         wrapped.finish_gradient_synchronization()
-    sent[early:] = [each for each in sent[early:] if each.dtype.is_floating_point]  # no flags, no order
+    sent[early:] = [
+        each for each in sent[early:] if each.dtype.is_floating_point
+    ]  # no flags, no order
     if not all(message.is_async for message in sent[:early]):
         yield "backward waits for each message. Send with async_op=True, and wait() at the end."
     if early < len(sent):

@@ -43,7 +43,9 @@ class Property(NamedTuple):
     def line(self) -> str:
         """To be shown."""
         sign = {True: "✓", False: "✗", None: "·"}[self.holds]
-        return f"{sign} {self.name}" + (f": {self.diagnosis}" if self.diagnosis and not self.holds else "")
+        return f"{sign} {self.name}" + (
+            f": {self.diagnosis}" if self.diagnosis and not self.holds else ""
+        )
 
 
 class Step:
@@ -62,7 +64,9 @@ class Step:
         """Show a property that the assignment does not ask for: without it the step can still be right."""
         show(f"✓ {property}" if holds else f"· not asked for, {property}: {hint}")
 
-    def close(self, property: str, found: Any, wanted: Tensor, diagnosis: str = "", **tolerance) -> None:
+    def close(
+        self, property: str, found: Any, wanted: Tensor, diagnosis: str = "", **tolerance
+    ) -> None:
         """Show whether a tensor, or a number, is the wanted one by torch.allclose.
 
         AssertionError: it is None, no tensor, of another shape, dtype or device, or not finite.
@@ -70,7 +74,9 @@ class Step:
         found = torch.tensor(found, dtype=wanted.dtype) if isinstance(found, int | float) else found
         assert_tensor(property, found, wanted)
         finite = bool(found.isfinite().all()) or not wanted.isfinite().all()
-        assert finite, f"{property}: it has NaN or infinities" + (f"; {diagnosis}" if diagnosis else "")
+        assert finite, f"{property}: it has NaN or infinities" + (
+            f"; {diagnosis}" if diagnosis else ""
+        )
         self(property, torch.allclose(found, wanted, **tolerance), diagnosis)
 
     def equal(self, property: str, found: Any, wanted: Any, diagnosis: str = "") -> None:
@@ -86,7 +92,9 @@ class Step:
 def assert_tensor(what: str, found: Any, wanted: Tensor) -> None:
     """AssertionError: what was returned is None, no tensor, or of another device, shape or dtype."""
     assert found is not None, f"{what}: {_NOTHING}"
-    assert isinstance(found, Tensor), f"{what}: {type(found).__name__} is returned; wanted: a tensor"
+    assert isinstance(found, Tensor), (
+        f"{what}: {type(found).__name__} is returned; wanted: a tensor"
+    )
     assert found.device == wanted.device, f"{what} is on {found.device}; wanted: on {wanted.device}"
     kind, right = (f"{tuple(x.shape)}, {x.dtype}" for x in (found, wanted))
     assert kind == right, f"{what} is {kind}; wanted: {right}"
@@ -123,7 +131,9 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
             show(f"✗ {first:.2000}" + (_NONE if "NoneType" in first else ""))
     verdict = f"{name}: {_VERDICTS[found.passed]}"
     show(verdict)
-    if not found.passed and os.environ.get("NBGRADER_EXECUTION"):  # nbgrader gives no point for an error
+    if not found.passed and os.environ.get(
+        "NBGRADER_EXECUTION"
+    ):  # nbgrader gives no point for an error
         raise AssertionError(verdict)
 
 
@@ -157,13 +167,18 @@ def _limited(timeout_s: float) -> Iterator[None]:
             raise _Interrupted
         raise _TimeIsUp(f"not done within {timeout_s:g} s; does a loop never end?")
 
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     signals = [signal.SIGALRM] + [signal.SIGINT] * callable(signal.getsignal(signal.SIGINT))
     before = {each: signal.signal(each, stop) for each in signals}
     try:
-        signal.setitimer(signal.ITIMER_REAL, timeout_s, 5.0)  # again after 5 s, if a solution catches it
+        signal.setitimer(
+            signal.ITIMER_REAL, timeout_s, 5.0
+        )  # again after 5 s, if a solution catches it
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -179,7 +194,9 @@ def _cut(stream: TextIO) -> Iterator[None]:
     def cut(text: str) -> int:
         nonlocal left
         if left >= 0:
-            end = "\n... the rest of what is printed here is not shown\n" if left < len(text) else ""
+            end = (
+                "\n... the rest of what is printed here is not shown\n" if left < len(text) else ""
+            )
             write(text[:left] + end)
         left -= len(text)
         return len(text)

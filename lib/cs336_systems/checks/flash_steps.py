@@ -30,7 +30,11 @@ def _visit_kernel(
     total, acc = tl.zeros([N], tl.float32), tl.zeros([N, N], tl.float32)
     for tile in range(TILES):
         place = tile * N * N + square
-        k, v, visible = tl.load(k_ptr + place), tl.load(v_ptr + place), tl.load(visible_ptr + place) != 0
+        k, v, visible = (
+            tl.load(k_ptr + place),
+            tl.load(v_ptr + place),
+            tl.load(visible_ptr + place) != 0,
+        )
         m, total, acc = visit(q, k, v, visible, m, total, acc, scale_log2)
     tl.store(o_ptr + square, acc / total[:, None])
 
@@ -42,7 +46,9 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
     m, total and acc. scale_log2 is the scale of the scores times log2(e): exponentials are powers of two.
     """
 
-    def agrees(tiles: int, scale: float = 0.25, hide: slice | None = None, hidden: int = -1) -> bool:
+    def agrees(
+        tiles: int, scale: float = 0.25, hide: slice | None = None, hidden: int = -1
+    ) -> bool:
         q, k, v = (torch.randn(n, _TILE, _TILE, device=device).float() for n in (1, tiles, tiles))
         visible = torch.ones(tiles, _TILE, _TILE, dtype=torch.int32, device=device)
         if hide:
@@ -59,13 +65,19 @@ def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "c
     check("a second tile corrects the first", agrees(2), together)
     check("so do all that follow", agrees(5, 2.0), together)
     check("hidden keys weigh nothing", agrees(2, hide=slice(1, None)), "is a hidden score -inf?")
-    check("large scores stay finite", agrees(2, 100.0), "is each row's maximum subtracted before exp2?")
+    check(
+        "large scores stay finite",
+        agrees(2, 100.0),
+        "is each row's maximum subtracted before exp2?",
+    )
     hint = "exp2(-inf - -inf) is NaN: while the maximum is -inf, subtract 0"
     check("a first tile may be hidden", agrees(2, hide=slice(None), hidden=0), hint)
 
 
 @triton.jit
-def _mask_kernel(seen_ptr, row, key, n_keys, visible: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr):
+def _mask_kernel(
+    seen_ptr, row, key, n_keys, visible: tl.constexpr, CAUSAL: tl.constexpr, N: tl.constexpr
+):
     rows, keys = tl.arange(0, N), tl.arange(0, N)
     seen = visible(row + rows, key + keys, n_keys, CAUSAL) & (rows[:, None] >= 0)  # (N, N)
     tl.store(seen_ptr + rows[:, None] * N + keys, seen.to(tl.int32))
@@ -82,9 +94,19 @@ def check_mask(check: Step, visible: JITFunction, device: str | torch.device = "
         return bool((found.bool() == ((keys < n_keys) & ((rows >= keys) | (not causal)))).all())
 
     check("keys beyond the last are hidden", agrees(0, 16, 20, False), "keys < n_keys")
-    check("otherwise every key is seen", agrees(0, 0, 64, False), "without CAUSAL nothing else is hidden")
-    check("causal: no key after the row", agrees(16, 16, 64, True), "rows[:, None] >= keys: it sees itself")
-    check("causal: every key before the row", agrees(48, 16, 64, True), "is it the other way round?")
+    check(
+        "otherwise every key is seen",
+        agrees(0, 0, 64, False),
+        "without CAUSAL nothing else is hidden",
+    )
+    check(
+        "causal: no key after the row",
+        agrees(16, 16, 64, True),
+        "rows[:, None] >= keys: it sees itself",
+    )
+    check(
+        "causal: every key before the row", agrees(48, 16, 64, True), "is it the other way round?"
+    )
     check("both at once", agrees(16, 16, 20, True), "the two conditions with &")
 
 
@@ -103,7 +125,9 @@ def _gradients_kernel(
     tl.store(ds_ptr + square, ds)
 
 
-def check_gradients(check: Step, gradients: JITFunction, device: str | torch.device = "cpu") -> None:
+def check_gradients(
+    check: Step, gradients: JITFunction, device: str | torch.device = "cpu"
+) -> None:
     """Properties of `gradients(q, k, v, do, lse, delta, visible, scale)`, one tile of the backward pass.
 
     q, k, v, do (16, 16), lse, delta (16,), visible (16, 16) of bool -> P, dS (16, 16); S = scale * q k^T.
@@ -117,9 +141,17 @@ def check_gradients(check: Step, gradients: JITFunction, device: str | torch.dev
     lse, delta = scores.detach().logsumexp(-1), (do * (wanted_p.detach() @ v)).sum(-1)
     p, ds = torch.full((2, _TILE, _TILE), torch.nan, device=device, dtype=torch.float32)
     _gradients_kernel[1,](q, k, v, do, seen.int(), lse, delta, p, ds, 0.25, gradients, _TILE)
-    check("P = exp(S - L)", torch.allclose(p[seen], wanted_p[seen], 1e-3, 1e-5), "scaled s, log2(e) in exp2?")
+    check(
+        "P = exp(S - L)",
+        torch.allclose(p[seen], wanted_p[seen], 1e-3, 1e-5),
+        "scaled s, log2(e) in exp2?",
+    )
     check("hidden scores have none", not p[~seen].any(), "is a hidden score -inf before exp2?")
-    check("dS is its derivative", torch.allclose(ds, wanted_ds, 1e-3, 1e-4), "p * (dp - delta), dp = dO V^T")
+    check(
+        "dS is its derivative",
+        torch.allclose(ds, wanted_ds, 1e-3, 1e-4),
+        "p * (dp - delta), dp = dO V^T",
+    )
 
 
 _FORWARD = (  # each a property, by its name
@@ -141,27 +173,59 @@ _BACKWARD = (
 )
 
 
-def check_forward(check: Step, attention: AttentionFunction, device: str | torch.device = "cpu") -> None:
+def check_forward(
+    check: Step, attention: AttentionFunction, device: str | torch.device = "cpu"
+) -> None:
     """Properties of `attention(q, k, v, is_causal)`, forward only."""
     for case in _FORWARD:
-        _tell(check, case.name, check_attention, attention, cases=[case], device=device, backward=False)
+        _tell(
+            check,
+            case.name,
+            check_attention,
+            attention,
+            cases=[case],
+            device=device,
+            backward=False,
+        )
     surrounded = torch.full((3, 4, 2 * 50 * 16), torch.nan, device=device, dtype=torch.float32)
-    inside = attention(*(x[1].view(2, 50, 16).normal_() for x in surrounded), False).isfinite().all()
+    inside = (
+        attention(*(x[1].view(2, 50, 16).normal_() for x in surrounded), False).isfinite().all()
+    )
     hint = "NaN from outside the tensors came in: does every load have a mask, with other=0.0?"
     check("reads nothing out of bounds", inside, hint)
     case = AttentionCase("a first tile may weigh nothing", (1,), 16, 400, 16, n_padding=260)
-    _tell(check.note, case.name, check_attention, attention, cases=[case], device=device, backward=False)
+    _tell(
+        check.note,
+        case.name,
+        check_attention,
+        attention,
+        cases=[case],
+        device=device,
+        backward=False,
+    )
 
 
-def check_backward(check: Step, attention: AttentionFunction, device: str | torch.device = "cpu") -> None:
+def check_backward(
+    check: Step, attention: AttentionFunction, device: str | torch.device = "cpu"
+) -> None:
     """Properties of the gradients of `attention(q, k, v, is_causal)`, and of the logsumexp kept for them."""
     _tell(check, "keeps one logsumexp a row", check_logsumexp, attention, device=device)
     for case in _BACKWARD:
         _tell(check, case.name, check_attention, attention, cases=[case], device=device)
-    _tell(check, "16 bits", check_attention, attention, cases=_BACKWARD[:1], dtype=torch.half, device=device)
+    _tell(
+        check,
+        "16 bits",
+        check_attention,
+        attention,
+        cases=_BACKWARD[:1],
+        dtype=torch.half,
+        device=device,
+    )
 
 
-def _tell(show: Callable, name: str, checked: Callable, attention: AttentionFunction, **how: Any) -> None:
+def _tell(
+    show: Callable, name: str, checked: Callable, attention: AttentionFunction, **how: Any
+) -> None:
     """Show a property: it holds unless `checked` says what is wrong."""
     try:
         checked(attention, **how)

@@ -23,17 +23,27 @@ from cs336_systems.model import Embedding, Linear, RMSNorm
 from cs336_systems.parallel.collective_calls import Message
 
 # No two have as many elements, which identifies messages.
-_SIZES = {"embedding": (VOCABULARY, 12), "up": (12, 36), "wide": (36, 48), "down": (48, 12), "head": (12, 60)}
+_SIZES = {
+    "embedding": (VOCABULARY, 12),
+    "up": (12, 36),
+    "wide": (36, 48),
+    "down": (48, 12),
+    "head": (12, 60),
+}
 _LAYER_OF = {prod(size): layer for layer, size in _SIZES.items()}
 LAYERS = tuple(_SIZES)
-_WEIGHTS = 4  # whole at once: the one in use, two ahead of it, and the one before, about to be freed
+_WEIGHTS = (
+    4  # whole at once: the one in use, two ahead of it, and the one before, about to be freed
+)
 _GRADIENTS = 3  # whole at once: the one that has just been made, and two on their way
 _LOW = torch.bfloat16
 _IN_LOW = f"with compute_dtype={_LOW}"
 
 
 @checker
-def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) -> Iterator[str | Property]:
+def check_fsdp(
+    wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False
+) -> Iterator[str | Property]:
     """Try a sharding wrapper on a small model, in `world_size` CPU processes, against one process.
 
     It is called as `fsdp_class(module, compute_dtype=None, **options)` and needs `.module`, `forward`,
@@ -49,7 +59,9 @@ def check_fsdp(wrap: Wrap, *, only: Sequence[str] = (), thorough: bool = False) 
         yield from GROUPS[group](wrap)
     if thorough:
         how = "odd numbers of rows, tied, frozen and unused weights"
-        yield from shared.follow(wrap, how, ["SGD"], weights=_whole, options=lambda *_: {"rarely": False})
+        yield from shared.follow(
+            wrap, how, ["SGD"], weights=_whole, options=lambda *_: {"rarely": False}
+        )
         several = {"optimizers": ["SGD"], "make": _Layers, "weights": _whole, "passes": 3}
         how = "three backward passes before finish_gradient_synchronization()"
         yield from shared.follow(wrap, how, **several)
@@ -76,7 +88,9 @@ def _gathered(message: Message) -> str:
 
 
 def _whole(wrapped: nn.Module) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in wrapped.gather_full_parameters().items()}
+    return {
+        name: tensor.detach().clone() for name, tensor in wrapped.gather_full_parameters().items()
+    }
 
 
 def _shards(wrap: Wrap) -> Iterator[str | Property]:
@@ -88,13 +102,17 @@ def _shards(wrap: Wrap) -> Iterator[str | Property]:
     sizes = {name: parameter.numel() for name, parameter in wrapped.module.named_parameters()}
     if {id(p) for p in wrapped.parameters()} != {id(p) for p in wrapped.module.parameters()}:
         yield "its parameters() are not the module's. Put each shard where the module has its weight."
-    for name, n in ((name, parameter.numel()) for name, parameter in _Layers(seed=0).named_parameters()):
+    for name, n in (
+        (name, parameter.numel()) for name, parameter in _Layers(seed=0).named_parameters()
+    ):
         has, is_sharded, share = sizes.get(name, n), n in _LAYER_OF, -(-n // dist.get_world_size())
         if is_sharded and has > share:
             yield f"{name!r} still has {has} of {n} elements. A rank keeps its rows, {share}."
         if not is_sharded and has != n:
             yield f"{name!r} was sharded. Leave what is in no Linear or Embedding whole on every rank."
-    yield Property("of every Linear and Embedding weight a rank keeps its share, which parameters() returns")
+    yield Property(
+        "of every Linear and Embedding weight a rank keeps its share, which parameters() returns"
+    )
 
 
 def _forward(wrap: Wrap) -> Iterator[str | Property]:
@@ -123,13 +141,18 @@ def _forward(wrap: Wrap) -> Iterator[str | Property]:
 def _backward(wrap: Wrap) -> Iterator[str | Property]:
     hint = " Does each rank get the rows of its shard, and does backward compute with the whole weights?"
     yield from shared.gradients(wrap, hint, _Layers, _whole)
-    yield Property("every .grad has its parameter's shape and dtype, and is the mean over the ranks")
+    yield Property(
+        "every .grad has its parameter's shape and dtype, and is the mean over the ranks"
+    )
 
     wrapped = wrap(_Layers(seed=0))
     with observed() as messages:
         one_step(wrapped)
     for message in messages:
-        if (layer := _LAYER_OF.get(message.numel)) and message.collective in ("all_reduce", "reduce"):
+        if (layer := _LAYER_OF.get(message.numel)) and message.collective in (
+            "all_reduce",
+            "reduce",
+        ):
             yield f"the whole gradient of {layer!r} went through {message.collective}. Use reduce_scatter."
     yield Property("gradients are reduce-scattered: no rank receives more than its share")
 
@@ -150,7 +173,10 @@ def _stale(wrap: Wrap, dtype: torch.dtype | None = None) -> Iterator[str]:
         candidates |= {repr(name): now | {name: tensor} for name, tensor in older.items()}
     with torch.no_grad():
         outputs = wrapped(tokens)
-        made = {name: functional_call(_Layers(0), weights, tokens) for name, weights in candidates.items()}
+        made = {
+            name: functional_call(_Layers(0), weights, tokens)
+            for name, weights in candidates.items()
+        }
     if nearest := min(made, key=lambda name: (made[name] - outputs).norm()):
         yield f"forward computes with {nearest} from before the optimizer's step. Gather anew."
 
@@ -166,14 +192,19 @@ def _left(find: Callable[[], set], allowed: int = 0) -> set:
 
 def _memory(wrap: Wrap) -> Iterator[str | Property]:
     wrapped, mistakes = wrap(_Layers(seed=0)), []
-    seen: dict[str, list] = {"gather": [], "reduce": []}  # layer and storage of weights, of gradients
+    seen: dict[str, list] = {
+        "gather": [],
+        "reduce": [],
+    }  # layer and storage of weights, of gradients
     most = {"gather": _WEIGHTS, "reduce": _GRADIENTS}  # that had memory at once, or what is allowed
     still = "the whole weights of these layers still have memory:"
     mend = "Autograd keeps them: free by untyped_storage().resize_(0), gather into the same tensor again."
 
     def whole(kind: str, allowed: int = 0) -> list[str]:
         def alive() -> set[str]:
-            living = ((layer, torch.UntypedStorage._new_with_weak_ptr(x.cdata)) for layer, x in seen[kind])
+            living = (
+                (layer, torch.UntypedStorage._new_with_weak_ptr(x.cdata)) for layer, x in seen[kind]
+            )
             return {layer for layer, storage in living if storage is not None and storage.nbytes()}
 
         return sorted(_left(alive, allowed))
@@ -198,14 +229,18 @@ def _memory(wrap: Wrap) -> Iterator[str | Property]:
             loss.backward()
             wrapped.finish_gradient_synchronization()
             if kept := whole("gather"):
-                mistakes.append(f"after backward {still} {', '.join(kept)}. Free each with its gradient.")
+                mistakes.append(
+                    f"after backward {still} {', '.join(kept)}. Free each with its gradient."
+                )
     yield from mistakes
     weights, gradients = most.values()
     if weights > _WEIGHTS:
         yield f"{weights} whole weights have memory at once; allowed: the one in use and two ahead of it."
     if gradients > _GRADIENTS:
         yield f"{gradients} whole gradients have memory at once. Wait for the oldest before a third goes."
-    yield Property("whole weights are freed after use, in forward and in backward, and whole gradients too")
+    yield Property(
+        "whole weights are freed after use, in forward and in backward, and whole gradients too"
+    )
 
 
 def _prefetch(wrap: Wrap) -> Iterator[str | Property]:
@@ -221,14 +256,18 @@ def _prefetch(wrap: Wrap) -> Iterator[str | Property]:
 
     for layer in LAYERS:
         module = getattr(wrapped.module, layer)
-        module.register_forward_pre_hook(lambda *_, at=layer: events.append(f"enter {at}"), prepend=True)
+        module.register_forward_pre_hook(
+            lambda *_, at=layer: events.append(f"enter {at}"), prepend=True
+        )
         module.register_forward_hook(partial(on_result, layer))
     for step in range(2):
         events.clear()
         with observed(on_message):
             one_step(wrapped, step)
     if not any(event.startswith(("gather", "wait")) for event in events):
-        yield Property(name, None, "not watched (its gathers are no all-gathers of torch.distributed)")
+        yield Property(
+            name, None, "not watched (its gathers are no all-gathers of torch.distributed)"
+        )
         return
     turn = next(i for i, event in enumerate(events) if event.startswith("back"))
     before, after = events[:turn], events[turn:]
@@ -271,7 +310,11 @@ def _imprecise(wrap: Wrap) -> Iterator[str]:
     shapes, gradients = {x.shape for x in shards.values()}, {id(x.grad) for x in shards.values()}
 
     def casts() -> set[int]:
-        low = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype == _LOW and x.shape in shapes]
+        low = [
+            x
+            for x in gc.get_objects()
+            if type(x) is Tensor and x.dtype == _LOW and x.shape in shapes
+        ]
         # No slices of a whole weight.
         return {id(x) for x in low if x.untyped_storage().nbytes() == x.nbytes} - gradients
 

@@ -27,7 +27,9 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
     """
 
     @wraps(properties)
-    def check(candidate: Callable, *, world_size: int = 2, timeout_s: float = 60.0, **options: Any) -> None:
+    def check(
+        candidate: Callable, *, world_size: int = 2, timeout_s: float = 60.0, **options: Any
+    ) -> None:
         names = options.keys() & signature(properties).parameters.keys()
         asked = {name: options.pop(name) for name in names}
         name, right = getattr(candidate, "__name__", repr(candidate)), 0
@@ -49,14 +51,18 @@ def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[...
 
 def try_properties(context: WorkerContext, pickled: bytes) -> list[str]:
     """What is wrong in the first property that fails on any rank, of a pickled (candidate, properties)."""
-    watch = watch_collectives(notify=lambda message: [tell(message) for tell in _observers], checks=True)
+    watch = watch_collectives(
+        notify=lambda message: [tell(message) for tell in _observers], checks=True
+    )
     with watch, observed() as sent:  # before the class imports the functions, in whichever way
         candidate, properties = cloudpickle.loads(pickled)
         for found in properties(candidate):
             # What is still under way may or may not have arrived, so it is the better explanation.
             said = from_all(_unfinished(sent) or (found if isinstance(found, str) else ""))
             sent.clear()
-            where = {x: [str(n) for n, each in enumerate(said) if each == x] for x in filter(None, said)}
+            where = {
+                x: [str(n) for n, each in enumerate(said) if each == x] for x in filter(None, said)
+            }
             mistakes = [f"rank {', '.join(ranks)}: {text}" for text, ranks in where.items()]
             if found or mistakes:
                 context.send((found, mistakes))
@@ -93,7 +99,9 @@ def _unfinished(sent: Sequence[Message]) -> str:
     if not late:
         return ""
     where = f"{len(late)} of {len(handles)} {late[0].replace('_', '-')}s may still be under way at the end"
-    return f"{where}. Keep every handle that {late[0]}(..., async_op=True) returns, and wait() for it."
+    return (
+        f"{where}. Keep every handle that {late[0]}(..., async_op=True) returns, and wait() for it."
+    )
 
 
 _observers: list[Callable[[Message], None]] = []

@@ -13,12 +13,16 @@ from torch import Tensor
 from cs336_systems.checks.exercise import Step
 
 _MOST_MESSAGES = 10_000  # of a rank
-_TWICE = "something is added twice: is what is passed on the tensor that arrived, not the sum so far?"
+_TWICE = (
+    "something is added twice: is what is passed on the tensor that arrived, not the sum so far?"
+)
 _MISSING = "something is missing: n - 1 messages arrive, and a rank's own tensor counts too"
 Ring = Callable[[Tensor, int, int], Generator[Tensor, Tensor, Tensor]]
 
 
-def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[Tensor]]]:
+def run_ring(
+    all_reduce: Ring, tensors: Sequence[Tensor]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
     """Run a ring all-reduce on all ranks in this process, message by message.
 
     tensors: what each begins with. Returns what each ends with, and of each the messages it sent, in order.
@@ -27,11 +31,15 @@ def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor],
     n = len(tensors)
     ranks = [all_reduce(tensor, rank, n) for rank, tensor in enumerate(tensors)]
     if not isinstance(ranks[0], Generator):
-        raise AssertionError("it returned before it sent anything: `arrived = yield tensor` sends a tensor")
+        raise AssertionError(
+            "it returned before it sent anything: `arrived = yield tensor` sends a tensor"
+        )
     results, sent, arriving = list[Tensor](), [list[Tensor]() for _ in ranks], [None] * n
     while not results:
         if len(sent[0]) >= _MOST_MESSAGES:
-            raise AssertionError(f"each rank has sent {len(sent[0])} messages: does a loop never end?")
+            raise AssertionError(
+                f"each rank has sent {len(sent[0])} messages: does a loop never end?"
+            )
         leaving = []
         for rank, arrived in zip(ranks, arriving, strict=True):
             try:
@@ -39,7 +47,9 @@ def run_ring(all_reduce: Ring, tensors: Sequence[Tensor]) -> tuple[list[Tensor],
             except StopIteration as end:
                 results.append(end.value)
         if results and leaving:
-            raise AssertionError(f"{len(results)} of {n} ranks are done while the others still send")
+            raise AssertionError(
+                f"{len(results)} of {n} ranks are done while the others still send"
+            )
         for log, message in zip(sent, leaving, strict=not results):
             log.append(message)
         arriving = [*leaving[-1:], *leaving[:-1]]
@@ -54,7 +64,11 @@ def check_ring(check: Step, all_reduce: Ring, tensors_sent: Callable[[int], floa
         results, sent = run_ring(all_reduce, own)
         why = _TWICE if (results[0] > total).any() else _MISSING
         check(f"{n} ranks: all end with the sum", all(map(total.equal, results)), why)
-        check(f"{n} ranks: what they were given is unchanged", all(map(torch.equal, own, given)), "clone it")
+        check(
+            f"{n} ranks: what they were given is unchanged",
+            all(map(torch.equal, own, given)),
+            "clone it",
+        )
         bytes_sent = {sum(message.nbytes for message in log) for log in sent}
         wanted = round(tensors_sent(n) * total.nbytes)
         found = f"they send {', '.join(map(str, sorted(bytes_sent)))}"

@@ -11,9 +11,15 @@ from cs336_systems.checks.exercise import Property
 from cs336_systems.checks.on_ranks import checker, from_all, unlike
 
 _SETTINGS = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.1}
-_SHAPES = ((16, 16), (16,))  # they alternate: assigned in turn, all large ones would fall to one rank
+_SHAPES = (
+    (16, 16),
+    (16,),
+)  # they alternate: assigned in turn, all large ones would fall to one rank
 _AS_IF = {  # usual mistakes of a first step, as settings of AdamW and a number of steps
-    "as before the step: updated by its owner alone, if at all. Broadcast it, with src=owner.": ({}, 0),
+    "as before the step: updated by its owner alone, if at all. Broadcast it, with src=owner.": (
+        {},
+        0,
+    ),
     "as if the settings were AdamW's defaults. Hand **kwargs to optimizer_cls.": ({"lr": 1e-3}, 1),
     "as if it had been updated twice. Let one rank update it, once.": (_SETTINGS, 2),
 }
@@ -56,7 +62,9 @@ def _shares_states(make: Make) -> Iterator[str | Property]:
     yield Property("It is a torch.optim.Optimizer, and its groups hold all parameters")
     pair.step()
     yield from pair.sharing_mistakes()
-    yield Property("The states of each parameter are kept by one rank, and by bytes all keep about as much")
+    yield Property(
+        "The states of each parameter are kept by one rank, and by bytes all keep about as much"
+    )
     candidate.zero_grad()
     if left := sum(x.grad is not None and bool(x.grad.any()) for x in params):
         yield f"after zero_grad() {left} of {count} gradients are there. Clear all of them."
@@ -93,23 +101,35 @@ def _updates_all(make: Make) -> Iterator[str | Property]:
     pair = _Pair(make)
     mistakes, x = pair.step(without=2) + pair.step(without=2), pair.sharded[2]
     changed = not torch.equal(x, pair.alone[2])
-    wrong = {"was given one": x.grad is not None, "was changed": changed, "has states": pair.has_states()[2]}
+    wrong = {
+        "was given one": x.grad is not None,
+        "was changed": changed,
+        "has states": pair.has_states()[2],
+    }
     for what in (what for what, found in wrong.items() if found):
         yield f"a parameter without a gradient {what}. Leave its .grad None: with zeros it decays."
     yield from mistakes
-    yield Property("A parameter without a gradient is left alone: no decay, no states, and still no gradient")
+    yield Property(
+        "A parameter without a gradient is left alone: no decay, no states, and still no gradient"
+    )
 
 
 def _has_groups(make: Make) -> Iterator[str | Property]:
     settings = {"weight_decay": 0.5}, {"lr": 0.01}
-    pair = _Pair(make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)])
-    yield from pair.step("with two groups,", "Hand the optimizer inside groups, each with its settings.")
+    pair = _Pair(
+        make, groups=lambda params: [{"params": params[i::2], **settings[i]} for i in range(2)]
+    )
+    yield from pair.step(
+        "with two groups,", "Hand the optimizer inside groups, each with its settings."
+    )
     yield ""
     for each in (pair.optimizer, pair.candidate):
         each.param_groups[0]["lr"] = 1e-3
         each.param_groups[1] |= {"betas": (0.5, 0.7), "weight_decay": 0.9}
     mend = "Copy all settings into all groups of the optimizer inside before its step."
-    yield from pair.step("after changes of settings in param_groups, as schedulers make them,", mend)
+    yield from pair.step(
+        "after changes of settings in param_groups, as schedulers make them,", mend
+    )
     yield Property("Groups keep their settings, and what a scheduler changes in them arrives")
 
     pair = _Pair(make, groups=lambda params: params[:4])
@@ -136,9 +156,15 @@ class _Pair:
 
     def __init__(self, make, kind=AdamW, count=8, dtypes=(torch.float32,), groups=list, **settings):
         torch.manual_seed(0)
-        self.before = [torch.randn(_SHAPES[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)]
-        self.alone, self.sharded = ([nn.Parameter(x.clone()) for x in self.before] for _ in range(2))
-        self.names = [f"parameter {i} of {count}, of shape {(*x.shape,)}," for i, x in enumerate(self.before)]
+        self.before = [
+            torch.randn(_SHAPES[n % 2]).to(dtypes[n // 2 % len(dtypes)]) for n in range(count)
+        ]
+        self.alone, self.sharded = (
+            [nn.Parameter(x.clone()) for x in self.before] for _ in range(2)
+        )
+        self.names = [
+            f"parameter {i} of {count}, of shape {(*x.shape,)}," for i, x in enumerate(self.before)
+        ]
         self.steps, settings = 0, settings or _SETTINGS
         self.inside = inside = list[Optimizer]()
 
@@ -157,7 +183,9 @@ class _Pair:
         self.before = [x.detach().clone() for x in self.sharded]
         for number, (one, other) in enumerate(zip(self.alone, self.sharded, strict=True)):
             gradient = torch.randn(one.shape, generator=generator).to(one.dtype)
-            one.grad, other.grad = (None, None) if number == without else (gradient, gradient.clone())
+            one.grad, other.grad = (
+                (None, None) if number == without else (gradient, gradient.clone())
+            )
 
     def step(self, when: str = "", mend: str = "", without: int | None = None) -> list[str]:
         """A step of both, and the mistakes of this rank after it."""
@@ -168,7 +196,9 @@ class _Pair:
 
     def mistakes(self) -> Iterator[str]:
         """Which parameters are not, bit for bit, what one optimizer makes of them, and the usual reasons."""
-        for name, found, right, before in zip(self.names, self.sharded, self.alone, self.before, strict=True):
+        for name, found, right, before in zip(
+            self.names, self.sharded, self.alone, self.before, strict=True
+        ):
             diagnoses = {}
             for reason, (settings, steps) in _AS_IF.items():
                 diagnoses[reason] = alike = nn.Parameter(before.clone())
@@ -187,7 +217,9 @@ class _Pair:
         for name, keeps in zip(self.names, zip(*kept, strict=True), strict=True):
             if sum(keeps) != 1:
                 yield f"{name} has states on {sum(keeps)} ranks. Give the one inside what it owns."
-        shares = [sum(size for size, keeps in zip(sizes, own, strict=True) if keeps) for own in kept]
+        shares = [
+            sum(size for size, keeps in zip(sizes, own, strict=True) if keeps) for own in kept
+        ]
         if max(shares) > sum(sizes) / len(shares) + max(sizes):
             rank, share = shares.index(max(shares)), max(shares) / sum(sizes)
             yield f"rank {rank} keeps {share:.0%} of the states. Assign by bytes, not by number."

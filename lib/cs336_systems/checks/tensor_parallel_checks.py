@@ -25,16 +25,30 @@ def check_tensor_parallel(layer_class: LayerClass) -> Iterator[str | Property]:
     yield from _is_whole(layer_class, None)
     alone, _ = dist.new_subgroups(1)
     for found in _is_whole(layer_class, alone):
-        yield "" if isinstance(found, Property) else f"in a group of this rank alone, {found} Use the group."
+        yield (
+            ""
+            if isinstance(found, Property)
+            else f"in a group of this rank alone, {found} Use the group."
+        )
 
 
 def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Iterator[str | Property]:
     torch.manual_seed(0)
-    n, rank, width = dist.get_world_size(group), dist.get_rank(group), _WIDTH * dist.get_world_size()
-    full, part = SwiGLU(_D_MODEL, width), SwiGLU(_D_MODEL, width // n)  # part has this rank's slices alone
+    n, rank, width = (
+        dist.get_world_size(group),
+        dist.get_rank(group),
+        _WIDTH * dist.get_world_size(),
+    )
+    full, part = (
+        SwiGLU(_D_MODEL, width),
+        SwiGLU(_D_MODEL, width // n),
+    )  # part has this rank's slices alone
     layer = layer_class(full, group)
     for name, cut in _CUTS.items():
-        weight, wanted = getattr(layer, name, None), getattr(full, name).weight.detach().chunk(n, cut)[rank]
+        weight, wanted = (
+            getattr(layer, name, None),
+            getattr(full, name).weight.detach().chunk(n, cut)[rank],
+        )
         pieces = f"{('rows', 'columns')[cut]} (dimension {cut})"
         if not isinstance(weight, nn.Parameter):
             yield f"`.{name}` is no nn.Parameter. Keep this rank's slice of {name} there."
@@ -56,9 +70,16 @@ def _is_whole(layer_class: LayerClass, group: dist.ProcessGroup | None) -> Itera
     }
     yield from unlike("the output", output, expected, diagnoses, otherwise)
     for name, cut in _CUTS.items():
-        found, wanted = getattr(layer, name).grad, getattr(full, name).weight.grad.chunk(n, cut)[rank]
-        diagnoses = {f"{n} times too large. The backward of the last all-reduce sends nothing.": n * wanted}
-        yield from unlike(f"the gradient of {name}", found, wanted, diagnoses, f"{otherwise} Take its slice.")
+        found, wanted = (
+            getattr(layer, name).grad,
+            getattr(full, name).weight.grad.chunk(n, cut)[rank],
+        )
+        diagnoses = {
+            f"{n} times too large. The backward of the last all-reduce sends nothing.": n * wanted
+        }
+        yield from unlike(
+            f"the gradient of {name}", found, wanted, diagnoses, f"{otherwise} Take its slice."
+        )
     diagnoses = {
         "only what comes through this rank's slice. All-reduce it.": own.grad,
         "a mean. What comes through the slices adds up: do not divide.": of_all.grad / n,

@@ -29,7 +29,9 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
         what = type(ctx).__name__.removesuffix("Backward")
-        message = f"{what} has no second derivative: its gradient (create_graph=True) was differentiated"
+        message = (
+            f"{what} has no second derivative: its gradient (create_graph=True) was differentiated"
+        )
         saved = ctx.saved_tensors  # once: checkpointing would not unpack them twice
         with torch.no_grad():
             gradients = backward(SimpleNamespace(**vars(ctx), saved_tensors=saved), *upstream)
@@ -41,7 +43,9 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Tensor]:
+def differentiable(
+    forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., Tensor]:
     """`apply` of an autograd.Function, called as forward is: tensors, then what is none. Saves the tensors.
 
     Args:
@@ -50,7 +54,9 @@ def differentiable(forward: Callable[..., Any], backward: Callable[..., Any]) ->
     """
 
     def forward_and_save(*given: Any) -> Tensor:
-        ctx, *inputs = given  # named, it would be left out by torch.compile of two tensors without gradients
+        ctx, *inputs = (
+            given  # named, it would be left out by torch.compile of two tensors without gradients
+        )
         made = forward(*inputs)
         result, *kept = made if isinstance(made, tuple) else (made,)
         tensors = [x for x in inputs if isinstance(x, Tensor)]

@@ -31,13 +31,17 @@ def cross_entropy_kernel(
     target = tl.load(target_ptr + rows, mask=rows < n_rows, other=ignore_index)
     counts = target != ignore_index
     known = (target >= 0) & (target < vocabulary) & (rows < n_rows)
-    target_logit = tl.load(logits_ptr + rows * stride + target, mask=known, other=float("nan")).to(tl.float32)
+    target_logit = tl.load(logits_ptr + rows * stride + target, mask=known, other=float("nan")).to(
+        tl.float32
+    )
     maximum = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for first in tl.range(0, vocabulary, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < n_rows) & (columns[None, :] < vocabulary)
-        z = tl.load(logits_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=float("-inf"))
+        z = tl.load(
+            logits_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=float("-inf")
+        )
         z = z.to(tl.float32)
         larger = tl.maximum(maximum, tl.max(z, 1))
         total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(z - larger[:, None]), 1)
@@ -54,7 +58,9 @@ def cross_entropy_kernel(
         z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
         p = tl.exp(z - maximum[:, None]) / total[:, None]
         dz = p - tl.where(columns[None, :] == target[:, None], 1.0, 0.0)
-        tl.store(place, tl.where(counts[:, None], dz, 0.0).to(logits_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            place, tl.where(counts[:, None], dz, 0.0).to(logits_ptr.dtype.element_ty), mask=inside
+        )
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
@@ -70,12 +76,18 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) ->
         RuntimeError: autograd would have to differentiate the overwriting.
     """
     if targets.dtype != torch.int64 or targets.device != logits.device:
-        raise TypeError(f"targets are {targets.dtype} on {targets.device}; allowed: int64 on {logits.device}")
+        raise TypeError(
+            f"targets are {targets.dtype} on {targets.device}; allowed: int64 on {logits.device}"
+        )
     fits = logits.dim() == 2 and targets.shape == logits.shape[:1] and logits.shape[1] >= 1
-    allowed = f"(n, vocabulary), with targets (n,); the targets have the shape {tuple(targets.shape)}"
+    allowed = (
+        f"(n, vocabulary), with targets (n,); the targets have the shape {tuple(targets.shape)}"
+    )
     check_tensors("logits", logits, fits=fits, allowed=allowed)
     if logits.stride(1) != 1 or (len(logits) > 1 and logits.stride(0) < logits.shape[1]):
-        raise ValueError(f"logits have strides {logits.stride()}; allowed: 1 in a row, and rows apart")
+        raise ValueError(
+            f"logits have strides {logits.stride()}; allowed: 1 in a row, and rows apart"
+        )
     if not torch.compiler.is_compiling() and logits.is_neg():
         raise ValueError("logits are a lazily negated view; allowed: logits.resolve_neg()")
     if torch.is_grad_enabled() and logits.requires_grad:

@@ -22,7 +22,9 @@ from cs336_systems.kernels.tensors import as_rows, check_tensors
 TILE = 4096  # elements of a tile, where a row has no more
 WIDEST = 32_768  # the longest row whose elements fit into the registers of one program
 PROGRAMS_PER_SM = 2  # of the backward, whose programs loop over many rows: 128 registers a thread
-PREFETCHED = 2**16  # bytes of shared memory that the next two tiles of dy and x may take on their way
+PREFETCHED = (
+    2**16
+)  # bytes of shared memory that the next two tiles of dy and x may take on their way
 
 
 @triton.jit
@@ -85,16 +87,28 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 @kernel_function
 def backward(
-    dy: Tensor, x: Tensor, weight: Tensor, r: Tensor, residual: Tensor | None = None, remakes: bool = False
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    r: Tensor,
+    residual: Tensor | None = None,
+    remakes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx (..., d) and dw (d,) of dy and x (..., d), weight (d,) and r; if it remakes, y too, else empty.
 
     residual: (..., d), added to dx: the gradient that reaches x past the norm.
     """
-    above, rows, dx, y = as_rows(dy), as_rows(x), x.new_empty(x.shape), x.new_empty(x.shape if remakes else 0)
+    above, rows, dx, y = (
+        as_rows(dy),
+        as_rows(x),
+        x.new_empty(x.shape),
+        x.new_empty(x.shape if remakes else 0),
+    )
     n_rows, d = rows.shape
     tiles, options = row_tiles(n_rows, d, TILE, WIDEST, 32)
-    rows_each = max(1, options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device)))
+    rows_each = max(
+        1, options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device))
+    )
     partial = x.new_empty((triton.cdiv(n_rows, rows_each), d), dtype=torch.float32)
     tile_bytes = options["ROWS"] * options["COLUMNS"] * (dy.element_size() + x.element_size())
     options |= {"STAGES": 3 if 2 * tile_bytes <= PREFETCHED else 1}

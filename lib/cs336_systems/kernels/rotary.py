@@ -87,7 +87,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         TypeError: another dtype. ValueError: shapes that do not fit, an odd d, devices.
     """
     fits = x.dim() >= 2 and x.shape[-1] % 2 == 0 and x.shape[-1] > 0 and cos.shape == sin.shape
-    fits = fits and cos.dim() == 2 and cos.shape[1] == x.shape[-1] // 2 and cos.shape[0] >= x.shape[-2]
+    fits = (
+        fits and cos.dim() == 2 and cos.shape[1] == x.shape[-1] // 2 and cos.shape[0] >= x.shape[-2]
+    )
     allowed = "(..., s, d) with an even d, and twice (s or more, d / 2)"
     check_tensors("x, cos, sin", x, cos, sin, fits=fits, allowed=allowed)
     return RotaryTriton.apply(x, cos, sin, False)

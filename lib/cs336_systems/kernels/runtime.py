@@ -43,7 +43,9 @@ def _mend_interpreter() -> None:
         return interpreter.TensorHandle(bits, tl.bfloat16)
 
     def dot_of_numbers(self: Any, *operands: Any) -> Any:
-        wide = (cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in operands[:2])
+        wide = (
+            cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in operands[:2]
+        )
         return dot(self, *wide, *operands[2:])
 
     def clamp(self: Any, x: Any, low: Any, high: Any, _: Any) -> Any:
@@ -53,7 +55,11 @@ def _mend_interpreter() -> None:
         prepare(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
 
-    builder.cast_impl, builder.create_dot, builder.create_clampf = cast_rounding, dot_of_numbers, clamp
+    builder.cast_impl, builder.create_dot, builder.create_clampf = (
+        cast_rounding,
+        dot_of_numbers,
+        clamp,
+    )
     interpreter._patch_lang_tensor = prepare_with_index
 
 
@@ -99,7 +105,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
             kernel[grid](*arguments, **options)
 
 
-def row_tiles(n_rows: int, d: int, elements: int, widest: int, most_warps: int) -> tuple[int, dict[str, int]]:
+def row_tiles(
+    n_rows: int, d: int, elements: int, widest: int, most_warps: int
+) -> tuple[int, dict[str, int]]:
     """How many tiles, and their ROWS, COLUMNS and num_warps: whole rows up to `widest` columns."""
     columns = min(triton.next_power_of_2(d), widest)
     rows = max(1, min(elements // columns, triton.next_power_of_2(n_rows)))

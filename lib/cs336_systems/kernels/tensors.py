@@ -6,7 +6,9 @@ from torch import Tensor
 from cs336_systems.dtypes import KERNEL_DTYPES
 
 
-def check_tensors(names: str, *tensors: Tensor, fits: bool, allowed: str, same_dtype: bool = False) -> None:
+def check_tensors(
+    names: str, *tensors: Tensor, fits: bool, allowed: str, same_dtype: bool = False
+) -> None:
     """Refuse tensors, called by these names, unless their shapes fit; `allowed` describes shapes that do.
 
     Raises:
@@ -15,10 +17,14 @@ def check_tensors(names: str, *tensors: Tensor, fits: bool, allowed: str, same_d
     """
     dtypes = {x.dtype for x in tensors}
     if not dtypes.issubset(KERNEL_DTYPES) or (same_dtype and len(dtypes) > 1):
-        one_of = ("all the same, one of " if same_dtype else "") + ", ".join(map(str, KERNEL_DTYPES))
+        one_of = ("all the same, one of " if same_dtype else "") + ", ".join(
+            map(str, KERNEL_DTYPES)
+        )
         raise TypeError(f"{names} have dtypes {_listed(tensors, 'dtype')}; allowed: {one_of}")
     if any(x.layout != torch.strided for x in tensors):
-        raise ValueError(f"{names} have layouts {_listed(tensors, 'layout')}; allowed: torch.strided")
+        raise ValueError(
+            f"{names} have layouts {_listed(tensors, 'layout')}; allowed: torch.strided"
+        )
     if any(x.device != tensors[0].device for x in tensors):
         raise ValueError(f"{names} are on {_listed(tensors, 'device')}; allowed: the same one")
     if not fits:

@@ -60,11 +60,15 @@ def backward_kernel(
         rows = first + tl.arange(0, ROWS)
         long_rows = rows[:, None].to(tl.int64)
         inside = (rows[:, None] < last_row) & in_row[None, :]
-        dy = tl.load(dy_ptr + rows.to(tl.int64) * stride_dy, mask=rows < last_row, other=0.0).to(tl.float32)
+        dy = tl.load(dy_ptr + rows.to(tl.int64) * stride_dy, mask=rows < last_row, other=0.0).to(
+            tl.float32
+        )
         x_tile = x_ptr + long_rows * stride_xr + columns[None, :].to(tl.int64) * stride_xd
         x = tl.load(x_tile, mask=inside, other=0.0).to(tl.float32)
         dx = dy[:, None] * w[None, :]
-        tl.store(dx_ptr + long_rows * d + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        tl.store(
+            dx_ptr + long_rows * d + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside
+        )
         partial += tl.sum(dy[:, None] * x, axis=0)
     tl.store(partial_ptr + part.to(tl.int64) * d + columns, partial, mask=in_row)
 
@@ -90,7 +94,20 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     partial = x.new_empty((triton.cdiv(n_rows, rows_each), d), dtype=torch.float32)
     strides = *rows.stride(), *weight.stride(), *above.stride()
     grid = (len(partial), triton.cdiv(d, options["COLUMNS"]))
-    launch(backward_kernel, grid, rows, weight, above, dx, partial, *strides, n_rows, d, rows_each, **options)
+    launch(
+        backward_kernel,
+        grid,
+        rows,
+        weight,
+        above,
+        dx,
+        partial,
+        *strides,
+        n_rows,
+        d,
+        rows_each,
+        **options,
+    )
     return dx, partial.sum(0).to(weight.dtype)
 
 

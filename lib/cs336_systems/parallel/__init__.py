@@ -5,9 +5,19 @@ from cs336_systems.parallel.ddp import DataParallel, FlatDDP, NaiveDDP, start_me
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.hosts import PacedLayer, slow_link, two_hosts, why_no_slow_link
 from cs336_systems.parallel.launch import WorkerContext, WorkerError, backends_here, launch, stream
-from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, ReduceScatterDDP, bucket_bytes
+from cs336_systems.parallel.overlapped import (
+    BucketedDDP,
+    OverlappedDDP,
+    ReduceScatterDDP,
+    bucket_bytes,
+)
 from cs336_systems.parallel.recovery import Torchrun
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.parallel.shards import fill_buckets, partition_tensors, segment_bytes, shard_bytes
+from cs336_systems.parallel.shards import (
+    fill_buckets,
+    partition_tensors,
+    segment_bytes,
+    shard_bytes,
+)
 from cs336_systems.parallel.strategies import SHARDINGS, TorchDDP
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU

@@ -17,7 +17,9 @@ from cs336_systems.parallel.launch import BACKENDS, join
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="torchrun ... -m cs336_systems.parallel", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="torchrun ... -m cs336_systems.parallel", description=__doc__
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("worker", help="package.module:function", type=pkgutil.resolve_name)
     parser.add_argument("--arguments", default={}, type=json.loads, help="keywords, a JSON object")

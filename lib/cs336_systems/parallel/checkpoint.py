@@ -39,7 +39,9 @@ def load(folder: str | Path, model: FSDP, optimizer: torch.optim.Optimizer) -> i
         dcp.load(state := _state(model, optimizer), checkpoint_id=path)
         for name, parameter in model.module.named_parameters():
             kept = optimizer.state.get(parameter, {})
-            kept |= {key: state[f"{name}:{key}"] for key, x in kept.items() if not isinstance(x, Tensor)}
+            kept |= {
+                key: state[f"{name}:{key}"] for key, x in kept.items() if not isinstance(x, Tensor)
+            }
     return newest[0]
 
 

@@ -38,11 +38,16 @@ class Message:
         group = next((x for x in arguments if isinstance(x, dist.ProcessGroup)), None)
         self.ranks = dist.get_world_size(group)
         lists = [x if isinstance(x, list | tuple) else [x] for x in arguments]
-        lists = [each for each in lists if each and isinstance(each[0], Tensor)] or [[torch.empty(0)]]
+        lists = [each for each in lists if each and isinstance(each[0], Tensor)] or [
+            [torch.empty(0)]
+        ]
         largest = max(lists, key=lambda each: sum(x.numel() for x in each))
         self.numel, self.bytes = sum(x.numel() for x in largest), sum(x.nbytes for x in largest)
         self.dtype = largest[0].dtype
-        self.storage, self.address = StorageWeakRef(largest[0].untyped_storage()), largest[0].data_ptr()
+        self.storage, self.address = (
+            StorageWeakRef(largest[0].untyped_storage()),
+            largest[0].data_ptr(),
+        )
 
     def __getattr__(self, name: str) -> Any:
         self.waited_for = True
@@ -73,7 +78,9 @@ def watch_collectives(
             under which functions are pickled, too.
     """
     messages: list[Message] = []
-    under_way: list[str] = []  # an older name of a function calls the newer, which is no message of its own
+    under_way: list[
+        str
+    ] = []  # an older name of a function calls the newer, which is no message of its own
 
     def watched(name: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
         ring = _RINGS.get(name)
@@ -95,7 +102,9 @@ def watch_collectives(
         return work if message.is_async else None
 
     calls = {
-        name: partial(watched, name, getattr(dist, name)) for name in _COLLECTIVES if hasattr(dist, name)
+        name: partial(watched, name, getattr(dist, name))
+        for name in _COLLECTIVES
+        if hasattr(dist, name)
     }
     with ExitStack() as stack:
         for module in (dist, dist.distributed_c10d) if checks else (dist,):
@@ -115,7 +124,9 @@ def pass_on(leaving: Tensor, arriving: Tensor, group: Any = None) -> int:
 # The collectives as rings, with the parameters of torch.distributed. Each returns the bytes that it sent.
 
 
-def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> int:
+def all_reduce(
+    tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> int:
     whole = tensor.detach().clone(memory_format=torch.contiguous_format)
     pieces = whole.view(-1).tensor_split(dist.get_world_size(group))
     count = _reduce(pieces, group, op) + _around(pieces, dist.get_rank(group), group, Tensor.copy_)
@@ -123,14 +134,20 @@ def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, a
     return count
 
 
-def all_gather(output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False) -> int:
+def all_gather(
+    output_tensor: Tensor, input_tensor: Tensor, group: Any = None, async_op: bool = False
+) -> int:
     pieces = output_tensor.detach().view(-1).chunk(dist.get_world_size(group))
     pieces[rank := dist.get_rank(group)].copy_(input_tensor.detach().flatten())
     return _around(pieces, rank, group, Tensor.copy_)
 
 
 def reduce_scatter(
-    output: Tensor, input: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    output: Tensor,
+    input: Tensor,
+    op: Any = dist.ReduceOp.SUM,
+    group: Any = None,
+    async_op: bool = False,
 ) -> int:
     pieces = input.detach().flatten().clone().chunk(dist.get_world_size(group))
     count = _reduce(pieces, group, op)
@@ -166,7 +183,9 @@ def _reduce(pieces: tuple[Tensor, ...], group: Any, op: Any) -> int:
     return count
 
 
-def _around(pieces: tuple[Tensor, ...], first: int, group: Any, take: Callable[[Tensor, Tensor], Any]) -> int:
+def _around(
+    pieces: tuple[Tensor, ...], first: int, group: Any, take: Callable[[Tensor, Tensor], Any]
+) -> int:
     """In each of n - 1 hops pass a piece to the next rank, from `first` on backwards, and take the last's."""
     n, count = len(pieces), 0
     for hop in range(n - 1):
@@ -210,7 +229,9 @@ def count_sent_bytes(
     return [row for rows in by_rank for row in rows]
 
 
-def _count(context: WorkerContext, layers: dict, meshes: tuple, d_model: int, d_ff: int, tokens: int) -> Rows:
+def _count(
+    context: WorkerContext, layers: dict, meshes: tuple, d_model: int, d_ff: int, tokens: int
+) -> Rows:
     rows = []
     for x, y in meshes:
         mesh = DeviceMesh("cpu", torch.arange(x * y).view(x, y), mesh_dim_names=("x", "y"))
@@ -222,7 +243,11 @@ def _count(context: WorkerContext, layers: dict, meshes: tuple, d_model: int, d_
             for name, make_layer in layers.items():
                 layer = make_layer(deepcopy(full), mesh)
                 key = {"layer": name, "X": x, "Y": y, "rank": context.rank}
-                rows += [key | row for row in _passes(layer, full, *shares)] if layer is not None else []
+                rows += (
+                    [key | row for row in _passes(layer, full, *shares)]
+                    if layer is not None
+                    else []
+                )
     return rows
 
 

@@ -72,12 +72,21 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module):
         super().__init__()
         guards.check_process_group(self)
-        self.module, self._parameters_then = module, list(module.parameters())  # which has a tied weight once
+        self.module, self._parameters_then = (
+            module,
+            list(module.parameters()),
+        )  # which has a tied weight once
         nested = any(isinstance(part, DataParallel) for part in module.modules())
         if nested or any(hasattr(parameter, "_is_shard") for parameter in self._parameters_then):
-            raise ValueError(f"{type(module).__name__} is wrapped already, or a part; allowed: one wrapper")
-        self._trainable = [parameter for parameter in self._parameters_then if parameter.requires_grad]
-        self._frozen = [parameter for parameter in self._parameters_then if not parameter.requires_grad]
+            raise ValueError(
+                f"{type(module).__name__} is wrapped already, or a part; allowed: one wrapper"
+            )
+        self._trainable = [
+            parameter for parameter in self._parameters_then if parameter.requires_grad
+        ]
+        self._frozen = [
+            parameter for parameter in self._parameters_then if not parameter.requires_grad
+        ]
         self._unused: set[int] = set()  # indices in _trainable whose gradient is a zero of ours
         self._synchronizes, self._end_is_announced, self._is_over = True, False, False
         self._backend = dist.get_backend()  # asked once: a message should cost the CPU little
@@ -97,7 +106,9 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _give_up_failed_pass(self) -> None:
-        if self._end_is_announced and torch._C._current_autograd_node() is None:  # the end never came
+        if (
+            self._end_is_announced and torch._C._current_autograd_node() is None
+        ):  # the end never came
             if any(parameter.grad is not None for parameter in self._trainable):
                 raise RuntimeError(
                     "a backward pass has raised an error, and some of its gradients are there or under way; "
@@ -171,7 +182,9 @@ class DataParallel(nn.Module):
         gradients = [parameter.grad for parameter in self._trainable] if self._keeps_shards else []
         here = [each for each in gradients if each is not None and each.numel()]
         if self._keeps_shards:
-            flags[-1] = ~torch.stack(torch._foreach_norm(here, torch.inf)).isfinite().all() if here else 0
+            flags[-1] = (
+                ~torch.stack(torch._foreach_norm(here, torch.inf)).isfinite().all() if here else 0
+            )
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         if self._unused:  # only then are they read, which makes the CPU wait for a GPU
             was_used = flags.tolist()
@@ -190,7 +203,10 @@ class DataParallel(nn.Module):
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
         tensors = *self.module.named_parameters(), *self.module.named_buffers()
-        return [type(self).__name__, *(f"{name} {guards.describe(tensor)}" for name, tensor in tensors)]
+        return [
+            type(self).__name__,
+            *(f"{name} {guards.describe(tensor)}" for name, tensor in tensors),
+        ]
 
 
 class NaiveDDP(DataParallel):
@@ -205,7 +221,9 @@ class FlatDDP(DataParallel):
     """After backward, one all-reduce of all gradients, copied into one tensor (one per dtype) and back."""
 
     def _average_gradients(self) -> None:
-        average_flat([self._gradient(index) for index in range(len(self._trainable))], self._backend)
+        average_flat(
+            [self._gradient(index) for index in range(len(self._trainable))], self._backend
+        )
 
 
 def average_flat(gradients: list[Tensor], backend: str) -> None:
@@ -215,13 +233,17 @@ def average_flat(gradients: list[Tensor], backend: str) -> None:
         flat = torch.cat([gradient.flatten() for gradient in group])
         start_mean(flat, backend).wait()
         means = flat.split([gradient.numel() for gradient in group])
-        torch._foreach_copy_(group, [mean.view_as(each) for mean, each in zip(means, group, strict=True)])
+        torch._foreach_copy_(
+            group, [mean.view_as(each) for mean, each in zip(means, group, strict=True)]
+        )
 
 
 def as_it_is_sent(gradient: Tensor) -> Tensor:
     """Contiguous, without a graph and without what is done lazily; where it is so already, in its memory."""
     if gradient.is_sparse:
-        raise TypeError("a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)")
+        raise TypeError(
+            "a gradient is sparse; allowed: dense ones, as of nn.Embedding(sparse=False)"
+        )
     return gradient.detach().resolve_conj().resolve_neg().contiguous()
 
 

@@ -75,27 +75,40 @@ class FSDP(DataParallel):
         reshard: bool = True,
     ):
         if compute_dtype is not None and not getattr(compute_dtype, "is_floating_point", False):
-            raise ValueError(f"compute_dtype is {compute_dtype!r}; allowed: None, or a floating-point dtype")
+            raise ValueError(
+                f"compute_dtype is {compute_dtype!r}; allowed: None, or a floating-point dtype"
+            )
         if prefetch not in (0, 1, 2):
             raise ValueError(f"prefetch is {prefetch!r}; allowed: 0, 1 or 2")
         self._compute_dtype, self._ahead, self._reshards = compute_dtype, prefetch, reshard
-        kinds = ([getattr(kind, "__name__", kind) for kind in each] for each in (shard_types, unit_types))
+        kinds = (
+            [getattr(kind, "__name__", kind) for kind in each] for each in (shard_types, unit_types)
+        )
         self._shard_types, self._unit_types = kinds
         super().__init__(module)
         device = self._trainable[0].device
-        streams = CommunicationStream(device, self._backend), CommunicationStream(device, self._backend)
+        streams = (
+            CommunicationStream(device, self._backend),
+            CommunicationStream(device, self._backend),
+        )
         names = {other: name or type(module).__name__ for name, other in module.named_modules()}
         groups = group_by_user(home for home in self._homes if home.parameter in self._sharded)
         self._groups = [ParameterGroup(homes, names, compute_dtype, streams) for homes in groups]
         self._indices = {parameter: index for index, parameter in enumerate(self._trainable)}
-        self._replicated = [n for n, weight in enumerate(self._trainable) if weight not in self._sharded]
+        self._replicated = [
+            n for n, weight in enumerate(self._trainable) if weight not in self._sharded
+        ]
         # In backward, gradients take the memory of the second block ahead, and it computes for longer.
         self._ahead_in_backward = min(prefetch, 1) if self._unit_types else prefetch
         self._gathered: dict[ParameterGroup, None] = {}
-        self._reductions: deque[tuple] = deque()  # whole gradients on their way, and what waits for them
+        self._reductions: deque[tuple] = (
+            deque()
+        )  # whole gradients on their way, and what waits for them
         self._order: list[ParameterGroup] = []  # in which forward uses them
         self._positions: dict[nn.Module, int] = {}  # in that order
-        self._caches_casts: list[bool] = []  # what to restore, of the modules whose forward is under way
+        self._caches_casts: list[
+            bool
+        ] = []  # what to restore, of the modules whose forward is under way
         self._has_agreed = self._is_in_forward = False
         self._add_hooks()
         guards.refuse_other_optimizers(self._sharded)
@@ -108,20 +121,33 @@ class FSDP(DataParallel):
 
     def _check_module(self) -> None:
         super()._check_module()
-        self._homes, name = list(dict.fromkeys(self._find_homes(self.module))), type(self.module).__name__
-        found = (home.parameter for home in self._homes if type(home.holder).__name__ in self._shard_types)
+        self._homes, name = (
+            list(dict.fromkeys(self._find_homes(self.module))),
+            type(self.module).__name__,
+        )
+        found = (
+            home.parameter
+            for home in self._homes
+            if type(home.holder).__name__ in self._shard_types
+        )
         self._sharded = dict.fromkeys(parameter for parameter in found if parameter.requires_grad)
         types = " or ".join(self._shard_types)
         if not self._sharded:
-            raise ValueError(f"{name} has nothing to shard; allowed: a trainable parameter in a {types}")
+            raise ValueError(
+                f"{name} has nothing to shard; allowed: a trainable parameter in a {types}"
+            )
         dtypes = " and ".join(sorted({str(parameter.dtype) for parameter in self._sharded}))
         if "and" in dtypes or "float" not in dtypes:
-            raise ValueError(f"the weights of {name} are {dtypes}; allowed: one floating-point dtype")
+            raise ValueError(
+                f"the weights of {name} are {dtypes}; allowed: one floating-point dtype"
+            )
         self._check_hooks()
 
     def _check_hooks(self) -> None:
         if any(shard._backward_hooks for shard in self._sharded):
-            raise ValueError("a weight has a hook that FSDP would not call; allowed: post-accumulate hooks")
+            raise ValueError(
+                "a weight has a hook that FSDP would not call; allowed: post-accumulate hooks"
+            )
 
     def _find_homes(self, module: nn.Module, unit: nn.Module | None = None) -> Iterator[Home]:
         """Of every parameter that has rows."""
@@ -165,11 +191,15 @@ class FSDP(DataParallel):
                 group.reshard()
 
     # These run for every group in every pass, and a training step in 16 bits may wait for Python.
-    def _before_forward(self, group: ParameterGroup, module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    def _before_forward(
+        self, group: ParameterGroup, module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple:
         group.calls += 1
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         casts = torch.is_autocast_enabled(self._trainable[0].device.type)
-        torch._C._autograd._push_saved_tensors_default_hooks(partial(self._pack, outer, casts), call)
+        torch._C._autograd._push_saved_tensors_default_hooks(
+            partial(self._pack, outer, casts), call
+        )
         self._caches_casts.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)  # the cache would keep a copy of every whole weight
         following: Sequence[ParameterGroup] = ()
@@ -180,14 +210,18 @@ class FSDP(DataParallel):
             following = self._order[group.position + 1 : group.position + 1 + self._ahead]
         self._collect(group, following)
         for parameter, whole in group.weights:
-            whole.requires_grad_(parameter.requires_grad)  # it may be frozen for a while, as in a GAN
+            whole.requires_grad_(
+                parameter.requires_grad
+            )  # it may be frozen for a while, as in a GAN
         group.unshard()
         if (dtype := self._compute_dtype) is not None:
             cast = lambda x: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
             args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
         return args, kwargs
 
-    def _after_forward(self, group: ParameterGroup, module: nn.Module, args: tuple, output: Any) -> None:
+    def _after_forward(
+        self, group: ParameterGroup, module: nn.Module, args: tuple, output: Any
+    ) -> None:
         group.calls -= 1
         torch._C._autograd._pop_saved_tensors_default_hooks()
         torch.set_autocast_cache_enabled(self._caches_casts.pop())
@@ -213,7 +247,9 @@ class FSDP(DataParallel):
         if not stays or torch._C._current_autograd_node() is not None:
             self._free(group)
 
-    def _pack(self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor) -> Callable:
+    def _pack(
+        self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor
+    ) -> Callable:
         """What backward calls to have a tensor again; `outer`: hooks around ours, as of checkpointing."""
         leaf, remake = _leaf_of_cast(tensor) if casts else (tensor, None)
         try:
@@ -230,7 +266,12 @@ class FSDP(DataParallel):
         return partial(_kept_tensor, tensor.detach(), tensor._version)
 
     def _kept_weight(
-        self, whole: Tensor, group: ParameterGroup, versions: int, position: int, remake: Callable | None
+        self,
+        whole: Tensor,
+        group: ParameterGroup,
+        versions: int,
+        position: int,
+        remake: Callable | None,
     ) -> Tensor:
         _check_unchanged(group.name, versions, group.versions_now())
         if torch._C._current_graph_task_id() == -1:  # somebody looks at the graph
@@ -247,7 +288,9 @@ class FSDP(DataParallel):
         if group.is_in_backward and group.is_gathered:
             return
         self._announce_end()
-        self._collect(group, self._order[max(position - self._ahead_in_backward, 0) : position][::-1])
+        self._collect(
+            group, self._order[max(position - self._ahead_in_backward, 0) : position][::-1]
+        )
         group.is_in_backward, group.task = True, torch._C._current_graph_task_id()
         group.unshard()  # a part of its forward may be computed once more
 
@@ -268,7 +311,9 @@ class FSDP(DataParallel):
         if len(group.ready) < len(group.weights):
             return
         group.ready.clear()
-        is_inside = group.task != torch._C._current_graph_task_id()  # of a reentrant checkpoint in the unit
+        is_inside = (
+            group.task != torch._C._current_graph_task_id()
+        )  # of a reentrant checkpoint in the unit
         if group.is_gathered and not group.calls and not is_inside:
             self._free(group)
         if self._synchronizes:
@@ -283,7 +328,9 @@ class FSDP(DataParallel):
                 self._unused.discard(self._indices[weight.parameter])
             elif weight.parameter.grad is None:
                 self._unused.add(self._indices[weight.parameter])
-        self._wait_for_reductions(max(self._ahead_in_backward, 1) - 1)  # or whole gradients would pile up
+        self._wait_for_reductions(
+            max(self._ahead_in_backward, 1) - 1
+        )  # or whole gradients would pile up
         self._reductions.append(group.start_reduction())
 
     def _wait_for_reductions(self, leave: int = 0) -> None:
@@ -316,7 +363,9 @@ class FSDP(DataParallel):
         self._has_agreed = True
         self._check_hooks()
         if not all(shard.requires_grad for shard in self._sharded):
-            raise RuntimeError("a weight was frozen since it was wrapped; allowed: frozen before that")
+            raise RuntimeError(
+                "a weight was frozen since it was wrapped; allowed: frozen before that"
+            )
 
     def _agree(self, what: str, group: ParameterGroup | None = None) -> None:
         """In the first step, compare with the other ranks before a message that they may not expect."""
@@ -334,7 +383,9 @@ class FSDP(DataParallel):
             )
         return super()._apply(change, recurse)
 
-    def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping, strict: bool = True, assign: bool = False
+    ) -> Any:
         """As of every module, of this rank's shards; a tensor that is assigned would be no shard."""
         if assign:
             raise ValueError("assign is True; allowed: False, which copies into the shards")
@@ -370,7 +421,11 @@ class FSDP(DataParallel):
         """
         squares, device = [], self._trainable[0].device
         for is_sharded in (True, False):
-            mine = [p for p in self._trainable if p.grad is not None and (p in self._sharded) is is_sharded]
+            mine = [
+                p
+                for p in self._trainable
+                if p.grad is not None and (p in self._sharded) is is_sharded
+            ]
             norm = get_total_norm([parameter.grad for parameter in mine])  # of nothing: on the CPU
             squares.append(at_least_float32(norm).to(device) ** 2)
         dist.all_reduce(squares[0])

@@ -20,7 +20,9 @@ def check_process_group(what: Any) -> None:
     """Refuse (RuntimeError) to make an object without a process group."""
     if not dist.is_initialized():
         name = type(what).__name__
-        raise RuntimeError(f"{name} needs a process group; allowed: in a worker of `launch`, under torchrun")
+        raise RuntimeError(
+            f"{name} needs a process group; allowed: in a worker of `launch`, under torchrun"
+        )
 
 
 def check_ranks_agree(description: list[str]) -> None:
@@ -46,9 +48,13 @@ def check_tensors(what: str, tensors: Iterable[Tensor]) -> None:
     """Refuse (ValueError) tensors without memory (meta, or lazy before a first input), or on two devices."""
     devices = {"meta" if is_lazy(tensor) else str(tensor.device) for tensor in tensors}
     if "meta" in devices:
-        raise ValueError(f"{what} has a tensor without values (meta, or lazy); allowed: with values")
+        raise ValueError(
+            f"{what} has a tensor without values (meta, or lazy); allowed: with values"
+        )
     if len(devices) > 1:
-        raise ValueError(f"{what} has tensors on {' and '.join(sorted(devices))}; allowed: one device")
+        raise ValueError(
+            f"{what} has tensors on {' and '.join(sorted(devices))}; allowed: one device"
+        )
 
 
 def check_still_frozen(frozen: Iterable[Tensor]) -> None:
@@ -119,7 +125,9 @@ def _is_elementwise(kind: type[Optimizer], group: dict[str, Any], like: Tensor) 
             for parameter, piece in zip(parameters, (gradient, *gradient.chunk(2)), strict=True):
                 parameter.grad = piece.clone()
             trial.step()
-    except Exception:  # a class that cannot be made from the settings of its groups, or steps otherwise
+    except (
+        Exception
+    ):  # a class that cannot be made from the settings of its groups, or steps otherwise
         return not needs_closure(kind)
     updated, *halves = (parameter.detach() for parameter in parameters)
     return torch.allclose(updated, torch.cat(halves), rtol=1e-4, atol=1e-6)

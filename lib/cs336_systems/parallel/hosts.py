@@ -49,7 +49,9 @@ def slow_link(context: WorkerContext, gbps: float) -> None:
         ValueError: the backend is not Gloo, or gbps is not above 0.
     """
     if context.backend != "gloo" or not gbps > 0:
-        raise ValueError(f"backend {context.backend!r}, {gbps!r} GB/s; allowed: 'gloo', and a rate above 0")
+        raise ValueError(
+            f"backend {context.backend!r}, {gbps!r} GB/s; allowed: 'gloo', and a rate above 0"
+        )
     if reason := why_no_slow_link():
         raise RuntimeError(f"no slow link here: {reason}")
     if _INTERFACE not in [name for _, name in socket.if_nameindex()]:
@@ -74,7 +76,10 @@ def _move_apart(context: WorkerContext) -> None:
     dist.barrier()
     if rank == 0:
         _command("ip link add switch type bridge")
-        for interface in ("switch", *(f"port{other} master switch" for other in range(context.world_size))):
+        for interface in (
+            "switch",
+            *(f"port{other} master switch" for other in range(context.world_size)),
+        ):
             _command(f"ip link set {interface} up")
     dist.barrier()
     store = dist.PrefixStore("hosts", dist.distributed_c10d._get_default_store())
@@ -114,7 +119,9 @@ class Host:
     def crash(self) -> None:
         """Kill all that runs there, at once."""
         here, mine = os.readlink(f"/proc/{self._holder.pid}/ns/net"), self._holder.pid
-        for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != mine]:
+        for pid in [
+            int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != mine
+        ]:
             with contextlib.suppress(OSError):  # it has ended meanwhile, or is not ours
                 if os.readlink(f"/proc/{pid}/ns/net") == here:
                     os.kill(pid, signal.SIGKILL)

@@ -35,9 +35,17 @@ import torch.distributed as dist
 from cs336_systems.arguments import check_choice
 
 BACKENDS = ("auto", "gloo", "nccl")
-_PRELOADED = ["torch.distributed.fsdp", "pandas", "einops", "cloudpickle"]  # not ours: it may be edited
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "pandas",
+    "einops",
+    "cloudpickle",
+]  # not ours: it may be edited
 _POLL_S, _GRACE_S = 0.02, 0.5  # grace: to write stacks, and for failures that one causes
-_CONSEQUENCES = ("by peer", "remote process exited")  # what Gloo and NCCL raise when another worker is gone
+_CONSEQUENCES = (
+    "by peer",
+    "remote process exited",
+)  # what Gloo and NCCL raise when another worker is gone
 _LINUX, _starting = sys.platform == "linux", threading.Lock()
 
 
@@ -72,7 +80,9 @@ def choose_backend(backend: str, local_workers: int) -> str:
     check_choice("backend", backend, BACKENDS)
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
     if backend == "nccl" and gpus < local_workers:
-        raise ValueError(f"backend 'nccl' needs {local_workers} GPUs, one a worker; this machine has {gpus}")
+        raise ValueError(
+            f"backend 'nccl' needs {local_workers} GPUs, one a worker; this machine has {gpus}"
+        )
     return ("nccl" if gpus >= local_workers else "gloo") if backend == "auto" else backend
 
 
@@ -90,7 +100,12 @@ def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
 
 
 def launch(
-    worker: Callable, world_size: int, *args: Any, backend: str = "auto", timeout_s: float = 600, **kwargs
+    worker: Callable,
+    world_size: int,
+    *args: Any,
+    backend: str = "auto",
+    timeout_s: float = 600,
+    **kwargs,
 ) -> list[Any]:
     """Run `worker(context, *args, **kwargs)` in `world_size` processes of one process group.
 
@@ -118,7 +133,12 @@ def launch(
 
 
 def stream(
-    worker: Callable, world_size: int, *args: Any, backend: str = "auto", timeout_s: float = 600, **kwargs
+    worker: Callable,
+    world_size: int,
+    *args: Any,
+    backend: str = "auto",
+    timeout_s: float = 600,
+    **kwargs,
 ) -> Generator[Any, None, list[Any]]:
     """As `launch`, and yield what rank 0 hands to `context.send`, as it comes. A loop left early ends all."""
     if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
@@ -126,13 +146,17 @@ def stream(
     if not 0 < timeout_s < threading.TIMEOUT_MAX:
         raise ValueError(f"timeout_s is {timeout_s!r}; allowed: seconds, more than 0")
     if not callable(worker):
-        raise TypeError(f"worker is {worker!r}; allowed: a function of a WorkerContext and the arguments")
+        raise TypeError(
+            f"worker is {worker!r}; allowed: a function of a WorkerContext and the arguments"
+        )
     backend, deadline = choose_backend(backend, world_size), time.monotonic() + timeout_s
     environment = os.environ | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
     try:
         job = cloudpickle.dumps((worker, args, kwargs)), backend, deadline, environment
     except Exception as error:
-        raise TypeError(f"the worker or its arguments cannot be sent to other processes: {error}") from error
+        raise TypeError(
+            f"the worker or its arguments cannot be sent to other processes: {error}"
+        ) from error
     with tempfile.TemporaryDirectory(prefix="cs336-launch-") as folder:
         workers: list[_Worker] = []
         try:
@@ -144,7 +168,11 @@ def stream(
                 if failed := [worker for worker in unfinished if worker.state in ("error", "died")]:
                     deadline = min(deadline, time.monotonic())
                 if len(failed) == world_size or time.monotonic() > deadline + _GRACE_S:
-                    raise _first_cause(failed, world_size) if failed else _timeout(unfinished, timeout_s)
+                    raise (
+                        _first_cause(failed, world_size)
+                        if failed
+                        else _timeout(unfinished, timeout_s)
+                    )
                 time.sleep(_POLL_S)
         finally:
             for worker in workers:
@@ -157,7 +185,10 @@ class _Worker:
 
     def __init__(self, rank: int, folder: Path, *job: Any):
         self.rank, self.folder, self.state, self.outcome = rank, folder, "runs", None
-        self.log, self.stack = (folder / f"log-{rank}").open("a+b"), (folder / f"stack-{rank}").open("a+")
+        self.log, self.stack = (
+            (folder / f"log-{rank}").open("a+b"),
+            (folder / f"stack-{rank}").open("a+"),
+        )
         # A fork could not use a GPU that its parent has looked for; a longer TMPDIR is no path for a socket.
         can_fork = not torch.cuda.is_available() and len(tempfile.gettempdir()) < 75
         context = multiprocessing.get_context("forkserver" if can_fork and _LINUX else "spawn")
@@ -194,7 +225,9 @@ class _Worker:
                 print(f"[rank {self.rank}] {text}")
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it for zombies
+        with contextlib.suppress(
+            ProcessLookupError, PermissionError
+        ):  # macOS forbids it for zombies
             os.killpg(self.process.pid, signal.SIGKILL)  # its children too
         self.process.kill()  # if it has no group of its own yet
         self.process.join()
@@ -216,7 +249,9 @@ class _Worker:
 
 def _first_cause(failed: list[_Worker], world_size: int) -> WorkerError:
     (_, rank, sentence, details), *others = sorted(worker.failure() for worker in failed)
-    later = "".join(f"\nAfterwards rank {other} {consequence}" for _, other, consequence, _ in others)
+    later = "".join(
+        f"\nAfterwards rank {other} {consequence}" for _, other, consequence, _ in others
+    )
     message = f"rank {rank} of {world_size} {sentence}\n\n{details}{later}"
     return WorkerError(message.rstrip(), rank, sentence.removeprefix("raised "))
 
@@ -228,7 +263,9 @@ def _timeout(hanging: list[_Worker], timeout_s: float) -> WorkerError:
     return WorkerError(f"rank {ranks}: {cause}{stacks}", hanging[0].rank, cause)
 
 
-def _work(rank: int, folder: Path, call: bytes, backend: str, deadline: float, environment: dict) -> None:
+def _work(
+    rank: int, folder: Path, call: bytes, backend: str, deadline: float, environment: dict
+) -> None:
     """In the worker's process: run a pickled (function, args, kwargs), report its result or error, end."""
     os.environ.clear()  # a fork has the environment of its server
     os.environ.update(environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
@@ -238,7 +275,9 @@ def _work(rank: int, folder: Path, call: bytes, backend: str, deadline: float, e
     os.dup2(log, 1), os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)
     stacks = (folder / f"stack-{rank}").open("w")
-    faulthandler.enable(stacks)  # a crash in native code leaves the Python stack, and so does the time limit
+    faulthandler.enable(
+        stacks
+    )  # a crash in native code leaves the Python stack, and so does the time limit
     faulthandler.dump_traceback_later(left_s := max(0.1, deadline - time.monotonic()), file=stacks)
 
     def tell(state: str, what: Any) -> None:
@@ -252,7 +291,9 @@ def _work(rank: int, folder: Path, call: bytes, backend: str, deadline: float, e
             torch.set_num_threads(1)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if _LINUX else "lo0")
         worker, args, kwargs = pickle.loads(call)
-        store = dist.FileStore(str(folder / "rendezvous"), int(environment["WORLD_SIZE"]))  # needs no port
+        store = dist.FileStore(
+            str(folder / "rendezvous"), int(environment["WORLD_SIZE"])
+        )  # needs no port
         # Its collectives wait longer than the caller, who can say more: the caller has all ranks' stacks.
         context = join(backend, send=partial(tell, "runs"), timeout_s=left_s + 10, store=store)
         result = worker(context, *args, **kwargs)
@@ -263,7 +304,9 @@ def _work(rank: int, folder: Path, call: bytes, backend: str, deadline: float, e
         summary = next(line for line in lines if not line.startswith(" ")).strip()
         tell("error", (time.monotonic(), summary, traceback.format_exc()))
     sys.stdout.flush()
-    os._exit(0)  # no orderly exit: after an error, the libraries' shutdown may wait for other workers
+    os._exit(
+        0
+    )  # no orderly exit: after an error, the libraries' shutdown may wait for other workers
 
 
 def _end_with_caller() -> None:
@@ -272,7 +315,9 @@ def _end_with_caller() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def join(backend: str, send: Callable, timeout_s: float, store: dist.Store | None = None) -> WorkerContext:
+def join(
+    backend: str, send: Callable, timeout_s: float, store: dist.Store | None = None
+) -> WorkerContext:
     """Enter the process group that RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE describe.
 
     `torchrun` sets these variables, and so does `launch`; a worker cannot tell the two apart.
@@ -287,4 +332,6 @@ def join(backend: str, send: Callable, timeout_s: float, store: dist.Store | Non
     dist.init_process_group(backend, None, timeout, world_size, rank, store, **options)
     if backend == "gloo":
         dist.barrier()  # or a worker that is done at once would cut off those that are still connecting
-    return WorkerContext(rank, world_size, local_rank, device, backend, send if rank == 0 else lambda _: None)
+    return WorkerContext(
+        rank, world_size, local_rank, device, backend, send if rank == 0 else lambda _: None
+    )

@@ -38,7 +38,9 @@ class OverlappedDDP(DataParallel):
 
     def _use_order(self, order: list[int]) -> None:
         self._buckets = self._fill(order)
-        self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket}
+        self._bucket_of = {
+            index: number for number, bucket in enumerate(self._buckets) for index in bucket
+        }
         self._start_pass()
 
     def _fill(self, order: list[int]) -> list[list[int]]:
@@ -51,7 +53,9 @@ class OverlappedDDP(DataParallel):
         return self._gradient(index)
 
     def _start_pass(self) -> None:
-        self._missing = [len(bucket) for bucket in self._buckets]  # of each bucket, gradients not ready
+        self._missing = [
+            len(bucket) for bucket in self._buckets
+        ]  # of each bucket, gradients not ready
         self._ready = set[int]()  # indices of gradients that this pass has made
         # Of the buckets that were sent, in their order: the next to be sent is len(in_flight).
         self._in_flight: list[dist.Work] = []
@@ -84,7 +88,9 @@ class OverlappedDDP(DataParallel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module; a pass that was not finished is given up, once its messages have come."""
-        if self._ready:  # all ranks send all messages of a pass, or they would mix up those of the next
+        if (
+            self._ready
+        ):  # all ranks send all messages of a pass, or they would mix up those of the next
             self._complete_pass()
         super().zero_grad(set_to_none)
 
@@ -106,8 +112,12 @@ class OverlappedDDP(DataParallel):
     def _average_gradients(self) -> None:
         self._complete_pass()
         if self._observed is not None:
-            last = range(len(self._trainable))[::-1]  # what the step did not use comes behind the rest
-            order = torch.tensor([*(self._observed | dict.fromkeys(last))], device=self._trainable[0].device)
+            last = range(len(self._trainable))[
+                ::-1
+            ]  # what the step did not use comes behind the rest
+            order = torch.tensor(
+                [*(self._observed | dict.fromkeys(last))], device=self._trainable[0].device
+            )
             dist.broadcast(order, src=0)
             self._observed = None
             self._use_order(order.tolist())
@@ -165,7 +175,9 @@ class BucketedDDP(OverlappedDDP):
 
     def _segments(self, bucket: list[int]) -> Segments:
         owner = self._owners or dict.fromkeys(bucket, 0)
-        return [[self._trainable[n] for n in bucket if owner[n] == rank] for rank in range(self._ranks)]
+        return [
+            [self._trainable[n] for n in bucket if owner[n] == rank] for rank in range(self._ranks)
+        ]
 
 
 class ReduceScatterDDP(BucketedDDP):

@@ -64,7 +64,11 @@ class CommunicationStream:
         call, pairs = getattr(dist, collective), zip(outputs, inputs, strict=True)
         if self.cuda is None:
             works = [call(*pair, **how, async_op=True) for pair in pairs]
-            return lambda: ([work.wait() for work in works], inputs, then())  # Gloo reads them until then
+            return lambda: (
+                [work.wait() for work in works],
+                inputs,
+                then(),
+            )  # Gloo reads them until then
         # Several in one kernel.
         with _coalescing_manager() if len(outputs) > 1 else contextlib.nullcontext():
             for pair in pairs:
@@ -83,7 +87,9 @@ class Resharded(Tensor):
         return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None):
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ):
         names = {leaf._what for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Resharded)}
         raise RuntimeError(
             f"{' and '.join(sorted(names))} of an FSDP is used while it is not gathered; allowed: inside the "
@@ -107,7 +113,9 @@ class ShardedWeight(NamedTuple):
     """One weight, twice."""
 
     parameter: nn.Parameter  # the module's own, which the optimizer sees: this rank's rows
-    whole: nn.Parameter  # the leaf of autograd's graph: it has memory only while its group is gathered
+    whole: (
+        nn.Parameter
+    )  # the leaf of autograd's graph: it has memory only while its group is gathered
 
 
 class ParameterGroup:
@@ -121,7 +129,9 @@ class ParameterGroup:
         dtype: torch.dtype | None,
         streams: tuple[CommunicationStream, CommunicationStream],
     ):
-        self.users = list(dict.fromkeys(home.user for home in homes))  # their forward needs the group
+        self.users = list(
+            dict.fromkeys(home.user for home in homes)
+        )  # their forward needs the group
         parameters = list(dict.fromkeys(home.parameter for home in homes))
         self.name = " and ".join(names[user] for user in self.users)
         self.is_gathered = False  # the whole weights have memory, and are there or on their way
@@ -131,11 +141,15 @@ class ParameterGroup:
         self.task = -1  # of autograd, in which backward reached it
         self.calls = self.position = 0  # forward passes under way; place in the order of forward
         self._gather_stream, self._reduce_stream = streams
-        self._arrival: Callable[[], Any] | None = None  # what waits for the gather that is on its way
+        self._arrival: Callable[[], Any] | None = (
+            None  # what waits for the gather that is on its way
+        )
         first, world_size, rank = parameters[0], dist.get_world_size(), dist.get_rank()
         self._dtype = dtype or first.dtype
         step = ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
-        self._cuts: list[int] = []  # of every shard in the buffer: its length, and the gap to the next
+        self._cuts: list[
+            int
+        ] = []  # of every shard in the buffer: its length, and the gap to the next
         self._places: list[tuple] = []  # of this rank's rows in it: shape, strides, start
         own: list[Tensor] = []
         for whole in parameters:
@@ -150,7 +164,9 @@ class ParameterGroup:
         self._memory, self.nbytes = whole.untyped_storage(), whole.nbytes  # while they are gathered
         self._slices = whole.split([n * world_size for n in self._cuts])[::2]
         self._own, self.weights = self._own_rows(self._shards), list[ShardedWeight]()
-        for parameter, piece, mine, values in zip(parameters, self._slices, self._own, own, strict=True):
+        for parameter, piece, mine, values in zip(
+            parameters, self._slices, self._own, own, strict=True
+        ):
             # .data: what autograd keeps must not notice that the memory is filled again.
             view = piece[: parameter.numel()].view(parameter.shape).data
             self.weights.append(ShardedWeight(parameter, nn.Parameter(view)))
@@ -190,7 +206,9 @@ class ParameterGroup:
     def _take_back_replaced_data(self) -> None:
         """An optimizer may give a parameter new memory (p.data = ...) instead of writing to the old."""
         if [weight.parameter.data_ptr() for weight in self.weights] != self._addresses:
-            self._shards = self._shards.clone()  # whoever replaced it may keep the old, to put it back
+            self._shards = (
+                self._shards.clone()
+            )  # whoever replaced it may keep the old, to put it back
             self._own = self._own_rows(self._shards)
             for weight, own in zip(self.weights, self._own, strict=True):
                 weight.parameter.data = own.copy_(weight.parameter.data)
@@ -219,7 +237,9 @@ class ParameterGroup:
 
     def start_reduction(self) -> tuple[list[Tensor], Callable[[], Any]]:
         """Send whole gradients to their ranks; returns them, and a wait for the means in every `.grad`."""
-        gradients = [self._take_gradient(*pair) for pair in zip(self.weights, self._slices, strict=True)]
+        gradients = [
+            self._take_gradient(*pair) for pair in zip(self.weights, self._slices, strict=True)
+        ]
         # In the memory of the computation's stream, which will free it.
         target = received = torch.empty_like(self._shards)
 
@@ -236,8 +256,13 @@ class ParameterGroup:
         with self._reduce_stream as stream:
             if (dtype := gradients[0].dtype) != target.dtype:
                 received = torch.empty_like(target, dtype=dtype)
-            operation, slices = ready_for_mean(gradients, stream.backend), self._padded_slices(received)
-            return gradients, stream.start(REDUCE_SCATTER, slices, gradients, hand_over, op=operation)
+            operation, slices = (
+                ready_for_mean(gradients, stream.backend),
+                self._padded_slices(received),
+            )
+            return gradients, stream.start(
+                REDUCE_SCATTER, slices, gradients, hand_over, op=operation
+            )
 
     def _take_gradient(self, weight: ShardedWeight, slice_: Tensor) -> Tensor:
         """Of the whole weight, flat, with its padding rows."""

@@ -58,7 +58,9 @@ class Torchrun:
         arguments: those of `train`.
     """
 
-    def __init__(self, hosts: Sequence[Host], keep_alive_s: float, timeout_s: float, **arguments: int):
+    def __init__(
+        self, hosts: Sequence[Host], keep_alive_s: float, timeout_s: float, **arguments: int
+    ):
         self.hosts, self.folder = hosts, tempfile.mkdtemp()
         self._log = Path(self.folder, "log")
         of_worker = json.dumps({"folder": self.folder} | arguments)
@@ -70,11 +72,24 @@ class Torchrun:
 
     def start(self, number: int) -> None:
         """Boot one of the hosts."""
-        host, environment = self.hosts[number], {"GLOO_SOCKET_IFNAME": "host", "OMP_NUM_THREADS": "1"}
+        host, environment = (
+            self.hosts[number],
+            {"GLOO_SOCKET_IFNAME": "host", "OMP_NUM_THREADS": "1"},
+        )
         # A survivor that shares its store hands out no address for a newcomer (PyTorch 2.13).
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        own = [f"--rdzv-conf=is_host={int(number == 0)},{self._keep_alive}", f"--local-addr={host.address}"]
-        command = [sys.executable, "-m", "torch.distributed.run", *self._rendezvous, *own, *self._worker]
+        own = [
+            f"--rdzv-conf=is_host={int(number == 0)},{self._keep_alive}",
+            f"--local-addr={host.address}",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *self._rendezvous,
+            *own,
+            *self._worker,
+        ]
         with self._log.open("a") as log:
             host.run(*command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT)
 
@@ -83,7 +98,9 @@ class Torchrun:
         path = Path(self.folder, "notes")
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait_for(self, event: str, step: int = 0, after_s: float = 0.0, timeout_s: float = 300.0) -> None:
+    def wait_for(
+        self, event: str, step: int = 0, after_s: float = 0.0, timeout_s: float = 300.0
+    ) -> None:
         """Until a worker has noted it, at this step or a later one, and after this time."""
         deadline = time.monotonic() + timeout_s
         while not any(
@@ -91,5 +108,7 @@ class Torchrun:
             for note in self.notes()
         ):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"no {event} {step} in {timeout_s:g} s:\n{self._log.read_text()[-3000:]}")
+                raise TimeoutError(
+                    f"no {event} {step} in {timeout_s:g} s:\n{self._log.read_text()[-3000:]}"
+                )
             time.sleep(0.02)

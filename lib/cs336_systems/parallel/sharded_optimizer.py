@@ -55,8 +55,12 @@ class ShardedOptimizer(Optimizer):
         guards.check_process_group(self)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._bucket_size_mb, self._make = bucket_size_mb, partial(optimizer_cls, **kwargs)
-        self._buckets: list[tuple[BucketMemory, Optimizer]] = []  # each with that of this rank's segment
-        self._places: dict[Tensor, tuple[int, int]] = {}  # of each parameter, its owner and its address
+        self._buckets: list[
+            tuple[BucketMemory, Optimizer]
+        ] = []  # each with that of this rank's segment
+        self._places: dict[
+            Tensor, tuple[int, int]
+        ] = {}  # of each parameter, its owner and its address
         self._frozen: list[Tensor] = []
         self.param_groups = []
 
@@ -128,9 +132,14 @@ class ShardedOptimizer(Optimizer):
         try:
             add()
             new = self.param_groups[count:]
-            buckets = self._partition([p for group in new for p in group["params"] if p.requires_grad])
+            buckets = self._partition(
+                [p for group in new for p in group["params"] if p.requires_grad]
+            )
             for group in new:
-                described += [f"group {_plain(_settings(group))}", *map(guards.describe, group["params"])]
+                described += [
+                    f"group {_plain(_settings(group))}",
+                    *map(guards.describe, group["params"]),
+                ]
         except Exception as error:
             failure, described = error, [f"{type(error).__name__}: {error}"]
         self._is_adding = False
@@ -151,7 +160,9 @@ class ShardedOptimizer(Optimizer):
             own = set(segments[self._rank])
             parts = [[p for p in group["params"] if p in own] for group in self.param_groups]
             groups = zip(map(_settings, self.param_groups), parts, strict=True)
-            buckets.append((segments, self._make([each | {"params": part} for each, part in groups])))
+            buckets.append(
+                (segments, self._make([each | {"params": part} for each, part in groups]))
+            )
         return buckets
 
     def _check_addresses(self) -> None:
@@ -170,7 +181,9 @@ class ShardedOptimizer(Optimizer):
             (memory,) = allocate([segments])  # one at a time: the parameters leave their old memory
             for parameter, view in memory.views.items():
                 parameter.data = view.copy_(parameter)
-            self._places |= {p: (rank, p.data_ptr()) for rank, part in enumerate(segments) for p in part}
+            self._places |= {
+                p: (rank, p.data_ptr()) for rank, part in enumerate(segments) for p in part
+            }
             self.state.update(optimizer.state)
             optimizer.state = self.state
             self._buckets.append((memory, optimizer))
@@ -180,7 +193,9 @@ class ShardedOptimizer(Optimizer):
 
 def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -> None:
     if not (isinstance(optimizer_cls, type) and issubclass(optimizer_cls, Optimizer)):
-        raise TypeError(f"optimizer_cls is {optimizer_cls!r}; allowed: a subclass of torch.optim.Optimizer")
+        raise TypeError(
+            f"optimizer_cls is {optimizer_cls!r}; allowed: a subclass of torch.optim.Optimizer"
+        )
     if guards.needs_closure(optimizer_cls):
         raise ValueError(
             f"optimizer_cls is {optimizer_cls.__name__}, whose step needs a closure; allowed: optimizers "
@@ -205,10 +220,15 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_settings(groups: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
-    for one, other in zip(groups, to, strict=False):  # an older bucket does not have the newest groups
+    for one, other in zip(
+        groups, to, strict=False
+    ):  # an older bucket does not have the newest groups
         other.update(_settings(one))
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     """For comparing with other ranks: of what is no plain value, the type."""
-    return {name: value if isinstance(value, _PLAIN) else type(value) for name, value in settings.items()}
+    return {
+        name: value if isinstance(value, _PLAIN) else type(value)
+        for name, value in settings.items()
+    }

@@ -14,7 +14,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-ALIGNMENT_BYTES = 128  # of each tensor in its buffer: vectorised kernels are slow at unaligned addresses
+ALIGNMENT_BYTES = (
+    128  # of each tensor in its buffer: vectorised kernels are slow at unaligned addresses
+)
 
 # What a bucket holds: for each rank the tensors in its segment, in their order.
 Segments = list[list[Tensor]]
@@ -51,7 +53,11 @@ def fill_buckets(
     for index in order:
         owner, size = owners[index] if owners else 0, tensors[index].nbytes
         alike = of_kind[tensors[index].dtype, tensors[index].device]
-        room = (n for n in alike[-open_buckets:] if used[n][owner] + size <= max(segment_bytes, *used[n]))
+        room = (
+            n
+            for n in alike[-open_buckets:]
+            if used[n][owner] + size <= max(segment_bytes, *used[n])
+        )
         number = next(room, len(buckets))
         if number == len(buckets):
             alike.append(number)
@@ -63,7 +69,9 @@ def fill_buckets(
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
-def partition_tensors(tensors: Iterable[Tensor], world_size: int, bucket_size_mb: float) -> list[Segments]:
+def partition_tensors(
+    tensors: Iterable[Tensor], world_size: int, bucket_size_mb: float
+) -> list[Segments]:
     """Partition tensors over the ranks so that in every bucket all have about as many bytes.
 
     From the largest to the smallest, each joins the shortest segment of the first bucket of its dtype where
@@ -74,9 +82,14 @@ def partition_tensors(tensors: Iterable[Tensor], world_size: int, bucket_size_mb
         bucket_size_mb: the most a bucket holds, all segments together, in MB of 2**20 bytes. A larger tensor
             begins a bucket, and the gaps beside it are filled with others.
     """
-    of_dtype: dict[torch.dtype, list] = defaultdict(list)  # buckets, each with the lengths of its segments
+    of_dtype: dict[torch.dtype, list] = defaultdict(
+        list
+    )  # buckets, each with the lengths of its segments
     for tensor in sorted(tensors, key=lambda tensor: -tensor.nbytes):
-        length, limit = padded_length(tensor), bucket_size_mb * 2**20 / tensor.element_size() / world_size
+        length, limit = (
+            padded_length(tensor),
+            bucket_size_mb * 2**20 / tensor.element_size() / world_size,
+        )
         buckets = of_dtype[tensor.dtype]
         for bucket in buckets:
             segments, used = bucket
@@ -102,7 +115,10 @@ def segment_bytes(segments: Segments) -> int:
 
 def shard_bytes(buckets: Sequence[Segments]) -> list[int]:
     """By rank, the bytes of its tensors."""
-    return [sum(x.nbytes for segments in buckets for x in segments[rank]) for rank in range(len(buckets[0]))]
+    return [
+        sum(x.nbytes for segments in buckets for x in segments[rank])
+        for rank in range(len(buckets[0]))
+    ]
 
 
 class BucketMemory:
@@ -111,7 +127,9 @@ class BucketMemory:
     def __init__(self, segments: Segments, whole: Tensor):
         self.whole = whole  # the flat buffer, all segments and their padding
         self.segments = whole.chunk(len(segments))  # by rank
-        self.views: dict[Tensor, Tensor] = {}  # slices, in a tensor's shape and, if it is dense, strides
+        self.views: dict[
+            Tensor, Tensor
+        ] = {}  # slices, in a tensor's shape and, if it is dense, strides
         for tensors, slice_ in zip(segments, self.segments, strict=True):
             start = 0
             for tensor in tensors:

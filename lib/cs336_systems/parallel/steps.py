@@ -25,7 +25,9 @@ from cs336_systems.training.steps import ModelSteps
 class DataParallelSteps(ModelSteps):
     """The passes of a wrapped model; the range "communication" is the wait for gradients after backward."""
 
-    def __init__(self, wrapped: nn.Module, batch_size: int, context_length: int, dtype: str = "float32"):
+    def __init__(
+        self, wrapped: nn.Module, batch_size: int, context_length: int, dtype: str = "float32"
+    ):
         super().__init__(wrapped.module, batch_size, context_length, dtype)
         self.model = wrapped
 
@@ -67,7 +69,9 @@ def steps_of(case: Mapping[str, Any], context: WorkerContext) -> DataParallelSte
 def wrap(module: nn.Module, case: Mapping[str, Any]) -> nn.Module:
     """The module in the case's wrapper, with its `bucket_size_mb` if it has one."""
     size = case["bucket_size_mb"]
-    return WRAPPERS[case["implementation"]](module, **({} if size is None else {"bucket_size_mb": size}))
+    return WRAPPERS[case["implementation"]](
+        module, **({} if size is None else {"bucket_size_mb": size})
+    )
 
 
 class ShardedSteps(DataParallelSteps):
@@ -89,7 +93,9 @@ class ShardedSteps(DataParallelSteps):
         for number, block in enumerate(model.layers if case.get("compiled") else ()):
             model.layers[number] = torch.compile(block, dynamic=False)
         share = case["batch_size"] // context.world_size
-        ModelSteps.__init__(self, model, share, length, "float32" if strategy.casts else case["dtype"])
+        ModelSteps.__init__(
+            self, model, share, length, "float32" if strategy.casts else case["dtype"]
+        )
         self.optimizer = None  # the one that it made would keep whole parameters alive
         dtype, options = torch_dtype(case["dtype"]), {}
         if strategy.casts and dtype.itemsize < 4:
@@ -142,8 +148,13 @@ def training_drift(context: WorkerContext, cases: Iterable[Mapping[str, Any]], s
             weights, low, high = *vectors, vectors[1].clone()
             dist.all_reduce(low, op=dist.ReduceOp.MIN)
             dist.all_reduce(high, op=dist.ReduceOp.MAX)
-            found = {"weights": torch.maximum(high - weights, weights - low), "replicas": high - low}
-            rows = [{"compared": name, "max_difference": x.max().item()} for name, x in found.items()]
+            found = {
+                "weights": torch.maximum(high - weights, weights - low),
+                "replicas": high - low,
+            }
+            rows = [
+                {"compared": name, "max_difference": x.max().item()} for name, x in found.items()
+            ]
             context.send([{**case, "step_index": step, **row} for row in rows])
 
 
@@ -168,11 +179,17 @@ def log_messages(
             log.clear()
             wrapped.zero_grad()
             with watch_collectives(notify=note):
-                wrapped(torch.zeros(1, 16, dtype=torch.long, device=context.device)).sum().backward()
+                wrapped(
+                    torch.zeros(1, 16, dtype=torch.long, device=context.device)
+                ).sum().backward()
                 wrapped.finish_gradient_synchronization()
-            memory = {parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()}
+            memory = {
+                parameter.grad.untyped_storage().data_ptr() for parameter in module.parameters()
+            }
             of_step = {"wrapper": name, "step_index": step, "buffers": len(memory)}
-            rows += [of_step | {"message": number} | sent for number, sent in enumerate(log, start=1)]
+            rows += [
+                of_step | {"message": number} | sent for number, sent in enumerate(log, start=1)
+            ]
     return rows
 
 
@@ -185,6 +202,13 @@ def _log_gradients(module: nn.Module, ready: set, log: list, message: Message) -
     ]
     inside = sorted(each for each in gradients if 0 <= each[0] - message.address < message.bytes)
     if inside:
-        row = {"gradients": len(inside), "mib": sum(size for *_, size in inside) / 2**20, "ready": len(ready)}
-        row |= {"ready_mib": sum(each.nbytes for each in ready) / 2**20, "last_gradient": inside[-1][1]}
+        row = {
+            "gradients": len(inside),
+            "mib": sum(size for *_, size in inside) / 2**20,
+            "ready": len(ready),
+        }
+        row |= {
+            "ready_mib": sum(each.nbytes for each in ready) / 2**20,
+            "last_gradient": inside[-1][1],
+        }
         log.append(row)

@@ -23,7 +23,9 @@ from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 
 # PyTorch 2.13 renamed this one and warns about the old name.
 _parameters = inspect.signature(DistributedDataParallel).parameters
-_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers"
+_SYNC_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _parameters else "broadcast_buffers"
+)
 
 
 class Single(nn.Module):
@@ -63,12 +65,16 @@ class TorchFSDP(Single):
             they are gathered once a step and held until backward has used them (as ZeRO 2 does).
     """
 
-    def __init__(self, module: nn.Module, compute_dtype: torch.dtype | None = None, reshard: bool = True):
+    def __init__(
+        self, module: nn.Module, compute_dtype: torch.dtype | None = None, reshard: bool = True
+    ):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         broadcast_from_rank_0(module)
         # By default the mesh is of GPUs wherever there is one, also for ranks that share its machine's CPU.
-        mesh = dist.init_device_mesh(next(module.parameters()).device.type, (dist.get_world_size(),))
+        mesh = dist.init_device_mesh(
+            next(module.parameters()).device.type, (dist.get_world_size(),)
+        )
         options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype)}
         for block in module.layers:
             fully_shard(block, reshard_after_forward=reshard, **options)
@@ -102,12 +108,19 @@ class Sharding:
 
     # Called as wrap(module); where it casts, as wrap(module, compute_dtype=...); or wrap(module, optimizer).
     wrap: Callable[..., nn.Module]
-    make_optimizer: Callable[..., Optimizer] = AdamW  # called as make_optimizer(parameters, **settings)
+    make_optimizer: Callable[..., Optimizer] = (
+        AdamW  # called as make_optimizer(parameters, **settings)
+    )
     wraps_optimizer: bool = False
-    casts: bool = False  # the wrapper itself computes in 16 bits; without, the forward runs under autocast
+    casts: bool = (
+        False  # the wrapper itself computes in 16 bits; without, the forward runs under autocast
+    )
 
 
-_bucketed, _sharded = partial(BucketedDDP, bucket_size_mb=25), partial(ShardedOptimizer, optimizer_cls=AdamW)
+_bucketed, _sharded = (
+    partial(BucketedDDP, bucket_size_mb=25),
+    partial(ShardedOptimizer, optimizer_cls=AdamW),
+)
 SHARDINGS: dict[str, Sharding] = {
     "ddp": Sharding(_bucketed),
     "zero": Sharding(_bucketed, torch_zero),
@@ -117,5 +130,7 @@ SHARDINGS: dict[str, Sharding] = {
     "fsdp2_kept": Sharding(partial(TorchFSDP, reshard=False), casts=True),
     "fsdp_weight": Sharding(FSDP, casts=True),
     "fsdp_block": Sharding(partial(FSDP, unit_types=("TransformerBlock",)), casts=True),
-    "fsdp_kept": Sharding(partial(FSDP, unit_types=("TransformerBlock",), reshard=False), casts=True),
+    "fsdp_kept": Sharding(
+        partial(FSDP, unit_types=("TransformerBlock",), reshard=False), casts=True
+    ),
 }

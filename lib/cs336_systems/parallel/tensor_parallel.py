@@ -52,10 +52,16 @@ class TensorParallelSwiGLU(nn.Module):
         self.group = group
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         if (d_ff := full.w1.weight.shape[0]) % ranks:
-            raise ValueError(f"d_ff is {d_ff}; allowed: a multiple of {ranks}, the ranks that share it")
+            raise ValueError(
+                f"d_ff is {d_ff}; allowed: a multiple of {ranks}, the ranks that share it"
+            )
         for name, dimension in (("w1", 0), ("w2", 1), ("w3", 0)):
             whole = getattr(full, name).weight
-            weight = whole.detach().chunk(ranks, dimension)[rank].clone(memory_format=torch.contiguous_format)
+            weight = (
+                whole.detach()
+                .chunk(ranks, dimension)[rank]
+                .clone(memory_format=torch.contiguous_format)
+            )
             setattr(self, name, nn.Parameter(weight, requires_grad=whole.requires_grad))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -79,7 +79,9 @@ def selective(blocks: Sequence[Any]) -> Plan:
 
 def half_blocks(blocks: Sequence[Any]) -> Plan:
     """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
-    halves = (half for block in blocks for half in ((block.attn, block.ln1), (block.ffn, block.ln2)))
+    halves = (
+        half for block in blocks for half in ((block.attn, block.ln1), (block.ffn, block.ln2))
+    )
     return tuple((partial(lambda layer, norm, x: x + layer(norm(x)), *half),) for half in halves)
 
 
@@ -108,4 +110,6 @@ def strategy(name: str) -> Strategy:
 
 def forward_with(model: nn.Module, plan: Strategy, token_ids: Tensor) -> Tensor:
     """A TransformerLM's forward with its blocks checkpointed: `forward_with(model, sqrt_n, token_ids)`."""
-    return model.lm_head(model.ln_final(run(plan(list(model.layers)), model.token_embeddings(token_ids))))
+    return model.lm_head(
+        model.ln_final(run(plan(list(model.layers)), model.token_embeddings(token_ids)))
+    )

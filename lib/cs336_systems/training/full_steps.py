@@ -45,19 +45,25 @@ class FullStep:
         # Our FSDP's hooks are the block's, inside of the checkpoint; FSDP2's are outside of both.
         for n, block in enumerate(model.layers):
             checkpointed = _attentive if n >= count - attentive else checkpoint_wrapper
-            outer, inner = (compiled, checkpointed) if self.sharding == "fsdp2" else (checkpointed, compiled)
+            outer, inner = (
+                (compiled, checkpointed) if self.sharding == "fsdp2" else (checkpointed, compiled)
+            )
             model.layers[n] = outer(inner(block)) if n < count else compiled(block)
 
     def surroundings(self) -> AbstractContextManager:
         """In which its processes are started."""
-        return patch.dict(os.environ, {"NCCL_MAX_CTAS": str(self.max_ctas)} if self.max_ctas else {})
+        return patch.dict(
+            os.environ, {"NCCL_MAX_CTAS": str(self.max_ctas)} if self.max_ctas else {}
+        )
 
 
 _KEPT = [  # whose results blocks keep that are _attentive, and nothing else
     getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
     for name in ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
 ]
-_attentive = partial(checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, _KEPT))
+_attentive = partial(
+    checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, _KEPT)
+)
 _use_stacked = partial(use_fused_blocks, stacked=True)
 
 FULL_STEPS: dict[str, FullStep] = {

@@ -23,11 +23,22 @@ class LossHead(model.Linear):
     @property
     def takes_targets(self) -> bool:
         """Not where a hook, other than those that shard or observe, expects logits."""
-        them = self._forward_pre_hooks | self._forward_hooks | self._backward_hooks | self._backward_pre_hooks
-        return all(hook.__module__.startswith(("cs336_systems.", "torch.")) for hook in them.values())
+        them = (
+            self._forward_pre_hooks
+            | self._forward_hooks
+            | self._backward_hooks
+            | self._backward_pre_hooks
+        )
+        return all(
+            hook.__module__.startswith(("cs336_systems.", "torch.")) for hook in them.values()
+        )
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        return F.linear(x, self.weight) if targets is None else linear_cross_entropy(x, self.weight, targets)
+        return (
+            F.linear(x, self.weight)
+            if targets is None
+            else linear_cross_entropy(x, self.weight, targets)
+        )
 
 
 _KINDS = model.Linear, model.RMSNorm, model.RotaryEmbedding, model.CausalSelfAttention, model.SwiGLU

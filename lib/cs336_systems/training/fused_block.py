@@ -32,13 +32,17 @@ from cs336_systems.training.fused import is_as_written, use_fused_blocks
 
 __all__ = ["KEEPABLE", "BlockFunction", "kept_bytes", "run_fused", "use_fused_blocks"]
 KEEPABLE = ("qkv", "h", "ab")
-Weights = namedtuple("Weights", "ln1 q k v o ln2 w1 w2 w3")  # of a block; each matrix is (d_out, d_in)
+Weights = namedtuple(
+    "Weights", "ln1 q k v o ln2 w1 w2 w3"
+)  # of a block; each matrix is (d_out, d_in)
 
 
 def weights(block: TransformerBlock) -> Weights:
     attn, ffn = block.attn, block.ffn
     projections = attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj
-    return Weights(*(part.weight for part in (block.ln1, *projections, block.ln2, ffn.w1, ffn.w2, ffn.w3)))
+    return Weights(
+        *(part.weight for part in (block.ln1, *projections, block.ln2, ffn.w1, ffn.w2, ffn.w3))
+    )
 
 
 class BlockFunction(torch.autograd.Function):
@@ -48,7 +52,9 @@ class BlockFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos, sin, num_heads: int, eps1, eps2, keep, stacked: bool, *given) -> Tensor:
+    def forward(
+        ctx, x: Tensor, cos, sin, num_heads: int, eps1, eps2, keep, stacked: bool, *given
+    ) -> Tensor:
         w = Weights(*given)
         with torch.enable_grad():  # first_order_only has to find x behind them
             rows = x.reshape(-1, x.shape[-1])
@@ -79,7 +85,9 @@ class BlockFunction(torch.autograd.Function):
             h = torch.addmm(x, _rows(o), w.o.T)
         if a is None:
             a, b = _ab(rms_norm.forward(h, w.ln2, ctx.eps[1])[0], w, ctx.stacked)
-        elif ctx.stacked and torch._C._autograd._get_current_graph_task_keep_graph():  # they are needed again
+        elif (
+            ctx.stacked and torch._C._autograd._get_current_graph_task_keep_graph()
+        ):  # they are needed again
             a, b = torch.stack((a, b))
         if ctx.stacked:
             dn2, da, db, d_w2 = _feed_forward_backward(dy, a, b, w)
@@ -97,7 +105,9 @@ class BlockFunction(torch.autograd.Function):
 
         d_o = dh.T @ _rows(o)
         if q is None:
-            q, k, v = _qkv(rms_norm.forward(x, w.ln1, ctx.eps[0])[0], w, cos, sin, ctx.shape, ctx.stacked)
+            q, k, v = _qkv(
+                rms_norm.forward(x, w.ln1, ctx.eps[0])[0], w, cos, sin, ctx.shape, ctx.stacked
+            )
         dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx.shape), q, k, v, o, logsumexp, True, *rest)
         del q, k, v
         dq, dk = (rotary.rotate(turned, cos, sin, True) for turned in (dq, dk))
@@ -109,7 +119,9 @@ class BlockFunction(torch.autograd.Function):
         return dx.view(*ctx.shape[:2], -1), *[None] * 7, *gradients
 
 
-def _qkv(n1: Tensor, w: Weights, cos: Tensor, sin: Tensor, shape: tuple, stacked: bool) -> tuple[Tensor, ...]:
+def _qkv(
+    n1: Tensor, w: Weights, cos: Tensor, sin: Tensor, shape: tuple, stacked: bool
+) -> tuple[Tensor, ...]:
     if stacked:
         both = _heads(n1 @ _stack(w.q, w.k).T, (*shape[:-2], 2 * shape[-2], -1))
         return *rotary.rotate(both, cos, sin, False).chunk(2, 1), _heads(n1 @ w.v.T, shape)
@@ -134,7 +146,11 @@ def _feed_forward_backward(dy: Tensor, a: Tensor, b: Tensor, w: Weights) -> tupl
 def _stack(one: Tensor, other: Tensor) -> Tensor:
     """One above the other; a view where their rows lie so in memory, as FSDP gathers them, else a copy."""
     same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    if same and one.data_ptr() + one.nbytes == other.data_ptr() and one.stride(1) == other.stride(1) == 1:
+    if (
+        same
+        and one.data_ptr() + one.nbytes == other.data_ptr()
+        and one.stride(1) == other.stride(1) == 1
+    ):
         return one.as_strided((2 * len(one), one.shape[1]), one.stride())
     return torch.cat((one, other))
 
@@ -162,15 +178,27 @@ def run_fused(block: TransformerBlock, x: Tensor) -> Tensor:
     """
     if not _is_as_written(block, x):
         return run_block(block, x)
-    options = block.attn.num_heads, block.ln1.eps, block.ln2.eps, getattr(block, "keep", ()), block.stacked
-    return BlockFunction.apply(x.contiguous(), *block.attn.rope.tables(x), *options, *weights(block))
+    options = (
+        block.attn.num_heads,
+        block.ln1.eps,
+        block.ln2.eps,
+        getattr(block, "keep", ()),
+        block.stacked,
+    )
+    return BlockFunction.apply(
+        x.contiguous(), *block.attn.rope.tables(x), *options, *weights(block)
+    )
 
 
 def _is_as_written(block: TransformerBlock, x: Tensor) -> bool:
     if needs_dispatcher(x, *block.parameters()) or torch.is_autocast_enabled(x.device.type):
         return False
     parts = [*block.modules()][1:]
-    if len(parts) != len(_PARTS) or not all(map(is_as_written, parts, _PARTS)) or _has_any_global_hook():
+    if (
+        len(parts) != len(_PARTS)
+        or not all(map(is_as_written, parts, _PARTS))
+        or _has_any_global_hook()
+    ):
         return False
     functions = block.ln1.norm, block.ln2.norm, block.attn.rope.rotate, block.ffn.gate
     w = weights(block)
@@ -188,5 +216,12 @@ def _is_as_written(block: TransformerBlock, x: Tensor) -> bool:
 def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str, int]:
     """Of one block: "always" (its input, o, the logsumexps, the norms' 1/RMS), and each of KEEPABLE."""
     wide, widest = tokens * config.d_model * element_bytes, tokens * config.d_ff * element_bytes
-    logsumexps = 4 * tokens * config.num_heads * (2 if element_bytes == 4 else 1)  # with their rests
-    return {"always": 2 * wide + logsumexps + 2 * 4 * tokens, "qkv": 3 * wide, "h": wide, "ab": 2 * widest}
+    logsumexps = (
+        4 * tokens * config.num_heads * (2 if element_bytes == 4 else 1)
+    )  # with their rests
+    return {
+        "always": 2 * wide + logsumexps + 2 * 4 * tokens,
+        "qkv": 3 * wide,
+        "h": wide,
+        "ab": 2 * widest,
+    }

@@ -24,7 +24,9 @@ def plain_cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     index = targets.where(counts, 0)[:, None]
     log_probability = at_least_float32(logits).log_softmax(-1)
     losses = -log_probability.gather(-1, index).squeeze(-1)
-    gradient = log_probability.exp_().scatter_add_(-1, index, -torch.ones_like(index, dtype=torch.float32))
+    gradient = log_probability.exp_().scatter_add_(
+        -1, index, -torch.ones_like(index, dtype=torch.float32)
+    )
     logits.copy_(gradient.where(counts[:, None], 0))
     return losses.where(counts, 0)
 
@@ -43,10 +45,14 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk_tokens: int) -> Tensor:
-        with torch.enable_grad():  # empty, to lead first_order_only to the inputs, which are not saved
+        with (
+            torch.enable_grad()
+        ):  # empty, to lead first_order_only to the inputs, which are not saved
             parts = [x.flatten()[:0].clone() for x in (hidden, weight)]
         rows, targets = hidden.detach().reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        weight = weight.detach()  # a product into what is there cannot be traced of one with a gradient
+        weight = (
+            weight.detach()
+        )  # a product into what is there cannot be traced of one with a gradient
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_rows = torch.empty_like(rows) if wants_hidden else None
@@ -58,7 +64,9 @@ class LinearCrossEntropy(torch.autograd.Function):
             # From here on the logits are their gradient.
             if wants_hidden:
                 torch.mm(logits, weight, out=d_rows[chunk])
-            if wants_weight and logits.is_cuda and logits.dtype != torch.float32:  # added up in float32
+            if (
+                wants_weight and logits.is_cuda and logits.dtype != torch.float32
+            ):  # added up in float32
                 torch.addmm(d_weight, logits.T, rows[chunk], out_dtype=torch.float32, out=d_weight)
             elif wants_weight:
                 d_weight.addmm_(logits.T.float(), rows[chunk].float())
@@ -74,7 +82,12 @@ class LinearCrossEntropy(torch.autograd.Function):
         d_rows, d_weight, count, *_ = ctx.saved_tensors
         factor = d_loss.float() / count.clamp(min=1)
         d_hidden = None if d_rows is None else scaled(d_rows, factor, ctx.dtype).reshape(ctx.shape)
-        return d_hidden, None if d_weight is None else scaled(d_weight, factor, ctx.dtype), None, None
+        return (
+            d_hidden,
+            None if d_weight is None else scaled(d_weight, factor, ctx.dtype),
+            None,
+            None,
+        )
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -109,13 +122,19 @@ def linear_cross_entropy(
         raise TypeError(f"targets are {targets.dtype}; allowed: torch.int64")
     if targets.shape != hidden.shape[:-1] or targets.device != hidden.device:
         allowed = f"{tuple(hidden.shape[:-1])} on {hidden.device}"
-        raise ValueError(f"targets are {tuple(targets.shape)} on {targets.device}; allowed: {allowed}")
+        raise ValueError(
+            f"targets are {tuple(targets.shape)} on {targets.device}; allowed: {allowed}"
+        )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
-    if not targets.is_cuda and not needs_dispatcher(targets):  # traced and fake tensors hold no numbers
+    if not targets.is_cuda and not needs_dispatcher(
+        targets
+    ):  # traced and fake tensors hold no numbers
         wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= len(weight)))]
         if len(wrong):
-            raise ValueError(f"a target is {wrong[0]}; allowed: {IGNORED}, or 0 to {len(weight) - 1}")
+            raise ValueError(
+                f"a target is {wrong[0]}; allowed: {IGNORED}, or 0 to {len(weight) - 1}"
+            )
     if not torch.is_grad_enabled():  # then no gradient is made either
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(device, enabled=False):

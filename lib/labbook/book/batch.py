@@ -35,7 +35,14 @@ from papermill.exceptions import PapermillExecutionError
 
 from labbook import code
 from labbook.book import notebooks
-from labbook.book.notebooks import BatchError, convert, load_notebooks, parameter_errors, resolve, unknown
+from labbook.book.notebooks import (
+    BatchError,
+    convert,
+    load_notebooks,
+    parameter_errors,
+    resolve,
+    unknown,
+)
 from labbook.files import make_folder, read_record, write_record
 
 PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2, "links": 0}  # with the GPUs that each needs
@@ -55,13 +62,21 @@ class Job:
         """Name of its files: the notebook, parameters to read, and a digest of all of them to tell apart."""
         if not self.parameters:
             return self.notebook.stem
-        short = [str(value) for value in self.parameters.values() if isinstance(value, str | int | float)]
-        digest = hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()[:6]
-        return "-".join(re.sub(r"[^\w.-]+", "_", word) for word in [self.notebook.stem, *short[:4], digest])
+        short = [
+            str(value) for value in self.parameters.values() if isinstance(value, str | int | float)
+        ]
+        digest = hashlib.sha256(json.dumps(self.parameters, sort_keys=True).encode()).hexdigest()[
+            :6
+        ]
+        return "-".join(
+            re.sub(r"[^\w.-]+", "_", word) for word in [self.notebook.stem, *short[:4], digest]
+        )
 
     def line(self) -> str:
         """The parameters as one would give them."""
-        texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in self.parameters.items()}
+        texts = {
+            name: v if isinstance(v, str) else json.dumps(v) for name, v in self.parameters.items()
+        }
         return " ".join(f"{name}={text}" for name, text in texts.items())
 
 
@@ -92,7 +107,9 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     for name, texts in entries:
         types = {key: parameter.default for key, parameter in known[name].items()}
         for changed in _grid({key: given[key] for key in given if key in known[name]}):
-            values = {key: convert(types.get(key, ""), text) for key, text in (texts | changed).items()}
+            values = {
+                key: convert(types.get(key, ""), text) for key, text in (texts | changed).items()
+            }
             job = Job(notebooks.NOTEBOOKS / f"{name}.ipynb", values)
             jobs.setdefault(job.name, job)
             found = parameter_errors(known[name], job.parameters, name.partition("_")[2])
@@ -109,13 +126,20 @@ def _entries(profile: str, profiles: dict[str, Any]) -> Iterable[tuple]:
     for entry in profiles[profile] or []:
         match {"parameters": {}, "grid": {}} | entry if isinstance(entry, dict) else entry:
             case {"profile": str(other)} if len(entry) == 1:
-                yield from _entries(other, {name: it for name, it in profiles.items() if name != profile})
-            case {"notebook": str(name), "parameters": dict(values), "grid": dict(grid), **rest} if (
-                not rest and all(isinstance(each, list) and each for each in grid.values())
-            ):
+                yield from _entries(
+                    other, {name: it for name, it in profiles.items() if name != profile}
+                )
+            case {
+                "notebook": str(name),
+                "parameters": dict(values),
+                "grid": dict(grid),
+                **rest,
+            } if not rest and all(isinstance(each, list) and each for each in grid.values()):
                 yield from ((name, values | point) for point in _grid(grid))
             case _:
-                allowed = "notebook with parameters (a value each) and grid (a list each), or profile"
+                allowed = (
+                    "notebook with parameters (a value each) and grid (a list each), or profile"
+                )
                 raise BatchError(f"batch.yaml, {profile}: {entry!r}; allowed: {allowed}")
 
 
@@ -157,10 +181,17 @@ def run_batch(jobs: Sequence[Job], folder: Path, *, force: bool = False) -> list
                 if force or why is not None:
                     if record and not force:
                         bar.write(f"again: {job.notebook.stem} {job.line()}: {why}")
-                    found, output = _code(job), folder / f"{job.name}.ipynb"  # before: it may change
+                    found, output = (
+                        _code(job),
+                        folder / f"{job.name}.ipynb",
+                    )  # before: it may change
                     skipped = Record("skipped", notebooks.why_not_here(job.notebook.stem))
-                    ended = skipped if skipped.reason else execute(job.notebook, output, job.parameters)
-                    record = replace(ended, notebook=job.notebook.stem, parameters=job.line(), code=found)
+                    ended = (
+                        skipped if skipped.reason else execute(job.notebook, output, job.parameters)
+                    )
+                    record = replace(
+                        ended, notebook=job.notebook.stem, parameters=job.line(), code=found
+                    )
                     write_record(output.with_suffix(".json"), record)
                     bar.write(summary([record]))
             records.append(record)
@@ -198,7 +229,9 @@ def summary(records: Sequence[Record]) -> str:
     """How each ended and how long it took, those last that failed; a reason under its line."""
     lines = []
     for each in sorted(records, key=lambda record: record.status == "error"):
-        lines.append(f"{each.status:7} {each.seconds:7.1f} s  {each.notebook} {each.parameters}".rstrip())
+        lines.append(
+            f"{each.status:7} {each.seconds:7.1f} s  {each.notebook} {each.parameters}".rstrip()
+        )
         lines += [f"    {each.reason}"] * bool(each.reason)
     return "\n".join(lines)
 
@@ -216,9 +249,13 @@ def run_on_slurm(
     Raises KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
     """
     if shutil.which("sbatch") is None:
-        raise BatchError("there is no sbatch here; --cluster slurm is for a node of a Slurm cluster")
+        raise BatchError(
+            "there is no sbatch here; --cluster slurm is for a node of a Slurm cluster"
+        )
     name = f"workbook-{hashlib.sha256(str(output).encode()).hexdigest()[:8]}"
-    due = [job for job in jobs if force or all(why_again(job, p.parent) for p in _records(job, output))]
+    due = [
+        job for job in jobs if force or all(why_again(job, p.parent) for p in _records(job, output))
+    ]
     for path in [path for job in due for path in _records(job, output)]:
         path.unlink()  # so that one that is there is of now
     started: list[subprocess.Popen] = []
@@ -237,7 +274,9 @@ def run_on_slurm(
     return [_slurms_record(job, output) for job in jobs]
 
 
-def _submit(job: Job, command: Sequence[str], output: Path, gpu: bool, name: str) -> subprocess.Popen:
+def _submit(
+    job: Job, command: Sequence[str], output: Path, gpu: bool, name: str
+) -> subprocess.Popen:
     """An sbatch that ends when its job has; what both say goes into the log of the job."""
     ranks = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
     own = job.parameters.get("backend") == "nccl"  # a GPU for each rank
@@ -303,7 +342,9 @@ def _main(source: str, output: str, parameters: dict[str, Any]) -> None:
     threading.Thread(target=lambda: (parent.wait(), _kill_tree(os.getpid())), daemon=True).start()
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what kernels say outside of their cells goes nowhere
-    os.environ.pop("JUPYTER_PATH", None)  # the kernel "python3" is this Python's, whatever the user has
+    os.environ.pop(
+        "JUPYTER_PATH", None
+    )  # the kernel "python3" is this Python's, whatever the user has
     os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
     try:
         papermill.execute_notebook(
@@ -311,7 +352,9 @@ def _main(source: str, output: str, parameters: dict[str, Any]) -> None:
             language="python", extra_arguments=[f"--IPKernelApp.exec_lines={_AT_EXIT}"],
         )  # fmt: skip
     except PapermillExecutionError as error:
-        said.write(f"cell [{error.exec_count}]: {' '.join(f'{error.ename}: {error.evalue}'.split())}")
+        said.write(
+            f"cell [{error.exec_count}]: {' '.join(f'{error.ename}: {error.evalue}'.split())}"
+        )
     except Exception as error:  # DeadKernelError: Kernel died, and others
         said.write(" ".join(f"{type(error).__name__}: {error}".split()))
     said.close()

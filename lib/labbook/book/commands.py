@@ -50,10 +50,16 @@ def _parser(program: str | None) -> ArgumentParser:
     several = "for every notebook that has it; the same name again makes a grid"
     add["run"]("-p", action="append", default=[], metavar="NAME=VALUE", help=several)
     add["run"]("--force", action="store_true", help="execute also what is done and unchanged")
-    add["run"]("--cluster", choices=["slurm"], help="submit to it, and wait; SBATCH_PARTITION etc. as usual")
+    add["run"](
+        "--cluster",
+        choices=["slurm"],
+        help="submit to it, and wait; SBATCH_PARTITION etc. as usual",
+    )
     add["run"]("--job", metavar="NAME", help="one job of the plan alone, by the name of its files")
     add["run"]("--dry-run", action="store_true", help="print what would be executed")
-    add["run"]("--output", type=Path, default=PROJECT / "runs", metavar="FOLDER", help="default: runs")
+    add["run"](
+        "--output", type=Path, default=PROJECT / "runs", metavar="FOLDER", help="default: runs"
+    )
     add["site"]("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
     for name in ("notebooks", "figures", "learn"):
         add[name]("names", nargs="*", metavar="NOTEBOOK", help="default: all")
@@ -70,14 +76,22 @@ def _run(options: Namespace) -> int:
         return 0
     needed, output = batch.PROFILES[profile], options.output.resolve()
     if options.cluster and not options.job:
-        command = [sys.executable, *sys.orig_argv[1:], f"--profile={profile}", f"--output={output}", "--job"]
+        command = [
+            sys.executable,
+            *sys.orig_argv[1:],
+            f"--profile={profile}",
+            f"--output={output}",
+            "--job",
+        ]
         records = batch.run_on_slurm(jobs, command, output, gpu=needed > 0, force=options.force)
         return _told(records, sorted({path.parent for path in output.glob("*/*.ipynb")}))
     if options.job:
         jobs, needed = [job for job in jobs if job.name == options.job], min(needed, 1)
     if gpus < needed:
         allowed = ", ".join(name for name, count in batch.PROFILES.items() if count <= gpus)
-        raise BatchError(f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}")
+        raise BatchError(
+            f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}"
+        )
     if not needed:
         if any(job.parameters.get("device") == "cuda" for job in jobs):
             raise BatchError("device 'cuda' without a GPU; allowed: auto, cpu")
@@ -91,7 +105,9 @@ def _run(options: Namespace) -> int:
     if options.force:
         os.environ["LABBOOK_AGAIN"] = "1"  # for the rows, too
     records = batch.run_batch(jobs, folder, force=options.force)
-    return _told(records, [folder] * (not options.job))  # the site of all of them is made by who waits
+    return _told(
+        records, [folder] * (not options.job)
+    )  # the site of all of them is made by who waits
 
 
 def _told(records: list, folders: Sequence[Path]) -> int:
@@ -101,7 +117,10 @@ def _told(records: list, folders: Sequence[Path]) -> int:
         try:
             print(site.build(folder, folder))
         except Exception as error:  # whatever Sphinx, its extensions or the disk lack
-            print(f"warning: {folder / 'index.html'} cannot be made: {one_line(error)}", file=sys.stderr)
+            print(
+                f"warning: {folder / 'index.html'} cannot be made: {one_line(error)}",
+                file=sys.stderr,
+            )
     return int(any(record.status not in ("ok", "skipped") for record in records))
 
 
@@ -109,7 +128,9 @@ def _list(options: Namespace) -> None:
     """the notebooks, their parameters and defaults"""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may have seen enough
     for name, parameters in notebooks.load_notebooks().items():
-        lines = (f"    {each.name} = {each.default!r}  # {each.help}" for each in parameters.values())
+        lines = (
+            f"    {each.name} = {each.default!r}  # {each.help}" for each in parameters.values()
+        )
         print(name, *lines, sep="\n")
 
 
@@ -118,7 +139,9 @@ def _notebooks(options: Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     paths = _paths(options.names)
     paths += [path for path in _paths([]) if notebooks.is_last(path.stem) and path not in paths]
-    with tempfile.TemporaryDirectory() as scratch:  # so that outputs show committed rows and this run alone
+    with (
+        tempfile.TemporaryDirectory() as scratch
+    ):  # so that outputs show committed rows and this run alone
         os.environ["LABBOOK_FIGURES"] = scratch
         return _execute(paths, in_place=True)
 

@@ -130,7 +130,9 @@ def check_parameters(slug: str, values: Mapping[str, Any]) -> None:
         raise BatchError("\n".join(errors))
 
 
-def parameter_errors(known: Mapping[str, Parameter], given: Mapping[str, Any], slug: str = "") -> list[str]:
+def parameter_errors(
+    known: Mapping[str, Parameter], given: Mapping[str, Any], slug: str = ""
+) -> list[str]:
     """A sentence for each given parameter that is not among the known or that cannot be right.
 
     Raises BatchError: parameters.yaml cannot be read, or has a rule of an unknown kind.
@@ -149,7 +151,11 @@ def parameter_errors(known: Mapping[str, Parameter], given: Mapping[str, Any], s
     values = {name: parameter.default for name, parameter in known.items()} | given
     # Of the others only those whose rule looks at a given one: a default size may not be of another edition
     asked = {each: rules.get(each, {}) for each in values}
-    asked = {each: rule for each, rule in asked.items() if given.keys() & {each, *map(str, rule.values())}}
+    asked = {
+        each: rule
+        for each, rule in asked.items()
+        if given.keys() & {each, *map(str, rule.values())}
+    }
     return [error for name, rule in asked.items() if (error := _value_error(name, rule, values))]
 
 
@@ -159,7 +165,9 @@ def rules_of(slug: str) -> dict[str, dict[str, Any]]:
     rules = (file.get("every notebook") or {}) | (file.get(slug) or {})
     for name, rule in rules.items():
         if not isinstance(rule, dict) or rule.keys() - _RULE:
-            raise BatchError(f"parameters.yaml, {name}: {rule!r}; allowed: {', '.join(sorted(_RULE))}")
+            raise BatchError(
+                f"parameters.yaml, {name}: {rule!r}; allowed: {', '.join(sorted(_RULE))}"
+            )
     return rules
 
 

@@ -63,7 +63,9 @@ def build(target: Path, executed: Path) -> Path:
     """
     wanted = ("sphinx", "myst_nb", "furo", "jupyter_server_mathjax")
     if missing := [name for name in wanted if find_spec(name) is None]:
-        raise BatchError(f"{', '.join(missing)} is not installed; `pip install -e '.[site]'` does it")
+        raise BatchError(
+            f"{', '.join(missing)} is not installed; `pip install -e '.[site]'` does it"
+        )
     paths, found = sorted(executed.glob("*.ipynb")), sorted(executed.glob("*.json"))
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
@@ -75,7 +77,11 @@ def build(target: Path, executed: Path) -> Path:
         plots = {path.stem: _page(path, source, pages, bool(told)) for path in paths}
         first = f"# {_TITLE}\n"
         if told:
-            card = load_card(executed.name).line() if find(executed.name, "machine.json").exists() else ""
+            card = (
+                load_card(executed.name).line()
+                if find(executed.name, "machine.json").exists()
+                else ""
+            )
             first = f"# The workbook on {executed.name}\n\n{card}\n\n~~~~text\n{told}\n~~~~\n"
         no_rows = shutil.ignore_patterns("*.png", "*.svg", "*.json", "snapshots")
         shutil.copytree(REPOSITORY_FIGURES, source / "extra" / "rows", ignore=no_rows)
@@ -83,7 +89,11 @@ def build(target: Path, executed: Path) -> Path:
         shutil.copytree(mathjax, source / "static" / "mathjax")
         gallery = "# Every plot, and what it shows\n"
         for name, shown in plots.items():
-            gallery += f"\n## [{name[:2]}]({name}.ipynb)\n\n<p>{'</p><p>'.join(shown)}</p>\n" if shown else ""
+            gallery += (
+                f"\n## [{name[:2]}]({name}.ipynb)\n\n<p>{'</p><p>'.join(shown)}</p>\n"
+                if shown
+                else ""
+            )
         texts = {"index.md": first + _contents([*plots]), "gallery.md": gallery, "conf.py": _CONFIG}
         texts |= {"static/workbook.css": _STYLE, "static/mathjax/config/workbook.js": _MATHJAX}
         for name, text in texts.items():
@@ -98,7 +108,10 @@ def build(target: Path, executed: Path) -> Path:
 
 def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool) -> list[str]:
     """Write a notebook's page, its plots and its rows into the source; a line of HTML for each plot."""
-    notebook, lines = nbformat.reads(_linked(path.read_text(encoding="utf-8"), pages), as_version=4), []
+    notebook, lines = (
+        nbformat.reads(_linked(path.read_text(encoding="utf-8"), pages), as_version=4),
+        [],
+    )
     cells, notebook.cells = notebook.cells, []
     if not may_be_empty and not any(cell.get("outputs") for cell in cells):
         raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
@@ -115,9 +128,20 @@ def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool
         notebook.cells.append(cell)
     code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
     slug = path.stem[3:].partition("-")[0]
-    named = {slug, "published", *re.findall(r'"(\w+)"', code)}  # of others it names problem and table
-    tables = [table.relative_to(REPOSITORY_FIGURES) for table in sorted(REPOSITORY_FIGURES.glob("**/*.csv"))]
-    tables = [each for each in tables if each.parent.name == slug or {each.parent.name, each.stem} <= named]
+    named = {
+        slug,
+        "published",
+        *re.findall(r'"(\w+)"', code),
+    }  # of others it names problem and table
+    tables = [
+        table.relative_to(REPOSITORY_FIGURES)
+        for table in sorted(REPOSITORY_FIGURES.glob("**/*.csv"))
+    ]
+    tables = [
+        each
+        for each in tables
+        if each.parent.name == slug or {each.parent.name, each.stem} <= named
+    ]
     links = ", ".join(f'<a href="rows/{table}">{table}</a>' for table in tables)
     notebook.cells += [nbformat.v4.new_markdown_cell(f"**Rows:** {links}")] * bool(links)
     nbformat.write(notebook, source / path.name)
@@ -131,7 +155,9 @@ def _linked(text: str, pages: Mapping[str, str]) -> str:
         name = pages.get(found["name"] or "")
         return f"[{found[1]}]({name}.ipynb{found['at'] or ''})" if name else found[1]
 
-    return re.sub(r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)", link, text)
+    return re.sub(
+        r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)", link, text
+    )
 
 
 def _contents(names: Sequence[str]) -> str:

@@ -22,7 +22,9 @@ METADATA = {
 }
 
 # Between these lines stands what the learner writes; nbgrader leaves the same stub in their place.
-_SOLUTION = re.compile(r"^([ \t]*)### BEGIN SOLUTION\n.*?^[ \t]*### END SOLUTION$", re.DOTALL | re.MULTILINE)
+_SOLUTION = re.compile(
+    r"^([ \t]*)### BEGIN SOLUTION\n.*?^[ \t]*### END SOLUTION$", re.DOTALL | re.MULTILINE
+)
 _STUB = r"\1# YOUR CODE HERE\n\1raise NotImplementedError()"
 
 
@@ -36,12 +38,19 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
         if HIDE_INPUT in (tags or []):  # JupyterLab folds it; the site does by the tag
             cell.metadata["jupyter"] = NotebookNode(source_hidden=True)
         if (solution := has_solution(cell)) or CHECKER in (tags or []):
-            kind = {"solution": solution, "grade": not solution, "locked": not solution, "task": False}
+            kind = {
+                "solution": solution,
+                "grade": not solution,
+                "locked": not solution,
+                "task": False,
+            }
             kind |= {} if solution else {"points": 1}
             cell.metadata["nbgrader"] = NotebookNode(schema_version=3, grade_id=cell["id"], **kind)
         for output in cell.get("outputs", []):
             if "metadata" in output:  # the size of an image matters
-                output.metadata = {k: v for k, v in output.metadata.items() if k == "image/png" and v}
+                output.metadata = {
+                    k: v for k, v in output.metadata.items() if k == "image/png" and v
+                }
     return CoalesceStreamsPreprocessor().preprocess(notebook, {})[0]
 
 

@@ -1,6 +1,12 @@
 """Memory: every allocation of a step, what is kept for backward, what operations read and write."""
 
 from labbook.memory.history import CATEGORIES, MemoryHistory, largest_allocations, record_memory
-from labbook.memory.history import record_snapshot, stage_peaks, timeline, timeline_of_rows, timeline_rows
+from labbook.memory.history import (
+    record_snapshot,
+    stage_peaks,
+    timeline,
+    timeline_of_rows,
+    timeline_rows,
+)
 from labbook.memory.operations import operations_of, saved_bytes, saved_for_backward, storage_bytes
 from labbook.memory.operations import sum_of_rooflines_ms

@@ -72,7 +72,9 @@ def record_memory(
 
 def _owners(steps: Any) -> Owners:
     """The storages of parameters, gradients and optimizer state as they are now, by address."""
-    storages = ((name, tensor.untyped_storage()) for name, of in steps.tensors().items() for tensor in of)
+    storages = (
+        (name, tensor.untyped_storage()) for name, of in steps.tensors().items() for tensor in of
+    )
     return {storage.data_ptr(): (name, storage.nbytes()) for name, storage in storages}
 
 
@@ -105,8 +107,12 @@ def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) ->
     for event in traces[0]:
         if sign := signs.get(event["action"]):
             frames = ((f["filename"], f["line"], f["name"]) for f in event.get("frames", ()))
-            changes.append((event["time_us"], event["addr"], sign * event["size"], own_line(frames)))
-    for annotation in sorted(snapshot["external_annotations"], key=lambda annotation: annotation["time_us"]):
+            changes.append(
+                (event["time_us"], event["addr"], sign * event["size"], own_line(frames))
+            )
+    for annotation in sorted(
+        snapshot["external_annotations"], key=lambda annotation: annotation["time_us"]
+    ):
         name, time = annotation["name"], annotation["time_us"]
         if annotation["stage"] == "START":
             opened[name].append(time)
@@ -128,11 +134,17 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
         raise ProfileError(f"{path.name} has no memory events; record it with_memory")
     ranges = events[events.kind == "range"]
     ranges = ranges[["name"]].assign(**ranges[_TIMES] / 1000)
-    return _history(changes, ranges, before, after, {address: size for address, (_, size) in before.items()})
+    return _history(
+        changes, ranges, before, after, {address: size for address, (_, size) in before.items()}
+    )
 
 
 def _history(
-    changes: list[Change], ranges: pd.DataFrame, before: Owners, after: Owners, alive: Mapping[int, int]
+    changes: list[Change],
+    ranges: pd.DataFrame,
+    before: Owners,
+    after: Owners,
+    alive: Mapping[int, int],
 ) -> MemoryHistory:
     """Pair allocations with their frees, and find an owner for each.
 
@@ -148,7 +160,9 @@ def _history(
     older |= {address: -size for address, size in first.items() if size < 0}
     changes = [(-np.inf, address, size, "") for address, size in older.items()] + changes
     made = pd.DataFrame(changes, columns=["start_us", "address", "size_bytes", "code"])
-    made["end_us"] = made.groupby("address").start_us.shift(-1).fillna(np.inf)  # what is next there, frees it
+    made["end_us"] = (
+        made.groupby("address").start_us.shift(-1).fillna(np.inf)
+    )  # what is next there, frees it
     made = made[made.size_bytes > 0].reset_index(drop=True)
     launches = pd.DataFrame({"process": 0, "launch_ns": made.start_us})
     paths, made["range"] = range_paths(ranges.assign(process=0), launches)
@@ -161,7 +175,11 @@ def _history(
         in_it = made.start_us.between(forward.start_us, forward.end_us)
         made.loc[in_it & (made.end_us > forward.end_us), "category"] = "activations"
     for moment, owned in ((from_before, before), (at_the_end, after)):
-        owner = made.address[moment].map({address: name for address, (name, _) in owned.items()}).dropna()
+        owner = (
+            made.address[moment]
+            .map({address: name for address, (name, _) in owned.items()})
+            .dropna()
+        )
         made.loc[owner.index, "category"] = owner
     return MemoryHistory(made, stages)
 
@@ -176,7 +194,9 @@ def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
     start_us = min(stages.start_us.min(), made.start_us[made.start_us > -np.inf].min())
     born = made.assign(at_us=made.start_us.clip(lower=start_us), change=made.size_bytes)
     died = made[made.end_us < np.inf].assign(at_us=made.end_us, change=-made.size_bytes)
-    changes = pd.concat([born, died]).pivot_table("change", "at_us", "category", aggfunc="sum", fill_value=0)
+    changes = pd.concat([born, died]).pivot_table(
+        "change", "at_us", "category", aggfunc="sum", fill_value=0
+    )
     moments = changes.index if points else changes.index.union(stages.start_us)
     held = changes.reindex(moments, columns=CATEGORIES, fill_value=0).cumsum() / MIB
     held = held.assign(at_ms=(moments - start_us) / 1000, stage="")

@@ -46,7 +46,9 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tupl
         output = forward()
     if not on_cuda:
         return storage_bytes(saved), storage_bytes([*saved, output, *inputs])
-    return storage_bytes(saved), torch.cuda.memory_allocated(device) - before + storage_bytes(inputs)
+    return storage_bytes(saved), torch.cuda.memory_allocated(device) - before + storage_bytes(
+        inputs
+    )
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -62,7 +64,9 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     Returns one row a storage, the largest first: module (path in `module`), operation that saved it first,
     code (see `own_line`), size_bytes, dtype.
     """
-    owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    owned = {
+        tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())
+    }
     modules = {id(child): name for name, child in module.named_modules()}
     storages: dict[int, tuple] = {}
     running: list[str] = []  # functions of PyTorch, the innermost last
@@ -93,7 +97,9 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     with saved_tensors_hooks(pack, lambda tensor: tensor), Operations():
         output = module(*inputs)
     del output  # kept until here: what a freed graph saved would be freed too
-    frame = pd.DataFrame(storages.values(), columns=["module", "operation", "code", "size_bytes", "dtype"])
+    frame = pd.DataFrame(
+        storages.values(), columns=["module", "operation", "code", "size_bytes", "dtype"]
+    )
     return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
 
 
@@ -106,7 +112,9 @@ def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
     """
     for file, line, function in stack:
         if ours := _OURS.match(file.replace("\\", "/")):
-            return f"{ours[1]}:{line} {function}: {linecache.getline(file, line).strip()}".removesuffix(": ")
+            return f"{ours[1]}:{line} {function}: {linecache.getline(file, line).strip()}".removesuffix(
+                ": "
+            )
     return ""
 
 
@@ -137,7 +145,11 @@ def operations_of(function: Callable[[], Any]) -> list[Operation]:
             in_bytes = (_sizes((args[1:], kwargs)) if name in _OVERWRITE else read).total()
             if name in _GATHERS:
                 in_bytes = min(in_bytes, written.total())
-            flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
+            flops = (
+                flop_registry[packet](*args, **kwargs, out_val=result)
+                if packet in flop_registry
+                else 0
+            )
             found.append(Operation(name, flops, in_bytes + written.total()))
             return result
 
@@ -152,7 +164,9 @@ def sum_of_rooflines_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps
     of: what `operations_of` returned.
     matmul_tflops, copy_gbps: rates, as on a machine's card.
     """
-    return sum(max(one.flops / matmul_tflops / 1e9, one.bytes_moved / copy_gbps / 1e6) for one in of)
+    return sum(
+        max(one.flops / matmul_tflops / 1e9, one.bytes_moved / copy_gbps / 1e6) for one in of
+    )
 
 
 def _sizes(tree: Any) -> Counter[int]:

@@ -56,7 +56,9 @@ def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
     """The stretches with communication and no computing: start_ms and end_ms."""
     edges = lanes.melt("lane", _TIMES, "edge", "at")
     edges["change"] = np.where(edges.edge == "start_ms", 1, -1)
-    running = edges.pivot_table("change", "at", "lane", "sum").reindex(columns=LANES).fillna(0).cumsum()
+    running = (
+        edges.pivot_table("change", "at", "lane", "sum").reindex(columns=LANES).fillna(0).cumsum()
+    )
     start_ms = running.index.to_series()
     stretches = pd.DataFrame({"start_ms": start_ms, "end_ms": start_ms.shift(-1)})
     return covered(stretches[running.communication.gt(0) & running.compute.eq(0)])
@@ -71,19 +73,33 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
     """
     sent = lanes[lanes.lane == "communication"]
     backward = lanes[(lanes.lane == "compute") & (lanes.range == "backward")]
-    total, alone = (float((spans.end_ms - spans.start_ms).sum()) for spans in (covered(sent), exposed(lanes)))
-    tail = float(max(0, sent.end_ms.max() - backward.end_ms.max())) if len(sent) and len(backward) else None
-    times = {"profiled_communication_ms": total, "profiled_exposed_ms": alone, "profiled_tail_ms": tail}
+    total, alone = (
+        float((spans.end_ms - spans.start_ms).sum()) for spans in (covered(sent), exposed(lanes))
+    )
+    tail = (
+        float(max(0, sent.end_ms.max() - backward.end_ms.max()))
+        if len(sent) and len(backward)
+        else None
+    )
+    times = {
+        "profiled_communication_ms": total,
+        "profiled_exposed_ms": alone,
+        "profiled_tail_ms": tail,
+    }
     return times | {"overlap_share": 1 - alone / total if total else None}
 
 
-def lane_rows(lanes: pd.DataFrame, key: Mapping[str, Any], gap_ms: float = 0.1) -> list[dict[str, Any]]:
+def lane_rows(
+    lanes: pd.DataFrame, key: Mapping[str, Any], gap_ms: float = 0.1
+) -> list[dict[str, Any]]:
     """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed; microseconds."""
     rows = []
     for lane in LANES:
         spans, found = lanes[lanes.lane == lane].sort_values("start_ms"), []
         for _, turn in spans.groupby((spans.range != spans.range.shift()).cumsum().to_numpy()):
-            found += covered(turn, gap_ms).round(3).assign(range=turn.range.iloc[0]).to_dict("records")
+            found += (
+                covered(turn, gap_ms).round(3).assign(range=turn.range.iloc[0]).to_dict("records")
+            )
         rows += [{**key, "lane": lane, "span": span, **row} for span, row in enumerate(found)]
     return rows
 
@@ -97,7 +113,9 @@ def told_apart(lanes: pd.DataFrame, by: str) -> pd.DataFrame:
     computing = lanes[lanes.lane == "compute"]
     parts = [computing.assign(doing=computing.range.replace({"communication": "copies"}))]
     for step, of_step in lanes.groupby(by, sort=False):
-        sent = covered(of_step[of_step.lane == "communication"]).assign(doing="communication, hidden")
+        sent = covered(of_step[of_step.lane == "communication"]).assign(
+            doing="communication, hidden"
+        )
         both = [sent, exposed(of_step).assign(doing="communication, exposed")]
         parts += [spans.assign(**{by: step}, lane="communication") for spans in both]
     return pd.concat(parts, ignore_index=True)

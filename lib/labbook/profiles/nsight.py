@@ -58,7 +58,9 @@ def record_report(command: list[str], stem: Path) -> Path:
 
 _STRING = "(SELECT value FROM StringIds WHERE id = {})".format
 _COPY = "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' WHEN 10 THEN 'PtoP'"
-_RANGES = "NVTX_EVENTS WHERE eventType IN (59, 60) AND coalesce(domainId, 0) = 0 AND start IS NOT NULL"
+_RANGES = (
+    "NVTX_EVENTS WHERE eventType IN (59, 60) AND coalesce(domainId, 0) = 0 AND start IS NOT NULL"
+)
 _RAN = ("globalPid", "streamId", "correlationId")
 # By its table: kind, name, thread, stream and correlation of an event. Ranges are push-pop and start-end, of
 # the default domain: libraries annotate in their own. By default a CUDA graph is traced as a whole.
@@ -84,11 +86,15 @@ def read_export(path: Path) -> Profile:
         API; or see `complete` and `Profile`.
     """
     try:
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)) as export:
+        with closing(
+            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+        ) as export:
             tables = {table for (table,) in export.execute("SELECT name FROM sqlite_master")}
             if "CUPTI_ACTIVITY_KIND_RUNTIME" not in tables:
                 told = "record with --trace=cuda,nvtx, and export all tables"
-                raise ProfileError(f"{path.name} has no calls of the CUDA API, which launch kernels; {told}")
+                raise ProfileError(
+                    f"{path.name} has no calls of the CUDA API, which launch kernels; {told}"
+                )
             there = (table for table in _TABLES if table.split()[0] in tables)
             selects = [_EVENTS.format(table, *_TABLES[table]) for table in there]
             events = pd.read_sql_query(" UNION ALL ".join(selects) + " ORDER BY start_ns", export)
@@ -101,7 +107,16 @@ def read_export(path: Path) -> Profile:
     return profile
 
 
-_NCU = ("ncu", "--csv", "--print-units", "base", "--clock-control", "none", "--profile-from-start", "off")
+_NCU = (
+    "ncu",
+    "--csv",
+    "--print-units",
+    "base",
+    "--clock-control",
+    "none",
+    "--profile-from-start",
+    "off",
+)
 
 
 def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict[str, Any]]:
@@ -114,7 +129,15 @@ def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict
     Returns for each kernel, in order: kernel, its name without arguments, and the metrics in base units.
     Raises FileNotFoundError: no ncu is on PATH. RuntimeError: it or the program failed, or no kernel ran.
     """
-    command = [*_NCU, "--metrics", ",".join(metrics), sys.executable, "-c", program, json.dumps(given)]
+    command = [
+        *_NCU,
+        "--metrics",
+        ",".join(metrics),
+        sys.executable,
+        "-c",
+        program,
+        json.dumps(given),
+    ]
     run = subprocess.run(command, capture_output=True, text=True)
     _, mark, table = run.stdout.partition('"ID"')
     if run.returncode or not mark:

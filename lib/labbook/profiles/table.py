@@ -37,10 +37,14 @@ class Profile:
 
     def __init__(self, events: pd.DataFrame) -> None:
         """From `complete` events; raises ProfileError where there are no kernels or no ranges among them."""
-        self.ranges, self.calls = (events[events.kind == kind].reset_index(drop=True) for kind in _HOST)
+        self.ranges, self.calls = (
+            events[events.kind == kind].reset_index(drop=True) for kind in _HOST
+        )
         ran = events[~events.kind.isin(_HOST)]
         if ran.kind.isin(["memcpy", "memset"]).all():
-            raise ProfileError("the profile has no kernel in it; did the program compute inside the capture?")
+            raise ProfileError(
+                "the profile has no kernel in it; did the program compute inside the capture?"
+            )
         if self.ranges.empty:
             told = "run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
             raise ProfileError(f"the profile has no ranges in it; {told}")
@@ -48,14 +52,18 @@ class Profile:
         # or long after, the last that began before it. An operator of a CPU launches itself.
         by, launches = ["process", "correlation"], self.calls.dropna(subset="correlation")
         launches = launches.assign(launch_ns=launches.start_ns.astype("Int64"))
-        launches = launches[["start_ns", *by, "launch_ns", "thread"]].sort_values("start_ns", kind="stable")
+        launches = launches[["start_ns", *by, "launch_ns", "thread"]].sort_values(
+            "start_ns", kind="stable"
+        )
         ran = ran.drop(columns="thread").sort_values("start_ns", kind="stable")
         ran = pd.merge_asof(ran, launches, on="start_ns", by=by)
         ran["launch_ns"] = ran.launch_ns.fillna(ran.start_ns).astype("int64")
         self.ranges["range"], ran["range"] = range_paths(self.ranges, ran)
         classes = ran.name.map(kernel_class)
         ordinary = classes.isin(["elementwise", "reduction", "copy/cast"])
-        ran["class"] = classes.mask(ordinary & ran.range.str.contains(r"(?:^|/)optimizer\b"), "optimizer")
+        ran["class"] = classes.mask(
+            ordinary & ran.range.str.contains(r"(?:^|/)optimizer\b"), "optimizer"
+        )
         self.kernels = ran.assign(kernel=ran.name.map(short_name))
 
 
@@ -67,12 +75,18 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
     source: their file, for the message.
     """
     lacking = events[["name", "process", "thread", "start_ns", "end_ns"]].isna()
-    lacking["stream"] = events.stream.isna() & events.kind.isin(["kernel", "memcpy", "memset", "graph"])
+    lacking["stream"] = events.stream.isna() & events.kind.isin(
+        ["kernel", "memcpy", "memset", "graph"]
+    )
     if (odd := lacking.any(axis=1)).any():
-        told = f"{odd.sum()} of {len(events)} events ({', '.join(events.kind[odd].unique())}) have no"
+        told = (
+            f"{odd.sum()} of {len(events)} events ({', '.join(events.kind[odd].unique())}) have no"
+        )
         told = f"{source}: {told} {', '.join(lacking.columns[lacking.any()])}"
         raise ProfileError(f"{told}; without them its sums would be wrong: make the file again")
-    return events.astype({"process": "int64", "start_ns": "int64", "end_ns": "int64", "correlation": float})
+    return events.astype(
+        {"process": "int64", "start_ns": "int64", "end_ns": "int64", "correlation": float}
+    )
 
 
 def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
@@ -82,16 +96,22 @@ def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series
     launches: process, launch_ns.
     """
     spans = ranges[ranges.end_ns > ranges.start_ns]
-    edges = pd.concat([spans.assign(at=spans[f"{edge}_ns"], edge=edge) for edge in ("end", "start")])
+    edges = pd.concat(
+        [spans.assign(at=spans[f"{edge}_ns"], edge=edge) for edge in ("end", "start")]
+    )
     # At equal times: a range that ends, then those that begin, the longest first.
-    edges = edges.sort_values(["at", "edge", "end_ns"], ascending=[True, True, False], kind="stable")
+    edges = edges.sort_values(
+        ["at", "edge", "end_ns"], ascending=[True, True, False], kind="stable"
+    )
     is_open, paths = defaultdict(dict), []
     for index, process, name, edge in edges[["process", "name", "edge"]].itertuples(name=None):
         is_open[process].pop(index) if edge == "end" else is_open[process].update({index: name})
         paths.append("/".join(is_open[process].values()))
     edges["path"] = paths
     asked = launches[["process"]].assign(at=launches.launch_ns).sort_values("at").reset_index()
-    found = pd.merge_asof(asked, edges[["at", "process", "path"]], on="at", by="process").set_index("index")
+    found = pd.merge_asof(asked, edges[["at", "process", "path"]], on="at", by="process").set_index(
+        "index"
+    )
     of_ranges = edges.path[edges.edge == "start"].reindex(ranges.index)
     return of_ranges, found.path.reindex(launches.index).fillna("")
 
@@ -150,7 +170,11 @@ def range_table(profile: Profile) -> pd.DataFrame:
         own = _since(kernels[kernels.process == opened.process], opened, "launch_ns")
         span_ms = own.end_ms.max() - own.start_ms.min() if len(own) else 0
         busy_ms = covered(own).eval("end_ms - start_ms").sum()
-        table.loc[opened.Index, ["device_span_ms", "device_busy_ms", "calls"]] = span_ms, busy_ms, len(own)
+        table.loc[opened.Index, ["device_span_ms", "device_busy_ms", "calls"]] = (
+            span_ms,
+            busy_ms,
+            len(own),
+        )
     table = table.groupby("range", sort=False).mean().reset_index()
     span_ms = table.device_span_ms.where(table.calls > 0)
     return table.assign(device_idle_share=1 - table.device_busy_ms / span_ms)
@@ -173,12 +197,16 @@ def _inside(profile: Profile, root: str) -> tuple[pd.DataFrame, pd.DataFrame, pd
         names = ", ".join(sorted(set(profile.ranges.name))[:20])
         raise ProfileError(f"the profile has no range {root!r}; it has {names}")
     below = rf"(?:^|/)({re.escape(root)}(?:/.*)?)$"
-    inside = (of.assign(range=of.range.str.extract(below)[0]) for of in (profile.ranges, profile.kernels))
+    inside = (
+        of.assign(range=of.range.str.extract(below)[0]) for of in (profile.ranges, profile.kernels)
+    )
     return steps, *(each.dropna(subset="range") for each in inside)
 
 
 def _since(frame: pd.DataFrame, step: Any, time: str = "start_ns") -> pd.DataFrame:
     """The rows whose `time` lies in a step, with start_ms and end_ms since it began."""
-    frame = frame[(frame[time] >= step.start_ns) & (frame[time] < step.end_ns)].reset_index(drop=True)
+    frame = frame[(frame[time] >= step.start_ns) & (frame[time] < step.end_ns)].reset_index(
+        drop=True
+    )
     start_ms, end_ms = ((frame[edge] - step.start_ns) * MS for edge in ("start_ns", "end_ns"))
     return frame.assign(start_ms=start_ms, end_ms=end_ms)

@@ -15,7 +15,12 @@ from torch.profiler import ProfilerActivity, profile
 from labbook.files import make_folder, write_atomically
 from labbook.profiles.table import STEP, Profile, ProfileError, complete
 
-_KINDS = {"user_annotation": "range", "cpu_op": "operator", "cuda_runtime": "call", "cuda_driver": "call"}
+_KINDS = {
+    "user_annotation": "range",
+    "cpu_op": "operator",
+    "cuda_runtime": "call",
+    "cuda_driver": "call",
+}
 _KINDS |= {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
 _ON_GPU = ("kernel", "memcpy", "memset")
 _FIELDS = ["cat", "name", "pid", "tid", "ts", "dur"]  # of every event that is read
@@ -61,7 +66,10 @@ def keep_one_step(path: Path, kept: Path) -> None:
     Raises ProfileError: it has no step, a range `measure`; or as `load_trace`.
     """
     trace, events = load_trace(path)
-    steps, on_gpu = events[(events.kind == "range") & (events.name == STEP)], events.kind.isin(_ON_GPU)
+    steps, on_gpu = (
+        events[(events.kind == "range") & (events.name == STEP)],
+        events.kind.isin(_ON_GPU),
+    )
     if steps.empty:
         raise ProfileError(f"{path.name} has no step to keep: no range {STEP!r} was recorded in it")
     step = steps.loc[steps.start_ns.idxmax()]
@@ -86,17 +94,25 @@ def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
             trace = list(json.load(file)["traceEvents"])
     except (gzip.BadGzipFile, EOFError, ValueError, TypeError, KeyError) as error:
-        raise ProfileError(f"{path.name} is cut off or no trace ({error!r}); record it again") from None
+        raise ProfileError(
+            f"{path.name} is cut off or no trace ({error!r}); record it again"
+        ) from None
     found = {at: e for at, e in enumerate(trace) if e.get("ph") == "X" and e.get("cat") in _KINDS}
-    rows = [[*map(e.get, _FIELDS), *map((e.get("args") or {}).get, _ARGUMENTS)] for e in found.values()]
+    rows = [
+        [*map(e.get, _FIELDS), *map((e.get("args") or {}).get, _ARGUMENTS)] for e in found.values()
+    ]
     names = ["kind", "name", "process", "thread", "start_ns", "end_ns", *_ARGUMENTS]
     events = pd.DataFrame(rows, [*found], names, dtype=object)
     kinds = events.kind.map(_KINDS)
     kinds = kinds.mask((kinds == "range") & events.name.str.match(FOREIGN, na=False), "pytorch's")
-    kinds = kinds.mask((kinds == "pytorch's") & events.name.str.startswith("gloo:", na=False), "operator")
+    kinds = kinds.mask(
+        (kinds == "pytorch's") & events.name.str.startswith("gloo:", na=False), "operator"
+    )
     us = events[["start_ns", "end_ns"]].apply(pd.to_numeric, errors="coerce").astype(float)
     us["end_ns"] += us.start_ns
-    return trace, complete(events.assign(kind=kinds, **(1000 * us).round().astype("Int64")), path.name)
+    return trace, complete(
+        events.assign(kind=kinds, **(1000 * us).round().astype("Int64")), path.name
+    )
 
 
 def read_trace(path: Path) -> Profile:
@@ -114,7 +130,9 @@ def read_trace(path: Path) -> Profile:
         return Profile(events[~events.kind.isin(["pytorch's", "operator"])])
     if (events.kind == "call").any():
         told = "end other profilers (nsys too), or allow this user to read GPU performance counters"
-        raise ProfileError(f"{path.name} has CUDA calls and no kernels: CUPTI could not record; {told}")
+        raise ProfileError(
+            f"{path.name} has CUDA calls and no kernels: CUPTI could not record; {told}"
+        )
     operators, order = events[events.kind == "operator"], ["thread", "start_ns", "end_ns"]
     nested = operators.sort_values(order, ascending=[True, True, False], kind="stable")
     own_ns, enclosing = (nested.end_ns - nested.start_ns).to_dict(), []

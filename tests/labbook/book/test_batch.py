@@ -103,7 +103,10 @@ def test_what_cannot_be_is_refused_with_what_is_allowed(folder, options, given, 
         ("[11_one]", "unknown profile 'cpu'; allowed: 11_one"),
         ("cpu: [{notebook: 11_one, parameters: {steps: 1:30}}]", "steps is '1:30'"),
         ("cpu: [", "batch.yaml"),
-        ("cpu: [{notebook: 11_one, grid: {a: [1]}}, {notebook: 12_two, grid: {b: [1]}}]", "'a'(.|\n)*'b'"),
+        (
+            "cpu: [{notebook: 11_one, grid: {a: [1]}}, {notebook: 12_two, grid: {b: [1]}}]",
+            "'a'(.|\n)*'b'",
+        ),
     ],
 )
 def test_all_that_is_wrong_in_the_file_is_said_at_once(folder, yaml, named):
@@ -120,7 +123,14 @@ def test_a_damaged_notebook_is_named(folder):
 
 def test_names_of_jobs_are_short_file_names_that_never_clash(folder):
     notebook = folder / "11_one.ipynb"
-    sets = [{}, {"steps": 1}, {"steps": "1"}, {"dtypes": ["a"]}, {"dtypes": ["b"]}, {"model_size": "a/b"}]
+    sets = [
+        {},
+        {"steps": 1},
+        {"steps": "1"},
+        {"dtypes": ["a"]},
+        {"dtypes": ["b"]},
+        {"model_size": "a/b"},
+    ]
     names = [Job(notebook, parameters).name for parameters in sets]
     assert len(set(names)) == len(names)
     assert names[0] == "11_one"
@@ -150,7 +160,9 @@ def executed(monkeypatch):
     def execute(source, output, parameters):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
-        return Record("error", "cell [1]: Bad: <luck>", 1.25) if "12" in source.stem else Record("ok")
+        return (
+            Record("error", "cell [1]: Bad: <luck>", 1.25) if "12" in source.stem else Record("ok")
+        )
 
     monkeypatch.setattr(batch, "execute", execute)
     return done
@@ -166,14 +178,20 @@ def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_
     assert [again[0], again[2]] == [records[0], records[2]]
     batch.run_batch(jobs[:1], folder, force=True)
     assert executed[4:] == ["11_nb"]
-    assert [batch.load_record(folder / f"{job.name}.json").status for job in jobs] == ["ok", "error", "ok"]
+    assert [batch.load_record(folder / f"{job.name}.json").status for job in jobs] == [
+        "ok",
+        "error",
+        "ok",
+    ]
     assert "steps=12\n    cell [1]: Bad: <luck>" in batch.summary(records)
 
 
 def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
     jobs, executed, tmp_path, write_notebook
 ):
-    jobs[1:] = [Job(write_notebook(tmp_path / f"{name}.ipynb")) for name in ("13_nb", "00_start_here")]
+    jobs[1:] = [
+        Job(write_notebook(tmp_path / f"{name}.ipynb")) for name in ("13_nb", "00_start_here")
+    ]
     records = batch.run_batch(jobs, tmp_path / "runs")
     assert [record.status for record in records] == ["ok", "skipped", "ok"]
     assert "no_such_package" in batch.summary(records)
@@ -231,7 +249,9 @@ run_batch([Job(folder / "11_nb.ipynb", {"steps": n}) for n in (1, 2)], folder / 
 
 def is_running(pid):
     with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # that has ended, and waits for init
+        return (
+            psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        )  # that has ended, and waits for init
     return False
 
 
@@ -262,7 +282,9 @@ def test_a_killed_run_continues_and_two_at_once_do_everything_once(tmp_path, wri
     records = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").glob("*.json"))]
     assert [record["status"] for record in records] == ["ok", "ok"]
     executed = {path.stem for path in (tmp_path / "runs").glob("*.ipynb")}
-    assert executed == {path.stem for path in (tmp_path / "runs").glob("*.json")}, "half a notebook is left"
+    assert executed == {path.stem for path in (tmp_path / "runs").glob("*.json")}, (
+        "half a notebook is left"
+    )
 
 
 # One notebook in a process of its own: how it can end, that nothing stays.
@@ -284,7 +306,9 @@ def test_parameters_folder_and_interpreter(tmp_path, write_notebook, monkeypatch
 
 
 def test_an_error_is_one_line_and_the_notebook_is_kept(tmp_path, write_notebook):
-    source = write_notebook(tmp_path / "01_a.ipynb", "print('before')", "raise ValueError('two\\nlines')")
+    source = write_notebook(
+        tmp_path / "01_a.ipynb", "print('before')", "raise ValueError('two\\nlines')"
+    )
     outcome = execute(source, tmp_path / "out.ipynb", {})
     assert (outcome.status, outcome.reason) == ("error", "cell [3]: ValueError: two lines")
     assert "before" in (tmp_path / "out.ipynb").read_text()

@@ -26,7 +26,9 @@ def folder(tmp_path, write_notebook, monkeypatch, measured_cards):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path / "figures"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr(commands, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count))
+    monkeypatch.setattr(
+        commands, "ProcessPoolExecutor", lambda count, mp_context: ThreadPoolExecutor(count)
+    )
     return tmp_path
 
 
@@ -53,14 +55,20 @@ def test_the_profile_is_what_the_machine_has(folder, monkeypatch, capsys, gpus, 
     assert capsys.readouterr().out.strip() == planned
 
 
-@pytest.mark.parametrize(("option", "value"), [("--profile", "gpu"), ("--only", "99"), ("-p", "device=cuda")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--profile", "gpu"), ("--only", "99"), ("-p", "device=cuda")]
+)
 def test_what_is_refused_before_anything_runs(folder, capsys, option, value):
     assert command("run", option, value) == 2
-    assert re.match(f"error: (.|\n)*'{value.rpartition('=')[2]}'(.|\n)*allowed:", capsys.readouterr().err)
+    assert re.match(
+        f"error: (.|\n)*'{value.rpartition('=')[2]}'(.|\n)*allowed:", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("status", "reason"), [("ok", ""), ("error", "cell [1]: Bad: luck")])
-def test_run_ends_with_a_summary_and_tells_failure_by_its_exit_code(folder, outcome, capsys, status, reason):
+def test_run_ends_with_a_summary_and_tells_failure_by_its_exit_code(
+    folder, outcome, capsys, status, reason
+):
     outcome(status, reason)
     assert command("run", "--output", folder / "runs", "--only", "11", "12") == (status == "error")
     said = capsys.readouterr().out
@@ -76,9 +84,13 @@ def test_a_site_that_cannot_be_made_is_a_warning(folder, outcome, monkeypatch, c
     assert re.search(warned, capsys.readouterr().err)
 
 
-def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(folder, outcome, monkeypatch, capsys):
+def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(
+    folder, outcome, monkeypatch, capsys
+):
     asked = []
-    monkeypatch.setattr("labbook.book.batch.run_on_slurm", lambda *given, **_: asked.append(given[1]) or [])
+    monkeypatch.setattr(
+        "labbook.book.batch.run_on_slurm", lambda *given, **_: asked.append(given[1]) or []
+    )
     monkeypatch.chdir(folder)
     given = ["--cluster", "slurm", "--only", "11", "12", "-p", "steps=7", "--output", "runs"]
     monkeypatch.setattr("sys.orig_argv", ["python", "-m", "workbook", "run", *given])
@@ -94,13 +106,17 @@ def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(folder, outcome
 def test_list_shows_parameters_with_defaults_and_comments_and_a_reader_that_has_seen_enough_ends_it():
     """By processes: what is left to be written is written when one ends."""
     code = "import sys; from labbook.book.commands import main; sys.exit(main(['list']))"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     assert any(b"edition = 2025  # " in line for line in process.stdout)
     process.stdout.close()
     assert process.communicate()[1] == b""
 
 
-def test_figures_are_where_the_command_was_given_and_looked_at_first(folder, outcome, monkeypatch, capsys):
+def test_figures_are_where_the_command_was_given_and_looked_at_first(
+    folder, outcome, monkeypatch, capsys
+):
     """A notebook runs in another folder."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("LABBOOK_FIGURES", "mine")
@@ -121,12 +137,16 @@ def test_ctrl_c_says_how_to_go_on(folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("status", ["ok", "error"])
-def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(folder, monkeypatch, status):
+def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(
+    folder, monkeypatch, status
+):
     executed = []
 
     def execute(source, output, parameters):
         executed.append(source.stem)
-        text = source.read_text().replace('"metadata": {}', '"metadata": {"papermill": {"duration": 1}}')
+        text = source.read_text().replace(
+            '"metadata": {}', '"metadata": {"papermill": {"duration": 1}}'
+        )
         output.write_text(text.replace("print(steps)", "print(steps)  # executed"))
         return Record(status)
 

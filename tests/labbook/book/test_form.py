@@ -21,7 +21,9 @@ SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summa
 # The heart of a problem, a kernel or a wrapper, is one cell of up to 45 lines; most cells are far shorter.
 MOST_LINES, MEDIAN_LINES, MOST_IMPORTS, MOST_BYTES = 45, 6, 7, 2**20
 _ABSOLUTE_PATH = r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w./]+|\bC:\\"
-_STRANGE_OUTPUT = re.compile(rf"{_ABSOLUTE_PATH}|\bat 0x[0-9a-f]{{6,}}|<svg|^image/\w+", re.MULTILINE)
+_STRANGE_OUTPUT = re.compile(
+    rf"{_ABSOLUTE_PATH}|\bat 0x[0-9a-f]{{6,}}|<svg|^image/\w+", re.MULTILINE
+)
 _MARKER = re.compile(r"\s*### (BEGIN|END) SOLUTION$")
 
 
@@ -41,7 +43,9 @@ def _execution(notebook: NotebookNode) -> Iterator[str]:
     if counts != list(range(1, len(counts) + 1)):
         yield f"not executed top to bottom: the cells are numbered {counts}"
     outputs = [output for cell in _code(notebook) for output in cell.outputs]
-    yield from (f"a cell ended with {output.ename}" for output in outputs if output.output_type == "error")
+    yield from (
+        f"a cell ended with {output.ename}" for output in outputs if output.output_type == "error"
+    )
 
 
 def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
@@ -51,7 +55,9 @@ def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
     if first != wanted:
         yield f"the first line is {first!r}; allowed: {wanted!r}"
     about = first_cell(notebook)
-    yield from (f"the first cell has no {what.strip('*:')}" for what, text in about.items() if not text)
+    yield from (
+        f"the first cell has no {what.strip('*:')}" for what, text in about.items() if not text
+    )
     if not re.match(rf"`{slug}`, Spring (2025|2026)\b", about[MARKS[0]]):
         yield f"the first cell tells of {about[MARKS[0]]!r}; allowed: `{slug}` and its editions"
 
@@ -76,7 +82,9 @@ def _parameters(notebook: NotebookNode) -> Iterator[str]:
         return
     if not parameters:
         yield "no cell is tagged `parameters`, or it is empty"
-    yield from (f"parameter {each.name} has no comment" for each in parameters.values() if not each.help)
+    yield from (
+        f"parameter {each.name} has no comment" for each in parameters.values() if not each.help
+    )
 
 
 def _cells(notebook: NotebookNode) -> Iterator[str]:
@@ -85,7 +93,9 @@ def _cells(notebook: NotebookNode) -> Iterator[str]:
         if not cell.source.strip():
             yield f"code cell {number} is empty"
         if HIDE_INPUT not in cell.metadata.get("tags", []):
-            lengths.append(len([line for line in cell.source.splitlines() if not _MARKER.match(line)]))
+            lengths.append(
+                len([line for line in cell.source.splitlines() if not _MARKER.match(line)])
+            )
             if lengths[-1] > MOST_LINES:
                 yield f"code cell {number} has {lengths[-1]} lines; allowed: {MOST_LINES}"
     if lengths and statistics.median(lengths) > MEDIAN_LINES:
@@ -111,7 +121,9 @@ def _imports(notebook: NotebookNode) -> Iterator[str]:
         yield f"{len(found)} imports; allowed: {MOST_IMPORTS}"
     for node in found:
         modules = [getattr(node, "module", None) or each.name for each in node.names]
-        deep = [name for name in modules if re.match(r"cs336_systems\..+\.|labbook\.(?!book)", name)]
+        deep = [
+            name for name in modules if re.match(r"cs336_systems\..+\.|labbook\.(?!book)", name)
+        ]
         if deep or any(alias.name.startswith("_") for alias in node.names):
             yield f"`{ast.unparse(node)}`; allowed: public names of a room, as in labbook"
 
@@ -142,7 +154,9 @@ def _outputs(notebook: NotebookNode) -> Iterator[str]:
             data = dict(output.get("data", {}))
             data.pop("image/png", None)
             text = "\n".join([*data, *map(str, data.values()), output.get("text", "")])
-            text = re.sub("<script>.*?</script>", "", text, flags=re.DOTALL)  # what it draws is not kept
+            text = re.sub(
+                "<script>.*?</script>", "", text, flags=re.DOTALL
+            )  # what it draws is not kept
             for found in _STRANGE_OUTPUT.finditer(text):
                 yield f"output of cell [{cell.execution_count}]: {found[0]}, another one elsewhere, or no PNG"
 

@@ -38,7 +38,9 @@ def code(source, *outputs, tagged=False):
 
 
 def answered(text, tagged=True):
-    return code("answer(...)", v4.new_output("display_data", {"text/markdown": text}), tagged=tagged)
+    return code(
+        "answer(...)", v4.new_output("display_data", {"text/markdown": text}), tagged=tagged
+    )
 
 
 def drawn(alt, source=FIGURE, tagged=False):
@@ -65,7 +67,9 @@ def entry_of(tmp_path, monkeypatch):
 
 def test_what_the_first_cell_says_and_the_tagged_answer_without_its_letter(entry_of):
     other = answered("**(1)** Not this.", tagged=False)
-    entry = entry_of(other, answered("**(2)** The float16 sum **is** (far) off.\n\n<details>\n✓</details>"))
+    entry = entry_of(
+        other, answered("**(2)** The float16 sum **is** (far) off.\n\n<details>\n✓</details>")
+    )
     assert entry.question == "Add 0.01 to a running total. Which of the four sums is far off? Why?"
     assert (entry.read_before, entry.minutes) == (("11", "12"), ("5", "15"))
     assert entry.editions == ("2025", "2026")
@@ -77,20 +81,29 @@ def test_the_picture_is_the_tagged_one_or_the_first_of_the_reference(entry_of):
     others = [drawn("mine", "page.figure(f, here=True)"), drawn("a sketch", "f")]
     first, second, marked = drawn("first"), drawn("second"), drawn("second", tagged=True)
     for cells, alt in (([first, marked], "second"), ([first, second], "first")):
-        assert entry_of(*others, *cells, answered("**(1)** Yes.")).picture.metadata["image/png"]["alt"] == alt
+        assert (
+            entry_of(*others, *cells, answered("**(1)** Yes.")).picture.metadata["image/png"]["alt"]
+            == alt
+        )
     assert entry_of(*others).picture is None
 
 
 def test_a_question_in_short():
     asked = "Which of the sums is off?"
-    for question in (f"Add numbers. {asked} Why?", f"{asked} (a) All. (b) Why?", f"(a) {asked} (b) Why?"):
+    for question in (
+        f"Add numbers. {asked} Why?",
+        f"{asked} (a) All. (b) Why?",
+        f"(a) {asked} (b) Why?",
+    ):
         assert overview.in_short(question) == asked
 
 
 def test_the_map_has_a_line_for_each_notebook_with_its_rows(entry_of):
     rows = [{"accumulation": str(n), "steps": n, "total": 1.0} for n in (1, 2)]
     save_rows(rows, NAME[3:], "accumulation", machine="m")
-    *_, chapter, line = overview.map_table({NAME: entry_of()}, "m").replace("<wbr>", "").splitlines()
+    *_, chapter, line = (
+        overview.map_table({NAME: entry_of()}, "m").replace("<wbr>", "").splitlines()
+    )
     assert chapter.startswith("| **Numbers** |")
     told = "both | Which of the four sums is far off? |  | 5, 15 | 2"
     assert line == f"| [13 · {NAME[3:]}]({NAME}.ipynb) | {told} |"
@@ -111,6 +124,8 @@ def test_every_notebook_tells_its_question_time_and_headline():
     entries = overview.read_map()
     numbers = {"00", *(name[:2] for name in entries)}
     for name, entry in entries.items():
-        told = "?" in entry.question and len(entry.minutes) == 2 and entry.editions and entry.headline
+        told = (
+            "?" in entry.question and len(entry.minutes) == 2 and entry.editions and entry.headline
+        )
         assert told, name
         assert {*entry.read_before} <= numbers - {name[:2]}, name

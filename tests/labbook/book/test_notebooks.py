@@ -29,7 +29,15 @@ def cell_with(source: str, cells: int = 1):
 
 
 def test_names_defaults_and_comments(known):
-    assert list(known) == ["model_size", "edition", "context_lengths", "dtypes", "steps", "rate", "device"]
+    assert list(known) == [
+        "model_size",
+        "edition",
+        "context_lengths",
+        "dtypes",
+        "steps",
+        "rate",
+        "device",
+    ]
     assert known["context_lengths"].default == [32, 64]
     assert known["model_size"].help == "size of the model"
     assert read_parameters(v4.new_notebook()) == {}
@@ -75,7 +83,9 @@ def test_wrong_values_are_named_with_what_is_allowed(known, values, given, allow
 @pytest.mark.parametrize("text", ["rate: {lest: 1}", "rate: 1"])
 def test_a_rule_of_an_unknown_kind_is_an_error(known, tmp_path, monkeypatch, text):
     monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
-    (tmp_path / "parameters.yaml").write_text(f"every notebook:\n  rate: {{least: 9}}\na:\n  {text}")
+    (tmp_path / "parameters.yaml").write_text(
+        f"every notebook:\n  rate: {{least: 9}}\na:\n  {text}"
+    )
     with pytest.raises(BatchError, match=r"rate: .*; allowed: .*least"):
         parameter_errors(known, {"rate": 1.0}, "a")
 

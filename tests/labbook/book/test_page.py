@@ -32,14 +32,14 @@ def test_rows_are_saved_as_this_machines_and_a_line_is_printed_for_each(page, ca
     assert lines[1] == "other: skipped (no such number)"
     page.save([failed], "accumulation")
     assert capsys.readouterr().out == "", "it says nothing new"
-    mine = page.here("accumulation")
+    mine = page.rows("accumulation")
     assert set(mine["machine"]) == {page.card.slug}
     assert sorted(mine["accumulation"]) == ["float32 += float16", "other"]
-    assert set(page.rows("accumulation")["machine"]) == {"h200"}
+    assert set(page.reference_rows("accumulation")["machine"]) == {"h200"}
 
 
 def test_this_machines_times_stand_beside_the_references(page):
-    theirs = page.rows("weighted_sum_times", "weighted_sum").iloc[0]
+    theirs = page.reference_rows("weighted_sum_times", "weighted_sum").iloc[0]
     mine = {key: theirs[key] for key in TABLES["weighted_sum_times"].keys} | {"p50_ms": 1.0}
     page.save([mine], "weighted_sum_times", slug="weighted_sum")
     (row,) = page.beside("weighted_sum_times", "weighted_sum").to_dict("records")
@@ -47,7 +47,7 @@ def test_this_machines_times_stand_beside_the_references(page):
 
 
 def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
-    figure = lines(page.rows("accumulation"), "steps", "total", "accumulation")
+    figure = lines(page.reference_rows("accumulation"), "steps", "total", "accumulation")
     assert page.figure(figure, "one") is figure
     page.figure(figure, "two", here=True)
     page.figure(figure, "three", machine="h100")
@@ -63,7 +63,9 @@ def test_a_page_says_how_old_the_rows_of_committed_machines_are(monkeypatch, cap
     now = runs.code.of_notebook(runs.code.notebook_of("torch_compile"))
     record = runs.load_run("h200", name := "20261121-043456-torch_compile-4487")
     record.code, load_run = now | {"lib/labbook/timing.py": "other"}, runs.load_run
-    monkeypatch.setattr(runs, "load_run", lambda *which: record if name in which else load_run(*which))
+    monkeypatch.setattr(
+        runs, "load_run", lambda *which: record if name in which else load_run(*which)
+    )
     Page("torch_compile", {})
     said = capsys.readouterr().out
     assert "28 older: labbook/timing.py changed since" in said
@@ -71,10 +73,10 @@ def test_a_page_says_how_old_the_rows_of_committed_machines_are(monkeypatch, cap
 
 
 def test_historical_rows_are_named_once_where_they_are_used(page, capsys):
-    page.rows("sharding_times", "optimizer_state_sharding_accounting")
+    page.reference_rows("sharding_times", "optimizer_state_sharding_accounting")
     assert "sharding_times: 25 of 51 rows are historical, " in capsys.readouterr().out
-    page.rows("sharding_times", "optimizer_state_sharding_accounting")
-    page.rows("accumulation")
+    page.reference_rows("sharding_times", "optimizer_state_sharding_accounting")
+    page.reference_rows("accumulation")
     assert capsys.readouterr().out == ""
 
 
@@ -94,9 +96,13 @@ def test_rows_of_the_running_cell_are_on_record_until_it_changes():
     assert len(page.on_record("accumulation")) == 0
 
 
-def test_a_sweep_continues_after_the_cases_on_record_and_measures_them_again_where_it_must(monkeypatch):
+def test_a_sweep_continues_after_the_cases_on_record_and_measures_them_again_where_it_must(
+    monkeypatch,
+):
     page, made = Page(SLUG, {"In": ["", "page.measure('weighted_sum_times', cases, setup)"]}), []
-    cases = grid(implementation="eager", num_rows=[1, 2], d_model=4, dtype="float32", pass_="forward")
+    cases = grid(
+        implementation="eager", num_rows=[1, 2], d_model=4, dtype="float32", pass_="forward"
+    )
 
     def setup(case):
         made.append(case.num_rows)
@@ -109,7 +115,7 @@ def test_a_sweep_continues_after_the_cases_on_record_and_measures_them_again_whe
     assert measure(cases[:1]) == [1]
     assert measure(cases) == [1, 2]
     assert measure(cases, steps=3) == [1, 2, 1, 2], "with more steps"
-    assert len(page.here("weighted_sum_times")) == 2
-    assert len(page.here("accumulation")) == 1, "rows of another table"
+    assert len(page.rows("weighted_sum_times")) == 2
+    assert len(page.rows("accumulation")) == 1, "rows of another table"
     monkeypatch.setenv("LABBOOK_AGAIN", "1")
     assert measure(cases[:1], steps=3)[4:] == [1]

@@ -26,7 +26,9 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "notebooks" / "book.yaml").write_text("chapters: {11: Profiling}")
     for name in ("m/one/times", "m/two/steps", "m/two/times", "published/peaks", "published/times"):
         (tmp_path / "figures" / f"{name}.csv").write_text("p50_ms\n1\n")
-    shown = v4.new_output("display_data", {"image/png": PNG}, metadata={"image/png": {"alt": "It is fast"}})
+    shown = v4.new_output(
+        "display_data", {"image/png": PNG}, metadata={"image/png": {"alt": "It is fast"}}
+    )
     answer = "[11](11_one.ipynb) takes $b^2$\n\n| a |\n|--:|\n| 1 |"
     linked = v4.new_output("display_data", {"text/markdown": answer})
     for name, output in (("11_one", shown), ("12_two", linked)):
@@ -43,7 +45,9 @@ def test_what_is_not_installed_or_not_executed_is_said(folder, monkeypatch):
     monkeypatch.setattr(site, "find_spec", lambda name: name)
     with pytest.raises(BatchError, match=r"there is no executed notebook in .*figures"):
         site.build(folder / "site", folder / "figures")
-    nbformat.write(v4.new_notebook(cells=[v4.new_code_cell("1")]), folder / "notebooks" / "13_three.ipynb")
+    nbformat.write(
+        v4.new_notebook(cells=[v4.new_code_cell("1")]), folder / "notebooks" / "13_three.ipynb"
+    )
     with pytest.raises(BatchError, match=r"13_three.ipynb has no outputs"):
         site.build(folder / "site", folder / "notebooks")
 
@@ -75,7 +79,9 @@ def test_the_first_page_of_a_run_says_how_each_ended_and_why_one_failed(run, sph
     text = build().read_text()
     assert re.search(r"error +1.0 s  12_two steps=3\n +cell \[1\]: Bad: &lt;luck&gt;", text)
     assert {path.name for path in there.glob("*.ipynb")} == {"11_one-3.ipynb", "12_two.ipynb"}
-    assert [path.name for path in there.parent.iterdir()] == [there.name], "myst-nb writes beside its pages"
+    assert [path.name for path in there.parent.iterdir()] == [there.name], (
+        "myst-nb writes beside its pages"
+    )
     assert '<a href="11_one-3.html#11_one-3-1">It is fast' in (there / "gallery.html").read_text()
 
 
@@ -91,11 +97,15 @@ def test_what_cannot_be_built_leaves_the_last_site(run, sphinx, monkeypatch):
 def test_links_lead_somewhere(run, sphinx):
     pages = sorted(run[0]().parent.glob("*.html"))
     for page in pages:
-        for link in re.findall(r'(?:href|src)="(?!https?:|data:|mailto:)([^"]*)"', page.read_text()):
+        for link in re.findall(
+            r'(?:href|src)="(?!https?:|data:|mailto:)([^"]*)"', page.read_text()
+        ):
             name, _, place = link.partition("#")
             linked = page.parent / (name.partition("?")[0] or page.name)
             assert linked.exists(), (page.name, link)
-            assert not place or linked.suffix != ".html" or f'id="{place}"' in linked.read_text(), link
+            assert not place or linked.suffix != ".html" or f'id="{place}"' in linked.read_text(), (
+                link
+            )
     text = (pages[0].parent / "12_two.html").read_text()
     assert 'href="11_one-3.html"><span class="std std-doc">11</span></a>, 13, there' in text
 

@@ -65,7 +65,9 @@ outcome = Record("error", "cell [1]: Bad: luck") if "fails" in name else Record(
 def cluster(tmp_path_factory):
     """The environment in which Slurm's commands speak to a cluster of this machine."""
     if MISSING or os.getuid():
-        pytest.skip(f"a Slurm of one node needs root, and {', '.join(SLURM)} (Debian: slurm-wlm, munge)")
+        pytest.skip(
+            f"a Slurm of one node needs root, and {', '.join(SLURM)} (Debian: slurm-wlm, munge)"
+        )
     folder = tmp_path_factory.mktemp("slurm")
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
     ports = [each.getsockname()[1] for each in sockets]
@@ -92,7 +94,10 @@ def cluster(tmp_path_factory):
     try:
         idle = ["sinfo", "--noheader", "--partition=gpus", "--format=%t"]
         for _ in range(200):
-            if subprocess.run(idle, env=env, capture_output=True, text=True).stdout.strip() == "idle":
+            if (
+                subprocess.run(idle, env=env, capture_output=True, text=True).stdout.strip()
+                == "idle"
+            ):
                 break
             time.sleep(0.1)
         else:
@@ -126,7 +131,9 @@ def when_it_runs(tmp_path):
     """Calls a function once a job that is slow has started."""
 
     def wait(function):
-        while "slow" not in ((tmp_path / "started").read_text() if (tmp_path / "started").exists() else ""):
+        while "slow" not in (
+            (tmp_path / "started").read_text() if (tmp_path / "started").exists() else ""
+        ):
             time.sleep(0.05)
         function()
 
@@ -147,7 +154,10 @@ def test_an_entry_gets_as_many_gpus_as_it_has_ranks_or_a_sentence(batch, tmp_pat
     (record,) = batch("11_two", gpu=True, backend="nccl", world_sizes=[1, 2])
     assert record.status == "ok"
     batch("12_one", gpu=True, backend="gloo", world_size=2)
-    assert [line.split()[1] for line in (tmp_path / "started").read_text().splitlines()] == ["2", "1"]
+    assert [line.split()[1] for line in (tmp_path / "started").read_text().splitlines()] == [
+        "2",
+        "1",
+    ]
     monkeypatch.setenv("SBATCH_PARTITION", "none")
     (record,) = batch("13_none", gpu=True)
     assert record.status == "error"

@@ -44,12 +44,18 @@ WITH_STEPS = [path for path in PATHS if "### BEGIN SOLUTION" in path.read_text(e
 @pytest.fixture
 def notebook():
     output = nbformat.v4.new_output("stream", name="stdout", text="sum: right\n")
-    check = new_code_cell("check(Sum)", metadata={"tags": [CHECKER]}, outputs=[output], execution_count=2)
-    uses = [new_code_cell(source) for source in ("found = Sum().total(x)", "print(found)", "print(x)")]
+    check = new_code_cell(
+        "check(Sum)", metadata={"tags": [CHECKER]}, outputs=[output], execution_count=2
+    )
+    uses = [
+        new_code_cell(source) for source in ("found = Sum().total(x)", "print(found)", "print(x)")
+    ]
     return new_notebook(cells=[new_code_cell(SOLUTION, execution_count=1), check, *uses])
 
 
-def test_in_a_copy_solutions_are_stubs_checkers_forget_any_cell_may_raise_and_the_rest_stays(notebook):
+def test_in_a_copy_solutions_are_stubs_checkers_forget_any_cell_may_raise_and_the_rest_stays(
+    notebook,
+):
     notebook.cells[-1].outputs = [nbformat.v4.new_output("stream", name="stdout", text="3\n")]
     learners = cleared(notebook)
     assert (learners.cells[0].source, notebook.cells[0].source) == (STUB, SOLUTION)
@@ -62,7 +68,9 @@ def test_a_tidied_notebook_stays_and_a_messy_one_becomes_it(notebook):
     messy = tidy(notebook)
     messy.metadata.papermill = {"duration": 1.5}
     messy.cells[1].metadata |= {"papermill": {"duration": 1}, "collapsed": True}
-    messy.cells[1].outputs = [nbformat.v4.new_output("stream", text=text) for text in ("sum: right", "\n")]
+    messy.cells[1].outputs = [
+        nbformat.v4.new_output("stream", text=text) for text in ("sum: right", "\n")
+    ]
     before = copy.deepcopy(messy)
     assert tidy(messy) == tidy(tidy(notebook)) == tidy(notebook)
     assert messy == before
@@ -83,7 +91,12 @@ def test_a_copy_that_is_there_stays(notebook, tmp_path):
 def test_nbgrader_knows_what_to_clear_and_what_to_grade(notebook):
     solution, check = (cell.metadata["nbgrader"] for cell in tidy(notebook).cells[:2])
     assert (solution["solution"], solution["grade"]) == (True, False)
-    assert (check["solution"], check["grade"], check["locked"], check["points"]) == (False, True, True, 1)
+    assert (check["solution"], check["grade"], check["locked"], check["points"]) == (
+        False,
+        True,
+        True,
+        1,
+    )
     assert solution["grade_id"] != check["grade_id"]
 
 
@@ -101,7 +114,9 @@ def run_copy(path, told):
         if (i in checks and not done.success) or has_solution(cell):
             told.send(f"{cell.source}\nraised {done.error_in_exec!r}, said\n{said.stdout}")
     steps = sum(map(has_solution, notebook.cells))
-    told.send("" if not_yet >= steps else f"{not_yet} checkers say that {steps} steps are not written yet")
+    told.send(
+        "" if not_yet >= steps else f"{not_yet} checkers say that {steps} steps are not written yet"
+    )
 
 
 @pytest.fixture(scope="module")

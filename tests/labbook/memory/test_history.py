@@ -33,7 +33,13 @@ TORCH = LINE | {"filename": "/usr/lib/python3/site-packages/torch/nn/modules/mod
 
 
 def change(action: str, address: int, mib: int, time_us: int, *frames: dict) -> dict:
-    return {"action": action, "addr": address, "size": mib * MIB, "time_us": time_us, "frames": list(frames)}
+    return {
+        "action": action,
+        "addr": address,
+        "size": mib * MIB,
+        "time_us": time_us,
+        "frames": list(frames),
+    }
 
 
 # Address, MiB, time of its life (us), and the frames that made it, the innermost first.
@@ -112,7 +118,9 @@ def test_timeline_adds_up(history):
 
 def test_a_timeline_is_rows_and_back(history):
     rows = pd.DataFrame(timeline_rows(timeline(history)))
-    assert (rows.category == "parameters").sum() == 2, "the beginning and the end: nothing changes between"
+    assert (rows.category == "parameters").sum() == 2, (
+        "the beginning and the end: nothing changes between"
+    )
     shuffled = rows.sample(frac=1, random_state=0)
     pd.testing.assert_frame_equal(timeline_of_rows(shuffled), timeline(history), check_dtype=False)
 
@@ -136,13 +144,17 @@ def test_memory_freed_in_the_step_but_older_than_it():
 
 
 def test_the_line_is_the_innermost_of_ours():
-    assert own_line([("/usr/torch/nn/module.py", 90, "forward")]) == own_line([]) == "", "backward runs none"
+    assert own_line([("/usr/torch/nn/module.py", 90, "forward")]) == own_line([]) == "", (
+        "backward runs none"
+    )
     elsewhere = "C:\\lib\\cs336_systems\\attention\\gone.py"
     assert own_line([(elsewhere, 90, "forward")]) == "attention/gone.py:90 forward"
     path, first = inspect.getsourcefile(ModelSteps), inspect.getsourcelines(ModelSteps)[1]
     recorder = (inspect.getsourcefile(own_line), 1, "labbook's")
     text = f"training/steps.py:{first} m: class ModelSteps:"
-    assert own_line([recorder, (path, first, "m"), (elsewhere, 1, "outer")]) == text, "with its text"
+    assert own_line([recorder, (path, first, "m"), (elsewhere, 1, "outer")]) == text, (
+        "with its text"
+    )
 
 
 def test_a_real_step_keeps_what_accounting_says(trained):
@@ -154,11 +166,17 @@ def test_a_real_step_keeps_what_accounting_says(trained):
     assert held["parameters"] == parameters + buffers
     assert held["optimizer state"] == 2 * parameters
     gradients, activations = held["gradients"], held["activations"]
-    assert gradients == pytest.approx(parameters, rel=0.06), "a gradient may be a view of a larger buffer"
-    assert activations == pytest.approx(accounting.activation_bytes(model_size("tiny"), 2, 32), abs=512)
+    assert gradients == pytest.approx(parameters, rel=0.06), (
+        "a gradient may be a view of a larger buffer"
+    )
+    assert activations == pytest.approx(
+        accounting.activation_bytes(model_size("tiny"), 2, 32), abs=512
+    )
     assert history.stages.name.tolist() == ["forward", "backward", "optimizer"]
     assert stage_peaks(history).set_index("stage").total.idxmax() == "backward"
-    assert "forward/layers.*/attn/attention/softmax" in set(largest_allocations(history, 30)["range"])
+    assert "forward/layers.*/attn/attention/softmax" in set(
+        largest_allocations(history, 30)["range"]
+    )
     inference = record_memory(steps, "forward", stem.with_name("forward"))
     assert "activations" not in set(inference.allocations.category)
 
@@ -168,7 +186,9 @@ def test_on_cuda_the_snapshot_is_kept(trained, tmp_path, monkeypatch):
     steps, *_ = trained
     calls = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options)
+    )
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", a_snapshot)
     monkeypatch.setattr(steps, "device", torch.device("cuda"))
     monkeypatch.setattr(steps, "train_step", lambda: None)
@@ -197,7 +217,9 @@ def test_the_history_agrees_with_the_allocator(tmp_path):
     assert requested <= torch.cuda.max_memory_allocated() / MIB <= 1.05 * requested
     assert peaks.index.tolist() == ["forward", "backward", "optimizer"]
     activations = history.allocations.query("category == 'activations'").size_bytes.sum()
-    assert activations == pytest.approx(accounting.activation_bytes(model_size("small"), 4, 256), rel=0.02)
+    assert activations == pytest.approx(
+        accounting.activation_bytes(model_size("small"), 4, 256), rel=0.02
+    )
     assert largest_allocations(history).code.str.contains(r"\.py:\d+ ").any()
 
 

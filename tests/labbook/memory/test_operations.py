@@ -58,7 +58,9 @@ def test_closed_form_of_attention_is_what_eager_attention_moves(context_length, 
     }
     for pass_, run in runs.items():
         counted = operations_of(run)
-        assert sum(one.bytes_moved for one in counted) == accounting.attention_traffic_bytes(*shape, pass_)
+        assert sum(one.bytes_moved for one in counted) == accounting.attention_traffic_bytes(
+            *shape, pass_
+        )
         assert sum(one.flops for one in counted) == accounting.attention_flops(*shape, pass_)
     both = accounting.attention_traffic_bytes(*shape, "forward_backward")
     assert both == sum(accounting.attention_traffic_bytes(*shape, pass_) for pass_ in runs)
@@ -77,7 +79,10 @@ def test_the_parts_of_a_causal_forward():
     assert sum(parts.values()) == whole + 4 * a_pass + context_length**2
     q, k, v = (torch.empty(*shape, device="meta") for _ in range(3))
     seen = operations_of(lambda: plain_attention(q, k, v, is_causal=True))
-    of = {name: [one for one in seen if one.name == name] for name in ("bmm", "masked_fill", "div", "exp")}
+    of = {
+        name: [one for one in seen if one.name == name]
+        for name in ("bmm", "masked_fill", "div", "exp")
+    }
     assert [one.bytes_moved for one in of["bmm"]] == [parts["scores"], parts["values"]]
     assert of["masked_fill"][0].bytes_moved == 2 * a_pass + context_length**2
     assert sum(one.bytes_moved for one in seen) > whole + 2 * a_pass
@@ -127,7 +132,9 @@ def test_a_view_counts_as_the_storage_it_keeps_alive():
 def test_what_a_block_saves(model, x):
     saved = saved_for_backward(model.layers[0], x)
     scores = BATCH * CONFIG.num_heads * CONTEXT**2 * 4
-    attention = saved[saved.code.str.startswith(("attention/plain", "functional")) & (saved.module == "attn")]
+    attention = saved[
+        saved.code.str.startswith(("attention/plain", "functional")) & (saved.module == "attn")
+    ]
     assert attention.size_bytes.max() == scores
     assert set(saved.module) >= {"ln1", "attn", "attn.q_proj", "ffn", "ffn.w2"}
     assert not saved.module.str.startswith("layers").any(), "modules are named within the block"

@@ -20,6 +20,8 @@ def a_profile():
             for number, (name, launch, start, end, *stream) in enumerate(launched):
                 events.append(("call", "cudaLaunchKernel", process, launch, launch + 1, number, 0))
                 events.append(("kernel", name, process, start, end, number, *(stream or [7])))
-        return Profile(pd.DataFrame(events, columns=COLUMNS).astype({"correlation": float}).assign(thread=1))
+        return Profile(
+            pd.DataFrame(events, columns=COLUMNS).astype({"correlation": float}).assign(thread=1)
+        )
 
     return build

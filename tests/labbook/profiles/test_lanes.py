@@ -20,14 +20,18 @@ def frame(rows, range_="backward") -> pd.DataFrame:
 
 
 def cells(rows, lane) -> set[int]:
-    return {at for name, start, length in rows if name == lane for at in range(start, start + length)}
+    return {
+        at for name, start, length in rows if name == lane for at in range(start, start + length)
+    }
 
 
 @given(spans)
 def test_overlap_counts_what_a_grid_counts(rows):
     communication, compute = cells(rows, "communication"), cells(rows, "compute")
     found, stretches = overlap_values(frame(rows)), exposed(frame(rows)).itertuples(index=False)
-    assert {at for start, end in stretches for at in range(int(start), int(end))} == communication - compute
+    assert {
+        at for start, end in stretches for at in range(int(start), int(end))
+    } == communication - compute
     assert found["profiled_communication_ms"] == len(communication)
     assert found["profiled_exposed_ms"] == len(communication - compute)
     share = len(communication & compute) / len(communication) if communication else None
@@ -44,7 +48,9 @@ def test_rows_without_a_gap_keep_every_number(rows):
 
 def test_the_tail_begins_where_backward_ends():
     forward = frame([("compute", 0, 4)], "forward")
-    backward = frame([("compute", 4, 2), ("communication", 5, 1), ("compute", 7, 2), ("communication", 6, 7)])
+    backward = frame(
+        [("compute", 4, 2), ("communication", 5, 1), ("compute", 7, 2), ("communication", 6, 7)]
+    )
     assert overlap_values(pd.concat([forward, backward]))["profiled_tail_ms"] == 13 - 9
     assert overlap_values(backward)["profiled_exposed_ms"] == 1 + 4
     assert overlap_values(forward)["profiled_tail_ms"] is None
@@ -66,7 +72,9 @@ def test_communication_is_exposed_where_nothing_is_computed():
     """Two steps: in one 2 ms follow backward, in the other 1 ms runs in it and 1 ms follows."""
     backward = [("compute", 4, 6)]
     naive, overlapped = [*backward, ("communication", 10, 2)], [*backward, ("communication", 9, 2)]
-    steps = pd.concat([frame(naive).assign(step="naive"), frame(overlapped).assign(step="overlapped")])
+    steps = pd.concat(
+        [frame(naive).assign(step="naive"), frame(overlapped).assign(step="overlapped")]
+    )
     found = told_apart(steps, "step")
     assert found[["step", "lane", "doing", "start_ms", "end_ms"]].to_numpy().tolist() == [
         ["naive", "compute", "backward", 4, 10],
@@ -80,7 +88,12 @@ def test_communication_is_exposed_where_nothing_is_computed():
 
 def test_lanes_of_a_profile(a_profile):
     """NCCL on its own stream, launched in backward, running on while nothing is computed."""
-    ranges = [("measure", 0, 1000), ("forward", 0, 100), ("backward", 100, 300), ("communication", 300, 400)]
+    ranges = [
+        ("measure", 0, 1000),
+        ("forward", 0, 100),
+        ("backward", 100, 300),
+        ("communication", 300, 400),
+    ]
     gemm, nccl = "ampere_sgemm_128x64_tn", "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
     kernels = [
         (gemm, 50, 60, 200),

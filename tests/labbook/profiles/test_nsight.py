@@ -37,7 +37,9 @@ def make_export(tmp_path):
                 export.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, ?, ?, ?, ?, ?)", row)
             for correlation, launch, thread in [(1, 20, MAIN), (2, 60, AUTOGRAD)]:
                 row = (launch, launch + 1, thread, correlation, 3)
-                export.execute("INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", row)
+                export.execute(
+                    "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, ?, ?, ?)", row
+                )
                 row = (launch + 100, launch + 110, 7, correlation, PROCESS, 1, 4, 2, 1)
                 export.execute(f"INSERT INTO CUPTI_ACTIVITY_KIND_KERNEL VALUES {row}")
             for statement in more:
@@ -57,7 +59,9 @@ def test_the_measured_steps_of_the_real_export():
     for stage, count in {"forward": 40, "backward": 75, "optimizer step": 8}.items():
         calls = of_kernels[of_kernels.range.str.startswith(f"measure/{stage}")].calls
         assert calls.sum() == pytest.approx(count)
-    softmax = table[table.range.str.endswith("forward/scaled dot product attention/computing softmax")]
+    softmax = table[
+        table.range.str.endswith("forward/scaled dot product attention/computing softmax")
+    ]
     assert softmax.kernel.tolist() == ["softmax_warp_forward"]
     assert softmax.calls.tolist() == [2]
     assert set(table[table.kind == "memset"].kernel) == {"Memset"}
@@ -78,14 +82,21 @@ def test_kernels_join_launches_of_their_own_process(make_export):
 
 
 @pytest.mark.parametrize("more", [(), (21, 300)])
-def test_a_kernel_counts_once_in_the_range_of_its_launch_whatever_calls_carry_its_id(make_export, more):
+def test_a_kernel_counts_once_in_the_range_of_its_launch_whatever_calls_carry_its_id(
+    make_export, more
+):
     """The runtime's call and the driver's inside it, and one of the same id long after.
 
     Attributed by thread, as one published report did it, backward would have no kernel at all.
     """
-    calls = [f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES ({at}, {at}, {MAIN}, 1, 3)" for at in more]
+    calls = [
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES ({at}, {at}, {MAIN}, 1, 3)" for at in more
+    ]
     table = kernel_table(read_export(make_export(*calls)))
-    assert dict(zip(table.range, table.calls, strict=True)) == {"measure/forward": 1, "measure/backward": 1}
+    assert dict(zip(table.range, table.calls, strict=True)) == {
+        "measure/forward": 1,
+        "measure/backward": 1,
+    }
     assert table.stream.tolist() == [7, 7]
 
 
@@ -207,9 +218,16 @@ SAID = """==PROF== Connected to process 7
 def test_counters_of_each_kernel(put):
     put("ncu", *PYTHON, f"assert sys.argv[-1] == '[1, 2]' and 'a,b' in sys.argv; print({SAID!r})")
     first, second = count_kernels("pass", [1, 2], ["a", "b"])
-    wanted = {"kernel": "cudnn::dot", "lts__t_bytes.sum": 1234567.5, "gpu__time_duration.sum": 46848}
+    wanted = {
+        "kernel": "cudnn::dot",
+        "lts__t_bytes.sum": 1234567.5,
+        "gpu__time_duration.sum": 46848,
+    }
     assert first == wanted
-    assert (second["kernel"], second["gpu__time_duration.sum"]) == ("hopper_forward_kernel", 1007900)
+    assert (second["kernel"], second["gpu__time_duration.sum"]) == (
+        "hopper_forward_kernel",
+        1007900,
+    )
 
 
 def test_what_fails_is_a_sentence(put):

@@ -36,7 +36,9 @@ def two_steps(a_profile):
 def test_a_kernel_belongs_to_the_ranges_of_its_process_that_are_open_at_its_launch(a_profile):
     launched = [(MUL, at, at + 85, at + 86) for at in (5, 15, 20, 30, 100)]
     opened = [("measure", 0, 100), ("forward", 10, 50), ("softmax", 20, 30)]
-    found = a_profile(opened, launched, rank_1=([("other", 0, 100)], [(GEMM, 50, 200, 210)])).kernels
+    found = a_profile(
+        opened, launched, rank_1=([("other", 0, 100)], [(GEMM, 50, 200, 210)])
+    ).kernels
     told = ["measure", "measure/forward", "measure/forward/softmax", "measure/forward", "", "other"]
     assert found.range.tolist() == told
 
@@ -67,7 +69,9 @@ def test_range_table_tells_busy_from_idle(two_steps, a_profile):
     table = range_table(two_steps).set_index("range")
     assert set(table.index) == {"measure", "measure/forward", "measure/backward"}
     step = table.loc["measure"]
-    assert [step.host_ms, step.device_span_ms, step.device_busy_ms] == pytest.approx([1e-4, 78e-6, 32e-6])
+    assert [step.host_ms, step.device_span_ms, step.device_busy_ms] == pytest.approx(
+        [1e-4, 78e-6, 32e-6]
+    )
     assert step.device_idle_share == pytest.approx(1 - 32 / 78)
     assert step.calls == 3
     on_two_streams = [(MUL, 1, 10, 30), (MUL, 2, 20, 40, 8), (MUL, 3, 22, 25)]
@@ -80,12 +84,19 @@ def test_a_union_covers_the_same_points_once(spans):
     spans = [(start, start + length) for start, length in spans]
     found = covered(pd.DataFrame(spans, columns=["start_ms", "end_ms"], dtype=int))
     joined = list(found.itertuples(index=False, name=None))
-    assert {t for span in joined for t in range(*span)} == {t for span in spans for t in range(*span)}
+    assert {t for span in joined for t in range(*span)} == {
+        t for span in spans for t in range(*span)
+    }
     assert all(end < start for (_, end), (start, _) in pairwise(joined))
 
 
 def test_the_optimizers_range_names_the_purpose_of_ordinary_kernels(a_profile):
-    launches = [(MUL, 1, 10, 30), (MUL, 60, 70, 80), (GEMM, 70, 80, 90), ("ncclDevKernel", 80, 90, 99)]
+    launches = [
+        (MUL, 1, 10, 30),
+        (MUL, 60, 70, 80),
+        (GEMM, 70, 80, 90),
+        ("ncclDevKernel", 80, 90, 99),
+    ]
     found = a_profile([("measure", 0, 100), ("optimizer", 50, 100)], launches).kernels
     assert found["class"].tolist() == ["elementwise", "optimizer", "matmul", "communication"]
 
@@ -115,4 +126,8 @@ def test_one_step_for_a_timeline(two_steps):
     assert opened.end_ms.tolist() == pytest.approx([100e-6, 60e-6, 100e-6, 30e-6])
     assert calls.start_ms.tolist() == pytest.approx([12e-6, 40e-6, 70e-6])
     assert launched.start_ms.tolist() == pytest.approx([52e-6, 80e-6, 110e-6])
-    assert launched["range"].tolist() == ["measure/forward/layers.0", "measure/forward", "measure/backward"]
+    assert launched["range"].tolist() == [
+        "measure/forward/layers.0",
+        "measure/forward",
+        "measure/backward",
+    ]

@@ -37,8 +37,25 @@ def cuda_trace() -> dict:
             event("cuda_driver", "cuLaunchKernelEx", 60, 2, tid=2, correlation=3),
             event("cuda_runtime", "cudaDeviceSynchronize", 91, 8, correlation=4),
             event("kernel", MUL, 110, 8, tid=7, correlation=1, grid=[4, 2, 1], stream=7),
-            event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 120, 3, tid=7, correlation=2, stream=7),
-            event("kernel", "nvjet_sst_128x64", 160, 20, tid=7, correlation=3, grid=[132, 1, 1], stream=7),
+            event(
+                "gpu_memcpy",
+                "Memcpy HtoD (Pageable -> Device)",
+                120,
+                3,
+                tid=7,
+                correlation=2,
+                stream=7,
+            ),
+            event(
+                "kernel",
+                "nvjet_sst_128x64",
+                160,
+                20,
+                tid=7,
+                correlation=3,
+                grid=[132, 1, 1],
+                stream=7,
+            ),
         ],
     }
 
@@ -119,7 +136,9 @@ def test_own_time_excludes_what_is_called(save):
         event("cpu_op", "aten::mm", 40, 10),  # begins where the other ends: beside it, not inside
     ]
     times = kernel_table(read_trace(save({"traceEvents": events}))).set_index("kernel").total_ms
-    assert times.to_dict() == pytest.approx({"aten::sum": 0.023, "aten::mm": 0.010, "aten::fill_": 0.005})
+    assert times.to_dict() == pytest.approx(
+        {"aten::sum": 0.023, "aten::mm": 0.010, "aten::fill_": 0.005}
+    )
 
 
 def test_one_step_kept_of_several(save, tmp_path):
@@ -152,7 +171,11 @@ def test_damaged_files(cpu, tmp_path):
 
 @pytest.mark.parametrize(
     ("category", "lacking", "column"),
-    [("user_annotation", "dur", "end"), ("kernel", "ts", "start"), ("gpu_memcpy", "stream", "stream")],
+    [
+        ("user_annotation", "dur", "end"),
+        ("kernel", "ts", "start"),
+        ("gpu_memcpy", "stream", "stream"),
+    ],
 )
 def test_events_that_lack_what_sums_need_are_counted_and_refused(save, category, lacking, column):
     trace = cuda_trace()
@@ -168,7 +191,10 @@ def test_traces_of_others(save):
     trace["traceEvents"] += [dict(ph="X", name="a mark", ts=1, dur=1)]
     trace["traceEvents"] += [event("cuda_runtime", "cudaStreamIsCapturing", 130, 1, correlation=1)]
     profile = read_trace(save(trace))
-    assert kernel_table(profile).range.tolist() == kernel_table(read_trace(save(cuda_trace()))).range.tolist()
+    assert (
+        kernel_table(profile).range.tolist()
+        == kernel_table(read_trace(save(cuda_trace()))).range.tolist()
+    )
     assert len(profile.calls) == 5
     trace["traceEvents"] += [event("user_annotation", "measure", 5000, 100) | {"pid": 10}]
     with pytest.raises(ProfileError, match="several processes"):
@@ -180,7 +206,9 @@ def test_a_trace_without_a_step_keeps_none_and_one_without_kernels_says_why(save
     without_step = save({"traceEvents": [e for e in events if e["name"] != "measure"]})
     with pytest.raises(ProfileError, match="no step"):
         keep_one_step(without_step, tmp_path / "kept.json.gz")
-    calls = save({"traceEvents": [e for e in events if e.get("cat") not in ("kernel", "gpu_memcpy")]})
+    calls = save(
+        {"traceEvents": [e for e in events if e.get("cat") not in ("kernel", "gpu_memcpy")]}
+    )
     with pytest.raises(ProfileError, match="CUPTI"):
         read_trace(calls)
 
