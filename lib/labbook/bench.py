@@ -26,6 +26,7 @@ from labbook.rows import Row
 from labbook.timing import Timing
 
 TIMEOUT_S = 3600  # of one start of processes
+_ALSO = {"warmup_steps": 1, "steps": 5}  # of the steps beside the one that a row is about
 # How much one step does: a pass of a higher level contains those below, so it cannot be faster.
 _PASS_LEVEL = {"forward": 0, "backward": 0, "forward_backward": 1, "train_step": 2}
 
@@ -53,6 +54,9 @@ class Step:
     prepare: run before each step, outside the measured time.
     compiled: something in it goes through torch.compile: it starts from empty caches and has `compile_s`.
     cold: the L2 cache is flushed before each repetition, and gradients of the tensors in `clear` are dropped.
+    also: more steps, each by the value column that its median becomes: `{"no_comm_ms": step}`. They are timed
+        after `run`, in that order, with fewer repetitions; over ranks the slowest counts for them too. A
+        function stands for a step that only runs it; one that ran out of memory leaves its column empty.
     values: called after the timing for more columns of the row; "tables" are rows of other tables, by name.
     together: over ranks, more arguments of `ranks.time_together`: calls, limit_s.
     """
@@ -62,17 +66,33 @@ class Step:
     compiled: bool = False
     cold: bool = False
     clear: Sequence[Tensor] = ()
+    also: Mapping[str, "Step | Callable[[], Any]"] = field(default_factory=dict)
     values: Callable[[], Mapping[str, Any]] | None = None
     together: Mapping[str, Any] = field(default_factory=dict)
 
-    def timed(self, device: torch.device, warmup_steps: int, steps: int) -> Timing:
-        """Its times in this process."""
+    def timed(
+        self, device: torch.device, context: Any = None, *, warmup_steps: int, steps: int
+    ) -> Timing:
+        """Its times in this process, or on every rank, each of which has a context."""
+        counts = {"warmup_steps": warmup_steps, "steps": steps}
+        if context is not None:
+            return ranks.time_together(
+                self.run, context, prepare=self.prepare, **counts, **self.together
+            )
         if self.cold:
             return timing.time_cold_cache(self.run, device=device, to_clear=self.clear)
         timer = timing.time_compiled if self.compiled else timing.time_steps
-        return timer(
-            self.run, prepare=self.prepare, device=device, warmup_steps=warmup_steps, steps=steps
-        )
+        return timer(self.run, prepare=self.prepare, device=device, **counts)
+
+    def medians(self, device: torch.device, context: Any = None) -> dict[str, float]:
+        """The value columns of the steps beside it."""
+        columns = {}
+        for name, other in self.also.items():
+            step = other if isinstance(other, Step) else Step(other)
+            times = step.timed(device, context, **_ALSO)
+            if times.status == "ok":
+                columns[name] = times.p50_ms
+        return columns
 
 
 Setup = Callable[..., Mapping[str, Step]]
@@ -160,13 +180,12 @@ def _measured(
         how = {name: case.get(name, options[name]) for name in ("warmup_steps", "steps")}
         if on_rank:
             ranks.reset_peaks(context)
-            times = ranks.time_together(step.run, context, **how | step.together)
-        else:
-            times = step.timed(device, **how)
+        times = step.timed(device, context, **how)
         values = ranks.peaks(context) if on_rank else {}
-        return _row(
-            case, times, **values | (step.values() if step.values and times.status == "ok" else {})
-        )
+        if times.status == "ok":
+            values |= step.medians(device, context)
+            values |= step.values() if step.values else {}
+        return _row(case, times, **values)
 
     with timing.matmul_precision(group[0].get("dtype", "float32")), options["around"](group[0]):
         made = attempt(setup, group[0], *([context] if on_rank else []))

@@ -1,7 +1,7 @@
 """How columns, values and numbers are written: the same on every axis, in every table and sentence.
 
 What a project calls its values and columns stands in its `notebooks/vocabulary.py`: calls of `family`,
-`column` and `synonyms`. That file is run at the end of this one.
+`column`, `derived` and `synonyms`. That file is run at the end of this one.
 """
 
 import math
@@ -52,9 +52,17 @@ class Column(NamedTuple):
     text: Callable[[Any], str] | None = None
 
 
+class Derived(NamedTuple):
+    """What a column is made of, and how."""
+
+    columns: list[str]
+    label: Callable[..., str]
+
+
 FAMILIES: dict[str, list[dict[str, Named]]] = {}  # of a column, see `family`
 LABELS: dict[str, str] = {}  # of a value
 COLUMNS: dict[str, Column] = {}
+DERIVED: dict[str, Derived] = {}
 SYNONYMS: list[set[str]] = []
 
 
@@ -76,6 +84,23 @@ def column(
 ) -> None:
     """What a project says of a column, see `Column`."""
     COLUMNS[name] = Column(label, short, text)
+
+
+def derived(name: str, columns: str, label: Callable[..., str]) -> None:
+    """A column that a page adds to rows that have all of `columns`: `label` of their values."""
+    DERIVED[name] = Derived(columns.split(), label)
+
+
+def with_derived(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows and what can be derived from their columns; None where one of these is empty."""
+    for name, (columns, label) in DERIVED.items():
+        if name in rows or not set(columns) <= set(rows):
+            continue
+        complete = rows[columns].dropna()
+        labels = [label(*values) for values in complete.itertuples(index=False)]
+        column = pd.Series(labels, complete.index, dtype=object).reindex(rows.index)
+        rows = rows.assign(**{name: column.where(column.notna(), None)})
+    return rows
 
 
 def synonyms(columns: str) -> None:

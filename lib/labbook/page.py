@@ -51,7 +51,7 @@ class Page:
         rows = load_rows(slug or self.slug, machine or self.reference, table)
         if machine is None:
             self._say_historical(rows, table)
-        return rows
+        return later("with_derived")(rows)
 
     def _say_historical(self, rows: pd.DataFrame, table: str) -> None:
         names = rows["run"].dropna().unique()
@@ -62,7 +62,7 @@ class Page:
 
     def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """The rows of a table on this machine, of another notebook's problem if a slug is given."""
-        return load_rows(slug or self.slug, self.card.slug, table)
+        return later("with_derived")(load_rows(slug or self.slug, self.card.slug, table))
 
     def beside(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """This machine's rows; `reference_ms`, `reference_status` where the reference measured the same."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,34 +18,46 @@ class Context(Protocol):
 
 
 def time_together(
-    operation: Callable[[], None],
+    operation: Callable[..., Any],
     context: Context,
     *,
     warmup_steps: int,
     steps: int,
+    prepare: Callable[[], Any] | None = None,
     calls: int = 1,
     limit_s: float = math.inf,
 ) -> Timing:
     """Time an operation in which all ranks take part; each step's time is that of the slowest rank.
 
+    prepare: run before each step, outside of its time; the step's operations are passed what it returned.
     calls: operations in one step, one right after the other; the step's time is that of one of them.
     limit_s: steps are limited by an estimate from the first. What does not fit is left out, measured
         steps first of all, but one is always measured.
     """
-    first = slowest([one_step_ms(operation, context, calls)], context)  # the same on all ranks
+    first = slowest(
+        [one_step_ms(operation, context, calls, prepare)], context
+    )  # the same on all ranks
     fitting = min(limit_s * 1e3 / (first[0] * calls), warmup_steps + steps)
-    others = [one_step_ms(operation, context, calls) for _ in range(max(int(fitting), 1) - 1)]
+    others = [
+        one_step_ms(operation, context, calls, prepare) for _ in range(max(int(fitting), 1) - 1)
+    ]
     times_ms = first + (slowest(others, context) if others else [])
     warmup_steps = min(warmup_steps, len(times_ms) - 1)
     return Timing(step_ms=tuple(times_ms[warmup_steps:]), warmup_ms=tuple(times_ms[:warmup_steps]))
 
 
-def one_step_ms(operation: Callable[[], None], context: Context, calls: int) -> float:
+def one_step_ms(
+    operation: Callable[..., Any],
+    context: Context,
+    calls: int,
+    prepare: Callable[[], Any] | None = None,
+) -> float:
     """Milliseconds of one of the operations in a step that all ranks begin together."""
+    arguments = () if prepare is None else (prepare(),)
 
     def step() -> None:
         for _ in range(calls):
-            operation()
+            operation(*arguments)
 
     dist.barrier()
     return clock_ms(step, context.device) / calls

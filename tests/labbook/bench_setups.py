@@ -25,4 +25,6 @@ def all_reduce(case, context):
 def naps(case, context):
     """Rank 0 naps for 10 ms, rank 1 for 20 ms; three naps in a row."""
     nap_s = 0.01 * (1 + context.rank)
-    return {"": Step(lambda: time.sleep(nap_s), together={"calls": 3, "limit_s": case.limit_s})}
+    together = {"calls": 3, "limit_s": case.limit_s}
+    also = {"nap_ms": Step(time.sleep, prepare=lambda: nap_s)}
+    return {"": Step(lambda: time.sleep(nap_s), also=also, together=together)}

@@ -56,6 +56,24 @@ def test_cases_that_differ_in_their_pass_share_one_set_up_and_get_a_row_each():
     assert "reason" not in rows[0] or rows[0]["reason"] == ""
 
 
+def test_steps_beside_the_one_of_the_row_give_it_their_medians():
+    passed, order = [], []
+
+    def setup(case):
+        slow = Step(passed.append, prepare=lambda: order.append("slow") or time.sleep(0.01) or 7)
+        timed = Step(time.sleep, prepare=lambda: 0.02)
+        failing = Step(lambda: torch.empty(1 << 60, device="cpu"))
+        also = {"slow_ms": slow, "timed_ms": timed, "alone_ms": lambda: None, "large_ms": failing}
+        return {"": Step(lambda: order.append("run"), also=also, values=lambda: {"total": 1})}
+
+    (row,) = flat(measure(grid(size=1), setup, **QUICK))
+    assert row["alone_ms"] < 10 < 20 <= row["timed_ms"]
+    assert row["slow_ms"] < 10, "what prepares a step does not count"
+    assert set(passed) == {7}
+    assert order == sorted(order), "they are timed after it"
+    assert (row["status"], row["total"], "large_ms" in row) == ("ok", 1, False)
+
+
 @pytest.mark.parametrize(("where", "of_two"), [("set-up", "oom"), ("step", "ok")])
 def test_out_of_memory_is_a_row_and_later_cases_run(where, of_two):
     def fail():
@@ -129,3 +147,4 @@ def test_the_slowest_rank_counts_a_call_has_its_share_of_a_step_and_a_row_ends_i
     whole, limited = flat(measure(cases, naps, **how))
     assert 20 <= whole["p20_ms"] <= whole["p80_ms"] < 50
     assert (whole["steps"], limited["steps"]) == (3, 1)
+    assert 20 <= whole["nap_ms"] < 50

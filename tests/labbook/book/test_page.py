@@ -46,6 +46,17 @@ def test_this_machines_times_stand_beside_the_references(page):
     assert (row["p50_ms"], row["reference_ms"]) == (1.0, theirs["p50_ms"])
 
 
+def test_rows_about_a_model_name_it_with_its_edition(page):
+    theirs = page.reference_rows("model_times", "benchmarking_script")
+    named = theirs["model_size"] + " (" + theirs["edition"].astype(str) + ")"
+    assert theirs["model"].tolist() == named.tolist()
+    mine = {key: theirs.loc[0, key] for key in TABLES["model_times"].keys} | {"p50_ms": 1.0}
+    page.save([mine], "model_times", slug="benchmarking_script")
+    for rows in (page.rows, page.beside):
+        assert rows("model_times", "benchmarking_script")["model"].tolist() == [named[0]]
+    assert "model" not in page.reference_rows("accumulation")
+
+
 def test_figures_lie_with_the_machine_whose_rows_they_show(page, tmp_path):
     figure = lines(page.reference_rows("accumulation"), "steps", "total", "accumulation")
     assert page.figure(figure, "one") is figure
