@@ -28,7 +28,16 @@ _SHOWN_WIDTH = 883  # pixels on the page, so that it stays sharp on a dense scre
 _EDGE = 0.14  # inches between what is drawn and the edge of the figure
 _TITLE = {"size": 14, "weight": "bold", "va": "top", "linespacing": 1.4}
 _SUBTITLE = {"size": 10, "color": MUTED, "va": "top", "linespacing": 1.5}
-_TITLE_LINE, _SUBTITLE_LINE = 0.33, 0.26  # inches
+_TITLE_LINE = 0.33  # inches
+_SUBTITLE_LINE = 0.26
+_LEGEND = {
+    "loc": "upper left",
+    "borderpad": 0,
+    "borderaxespad": 0,
+    "handlelength": 2.7,
+    "columnspacing": 1.6,
+    "handletextpad": 0.6,
+}
 _MOST_TICKS = 12
 NO_ROWS = "no rows yet: run this notebook's Measure section, or `python -m cs336_systems run`"
 
@@ -36,16 +45,18 @@ NO_ROWS = "no rows yet: run this notebook's Measure section, or `python -m cs336
 class Chart(Figure):
     """A figure outside pyplot: a cell that ends with it shows one PNG, the same that is saved."""
 
-    title, _png = "", b""
+    title = ""
+    _png = b""
 
     def png(self) -> bytes:
         """The picture in 256 colours, without date or version: the same for equal rows. Drawn once."""
         if not self._png:
-            canvas, buffer = FigureCanvasAgg(self), io.BytesIO()
+            canvas = FigureCanvasAgg(self)
             with mpl.rc_context(STYLE):
                 canvas.draw()
             picture = Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
             picture = picture.quantize(256, dither=Image.Dither.NONE)
+            buffer = io.BytesIO()
             picture.save(buffer, "png", dpi=(self.dpi, self.dpi), optimize=True)
             self._png = buffer.getvalue()
         return self._png
@@ -60,9 +71,8 @@ class Chart(Figure):
     def _ipython_display_(self) -> None:
         # The text stands for the picture where notebooks are compared: it says nothing that could change.
         bundle = {"image/png": self.png(), "text/plain": "<figure>"}
-        display.display(
-            bundle, raw=True, metadata={"image/png": {"width": _SHOWN_WIDTH, "alt": self.title}}
-        )
+        metadata = {"image/png": {"width": _SHOWN_WIDTH, "alt": self.title}}
+        display.display(bundle, raw=True, metadata=metadata)
 
 
 class Drawing(NamedTuple):
@@ -82,53 +92,67 @@ def plot(draw: Callable[..., Drawing | None]) -> Callable[..., Chart]:
     """
 
     @wraps(draw)
-    def drawn(
-        frame: pd.DataFrame, *args: Any, title: str = "", subtitle: str = "", xlabel: str = "",
-        ylabel: str = "", **options: Any,
-    ) -> Chart:  # fmt: skip
+    def draw_with_words(
+        frame: pd.DataFrame,
+        *args: Any,
+        title: str = "",
+        subtitle: str = "",
+        xlabel: str = "",
+        ylabel: str = "",
+        **options: Any,
+    ) -> Chart:
         with mpl.rc_context(STYLE):
             drawing = None if frame.empty else draw(frame, *args, **options)
             if drawing is None:
-                chart, ((axes, _),) = sheet(height=1.2)
-                axes.set(facecolor=ZONE, xticks=[], yticks=[])
-                axes.text(0.5, 0.5, NO_ROWS, ha="center", va="center", color=MUTED)
-                return _with_header(chart, (), title, "")
-            panels = drawing.chart.axes
-            for axes in panels:
-                place = axes.get_subplotspec()
-                below = [
-                    each for each in panels if each.get_subplotspec().colspan == place.colspan
-                ][-1]
-                axes.set_xlabel((xlabel or drawing.xlabel) if axes is below else "")
-                axes.set_ylabel((ylabel or drawing.ylabel) if place.is_first_col() else "")
+                return _with_header(_empty_chart(), (), title, "")
+            _label_axes(drawing.chart, xlabel or drawing.xlabel, ylabel or drawing.ylabel)
             return _with_header(drawing.chart, drawing.legend, title, subtitle)
 
-    return drawn
+    return draw_with_words
+
+
+def _empty_chart() -> Chart:
+    chart, ((axes, _),) = sheet(height=1.2)
+    axes.set(facecolor=ZONE, xticks=[], yticks=[])
+    axes.text(0.5, 0.5, NO_ROWS, ha="center", va="center", color=MUTED)
+    return chart
+
+
+def _label_axes(chart: Chart, xlabel: str, ylabel: str) -> None:
+    """Name the x axis of the lowest panel of each column, and the y axis of the first of each row."""
+    lowest = {axes.get_subplotspec().colspan.start: axes for axes in chart.axes}
+    for axes in chart.axes:
+        axes.set_xlabel(xlabel if axes in lowest.values() else "")
+        axes.set_ylabel(ylabel if axes.get_subplotspec().is_first_col() else "")
 
 
 def _with_header(chart: Chart, handles: Sequence[Artist], title: str, subtitle: str) -> Chart:
     """Put title and legend above the panels, which keep their size; lay out once, then freeze."""
-    chart.title, panels = title, chart.get_figheight()
-    finding, told = (
-        _heading(chart, title, 84, **_TITLE),
-        _heading(chart, subtitle, 117, **_SUBTITLE),
-    )
-    tops = [_EDGE, _TITLE_LINE * bool(title) * (1 + finding.get_text().count("\n"))]
-    tops += [0.06 + _SUBTITLE_LINE * bool(subtitle) * (1 + told.get_text().count("\n"))]
+    chart.title = title
+    panels = chart.get_figheight()
+    heading = _heading(chart, title, 84, **_TITLE)
+    subheading = _heading(chart, subtitle, 117, **_SUBTITLE)
     legend = _legend(chart, handles) if handles else None
-    height = (
-        panels + sum(tops) + (legend.get_window_extent().height / chart.dpi + 0.04 if legend else 0)
-    )
-    chart.set_figheight(height)
-    below, line, bottom = (1 - top / height for top in np.cumsum(tops))
-    finding.set_y(below)
-    told.set_y(line)
+    # Inches from the upper edge to the top of each part.
+    below_heading = _EDGE + _TITLE_LINE * _line_count(heading)
+    below_subheading = below_heading + 0.06 + _SUBTITLE_LINE * _line_count(subheading)
+    header = below_subheading
     if legend:
-        legend.set_bbox_to_anchor((_EDGE / WIDTH, bottom))
+        header += legend.get_window_extent().height / chart.dpi + 0.04
+    height = panels + header
+    chart.set_figheight(height)
+    heading.set_y(1 - _EDGE / height)
+    subheading.set_y(1 - below_heading / height)
+    if legend:
+        legend.set_bbox_to_anchor((_EDGE / WIDTH, 1 - below_subheading / height))
     chart.get_layout_engine().set(rect=(0, 0, 1, panels / height))
     chart.get_layout_engine().execute(chart)
     chart.set_layout_engine("none")
     return chart
+
+
+def _line_count(heading: Text) -> int:
+    return len(heading.get_text().splitlines())
 
 
 def _heading(chart: Chart, text: str, columns: int, **font: Any) -> Text:
@@ -143,10 +167,7 @@ def _heading(chart: Chart, text: str, columns: int, **font: Any) -> Text:
 def _legend(chart: Chart, handles: Sequence[Artist]) -> Legend:
     """One line of legend; more lines when it would run off the figure."""
     for columns in range(len(handles), 0, -1):
-        legend = chart.legend(
-            handles=handles, ncols=columns, loc="upper left", borderpad=0, borderaxespad=0, handlelength=2.7,
-            columnspacing=1.6, handletextpad=0.6,
-        )  # fmt: skip
+        legend = chart.legend(handles=handles, ncols=columns, **_LEGEND)
         legend.set_in_layout(False)
         if columns == 1 or not _runs_off(legend, chart):
             return legend
@@ -166,11 +187,10 @@ def sheet(
 ) -> tuple[Chart, list[tuple[Axes, pd.DataFrame]]]:
     """A chart, and its panels with their rows: a wide one, or one for each value of `facet`."""
     values = ordered(frame[facet], facet) if facet else [None]
-    columns = len(values) if len(values) <= 3 else 2 if len(values) == 4 else 3
+    columns = 2 if len(values) == 4 else min(len(values), 3)
     rows = -(-len(values) // columns)
-    chart = Chart(
-        figsize=(WIDTH, rows * min(height, 3.3 if columns > 1 else height)), layout="constrained"
-    )
+    panel_height = min(height, 3.3) if columns > 1 else height
+    chart = Chart(figsize=(WIDTH, rows * panel_height), layout="constrained")
     chart.get_layout_engine().set(w_pad=_EDGE, h_pad=_EDGE, wspace=0.03, hspace=0.05)
     grid = chart.subplots(rows, columns, sharey=sharey, squeeze=False).flatten()
     for axes in grid[len(values) :]:
@@ -205,7 +225,11 @@ def log_y(axes: Axes, values: pd.Series) -> None:
         return
     axes.set_yscale("log")
     decades = np.log10(values.max() / values.min())
-    subs = (1,) if decades > 3 else (1, 3) if decades > 1.6 else (1, 2, 5)
+    subs = (1, 2, 5)
+    if decades > 1.6:
+        subs = (1, 3)
+    if decades > 3:
+        subs = (1,)
     axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axes.yaxis.set_minor_locator(NullLocator())
     plain_numbers(axes.yaxis)

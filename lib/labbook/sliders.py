@@ -18,44 +18,42 @@ _HINT = "<em>With scripts on (a notebook that is trusted, or the site) sliders c
 
 
 class Sliders:
-    """A slider for each control, and the state that they choose.
+    """A slider for each control, and a bar for each number of the state that they choose.
 
-    kind: how a state is drawn. "bars": a number for each of `labels`; above `limit` in another colour.
-        "lines": for each label a list of points (x, y), on logarithmic axes, over the curves of `fixed`.
-        "cells": for each label a row of texts; a number that one begins with is its shade.
     controls: the values of each, from left to right; names and values as tables show them.
-    state: of one value of each control, given by name.
-    start: where the sliders stand at first; else at the left.
-    look: labels, and what its kind has of unit, limit, fixed, xlabel and ylabel.
+    state: the numbers at one value of each control, which are given by name.
+    start: where the sliders stand at first.
+    labels: of the bars. unit: of the numbers.
+    limit: above it a bar has another colour.
     """
 
     def __init__(
-        self, kind: str, controls: Mapping[str, Sequence], state: Callable[..., Sequence],
-        start: Mapping[str, Any] | None = None, **look: Any,
-    ) -> None:  # fmt: skip
-        states = [
-            state(**dict(zip(controls, point, strict=True)))
-            for point in product(*controls.values())
+        self,
+        controls: Mapping[str, Sequence],
+        state: Callable[..., Sequence[float]],
+        start: Mapping[str, Any],
+        *,
+        labels: Sequence[str],
+        unit: str = "",
+        limit: float | None = None,
+    ) -> None:
+        points = product(*controls.values())
+        states = [state(**dict(zip(controls, point, strict=True))) for point in points]
+        self.figure = {"states": states, "labels": labels, "unit": unit, "limit": limit}
+        self.figure["controls"] = [
+            (column_label(column), [value_label(value, column) for value in values])
+            for column, values in controls.items()
         ]
-        names = [
-            [column_label(c), [value_label(v, c) for v in each]] for c, each in controls.items()
+        self.figure["start"] = [
+            list(values).index(start[column]) for column, values in controls.items()
         ]
-        at = [list(each).index((start or {}).get(name, each[0])) for name, each in controls.items()]
-        self.figure = {
-            "kind": kind,
-            "controls": names,
-            "start": at,
-            "fixed": [],
-            "states": states,
-        } | look
 
     def html(self) -> str:
         """The script, and the numbers that it shows, to four digits."""
-        rounded = json.loads(
-            json.dumps(self.figure), parse_float=lambda text: float(f"{float(text):.4g}")
-        )
+        exact = json.dumps(self.figure)
+        rounded = json.loads(exact, parse_float=lambda text: float(f"{float(text):.4g}"))
         data = json.dumps(rounded, ensure_ascii=False, separators=(",", ":"))
-        data = data.replace("</", "<\\/")
+        data = data.replace("</", "<\\/")  # it must not end the script
         script = _SCRIPT.read_text(encoding="utf-8").strip()
         start = f"({data}, document.currentScript.previousElementSibling)"
         return f"<div>{_HINT}</div><script>{script}{start}</script>"

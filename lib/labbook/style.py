@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable
 from itertools import cycle
+from typing import NamedTuple
 
 import numpy as np
 import seaborn as sns
@@ -10,13 +11,23 @@ from matplotlib.colors import to_hex
 from labbook.labels import family_of, ordered
 
 # Okabe & Ito, "Color Universal Design" (2008), told apart with every kind of colour vision; and three more.
-BLUE, SKY, GREEN, ORANGE = "#0072B2", "#56B4E9", "#009E73", "#E69F00"
-VERMILLION, PURPLE, BLACK, GREY = "#D55E00", "#CC79A7", "#22272E", "#6B7077"
-WINE, BROWN, YELLOW = "#7A1F5C", "#604418", "#F0E442"
-COLORS = {
-    name.lower(): color for name, color in globals().items() if name.isupper()
-}  # as vocabularies say
-INK, MUTED, GRID, PAPER = BLACK, "#6B7280", "#E5E7EB", "#FFFFFF"
+BLUE = "#0072B2"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+ORANGE = "#E69F00"
+VERMILLION = "#D55E00"
+PURPLE = "#CC79A7"
+BLACK = "#22272E"
+GREY = "#6B7077"
+WINE = "#7A1F5C"
+BROWN = "#604418"
+YELLOW = "#F0E442"
+# By name, as vocabularies say them.
+COLORS = {name.lower(): color for name, color in globals().items() if name.isupper()}
+INK = BLACK
+MUTED = "#6B7280"
+GRID = "#E5E7EB"
+PAPER = "#FFFFFF"
 ZONE = "#F3F4F6"  # where nothing could be measured
 _FRAME = "#C4C9D1"
 _SPARE = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK]
@@ -46,23 +57,39 @@ def palette(values: Iterable[Hashable], column: str | None) -> dict[Hashable, st
     if column == "where":
         return {where: _MACHINES[where.partition(":")[0]] for where in values}
     family = family_of(values, column)
-    numbers = len(values) > 1 and not any(isinstance(value, str) for value in values)
-    if numbers or (family and not any(named.color for named in family.values())):
+    are_numbers = len(values) > 1 and not any(isinstance(value, str) for value in values)
+    has_no_colors = family and not any(named.color for named in family.values())
+    if are_numbers or has_no_colors:
         shades = sns.color_palette("crest", as_cmap=True)(np.linspace(0.08, 1, len(values)))
-        return dict(
-            zip(values, map(to_hex, shades), strict=True)
-        )  # lightness alone tells them apart
+        # Lightness alone tells them apart.
+        return dict(zip(values, map(to_hex, shades), strict=True))
     fixed = {value: COLORS.get(family[value].color) for value in values if value in family}
     spare = cycle([color for color in _SPARE if color not in fixed.values()] or _SPARE)
     return {value: fixed.get(value) or next(spare) for value in values}
 
 
-def machine_looks(places: Iterable[str]) -> dict[str, tuple]:
-    """Of each machine the dashes and marker of its lines, and the hatch of its bars."""
-    known = {
-        "": ("", "o", None),
-        "reference": ("", "o", None),
-        "this machine": ((3, 1.6), "D", "////"),
-    }
-    published = cycle([((1, 1.5), "s", "...."), ((1, 1.5), "^", "xxxx"), ((1, 1.5), "v", "----")])
-    return {where: known.get(where.partition(":")[0]) or next(published) for where in places}
+class Look(NamedTuple):
+    """How lines and bars tell their machine: dashes and marker of a line, hatch of a bar."""
+
+    dashes: tuple[float, ...] = ()
+    marker: str = "o"
+    hatch: str | None = None
+
+    @property
+    def linestyle(self) -> tuple:
+        """As matplotlib takes it."""
+        return 0, self.dashes or None
+
+
+_LOOKS = {"": Look(), "reference": Look(), "this machine": Look((3, 1.6), "D", "////")}
+_PUBLISHED = [
+    Look((1, 1.5), "s", "...."),
+    Look((1, 1.5), "^", "xxxx"),
+    Look((1, 1.5), "v", "----"),
+]
+
+
+def machine_looks(places: Iterable[str]) -> dict[str, Look]:
+    """The look of each machine; the word before a colon says whose it is."""
+    published = cycle(_PUBLISHED)
+    return {where: _LOOKS.get(where.partition(":")[0]) or next(published) for where in places}
