@@ -3,7 +3,6 @@
 from cs336_systems.parallel.collective_calls import count_sent_bytes, pass_on, watch_collectives
 from cs336_systems.parallel.ddp import DataParallel, FlatDDP, NaiveDDP, start_mean
 from cs336_systems.parallel.fsdp import FSDP
-from cs336_systems.parallel.hosts import PacedLayer, slow_link, two_hosts, why_no_slow_link
 from cs336_systems.parallel.launch import WorkerContext, WorkerError, backends_here, launch, stream
 from cs336_systems.parallel.overlapped import (
     BucketedDDP,
@@ -11,7 +10,6 @@ from cs336_systems.parallel.overlapped import (
     ReduceScatterDDP,
     bucket_bytes,
 )
-from cs336_systems.parallel.recovery import Torchrun
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import (
     fill_buckets,

@@ -45,7 +45,7 @@ from labbook.book.notebooks import (
 )
 from labbook.files import make_folder, read_record, write_record
 
-PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2, "links": 0}  # with the GPUs that each needs
+PROFILES = {"cpu": 0, "gpu": 1, "multi-gpu": 2}  # with the GPUs that each needs
 # A kernel ends when it has tidied up: to take torch down, module by module, lasts seconds more.
 _AT_EXIT = '__import__("atexit").register(__import__("os")._exit, 0);'
 
