@@ -15,9 +15,9 @@ import sys
 
 import torch
 
-from cs336_systems.attention.config import KernelConfig
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launcher import Launcher, config_for
+from cs336_systems.attention.launcher import Launcher, tuning_for
+from cs336_systems.attention.tiles import Tuning
 from cs336_systems.checks import AttentionCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -71,20 +71,20 @@ def main() -> int:
         parser.error("the cases are for a Hopper GPU, and torch sees none here")
     wrong = 0
     for case, dtype, wanted in CASES:
-        launched = launched_of(case, config_for(dtype, case.d, torch.device("cuda")))
+        launched = launched_of(case, tuning_for(dtype, case.d, torch.device("cuda")))
         differing = what_differs(case, dtype, options.times)
         print(case.name, launched, differing or "the same every time", sep=": ", flush=True)
         wrong += launched != wanted or bool(differing)
     return bool(wrong)
 
 
-def launched_of(case: AttentionCase, config: KernelConfig) -> str:
+def launched_of(case: AttentionCase, tuning: Tuning) -> str:
     """By forward and backward, as CASES writes them."""
     q, k = (
         ((*case.leading, n, case.d), (n * case.d, case.d, 1)) for n in (case.n_queries, case.n_keys)
     )
-    forward = Launcher((q, k, k, q), config, case.is_causal).plan
-    backward = Launcher((q, k, k, q, q, q, k, k), config, case.is_causal).plan
+    forward = Launcher((q, k, k, q), tuning, case.is_causal).plan
+    backward = Launcher((q, k, k, q, q, q, k, k), tuning, case.is_causal).plan
     ((name, tile),) = forward.tiles.items()
     if name == "hopper_forward":
         name += f" {tile.block_m}x{tile.block_n}" + " persistent" * forward.persistent

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from cs336_systems.attention.choose import Problem, choose
-from cs336_systems.attention.config import (
+from cs336_systems.attention.tiles import (
     HOPPER_TILES,
     INTERPRETER,
     KERNELS,
     OWN_KEYS,
-    select_config,
+    select_tuning,
 )
 
 pytest.importorskip("triton")
@@ -35,9 +35,9 @@ TWO, ONE, OWN, SPLIT3 = (
 def plan(n, d=64, heads=1, causal=True, dtype=BF16, gpu=HOPPER, sms=132, tf32=False, same=None):
     """same: the bits of a backward pass; None for a forward. n: queries and keys, or both."""
     n_queries, n_keys = n if isinstance(n, tuple) else (n, n)
-    config = select_config(dtype, d, gpu, sms, tf32)
+    tuning = select_tuning(dtype, d, gpu, sms, tf32)
     return choose(
-        Problem(1, heads, n_queries, n_keys, causal, same is not None, bool(same)), config
+        Problem(1, heads, n_queries, n_keys, causal, same is not None, bool(same)), tuning
     )
 
 
@@ -137,18 +137,18 @@ def test_tiles_go_from_large_to_small(kernel, precision):
 
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
 def test_every_tile_of_ieee_runs_for_some_number_of_heads(d):
-    config = select_config(FP32, d, HOPPER, 132)
-    for kernel in config.tiles.keys() & set(KERNELS):
+    tuning = select_tuning(FP32, d, HOPPER, 132)
+    for kernel in tuning.tiles.keys() & set(KERNELS):
         problems = [Problem(1, n, 300, 300, True, kernel != "forward") for n in (1, 5, 20, 30, 50)]
-        chosen = {choose(problem, config, (kernel,)).tiles[kernel] for problem in problems}
-        assert chosen == set(config.tiles[kernel])
+        chosen = {choose(problem, tuning, (kernel,)).tiles[kernel] for problem in problems}
+        assert chosen == set(tuning.tiles[kernel])
 
 
 @pytest.mark.parametrize("gpu", [AMPERE, HOPPER, BLACKWELL])
 @pytest.mark.parametrize("d", [16, 32, 64, 128, 256])
 def test_the_kernels_of_one_head_size_round_scores_alike(d, gpu):
     """The backward makes the forward's scores again, and L has to fit them."""
-    tiles = select_config(FP32, d, gpu, 132).tiles
+    tiles = select_tuning(FP32, d, gpu, 132).tiles
     assert len({tile.chunk % d for kernel in KERNELS for tile in tiles.get(kernel, ())}) == 1
 
 
@@ -162,14 +162,14 @@ def test_the_kernels_of_one_head_size_round_scores_alike(d, gpu):
     ],
 )  # fmt: skip
 def test_tma_loads_where_it_costs_no_registers(dtype, d, gpu, tf32, use_tma):
-    assert select_config(dtype, d, gpu, 132, tf32).use_tma == use_tma
+    assert select_tuning(dtype, d, gpu, 132, tf32).use_tma == use_tma
 
 
 @pytest.mark.parametrize(
     ("case", "dtype", "launched"), races.CASES, ids=lambda x: getattr(x, "name", "")
 )
 def test_races_are_looked_for_where_it_says(case, dtype, launched):
-    assert races.launched_of(case, select_config(dtype, case.d, HOPPER, 132)) == launched
+    assert races.launched_of(case, select_tuning(dtype, case.d, HOPPER, 132)) == launched
 
 
 def test_every_argument_is_at_its_place():
@@ -178,8 +178,8 @@ def test_every_argument_is_at_its_place():
         ((2, 4, 1100, 40), (176_000, 44_000, 40, 1)),
         ((2, 4, 1100, 40), (176_000, 40, 160, 1)),
     )
-    config = select_config(torch.float16, 40, HOPPER, 1)
-    launches = Launcher([x] * 5 + [transposed, x, transposed], config, True).launches
+    tuning = select_tuning(torch.float16, 40, HOPPER, 1)
+    launches = Launcher([x] * 5 + [transposed, x, transposed], tuning, True).launches
     known = {
         "hopper_backward": {"n_keys": 1100, "STAGES": 3},
         "preprocess": {"do_strides": x[1], "o_strides": x[1], "BLOCK_M": 64, "BLOCK_D": 64},

@@ -6,8 +6,8 @@ import pytest
 pytest.importorskip("triton")
 import triton
 
-from cs336_systems.attention.compile_resources import compile_tiles, config_for_capability
-from cs336_systems.attention.config import HOPPER_KERNELS, KERNELS
+from cs336_systems.attention.compile_resources import compile_tiles, tuning_for_capability
+from cs336_systems.attention.tiles import HOPPER_KERNELS, KERNELS
 from labbook import load_rows
 from labbook.runs import load_run
 
@@ -43,7 +43,7 @@ def test_the_rows_are_of_todays_tiles():
     assert set(table["capability"]) == {80, 90, 100}
     for (kernel, dtype, *sizes), rows in table.groupby(["kernel", "dtype", "d_head", "capability"]):
         tiles = [
-            tile.row() for tile in config_for_capability(dtype, *map(int, sizes)).all_tiles(kernel)
+            tile.row() for tile in tuning_for_capability(dtype, *map(int, sizes)).all_tiles(kernel)
         ]
         recorded = rows.astype(object).where(rows.notna(), None)[[*tiles[0]]]
         assert set(recorded.itertuples(index=False, name=None)) == {

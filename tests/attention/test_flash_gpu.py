@@ -17,7 +17,7 @@ from tests.layouts import DTYPES, LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launcher import Launcher, config_for, layout
+from cs336_systems.attention.launcher import Launcher, layout, tuning_for
 
 pytestmark = pytest.mark.gpu
 
@@ -94,9 +94,9 @@ def test_error_at_most_twice_pytorchs(form, d, dtype):
         )
     ]
     if form == "long enough for hopper_backward":
-        config = config_for(dtype, d, torch.device("cuda"))
+        tuning = tuning_for(dtype, d, torch.device("cuda"))
         for case in cases:
-            assert races.launched_of(case, config).endswith(" hopper_backward")
+            assert races.launched_of(case, tuning).endswith(" hopper_backward")
     for _ in range(times):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
 
@@ -105,9 +105,9 @@ def test_error_at_most_twice_pytorchs(form, d, dtype):
 @pytest.mark.parametrize("d", [64, 128])
 def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
     """Whichever program computes a tile, and whatever was in its buffers before."""
-    config = config_for(torch.bfloat16, d, torch.device("cuda"))
-    for tile in config.all_tiles("hopper_forward"):
-        one_tile = config.with_tiles(hopper_forward=tile)
+    tuning = tuning_for(torch.bfloat16, d, torch.device("cuda"))
+    for tile in tuning.all_tiles("hopper_forward"):
+        one_tile = tuning.with_tiles(hopper_forward=tile)
         for heads, n in ((256, 1024), (70, 777), (16, 4096)):
             inputs = [x.detach() for x in random_inputs(heads, n, d)]
             layouts, kernels = [layout(inputs[0])] * 4, ("hopper_forward",)

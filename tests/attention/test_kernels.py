@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 
-from cs336_systems.attention.config import BF16X3_KERNELS, KERNELS, SplitLimits, Tile
 from cs336_systems.attention.plain import plain_attention
+from cs336_systems.attention.tiles import BF16X3_KERNELS, KERNELS, SplitLimits, Tile
 from cs336_systems.checks import AttentionCase, check_attention
 
 pytest.importorskip("triton")
@@ -19,7 +19,7 @@ from tests.layouts import LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton, choose, flash_triton
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launcher import Launcher, config_for, layout
+from cs336_systems.attention.launcher import Launcher, layout, tuning_for
 from cs336_systems.kernels.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU decides by itself which kernels run")
@@ -28,7 +28,7 @@ NARROW = dict.fromkeys(KERNELS, Tile(32, 16, 4, 1))
 BF16X3 = dict(
     zip(BF16X3_KERNELS, (Tile(64, 32, 4, 1), Tile(32, 64, 4, 1), Tile(64, 32, 4, 1)), strict=True)
 )
-# What replaces parts of config_for's, and the kernels that run then.
+# What replaces parts of tuning_for's, and the kernels that run then.
 FORMS = {
     "as they are": ({}, {}, {"forward", "dq", "dkdv"}),
     "one launch": ({}, {"sm_count": 1000, "splits": {}}, {"forward", "backward"}),
@@ -45,15 +45,15 @@ FORMS = {
 
 @pytest.fixture(params=FORMS)
 def form(request, monkeypatch):
-    """config_for as where these kernels run; afterwards that they ran."""
+    """tuning_for as where these kernels run; afterwards that they ran."""
     tiles, changes, kernels = FORMS[request.param]
 
     def other(*arguments):
-        return dataclasses.replace(config_for(*arguments).with_tiles(**tiles), **changes)
+        return dataclasses.replace(tuning_for(*arguments).with_tiles(**tiles), **changes)
 
     monkeypatch.setattr(choose, "BF16X3_LENGTH", dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(choose, "PROGRAMS_PER_SM", dict.fromkeys(BF16X3_KERNELS, 0))
-    monkeypatch.setattr(flash_triton, "config_for", other)
+    monkeypatch.setattr(flash_triton, "tuning_for", other)
     monkeypatch.setattr(flash_triton, "_forwards", {})
     monkeypatch.setattr(flash_triton, "_backwards", {})
     made = []
@@ -152,8 +152,8 @@ def test_nan_stays_where_it_is():
 
 def test_three_bfloat16_hold_all_bits():
     x = torch.randn(2, 3, 50, 20) * 2.0 ** torch.randint(-90, 90, (2, 3, 50, 20))
-    config = dataclasses.replace(config_for(x.dtype, 20, x.device).with_tiles(**BF16X3), sm_count=0)
-    launcher = Launcher([layout(x)] * 4, config, False, kernels=("bf16x3_forward",))
+    tuning = dataclasses.replace(tuning_for(x.dtype, 20, x.device).with_tiles(**BF16X3), sm_count=0)
+    launcher = Launcher([layout(x)] * 4, tuning, False, kernels=("bf16x3_forward",))
     split, *_ = launcher._sources((x, x, x))
     split = split.view(2, 3, 3, 50, 24)[..., :20].float()  # rows begin at multiples of 16 bytes
     assert torch.equal(split[:, :, 2] + split[:, :, 1] + split[:, :, 0], x)

@@ -15,7 +15,7 @@ from labbook.files import NOTEBOOKS, PROJECT
 
 # Module, some notebooks that measure with it, some that do not.
 EXECUTED = [
-    ("cs336_systems/attention/config.py", "21 26 27 61", "13 31"),
+    ("cs336_systems/attention/tiles.py", "21 26 27 61", "13 31"),
     ("cs336_systems/attention/kernel_launch.py", "24 25 26 27 61", "13 31"),
     ("cs336_systems/attention/launcher.py", "24 25 26 27 61", "13 31"),
     ("cs336_systems/attention/inputs.py", "24 26 61", "13 31"),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from cs336_systems.arguments import check_choice
-from cs336_systems.attention.config import select_config
+from cs336_systems.attention.tiles import select_tuning
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.implementations import (
     ATTENTION,

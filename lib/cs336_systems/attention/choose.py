@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from cs336_systems.attention.config import (
+from cs336_systems.attention.tiles import (
     BF16X3_KERNELS,
     BF16X3_LENGTH,
     HOPPER_BACKWARD_LENGTH,
@@ -12,8 +12,8 @@ from cs336_systems.attention.config import (
     PERSISTENT_HEADS,
     PROGRAMS_PER_SM,
     WARP_GROUP_ROWS,
-    KernelConfig,
     Tile,
+    Tuning,
 )
 
 REGISTERS = 2**16  # of an SM
@@ -44,103 +44,103 @@ class Plan:
     persistent: bool = False
 
 
-def choose(problem: Problem, config: KernelConfig, kernels: tuple[str, ...] = ()) -> Plan:
-    """The plan for a problem on the GPU that the config is for; with other kernels than it would choose."""
-    kernels = kernels or _kernels(problem, config)
-    tiles = {kernel: _tile(problem, config, kernel) for kernel in kernels}
+def choose(problem: Problem, tuning: Tuning, kernels: tuple[str, ...] = ()) -> Plan:
+    """The plan for a problem on the GPU that the tuning is for; with other kernels than it would choose."""
+    kernels = kernels or _kernels(problem, tuning)
+    tiles = {kernel: _tile(problem, tuning, kernel) for kernel in kernels}
     programs = {kernel: _programs(problem, kernel, tile) for kernel, tile in tiles.items()}
-    plan = Plan(tiles, programs, *_splits(problem, config, kernels[-1]))
-    return _persistent(problem, config, plan) if "hopper_forward" in kernels else plan
+    plan = Plan(tiles, programs, *_splits(problem, tuning, kernels[-1]))
+    return _persistent(problem, tuning, plan) if "hopper_forward" in kernels else plan
 
 
-def _kernels(problem: Problem, config: KernelConfig) -> tuple[str, ...]:
-    bf16x3 = _bf16x3_runs(problem, config)
+def _kernels(problem: Problem, tuning: Tuning) -> tuple[str, ...]:
+    bf16x3 = _bf16x3_runs(problem, tuning)
     if not problem.backward:
         if bf16x3:
             return ("bf16x3_forward",)
-        split = _splits(problem, config, "forward")[0] > 1
+        split = _splits(problem, tuning, "forward")[0] > 1
         return (
-            ("hopper_forward",) if "hopper_forward" in config.tiles and not split else ("forward",)
+            ("hopper_forward",) if "hopper_forward" in tuning.tiles and not split else ("forward",)
         )
     if bf16x3:
         return "bf16x3_dq", "bf16x3_dkdv"
-    if _hopper_backward_runs(problem, config):
+    if _hopper_backward_runs(problem, tuning):
         return ("hopper_backward",)
-    if "backward" in config.tiles:
-        tile = _tile(problem, config, "backward")
-        few = _programs(problem, "backward", tile) <= ONE_LAUNCH[config.precision] * config.sm_count
+    if "backward" in tuning.tiles:
+        tile = _tile(problem, tuning, "backward")
+        few = _programs(problem, "backward", tile) <= ONE_LAUNCH[tuning.precision] * tuning.sm_count
         # Unsplit, two launches of small tiles take less time than one of tiles that make scores in chunks.
-        if _splits(problem, config, "backward")[0] > 1 or (few and not tile.chunk):
+        if _splits(problem, tuning, "backward")[0] > 1 or (few and not tile.chunk):
             return ("backward",)
     return "dq", "dkdv"
 
 
-def _persistent(problem: Problem, config: KernelConfig, plan: Plan) -> Plan:
+def _persistent(problem: Problem, tuning: Tuning, plan: Plan) -> Plan:
     """Of "hopper_forward": only as many programs as run at once, where that gains."""
     (tile,), (work_tiles,) = plan.tiles.values(), plan.programs.values()
-    at_once = _programs_at_once(config, tile)
+    at_once = _programs_at_once(tuning, tile)
     # Three consumers have no registers left for a mask by keys alone that lasts from one tile to the next.
     spills = (
         tile.block_m == 3 * WARP_GROUP_ROWS
         and not problem.is_causal
         and problem.n_keys % tile.block_n
     )
-    gains = (config.block_d >= PERSISTENT_HEADS and not spills) or _is_short(problem, config)
+    gains = (tuning.block_d >= PERSISTENT_HEADS and not spills) or _is_short(problem, tuning)
     persistent = work_tiles > at_once and gains
     programs = {"hopper_forward": at_once if persistent else work_tiles}
     return replace(plan, programs=programs, work_tiles=work_tiles, persistent=bool(persistent))
 
 
-def _bf16x3_runs(problem: Problem, config: KernelConfig) -> bool:
+def _bf16x3_runs(problem: Problem, tuning: Tuning) -> bool:
     """Whether BF16X3_KERNELS do, all or none: backward has to round scores as forward did.
 
     The forward has the fewest programs of them.
     """
-    if not config.tiles.keys() >= set(BF16X3_KERNELS):
+    if not tuning.tiles.keys() >= set(BF16X3_KERNELS):
         return False
-    long = min(problem.n_queries, problem.n_keys) >= BF16X3_LENGTH[config.block_d]
+    long = min(problem.n_queries, problem.n_keys) >= BF16X3_LENGTH[tuning.block_d]
     return long and _fills_gpu(
-        problem, config, "bf16x3_forward", _tile(problem, config, "bf16x3_forward")
+        problem, tuning, "bf16x3_forward", _tile(problem, tuning, "bf16x3_forward")
     )
 
 
-def _hopper_backward_runs(problem: Problem, config: KernelConfig) -> bool:
+def _hopper_backward_runs(problem: Problem, tuning: Tuning) -> bool:
     """It adds dQ up in any order, and its programs are large: where they are fewer than the SMs, smaller ones
     keep more of them at work; where sequences are short, these take longer to begin and to end."""
     kernel = "hopper_backward"
-    if kernel not in config.tiles or problem.deterministic:
+    if kernel not in tuning.tiles or problem.deterministic:
         return False
-    length = HOPPER_BACKWARD_LENGTH[config.block_d][problem.is_causal]
+    length = HOPPER_BACKWARD_LENGTH[tuning.block_d][problem.is_causal]
     return problem.n_queries > length and _fills_gpu(
-        problem, config, kernel, _tile(problem, config, kernel)
+        problem, tuning, kernel, _tile(problem, tuning, kernel)
     )
 
 
-def _tile(problem: Problem, config: KernelConfig, kernel: str) -> Tile:
+def _tile(problem: Problem, tuning: Tuning, kernel: str) -> Tile:
     """That of short sequences, or the first that makes programs enough; the last where none does."""
-    if kernel == "hopper_forward" and _is_short(problem, config):
-        return config.short[1]
-    *larger, last = config.tiles[kernel]
+    if kernel == "hopper_forward" and _is_short(problem, tuning):
+        return tuning.short[1]
+    *larger, last = tuning.tiles[kernel]
     for tile in larger:
         unequal = problem.is_causal and tile.max_registers  # programs that share an SM
-        if _fills_gpu(problem, config, kernel, tile) and not unequal:
+        if _fills_gpu(problem, tuning, kernel, tile) and not unequal:
             return tile
     return last
 
 
-def _is_short(problem: Problem, config: KernelConfig) -> bool:
+def _is_short(problem: Problem, tuning: Tuning) -> bool:
     """Whether sequences are short, and many: see SHORT_SEQUENCES."""
-    if config.short is None or problem.n_keys > config.short[0] // (1 if problem.is_causal else 4):
+    if tuning.short is None or problem.n_keys > tuning.short[0] // (1 if problem.is_causal else 4):
         return False
-    tile = config.short[1]
-    enough = PROGRAMS_PER_SM["hopper_forward"] * _programs_at_once(config, tile)
+    tile = tuning.short[1]
+    enough = PROGRAMS_PER_SM["hopper_forward"] * _programs_at_once(tuning, tile)
     return _programs(problem, "hopper_forward", tile) >= enough
 
 
-def _programs_at_once(config: KernelConfig, tile: Tile) -> int:
+def _programs_at_once(tuning: Tuning, tile: Tile) -> int:
     """How many of Hopper's programs, of eight warps or more, the GPU has registers for."""
     each = 8 * 32 * tile.max_registers if tile.max_registers else REGISTERS
-    return REGISTERS // each * config.sm_count
+    return REGISTERS // each * tuning.sm_count
 
 
 def _programs(problem: Problem, kernel: str, tile: Tile) -> int:
@@ -150,17 +150,17 @@ def _programs(problem: Problem, kernel: str, tile: Tile) -> int:
     return owned * problem.batch * problem.heads
 
 
-def _fills_gpu(problem: Problem, config: KernelConfig, kernel: str, tile: Tile) -> bool:
-    programs = _programs(problem, kernel, tile) * _most_splits(problem, config, kernel)
-    return programs >= PROGRAMS_PER_SM.get(kernel, 1) * config.sm_count
+def _fills_gpu(problem: Problem, tuning: Tuning, kernel: str, tile: Tile) -> bool:
+    programs = _programs(problem, kernel, tile) * _most_splits(problem, tuning, kernel)
+    return programs >= PROGRAMS_PER_SM.get(kernel, 1) * tuning.sm_count
 
 
-def _splits(problem: Problem, config: KernelConfig, kernel: str) -> tuple[int, int]:
+def _splits(problem: Problem, tuning: Tuning, kernel: str) -> tuple[int, int]:
     """(splits, rows of each): see SplitLimits. (1, 0) if the loop is not split."""
-    possible = _most_splits(problem, config, kernel)
+    possible = _most_splits(problem, tuning, kernel)
     if possible == 1:
         return 1, 0
-    limits, sms, tile = config.splits[kernel], config.sm_count, _tile(problem, config, kernel)
+    limits, sms, tile = tuning.splits[kernel], tuning.sm_count, _tile(problem, tuning, kernel)
     rows, programs = _loop_rows(problem, kernel), _programs(problem, kernel, tile)
     useful = min(limits.many * sms // programs, rows * sms // (limits.long * programs))
     splits = min(possible, limits.most, max(limits.few * sms // programs, useful))
@@ -171,9 +171,9 @@ def _splits(problem: Problem, config: KernelConfig, kernel: str) -> tuple[int, i
     return cdiv(rows, size), size
 
 
-def _most_splits(problem: Problem, config: KernelConfig, kernel: str) -> int:
+def _most_splits(problem: Problem, tuning: Tuning, kernel: str) -> int:
     """1 if the loop cannot be split."""
-    limits = config.splits.get(kernel)
+    limits = tuning.splits.get(kernel)
     splits = _loop_rows(problem, kernel) // limits.shortest if limits else 1
     return splits if splits >= 4 else 1
 

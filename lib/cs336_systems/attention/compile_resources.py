@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from cs336_systems.attention.config import (
+from cs336_systems.attention.tiles import (
     BF16X3_KERNELS,
     GLUON_KERNELS,
     HOPPER_KERNELS,
-    KernelConfig,
     Tile,
-    select_config,
+    Tuning,
+    select_tuning,
 )
 from cs336_systems.dtypes import torch_dtype
 
@@ -35,17 +35,17 @@ _HEAD = "import json, sys, triton\ntl = triton.language"
 _SHIPPED = f"""
 from concurrent.futures import ProcessPoolExecutor  # raises where a compiler ends its process; a Pool waits
 from multiprocessing import get_context
-from {__name__} import compile_one, config_for_capability
+from {__name__} import compile_one, tuning_for_capability
 def shipped(kernel, *place):
-    return [compile_one(kernel, *place, tile) for tile in config_for_capability(*place).all_tiles(kernel)]
+    return [compile_one(kernel, *place, tile) for tile in tuning_for_capability(*place).all_tiles(kernel)]
 with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
     print(json.dumps(list(pool.map(shipped, *zip(*json.loads(sys.argv[1]))))))
 """
 
 
-def config_for_capability(dtype: str, d_head: int, capability: int) -> KernelConfig:
-    """The configuration of a GPU of this capability (90 for Hopper) for one of DTYPES."""
-    return select_config(torch_dtype(dtype), d_head, divmod(capability, 10), 1, dtype == "tf32")
+def tuning_for_capability(dtype: str, d_head: int, capability: int) -> Tuning:
+    """The tuning for a GPU of this capability (90 for Hopper) for one of DTYPES."""
+    return select_tuning(torch_dtype(dtype), d_head, divmod(capability, 10), 1, dtype == "tf32")
 
 
 def compile_tiles(work: list[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
@@ -103,20 +103,20 @@ def compiled_forms(
     from cs336_systems.attention.launcher import Launcher, layout
 
     triton.runtime.driver.set_active(Chip(capability))
-    config = config_for_capability(dtype, d_head, capability)
-    config = config.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
+    tuning = tuning_for_capability(dtype, d_head, capability)
+    tuning = tuning.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
     masks = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
-    sm_counts = (1, MANY_SMS) if kernel in {*config.splits, "hopper_forward"} else (1,)
+    sm_counts = (1, MANY_SMS) if kernel in {*tuning.splits, "hopper_forward"} else (1,)
     for (is_causal, odd), sm_count in itertools.product(masks, sm_counts):
         n = tile.block_m * tile.block_n + odd  # whole tiles, or one row more
-        x = torch.empty(16, n, d_head, dtype=config.dtype, device="meta")
+        x = torch.empty(16, n, d_head, dtype=tuning.dtype, device="meta")
         rows = torch.empty(16, n, device="meta")
         layouts, changed = (
             [layout(x)] * (4 if kernel.endswith("forward") else 8),
             {"sm_count": sm_count},
         )
         launch = Launcher(
-            layouts, replace(config, **changed), is_causal, kernels=(kernel,)
+            layouts, replace(tuning, **changed), is_causal, kernels=(kernel,)
         ).launches[kernel]
         of_rows = (
             "lse_ptr",

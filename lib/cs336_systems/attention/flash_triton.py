@@ -20,7 +20,7 @@ from torch import Tensor
 from cs336_systems.attention import flash_pytorch
 from cs336_systems.attention.inputs import check_inputs, in_autocast
 from cs336_systems.attention.kernel_launch import KernelLaunch
-from cs336_systems.attention.launcher import Launcher, config_for, layout
+from cs336_systems.attention.launcher import Launcher, layout, tuning_for
 from cs336_systems.kernels.autograd_guards import (
     dispatch_modes,
     first_order_only,
@@ -78,10 +78,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
         if q.dim() > 4:
             o, *sums = _forward(*(x.flatten(0, -4) for x in (q, k, v)), is_causal)
             return [o.reshape(q.shape), *(x.reshape(*q.shape[:-1], *x.shape[3:]) for x in sums)]
-        config = config_for(dtype, q.shape[-1], q.device, tf32)
+        tuning = tuning_for(dtype, q.shape[-1], q.device, tf32)
         outputs = _forward_outputs(q, tf32)
         layouts = [layout(x) for x in (q, k, v, outputs[0])]
-        prepared = _keep(_forwards, key, Launcher(layouts, config, is_causal), outputs)
+        prepared = _keep(_forwards, key, Launcher(layouts, tuning, is_causal), outputs)
     if not INTERPRETED and device != current_device():
         with torch.cuda.device(device):
             return _forward(q, k, v, is_causal)
@@ -134,11 +134,11 @@ def _backward(
                 *(x.flatten(0, -4) for x in (do, q, k, v, o)), logsumexp, is_causal, residual
             )
             return tuple(grad.reshape(x.shape) for grad, x in zip(grads, (q, k, v), strict=True))
-        config = config_for(dtype, q.shape[-1], q.device, tf32)
+        tuning = tuning_for(dtype, q.shape[-1], q.device, tf32)
         outputs = [torch.empty_like(x) for x in (q, k, v)]
         layouts = [layout(x) for x in (q, k, v, do, o, *outputs)]
         prepared = _keep(
-            _backwards, key, Launcher(layouts, config, is_causal, deterministic), outputs
+            _backwards, key, Launcher(layouts, tuning, is_causal, deterministic), outputs
         )
     if not INTERPRETED and device != current_device():
         with torch.cuda.device(device):

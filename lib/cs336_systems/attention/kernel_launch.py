@@ -14,7 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
-from cs336_systems.attention.config import Tile
+from cs336_systems.attention.tiles import Tile
 from cs336_systems.kernels.runtime import device_context
 
 STREAM = 3  # where among a compiled kernel's arguments it is: after the grid

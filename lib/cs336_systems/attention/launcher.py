@@ -18,7 +18,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cs336_systems.attention.bf16x3 import split_kernel
 from cs336_systems.attention.choose import Problem, cdiv, choose
-from cs336_systems.attention.config import (
+from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
+from cs336_systems.attention.hopper_backward import DQ_COLUMNS, ROW, hopper_backward_kernel
+from cs336_systems.attention.hopper_forward import hopper_forward_kernel
+from cs336_systems.attention.kernel_launch import KernelLaunch
+from cs336_systems.attention.tiles import (
     BF16X3_KERNELS,
     BF16X3_TILE,
     GLUON_KERNELS,
@@ -26,14 +30,10 @@ from cs336_systems.attention.config import (
     OWN_KEYS,
     PRE_POST_TILE,
     WARP_GROUP_ROWS,
-    KernelConfig,
     Tile,
-    select_config,
+    Tuning,
+    select_tuning,
 )
-from cs336_systems.attention.dq_accum import bwd_postprocess_kernel, bwd_preprocess_kernel
-from cs336_systems.attention.hopper_backward import DQ_COLUMNS, ROW, hopper_backward_kernel
-from cs336_systems.attention.hopper_forward import hopper_forward_kernel
-from cs336_systems.attention.kernel_launch import KernelLaunch
 from cs336_systems.attention.triton_backward import (
     backward_kernel,
     dkdv_kernel,
@@ -130,7 +130,7 @@ class Launcher:
     def __init__(
         self,
         layouts: Sequence[Layout],
-        config: KernelConfig,
+        tuning: Tuning,
         is_causal: bool,
         deterministic: bool = False,
         kernels: tuple[str, ...] = (),
@@ -142,10 +142,10 @@ class Launcher:
         (batch, heads, n_queries, self.d), _ = as_bhnd(layouts[0])
         n_keys = layouts[1][0][-2]
         self.problem = Problem(batch, heads, n_queries, n_keys, is_causal, backward, deterministic)
-        self.config, self.plan = config, choose(self.problem, config, kernels)
+        self.tuning, self.plan = tuning, choose(self.problem, tuning, kernels)
         kernels = tuple(self.plan.tiles)
         self.bf16x3 = kernels[0] in BF16X3_KERNELS
-        self.use_tma, self.dtype = config.use_tma or self.bf16x3, config.dtype
+        self.use_tma, self.dtype = tuning.use_tma or self.bf16x3, tuning.dtype
         given = [self.layouts[name] for name in self.names]
         if self.bf16x3:  # the kernels load three matrices of each
             shapes = [as_bhnd(each)[0] for each in given]
@@ -154,12 +154,12 @@ class Launcher:
             self.inputs = [contiguous((b, 3 * h, n, d), unit) for b, h, n, d in shapes]
             self.split_inputs = self._split_inputs(shapes)
         else:
-            self.inputs = [kernel_layout(x, config.dtype.itemsize, self.use_tma) for x in given]
+            self.inputs = [kernel_layout(x, tuning.dtype.itemsize, self.use_tma) for x in given]
             pairs = enumerate(zip(given, self.inputs, strict=True))
             self.copies = [(i, new) for i, (old, new) in pairs if new is not old]
         by_tma = ("dk", "dv") if backward else ("o",)  # what Hopper's kernels store
         self.stored = [
-            kernel_layout(self.layouts[x], config.dtype.itemsize, config.use_tma) for x in by_tma
+            kernel_layout(self.layouts[x], tuning.dtype.itemsize, tuning.use_tma) for x in by_tma
         ]
         self.outputs = {
             name: self.layouts[name] for name in (("dq", "dk", "dv") if backward else ("o",))
@@ -178,7 +178,7 @@ class Launcher:
 
     def arguments(self, tile: Tile, **layouts: Layout) -> dict[str, Any]:
         """Every non-tensor argument of the kernels; of the tensors in `layouts`, the strides."""
-        scale, config, problem, plan = 1 / math.sqrt(self.d), self.config, self.problem, self.plan
+        scale, tuning, problem, plan = 1 / math.sqrt(self.d), self.tuning, self.problem, self.plan
         return {f"{name}_strides": as_bhnd(each)[1] for name, each in layouts.items()} | {
             "n_heads": problem.heads,
             "n_queries": problem.n_queries,
@@ -193,11 +193,11 @@ class Launcher:
             "EVEN_QUERIES": problem.n_queries % tile.block_m == 0,
             "EVEN_KEYS": problem.n_keys % tile.block_n == 0,
             "D": self.d,
-            "BLOCK_D": config.block_d,
+            "BLOCK_D": tuning.block_d,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "USE_TMA": self.use_tma,
-            "PRECISION": "bf16x3" if self.bf16x3 else config.dot_precision,
+            "PRECISION": "bf16x3" if self.bf16x3 else tuning.dot_precision,
             "CHUNK": tile.chunk,
             "STAGES": tile.num_stages,
             "ROWS": MERGE_TILE.block_m,
@@ -228,7 +228,7 @@ class Launcher:
             keys = min(keys, WARP_GROUP_ROWS)
         elif gluon:
             queries = min(queries, WARP_GROUP_ROWS)
-        shapes = [(1, 1, n, self.config.block_d) for n in (queries, keys, keys, queries)]
+        shapes = [(1, 1, n, self.tuning.block_d) for n in (queries, keys, keys, queries)]
         stored = self.stored if kernel == "hopper_forward" else []
         element = getattr(gl, str(self.dtype).removeprefix("torch."))
         in_shared = gl.NVMMASharedLayout.get_default_for if gluon else lambda *_: None
@@ -326,8 +326,8 @@ class Launcher:
         query_tiles, heads = cdiv(problem.n_queries, tile.block_m), problem.batch * problem.heads
         # lse2, delta and each of dq_accum's dimensions: (batch * heads, queries up to whole tiles)
         rows = heads, query_tiles * tile.block_m
-        self.workspace = 2 + self.config.block_d, *rows
-        size, row = self.config.block_d, ROW.value
+        self.workspace = 2 + self.tuning.block_d, *rows
+        size, row = self.tuning.block_d, ROW.value
         dq = [
             (math.prod(rows) * size // row, row),
             (tile.block_m * min(size, DQ_COLUMNS.value) // row, row),
@@ -358,8 +358,8 @@ class Launcher:
 
 
 @lru_cache(maxsize=256)
-def config_for(
+def tuning_for(
     dtype: torch.dtype, d_head: int, device: torch.device, allow_tf32: bool = False
-) -> KernelConfig:
-    """`select_config` for the GPU that this device is, or for the interpreter."""
-    return select_config(dtype, d_head, capability(device), sm_count(device), allow_tf32)
+) -> Tuning:
+    """`select_tuning` for the GPU that this device is, or for the interpreter."""
+    return select_tuning(dtype, d_head, capability(device), sm_count(device), allow_tf32)

@@ -185,7 +185,7 @@ SPLITS |= {(kernel, "tf32"): SPLITS[kernel, "16bit"] for kernel in ("forward", "
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity: it is a key of caches
-class KernelConfig:
+class Tuning:
     """How tensors of one dtype and head size are computed on by one kind of GPU."""
 
     dtype: torch.dtype
@@ -198,7 +198,7 @@ class KernelConfig:
     short: tuple[int, Tile] | None  # of SHORT_SEQUENCES
     sm_count: int
 
-    def with_tiles(self, **tiles: Tile | None) -> "KernelConfig":
+    def with_tiles(self, **tiles: Tile | None) -> "Tuning":
         """The same with one tile for each of these kernels, or without the kernel for None."""
         changed = self.tiles | {kernel: (tile,) for kernel, tile in tiles.items()}
         changed = {kernel: each for kernel, each in changed.items() if None not in each}
@@ -211,9 +211,9 @@ class KernelConfig:
 
 
 @cache
-def select_config(
+def select_tuning(
     dtype: torch.dtype, d_head: int, capability: Capability, sm_count: int, allow_tf32: bool = False
-) -> KernelConfig:
+) -> Tuning:
     """The kernels, tiles and precision for tensors of this dtype and head size.
 
     Args:
@@ -252,7 +252,7 @@ def select_config(
     else:
         newer = capability[0] > 9 and precision == "16bit" and block_d <= 128
         use_tma = newer or capability == INTERPRETER
-    return KernelConfig(dtype, precision, dot, block_d, use_tma, tiles, splits, short, sm_count)
+    return Tuning(dtype, precision, dot, block_d, use_tma, tiles, splits, short, sm_count)
 
 
 def _up_to(sizes: dict[int, Any], block_d: int) -> Any:
