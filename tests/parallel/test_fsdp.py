@@ -177,20 +177,14 @@ def schedule(context):
 
 
 def stale_weights(context):
-    """After a forward alone, a step, new memory for parameters, at last their old: nothing is stale."""
+    """After a forward alone and a step, nothing is stale."""
     wrapped, inputs = FSDP(nn.Sequential(Linear(4, 4), Linear(4, 4))), torch.ones(1, 4)
     one_pass(wrapped, inputs)
     wrapped(inputs)  # the last group stays gathered, as for backward
     SGD(wrapped.parameters(), lr=1.0).step()
     first, second = wrapped.gather_full_parameters().values()
     torch.testing.assert_close(wrapped.module[1](inputs), inputs @ second.T)
-    old = [(parameter, parameter.data) for parameter in wrapped.parameters()]
-    for factor in (2, 4, 0, 1):
-        wrapped(inputs)
-        for parameter, data in old:
-            parameter.data = data if factor == 1 else factor * data
-        torch.testing.assert_close(wrapped(inputs), factor**2 * inputs @ first.T @ second.T)
-    torch.testing.assert_close([*wrapped.gather_full_parameters().values()], [first, second])
+    torch.testing.assert_close(wrapped(inputs), inputs @ first.T @ second.T)
 
 
 def memory_on_gpus(context):

@@ -35,9 +35,11 @@ class FSDP(DataParallel):
 
     Wrapping gives every rank rank 0's values, and then leaves it its rows of every parameter of the modules
     of `shard_types`; the rest (norms, what is frozen) stays whole. `parameters()` are then these shards, for
-    an optimizer, made before or after, that updates each element by itself. Whole weights exist while their
-    group computes: all that is in a module of `unit_types`, or else in one module of `shard_types`, and in
-    modules that share a weight with it.
+    an optimizer, made before or after, that treats each element by itself and in place, as SGD and the Adams
+    do. Of PyTorch's the others (Adafactor, LBFGS, Muon) are refused at their first step; anybody else's would
+    compute another update. Whole weights exist while their group computes: all that is in a module of
+    `unit_types`, or else in one module of `shard_types`, and in modules that share a weight with it. Outside
+    of that, a module has its shard.
 
     All ranks have to run the same modules in the same order; in the first step that is checked. Each backward
     pass before `finish_gradient_synchronization()` reduces, and the shards add up in their dtype. Under
@@ -56,8 +58,8 @@ class FSDP(DataParallel):
         reshard: free whole weights after forward; else those that backward needs stay until then.
 
     Raises:
-        RuntimeError: there is no process group. In forward, a weight is written to, or used outside its
-            module; in backward, it was written to since, or the pass is to be differentiated (create_graph).
+        RuntimeError: there is no process group. In forward, a weight is written to; in backward, it was
+            written to since, or the pass is to be differentiated (create_graph).
         ValueError: an argument is not allowed, there is nothing to shard or train, several devices or dtypes
             to shard, `register_hook` on a parameter to shard, or the ranks disagree. On every rank.
     """
@@ -109,7 +111,7 @@ class FSDP(DataParallel):
         self._caches_casts: list[
             bool
         ] = []  # what to restore, of the modules whose forward is under way
-        self._has_agreed = self._is_in_forward = False
+        self._has_agreed = False
         self._add_hooks()
         guards.refuse_other_optimizers(self._sharded)
 
@@ -164,8 +166,8 @@ class FSDP(DataParallel):
 
     def _add_hooks(self) -> None:
         # torch.compile leaves these calls as they are.
-        hooks = self._before_forward, self._after_forward, self._before_all, self._after_all
-        before, after, before_all, after_all = map(torch.compiler.disable, hooks)
+        hooks = self._before_forward, self._after_forward, self._before_all
+        before, after, before_all = map(torch.compiler.disable, hooks)
         for position, group in enumerate(self._groups):
             for user in group.users:
                 user.register_forward_pre_hook(_Hook(before, group), prepend=True, with_kwargs=True)
@@ -174,21 +176,11 @@ class FSDP(DataParallel):
                 hook = weakly(self._gradient_is_ready, position, number)
                 weight.whole.register_post_accumulate_grad_hook(hook)
         self.module.register_forward_pre_hook(_Hook(before_all), prepend=True)
-        self.module.register_forward_hook(_Hook(after_all), always_call=True)
 
     def _before_all(self, module: nn.Module, args: tuple) -> None:
         if torch._C._current_autograd_node() is None:  # else backward computes it once more
             self._free_all()  # what an earlier pass left gathered is stale after the optimizer's step
             self._give_up_failed_pass()
-            self._is_in_forward = True
-            for group in self._groups:
-                group.hide()
-
-    def _after_all(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self._is_in_forward and torch._C._current_autograd_node() is None:
-            self._is_in_forward = False
-            for group in self._groups:
-                group.reshard()
 
     # These run for every group in every pass, and a training step in 16 bits may wait for Python.
     def _before_forward(
@@ -233,7 +225,7 @@ class FSDP(DataParallel):
                 "writing to the shards, between steps"
             )
         if not group.is_in_backward:
-            group.hide() if self._is_in_forward else group.reshard()
+            group.reshard()
         outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if torch.is_grad_enabled():
             position = self._positions.get(module, 0)
@@ -344,7 +336,7 @@ class FSDP(DataParallel):
 
     def _free(self, group: ParameterGroup) -> None:
         group.free()
-        group.hide() if self._is_in_forward else group.reshard()
+        group.reshard()
         del self._gathered[group]
 
     def _free_all(self) -> None:

@@ -8,9 +8,8 @@ from itertools import zip_longest
 from numbers import Real
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -85,49 +84,29 @@ def needs_closure(kind: type[Optimizer]) -> bool:
 
 
 def refuse_other_optimizers(shards: Iterable[Tensor]) -> None:
-    """From now on, an optimizer that does not update each element by itself is refused at its first step.
+    """From now on PyTorch's optimizers that do not treat each element by itself are refused at a first step.
 
-    It is given the rows of a weight. Muon and Shampoo (a matrix as a whole), Adafactor (means over rows and
-    columns), LAMB (norms) and LBFGS need all of it. A list of names would not know those of others, so each
-    is tried: on a small matrix and on its halves.
+    They are given the rows of a weight, and would compute another update without an error. Muon needs a
+    matrix as a whole, Adafactor means over its rows and columns, LBFGS scalar products over all parameters.
     """
     _watch_steps()
     for shard in shards:
         shard._is_shard = True
 
 
+_NEED_WHOLE_WEIGHTS = {"Adafactor", "LBFGS", "Muon"}  # all of torch.optim, from 2.11 to 2.15
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups if not hasattr(optimizer, "_is_elementwise") else ():
-        shards = [parameter for parameter in group["params"] if hasattr(parameter, "_is_shard")]
-        if shards and not _is_elementwise(type(optimizer), group, shards[0]):
+    if _NEED_WHOLE_WEIGHTS.isdisjoint(kind.__name__ for kind in type(optimizer).__mro__):
+        return
+    for group in optimizer.param_groups:
+        if any(hasattr(parameter, "_is_shard") for parameter in group["params"]):
             raise ValueError(
                 f"{type(optimizer).__name__} looks at more than one element to update it, and of FSDP it is "
                 "given this rank's rows; allowed: optimizers that update each element by itself, as AdamW"
             )
-    optimizer._is_elementwise = True
 
 
+# One hook for all optimizers: it is the wrapper that knows the shards, and it may come after the optimizer.
 _watch_steps = cache(partial(register_optimizer_step_pre_hook, _before_step))
-
-
-def _is_elementwise(kind: type[Optimizer], group: dict[str, Any], like: Tensor) -> bool:
-    """Try an optimizer's class, with the settings of one group, on tensors of this dtype and device."""
-    known = inspect.signature(kind.__init__).parameters
-    settings = {name: value for name, value in group.items() if name in known and name != "params"}
-    if "lr" in settings:  # a warm-up begins with a step that changes nothing
-        settings["lr"] = 0.1
-    whole = torch.linspace(-1, 1, 24, dtype=like.dtype, device=like.device).view(6, 4)
-    parameters = [nn.Parameter(piece.clone()) for piece in (whole, *whole.chunk(2))]
-    try:
-        trial = kind(parameters, **settings)
-        for step in (1, 2):
-            gradient = whole.square() + step * whole.roll(1) / 3
-            for parameter, piece in zip(parameters, (gradient, *gradient.chunk(2)), strict=True):
-                parameter.grad = piece.clone()
-            trial.step()
-    except (
-        Exception
-    ):  # a class that cannot be made from the settings of its groups, or steps otherwise
-        return not needs_closure(kind)
-    updated, *halves = (parameter.detach() for parameter in parameters)
-    return torch.allclose(updated, torch.cat(halves), rtol=1e-4, atol=1e-6)

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 
 from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER, as_it_is_sent, ready_for_mean
 from cs336_systems.parallel.guards import refuse_copies
@@ -76,28 +75,6 @@ class CommunicationStream:
         then()
         event = self.cuda.record_event()
         return lambda: (torch.cuda.current_stream().wait_event(event), then)  # `then` is kept
-
-
-class Resharded(Tensor):
-    """Stands in a module for a weight that is not gathered: it has the shape and dtype, and no values."""
-
-    def __new__(cls, whole: Tensor, name: str) -> "Resharded":
-        tensor = Tensor._make_subclass(cls, whole, whole.requires_grad)
-        tensor._what = name
-        return tensor
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ):
-        names = {leaf._what for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Resharded)}
-        raise RuntimeError(
-            f"{' and '.join(sorted(names))} of an FSDP is used while it is not gathered; allowed: inside the "
-            "forward of its own module, or of one in unit_types around it"
-        )
-
-    def data_ptr(self) -> int:
-        return self.__torch_dispatch__(None, (), (self,))  # as a kernel asks for it
 
 
 class Home(NamedTuple):
@@ -172,11 +149,9 @@ class ParameterGroup:
             self.weights.append(ShardedWeight(parameter, nn.Parameter(view)))
             parameter.data = mine.copy_(values)
         self._memory.resize_(0)
-        self._addresses = [parameter.data_ptr() for parameter in parameters]
         self._homes, wholes = [], dict(self.weights)
         for parameter, _, holder, key in homes:
-            hidden = Resharded(wholes[parameter], f"{self.name}.{key}")
-            self._homes.append((holder._parameters, key, (parameter, wholes[parameter], hidden)))
+            self._homes.append((holder._parameters, key, (parameter, wholes[parameter])))
 
     __reduce_ex__ = refuse_copies
 
@@ -190,7 +165,6 @@ class ParameterGroup:
 
     def start_gather(self) -> None:
         """Fill the whole weights from the shards of all ranks, beside the computation."""
-        self._take_back_replaced_data()
         self.is_gathered = True
         # Memory of the computation's own stream: it returns there when it is freed.
         self._memory.resize_(self.nbytes)
@@ -202,17 +176,6 @@ class ParameterGroup:
     def versions_now(self) -> int:
         """Grows when a shard is written to, as an optimizer does."""
         return sum(weight.parameter._version for weight in self.weights)
-
-    def _take_back_replaced_data(self) -> None:
-        """An optimizer may give a parameter new memory (p.data = ...) instead of writing to the old."""
-        if [weight.parameter.data_ptr() for weight in self.weights] != self._addresses:
-            self._shards = (
-                self._shards.clone()
-            )  # whoever replaced it may keep the old, to put it back
-            self._own = self._own_rows(self._shards)
-            for weight, own in zip(self.weights, self._own, strict=True):
-                weight.parameter.data = own.copy_(weight.parameter.data)
-            self._addresses = [weight.parameter.data_ptr() for weight in self.weights]
 
     def wait_for_gather(self) -> None:
         """What is computed from here on finds the whole weights."""
@@ -226,7 +189,6 @@ class ParameterGroup:
 
     reshard = partialmethod(_show, 0)  # the modules offer their shards, as to an optimizer
     unshard = partialmethod(_show, 1)  # they compute with the whole weights
-    hide = partialmethod(_show, 2)  # they have to be called before they can be computed with
 
     def free(self) -> None:
         """Give the memory of the whole weights back."""
@@ -274,7 +236,6 @@ class ParameterGroup:
 
     def gather_full(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter, and it whole, in the dtype of its shard."""
-        self._take_back_replaced_data()
         for weight, piece in zip(self.weights, self._padded_slices(self._shards), strict=True):
             whole = piece.new_empty(dist.get_world_size() * len(piece))
             getattr(dist, ALL_GATHER)(whole, piece)
