@@ -11,7 +11,7 @@ LIB = REPOSITORY / "lib"
 ARROWS = {
     "base": "",
     "kernels": "base",
-    "attention": "base kernels",
+    "attention": "base kernels accounting",
     "model": "base attention",
     "accounting": "base",
     "training": "base kernels attention model accounting",

@@ -10,7 +10,8 @@ _NAMES = {  # by their module, which is imported when one is used
     "compare": "beside_reference longest_warmup published_rows side_by_side times_in",
     "files": "REPOSITORY_FIGURES figures_dir find",
     "labels": "MISSING column_label named_value ordered significant value_label with_derived",
-    "machine": "MachineCard load_card machine_card watched_clocks why_no_compile why_no_memory why_no_tf32",
+    "machine": "MachineCard load_card machine_card watched_clocks why_no_compile why_no_memory why_no_tf32 "
+    "why_not",
     "page": "Page",
     "plots": "bars heatmap lines ratio spans stacked_bars",
     "ranks": "one_step_ms slowest time_together",

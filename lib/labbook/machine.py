@@ -1,6 +1,6 @@
 """The machine: its card (what it is and was measured to do), what it lacks for a run, its clocks meanwhile.
 
-A `why_no_...` gives a reason, or "" where nothing is missing.
+`why_not` and each `why_no_...` give a reason, or "" where nothing is missing.
 """
 
 import importlib.metadata
@@ -10,7 +10,7 @@ import platform
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -205,6 +205,22 @@ def memory_bytes() -> int:
     )  # of a control group, version 2; "max" where there is none
     text = limit.read_text().strip() if limit.exists() else ""
     return min(whole, int(text)) if text.isdigit() else whole
+
+
+def why_not(
+    device: torch.device, dtype: str, needs: Collection[str] = (), needed_bytes: int = 0
+) -> str:
+    """The first thing that the device lacks for a run.
+
+    dtype: of its rows, "tf32" among them. needs: "compiler" where torch.compile makes its code; other words
+    are not this machine's. needed_bytes: of memory, at least.
+    """
+    reasons = (
+        why_no_tf32(device) if dtype == "tf32" else "",
+        why_no_compile(device) if "compiler" in needs else "",
+        why_no_memory(needed_bytes, device),
+    )
+    return next(filter(None, reasons), "")
 
 
 def why_no_tf32(device: torch.device) -> str:

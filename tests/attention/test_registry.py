@@ -11,7 +11,15 @@ from torch.nn import functional as F
 
 from cs336_systems import attention as attention_room
 from cs336_systems.attention import attention
-from cs336_systems.attention.implementations import ATTENTION, TRITON, Implementation, sdpa_backend
+from cs336_systems.attention.implementations import (
+    ATTENTION,
+    COMPILER,
+    SIXTEEN_BITS,
+    TRITON,
+    Implementation,
+    sdpa_backend,
+    why_not,
+)
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import check_attention
 
@@ -98,8 +106,27 @@ def test_sdpa_refuses_what_pytorch_lets_through(shapes):
         attention(*map(torch.randn, shapes), implementation="sdpa")
 
 
+@pytest.mark.parametrize(
+    ("implementation", "dtype", "reason"),
+    [
+        ("sdpa_flash", "float32", "takes 16-bit tensors only"),
+        ("sdpa_flash", "bfloat16", (frozenset({SIXTEEN_BITS}), False)),
+        ("compiled", "tf32", (frozenset({COMPILER}), True)),
+    ],
+)
+def test_a_case_that_cannot_run_says_why_or_asks_the_machine(implementation, dtype, reason):
+    """compiled holds scores, of which the machine is told the bytes."""
+    sizes = {"batch_size": 2, "context_length": 64, "d_head": 16, "is_causal": True}
+    case = SimpleNamespace(
+        implementation=implementation, dtype=dtype, device=DEVICE, pass_="forward", **sizes
+    )
+    assert why_not(case, lambda device, dtype, needs, size: (needs, size > 2 * 64 * 64)) == reason
+
+
 def test_a_backend_is_switched_on_inside_alone():
     before = torch.backends.cuda.math_sdp_enabled()
+    with sdpa_backend("none of these"):
+        assert torch.backends.cuda.math_sdp_enabled() == before
     with sdpa_backend("sdpa_efficient"):
         assert not torch.backends.cuda.math_sdp_enabled()
     assert torch.backends.cuda.math_sdp_enabled() == before

@@ -127,6 +127,14 @@ def test_a_cpu_is_kept_from_running_out_of_memory_and_tf32_needs_a_gpu_of_ampere
         assert (module.why_no_tf32(CUDA) == "") == has
 
 
+def test_a_run_is_told_the_first_thing_that_it_needs_and_the_machine_lacks(monkeypatch):
+    monkeypatch.setattr(module, "why_no_compile", lambda device: "no compiler")
+    assert module.why_not(CPU, "float32", {"triton"}, 2**20) == ""
+    assert "TF32" in module.why_not(CPU, "tf32", {"compiler"})
+    assert module.why_not(CPU, "float32", {"compiler"}, 2**50) == "no compiler"
+    assert "GiB" in module.why_not(CPU, "float32", needed_bytes=2**50)
+
+
 @pytest.fixture
 def tool(monkeypatch):
     """A nvidia-smi that has said SAID when it is stopped."""

@@ -13,6 +13,8 @@ from cs336_systems.attention.implementations import (
     MODEL_ATTENTION,
     OURS,
     TRITON,
+    sdpa_backend,
+    why_not,
 )
 from cs336_systems.attention.inputs import MAX_HEAD_SIZE, check_tensors
 from cs336_systems.attention.plain import plain_attention

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from cs336_systems.accounting import attention_peak_bytes
 from cs336_systems.attention import baselines
 from cs336_systems.attention.flash_pytorch import FlashAttentionPyTorch
 from cs336_systems.attention.inputs import AttentionFunction
@@ -75,6 +77,22 @@ MODEL_ATTENTION = ("auto", *(name for name, entry in ATTENTION.items() if entry.
 ATTENTION_PASSES = ("forward", "backward", "forward_backward")
 
 
+def why_not(case: Any, machine_lacks: Callable[..., str]) -> str:
+    """Why a case of a benchmark cannot run here, or "".
+
+    Args:
+        case: has implementation, batch_size, context_length, d_head, is_causal, pass_, dtype and device.
+        machine_lacks: asked with (device, dtype, needs, needed_bytes), the reason that lies in the machine.
+    """
+    entry = ATTENTION[case.implementation]
+    needed_bytes = 0
+    if entry.holds_scores:
+        sizes = case.batch_size, case.context_length, case.d_head
+        needed_bytes = attention_peak_bytes(*sizes, case.pass_, case.dtype, case.is_causal)
+    reason = entry.why_not(case.dtype, case.device)
+    return reason or machine_lacks(case.device, case.dtype, entry.needs, needed_bytes)
+
+
 def sdpa_backend(name: str) -> AbstractContextManager:
     """Switches on the backend of scaled_dot_product_attention that this attention stands for, if any.
 
@@ -82,5 +100,5 @@ def sdpa_backend(name: str) -> AbstractContextManager:
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    backend = ATTENTION[name].sdpa_backend
+    backend = ATTENTION[name].sdpa_backend if name in ATTENTION else ""
     return sdpa_kernel(getattr(SDPBackend, backend)) if backend else nullcontext()
