@@ -31,9 +31,13 @@ _NUMBER = re.compile(rf"[-+]?[\d,.]+(e[-+]\d+)?[×%]?|{'|'.join(STATUS_LABELS.va
 
 
 def pivot(
-    frame: pd.DataFrame, index: str | Sequence[str], columns: str,
-    values: str | Sequence[str] = "p50_ms", *, fmt: str | None = None,
-) -> pd.DataFrame:  # fmt: skip
+    frame: pd.DataFrame,
+    index: str | Sequence[str],
+    columns: str,
+    values: str | Sequence[str] = "p50_ms",
+    *,
+    fmt: str | None = None,
+) -> pd.DataFrame:
     """A table of text: `index` down, `columns` across, under the name and unit of each of `values`.
 
     Of the values after the first, columns with nothing in them are left out.
@@ -43,20 +47,19 @@ def pivot(
     """
     if frame.empty:
         return frame
-    index, values = ([name] if isinstance(name, str) else list(name) for name in (index, values))
-    require_one_row_each(frame, *index, columns)
-    keys = [*index, columns]
-    wide = (
-        frame.assign(**{key: _labelled(frame[key]) for key in keys})
-        .set_index(keys)
-        .unstack(columns)
-    )
+    index = [index] if isinstance(index, str) else list(index)
+    values = [values] if isinstance(values, str) else list(values)
+    keys = index + [columns]
+    require_one_row_each(frame, *keys)
+    labelled = frame.assign(**{key: _labelled(frame[key]) for key in keys})
+    wide = labelled.set_index(keys).unstack(columns)
     cells = {}
     for value in values:
         header = f"{column_label(value)} by {column_label(columns)}"
+        # A time of the reference beside a row has a status of its own.
+        own_status = f"{value.removesuffix('_ms')}_status"
         for place in wide[value]:
-            own = f"{value.removesuffix('_ms')}_status"  # as the reference's time beside a row has
-            status = wide.get((own, place), wide.get(("status", place)))
+            status = wide.get((own_status, place), wide.get(("status", place)))
             column = _cells(wide[value, place], status, fmt)
             if value == values[0] or (column != MISSING).any():
                 cells[header, place] = column
@@ -65,24 +68,33 @@ def pivot(
 
 def _labelled(values: pd.Series) -> pd.Categorical:
     """The labels of a column, which sort as a reader expects."""
-    known = dict.fromkeys(value_label(value, values.name) for value in ordered(values, values.name))
-    categories = [*known, *([MISSING] if values.isna().any() else [])]
-    return pd.Categorical(
-        [value_label(value, values.name) for value in values], categories, ordered=True
+    labels = [value_label(value, values.name) for value in values]
+    categories = dict.fromkeys(
+        value_label(each, values.name) for each in ordered(values, values.name)
     )
+    if values.isna().any():
+        categories[MISSING] = None
+    return pd.Categorical(labels, list(categories), ordered=True)
 
 
 def _cells(numbers: pd.Series, statuses: Iterable | None, fmt: str | None = None) -> pd.Series:
-    """One column of text: numbers, and the word for why there is none.
-
-    Without a format: three significant digits of the smallest, five of the largest, 3 decimals at most.
-    """
-    if not fmt:
-        sizes = [math.floor(math.log10(abs(n))) for n in numbers if n and math.isfinite(n)] or [2]
-        fmt = f"{{:,.{max(0, min(2 - min(sizes), 4 - max(sizes), 3))}f}}"
-    told = zip(numbers, [None] * len(numbers) if statuses is None else statuses, strict=True)
-    texts = [STATUS_LABELS.get(why, MISSING) if pd.isna(n) else fmt.format(n) for n, why in told]
+    """One column of text: numbers, and the word for why there is none."""
+    fmt = fmt or _format(numbers)
+    if statuses is None:
+        statuses = [None] * len(numbers)
+    texts = [
+        STATUS_LABELS.get(status, MISSING) if pd.isna(number) else fmt.format(number)
+        for number, status in zip(numbers, statuses, strict=True)
+    ]
     return pd.Series(texts, numbers.index, dtype=object)
+
+
+def _format(numbers: Iterable[float]) -> str:
+    """Three significant digits of the smallest, five of the largest, 3 decimals at most."""
+    measured = (number for number in numbers if number and math.isfinite(number))
+    exponents = [math.floor(math.log10(abs(number))) for number in measured] or [2]
+    decimals = min(2 - min(exponents), 4 - max(exponents), 3)
+    return f"{{:,.{max(0, decimals)}f}}"
 
 
 def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> None:
@@ -91,17 +103,17 @@ def show(frame: pd.DataFrame, caption: str = "", *, folded: bool = False) -> Non
     folded: show the caption alone, until a reader opens it.
     """
     texts = as_text(frame)
-    table = as_html(texts) if len(texts) else f"<p>{NO_LINES}</p>"
+    html = f"<p>{NO_LINES}</p>"
+    plain = NO_LINES
+    if len(texts):
+        html = as_html(texts)
+        plain = texts.to_string(index=any(texts.index.names), justify="right")
     if folded:
-        table = f"<details><summary>{escape(caption)}</summary>\n{table}\n</details>"
+        html = f"<details><summary>{escape(caption)}</summary>\n{html}\n</details>"
     elif caption:
-        table = f"<p>{escape(caption)}</p>\n{table}"
-    plain = (
-        texts.to_string(index=any(texts.index.names), justify="right") if len(texts) else NO_LINES
-    )
-    display.display(
-        {"text/html": table, "text/plain": f"{caption}\n{plain}".lstrip("\n")}, raw=True
-    )
+        html = f"<p>{escape(caption)}</p>\n{html}"
+    bundle = {"text/html": html, "text/plain": f"{caption}\n{plain}".lstrip("\n")}
+    display.display(bundle, raw=True)
 
 
 def as_text(frame: pd.DataFrame) -> pd.DataFrame:
@@ -110,28 +122,31 @@ def as_text(frame: pd.DataFrame) -> pd.DataFrame:
         return frame
     texts = {}
     for name, cells in frame.items():
-        status = frame.get(f"{str(name).removesuffix('_ms')}_status", frame.get("status"))
-        numbers = cells.dtype.kind == "f"
-        text = _cells(cells, status) if numbers else [value_label(value, name) for value in cells]
+        if cells.dtype.kind == "f":
+            status = frame.get(f"{str(name).removesuffix('_ms')}_status", frame.get("status"))
+            text = _cells(cells, status)
+        else:
+            text = [value_label(value, name) for value in cells]
         texts[column_label(str(name))] = text
     return pd.DataFrame(texts, index=frame.index)
 
 
 def as_html(texts: pd.DataFrame) -> str:
     """Words and heads of lines are left-aligned; numbers stay right, as pages have them."""
-    words = [not any(map(_NUMBER.fullmatch, map(str, column))) for _, column in texts.items()]
+    are_words = [not any(map(_NUMBER.fullmatch, map(str, cells))) for _, cells in texts.items()]
     html = texts.map(lambda text: escape(str(text)))
-    for place in np.flatnonzero(words):
+    for place in np.flatnonzero(are_words):
         html.isetitem(place, html.iloc[:, place].map(_left))
     if html.columns.nlevels == 1:
-        html.columns = [
-            _left(head) if word else head for head, word in zip(html, words, strict=True)
-        ]
-    html.index = html.index.map(
-        lambda key: tuple(map(_left, key)) if isinstance(key, tuple) else _left(key)
-    )
+        heads = zip(html.columns, are_words, strict=True)
+        html.columns = [_left(head) if is_word else head for head, is_word in heads]
+    html.index = html.index.map(_left_key)
     html.index.names = [name and _left(name) for name in texts.index.names]
     return html.to_html(escape=False, index=any(texts.index.names), border=0)
+
+
+def _left_key(key: object) -> object:
+    return tuple(map(_left, key)) if isinstance(key, tuple) else _left(key)
 
 
 def _left(text: object) -> str:
@@ -140,18 +155,25 @@ def _left(text: object) -> str:
 
 def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
     """What was measured and what came out: a line for each row, one for all of a recording."""
-    schema, lines = TABLES[table], []
-    keys = schema.group or schema.keys
-    for row in rows[:1] if schema.group else rows:
-        told = ", ".join(
-            named_value(name, row[name]) for name in keys if not pd.isna(row.get(name))
-        )
-        name = next((name for name in ("p50_ms", *schema.values) if not pd.isna(row.get(name))), "")
-        if row.get("status", "ok") != "ok":
-            outcome = row["status"] + (f" ({row['reason']})" if row.get("reason") else "")
-        elif schema.group:
-            outcome = f"{len(rows)} rows"
-        else:
-            outcome = row[name] if isinstance(row[name], str) else quantity(row[name], name)
-        lines.append(f"{told}: {outcome}")
-    return lines
+    schema = TABLES[table]
+    if not schema.group or not rows:
+        return [f"{_named(row, schema.keys)}: {_outcome(row, schema.values)}" for row in rows]
+    first = rows[0]
+    is_ok = first.get("status", "ok") == "ok"
+    outcome = f"{len(rows)} rows" if is_ok else _outcome(first, schema.values)
+    return [f"{_named(first, schema.group)}: {outcome}"]
+
+
+def _named(row: Mapping[str, Any], keys: Iterable[str]) -> str:
+    return ", ".join(named_value(key, row[key]) for key in keys if not pd.isna(row.get(key)))
+
+
+def _outcome(row: Mapping[str, Any], values: Iterable[str]) -> str:
+    """The median time, or the first value that a row has; else its status with the reason."""
+    if row.get("status", "ok") != "ok":
+        reason = f" ({row['reason']})" if row.get("reason") else ""
+        return row["status"] + reason
+    columns = ["p50_ms"] + list(values)
+    column = next(name for name in columns if not pd.isna(row.get(name)))
+    value = row[column]
+    return value if isinstance(value, str) else quantity(value, column)

@@ -48,20 +48,21 @@ def step_lanes(profile: Profile) -> pd.DataFrame:
     """
     _, kernels, _ = one_step(profile)
     lanes = np.where(kernels["class"] == "communication", "communication", "compute")
-    spans = kernels.assign(lane=lanes, range=stages(kernels)).sort_values(_TIMES, ignore_index=True)
-    return spans[["lane", "range", *_TIMES]]
+    spans = kernels.assign(lane=lanes, range=stages(kernels))
+    spans = spans.sort_values(_TIMES, ignore_index=True)
+    return spans[["lane", "range"] + _TIMES]
 
 
 def exposed(lanes: pd.DataFrame) -> pd.DataFrame:
     """The stretches with communication and no computing: start_ms and end_ms."""
     edges = lanes.melt("lane", _TIMES, "edge", "at")
     edges["change"] = np.where(edges.edge == "start_ms", 1, -1)
-    running = (
-        edges.pivot_table("change", "at", "lane", "sum").reindex(columns=LANES).fillna(0).cumsum()
-    )
+    changes = edges.pivot_table("change", "at", "lane", "sum")
+    running = changes.reindex(columns=LANES).fillna(0).cumsum()
     start_ms = running.index.to_series()
     stretches = pd.DataFrame({"start_ms": start_ms, "end_ms": start_ms.shift(-1)})
-    return covered(stretches[running.communication.gt(0) & running.compute.eq(0)])
+    is_exposed = running.communication.gt(0) & running.compute.eq(0)
+    return covered(stretches[is_exposed])
 
 
 def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
@@ -73,20 +74,21 @@ def overlap_values(lanes: pd.DataFrame) -> dict[str, float | None]:
     """
     sent = lanes[lanes.lane == "communication"]
     backward = lanes[(lanes.lane == "compute") & (lanes.range == "backward")]
-    total, alone = (
-        float((spans.end_ms - spans.start_ms).sum()) for spans in (covered(sent), exposed(lanes))
-    )
-    tail = (
-        float(max(0, sent.end_ms.max() - backward.end_ms.max()))
-        if len(sent) and len(backward)
-        else None
-    )
-    times = {
-        "profiled_communication_ms": total,
-        "profiled_exposed_ms": alone,
-        "profiled_tail_ms": tail,
+    communication_ms = _length_ms(covered(sent))
+    exposed_ms = _length_ms(exposed(lanes))
+    tail_ms = None
+    if len(sent) and len(backward):
+        tail_ms = float(max(0, sent.end_ms.max() - backward.end_ms.max()))
+    return {
+        "profiled_communication_ms": communication_ms,
+        "profiled_exposed_ms": exposed_ms,
+        "profiled_tail_ms": tail_ms,
+        "overlap_share": 1 - exposed_ms / communication_ms if communication_ms else None,
     }
-    return times | {"overlap_share": 1 - alone / total if total else None}
+
+
+def _length_ms(spans: pd.DataFrame) -> float:
+    return float((spans.end_ms - spans.start_ms).sum())
 
 
 def lane_rows(
@@ -95,12 +97,17 @@ def lane_rows(
     """Lanes as rows, few enough to keep: gaps under `gap_ms` in a lane and stage closed; microseconds."""
     rows = []
     for lane in LANES:
-        spans, found = lanes[lanes.lane == lane].sort_values("start_ms"), []
-        for _, turn in spans.groupby((spans.range != spans.range.shift()).cumsum().to_numpy()):
-            found += (
-                covered(turn, gap_ms).round(3).assign(range=turn.range.iloc[0]).to_dict("records")
-            )
-        rows += [{**key, "lane": lane, "span": span, **row} for span, row in enumerate(found)]
+        spans = lanes[lanes.lane == lane].sort_values("start_ms")
+        turn = (spans.range != spans.range.shift()).cumsum()  # a stage may come back
+        turns = [
+            covered(of_turn, gap_ms).assign(range=of_turn.range.iloc[0])
+            for _, of_turn in spans.groupby(turn.to_numpy())
+        ]
+        if not turns:
+            continue
+        closed = pd.concat(turns, ignore_index=True).round(3)
+        closed = closed.assign(**key, lane=lane, span=closed.index)
+        rows += closed.to_dict("records")
     return rows
 
 
@@ -111,11 +118,12 @@ def told_apart(lanes: pd.DataFrame, by: str) -> pd.DataFrame:
     communicates.
     """
     computing = lanes[lanes.lane == "compute"]
-    parts = [computing.assign(doing=computing.range.replace({"communication": "copies"}))]
+    stage = computing.range.replace({"communication": "copies"})
+    parts = [computing.assign(doing=stage)]
     for step, of_step in lanes.groupby(by, sort=False):
-        sent = covered(of_step[of_step.lane == "communication"]).assign(
-            doing="communication, hidden"
-        )
-        both = [sent, exposed(of_step).assign(doing="communication, exposed")]
-        parts += [spans.assign(**{by: step}, lane="communication") for spans in both]
+        hidden = covered(of_step[of_step.lane == "communication"])
+        for name, spans in (("hidden", hidden), ("exposed", exposed(of_step))):
+            spans = spans.assign(lane="communication", doing=f"communication, {name}")
+            spans[by] = step
+            parts.append(spans)
     return pd.concat(parts, ignore_index=True)

@@ -91,15 +91,18 @@ def short_name(name: str) -> str:
     becomes vectorized_elementwise[mul].
     """
     plain = re.sub(r"\(anonymous namespace\)::|<unnamed>::|^void ", "", name)
-    if as_it_is := re.match(r"Mem\w+( \w+)?|aten::.*", plain):  # Memcpy HtoD (Pageable -> Device)
-        return as_it_is[0]
+    short = re.match(r"Mem\w+( \w+)?|aten::.*", plain)  # Memcpy HtoD (Pageable -> Device)
+    if short:
+        return short[0]
     cutlass = re.search(r"cutlass::Kernel2?<\s*(?:\w+::)*(\w+)", plain)
     base = cutlass[1] if cutlass else re.match(r"[^<(]*", plain)[0].split("::")[-1].strip() or plain
     base = re.sub(r"_warpsize\w*?(_split_k)?_kernel__5x_cublas$", r"\1", base)
     if not _TEMPLATES.search(base):
         return base
-    base, found = base.removesuffix("_kernel"), _ARGUMENT.search(plain) or _LAMBDA.search(plain)
-    word = found[found.lastindex].lower() if found else ""
+    base = base.removesuffix("_kernel")
+    argument = _ARGUMENT.search(plain) or _LAMBDA.search(plain)
+    word = argument[argument.lastindex].lower() if argument else ""
     word = _RENAMED.get(word, word)
-    word = f"addc{word}" if "PointwiseOp" in plain else word  # its std::multiplies: addcmul
+    if "PointwiseOp" in plain:
+        word = f"addc{word}"  # its std::multiplies: addcmul
     return f"{base}[{word}]" if word else base

@@ -21,9 +21,19 @@ from labbook.profiles.table import Profile, ProfileError, complete
 
 # What a program does from cudaProfilerStart to cudaProfilerStop; kernels of CUDA graphs one by one. No CPU
 # sampling, no context switches: they make the stream gigabytes large, and nothing here reads them.
-_PROFILE = ["nsys", "profile", "--trace=cuda,nvtx", "--cuda-graph-trace=node", "--sample=none"]
-_PROFILE += ["--cpuctxsw=none", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]
-_PROFILE += ["--export=sqlite", "--force-overwrite=true"]
+_PROFILE = [
+    "nsys",
+    "profile",
+    "--trace=cuda,nvtx",
+    "--cuda-graph-trace=node",
+    "--sample=none",
+    "--cpuctxsw=none",
+    "--capture-range=cudaProfilerApi",
+    "--capture-range-end=stop",
+    "--export=sqlite",
+    "--force-overwrite=true",
+]
+_ERROR = re.compile(r"^[\w.]*\w(?:Error|Exception|Interrupt)(?::.*)?$", re.MULTILINE)
 
 
 def why_no_nsys() -> str:
@@ -43,14 +53,13 @@ def record_report(command: list[str], stem: Path) -> Path:
     export = stem.with_name(stem.name + ".sqlite")
     export.unlink(missing_ok=True)  # so that one that is there is of now
     # Whatever the exit code: files tell whether it worked, and a program that failed has a report, too.
-    words = [*_PROFILE, f"--output={stem}", *command]
+    words = _PROFILE + [f"--output={stem}"] + command
     done = subprocess.run(words, capture_output=True, text=True, errors="replace")
     log = (done.stdout + done.stderr).replace("\r", "\n")
-    _, traceback, said = log.rpartition("Traceback (most recent call last)")
-    if traceback:
-        errors = re.findall(r"^[\w.]*\w(?:Error|Exception|Interrupt)(?::.*)?$", said, re.MULTILINE)
-        told = (errors or ["it ended with a traceback"])[0]
-        raise ProfileError(f"{' '.join(command)!r} failed under nsys: {told}")
+    _, has_traceback, traceback = log.rpartition("Traceback (most recent call last)")
+    if has_traceback:
+        errors = _ERROR.findall(traceback) or ["it ended with a traceback"]
+        raise ProfileError(f"{' '.join(command)!r} failed under nsys: {errors[0]}")
     if not export.exists():
         raise ProfileError(f"nsys made no {export.name}; its log ends: {log[-400:]}")
     return export
@@ -61,16 +70,20 @@ _COPY = "CASE copyKind WHEN 1 THEN 'HtoD' WHEN 2 THEN 'DtoH' WHEN 8 THEN 'DtoD' 
 _RANGES = (
     "NVTX_EVENTS WHERE eventType IN (59, 60) AND coalesce(domainId, 0) = 0 AND start IS NOT NULL"
 )
-_RAN = ("globalPid", "streamId", "correlationId")
-# By its table: kind, name, thread, stream and correlation of an event. Ranges are push-pop and start-end, of
-# the default domain: libraries annotate in their own. By default a CUDA graph is traced as a whole.
+_ACTIVITY = ("globalPid", "streamId", "correlationId")
+# By its table: kind, name, and thread, stream and correlation of an event. Ranges are push-pop and start-end,
+# of the default domain: libraries annotate in their own. By default a CUDA graph is traced as a whole.
 _TABLES = {
-    _RANGES: ("range", f"coalesce(text, {_STRING('textId')})", "globalTid", "-1", "NULL"),
-    "CUPTI_ACTIVITY_KIND_RUNTIME": ("call", _STRING("nameId"), "globalTid", "-1", "correlationId"),
-    "CUPTI_ACTIVITY_KIND_KERNEL": ("kernel", _STRING("demangledName"), *_RAN),
-    "CUPTI_ACTIVITY_KIND_MEMCPY": ("memcpy", f"'Memcpy ' || {_COPY} ELSE 'other' END", *_RAN),
-    "CUPTI_ACTIVITY_KIND_MEMSET": ("memset", "'Memset'", *_RAN),
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": ("graph", "'CUDA graph'", *_RAN),
+    _RANGES: ("range", f"coalesce(text, {_STRING('textId')})", ("globalTid", "-1", "NULL")),
+    "CUPTI_ACTIVITY_KIND_RUNTIME": (
+        "call",
+        _STRING("nameId"),
+        ("globalTid", "-1", "correlationId"),
+    ),
+    "CUPTI_ACTIVITY_KIND_KERNEL": ("kernel", _STRING("demangledName"), _ACTIVITY),
+    "CUPTI_ACTIVITY_KIND_MEMCPY": ("memcpy", f"'Memcpy ' || {_COPY} ELSE 'other' END", _ACTIVITY),
+    "CUPTI_ACTIVITY_KIND_MEMSET": ("memset", "'Memset'", _ACTIVITY),
+    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": ("graph", "'CUDA graph'", _ACTIVITY),
 }
 # A range that is still open ends with the last call.
 _EVENTS = """
@@ -85,64 +98,54 @@ def read_export(path: Path) -> Profile:
     Raises ProfileError: it is not there, no export, cut off, of too old a schema, or has no calls of the CUDA
         API; or see `complete` and `Profile`.
     """
+    address = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
     try:
-        with closing(
-            sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-        ) as export:
-            tables = {table for (table,) in export.execute("SELECT name FROM sqlite_master")}
-            if "CUPTI_ACTIVITY_KIND_RUNTIME" not in tables:
-                told = "record with --trace=cuda,nvtx, and export all tables"
-                raise ProfileError(
-                    f"{path.name} has no calls of the CUDA API, which launch kernels; {told}"
-                )
-            there = (table for table in _TABLES if table.split()[0] in tables)
-            selects = [_EVENTS.format(table, *_TABLES[table]) for table in there]
-            events = pd.read_sql_query(" UNION ALL ".join(selects) + " ORDER BY start_ns", export)
+        with closing(sqlite3.connect(address, uri=True)) as export:
+            events = _events(export, path.name)
     except (sqlite3.DatabaseError, pd.errors.DatabaseError) as error:
-        told = f"{path.name} is damaged or no SQLite export of Nsight Systems 2021.2 or newer ({error})"
-        again = f"nsys export --type=sqlite {path.stem}.nsys-rep"
-        raise ProfileError(f"{told}; export the report again: {again}") from None
+        kind = "damaged or no SQLite export of Nsight Systems 2021.2 or newer"
+        command = f"nsys export --type=sqlite {path.stem}.nsys-rep"
+        raise ProfileError(
+            f"{path.name} is {kind} ({error}); export the report again: {command}"
+        ) from None
     profile = Profile(complete(events, path.name))
     profile.calls["name"] = profile.calls.name.str.replace(r"_v\d+$", "", regex=True)
     return profile
 
 
-_NCU = (
-    "ncu",
-    "--csv",
-    "--print-units",
-    "base",
-    "--clock-control",
-    "none",
-    "--profile-from-start",
-    "off",
-)
+def _events(export: sqlite3.Connection, source: str) -> pd.DataFrame:
+    names = {name for (name,) in export.execute("SELECT name FROM sqlite_master")}
+    if "CUPTI_ACTIVITY_KIND_RUNTIME" not in names:
+        remedy = "record with --trace=cuda,nvtx, and export all tables"
+        raise ProfileError(f"{source} has no calls of the CUDA API, which launch kernels; {remedy}")
+    selects = [
+        _EVENTS.format(table, kind, name, *columns)
+        for table, (kind, name, columns) in _TABLES.items()
+        if table.split()[0] in names
+    ]
+    return pd.read_sql_query(" UNION ALL ".join(selects) + " ORDER BY start_ns", export)
 
 
-def count_kernels(program: str, given: Any, metrics: Iterable[str]) -> list[dict[str, Any]]:
+_NCU = ["ncu", "--csv", "--print-units=base", "--clock-control=none", "--profile-from-start=off"]
+
+
+def count_kernels(program: str, arguments: Any, metrics: Iterable[str]) -> list[dict[str, Any]]:
     """Run a program under `ncu`, and count what it launches from cudaProfilerStart to cudaProfilerStop.
 
     The clock is left as it is: ncu's own is lower.
 
-    program: its text, which finds `given`, as JSON, in sys.argv[1].
+    program: its text, which finds `arguments`, as JSON, in sys.argv[1].
     metrics: of Nsight Compute, `ncu --query-metrics`.
     Returns for each kernel, in order: kernel, its name without arguments, and the metrics in base units.
     Raises FileNotFoundError: no ncu is on PATH. RuntimeError: it or the program failed, or no kernel ran.
     """
-    command = [
-        *_NCU,
-        "--metrics",
-        ",".join(metrics),
-        sys.executable,
-        "-c",
-        program,
-        json.dumps(given),
-    ]
+    counting = _NCU + ["--metrics", ",".join(metrics)]
+    command = counting + [sys.executable, "-c", program, json.dumps(arguments)]
     run = subprocess.run(command, capture_output=True, text=True)
     _, mark, table = run.stdout.partition('"ID"')
     if run.returncode or not mark:
         raise RuntimeError(f"ncu counted nothing: {(run.stdout + run.stderr)[-2000:]}")
     rows = pd.read_csv(io.StringIO(mark + table), thousands=",").astype({"Metric Value": float})
     rows["kernel"] = rows["Kernel Name"].str.extract(r"([^\s<(]+)(?:[<(]|$)")[0]
-    each = rows.pivot(index=["ID", "kernel"], columns="Metric Name", values="Metric Value")
-    return each.reset_index("kernel").to_dict("records")
+    kernels = rows.pivot(index=["ID", "kernel"], columns="Metric Name", values="Metric Value")
+    return kernels.reset_index("kernel").to_dict("records")

@@ -15,7 +15,15 @@ from labbook.profiles.names import kernel_class, short_name
 
 MS = 1e-6  # nanoseconds to milliseconds
 STEP = "measure"  # the range of one measured step
-_HOST = ("range", "call")  # kinds of events; of any other kind is what ran
+# What tells kernels of a table apart.
+_KEYS = [
+    "range",
+    "kernel",
+    "class",
+    "stream",
+    "kind",
+]
+_INTEGERS = dict.fromkeys(["process", "start_ns", "end_ns"], "int64")
 
 
 class ProfileError(ValueError):
@@ -37,34 +45,41 @@ class Profile:
 
     def __init__(self, events: pd.DataFrame) -> None:
         """From `complete` events; raises ProfileError where there are no kernels or no ranges among them."""
-        self.ranges, self.calls = (
-            events[events.kind == kind].reset_index(drop=True) for kind in _HOST
-        )
-        ran = events[~events.kind.isin(_HOST)]
+        self.ranges = events[events.kind == "range"].reset_index(drop=True)
+        self.calls = events[events.kind == "call"].reset_index(drop=True)
+        ran = events[~events.kind.isin(["range", "call"])]
         if ran.kind.isin(["memcpy", "memset"]).all():
-            raise ProfileError(
-                "the profile has no kernel in it; did the program compute inside the capture?"
-            )
+            question = "did the program compute inside the capture?"
+            raise ProfileError(f"the profile has no kernel in it; {question}")
         if self.ranges.empty:
-            told = "run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
-            raise ProfileError(f"the profile has no ranges in it; {told}")
-        # Its launch is the call of its process that carries its correlation; of several, one inside the other
-        # or long after, the last that began before it. An operator of a CPU launches itself.
-        by, launches = ["process", "correlation"], self.calls.dropna(subset="correlation")
-        launches = launches.assign(launch_ns=launches.start_ns.astype("Int64"))
-        launches = launches[["start_ns", *by, "launch_ns", "thread"]].sort_values(
-            "start_ns", kind="stable"
-        )
-        ran = ran.drop(columns="thread").sort_values("start_ns", kind="stable")
-        ran = pd.merge_asof(ran, launches, on="start_ns", by=by)
-        ran["launch_ns"] = ran.launch_ns.fillna(ran.start_ns).astype("int64")
-        self.ranges["range"], ran["range"] = range_paths(self.ranges, ran)
-        classes = ran.name.map(kernel_class)
-        ordinary = classes.isin(["elementwise", "reduction", "copy/cast"])
-        ran["class"] = classes.mask(
-            ordinary & ran.range.str.contains(r"(?:^|/)optimizer\b"), "optimizer"
-        )
-        self.kernels = ran.assign(kernel=ran.name.map(short_name))
+            remedy = "run the code under nvtx.recording(), and nsys with --trace=cuda,nvtx"
+            raise ProfileError(f"the profile has no ranges in it; {remedy}")
+        kernels = _with_launches(ran, self.calls)
+        self.ranges["range"], kernels["range"] = range_paths(self.ranges, kernels)
+        classes = kernels.name.map(kernel_class)
+        is_ordinary = classes.isin(["elementwise", "reduction", "copy/cast"])
+        in_optimizer = kernels.range.str.contains(r"(?:^|/)optimizer\b")
+        kernels["class"] = classes.mask(is_ordinary & in_optimizer, "optimizer")
+        self.kernels = kernels.assign(kernel=kernels.name.map(short_name))
+
+
+def _with_launches(ran: pd.DataFrame, calls: pd.DataFrame) -> pd.DataFrame:
+    """What ran, with launch_ns and thread of the call that launched it.
+
+    That is the call of its process that carries its correlation; of several, one inside the other or long
+    after, the last that began before it. An operator of a CPU launches itself.
+    """
+    launches = calls.dropna(subset="correlation")
+    launches = launches.sort_values("start_ns", kind="stable")
+    launches = launches[["start_ns", "process", "correlation", "thread"]]
+    launch_ns = launches.start_ns.astype("Int64")
+    launches = launches.assign(launch_ns=launch_ns)
+    ran = ran.drop(columns="thread")
+    ran = ran.sort_values("start_ns", kind="stable")
+    key = ["process", "correlation"]
+    ran = pd.merge_asof(ran, launches, on="start_ns", by=key)
+    launch_ns = ran.launch_ns.fillna(ran.start_ns)
+    return ran.assign(launch_ns=launch_ns.astype("int64"))
 
 
 def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
@@ -75,52 +90,60 @@ def complete(events: pd.DataFrame, source: str) -> pd.DataFrame:
     source: their file, for the message.
     """
     lacking = events[["name", "process", "thread", "start_ns", "end_ns"]].isna()
-    lacking["stream"] = events.stream.isna() & events.kind.isin(
-        ["kernel", "memcpy", "memset", "graph"]
-    )
-    if (odd := lacking.any(axis=1)).any():
-        told = (
-            f"{odd.sum()} of {len(events)} events ({', '.join(events.kind[odd].unique())}) have no"
+    has_stream = events.kind.isin(["kernel", "memcpy", "memset", "graph"])
+    lacking["stream"] = events.stream.isna() & has_stream
+    is_odd = lacking.any(axis=1)
+    if is_odd.any():
+        kinds = ", ".join(events.kind[is_odd].unique())
+        columns = ", ".join(lacking.columns[lacking.any()])
+        raise ProfileError(
+            f"{source}: {is_odd.sum()} of {len(events)} events ({kinds}) have no {columns}; "
+            "without them its sums would be wrong: make the file again"
         )
-        told = f"{source}: {told} {', '.join(lacking.columns[lacking.any()])}"
-        raise ProfileError(f"{told}; without them its sums would be wrong: make the file again")
-    return events.astype(
-        {"process": "int64", "start_ns": "int64", "end_ns": "int64", "correlation": float}
-    )
+    return events.astype(_INTEGERS | {"correlation": float})
 
 
-def range_paths(ranges: pd.DataFrame, launches: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
+def range_paths(
+    ranges: pd.DataFrame,
+    launches: pd.DataFrame,
+) -> tuple[pd.Series, pd.Series]:
     """Path of the ranges open when each range begins, itself the last, and at each launch, on any thread.
 
     ranges: process, name, start_ns, end_ns.
     launches: process, launch_ns.
     """
     spans = ranges[ranges.end_ns > ranges.start_ns]
-    edges = pd.concat(
-        [spans.assign(at=spans[f"{edge}_ns"], edge=edge) for edge in ("end", "start")]
-    )
+    ends = spans.assign(at=spans.end_ns, edge="end")
+    starts = spans.assign(at=spans.start_ns, edge="start")
     # At equal times: a range that ends, then those that begin, the longest first.
-    edges = edges.sort_values(
-        ["at", "edge", "end_ns"], ascending=[True, True, False], kind="stable"
-    )
-    is_open, paths = defaultdict(dict), []
-    for index, process, name, edge in edges[["process", "name", "edge"]].itertuples(name=None):
-        is_open[process].pop(index) if edge == "end" else is_open[process].update({index: name})
-        paths.append("/".join(is_open[process].values()))
+    order = ["at", "edge", "end_ns"]
+    edges = pd.concat([ends, starts])
+    edges = edges.sort_values(order, ascending=[True, True, False], kind="stable")
+    open_ranges = defaultdict(dict)  # of each process, by index, in the order of their starts
+    paths = []
+    for edge in edges.itertuples():
+        open_here = open_ranges[edge.process]
+        if edge.edge == "end":
+            del open_here[edge.Index]
+        else:
+            open_here[edge.Index] = edge.name
+        paths.append("/".join(open_here.values()))
     edges["path"] = paths
-    asked = launches[["process"]].assign(at=launches.launch_ns).sort_values("at").reset_index()
-    found = pd.merge_asof(asked, edges[["at", "process", "path"]], on="at", by="process").set_index(
-        "index"
-    )
-    of_ranges = edges.path[edges.edge == "start"].reindex(ranges.index)
-    return of_ranges, found.path.reindex(launches.index).fillna("")
+    at_start = edges.path[edges.edge == "start"]
+    moments = launches[["process"]].assign(at=launches.launch_ns)
+    moments = moments.sort_values("at").reset_index()
+    edges = edges[["at", "process", "path"]]
+    last_edges = pd.merge_asof(moments, edges, on="at", by="process")
+    at_launch = last_edges.set_index("index").path.reindex(launches.index)
+    return at_start.reindex(ranges.index), at_launch.fillna("")
 
 
 def covered(spans: pd.DataFrame, gap_ms: float = 0.0) -> pd.DataFrame:
     """The union of spans that may overlap, gaps of at most `gap_ms` closed: start_ms and end_ms, rising."""
     spans = spans.sort_values("start_ms")
     begins = spans.start_ms > spans.end_ms.cummax().shift() + gap_ms
-    return spans.groupby(begins.cumsum().to_numpy()).agg({"start_ms": "min", "end_ms": "max"})
+    union = spans.groupby(begins.cumsum().to_numpy())
+    return union.agg({"start_ms": "min", "end_ms": "max"})
 
 
 def stages(table: pd.DataFrame) -> pd.Series:
@@ -137,22 +160,28 @@ def kernel_table(profile: Profile, root: str = STEP) -> pd.DataFrame:
     Raises ProfileError: no range of that name was recorded; the message lists those that were.
     """
     steps, _, kernels = _inside(profile, root)
-    kernels = kernels.assign(total_ms=(kernels.end_ns - kernels.start_ns) * MS)
-    grouped = kernels.groupby(["range", "kernel", "class", "stream", "kind"])["total_ms"]
-    table = grouped.agg(calls="size", total_ms="sum") / len(steps)
-    return table.reset_index().sort_values("total_ms", ascending=False, ignore_index=True)
+    times_ms = (kernels.end_ns - kernels.start_ns) * MS
+    of_kernel = kernels.assign(total_ms=times_ms).groupby(_KEYS)["total_ms"]
+    sums = of_kernel.agg(calls="size", total_ms="sum")
+    table = (sums / len(steps)).reset_index()
+    return table.sort_values("total_ms", ascending=False, ignore_index=True)
 
 
-def kernel_rows(table: pd.DataFrame, smallest_share: float = 2e-3) -> list[dict[str, Any]]:
+def kernel_rows(
+    table: pd.DataFrame,
+    smallest_share: float = 2e-3,
+) -> list[dict[str, Any]]:
     """A `kernel_table` as rows: layers summed (layers.*), and kernels that hardly count as "rest".
 
     Below `smallest_share` of the step's time a kernel does not get its name; each class in each range keeps a
     rest of its own, so all sums stay. What has its name, has all its calls.
     """
     of_kernel = table.groupby(["kernel", "class"]).total_ms.transform("sum")
-    kernel = table.kernel.mask(of_kernel < smallest_share * table.total_ms.sum(), "rest")
+    is_small = of_kernel < smallest_share * table.total_ms.sum()
+    kernel = table.kernel.mask(is_small, "rest")
     ranges = table.range.str.replace(r"\.\d+", ".*", regex=True)
-    rows = table.groupby([ranges, kernel, "class"])[["calls", "total_ms"]].sum()
+    rows = table.groupby([ranges, kernel, "class"])
+    rows = rows[["calls", "total_ms"]].sum()
     return rows.reset_index().to_dict("records")
 
 
@@ -165,48 +194,66 @@ def range_table(profile: Profile) -> pd.DataFrame:
     """
     _, ranges, kernels = _inside(profile, STEP)
     ranges = ranges[ranges.range.str.count("/") <= 1]
-    table = pd.DataFrame({"range": ranges.range, "host_ms": (ranges.end_ns - ranges.start_ns) * MS})
-    for opened in ranges.itertuples():
-        own = _since(kernels[kernels.process == opened.process], opened, "launch_ns")
-        span_ms = own.end_ms.max() - own.start_ms.min() if len(own) else 0
-        busy_ms = covered(own).eval("end_ms - start_ms").sum()
-        table.loc[opened.Index, ["device_span_ms", "device_busy_ms", "calls"]] = (
-            span_ms,
-            busy_ms,
-            len(own),
-        )
-    table = table.groupby("range", sort=False).mean().reset_index()
+    rows = [_range_row(opened, kernels) for opened in ranges.itertuples()]
+    means = pd.DataFrame(rows).groupby("range", sort=False).mean()
+    table = means.reset_index()
     span_ms = table.device_span_ms.where(table.calls > 0)
     return table.assign(device_idle_share=1 - table.device_busy_ms / span_ms)
 
 
-def one_step(profile: Profile) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+def _range_row(opened: Any, kernels: pd.DataFrame) -> dict[str, Any]:
+    """Times of a range that was open once."""
+    of_process = kernels[kernels.process == opened.process]
+    own = _since(of_process, opened, "launch_ns")
+    span_ms = own.end_ms.max() - own.start_ms.min()
+    return {
+        "range": opened.range,
+        "host_ms": (opened.end_ns - opened.start_ns) * MS,
+        "device_span_ms": span_ms if len(own) else 0.0,
+        "device_busy_ms": covered(own).eval("end_ms - start_ms").sum(),
+        "calls": len(own),
+    }
+
+
+Frames = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
+
+
+def one_step(profile: Profile) -> Frames:
     """Ranges, kernels and calls of the last step, for a timeline: as in a `Profile`, paths from the step on.
 
     Added are start_ms and end_ms, since it began, and of ranges their depth: 0 for the step itself.
     """
     steps, ranges, kernels = _inside(profile, STEP)
-    ranges, step = ranges.assign(depth=ranges.range.str.count("/")), steps.iloc[-1]
-    return _since(ranges, step), _since(kernels, step, "launch_ns"), _since(profile.calls, step)
+    step = steps.iloc[-1]
+    ranges = ranges.assign(depth=ranges.range.str.count("/"))
+    return (
+        _since(ranges, step),
+        _since(kernels, step, "launch_ns"),
+        _since(profile.calls, step),
+    )
 
 
-def _inside(profile: Profile, root: str) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+def _inside(profile: Profile, root: str) -> Frames:
     """Each time that `root` is open; the ranges and the kernels inside it, `range` their path from it on."""
     steps = profile.ranges[profile.ranges.name == root]
     if steps.empty:
-        names = ", ".join(sorted(set(profile.ranges.name))[:20])
-        raise ProfileError(f"the profile has no range {root!r}; it has {names}")
+        names = sorted(set(profile.ranges.name))[:20]
+        raise ProfileError(f"the profile has no range {root!r}; it has {', '.join(names)}")
+    ranges = _below(profile.ranges, root)
+    kernels = _below(profile.kernels, root)
+    return steps, ranges, kernels
+
+
+def _below(frame: pd.DataFrame, root: str) -> pd.DataFrame:
     below = rf"(?:^|/)({re.escape(root)}(?:/.*)?)$"
-    inside = (
-        of.assign(range=of.range.str.extract(below)[0]) for of in (profile.ranges, profile.kernels)
-    )
-    return steps, *(each.dropna(subset="range") for each in inside)
+    paths = frame.range.str.extract(below)[0]
+    return frame.assign(range=paths).dropna(subset="range")
 
 
 def _since(frame: pd.DataFrame, step: Any, time: str = "start_ns") -> pd.DataFrame:
     """The rows whose `time` lies in a step, with start_ms and end_ms since it began."""
-    frame = frame[(frame[time] >= step.start_ns) & (frame[time] < step.end_ns)].reset_index(
-        drop=True
-    )
-    start_ms, end_ms = ((frame[edge] - step.start_ns) * MS for edge in ("start_ns", "end_ns"))
+    is_inside = frame[time].between(step.start_ns, step.end_ns, inclusive="left")
+    frame = frame[is_inside].reset_index(drop=True)
+    start_ms = (frame.start_ns - step.start_ns) * MS
+    end_ms = (frame.end_ns - step.start_ns) * MS
     return frame.assign(start_ms=start_ms, end_ms=end_ms)

@@ -66,22 +66,28 @@ def keep_one_step(path: Path, kept: Path) -> None:
     Raises ProfileError: it has no step, a range `measure`; or as `load_trace`.
     """
     trace, events = load_trace(path)
-    steps, on_gpu = (
-        events[(events.kind == "range") & (events.name == STEP)],
-        events.kind.isin(_ON_GPU),
-    )
+    is_on_gpu = events.kind.isin(_ON_GPU)
+    steps = events[(events.kind == "range") & (events.name == STEP)]
     if steps.empty:
         raise ProfileError(f"{path.name} has no step to keep: no range {STEP!r} was recorded in it")
     step = steps.loc[steps.start_ns.idxmax()]
-    inside = events.start_ns.between(step.start_ns, step.end_ns, inclusive="left")
-    inside &= events.kind.isin(["range", "pytorch's", "call" if on_gpu.any() else "operator"])
-    inside |= on_gpu & events.correlation.isin(events.correlation[inside].dropna())
-    small = [event for event in trace if event.get("ph") == "M"]  # the names of Perfetto's lanes
-    for event in (trace[place] for place in events.index[inside]):
-        args = {name: value for name, value in event.get("args", {}).items() if name in _ARGUMENTS}
-        small.append({name: event[name] for name in ("ph", *_FIELDS)} | {"args": args})
-    text = json.dumps({"traceEvents": small}, separators=(",", ":"))
+    of_host = ["range", "pytorch's", "call" if is_on_gpu.any() else "operator"]
+    is_inside = events.start_ns.between(step.start_ns, step.end_ns, inclusive="left")
+    is_inside &= events.kind.isin(of_host)
+    launches = events.correlation[is_inside].dropna()
+    is_inside |= is_on_gpu & events.correlation.isin(launches)
+    lanes = [event for event in trace if event.get("ph") == "M"]  # their names, in Perfetto
+    kept_events = lanes + [_slim(trace[place]) for place in events.index[is_inside]]
+    text = json.dumps({"traceEvents": kept_events}, separators=(",", ":"))
     write_atomically(kept, gzip.compress(text.encode(), mtime=0))
+
+
+def _slim(event: dict[str, Any]) -> dict[str, Any]:
+    """An event without what is not read."""
+    slim = {name: event[name] for name in ["ph"] + _FIELDS}
+    arguments = event.get("args", {})
+    slim["args"] = {name: arguments[name] for name in _ARGUMENTS if name in arguments}
+    return slim
 
 
 def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
@@ -90,29 +96,37 @@ def load_trace(path: Path) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     A range that PyTorch opened is of the kind "pytorch's", what Gloo does on its threads an operator.
     Raises FileNotFoundError; ProfileError: it is cut off, or no trace.
     """
+    opener = gzip.open if path.suffix == ".gz" else open
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        with opener(path, "rt", encoding="utf-8") as file:
             trace = list(json.load(file)["traceEvents"])
     except (gzip.BadGzipFile, EOFError, ValueError, TypeError, KeyError) as error:
         raise ProfileError(
             f"{path.name} is cut off or no trace ({error!r}); record it again"
         ) from None
-    found = {at: e for at, e in enumerate(trace) if e.get("ph") == "X" and e.get("cat") in _KINDS}
-    rows = [
-        [*map(e.get, _FIELDS), *map((e.get("args") or {}).get, _ARGUMENTS)] for e in found.values()
-    ]
-    names = ["kind", "name", "process", "thread", "start_ns", "end_ns", *_ARGUMENTS]
-    events = pd.DataFrame(rows, [*found], names, dtype=object)
+    complete_events = {
+        place: event
+        for place, event in enumerate(trace)
+        if event.get("ph") == "X" and event.get("cat") in _KINDS
+    }
+    rows = [_row(event) for event in complete_events.values()]
+    names = ["kind", "name", "process", "thread", "start_ns", "end_ns"] + _ARGUMENTS
+    events = pd.DataFrame(rows, list(complete_events), names, dtype=object)
     kinds = events.kind.map(_KINDS)
-    kinds = kinds.mask((kinds == "range") & events.name.str.match(FOREIGN, na=False), "pytorch's")
-    kinds = kinds.mask(
-        (kinds == "pytorch's") & events.name.str.startswith("gloo:", na=False), "operator"
-    )
-    us = events[["start_ns", "end_ns"]].apply(pd.to_numeric, errors="coerce").astype(float)
-    us["end_ns"] += us.start_ns
-    return trace, complete(
-        events.assign(kind=kinds, **(1000 * us).round().astype("Int64")), path.name
-    )
+    is_foreign = (kinds == "range") & events.name.str.match(FOREIGN, na=False)
+    is_gloos = is_foreign & events.name.str.startswith("gloo:", na=False)
+    events["kind"] = kinds.mask(is_foreign, "pytorch's").mask(is_gloos, "operator")
+    times_us = events[["start_ns", "end_ns"]].apply(pd.to_numeric, errors="coerce").astype(float)
+    times_us["end_ns"] += times_us.start_ns  # until here the duration
+    events[["start_ns", "end_ns"]] = (1000 * times_us).round().astype("Int64")
+    return trace, complete(events, path.name)
+
+
+def _row(event: dict[str, Any]) -> list[Any]:
+    """The fields and arguments of an event, in the order of the table's columns."""
+    arguments = event.get("args") or {}
+    fields = [event.get(name) for name in _FIELDS]
+    return fields + [arguments.get(name) for name in _ARGUMENTS]
 
 
 def read_trace(path: Path) -> Profile:
@@ -123,27 +137,41 @@ def read_trace(path: Path) -> Profile:
     Raises FileNotFoundError, ProfileError: see `load_trace` and `Profile`; or it is of several processes.
     """
     _, events = load_trace(path)
-    if events.process[events.kind.isin(["range", "pytorch's"])].nunique() > 1:
+    is_range = events.kind.isin(["range", "pytorch's"])
+    if events.process[is_range].nunique() > 1:
         raise ProfileError(f"{path.name} is of several processes: read each rank's trace")
     events["process"] = 0  # CUPTI may have another number for it than torch
     if events.kind.isin(_ON_GPU).any():
         return Profile(events[~events.kind.isin(["pytorch's", "operator"])])
     if (events.kind == "call").any():
-        told = "end other profilers (nsys too), or allow this user to read GPU performance counters"
         raise ProfileError(
-            f"{path.name} has CUDA calls and no kernels: CUPTI could not record; {told}"
+            f"{path.name} has CUDA calls and no kernels: CUPTI could not record; end other "
+            "profilers (nsys too), or allow this user to read GPU performance counters"
         )
-    operators, order = events[events.kind == "operator"], ["thread", "start_ns", "end_ns"]
-    nested = operators.sort_values(order, ascending=[True, True, False], kind="stable")
-    own_ns, enclosing = (nested.end_ns - nested.start_ns).to_dict(), []
-    for at, thread, start, end in nested[order].itertuples(name=None):
-        while enclosing and (thread != enclosing[-1][1] or start >= enclosing[-1][2]):
-            enclosing.pop()
-        if enclosing:
-            own_ns[enclosing[-1][0]] -= end - start
-        enclosing.append((at, thread, end))
-    ends = operators.start_ns + pd.Series(own_ns, dtype="int64").clip(lower=0)
-    events.loc[ends.index, "end_ns"] = ends
+    operators = events[events.kind == "operator"]
+    own_ns = _own_ns(operators)
+    events.loc[own_ns.index, "end_ns"] = operators.start_ns + own_ns
     events["stream"] = pd.factorize(events.thread, sort=True)[0]
-    moves = (events.kind == "operator") & events.name.map(_BOOKKEEPING.search).isna()
-    return Profile(events[moves | (events.kind == "range")])
+    touches_data = events.name.map(_BOOKKEEPING.search).isna()
+    computes = (events.kind == "operator") & touches_data
+    return Profile(events[computes | (events.kind == "range")])
+
+
+def _own_ns(operators: pd.DataFrame) -> pd.Series:
+    """The time of each operator without that of the operators that it calls."""
+    order = ["thread", "start_ns", "end_ns"]
+    # An operator stands before those that it calls.
+    nested = operators.sort_values(order, ascending=[True, True, False], kind="stable")
+    own_ns = (nested.end_ns - nested.start_ns).to_dict()
+    open_operators = []
+    for operator in nested.itertuples():
+        while open_operators and not _is_in(operator, open_operators[-1]):
+            open_operators.pop()
+        if open_operators:
+            own_ns[open_operators[-1].Index] -= operator.end_ns - operator.start_ns
+        open_operators.append(operator)
+    return pd.Series(own_ns, dtype="int64").clip(lower=0)
+
+
+def _is_in(operator: Any, caller: Any) -> bool:
+    return operator.thread == caller.thread and operator.start_ns < caller.end_ns
