@@ -1,40 +1,67 @@
-"""How many lines a room may have: all of them, docstrings and comments included. Limits only go down."""
+"""There is no more to read than the budgets allow, and tokens are counted alike on every Python."""
 
-from pathlib import Path
-
+import budgets
 import pytest
+from budgets import NOTEBOOKS, ROOMS, TOTALS
+from tokens import Count, count, long_statements, starred_displays
 
-REPOSITORY = Path(__file__).parents[1]
-# A folder with all below it: what it may have now, and, of whole packages, what it is to come down to.
-BUDGETS: dict[str, tuple[int, int | None]] = {
-    "lib/cs336_systems": (11_339, 10_000),
-    "lib/cs336_systems/accounting": (1_148, 1_150),
-    "lib/cs336_systems/attention": (3_299, 3_300),
-    "lib/cs336_systems/checks": (1_824, 1_550),
-    "lib/cs336_systems/kernels": (808, 650),
-    "lib/cs336_systems/parallel": (2_884, 2_150),
-    "lib/cs336_systems/training": (699, 700),
-    "lib/labbook": (5_000, 5_000),
-    "lib/labbook/book": (1_020, 850),
-    "lib/labbook/memory": (394, 400),
-    "lib/labbook/profiles": (630, 550),
-    "notebooks": (250, None),
-    "tests": (11_262, 9_500),
-}
+PROGRAM = '''
+"""A docstring is free."""
+def greet(name: str) -> str:
+    # So is a comment.
+    return f"hello {name!r:>{len(name)}} and {f'{name}'}"  # here, too
+'''
+STARRED = "f(*a, **b)\nx, *y = a\n[*a, 1]\n(*a,)\n{**b}\n{*a}"
 
 
-@pytest.mark.parametrize("room", BUDGETS)
-def test_a_room_keeps_its_budget(room):
-    files = (REPOSITORY / room).rglob("*.py")
-    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
-    limit, target = BUDGETS[room]
-    assert lines <= limit, (
-        f"{room} has {lines:,} lines, its budget is {limit:,}, its target {target}"
-    )
+@pytest.mark.parametrize("name", TOTALS)
+def test_totals(name):
+    limit, target = TOTALS[name]
+    lists = {"long statements": long_statements, "starred displays": starred_displays}
+    places = budgets.places(lists[name]) if name in lists else ""
+    assert budgets.totals()[name] <= limit, f"{name}: {places}; target {target}"
 
 
-def test_rooms_are_all_budgeted():
-    rooms = {
-        str(path.parent.relative_to(REPOSITORY)) for path in REPOSITORY.glob("lib/*/*/__init__.py")
-    }
-    assert rooms <= set(BUDGETS)
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms(room):
+    counted = budgets.rooms()[room]
+    tokens, density = ROOMS[room]
+    assert counted.tokens <= tokens
+    assert counted.density <= density
+
+
+@pytest.mark.parametrize("number", NOTEBOOKS)
+def test_notebooks(number):
+    *limits, target = NOTEBOOKS[number]
+    counted = dict(zip(budgets.KINDS, budgets.of_notebook(number), strict=True))
+    excess = {kind for kind, limit in zip(counted, limits, strict=True) if counted[kind] > limit}
+    assert not excess, f"{counted}; limits {limits}, target of all {target}"
+
+
+def test_everything_has_a_limit():
+    assert set(TOTALS) == set(budgets.totals())
+    assert set(ROOMS) == set(budgets.rooms())
+    assert set(NOTEBOOKS) == {number for number, _ in budgets.notebooks()}
+
+
+@pytest.mark.parametrize(
+    ("text", "counted"),
+    [
+        (PROGRAM, Count(tokens=12, lines=2, comments=1)),
+        # The string is a token, and so is each of the program in it; a table in a string is no program.
+        (f"x = {PROGRAM!r}", Count(tokens=15, lines=1, comments=0)),
+        (f"x = {'a, b' + chr(10) + '1, 2'!r}", Count(tokens=3, lines=1, comments=0)),
+        ("if [ -d lib ]; then\n  # a comment\n  echo 'two words'\nfi", Count(11, 3, 1)),
+    ],
+)
+def test_tokens_are_the_same_on_every_python(text, counted):
+    assert count(text) == counted
+
+
+def test_statements_and_displays():
+    longest = f"x = [{'1, ' * 28}]"
+    longer = f"{longest} + 1"
+    assert long_statements(longest) == []
+    assert long_statements(f"y = 1\n{longer}") == [2]
+    assert long_statements(longer.replace("x", "RATES")) == []
+    assert starred_displays(STARRED) == [3, 4, 5, 6]
