@@ -6,7 +6,8 @@ On a GPU the CUDA allocator records, whose snapshot pytorch.org/memory_viz opens
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -22,7 +23,14 @@ from labbook.profiles.table import ProfileError, range_paths
 from labbook.timing import MIB
 
 # What memory is used for in training; sharding shares the first three.
-CATEGORIES = ("parameters", "gradients", "optimizer state", "activations", "temporary", "other")
+CATEGORIES = [
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "activations",
+    "temporary",
+    "other",
+]
 
 Owners = Mapping[int, tuple[str, int]]  # address of a storage: its category and its bytes
 Change = tuple[float, int, int, str]  # time in microseconds, address, bytes (negative: freed), code
@@ -56,26 +64,29 @@ def record_memory(
     """
     step, prepare = steps.of(pass_)
     steps.model.zero_grad(set_to_none=True)
-    argument = () if prepare is None else (prepare(),)
-    before = {**(others or {}), **_owners(steps)}
+    arguments = () if prepare is None else (prepare(),)
+    run = partial(step, *arguments)
+    before = dict(others or {}) | _owners(steps)
     if steps.device.type == "cuda":
-        snapshot = record_snapshot(lambda: step(*argument), steps)
+        snapshot = record_snapshot(run, steps)
         if stem is not None:
             write_atomically(stem.with_name(f"{stem.name}.pickle"), pickle.dumps(snapshot))
         return read_snapshot(snapshot, before, _owners(steps))
     with TemporaryDirectory(prefix="labbook-memory-") as scratch:
         path = Path(scratch, "step.json.gz")
         with steps.recording():
-            torch_trace.record_trace(lambda: step(*argument), path, device="cpu", with_memory=True)
+            torch_trace.record_trace(run, path, device="cpu", with_memory=True)
         return read_memory_trace(path, before, _owners(steps))
 
 
 def _owners(steps: Any) -> Owners:
     """The storages of parameters, gradients and optimizer state as they are now, by address."""
-    storages = (
-        (name, tensor.untyped_storage()) for name, of in steps.tensors().items() for tensor in of
-    )
-    return {storage.data_ptr(): (name, storage.nbytes()) for name, storage in storages}
+    owners = {}
+    for category, tensors in steps.tensors().items():
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            owners[storage.data_ptr()] = (category, storage.nbytes())
+    return owners
 
 
 def record_snapshot(run: Callable[[], Any], steps: Any) -> dict[str, Any]:
@@ -99,26 +110,41 @@ def read_snapshot(snapshot: Mapping[str, Any], before: Owners, after: Owners) ->
     Raises ProfileError: the snapshot has no history, no ranges, or the history of several GPUs.
     """
     traces = [trace for trace in snapshot["device_traces"] if trace]
-    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
-    alive = {b["address"]: b["requested_size"] for b in blocks if b["state"] == "active_allocated"}
     if len(traces) != 1:
         raise ProfileError(f"the snapshot has the history of {len(traces)} GPUs; allowed: one")
-    signs, changes, opened, ranges = {"alloc": 1, "free_requested": -1}, [], defaultdict(list), []
-    for event in traces[0]:
-        if sign := signs.get(event["action"]):
-            frames = ((f["filename"], f["line"], f["name"]) for f in event.get("frames", ()))
-            changes.append(
-                (event["time_us"], event["addr"], sign * event["size"], own_line(frames))
-            )
-    for annotation in sorted(
-        snapshot["external_annotations"], key=lambda annotation: annotation["time_us"]
-    ):
-        name, time = annotation["name"], annotation["time_us"]
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    alive = {
+        block["address"]: block["requested_size"]
+        for block in blocks
+        if block["state"] == "active_allocated"
+    }
+    changes = [_change(event) for event in traces[0] if event["action"] in _SIGNS]
+    ranges = _annotated_ranges(snapshot["external_annotations"])
+    return _history(changes, ranges, before, after, alive)
+
+
+_SIGNS = {"alloc": 1, "free_requested": -1}
+
+
+def _change(event: Mapping[str, Any]) -> Change:
+    frames = event.get("frames", ())
+    stack = ((frame["filename"], frame["line"], frame["name"]) for frame in frames)
+    size = _SIGNS[event["action"]] * event["size"]
+    return event["time_us"], event["addr"], size, own_line(stack)
+
+
+def _annotated_ranges(annotations: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """Our ranges: name, start_ns and end_ns, in microseconds; of one name the last opened ends first."""
+    open_us = defaultdict(list)
+    ranges = []
+    for annotation in sorted(annotations, key=lambda annotation: annotation["time_us"]):
+        name = annotation["name"]
+        time_us = float(annotation["time_us"])
         if annotation["stage"] == "START":
-            opened[name].append(time)
-        elif opened[name] and not re.match(torch_trace.FOREIGN, name):
-            ranges.append((name, float(opened[name].pop()), float(time)))
-    return _history(changes, pd.DataFrame(ranges, columns=["name", *_TIMES]), before, after, alive)
+            open_us[name].append(time_us)
+        elif open_us[name] and not re.match(torch_trace.FOREIGN, name):
+            ranges.append((name, open_us[name].pop(), time_us))
+    return pd.DataFrame(ranges, columns=["name"] + _TIMES)
 
 
 def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistory:
@@ -128,15 +154,17 @@ def read_memory_trace(path: Path, before: Owners, after: Owners) -> MemoryHistor
     Raises FileNotFoundError, ProfileError: as `torch_trace.load_trace`; or it has no memory events or ranges.
     """
     trace, events = torch_trace.load_trace(path)
-    memory = [e for e in trace if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]
-    changes = [(event["ts"], event["args"]["Addr"], event["args"]["Bytes"], "") for event in memory]
+    changes = []
+    for event in trace:
+        arguments = event.get("args")
+        if event.get("name") == "[memory]" and arguments["Device Type"] == 0:
+            changes.append((event["ts"], arguments["Addr"], arguments["Bytes"], ""))
     if not changes:
         raise ProfileError(f"{path.name} has no memory events; record it with_memory")
     ranges = events[events.kind == "range"]
     ranges = ranges[["name"]].assign(**ranges[_TIMES] / 1000)
-    return _history(
-        changes, ranges, before, after, {address: size for address, (_, size) in before.items()}
-    )
+    alive = {address: size for address, (_, size) in before.items()}
+    return _history(changes, ranges, before, after, alive)
 
 
 def _history(
@@ -154,34 +182,49 @@ def _history(
     """
     if ranges.empty:
         raise ProfileError("the recording has no ranges, so it has no stages; open ranges in it")
-    changes = sorted(changes, key=lambda change: change[0])
-    first = {address: size for _, address, size, _ in reversed(changes)}
-    older = {address: size for address, size in alive.items() if address not in first}
-    older |= {address: -size for address, size in first.items() if size < 0}
-    changes = [(-np.inf, address, size, "") for address, size in older.items()] + changes
-    made = pd.DataFrame(changes, columns=["start_us", "address", "size_bytes", "code"])
-    made["end_us"] = (
-        made.groupby("address").start_us.shift(-1).fillna(np.inf)
-    )  # what is next there, frees it
-    made = made[made.size_bytes > 0].reset_index(drop=True)
-    launches = pd.DataFrame({"process": 0, "launch_ns": made.start_us})
-    paths, made["range"] = range_paths(ranges.assign(process=0), launches)
+    allocations = _pairs(changes, alive)
+    launches = pd.DataFrame({"process": 0, "launch_ns": allocations.start_us})
+    paths, allocations["range"] = range_paths(ranges.assign(process=0), launches)
     stages = ranges[~paths.str.contains("/", na=True)].sort_values("start_ns", ignore_index=True)
-    stages = stages[["name", *_TIMES]].set_axis(["name", "start_us", "end_us"], axis=1)
-    # An owner where one is known at either end of the recording, else what the lifetime says.
-    from_before, at_the_end = made.start_us == -np.inf, made.end_us == np.inf
-    made["category"] = np.where(from_before, "other", "temporary")
+    stages = stages.rename(columns={"start_ns": "start_us", "end_ns": "end_us"})
+    stages = stages[["name", "start_us", "end_us"]]
+    allocations["category"] = _categories(allocations, stages, before, after)
+    return MemoryHistory(allocations, stages)
+
+
+def _pairs(changes: list[Change], alive: Mapping[int, int]) -> pd.DataFrame:
+    """A row for each allocation, until what comes next at its address: that frees it."""
+    changes = sorted(changes, key=lambda change: change[0])
+    first_size = {}
+    for _, address, size, _ in changes:
+        first_size.setdefault(address, size)
+    # What was there before: never mentioned, or mentioned first when it is freed.
+    older = {address: size for address, size in alive.items() if address not in first_size}
+    older |= {address: -size for address, size in first_size.items() if size < 0}
+    before = [(-np.inf, address, size, "") for address, size in older.items()]
+    columns = ["start_us", "address", "size_bytes", "code"]
+    events = pd.DataFrame(before + changes, columns=columns)
+    next_us = events.groupby("address").start_us.shift(-1)
+    events["end_us"] = next_us.fillna(np.inf)
+    return events[events.size_bytes > 0].reset_index(drop=True)
+
+
+def _categories(
+    allocations: pd.DataFrame, stages: pd.DataFrame, before: Owners, after: Owners
+) -> pd.Series:
+    """An owner where one is known at either end of the recording, else what the lifetime says."""
+    is_older = allocations.start_us == -np.inf
+    is_alive = allocations.end_us == np.inf
+    category = pd.Series("temporary", allocations.index).mask(is_older, "other")
     for forward in stages[stages.name == "forward"].itertuples():
-        in_it = made.start_us.between(forward.start_us, forward.end_us)
-        made.loc[in_it & (made.end_us > forward.end_us), "category"] = "activations"
-    for moment, owned in ((from_before, before), (at_the_end, after)):
-        owner = (
-            made.address[moment]
-            .map({address: name for address, (name, _) in owned.items()})
-            .dropna()
-        )
-        made.loc[owner.index, "category"] = owner
-    return MemoryHistory(made, stages)
+        in_forward = allocations.start_us.between(forward.start_us, forward.end_us)
+        outlives_it = allocations.end_us > forward.end_us
+        category = category.mask(in_forward & outlives_it, "activations")
+    for is_there, owners in ((is_older, before), (is_alive, after)):
+        names = {address: name for address, (name, _) in owners.items()}
+        owner = allocations.address.map(names).where(is_there)
+        category = owner.fillna(category)
+    return category
 
 
 def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
@@ -190,29 +233,47 @@ def timeline(history: MemoryHistory, points: int | None = 256) -> pd.DataFrame:
     Thin enough to be kept as rows: its changes are cut into so many pieces, each shown at its largest total,
     so that no peak is lost; None shows all, and what was held when each stage began.
     """
-    made, stages = history.allocations, history.stages
-    start_us = min(stages.start_us.min(), made.start_us[made.start_us > -np.inf].min())
-    born = made.assign(at_us=made.start_us.clip(lower=start_us), change=made.size_bytes)
-    died = made[made.end_us < np.inf].assign(at_us=made.end_us, change=-made.size_bytes)
-    changes = pd.concat([born, died]).pivot_table(
-        "change", "at_us", "category", aggfunc="sum", fill_value=0
-    )
-    moments = changes.index if points else changes.index.union(stages.start_us)
-    held = changes.reindex(moments, columns=CATEGORIES, fill_value=0).cumsum() / MIB
-    held = held.assign(at_ms=(moments - start_us) / 1000, stage="")
-    for name, start, end in stages.itertuples(index=False):
-        held.loc[start:end, "stage"] = name
-    held = held.reset_index(drop=True)[["at_ms", "stage", *CATEGORIES]].rename_axis(columns=None)
-    pieces = held.index * min(points or len(held), len(held)) // len(held)
-    return held.loc[held[[*CATEGORIES]].sum(axis=1).groupby(pieces).idxmax()].reset_index(drop=True)
+    stages = history.stages
+    start_us = _start_us(history)
+    held = _changes(history.allocations, start_us)
+    if points is None:
+        held = held.reindex(held.index.union(stages.start_us), fill_value=0)
+    held = held.cumsum() / MIB
+    held["at_ms"] = (held.index - start_us) / 1000
+    held["stage"] = ""
+    for stage in stages.itertuples():
+        held.loc[stage.start_us : stage.end_us, "stage"] = stage.name
+    held = held[["at_ms", "stage"] + CATEGORIES].reset_index(drop=True)
+    count = min(points or len(held), len(held))
+    piece = held.index * count // len(held)
+    largest = held[CATEGORIES].sum(axis=1).groupby(piece).idxmax()
+    return held.loc[largest].reset_index(drop=True)
+
+
+def _start_us(history: MemoryHistory) -> float:
+    """When the recording began: with its first stage, or with an allocation before that."""
+    start_us = history.allocations.start_us
+    return min(history.stages.start_us.min(), start_us[start_us > -np.inf].min())
+
+
+def _changes(allocations: pd.DataFrame, start_us: float) -> pd.DataFrame:
+    """Bytes by which each category (a column) changes at each moment (the index, in microseconds)."""
+    births = allocations.assign(at_us=allocations.start_us.clip(lower=start_us))
+    freed = allocations[allocations.end_us < np.inf]
+    deaths = freed.assign(at_us=freed.end_us, size_bytes=-freed.size_bytes)
+    changes = pd.concat([births, deaths])
+    sums = changes.pivot_table("size_bytes", "at_us", "category", aggfunc="sum", fill_value=0)
+    sums = sums.reindex(columns=CATEGORIES, fill_value=0)
+    return sums.rename_axis(index=None, columns=None)
 
 
 def timeline_rows(held: pd.DataFrame) -> list[dict[str, Any]]:
     """A timeline as rows, one wherever a category holds more or less than before; and the end in full."""
-    now = held[[*CATEGORIES]]
-    told = now.ne(now.shift(fill_value=0.0))
-    told.iloc[-1] |= now.iloc[-1] > 0
-    sparse = held.assign(**now.where(told)).rename_axis("point").reset_index()
+    sizes = held[CATEGORIES]
+    has_changed = sizes.ne(sizes.shift(fill_value=0.0))
+    has_changed.iloc[-1] |= sizes.iloc[-1] > 0
+    sparse = held.assign(**sizes.where(has_changed))
+    sparse = sparse.rename_axis("point").reset_index()
     rows = sparse.melt(["point", "at_ms", "stage"], CATEGORIES, "category", "size_mib").dropna()
     return rows.to_dict("records")
 
@@ -228,9 +289,10 @@ def timeline_of_rows(rows: pd.DataFrame) -> pd.DataFrame:
 def stage_peaks(history: MemoryHistory) -> pd.DataFrame:
     """For each stage the moment of its largest total: stage, at_ms, a column per category (MiB), total."""
     held = timeline(history, points=None)
-    held["total"] = held[[*CATEGORIES]].sum(axis=1)
-    largest = held[held.stage != ""].groupby("stage", sort=False).total.idxmax()
-    return held.loc[largest, ["stage", "at_ms", *CATEGORIES, "total"]].reset_index(drop=True)
+    held["total"] = held[CATEGORIES].sum(axis=1)
+    of_stages = held[held.stage != ""].groupby("stage", sort=False)
+    columns = ["stage", "at_ms"] + CATEGORIES + ["total"]
+    return held.loc[of_stages.total.idxmax(), columns].reset_index(drop=True)
 
 
 def largest_allocations(history: MemoryHistory, count: int = 10) -> pd.DataFrame:
@@ -238,7 +300,10 @@ def largest_allocations(history: MemoryHistory, count: int = 10) -> pd.DataFrame
 
     Layers are one (layers.*): the same line makes the same allocation in each of them.
     """
-    made = history.allocations.query("start_us > -inf").eval(f"size_mib = size_bytes / {MIB}")
-    made["range"] = made.range.str.replace(r"\.\d+", ".*", regex=True)
-    same = made.groupby(["size_mib", "category", "range", "code"]).size().reset_index(name="count")
-    return same.sort_values(["size_mib", "count"], ascending=False, ignore_index=True).head(count)
+    allocations = history.allocations
+    allocations = allocations[allocations.start_us > -np.inf]
+    layers = allocations.range.str.replace(r"\.\d+", ".*", regex=True)
+    sizes = allocations.assign(range=layers, size_mib=allocations.size_bytes / MIB)
+    equal = sizes.groupby(["size_mib", "category", "range", "code"])
+    counts = equal.size().reset_index(name="count")
+    return counts.sort_values(["size_mib", "count"], ascending=False, ignore_index=True).head(count)

@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import chain
 from traceback import walk_stack
 from typing import Any, NamedTuple
 
@@ -32,23 +33,25 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tupl
     Returns bytes of the distinct storages that autograd saved; and bytes in use: `inputs`, output and saved
     tensors on a CPU, on a GPU what the allocator handed out during the forward, and the inputs.
     """
-    inputs, saved = list(inputs), []
+    inputs = list(inputs)
+    saved = []
 
     def pack(tensor: Tensor) -> Tensor:
         # Detached: an operation that held its own output would never be freed.
-        saved.append(tensor.detach())
-        return saved[-1]
+        detached = tensor.detach()
+        saved.append(detached)
+        return detached
 
     device = inputs[0].device
     on_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if on_cuda else 0
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         output = forward()
-    if not on_cuda:
-        return storage_bytes(saved), storage_bytes([*saved, output, *inputs])
-    return storage_bytes(saved), torch.cuda.memory_allocated(device) - before + storage_bytes(
-        inputs
-    )
+    if on_cuda:
+        in_use = torch.cuda.memory_allocated(device) - before + storage_bytes(inputs)
+    else:
+        in_use = storage_bytes(saved + [output] + inputs)
+    return storage_bytes(saved), in_use
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -64,9 +67,8 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     Returns one row a storage, the largest first: module (path in `module`), operation that saved it first,
     code (see `own_line`), size_bytes, dtype.
     """
-    owned = {
-        tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())
-    }
+    owned_tensors = chain(module.parameters(), module.buffers())
+    owned = {tensor.untyped_storage().data_ptr() for tensor in owned_tensors}
     modules = {id(child): name for name, child in module.named_modules()}
     storages: dict[int, tuple] = {}
     running: list[str] = []  # functions of PyTorch, the innermost last
@@ -97,9 +99,8 @@ def saved_for_backward(module: nn.Module, *inputs: Any) -> pd.DataFrame:
     with saved_tensors_hooks(pack, lambda tensor: tensor), Operations():
         output = module(*inputs)
     del output  # kept until here: what a freed graph saved would be freed too
-    frame = pd.DataFrame(
-        storages.values(), columns=["module", "operation", "code", "size_bytes", "dtype"]
-    )
+    columns = ["module", "operation", "code", "size_bytes", "dtype"]
+    frame = pd.DataFrame(storages.values(), columns=columns)
     return frame.sort_values("size_bytes", ascending=False, kind="stable", ignore_index=True)
 
 
@@ -112,9 +113,8 @@ def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
     """
     for file, line, function in stack:
         if ours := _OURS.match(file.replace("\\", "/")):
-            return f"{ours[1]}:{line} {function}: {linecache.getline(file, line).strip()}".removesuffix(
-                ": "
-            )
+            source = linecache.getline(file, line).strip()
+            return f"{ours[1]}:{line} {function}: {source}".removesuffix(": ")
     return ""
 
 
@@ -131,42 +131,49 @@ def operations_of(function: Callable[[], Any]) -> list[Operation]:
 
     Views are left out: they move nothing. Temporaries inside one operation are not seen.
     """
-    found = []
+    operations = []
 
     class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             result = operation(*args, **kwargs)
-            packet, name = operation.overloadpacket, operation.overloadpacket.__name__
-            read, written = _sizes((args, kwargs)), _sizes(result)
+            packet = operation.overloadpacket
+            name = packet.__name__
+            read = _sizes((args, kwargs))
+            written = _sizes(result)
             is_view = written.keys() <= read.keys() and not operation._schema.is_mutable
             if is_view or name.startswith(_NOTHING_MOVES):
                 return result
-            in_bytes = (_sizes((args[1:], kwargs)) if name in _OVERWRITE else read).total()
+            if name in _OVERWRITE:
+                read = _sizes((args[1:], kwargs))
+            in_bytes = read.total()
             if name in _GATHERS:
                 in_bytes = min(in_bytes, written.total())
-            flops = (
-                flop_registry[packet](*args, **kwargs, out_val=result)
-                if packet in flop_registry
-                else 0
-            )
-            found.append(Operation(name, flops, in_bytes + written.total()))
+            flops = 0
+            if packet in flop_registry:
+                flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            operations.append(Operation(name, flops, in_bytes + written.total()))
             return result
 
     with Recorder():
         function()
-    return found
+    return operations
 
 
-def sum_of_rooflines_ms(of: Iterable[Operation], matmul_tflops: float, copy_gbps: float) -> float:
+def sum_of_rooflines_ms(
+    operations: Iterable[Operation], matmul_tflops: float, copy_gbps: float
+) -> float:
     """Least time when each operation is a kernel of its own, waiting for the one before: a sum of rooflines.
 
-    of: what `operations_of` returned.
+    operations: what `operations_of` returned.
     matmul_tflops, copy_gbps: rates, as on a machine's card.
     """
-    return sum(
-        max(one.flops / matmul_tflops / 1e9, one.bytes_moved / copy_gbps / 1e6) for one in of
-    )
+    total_ms = 0.0
+    for operation in operations:
+        compute_ms = operation.flops / matmul_tflops / 1e9
+        memory_ms = operation.bytes_moved / copy_gbps / 1e6
+        total_ms += max(compute_ms, memory_ms)
+    return total_ms
 
 
 def _sizes(tree: Any) -> Counter[int]:
