@@ -22,9 +22,7 @@ computed by four more, the dQ warps. One warp, the producer, has TMA fill a ring
 where t is a tile of queries. dS goes to the dQ warps through shared memory, and from registers into dK. The
 dQ warps have registers for DQ_COLUMNS columns of dQ at a time. dV and dK leave from the buffers of V and K.
 
-Every buffer has two mbarriers, `ready` (or full) and `free`: who fills it waits for free, who reads it for
-ready. A wait names the phase that must have ended; it flips with every round of the ring (`_next`). At first
-all buffers are free, so that the filling side begins with the other phase and does not wait.
+Buffers, their barriers `ready` and `free`, and rings of them: hopper_common.
 
     q, do, dq [BLOCK_M, BLOCK_D]    lse, delta [BLOCK_M]
     k, v, dk, dv [KEYS, BLOCK_D], st, pt, dpt, dst [KEYS, BLOCK_M]: of one consumer; S, P, dP, dS transposed
@@ -56,39 +54,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.7 renamed it
+from cs336_systems.attention.hopper_common import (
+    MATMUL_ROWS,
+    accumulator_layout,
+    block_barrier,
+    new_barriers,
+    new_tiles,
+    next_in_ring,
+    store_by_tma,
+)
 
-KEYS = gl.constexpr(64)  # of a consumer: one matmul of four warps has so many rows
-DQ_COLUMNS = gl.constexpr(
-    64
-)  # columns of dQ that the dQ warps have registers for; wider heads are "wide"
+KEYS = MATMUL_ROWS  # of a consumer
+# Columns of dQ that the dQ warps have registers for; wider heads are "wide".
+DQ_COLUMNS = gl.constexpr(64)
 DQ_BUFFERS = gl.constexpr(2)  # one is filled while TMA adds the other
 ROW = gl.constexpr(256)  # numbers, as many as TMA takes
 SLOTS = gl.constexpr(2)  # a consumer is up to two tiles ahead of the dQ warps
-
-
-@gluon.constexpr_function
-def _accumulator_layout(columns):
-    """The registers of a matmul of 64 rows by four warps, 16 rows each."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
-    )
-
-
-@gluon.jit
-def new_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """So many (ROWS, COLUMNS) tiles in shared memory, laid out as matmuls read them."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
-    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], layout)
-
-
-@gluon.jit
-def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many mbarriers; a phase of each ends with ARRIVALS arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
 
 
 @gluon.jit
@@ -105,35 +86,24 @@ def _probabilities(st, lse, queries, seen_from, scale_log2, MASKED: gl.constexpr
 
 
 @gluon.jit
-def _store(dst, place, buffer, value):
-    """Have TMA store a tile from this buffer, which must not change before `tma.store_wait`."""
-    buffer.store(value.to(buffer.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dst, place, buffer)
-
-
-@gluon.jit
-def _next(index, phase, COUNT: gl.constexpr):
-    """The place in a ring after this one, and the phase of its barriers."""
-    last = index == COUNT - 1
-    return gl.where(last, 0, index + 1), phase ^ last.to(gl.int32)
-
-
-@gluon.jit
 def _pack(x, dtype: gl.constexpr):
     """x rounded, two to a register: else the compiler rounds one by one, four times as long."""
-    IS_BF16: gl.constexpr = dtype == gl.bfloat16
-    asm: gl.constexpr = (
-        "cvt.rn.bf16x2.f32 $0, $2, $1;" if IS_BF16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    )
-    return gl.inline_asm_elementwise(
-        asm, "=r,r,r", [x], dtype=gl.bfloat16 if IS_BF16 else gl.float16, is_pure=True, pack=2
-    )
+    # The instruction's first source goes into the upper half.
+    if dtype == gl.bfloat16:
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        packed = gl.inline_asm_elementwise(
+            "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,r,r", [x], gl.float16, is_pure=True, pack=2
+        )
+    return packed
 
 
 @gluon.jit
 def _product(p, x):
     """p * x in float32; p stays packed: unpacked by the compiler it would take twice the registers."""
+    # A bfloat16 is the upper half of a float32; float16 has to be converted.
     if p.dtype == gl.bfloat16:
         UNPACK: gl.constexpr = "shl.b32 l, $2, 16; and.b32 h, $2, 0xffff0000;"
     else:
@@ -141,16 +111,20 @@ def _product(p, x):
             ".reg .f16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 l, a; cvt.f32.f16 h, b;"
         )
     asm: gl.constexpr = "{ .reg .f32 l, h; " + UNPACK + " mul.f32 $0, l, $3; mul.f32 $1, h, $4; }"
+    # The first result is written before the last source is read: no register for both (&).
     operands: gl.constexpr = "=&r,=&r,r,r,r"
     return gl.inline_asm_elementwise(asm, operands, [p, x], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
-def _load_rows(ready, places, sources, buffers):
-    """Have TMA load a tile and, for each of its rows, a number."""
+def _load_rows(sources, places, readies, buffers, stage):
+    """Have TMA load a tile and, for each of its rows, a number: one arrival for the bytes of both."""
+    ready = readies.index(stage)
+    tile = buffers[0].index(stage)
+    numbers = buffers[1].index(stage)
     mbarrier.expect(ready, sources[0].block_type.nbytes + sources[1].block_type.nbytes)
-    tma.async_copy_global_to_shared(sources[0], places[0], ready, buffers[0])
-    tma.async_copy_global_to_shared(sources[1], places[1], ready, buffers[1])
+    tma.async_copy_global_to_shared(sources[0], places[0], ready, tile)
+    tma.async_copy_global_to_shared(sources[1], places[1], ready, numbers)
 
 
 @gluon.jit
@@ -167,21 +141,16 @@ def produce(sources, buffers, barriers, place, tiles):
         tma.async_copy_global_to_shared(k_src, [batch, head, key, 0], ready, ks.index(consumer))
         tma.async_copy_global_to_shared(v_src, [batch, head, key, 0], ready, vs.index(consumer))
     stage = 0
-    phase = 1  # of `free`: all buffers are
+    # Of `free`: at first all buffers are, so that the other phase counts as ended.
+    phase = 1
     for _ in range(tiles):
-        mbarrier.wait(free.index(stage), phase)  # both consumers have arrived
-        places = [batch, head, row, 0], [batch_head, row]
-        _load_rows(
-            q_ready.index(stage), places, (q_src, lse2_src), (qs.index(stage), lses.index(stage))
-        )
-        _load_rows(
-            do_ready.index(stage),
-            places,
-            (do_src, delta_src),
-            (dos.index(stage), deltas.index(stage)),
-        )
+        mbarrier.wait(free.index(stage), phase)
+        places = ([batch, head, row, 0], [batch_head, row])
+        # S waits for Q and L alone, a matmul before dP asks for dO and delta.
+        _load_rows((q_src, lse2_src), places, q_ready, (qs, lses), stage)
+        _load_rows((do_src, delta_src), places, do_ready, (dos, deltas), stage)
         row += qs.shape[1]
-        stage, phase = _next(stage, phase, qs.shape[0])
+        stage, phase = next_in_ring(stage, phase, qs.shape[0])
 
 
 @builtin
@@ -215,14 +184,17 @@ def add_dq(buffers, barriers, dq_dst, row, tiles):
     BLOCK_D: gl.constexpr = qs.shape[2]
     columns: gl.constexpr = min(BLOCK_D, DQ_COLUMNS)
     chunks: gl.constexpr = BLOCK_D // columns
-    zeros = gl.zeros([BLOCK_M, columns], gl.float32, _accumulator_layout(columns))
+    zeros = gl.zeros([BLOCK_M, columns], gl.float32, accumulator_layout(columns))
     chunk_shape: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, columns], ks.dtype)
     k_chunks = ks._reinterpret(ks.dtype, [2 * chunks, KEYS, columns], chunk_shape)
     mbarrier.wait(kv_ready.index(0), 0)
     mbarrier.wait(kv_ready.index(1), 0)
-    slot, phase, at = 0, 0, 0
+    slot = 0
+    phase = 0
+    dq_buffer = 0
     for _ in range(tiles):
         for chunk in range(chunks):
+            # One consumer's keys after the other's: dQ is begun when the first has stored its dS.
             mbarrier.wait(ds_ready.index(slot * 2), phase)
             ds = dss.index(slot * 2).permute([1, 0])
             dq = warpgroup_mma(ds, k_chunks.index(chunk), zeros, use_acc=False, is_async=True)
@@ -232,27 +204,30 @@ def add_dq(buffers, barriers, dq_dst, row, tiles):
             dq = warpgroup_mma_wait(0, deps=[dq])
             # The matmul has read dS; after the last columns the consumers may write the next into this slot.
             mbarrier.arrive(ds_free.index(slot), pred=chunk == chunks - 1)
-            tma.store_wait(DQ_BUFFERS - 1)  # until TMA has read this buffer; only one thread knows
+            # Until TMA has read this buffer. Only the thread that started it knows: the others wait for that.
+            tma.store_wait(DQ_BUFFERS - 1)
             block_barrier()
-            dqs.index(at).store(in_register_order(dq))
+            dqs.index(dq_buffer).store(in_register_order(dq))
             fence_async_shared()
-            _tma_add(dq_dst, [row, 0], dqs.index(at))
+            _tma_add(dq_dst, [row, 0], dqs.index(dq_buffer))
             row += dqs.shape[1]
-            at = (at + 1) % DQ_BUFFERS
-        slot, phase = _next(slot, phase, SLOTS)
+            dq_buffer = (dq_buffer + 1) % DQ_BUFFERS
+        slot, phase = next_in_ring(slot, phase, SLOTS)
+    # A program's shared memory must last until TMA has read all of it.
     tma.store_wait(0)
 
 
 @gluon.jit
-def _start_scores(ks, qs, q_ready, stage, phase, none, pred, CONSUMER: gl.constexpr):
+def _start_scores(ks, qs, q_ready, stage, phase, zero, pred, CONSUMER: gl.constexpr):
     """Start S^T = K Q^T of a tile; where there is no such tile, of what lies in its buffer.
 
-    none: 0, which the compiler cannot know.
+    zero: which the compiler cannot know (see `add_wide_tile`).
     """
     BLOCK_M: gl.constexpr = qs.shape[1]
-    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, _accumulator_layout(BLOCK_M))
+    zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, accumulator_layout(BLOCK_M))
+    # A branch around the last tile's matmul would end what runs: a wait that does not wait costs nothing.
     mbarrier.wait(q_ready.index(stage), phase, pred=pred)
-    k = ks.index(CONSUMER + none)
+    k = ks.index(CONSUMER + zero)
     return warpgroup_mma(k, qs.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
 
 
@@ -266,11 +241,13 @@ def add_narrow_tile(
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
     queries, seen_from = index
     BLOCK_M: gl.constexpr = qs.shape[1]
-    scores: gl.constexpr = _accumulator_layout(BLOCK_M)
+    scores: gl.constexpr = accumulator_layout(BLOCK_M)
+    # A result has the registers of a left operand in 16 bits: P and dS go into dV and dK in place.
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
     q = qs.index(stage)
     do = dos.index(stage)
+    # S and dP, both started before one is awaited: the exponentials begin while dP is multiplied.
     mbarrier.wait(q_ready.index(stage), phase)
     st = warpgroup_mma(k, q.permute([1, 0]), zeros, use_acc=False, is_async=True)
     mbarrier.wait(do_ready.index(stage), phase)
@@ -279,18 +256,22 @@ def add_narrow_tile(
     st = warpgroup_mma_wait(1, deps=[st])
     pt = _probabilities(st, lse, queries, seen_from, scale_log2, MASKED)
     dv = warpgroup_mma(gl.convert_layout(pt.to(q.dtype), operand), do, dv, is_async=True)
+    # dP is there, while dV runs until the end: nothing here needs it.
     dpt = warpgroup_mma_wait(1, deps=[dpt])
     delta = deltas.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
     dst = (pt * (dpt - delta[None, :])).to(q.dtype)
+    # Until the dQ warps have read the dS of SLOTS tiles before.
     mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
     dss.index(slot * 2 + CONSUMER).store(dst)
-    fence_async_shared()  # matmuls read shared memory by another way than stores write it
+    # Matmuls read shared memory by another way than stores write it.
+    fence_async_shared()
     mbarrier.arrive(ds_ready.index(slot * 2 + CONSUMER))
     dk = warpgroup_mma(gl.convert_layout(dst, operand), q, dk, is_async=True)
     dk, dv = warpgroup_mma_wait(0, deps=[dk, dv])
-    mbarrier.arrive(free.index(stage))  # Q, dO, L and delta are read
-    stage, phase = _next(stage, phase, qs.shape[0])
-    slot, slot_phase = _next(slot, slot_phase, SLOTS)
+    # Q, dO, L and delta are read.
+    mbarrier.arrive(free.index(stage))
+    stage, phase = next_in_ring(stage, phase, qs.shape[0])
+    slot, slot_phase = next_in_ring(slot, slot_phase, SLOTS)
     return dk, dv, st, stage, phase, slot, slot_phase
 
 
@@ -307,34 +288,43 @@ def add_wide_tile(
     _, q_ready, do_ready, free, ds_ready, ds_free = barriers
     queries, seen_from = index
     BLOCK_M: gl.constexpr = qs.shape[1]
-    scores: gl.constexpr = _accumulator_layout(BLOCK_M)
+    scores: gl.constexpr = accumulator_layout(BLOCK_M)
+    # As in `add_narrow_tile`: P and dS are left operands where they are.
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     zeros = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)
-    none = (
-        tile >> 30
-    )  # 0, which the compiler cannot know: it would keep the addresses of all of K and V
+    # The compiler does not know that this is 0: it would compute the addresses of all of K and V before the
+    # loop, and keep them in registers that dK and dV need.
+    zero = tile >> 30
     do = dos.index(stage)
     lse = lses.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
+    # P at once in 16 bits: half the registers, before dP takes as many as S had.
     pt = _pack(_probabilities(st, lse, queries, seen_from, scale_log2, MASKED), do.dtype)
     mbarrier.wait(do_ready.index(stage), phase)
-    v = vs.index(CONSUMER + none)
+    v = vs.index(CONSUMER + zero)
     delta = deltas.index(stage).reshape([BLOCK_M]).load(gl.SliceLayout(0, scores))
+    # The sum begins at -delta: what comes out is dP - delta, and delta's registers are free again.
     dpt = warpgroup_mma(v, do.permute([1, 0]), zeros - delta[None, :], is_async=True)
+    # dV after dP, which is needed first: matmuls end in the order in which they are started.
     dv = warpgroup_mma(gl.convert_layout(pt, operand), do, dv, is_async=True)
     dpt = warpgroup_mma_wait(1, deps=[dpt])
+    # P (dP - delta) under dV, which reads P meanwhile; then dS is rounded into the registers of P.
     dst, dv = warpgroup_mma_wait(0, deps=[_product(pt, dpt), dv])
-    dst = _pack(dst, do.dtype)  # into the registers of P, which dV no longer reads
+    dst = _pack(dst, do.dtype)
+    # Until the dQ warps have read the dS of SLOTS tiles before.
     mbarrier.wait(ds_free.index(slot), slot_phase ^ 1)
     dss.index(slot * 2 + CONSUMER).store(dst)
+    # Matmuls read shared memory by another way than stores write it.
     fence_async_shared()
     mbarrier.arrive(ds_ready.index(slot * 2 + CONSUMER))
     dk = warpgroup_mma(gl.convert_layout(dst, operand), qs.index(stage), dk, is_async=True)
-    done = free.index(stage)
-    stage, phase = _next(stage, phase, qs.shape[0])
-    slot, slot_phase = _next(slot, slot_phase, SLOTS)
-    st = _start_scores(ks, qs, q_ready, stage, phase, none, tile + 1 < tiles, CONSUMER)
-    dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])  # all but the next S
-    mbarrier.arrive(done)
+    stage_free = free.index(stage)
+    stage, phase = next_in_ring(stage, phase, qs.shape[0])
+    slot, slot_phase = next_in_ring(slot, slot_phase, SLOTS)
+    # The next S is started before dK ends: the matrix units go on from one to the other.
+    st = _start_scores(ks, qs, q_ready, stage, phase, zero, tile + 1 < tiles, CONSUMER)
+    # All but that S have ended, and read Q, dO, L and delta.
+    dk, dv = warpgroup_mma_wait(1, deps=[dk, dv])
+    mbarrier.arrive(stage_free)
     st = warpgroup_mma_wait(0, deps=[st])
     return dk, dv, st, stage, phase, slot, slot_phase
 
@@ -345,22 +335,20 @@ def add_tiles(
     CONSUMER: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """Add the tiles of queries from first to end. If not EVEN, the mask hides queries past the last, too."""
-    kv, buffers, barriers, index, scale_log2, n_queries = constants
-    k, v = kv
-    queries, seen_from = index
-    _, _, qs, _, _, _, _, _ = buffers
+    k, v, buffers, barriers, queries, seen_from, scale_log2, n_queries = constants
+    qs = buffers[2]
     for tile in range(first, end):
         rows = first_query + tile * qs.shape[1] + queries
         if MASKED and not EVEN:
             rows = gl.where(rows < n_queries, rows, -1)
-        place = rows, seen_from
+        index = (rows, seen_from)
         if qs.shape[2] > DQ_COLUMNS:
             state = add_wide_tile(
-                state, tile, tiles, buffers, barriers, place, scale_log2, CONSUMER, MASKED
+                state, tile, tiles, buffers, barriers, index, scale_log2, CONSUMER, MASKED
             )
         else:
             state = add_narrow_tile(
-                state, k, v, buffers, barriers, place, scale_log2, CONSUMER, MASKED
+                state, k, v, buffers, barriers, index, scale_log2, CONSUMER, MASKED
             )
     return state
 
@@ -376,27 +364,30 @@ def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.const
     dk_dst, dv_dst = outputs
     BLOCK_M: gl.constexpr = qs.shape[1]
     BLOCK_D: gl.constexpr = qs.shape[2]
-    scores: gl.constexpr = _accumulator_layout(BLOCK_M)
-    gradients: gl.constexpr = _accumulator_layout(BLOCK_D)
+    scores: gl.constexpr = accumulator_layout(BLOCK_M)
+    gradients: gl.constexpr = accumulator_layout(BLOCK_D)
     first_key += CONSUMER * KEYS
     keys = first_key + gl.arange(0, KEYS, gl.SliceLayout(1, scores))
     # Of each key the first query that sees it; none sees keys past the last.
-    seen_from = gl.where(keys < n_keys, keys if CAUSAL else keys * 0, 0x7FFFFFFF)
+    in_range = keys < n_keys
+    first_seeing = keys if CAUSAL else keys * 0
+    seen_from = gl.where(in_range, first_seeing, 0x7FFFFFFF)
     queries = gl.arange(0, BLOCK_M, gl.SliceLayout(0, scores))
     dk = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
     dv = gl.zeros([KEYS, BLOCK_D], gl.float32, gradients)
     mbarrier.wait(kv_ready.index(CONSUMER), 0)
     if BLOCK_D > DQ_COLUMNS:
-        kv = ks, vs
+        k = ks
+        v = vs
         st = _start_scores(ks, qs, q_ready, 0, 0, 0, True, CONSUMER)
         st = warpgroup_mma_wait(0, deps=[st])
     else:
+        # As left operands, in registers: read once instead of with every tile of queries.
         k = ks.index(CONSUMER).load(gl.DotOperandLayout(0, scores, 2))
         v = vs.index(CONSUMER).load(gl.DotOperandLayout(0, scores, 2))
-        kv = k, v
         st = gl.zeros([KEYS, BLOCK_M], gl.float32, scores)  # each tile has its own
-    state = dk, dv, st, 0, 0, 0, 0
-    constants = kv, buffers, barriers, (queries, seen_from), scale_log2, n_queries
+    state = (dk, dv, st, 0, 0, 0, 0)
+    constants = (k, v, buffers, barriers, queries, seen_from, scale_log2, n_queries)
     # The last tile may have fewer queries. q reads as zero there, and an infinite key times zero is NaN: so
     # it is masked, too, but for wide heads without a causal mask, where that spills registers.
     WHOLE: gl.constexpr = EVEN or (BLOCK_D > DQ_COLUMNS and not CAUSAL)
@@ -413,12 +404,11 @@ def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.const
         state = add_tiles(state, last, tiles, tiles, first_query, constants, CONSUMER, True, WHOLE)
     dk, dv, _, _, _, slot, slot_phase = state
     place = [batch, head, first_key, 0]
-    _store(dv_dst, place, vs.index(CONSUMER), dv)
-    last, phase = _next(
-        slot, slot_phase, SLOTS
-    )  # the slot of the last dS: dQ is made of it and of K
+    store_by_tma(dv_dst, place, vs.index(CONSUMER), dv)
+    # The slot of the last dS: dQ is made of it and of K, whose buffer dK leaves from.
+    last, phase = next_in_ring(slot, slot_phase, SLOTS)
     mbarrier.wait(ds_free.index(last), phase ^ 1)
-    _store(dk_dst, place, ks.index(CONSUMER), dk * scale)
+    store_by_tma(dk_dst, place, ks.index(CONSUMER), dk * scale)
     tma.store_wait(0)
 
 
@@ -435,54 +425,51 @@ def hopper_backward_kernel(
     dq_dst is dq_accum in rows of ROW numbers. K, V, dK and dV are loaded and stored KEYS at a time.
     """
     dtype: gl.constexpr = q_src.dtype
-    buffers = (
-        new_tiles(dtype, 2, KEYS, BLOCK_D),
-        new_tiles(dtype, 2, KEYS, BLOCK_D),
-        new_tiles(dtype, STAGES, BLOCK_M, BLOCK_D),
-        new_tiles(dtype, STAGES, BLOCK_M, BLOCK_D),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_src.layout),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_src.layout),
-        new_tiles(dtype, 2 * SLOTS, KEYS, BLOCK_M),
-        gl.allocate_shared_memory(
-            gl.float32, [DQ_BUFFERS, dq_dst.block_type.shape[0], ROW], dq_dst.layout
-        ),
-    )
-    barriers = (
-        new_barriers(2, 1),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, 2),
-        new_barriers(2 * SLOTS, 1),
-        new_barriers(SLOTS, 1),
-    )
+    ks = new_tiles(dtype, 2, KEYS, BLOCK_D)
+    vs = new_tiles(dtype, 2, KEYS, BLOCK_D)
+    qs = new_tiles(dtype, STAGES, BLOCK_M, BLOCK_D)
+    dos = new_tiles(dtype, STAGES, BLOCK_M, BLOCK_D)
+    lses = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], lse2_src.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_M], delta_src.layout)
+    dss = new_tiles(dtype, 2 * SLOTS, KEYS, BLOCK_M)
+    dq_rows: gl.constexpr = dq_dst.block_type.shape[0]
+    dqs = gl.allocate_shared_memory(gl.float32, [DQ_BUFFERS, dq_rows, ROW], dq_dst.layout)
+    buffers = (ks, vs, qs, dos, lses, deltas, dss, dqs)
+    # Both consumers arrive at a stage's `free`; everywhere else one party does.
+    kv_ready = new_barriers(2, 1)
+    q_ready = new_barriers(STAGES, 1)
+    do_ready = new_barriers(STAGES, 1)
+    free = new_barriers(STAGES, 2)
+    ds_ready = new_barriers(2 * SLOTS, 1)
+    ds_free = new_barriers(SLOTS, 1)
+    barriers = (kv_ready, q_ready, do_ready, free, ds_ready, ds_free)
+    # TMA has to see the barriers as initialised, and no warp may wait at one before it is.
     fence_async_shared()
     block_barrier()
 
     key_tiles = gl.cdiv(n_keys, BLOCK_N)
     query_tiles = gl.cdiv(n_queries, BLOCK_M)
-    first_key = (
-        gl.program_id(0) % key_tiles * BLOCK_N
-    )  # causal: the first keys have the most queries
+    # Causal: the first keys have the most queries, and their programs begin first.
+    first_key = gl.program_id(0) % key_tiles * BLOCK_N
     batch_head = gl.program_id(0) // key_tiles
     first_tile = 0
     masked = 0
-    if CAUSAL:  # at least one tile, so that keys that no query sees get their zeros
+    # At least one tile, so that keys that no query sees get their zeros.
+    if CAUSAL:
         first_tile = gl.minimum(first_key // BLOCK_M, query_tiles - 1)
         masked = gl.cdiv(first_key + BLOCK_N - 1 - first_tile * BLOCK_M, BLOCK_M)
     masked = gl.where(first_key + BLOCK_N > n_keys, query_tiles, masked)
     tiles = query_tiles - first_tile
 
     sources = (q_src, k_src, v_src, do_src, lse2_src, delta_src)
-    place = (
-        batch_head // n_heads,
-        batch_head % n_heads,
-        batch_head,
-        first_tile * BLOCK_M,
-        first_key,
-    )
+    batch = batch_head // n_heads
+    head = batch_head % n_heads
+    place = (batch, head, batch_head, first_tile * BLOCK_M, first_key)
     sizes = (n_queries, n_keys, tiles, gl.minimum(masked, tiles), scale, scale_log2)
     shared = (buffers, barriers, place, sizes, (dk_dst, dv_dst))
     first_dq = (batch_head * query_tiles + first_tile) * (BLOCK_M * BLOCK_D // ROW)
+    # Then, of all but the first consumer, the warps and the registers of a thread. What is left, 208, are the
+    # first consumer's: all 65,536 of an SM, with a producer that counts as four warps.
     gl.warp_specialize(
         [
             (consume, (shared, 0, CAUSAL, EVEN_QUERIES)),
@@ -490,6 +477,6 @@ def hopper_backward_kernel(
             (add_dq, (buffers, barriers, dq_dst, first_dq, tiles)),
             (produce, (sources, buffers, barriers, place, tiles)),
         ],
-        [4, 4, 1],  # warps of all but the first consumer
-        [208, 72, 24],  # registers of a thread; what is left, 208, are the first consumer's
+        [4, 4, 1],
+        [208, 72, 24],
     )

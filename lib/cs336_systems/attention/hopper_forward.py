@@ -18,9 +18,7 @@ that Q has two buffers.
 
 O leaves by TMA, from the buffer that Q was in.
 
-Every buffer has two mbarriers, `ready` (or full) and `free`: who fills it waits for free, who reads it for
-ready. A wait names the phase that must have ended; it flips with every round of the ring (`_next`). At first
-all buffers are free: the producer waits for the other phase (`^ 1`), and so does not wait.
+Buffers, their barriers `ready` and `free`, and rings of them: hopper_common.
 
     q, o [64, BLOCK_D]    s, p [64, BLOCK_N]    m, total, lse [64]: of one consumer
     qs [SLOTS * consumers, 64, BLOCK_D], ks, vs [STAGES, BLOCK_N, BLOCK_D], next_tile [1]: shared
@@ -46,25 +44,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cs336_systems.attention.hopper_backward import (
-    _accumulator_layout,
-    _next,
+from cs336_systems.attention.bf16x3 import LOWEST
+from cs336_systems.attention.hopper_common import (
+    MATMUL_ROWS,
+    accumulator_layout,
     block_barrier,
+    load_by_tma,
     new_barriers,
     new_tiles,
+    next_in_ring,
+    store_by_tma,
 )
+from cs336_systems.attention.triton_common import LN2
 
-LN2 = gl.constexpr(0.6931471805599453)
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32's numbers
-QUERIES = gl.constexpr(64)  # of a consumer: one matmul of four warps
-L2_ELEMENTS = gl.constexpr(2**23)  # of K, and as many of V: together 32 of the 50 MiB
+QUERIES = MATMUL_ROWS  # of a consumer
+# Of K, and as many of V: in 16 bits together 32 MiB of the 50 that L2 has.
+L2_ELEMENTS = gl.constexpr(2**23)
 
 
 @gluon.constexpr_function
-def _workers(consumers):
-    """Warps, and registers of a thread, of all but the first consumer, which is the warps that the program
-    begins with. It gets as many registers as the others, or what the producer leaves it."""
-    return [4] * (consumers - 1) + [1], [[24], [240, 24], [160, 160, 32]][consumers - 1]
+def worker_warps(consumers):
+    """Of all but the first consumer, which is the four warps that the program begins with."""
+    return [4] * (consumers - 1) + [1]
+
+
+@gluon.constexpr_function
+def worker_registers(consumers):
+    """Of a thread of these. The first consumer gets as many as the others, or what the producer leaves it."""
+    # Together at most the 65,536 of an SM; a producer of one warp counts as four. It computes nothing but
+    # addresses, and leaves its registers to the consumers. They are dealt out by eights, 24 the least.
+    return [[24], [240, 24], [160, 160, 32]][consumers - 1]
 
 
 @gluon.jit
@@ -87,10 +96,12 @@ def place_of(
     if CAUSAL:
         section = gl.maximum(L2_ELEMENTS // BLOCK_D // n_keys, 1)
     section_head = work // (section * query_tiles) * section
+    # The last section has the heads that are left.
     section = gl.minimum(section, work_tiles // query_tiles - section_head)
     work -= section_head * query_tiles
     tile = work // section
     if CAUSAL:
+        # The last queries see the most keys.
         tile = query_tiles - 1 - tile
     batch_head = section_head + work % section
     first_query = tile * BLOCK_M
@@ -107,44 +118,49 @@ def produce(shared, counter_ptr, CAUSAL: gl.constexpr, PERSISTENT: gl.constexpr)
     q_src, k_src, v_src = sources
     qs, ks, vs = buffers[:3]
     q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers[:6]
+    work_tiles = sizes[3]
     STAGES: gl.constexpr = ks.shape[0]
     BLOCK_N: gl.constexpr = ks.shape[1]
-    SLOTS: gl.constexpr = 2 if PERSISTENT else 1  # how many work tiles Q is loaded of
+    BLOCK_D: gl.constexpr = ks.shape[2]
+    # Of two work tiles: the next Q is loaded while the consumers still read this one.
+    SLOTS: gl.constexpr = 2 if PERSISTENT else 1
     CONSUMERS: gl.constexpr = qs.shape[0] // SLOTS
+    BLOCK_M: gl.constexpr = CONSUMERS * QUERIES
     work = gl.program_id(0)
-    stage, phase, slot, slot_phase, turn = 0, 0, 0, 0, 0
-    while work < sizes[3]:
-        batch, head, first_query, tiles = place_of(
-            work, sizes, CAUSAL, CONSUMERS * QUERIES, BLOCK_N, ks.shape[2]
-        )
+    stage = 0
+    phase = 0
+    slot = 0
+    slot_phase = 0
+    turn = 0
+    while work < work_tiles:
+        batch, head, first_query, tiles = place_of(work, sizes, CAUSAL, BLOCK_M, BLOCK_N, BLOCK_D)
+        # Each consumer's queries have barriers of their own: the first begins when it has its own 64 rows.
         for consumer in gl.static_range(CONSUMERS):
             row = first_query + consumer * QUERIES
             i = slot * CONSUMERS + consumer
             mbarrier.wait(q_free.index(i), slot_phase ^ 1)
-            mbarrier.expect(q_ready.index(i), q_src.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                q_src, [batch, head, row, 0], q_ready.index(i), qs.index(i)
-            )
+            load_by_tma(q_src, [batch, head, row, 0], q_ready, qs, i)
         for t in range(tiles):
             start = [batch, head, (tiles - 1 - t) * BLOCK_N, 0]
+            # K and V apart: S needs K alone, and a tile's K is free a matmul and a softmax before its V.
             mbarrier.wait(k_free.index(stage), phase ^ 1)
-            mbarrier.expect(k_ready.index(stage), k_src.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_src, start, k_ready.index(stage), ks.index(stage))
+            load_by_tma(k_src, start, k_ready, ks, stage)
             mbarrier.wait(v_free.index(stage), phase ^ 1)
-            mbarrier.expect(v_ready.index(stage), v_src.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_src, start, v_ready.index(stage), vs.index(stage))
-            stage, phase = _next(stage, phase, STAGES)
+            load_by_tma(v_src, start, v_ready, vs, stage)
+            stage, phase = next_in_ring(stage, phase, STAGES)
         if PERSISTENT:
+            next_ready, next_free = barriers[6:]
             work = gl.num_programs(0) + gl.atomic_add(counter_ptr, 1)
-            mbarrier.wait(barriers[7], turn ^ 1)
+            # Until all consumers have read which tile is this one.
+            mbarrier.wait(next_free, turn ^ 1)
             # compute-sanitizer's racecheck names this store and the load in `consume`. It does not know
             # mbarriers: a program in CUDA that does nothing but this, and is right, it names as well.
             buffers[3].store(gl.full([1], work, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-            mbarrier.arrive(barriers[6])
-            slot, slot_phase = _next(slot, slot_phase, SLOTS)
+            mbarrier.arrive(next_ready)
+            slot, slot_phase = next_in_ring(slot, slot_phase, SLOTS)
             turn ^= 1
         else:
-            work = sizes[3]
+            work = work_tiles
 
 
 @gluon.jit
@@ -165,14 +181,18 @@ def consume(
     work = gl.program_id(0)
     ring = (0, 0)
     if PERSISTENT:
-        slot, slot_phase, turn = 0, 0, 0
+        next_ready, next_free = barriers[6:]
+        slot = 0
+        slot_phase = 0
+        turn = 0
         while work < sizes[3]:
             i = slot * CONSUMERS + CONSUMER
             ring = attend(shared, work, ring, i, slot_phase, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS)
-            mbarrier.wait(barriers[6], turn)
+            mbarrier.wait(next_ready, turn)
+            # One number for all four warps: the maximum makes a scalar of it, by which the loop can end.
             work = gl.max(buffers[3].load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-            mbarrier.arrive(barriers[7])
-            slot, slot_phase = _next(slot, slot_phase, 2)
+            mbarrier.arrive(next_free)
+            slot, slot_phase = next_in_ring(slot, slot_phase, 2)
             turn ^= 1
     else:
         attend(shared, work, ring, CONSUMER, 0, CONSUMER, CONSUMERS, CAUSAL, EVEN_KEYS)
@@ -193,8 +213,9 @@ def attend(
     BLOCK_M: gl.constexpr = CONSUMERS * QUERIES
     BLOCK_N: gl.constexpr = ks.shape[1]
     BLOCK_D: gl.constexpr = ks.shape[2]
-    scores: gl.constexpr = _accumulator_layout(BLOCK_N)
-    out: gl.constexpr = _accumulator_layout(BLOCK_D)
+    scores: gl.constexpr = accumulator_layout(BLOCK_N)
+    out: gl.constexpr = accumulator_layout(BLOCK_D)
+    # A result has the registers of a left operand in 16 bits: P goes from one matmul to the next in place.
     operand: gl.constexpr = gl.DotOperandLayout(0, out, 2)
 
     stage, phase = ring
@@ -213,16 +234,17 @@ def attend(
             mbarrier.arrive(k_free.index(stage))
             mbarrier.wait(v_ready.index(stage), phase)
             mbarrier.arrive(v_free.index(stage))
-            stage, phase = _next(stage, phase, STAGES)
+            stage, phase = next_in_ring(stage, phase, STAGES)
         tiles = seen
 
+    # The last tile of keys, which comes first. S = Q K^T: both operands are read where they lie.
     q = qs.index(slot)
     mbarrier.wait(q_ready.index(slot), slot_phase)
     mbarrier.wait(k_ready.index(stage), phase)
     s = warpgroup_mma(q, ks.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
     mbarrier.arrive(k_free.index(stage))
-    # The last tile, the first that is computed, is the only one with a mask.
+    # The diagonal crosses one tile of keys for these 64 queries: this one, and no other has a mask.
     if CAUSAL or not EVEN_KEYS:
         keys = (tiles - 1) * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores))
         visible = keys[None, :] < n_keys
@@ -233,25 +255,31 @@ def attend(
     total = gl.sum(p, 1)
     p = gl.convert_layout(p.to(q.dtype), operand, assert_trivial=True)
     for _ in range(1, tiles):
-        before, before_phase = stage, phase
-        stage, phase = _next(stage, phase, STAGES)
+        before = stage
+        before_phase = phase
+        stage, phase = next_in_ring(stage, phase, STAGES)
+        # Both waits before both matmuls: one in between would leave the matrix units idle after the first.
         mbarrier.wait(k_ready.index(stage), phase)
         mbarrier.wait(v_ready.index(before), before_phase)
+        # S(t-1) first: matmuls end in the order in which they are started, and the softmax waits for S.
         s = warpgroup_mma(q, ks.index(stage).permute([1, 0]), zeros, use_acc=False, is_async=True)
         o = warpgroup_mma(p, vs.index(before), o, is_async=True)
-        s = warpgroup_mma_wait(
-            1, deps=[s]
-        )  # S is there; P V of the tile before runs while its P is computed
+        # S is there; P(t) V(t) may still run, under the softmax of P(t-1).
+        s = warpgroup_mma_wait(1, deps=[s])
         mbarrier.arrive(k_free.index(stage))
         p, m, correction = _softmax(s, m, scale_log2)
         total = total * correction + gl.sum(p, 1)
-        o = warpgroup_mma_wait(0, deps=[o])  # before O is scaled
+        # Until the matmul ends, it adds to O's registers and reads V: no scaling, no new V before.
+        o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(v_free.index(before))
+        # A row of O lies in the threads that have that row of S: the layouts differ in name alone.
         o = o * gl.convert_layout(correction, gl.SliceLayout(1, out))[:, None]
+        # Rounded here, after the wait: until P(t) V(t) ends, it reads the last P from these registers.
         p = gl.convert_layout(p.to(q.dtype), operand, assert_trivial=True)
     mbarrier.wait(v_ready.index(stage), phase)
     o = warpgroup_mma(p, vs.index(stage), o, is_async=True)
 
+    # All that follows, up to the wait, takes place under the last matmul.
     # Where all scores are minus infinity O is 0, and L infinite, so that P is 0 in backward.
     empty = total == 0.0
     total = gl.where(empty, 1.0, total)
@@ -263,14 +291,13 @@ def attend(
     row = (batch * n_heads + head).to(gl.int64) * n_queries
     gl.store(lse_ptr + row + queries, lse, mask=queries < n_queries)
     total = gl.convert_layout(total, gl.SliceLayout(1, out))[:, None]
-    o = warpgroup_mma_wait(0, deps=[o])  # all that is above takes place beside the last matmul
+    o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(v_free.index(stage))
-    q.store((o / total).to(q.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(o_dst, [batch, head, first_query, 0], q)
-    tma.store_wait(0)  # until it is read, not until it is written
+    store_by_tma(o_dst, [batch, head, first_query, 0], q, o / total)
+    # Until TMA has read the buffer, not until it has written O: the next Q may come.
+    tma.store_wait(0)
     mbarrier.arrive(q_free.index(slot))
-    return _next(stage, phase, STAGES)
+    return next_in_ring(stage, phase, STAGES)
 
 
 @gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys", "work_tiles"])
@@ -286,23 +313,26 @@ def hopper_forward_kernel(
     dtype: gl.constexpr = q_src.dtype
     consumers: gl.constexpr = BLOCK_M // QUERIES
     slots: gl.constexpr = consumers * (2 if PERSISTENT else 1)
-    buffers = (
-        new_tiles(dtype, slots, QUERIES, BLOCK_D),
-        new_tiles(dtype, STAGES, BLOCK_N, BLOCK_D),
-        new_tiles(dtype, STAGES, BLOCK_N, BLOCK_D),
-    )
-    barriers = (
-        new_barriers(slots, 1),
-        new_barriers(slots, 1),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, consumers),
-        new_barriers(STAGES, 1),
-        new_barriers(STAGES, consumers),
-    )
-    if PERSISTENT:  # allocated only then: unused, Triton would reuse their memory and corrupt O
+    qs = new_tiles(dtype, slots, QUERIES, BLOCK_D)
+    ks = new_tiles(dtype, STAGES, BLOCK_N, BLOCK_D)
+    vs = new_tiles(dtype, STAGES, BLOCK_N, BLOCK_D)
+    buffers = (qs, ks, vs)
+    # The producer alone arrives at `ready`. At K's and V's `free` every consumer does; a Q has but one.
+    q_ready = new_barriers(slots, 1)
+    q_free = new_barriers(slots, 1)
+    k_ready = new_barriers(STAGES, 1)
+    k_free = new_barriers(STAGES, consumers)
+    v_ready = new_barriers(STAGES, 1)
+    v_free = new_barriers(STAGES, consumers)
+    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    # Allocated only then: unused, Triton would reuse their memory and corrupt O.
+    if PERSISTENT:
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         buffers += (gl.allocate_shared_memory(gl.int32, [1], flat),)
-        barriers += (new_barriers(1, 1).index(0), new_barriers(1, consumers).index(0))
+        next_ready = new_barriers(1, 1)
+        next_free = new_barriers(1, consumers)
+        barriers += (next_ready.index(0), next_free.index(0))
+    # TMA has to see the barriers as initialised, and no warp may wait at one before it is.
     fence_async_shared()
     block_barrier()
 
@@ -310,13 +340,14 @@ def hopper_forward_kernel(
     sizes = (n_heads, n_queries, n_keys, work_tiles, scale_log2)
     output = (o_dst, lse_ptr)
     shared = (sources, buffers, barriers, sizes, output)
+    # Of up to three consumers the last ones: their numbers begin at 0.
     gl.warp_specialize(
-        [  # of up to three consumers the last ones
+        [
             (consume, (shared, consumers - 3, CAUSAL, EVEN_KEYS, PERSISTENT)),
             (consume, (shared, consumers - 2, CAUSAL, EVEN_KEYS, PERSISTENT)),
             (consume, (shared, consumers - 1, CAUSAL, EVEN_KEYS, PERSISTENT)),
             (produce, (shared, counter_ptr, CAUSAL, PERSISTENT)),
         ][3 - consumers :],
-        _workers(consumers)[0],
-        _workers(consumers)[1],
+        worker_warps(consumers),
+        worker_registers(consumers),
     )

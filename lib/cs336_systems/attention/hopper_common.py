@@ -1,0 +1,66 @@
+"""What Hopper's two kernels share: tiles and barriers in shared memory, rings of them, tiles that TMA moves.
+
+Buffers that are filled and read in turn are a ring. Each has two mbarriers, `ready` (or full) and `free`: who
+fills it waits for free, who reads it for ready. A wait names the phase that must have ended; it flips with
+every round of the ring (`next_in_ring`). At first all buffers are free: who fills them waits for the other
+phase (`^ 1`), which counts as ended, and so does not wait.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+# Triton 3.7 renamed it.
+block_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+
+# One wgmma of a consumer's four warps has 64 rows, 16 a warp: so many queries or keys a consumer owns.
+MATMUL_ROWS = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns):
+    """The registers of a matmul of 64 rows by four warps, 16 rows each."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16]
+    )
+
+
+@gluon.jit
+def new_tiles(dtype: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """So many (ROWS, COLUMNS) tiles in shared memory, laid out as matmuls read them."""
+    # Swizzled: eight rows of one column would lie in one bank, and be read one after the other.
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    return gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many mbarriers; a phase of each ends with ARRIVALS arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def next_in_ring(index, phase, COUNT: gl.constexpr):
+    """The place in a ring after this one, and the phase of its barriers."""
+    last = index == COUNT - 1
+    return gl.where(last, 0, index + 1), phase ^ last.to(gl.int32)
+
+
+@gluon.jit
+def load_by_tma(src, place, ready, buffers, index):
+    """Have TMA fill one of the buffers: an arrival at its `ready`, whose phase ends with the last byte."""
+    barrier = ready.index(index)
+    mbarrier.expect(barrier, src.block_type.nbytes)
+    tma.async_copy_global_to_shared(src, place, barrier, buffers.index(index))
+
+
+@gluon.jit
+def store_by_tma(dst, place, buffer, value):
+    """Have TMA store a tile from this buffer, which must not change before `tma.store_wait`."""
+    buffer.store(value.to(buffer.dtype))
+    # TMA reads shared memory by another way than threads write it, and would not see what they wrote.
+    fence_async_shared()
+    tma.async_copy_shared_to_global(dst, place, buffer)
