@@ -118,21 +118,21 @@ def test_peak_bytes_are_what_lives_at_once(
     assert accounting.peak_bytes(*run) == pytest.approx(measured_peak(*run), rel=0.005)
 
 
-PLANS = {
-    **{name: checkpointing.strategy(name) for name in ("every 1", "recursive", "from start")},
+POLICIES = {
+    **{name: checkpointing.policy(name) for name in ("every 1", "recursive", "from start")},
     "uneven": lambda blocks: (blocks[0], tuple(blocks[1:3]), (tuple(blocks[3:5]), blocks[5])),
 }
 
 
 @over_dtypes
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.parametrize(("size", "context_length"), [("small", 256), ("xl", 2048)])
-def test_peak_bytes_with_checkpoints_are_what_lives_at_once(size, context_length, plan, dtype):
+def test_peak_bytes_with_checkpoints_are_what_lives_at_once(size, context_length, policy, dtype):
     config = dataclasses.replace(model_size(size, 2026), num_layers=6)
     run = (config, 4, context_length, "forward_backward", dtype)
-    expected = accounting.peak_bytes(*run, plan=plan(range(6)))
+    expected = accounting.peak_bytes(*run, schedule=policy(range(6)))
     found = measured_peak(
-        *run, call=lambda model, tokens: checkpointing.forward_with(model, plan, tokens)
+        *run, call=lambda model, tokens: checkpointing.forward_with(model, policy, tokens)
     )
     assert expected == pytest.approx(found, rel=0.002)
 
@@ -178,17 +178,15 @@ ON_GPU += [("forward_backward", "float32", name) for name in ("every 1", "every 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("pass_", "dtype", "name"), ON_GPU)
 def test_peak_bytes_are_what_the_allocator_saw(pass_, dtype, name):
-    config, strategy = model_size("small"), checkpointing.strategy(name)
+    config, policy = model_size("small"), checkpointing.policy(name)
     release_memory("cuda")  # workspaces of other tests' threads
-    call = {"call": lambda model, tokens: checkpointing.forward_with(model, strategy, tokens)}
+    call = {"call": lambda model, tokens: checkpointing.forward_with(model, policy, tokens)}
     steps = steps_of(config, 4, 512, dtype, device="cuda", **call)
     for _ in range(2):
         steps.model.zero_grad()
         torch.cuda.reset_peak_memory_stats()
         getattr(steps, pass_)()
     measured = torch.cuda.memory_stats()["requested_bytes.all.peak"]  # before it rounds sizes up
-    expected = accounting.peak_bytes(
-        config, 4, 512, pass_, dtype, strategy(range(config.num_layers))
-    )
+    expected = accounting.peak_bytes(config, 4, 512, pass_, dtype, policy(range(config.num_layers)))
     # Beyond the tensors: a workspace of cuBLAS for each of two threads, 32 MiB on Hopper.
     assert expected <= measured <= 1.002 * expected + 2 * 32 * 2**20

@@ -22,7 +22,10 @@ def evaluate(**values):
         (lambda: accounting.forward_flops(TINY, 0, 16), "batch_size.*0"),
         (lambda: accounting.activation_bytes(TINY, 1, 8, "fp8"), "fp8.*tf32"),
         (lambda: accounting.peak_bytes(TINY, 1, 8, "sideways"), "sideways.*train_step"),
-        (lambda: accounting.peak_bytes(TINY, 1, 8, "backward", plan=((0, 1, 2),)), "3 blocks.*2"),
+        (
+            lambda: accounting.peak_bytes(TINY, 1, 8, "backward", schedule=((0, 1, 2),)),
+            "3 blocks.*2",
+        ),
         (lambda: accounting.attention_flops(1, 8, 4, "train_step"), "train_step.*forward_backward"),
         (lambda: bus_factor("reduce", 2), "all_reduce"),
         (

@@ -18,7 +18,7 @@ from cs336_systems.kernels.rms_norm import rms_norm
 from cs336_systems.kernels.rotary import rotary
 from cs336_systems.kernels.swiglu import swiglu
 from cs336_systems.kernels.weighted_sum import weighted_sum
-from cs336_systems.training.fused import use_fused_blocks
+from cs336_systems.training.fused_block import use_fused_blocks
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 
 

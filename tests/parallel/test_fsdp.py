@@ -22,7 +22,7 @@ from cs336_systems.configs import model_size
 from cs336_systems.model import Linear, build_model
 from cs336_systems.parallel import FSDP, launch
 from cs336_systems.parallel.collective_calls import watch_collectives
-from cs336_systems.training.checkpointing import forward_with, strategy
+from cs336_systems.training.checkpointing import forward_with, policy
 from cs336_systems.training.fused import use_fused_loss
 
 BLOCKS = {"unit_types": ("TransformerBlock",)}
@@ -68,28 +68,28 @@ def hooks_of_shards(context):
 
 def recomputation(context):
     """Checkpointed blocks and segments gather again what they compute again."""
-    names, plans = (
+    units, names = (
         ("weights", "blocks, one ahead", "blocks, kept"),
         ("every 1", "every 2", "recursive"),
     )
-    cases = [(UNITS[name], plan) for name in names for plan in plans]
-    for options, plan in [*cases, (UNITS["halves of blocks"], "half blocks"), (BLOCKS, None)]:
+    cases = [(UNITS[unit], name) for unit in units for name in names]
+    for options, name in [*cases, (UNITS["halves of blocks"], "half blocks"), (BLOCKS, None)]:
 
-        def loss(model, rank, step, plan=plan):
+        def loss(model, rank, step, name=name):
             tokens, targets = batch(rank, step)
             if not isinstance(model, FSDP):
                 logits = model(tokens)
-            elif plan is None:
+            elif name is None:
                 logits = checkpoint(model, tokens, use_reentrant=False)
             else:
-                logits = forward_with(model.module, strategy(plan), tokens)
+                logits = forward_with(model.module, policy(name), tokens)
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
         pair, make = (
             (tiny(), FSDP(tiny(context.rank), **options)),
             partial(SGD, lr=0.1, momentum=0.9),
         )
-        train(context, *pair, loss, (options, plan), make=make, max_norm=0.5)
+        train(context, *pair, loss, (options, name), make=make, max_norm=0.5)
 
 
 class Pair(nn.Module):

@@ -1,4 +1,4 @@
-"""Checkpointing strategies: the same gradients, and exactly the memory and the reruns that the model says."""
+"""Checkpointing policies: the same gradients, and exactly the memory and the reruns that the model says."""
 
 from functools import partial
 
@@ -12,29 +12,33 @@ from cs336_systems.accounting.checkpoint_costs import peak, recomputed
 from cs336_systems.configs import ModelConfig, model_size
 from cs336_systems.functional import cross_entropy
 from cs336_systems.model import build_model
-from cs336_systems.training.checkpointing import every_k, forward_with, recursive, run, strategy
+from cs336_systems.training.checkpointing import every_k, forward_with, policy, recursive, run
 from cs336_systems.training.steps import ModelSteps
 from labbook.memory import record_memory, stage_peaks
 
 NAMES = ("none", "every 1", "every 2", "every 3", "sqrt_n", "recursive", "from start")
-PLANS = {name: strategy(name) for name in NAMES}
-PLANS["uneven"] = lambda blocks: (blocks[0], tuple(blocks[1:3]), (tuple(blocks[3:5]), *blocks[5:]))
+POLICIES = {name: policy(name) for name in NAMES}
+POLICIES["uneven"] = lambda blocks: (
+    blocks[0],
+    tuple(blocks[1:3]),
+    (tuple(blocks[3:5]), *blocks[5:]),
+)
 INSIDE, BOUNDARY = 1000, 100
 
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    [(name, n) for name in PLANS for n in (1, 2, 4, 7, 16) if name != "uneven" or n >= 6],
+    [(name, n) for name in POLICIES for n in (1, 2, 4, 7, 16) if name != "uneven" or n >= 6],
 )
 def test_reruns_are_exact(name, count):
     """Peaks: `test_plans_in_closed_form`, and tests/accounting/test_accounting.py."""
     calls = []
-    plan = PLANS[name]([lambda x: calls.append(1) or x.sin()] * count)
-    y = run(plan, torch.zeros(1, requires_grad=True))
+    schedule = POLICIES[name]([lambda x: calls.append(1) or x.sin()] * count)
+    y = run(schedule, torch.zeros(1, requires_grad=True))
     in_forward = len(calls)
     y.sum().backward()
     assert in_forward == count
-    assert len(calls) - in_forward == recomputed(plan)
+    assert len(calls) - in_forward == recomputed(schedule)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def model():
     )
 
 
-@pytest.mark.parametrize("name", [*PLANS, "half blocks", "selective"])
+@pytest.mark.parametrize("name", [*POLICIES, "half blocks", "selective"])
 def test_gradients_are_equal_to_the_last_bit(model, name):
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
 
@@ -55,8 +59,8 @@ def test_gradients_are_equal_to_the_last_bit(model, name):
         return [parameter.grad for parameter in model.parameters()]
 
     plain = gradients(model(tokens))
-    plan = PLANS[name] if name in PLANS else strategy(name)
-    checkpointed = gradients(forward_with(model, plan, tokens))
+    chosen = POLICIES[name] if name in POLICIES else policy(name)
+    checkpointed = gradients(forward_with(model, chosen, tokens))
     assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True))
 
 
@@ -76,28 +80,28 @@ def test_selective_runs_attention_again_and_no_linear_layer(model, dtype):
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 10))
 def test_plans_in_closed_form(count, k, depth):
     """Segments hold their input; the one that backward is at is there in full."""
-    plan = every_k(range(count), k)
+    schedule = every_k(range(count), k)
     segments, last = divmod(count, k)
     full = (segments - 1) * BOUNDARY + k * (INSIDE + BOUNDARY) if segments else 0
     short = segments * BOUNDARY + last * (INSIDE + BOUNDARY) if last else 0
-    assert (peak(plan, INSIDE, BOUNDARY), recomputed(plan)) == (max(full, short), count)
-    plan = recursive(range(2**depth))
+    assert (peak(schedule, INSIDE, BOUNDARY), recomputed(schedule)) == (max(full, short), count)
+    schedule = recursive(range(2**depth))
     # A segment's last segment is not run again with it, so the reruns halve against N log2 N.
     wanted = INSIDE + (depth + 1) * BOUNDARY, 2**depth * (1 + (depth - 1) / 2)
-    assert (peak(plan, INSIDE, BOUNDARY), recomputed(plan)) == wanted
-    plan = strategy("from start")(range(count + 1))
+    assert (peak(schedule, INSIDE, BOUNDARY), recomputed(schedule)) == wanted
+    schedule = policy("from start")(range(count + 1))
     wanted = INSIDE + 2 * BOUNDARY, count * (count + 1) // 2
-    assert (peak(plan, INSIDE, BOUNDARY), recomputed(plan)) == wanted
+    assert (peak(schedule, INSIDE, BOUNDARY), recomputed(schedule)) == wanted
 
 
 @pytest.mark.parametrize("name", ["every 0", "every ²", "every -1", "sometimes"])
 def test_a_strategy_that_there_is_not_is_refused(name):
-    with pytest.raises(ValueError, match=f"strategy '{name}' is unknown; allowed: every 1"):
-        strategy(name)
+    with pytest.raises(ValueError, match=f"policy '{name}' is unknown; allowed: every 1"):
+        policy(name)
 
 
 def called_with(name, model, tokens):
-    return forward_with(model, strategy(name), tokens)
+    return forward_with(model, policy(name), tokens)
 
 
 def test_what_is_kept_decides_the_peak():

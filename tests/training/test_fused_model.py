@@ -19,8 +19,8 @@ from labbook.memory import saved_for_backward
 
 pytest.importorskip("triton")
 from cs336_systems.training import fused_block
-from cs336_systems.training.fused import use_fused_blocks, use_fused_kernels
-from cs336_systems.training.fused_block import KEEPABLE, kept_bytes
+from cs336_systems.training.fused import use_fused_kernels
+from cs336_systems.training.fused_block import KEEPABLE, kept_bytes, use_fused_blocks
 
 CONFIG = ModelConfig("test", 2026, d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=97)
 SEQUENCE = 37  # no tile divides it

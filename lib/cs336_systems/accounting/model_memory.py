@@ -11,8 +11,8 @@ the allocator and the matrix library keep for themselves.
 from itertools import takewhile
 
 from cs336_systems.accounting.checkpoint_costs import (
-    Plan,
     Saved,
+    Schedule,
     saved_after_forward,
     saved_in_backward,
 )
@@ -102,28 +102,28 @@ def activation_bytes(
 
 def peak_bytes(
     config: ModelConfig, batch_size: int, context_length: int, pass_: str, dtype: str = "float32",
-    plan: Plan | None = None,
+    schedule: Schedule | None = None,
 ) -> int:  # fmt: skip
     """Most bytes alive at once in one step of the eager model with plain attention.
 
     Args:
         pass_: "forward" runs without autograd; "backward" and "forward_backward" have the same peak and start
             without gradients; "train_step" has AdamW's state from the start.
-        plan: which blocks are checkpointed, see `checkpoint_costs`; by default none is.
+        schedule: which blocks are checkpointed, see `checkpoint_costs`; by default none is.
     """
-    return max(peak_phases(config, batch_size, context_length, pass_, dtype, plan).values())
+    return max(peak_phases(config, batch_size, context_length, pass_, dtype, schedule).values())
 
 
 def peak_phases(
     config: ModelConfig, batch_size: int, context_length: int, pass_: str, dtype: str = "float32",
-    plan: Plan | None = None,
+    schedule: Schedule | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Bytes alive in each phase that can have the peak; which one has it depends on the shape."""
     check_choice("pass", pass_, PASSES)
     n = Counts(config, batch_size, context_length, dtype)
-    plan = tuple(range(n.layers)) if plan is None else plan
+    schedule = tuple(range(n.layers)) if schedule is None else schedule
     resident = parameter_bytes(config)
-    phases = _forward_phases(n) if pass_ == "forward" else _training_phases(n, plan)
+    phases = _forward_phases(n) if pass_ == "forward" else _training_phases(n, schedule)
     if pass_ == "train_step":
         resident *= 3
         # AdamW's one temporary is as large as the largest weight.
@@ -153,7 +153,7 @@ def _forward_phases(n: Counts) -> dict[str, int]:
     }
 
 
-def _training_phases(n: Counts, plan: Plan) -> dict[str, int]:
+def _training_phases(n: Counts, schedule: Schedule) -> dict[str, int]:
     """Going back, saved activations leave and gradients arrive, so the peak is near one of the two ends.
 
     in forward: what it would need without autograd, and what the blocks before have saved.
@@ -163,26 +163,26 @@ def _training_phases(n: Counts, plan: Plan) -> dict[str, int]:
     a block: what is saved besides it, the gradients of the blocks behind it and of the head.
     embedding: all gradients, and that of the stream.
     """
-    others = saved_in_backward(plan)
+    others = saved_in_backward(schedule)
     if len(others) != n.layers:
-        raise ValueError(f"the plan has {len(others)} blocks, and the model {n.layers}")
+        raise ValueError(f"the schedule has {len(others)} blocks, and the model {n.layers}")
     stream = FLOAT32_BYTES * n.stream
     block_saves = sum(saved_by_block(n).values())
 
     def bytes_of(saved: Saved) -> int:
         return saved.blocks * block_saves + saved.inputs * stream
 
-    def saved_by_forward(plan: Plan) -> int:
+    def saved_by_forward(schedule: Schedule) -> int:
         """What blocks saved, less the weights' copies: `_forward_phases` has those of all blocks."""
-        saved = saved_after_forward(plan)
+        saved = saved_after_forward(schedule)
         return bytes_of(saved) - n.copy_width * saved.blocks * n.block_weights
 
-    saved_by_blocks = bytes_of(saved_after_forward(plan))
+    saved_by_blocks = bytes_of(saved_after_forward(schedule))
     saved = saved_by_blocks + sum(saved_by_head(n).values())
     forward = _forward_phases(n)
     phases = {
-        "attention, forward": forward["attention"] + saved_by_forward(plan[:-1]),
-        "output head, forward": forward["output head"] + saved_by_forward(plan),
+        "attention, forward": forward["attention"] + saved_by_forward(schedule[:-1]),
+        "output head, forward": forward["output head"] + saved_by_forward(schedule),
         "loss": saved + 3 * FLOAT32_BYTES * n.logits,
         "output head": saved + (n.width - FLOAT32_BYTES) * n.logits + n.width * n.head + stream,
         "final norm": saved_by_blocks + FLOAT32_BYTES * (6 * n.stream + n.head),

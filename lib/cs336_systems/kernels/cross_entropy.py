@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import kernel_function, launch, row_tiles
+from cs336_systems.kernels.runtime import kernel_function, launch_kernel, row_tiles
 from cs336_systems.kernels.tensors import check_tensors
 
 TILE = 8192  # logits that a program has in registers at a time
@@ -103,5 +103,7 @@ def _overwrite(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     losses = logits.new_empty(n, dtype=torch.float32)
     tiles, options = row_tiles(n, vocabulary, TILE, TILE, 16)
     sizes = logits.stride(0), n, vocabulary, ignore_index
-    launch(cross_entropy_kernel, (tiles,), logits, targets.contiguous(), losses, *sizes, **options)
+    launch_kernel(
+        cross_entropy_kernel, (tiles,), logits, targets.contiguous(), losses, *sizes, **options
+    )
     return losses

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cs336_systems.kernels import runtime
 from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import kernel_function, launch, row_tiles
+from cs336_systems.kernels.runtime import kernel_function, launch_kernel, row_tiles
 from cs336_systems.kernels.tensors import as_rows, check_tensors
 
 TILE = 4096  # elements of a tile, where a row has no more
@@ -81,7 +81,9 @@ def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     r = x.new_empty(len(rows), dtype=torch.float32)
     tiles, options = row_tiles(*rows.shape, TILE, WIDEST, 32)
     sizes = rows.stride(0), *rows.shape, eps
-    launch(rms_norm_forward_kernel, (tiles,), rows, weight.contiguous(), y, r, *sizes, **options)
+    launch_kernel(
+        rms_norm_forward_kernel, (tiles,), rows, weight.contiguous(), y, r, *sizes, **options
+    )
     return y, r
 
 
@@ -115,7 +117,7 @@ def backward(
     residual = None if residual is None else residual.contiguous()
     tensors = above, rows, weight.contiguous(), r, residual, y if remakes else None, dx, partial
     sizes = above.stride(0), rows.stride(0), n_rows, d, rows_each
-    launch(rms_norm_backward_kernel, (len(partial),), *tensors, *sizes, **options)
+    launch_kernel(rms_norm_backward_kernel, (len(partial),), *tensors, *sizes, **options)
     return dx, partial.sum(0).to(weight.dtype), y
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import kernel_function, launch, row_tiles
+from cs336_systems.kernels.runtime import kernel_function, launch_kernel, row_tiles
 from cs336_systems.kernels.tensors import check_tensors
 
 TILE = 2048  # elements of a tile, where a head has no more
@@ -58,7 +58,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     tiles, options = row_tiles(sequence, d, TILE, 2 * d, 4)
     tensors, sizes = (x4, cos.contiguous(), sin.contiguous(), y4), (heads, sequence, d)
     strides = *x4.stride()[:3], *y4.stride()[:3]
-    launch(rotary_kernel, (batch * tiles,), *tensors, *strides, *sizes, INVERSE=inverse, **options)
+    launch_kernel(
+        rotary_kernel, (batch * tiles,), *tensors, *strides, *sizes, INVERSE=inverse, **options
+    )
     return y4.reshape(x.shape)
 
 

@@ -73,7 +73,7 @@ def kernel_function(function: Callable[..., Any], mutates: str = "") -> Callable
     Kernels take addresses, so PyTorch's dispatcher does nothing for them. The direct call is the fast path.
     While torch.compile or make_fx traces, under FakeTensorMode and other modes, for subclasses of Tensor and
     for tensors without memory (fake, meta) or with a lazy negation, the operator runs. The function is its
-    own fake implementation: there `launch` does nothing.
+    own fake implementation: there `launch_kernel` does nothing.
 
     mutates: the name of its first tensor, if it overwrites that: the version counter then counts it.
     """
@@ -94,7 +94,7 @@ def kernel_function(function: Callable[..., Any], mutates: str = "") -> Callable
     return call
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """kernel[grid](*arguments, **options) on the device of the first tensor; of a fake one nothing runs."""
     x = next(x for x in arguments if isinstance(x, Tensor))
     if x.is_meta or isinstance(x, FakeTensor):

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import kernel_function, launch
+from cs336_systems.kernels.runtime import kernel_function, launch_kernel
 from cs336_systems.kernels.tensors import check_tensors
 
 BLOCK = 2048  # elements of a program: 16 a thread
@@ -49,7 +49,9 @@ def forward(a: Tensor, b: Tensor) -> Tensor:
     """c of a and b, all of one shape; contiguous."""
     a, b = a.contiguous(), b.contiguous()
     c = torch.empty_like(a)
-    launch(swiglu_forward_kernel, (triton.cdiv(a.numel(), BLOCK),), a, b, c, a.numel(), BLOCK=BLOCK)
+    launch_kernel(
+        swiglu_forward_kernel, (triton.cdiv(a.numel(), BLOCK),), a, b, c, a.numel(), BLOCK=BLOCK
+    )
     return c
 
 
@@ -60,7 +62,9 @@ def backward(dc: Tensor, a: Tensor, b: Tensor, with_c: bool = False) -> list[Ten
     made = [torch.empty_like(a) for _ in range(3 if with_c else 2)]
     outputs = made if with_c else [*made, None]
     grid = (triton.cdiv(a.numel(), BLOCK),)
-    launch(swiglu_backward_kernel, grid, dc, a, b, *outputs, a.numel(), BLOCK=BLOCK, WITH_C=with_c)
+    launch_kernel(
+        swiglu_backward_kernel, grid, dc, a, b, *outputs, a.numel(), BLOCK=BLOCK, WITH_C=with_c
+    )
     return made
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import kernel_function, launch, row_tiles
+from cs336_systems.kernels.runtime import kernel_function, launch_kernel, row_tiles
 from cs336_systems.kernels.tensors import check_tensors
 
 TILE = 4096  # elements of a tile: 128 bytes a thread are on their way at once
@@ -79,7 +79,7 @@ def forward(x: Tensor, weight: Tensor) -> Tensor:
     rows, y = x.reshape(-1, len(weight)), x.new_empty(x.shape[:-1])
     tiles, options = row_tiles(*rows.shape, TILE, WIDEST, 4)
     sizes = *rows.stride(), *weight.stride(), *rows.shape
-    launch(forward_kernel, (tiles,), rows, weight, y, *sizes, **options)
+    launch_kernel(forward_kernel, (tiles,), rows, weight, y, *sizes, **options)
     return y
 
 
@@ -94,7 +94,7 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     partial = x.new_empty((triton.cdiv(n_rows, rows_each), d), dtype=torch.float32)
     strides = *rows.stride(), *weight.stride(), *above.stride()
     grid = (len(partial), triton.cdiv(d, options["COLUMNS"]))
-    launch(
+    launch_kernel(
         backward_kernel,
         grid,
         rows,

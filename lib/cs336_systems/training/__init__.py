@@ -4,7 +4,7 @@
 """
 
 from cs336_systems.training import checkpointing
-from cs336_systems.training.checkpointing import forward_with, strategy
+from cs336_systems.training.checkpointing import forward_with, policy
 from cs336_systems.training.full_steps import FULL_STEPS
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
 from cs336_systems.training.steps import ModelSteps

@@ -1,12 +1,12 @@
 """Activation checkpointing: keep only the inputs of some blocks, and run them again when backward needs them.
 
-A *plan* says which. It is a nested tuple of blocks; a tuple inside a plan is a checkpointed segment:
+A *schedule* says which. It is a nested tuple of blocks; a tuple inside a schedule is a checkpointed segment:
 
     (a, b, c, d)                    plain: everything is kept
     ((a, b), (c, d))                two segments: their two inputs are kept
     (((a,), (b,)), ((c,), (d,)))    segments inside segments
 
-`run` executes a plan; `accounting.checkpoint_costs` says what it costs, exactly, for equal blocks.
+`run` executes a schedule; `accounting.checkpoint_costs` says what it costs, exactly, for equal blocks.
 """
 
 import math
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from cs336_systems.accounting.checkpoint_costs import Plan
+from cs336_systems.accounting.checkpoint_costs import Schedule
 from cs336_systems.arguments import check_choice
 
-Strategy = Callable[[Sequence[Any]], Plan]
+Policy = Callable[[Sequence[Any]], Schedule]
 
 
 class KeepsMatmuls(tuple):
@@ -32,9 +32,9 @@ class KeepsMatmuls(tuple):
 _keep_matmuls = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 
 
-def run(plan: Plan, x: Tensor) -> Tensor:
-    """Send x through every block of the plan; same values and gradients as without checkpoints."""
-    for part in plan:
+def run(schedule: Schedule, x: Tensor) -> Tensor:
+    """Send x through every block of the schedule; same values and gradients as without checkpoints."""
+    for part in schedule:
         if isinstance(part, tuple):
             keeps = {"context_fn": _keep_matmuls} if isinstance(part, KeepsMatmuls) else {}
             x = checkpoint(run, part, x, use_reentrant=False, **keeps)
@@ -43,17 +43,17 @@ def run(plan: Plan, x: Tensor) -> Tensor:
     return x
 
 
-def every_k(blocks: Sequence[Any], k: int) -> Plan:
+def every_k(blocks: Sequence[Any], k: int) -> Schedule:
     """Segments of k blocks, k positive, the last one possibly shorter."""
     return tuple(tuple(blocks[start : start + k]) for start in range(0, len(blocks), k))
 
 
-def sqrt_n(blocks: Sequence[Any]) -> Plan:
+def sqrt_n(blocks: Sequence[Any]) -> Schedule:
     """About sqrt(N) segments of sqrt(N) blocks (Chen et al. 2016): memory O(sqrt(N)), one more forward."""
     return every_k(blocks, max(1, round(math.sqrt(len(blocks)))))
 
 
-def recursive(blocks: Sequence[Any]) -> Plan:
+def recursive(blocks: Sequence[Any]) -> Schedule:
     """Halves of halves, down to single blocks (Chen et al. 2016): memory O(log N), time O(N log N)."""
     if len(blocks) <= 1:
         return tuple(blocks)
@@ -61,23 +61,23 @@ def recursive(blocks: Sequence[Any]) -> Plan:
     return (recursive(blocks[:half]), recursive(blocks[half:]))
 
 
-def from_start(blocks: Sequence[Any]) -> Plan:
+def from_start(blocks: Sequence[Any]) -> Schedule:
     """All blocks but the last are a segment, and so on inside it: every input is made from the very first.
 
-    No plan needs less, memory O(1), and none runs more blocks again, N (N - 1) / 2.
+    No schedule needs less, memory O(1), and none runs more blocks again, N (N - 1) / 2.
     """
-    plan: Plan = ()
+    schedule: Schedule = ()
     for block in blocks:
-        plan = (plan, block) if plan else (block,)
-    return plan
+        schedule = (schedule, block) if schedule else (block,)
+    return schedule
 
 
-def selective(blocks: Sequence[Any]) -> Plan:
+def selective(blocks: Sequence[Any]) -> Schedule:
     """Every block a segment that keeps its matmuls with weights, the policy in PyTorch's documentation."""
     return tuple(KeepsMatmuls((block,)) for block in blocks)
 
 
-def half_blocks(blocks: Sequence[Any]) -> Plan:
+def half_blocks(blocks: Sequence[Any]) -> Schedule:
     """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
     halves = (
         half for block in blocks for half in ((block.attn, block.ln1), (block.ffn, block.ln2))
@@ -85,7 +85,7 @@ def half_blocks(blocks: Sequence[Any]) -> Plan:
     return tuple((partial(lambda layer, norm, x: x + layer(norm(x)), *half),) for half in halves)
 
 
-STRATEGIES: dict[str, Strategy] = {
+POLICIES: dict[str, Policy] = {
     "none": tuple,  # keep everything
     "half blocks": half_blocks,
     "sqrt_n": sqrt_n,
@@ -95,8 +95,8 @@ STRATEGIES: dict[str, Strategy] = {
 }
 
 
-def strategy(name: str) -> Strategy:
-    """A strategy by its name: one of STRATEGIES, or "every 3" for segments of three blocks.
+def policy(name: str) -> Policy:
+    """A policy by its name: one of POLICIES, or "every 3" for segments of three blocks.
 
     Raises:
         ValueError: there is none of that name; the message lists what there is.
@@ -104,12 +104,12 @@ def strategy(name: str) -> Strategy:
     word, _, number = name.partition(" ")
     if word == "every" and number.isdecimal() and int(number):
         return partial(every_k, k=int(number))
-    check_choice("strategy", name, ["every 1", "every 2 ...", *STRATEGIES])
-    return STRATEGIES[name]
+    check_choice("policy", name, ["every 1", "every 2 ...", *POLICIES])
+    return POLICIES[name]
 
 
-def forward_with(model: nn.Module, plan: Strategy, token_ids: Tensor) -> Tensor:
+def forward_with(model: nn.Module, policy: Policy, token_ids: Tensor) -> Tensor:
     """A TransformerLM's forward with its blocks checkpointed: `forward_with(model, sqrt_n, token_ids)`."""
     return model.lm_head(
-        model.ln_final(run(plan(list(model.layers)), model.token_embeddings(token_ids)))
+        model.ln_final(run(policy(list(model.layers)), model.token_embeddings(token_ids)))
     )

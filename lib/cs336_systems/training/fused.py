@@ -72,21 +72,6 @@ def use_fused_kernels(lm: model.TransformerLM) -> model.TransformerLM:
     return use_fused_loss(lm)
 
 
-def use_fused_blocks(lm: model.TransformerLM, stacked: bool = False) -> model.TransformerLM:
-    """`use_fused_kernels(lm)`, and a backward by hand in its blocks, see `training.fused_block`.
-
-    stacked: as there; W3 is then before W2 in the order of parameters: FSDP gathers it next to W1.
-    """
-    from cs336_systems.training.fused_block import run_fused
-
-    for layer in use_fused_kernels(lm).layers:
-        if getattr(layer, "run", None) is model.run_block:
-            layer.run, layer.stacked = run_fused, stacked
-            if stacked and type(layer.ffn) is model.SwiGLU:
-                layer.ffn._modules["w2"] = layer.ffn._modules.pop("w2")
-    return lm
-
-
 def is_as_written(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of the module does what `kind` says and nothing else: no subclass, patch or hook.
 

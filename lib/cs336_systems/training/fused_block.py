@@ -26,11 +26,10 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.kernels import rms_norm, rotary, swiglu
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
-from cs336_systems.kernels.runtime import launch
+from cs336_systems.kernels.runtime import launch_kernel
 from cs336_systems.model import TransformerBlock, run_block
-from cs336_systems.training.fused import is_as_written, use_fused_blocks
+from cs336_systems.training.fused import is_as_written, use_fused_kernels
 
-__all__ = ["KEEPABLE", "BlockFunction", "kept_bytes", "run_fused", "use_fused_blocks"]
 KEEPABLE = ("qkv", "h", "ab")
 Weights = namedtuple(
     "Weights", "ln1 q k v o ln2 w1 w2 w3"
@@ -139,7 +138,7 @@ def _feed_forward_backward(dy: Tensor, a: Tensor, b: Tensor, w: Weights) -> tupl
     c, ab = w.w2.T @ dy.T, _stack(a, b)  # c is dc until the kernel has written it
     both = ab.chunk(2)
     grid, options = (triton.cdiv(c.numel(), swiglu.BLOCK),), {"BLOCK": swiglu.BLOCK, "WITH_C": True}
-    launch(swiglu.swiglu_backward_kernel, grid, c, *both, *both, c, c.numel(), **options)
+    launch_kernel(swiglu.swiglu_backward_kernel, grid, c, *both, *both, c, c.numel(), **options)
     return ab.T @ _stack(w.w1, w.w3), *both, dy.T @ c.T
 
 
@@ -168,6 +167,20 @@ def _rows(heads: Tensor) -> Tensor:
 # In the order of block.modules(), after the block itself.
 _ATTENTION = model.RMSNorm, model.CausalSelfAttention, model.RotaryEmbedding, *[model.Linear] * 4
 _PARTS = *_ATTENTION, model.RMSNorm, model.SwiGLU, *[model.Linear] * 3
+
+
+def use_fused_blocks(lm: model.TransformerLM, stacked: bool = False) -> model.TransformerLM:
+    """`use_fused_kernels(lm)`, and a backward by hand in its blocks.
+
+    stacked: as above; W3 is then before W2 in the order of parameters: FSDP gathers it next to W1.
+    """
+    for layer in use_fused_kernels(lm).layers:
+        if getattr(layer, "run", None) is run_block:
+            layer.run = run_fused
+            layer.stacked = stacked
+            if stacked and type(layer.ffn) is model.SwiGLU:
+                layer.ffn._modules["w2"] = layer.ffn._modules.pop("w2")
+    return lm
 
 
 def run_fused(block: TransformerBlock, x: Tensor) -> Tensor:
