@@ -15,13 +15,14 @@ def a_profile():
 
     def build(ranges, kernels, **others) -> Profile:
         events = []
-        for process, (opened, launched) in enumerate([(ranges, kernels), *others.values()]):
-            events += [("range", name, process, *times, None, 0) for name, *times in opened]
-            for number, (name, launch, start, end, *stream) in enumerate(launched):
-                events.append(("call", "cudaLaunchKernel", process, launch, launch + 1, number, 0))
-                events.append(("kernel", name, process, start, end, number, *(stream or [7])))
-        return Profile(
-            pd.DataFrame(events, columns=COLUMNS).astype({"correlation": float}).assign(thread=1)
-        )
+        processes = [(ranges, kernels)] + list(others.values())
+        for process, (ranges, kernels) in enumerate(processes):
+            events += [("range", name, process, *times, None, 0) for name, *times in ranges]
+            for number, (name, launch, start, end, *stream) in enumerate(kernels):
+                call = ("call", "cudaLaunchKernel", process, launch, launch + 1, number, 0)
+                kernel = ("kernel", name, process, start, end, number, *(stream or [7]))
+                events += [call, kernel]
+        events = pd.DataFrame(events, columns=COLUMNS)
+        return Profile(events.astype({"correlation": float}).assign(thread=1))
 
     return build

@@ -24,40 +24,57 @@ MUL = "void at::native::vectorized_elementwise_kernel<4, MulFunctor<float> >(int
 @pytest.fixture
 def two_steps(a_profile):
     """A warm-up and two steps of 100 ns; the kernels run 40 ns after their launch."""
-    opened, launched = [], []
+    ranges = []
+    kernels = []
     for t, name in ((0, "warmup"), (1000, "measure"), (2000, "measure")):
-        opened += [(name, t, t + 100), ("forward", t, t + 60), ("backward", t + 60, t + 100)]
-        opened += [("layers.0", t + 10, t + 30)]
-        launched += [(GEMM, t + 12, t + 52, t + 62), (MUL, t + 40, t + 80, t + 82)]
-        launched += [(GEMM, t + 70, t + 110, t + 130)]
-    return a_profile(opened, launched)
+        ranges += [
+            (name, t, t + 100),
+            ("forward", t, t + 60),
+            ("layers.0", t + 10, t + 30),
+            ("backward", t + 60, t + 100),
+        ]
+        kernels += [
+            (GEMM, t + 12, t + 52, t + 62),
+            (MUL, t + 40, t + 80, t + 82),
+            (GEMM, t + 70, t + 110, t + 130),
+        ]
+    return a_profile(ranges, kernels)
 
 
 def test_a_kernel_belongs_to_the_ranges_of_its_process_that_are_open_at_its_launch(a_profile):
-    launched = [(MUL, at, at + 85, at + 86) for at in (5, 15, 20, 30, 100)]
-    opened = [("measure", 0, 100), ("forward", 10, 50), ("softmax", 20, 30)]
-    found = a_profile(
-        opened, launched, rank_1=([("other", 0, 100)], [(GEMM, 50, 200, 210)])
-    ).kernels
-    told = ["measure", "measure/forward", "measure/forward/softmax", "measure/forward", "", "other"]
-    assert found.range.tolist() == told
+    kernels = [(MUL, launch, launch + 85, launch + 86) for launch in (5, 15, 20, 30, 100)]
+    ranges = [("measure", 0, 100), ("forward", 10, 50), ("softmax", 20, 30)]
+    other_rank = [("other", 0, 100)], [(GEMM, 50, 200, 210)]
+    profile = a_profile(ranges, kernels, rank_1=other_rank)
+    assert profile.kernels.range.tolist() == [
+        "measure",
+        "measure/forward",
+        "measure/forward/softmax",
+        "measure/forward",
+        "",
+        "other",
+    ]
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=8), st.integers(0, 70))
 def test_paths_name_exactly_the_open_ranges_the_longest_first(a_profile, spans, launch):
-    rows = [("all", -1, 100)]
-    rows += [(f"r{number}", start, start + length) for number, (start, length) in enumerate(spans)]
-    found = a_profile(rows, [(MUL, launch, 80, 81)]).kernels.range[0].split("/")
-    assert set(found) == {name for name, start, end in rows if start <= launch < end}
-    starts = {name: (start, -end) for name, start, end in rows}
-    assert [starts[name] for name in found] == sorted(starts[name] for name in found)
+    ranges = [("all", -1, 100)]
+    for number, (start, length) in enumerate(spans):
+        ranges.append((f"r{number}", start, start + length))
+    path = a_profile(ranges, [(MUL, launch, 80, 81)]).kernels.range[0].split("/")
+    assert set(path) == {name for name, start, end in ranges if start <= launch < end}
+    place = {name: (start, -end) for name, start, end in ranges}
+    assert path == sorted(path, key=place.get)
 
 
 def test_the_kernel_table_is_the_mean_step_without_the_warmup(two_steps):
     table = kernel_table(two_steps)
-    assert dict(zip(table.range, table.total_ms, strict=True)) == pytest.approx(
-        {"measure/backward": 20e-6, "measure/forward/layers.0": 10e-6, "measure/forward": 2e-6}
-    )
+    times = {
+        "measure/backward": 20e-6,
+        "measure/forward/layers.0": 10e-6,
+        "measure/forward": 2e-6,
+    }
+    assert table.set_index("range").total_ms.to_dict() == pytest.approx(times)
     assert (table.calls == 1).all()
     assert stages(table).tolist() == ["backward", "forward", "forward"]
     assert set(kernel_table(two_steps, "forward").range) == {"forward", "forward/layers.0"}
@@ -69,9 +86,8 @@ def test_range_table_tells_busy_from_idle(two_steps, a_profile):
     table = range_table(two_steps).set_index("range")
     assert set(table.index) == {"measure", "measure/forward", "measure/backward"}
     step = table.loc["measure"]
-    assert [step.host_ms, step.device_span_ms, step.device_busy_ms] == pytest.approx(
-        [1e-4, 78e-6, 32e-6]
-    )
+    times = step[["host_ms", "device_span_ms", "device_busy_ms"]]
+    assert times.tolist() == pytest.approx([1e-4, 78e-6, 32e-6])
     assert step.device_idle_share == pytest.approx(1 - 32 / 78)
     assert step.calls == 3
     on_two_streams = [(MUL, 1, 10, 30), (MUL, 2, 20, 40, 8), (MUL, 3, 22, 25)]
@@ -79,14 +95,16 @@ def test_range_table_tells_busy_from_idle(two_steps, a_profile):
     assert table.device_busy_ms[0] == pytest.approx(30e-6), "what overlaps counts once"
 
 
+def points(spans) -> set[int]:
+    return {point for span in spans for point in range(*span)}
+
+
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=9))
 def test_a_union_covers_the_same_points_once(spans):
     spans = [(start, start + length) for start, length in spans]
-    found = covered(pd.DataFrame(spans, columns=["start_ms", "end_ms"], dtype=int))
-    joined = list(found.itertuples(index=False, name=None))
-    assert {t for span in joined for t in range(*span)} == {
-        t for span in spans for t in range(*span)
-    }
+    frame = pd.DataFrame(spans, columns=["start_ms", "end_ms"], dtype=int)
+    joined = covered(frame).to_numpy().tolist()
+    assert points(joined) == points(spans)
     assert all(end < start for (_, end), (start, _) in pairwise(joined))
 
 
@@ -103,10 +121,20 @@ def test_the_optimizers_range_names_the_purpose_of_ordinary_kernels(a_profile):
 
 def test_rows_sum_layers_and_fold_what_is_small(a_profile):
     """MUL is long in forward and negligible in backward: it must not lose those calls to the rest."""
-    spans = [("measure", 0, 1000), ("forward", 0, 200), ("backward", 200, 300)]
-    spans += [("layers.0", 0, 90), ("layers.1", 100, 190)]
-    launches = [(MUL, t + 10, 1000 * (t + 1), 1000 * (t + 1) + 900) for t in (0, 100)]
-    launches += [(MUL, 205, 302, 303), ("tiny", 110, 303, 304), ("tiny", 210, 304, 305)]
+    spans = [
+        ("measure", 0, 1000),
+        ("forward", 0, 200),
+        ("layers.0", 0, 90),
+        ("layers.1", 100, 190),
+        ("backward", 200, 300),
+    ]
+    launches = [
+        (MUL, 10, 1000, 1900),
+        (MUL, 110, 101_000, 101_900),
+        (MUL, 205, 302, 303),
+        ("tiny", 110, 303, 304),
+        ("tiny", 210, 304, 305),
+    ]
     table = kernel_table(a_profile(spans, launches))
     rows = kernel_rows(table, smallest_share=0.01)
     calls = {(row["range"], row["kernel"]): row["calls"] for row in rows}
@@ -121,9 +149,9 @@ def test_rows_sum_layers_and_fold_what_is_small(a_profile):
 
 def test_one_step_for_a_timeline(two_steps):
     opened, launched, calls = one_step(two_steps)
-    assert opened.name.tolist() == ["measure", "forward", "backward", "layers.0"]
-    assert opened.depth.tolist() == [0, 1, 1, 2]
-    assert opened.end_ms.tolist() == pytest.approx([100e-6, 60e-6, 100e-6, 30e-6])
+    assert opened.name.tolist() == ["measure", "forward", "layers.0", "backward"]
+    assert opened.depth.tolist() == [0, 1, 2, 1]
+    assert opened.end_ms.tolist() == pytest.approx([100e-6, 60e-6, 30e-6, 100e-6])
     assert calls.start_ms.tolist() == pytest.approx([12e-6, 40e-6, 70e-6])
     assert launched.start_ms.tolist() == pytest.approx([52e-6, 80e-6, 110e-6])
     assert launched["range"].tolist() == [
