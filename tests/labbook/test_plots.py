@@ -1,5 +1,7 @@
 """What is drawn of rows: values, colours, and why there is none."""
 
+from collections import defaultdict
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,35 +18,24 @@ PLAIN, COMPILED = BLUE.lower(), VERMILLION.lower()
 
 @pytest.fixture
 def shares() -> pd.DataFrame:
-    """Kernel rows of two contexts: three classes, and the time doubles."""
-    return pd.DataFrame(
-        {
-            "model_size": "small",
-            "context_length": context,
-            "range": where,
-            "class": name,
-            "total_ms": time,
-        }
-        for context in (128, 256)
-        for where in ("measure/forward", "measure/backward")
-        for name, time in (
-            ("matmul", context / 3.2),
-            ("softmax", context / 16),
-            ("other", context / 16),
-        )
-    )
+    """Kernel rows of two contexts: three classes in two ranges, and the time doubles."""
+    ranges = pd.DataFrame({"range": ["measure/forward", "measure/backward"]})
+    parts = pd.DataFrame({"class": ["matmul", "softmax", "other"], "total_ms": [40.0, 8.0, 8.0]})
+    short = ranges.merge(parts, how="cross").assign(model_size="small", context_length=128)
+    long = short.assign(context_length=256, total_ms=2 * short["total_ms"])
+    return pd.concat([short, long])
 
 
 @pytest.fixture
 def every_kind(rows, shares):
+    down_and_across = ("implementation", "context_length")
+    stacks = {"share": True, "facet": "range"}
     return {
         "lines": lines(rows, **BY_CONTEXT, title="Lines"),
         "bars": bars(rows, **BY_CONTEXT, title="Bars"),
-        "heatmap": heatmap(rows, "implementation", "context_length", title="Heat map"),
+        "heatmap": heatmap(rows, *down_and_across, title="Heat map"),
         "ratio": ratio(rows, **BY_CONTEXT, baseline="plain", title="Ratio"),
-        "stacked": stacked_bars(
-            shares, "context_length", share=True, facet="range", title="Shares"
-        ),
+        "stacked": stacked_bars(shares, "context_length", title="Shares", **stacks),
         "empty": lines(rows.iloc[:0], **BY_CONTEXT, title="Empty"),
     }
 
@@ -55,30 +46,32 @@ def texts(chart) -> set[str]:
 
 def drawn(chart) -> dict[str, list]:
     """By colour the points of each line that has several."""
-    drawn = [line for axes in chart.axes for line in axes.get_lines() if len(line.get_xdata()) > 1]
-    return {
-        to_hex(line.get_color()): np.asarray(line.get_xydata(), float).tolist() for line in drawn
-    }
+    points = {}
+    for axes in chart.axes:
+        for line in axes.get_lines():
+            if len(line.get_xdata()) > 1:
+                points[to_hex(line.get_color())] = np.asarray(line.get_xydata(), float).tolist()
+    return points
 
 
 def heights(chart) -> dict[str, list[float]]:
     """By colour the heights of the bars."""
-    groups = [group for axes in chart.axes for group in axes.containers if group]
-    found = [
-        (to_hex(group[0].get_facecolor()), bar.get_height()) for group in groups for bar in group
-    ]
-    return {color: [height for other, height in found if other == color] for color, _ in found}
+    heights = defaultdict(list)
+    for axes in chart.axes:
+        for group in axes.containers:
+            for bar in group:
+                heights[to_hex(bar.get_facecolor())].append(bar.get_height())
+    return heights
 
 
 def test_a_cell_shows_the_same_small_picture_once(every_kind, monkeypatch):
     shown = []
-    monkeypatch.setattr(
-        "IPython.display.display", lambda bundle, **options: shown.append((bundle, options))
-    )
+    show = lambda bundle, **options: shown.append((bundle, options))  # noqa: E731
+    monkeypatch.setattr("IPython.display.display", show)
     for kind, chart in every_kind.items():
         chart._ipython_display_()
-        ((bundle, options),) = shown
-        shown.clear()
+        bundle, options = shown.pop()
+        assert not shown
         assert bundle == {"image/png": chart.png(), "text/plain": "<figure>"}, kind
         assert options["metadata"]["image/png"]["alt"] == chart.title, kind
         assert len(bundle["image/png"]) < 150_000, kind
@@ -86,16 +79,22 @@ def test_a_cell_shows_the_same_small_picture_once(every_kind, monkeypatch):
 
 
 def test_lines_are_of_their_colour_and_values(rows):
-    found = drawn(lines(rows.iloc[::-1], **BY_CONTEXT))
-    assert set(found) == {PLAIN, COMPILED}
-    assert found[PLAIN] == [[256, 1.0], [512, 4.0]]
-    chart = lines(rows, **BY_CONTEXT)
-    edges = {
-        to_hex(band.get_facecolor()[0]): band.get_paths()[0] for band in chart.axes[0].collections
-    }
-    assert set(np.round(edges[PLAIN].vertices[:, 1], 6)) == {0.9, 1.2, 3.6, 4.8}
+    points = drawn(lines(rows.iloc[::-1], **BY_CONTEXT))
+    assert set(points) == {PLAIN, COMPILED}
+    assert points[PLAIN] == [[256, 1.0], [512, 4.0]]
+
+
+def test_a_band_has_the_edges_of_the_spread(rows):
+    bands = lines(rows, **BY_CONTEXT).axes[0].collections
+    (plain,) = [band for band in bands if to_hex(band.get_facecolor()[0]) == PLAIN]
+    edges = plain.get_paths()[0].vertices[:, 1]
+    assert set(np.round(edges, 6)) == {0.9, 1.2, 3.6, 4.8}
+
+
+def test_words_stand_at_equal_distances_and_numbers_are_plain():
     sizes = pd.DataFrame({"model_size": ["xl", "small"], "p50_ms": [3.0, 1.0]})
-    assert list(drawn(lines(sizes, "model_size")).values()) == [[[0, 1.0], [1, 3.0]]]
+    (points,) = drawn(lines(sizes, "model_size")).values()
+    assert points == [[0, 1.0], [1, 3.0]]
     axes = lines(pd.DataFrame({"n": [1, 1000], "p50_ms": [1, 1e6]}), "n").axes[0]
     assert axes.get_xticklabels()[1].get_text() == "1,000"
 
@@ -105,19 +104,20 @@ def test_why_there_is_no_number_is_written_on_every_kind(every_kind, rows):
         assert "OOM" in texts(every_kind[kind]), kind
     assert "plain OOM" in texts(every_kind["ratio"])
     assert "OOM" in texts(lines(rows[rows["status"] == "oom"], **BY_CONTEXT))
-    (cross,) = [text for text in every_kind["lines"].axes[0].texts if text.get_text() == "×"]
-    assert (to_hex(cross.get_color()), cross.xy[0]) == (PLAIN, 1024)
+    marks = every_kind["lines"].axes[0].texts
+    (cross,) = [mark for mark in marks if mark.get_text() == "×"]
+    assert to_hex(cross.get_color()) == PLAIN
+    assert cross.xy[0] == 1024
     assert "–" in texts(heatmap(rows.iloc[1:], "implementation", "context_length", fmt="{:.1f}"))
-    for chart in (every_kind["empty"], ratio(rows.iloc[:3], **BY_CONTEXT, baseline="plain")):
+    without_pairs = ratio(rows.iloc[:3], **BY_CONTEXT, baseline="plain")
+    for chart in (every_kind["empty"], without_pairs):
         assert any("cs336_systems run" in text for text in texts(chart))
 
 
 def test_machines_are_told_apart(places):
     chart = lines(places[places["implementation"] == "compiled"], **BY_CONTEXT)
-    assert (
-        len({str((line._dash_pattern, line.get_marker())) for line in chart.axes[0].get_lines()})
-        == 3
-    )
+    looks = {(line.get_linestyle(), line.get_marker()) for line in chart.axes[0].get_lines()}
+    assert len(looks) == 3
     groups = bars(places, **BY_CONTEXT).axes[0].containers
     assert len({bar.get_hatch() for group in groups for bar in group}) == 3
 
@@ -136,11 +136,8 @@ def test_rows_in_one_place_are_refused(rows):
 
 def test_bars_and_cells_have_their_values(rows):
     chart = bars(rows, **BY_CONTEXT)
-    found = heights(chart)
-    assert (np.nan_to_num(found[PLAIN]).tolist(), found[COMPILED]) == (
-        [1.0, 4.0, 0.0],
-        [0.5, 1.0, 8.0],
-    )
+    assert np.nan_to_num(heights(chart)[PLAIN]).tolist() == [1.0, 4.0, 0.0]
+    assert heights(chart)[COMPILED] == [0.5, 1.0, 8.0]
     assert {"4.00", "8.00", "OOM"} <= texts(chart)
     both = pd.concat([rows, rows.assign(dtype="bfloat16")]).fillna({"dtype": "float32"})
     for axes in heatmap(both, "implementation", "context_length", facet="dtype", middle=1).axes:
@@ -160,22 +157,28 @@ def test_stacks_add_up_ranges_to_their_whole(shares):
 
 def boxes(chart, color) -> list[list[float]]:
     """Left, right, lower and upper end of each box of one colour."""
-    found = [each for each in chart.axes[0].findobj(PolyCollection) if len(each.get_facecolor())]
-    found = [each for each in found if to_hex(each.get_facecolor()[0]) == color.lower()]
-    ends = [path.get_extents() for each in found for path in each.get_paths()]
-    return [np.round([box.x0, box.x1, box.y0, box.y1], 6).tolist() for box in ends]
+    boxes = []
+    for patches in chart.axes[0].findobj(PolyCollection):
+        if to_hex(patches.get_facecolor()[0]) == color.lower():
+            boxes += [path.get_extents() for path in patches.get_paths()]
+    return [np.round([box.x0, box.x1, box.y0, box.y1], 6).tolist() for box in boxes]
 
 
 def test_spans_are_boxes_on_their_lanes_with_names_where_they_fit():
-    rows = [("host", "host range", "forward", 0, 10), ("host", "host range", "no room", 10, 10.01)]
-    rows += [("stream 7", "attention", "", 2, 5), ("stream 20", "communication", "", 6, 9)]
+    rows = [
+        ("host", "host range", "forward", 0, 10),
+        ("host", "host range", "no room", 10, 10.01),
+        ("stream 7", "attention", "", 2, 5),
+        ("stream 20", "communication", "", 6, 9),
+    ]
     frame = pd.DataFrame(rows, columns=["lane", "class", "name", "start_ms", "end_ms"])
     chart = spans(frame, "lane", "class", text="name")
     lanes = [label.get_text() for label in chart.axes[0].get_yticklabels()]
     assert lanes == ["host", "stream 7", "stream 20"]
     assert "forward" in texts(chart)
     assert "no room" not in texts(chart)
-    assert (boxes(chart, GREEN), boxes(chart, WINE)) == ([[2, 5, 0.6, 1.4]], [[6, 9, 1.6, 2.4]])
+    assert boxes(chart, GREEN) == [[2, 5, 0.6, 1.4]]
+    assert boxes(chart, WINE) == [[6, 9, 1.6, 2.4]]
     late = spans(frame, "lane", "class", text="name", between=(6, 9))
     assert [label.get_text() for label in late.axes[0].get_yticklabels()] == ["host", "stream 20"]
 

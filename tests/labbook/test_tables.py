@@ -12,27 +12,31 @@ def test_a_pivot_writes_out_memory_and_units(rows):
     assert table.columns.tolist() == [(header, context) for context in ("256", "512", "1K")]
     assert table.index.tolist() == ["plain", "compiled"]
     assert table.to_numpy().tolist() == [["1.000", "4.00", "OOM"], ["0.500", "1.00", "8.00"]]
-    assert pivot(rows.iloc[1:], "implementation", "context_length").loc["plain"].tolist()[0] == "–"
+    without_first = pivot(rows.iloc[1:], "implementation", "context_length")
+    assert without_first.loc["plain"].tolist()[0] == "–"
 
 
 def test_several_keys_and_values_and_a_format(rows):
-    table = pivot(
-        rows, ["implementation", "pass"], "context_length", ["p50_ms", "p80_ms"], fmt="{:.1f}"
-    )
+    keys = ["implementation", "pass"]
+    table = pivot(rows, keys, "context_length", ["p50_ms", "p80_ms"], fmt="{:.1f}")
     assert table.loc[("plain", "forward")].tolist() == ["1.0", "4.0", "OOM", "1.2", "4.8", "OOM"]
-    half = rows.assign(p80_ms=rows["p80_ms"].where(rows["context_length"] == 512))
-    half = half[half["status"] == "ok"].assign(p20_ms=float("nan"))
-    table = pivot(half, "implementation", "context_length", ["p20_ms", "p80_ms"])
-    assert [place for _, place in table.columns] == ["256", "512", "1K", "512"], "no empty columns"
-    gaps = rows[rows["context_length"] == 256].assign(
-        bucket_size_mb=[25.0, None], p50_ms=[2.0, 1.0]
-    )
+    words = rows.assign(word="a word")
+    table = pivot(words, "implementation", "context_length", "word", fmt="<{}>")
+    assert set(table.to_numpy().flatten()) == {"<a word>"}
+
+
+def test_columns_of_later_values_are_left_out_when_empty(rows):
+    rows = rows[rows["status"] == "ok"]
+    p80_ms = rows["p80_ms"].where(rows["context_length"] == 512)
+    rows = rows.assign(p20_ms=float("nan"), p80_ms=p80_ms)
+    table = pivot(rows, "implementation", "context_length", ["p20_ms", "p80_ms"])
+    assert [place for _, place in table.columns] == ["256", "512", "1K", "512"]
+
+
+def test_a_key_may_be_missing_and_two_rows_in_a_cell_are_refused(rows):
+    gaps = rows[rows["context_length"] == 256].assign(bucket_size_mb=[25.0, None])
     table = pivot(gaps, ["bucket_size_mb", "implementation"], "context_length")
     assert table.index.tolist() == [("25", "plain"), ("–", "compiled")]
-    words = pivot(
-        rows.assign(told="a word"), "implementation", "context_length", "told", fmt="<{}>"
-    )
-    assert set(words.to_numpy().flatten()) == {"<a word>"}
     with pytest.raises(ValueError, match="implementation"):
         pivot(rows, "pass", "context_length")
 
@@ -42,9 +46,9 @@ def test_html_has_the_cells_of_the_text_words_to_the_left(rows):
     html = as_html(as_text(table))
     assert re.findall("<td>(.*)</td>", html) == list(table.to_numpy().flatten())
     assert html.count("forward") == 1  # the pass is written once for both lines
-    text = as_html(as_text(pd.DataFrame({"why": ["because"], "calls": [12]})))
-    assert '<div style="text-align: left">because</div>' in text
-    assert "<td>12</td>" in text
+    html = as_html(as_text(pd.DataFrame({"why": ["because"], "calls": [12]})))
+    assert '<div style="text-align: left">because</div>' in html
+    assert "<td>12</td>" in html
 
 
 def test_raw_rows_get_readable_headers_and_numbers(rows):
