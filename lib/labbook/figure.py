@@ -135,11 +135,10 @@ def _with_header(chart: Chart, handles: Sequence[Artist], title: str, subtitle: 
     legend = _legend(chart, handles) if handles else None
     # Inches from the upper edge to the top of each part.
     below_heading = _EDGE + _TITLE_LINE * _line_count(heading)
-    below_subheading = below_heading + 0.06 + _SUBTITLE_LINE * _line_count(subheading)
-    header = below_subheading
+    below_subheading = below_heading + (0.06 + _SUBTITLE_LINE * _line_count(subheading))
+    height = panels + below_subheading
     if legend:
-        header += legend.get_window_extent().height / chart.dpi + 0.04
-    height = panels + header
+        height += legend.get_window_extent().height / chart.dpi + 0.04
     chart.set_figheight(height)
     heading.set_y(1 - _EDGE / height)
     subheading.set_y(1 - below_heading / height)
