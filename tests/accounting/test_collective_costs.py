@@ -1,12 +1,10 @@
 """Collectives: closed forms, and the line that is fitted to times."""
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems.accounting.collective_costs import fit_alpha_beta, torch_bucket_bytes
+from cs336_systems.accounting.collective_costs import fit_alpha_beta
 
 points = st.tuples(st.floats(1, 1e9), st.floats(1e-6, 1e2))
 
@@ -33,18 +31,3 @@ def test_fits_on_the_borders():
     assert superlinear.latency_s == superlinear.half_bandwidth_bytes == 0
     falling = fit_alpha_beta([1e6, 1e7], [2e-3, 1e-3])
     assert falling.bandwidth_gbps == falling.half_bandwidth_bytes == float("inf")
-
-
-@given(
-    st.lists(st.integers(0, 40), max_size=12), st.integers(1, 400).map(lambda size: size / 2**20)
-)
-def test_pytorchs_buckets_are_those_that_pytorch_fills(numbers, bucket_size_mb):
-    parameters = [torch.empty(number, device="meta") for number in numbers]
-    order = parameters[::-1]
-    places = (
-        dist._compute_bucket_assignment_by_size(order, [int(bucket_size_mb * 2**20)])[0]
-        if order
-        else []
-    )
-    expected = [sum(order[place].nbytes for place in bucket) for bucket in places]
-    assert torch_bucket_bytes(parameters, bucket_size_mb) == expected

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cs336_systems.accounting.collective_costs import ring_seconds
 from cs336_systems.accounting.network import SIMULATED, Links, Task, collective_finish, run_tasks
 
 DEVICES, BYTES, HOPS, RATES = (
@@ -17,6 +16,12 @@ DEVICES, BYTES, HOPS, RATES = (
 SIZE, LINKS = 840.0, Links(4.0, 0.5)
 
 
+def ring_seconds(collective, size, n, hop_s, bytes_per_s):
+    """A latency for every hop, and every part of the tensor over n - 1 links; twice in an all-reduce."""
+    hop = hop_s + size / n / bytes_per_s
+    return (n - 1) * hop * (2 if collective == "all_reduce" else 1)
+
+
 def last(collective, size, mesh, links, **how):
     return collective_finish(collective, size, mesh, links, **how).max()
 
@@ -24,16 +29,14 @@ def last(collective, size, mesh, links, **how):
 @given(st.sampled_from(SIMULATED), DEVICES, BYTES, HOPS, RATES)
 def test_equal_links_give_the_closed_form_of_a_ring(collective, n, size, hop, rate):
     finish = collective_finish(collective, size, (n,), Links(rate, hop))
-    assert finish == pytest.approx(
-        ring_seconds(collective, size, n, hop_s=hop, link_bytes_per_s=rate)
-    )
+    assert finish == pytest.approx(ring_seconds(collective, size, n, hop, rate))
 
 
 def test_lines_of_a_mesh_run_by_themselves():
     ready = np.zeros((4, 3))
     ready[:, 1] = 700.0  # late, so that along rows all wait for it
     finish = collective_finish("all_gather", SIZE, (4, 3), (LINKS, LINKS), axis=0, ready=ready)
-    alone = ring_seconds("all_gather", SIZE, 4, hop_s=0.5, link_bytes_per_s=4.0)
+    alone = ring_seconds("all_gather", SIZE, 4, 0.5, 4.0)
     assert finish - ready == pytest.approx(np.full((4, 3), alone))
     along_rows = collective_finish("all_gather", SIZE, (4, 3), (LINKS, LINKS), axis=1, ready=ready)
     row = collective_finish("all_gather", SIZE, (3,), LINKS, ready=ready[0])
@@ -46,9 +49,7 @@ def test_one_slow_link_sets_the_pace_of_its_own_ring_alone():
     rates[2, 1] = 1.0
     for hop in (0.0, 0.5, 1e4):
         finish = collective_finish("all_reduce", SIZE, (4, 3), (Links(rates, hop), LINKS), axis=0)
-        slow, fast = (
-            ring_seconds("all_reduce", SIZE, 4, hop_s=hop, link_bytes_per_s=w) for w in (1.0, 4.0)
-        )
+        slow, fast = (ring_seconds("all_reduce", SIZE, 4, hop, w) for w in (1.0, 4.0))
         assert finish.max(axis=0) == pytest.approx([fast, slow, fast])
 
 
@@ -69,7 +70,7 @@ def test_tasks_wait_for_their_lane_and_for_each_other():
         Task("sum 1", "x", collective="all_reduce", message_bytes=SIZE, after=("backward 1",)),
     ]
     timeline = run_tasks(tasks, (4,), LINKS)
-    seconds = ring_seconds("all_reduce", SIZE, 4, hop_s=0.5, link_bytes_per_s=4.0)
+    seconds = ring_seconds("all_reduce", SIZE, 4, 0.5, 4.0)
     message_s = 6 * 0.5 + SIZE / (4.0 / 1.5)  # a start for each hop, and 2 (n - 1) / n of the bytes
     left = max(20.0, 10.0 + message_s) + message_s - 20.0
     assert timeline["sum 1"][1] == pytest.approx(np.full(4, 20 + left))

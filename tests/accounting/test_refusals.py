@@ -5,7 +5,7 @@ import pytest
 
 from cs336_systems import accounting
 from cs336_systems.accounting import scaling
-from cs336_systems.accounting.collective_costs import bus_factor, fit_alpha_beta, ring_seconds
+from cs336_systems.accounting.collective_costs import bus_factor, fit_alpha_beta
 from cs336_systems.accounting.network import Links, collective_finish, run_tasks
 from cs336_systems.configs import model_size
 
@@ -28,10 +28,6 @@ def evaluate(**values):
         ),
         (lambda: accounting.attention_flops(1, 8, 4, "train_step"), "train_step.*forward_backward"),
         (lambda: bus_factor("reduce", 2), "all_reduce"),
-        (
-            lambda: ring_seconds("all_reduce", 1.0, 2, hop_s=0, link_bytes_per_s=-1),
-            "link_bytes_per_s is -1",
-        ),
         (lambda: fit_alpha_beta([1, 1], [1, 2]), "two or more different sizes"),
         (lambda: fit_alpha_beta([0, 2], [1, float("nan")]), "finite and above 0"),
         (lambda: Links(np.array([1.0, 0.0])), "bytes_per_s is 0"),

@@ -8,15 +8,12 @@ from importlib import import_module
 
 from cs336_systems.accounting import checkpoint_costs, sharding_costs
 from cs336_systems.accounting.attention_costs import (
-    attention_flops, attention_part_bytes, attention_part_flops, attention_peak_breakdown, flash_scores,
-    attention_peak_bytes, attention_saved_bytes, attention_traffic_bytes, flash_bytes, flash_flops,
+    attention_flops, attention_peak_breakdown, attention_peak_bytes, attention_saved_bytes,
+    attention_traffic_bytes, flash_bytes, flash_flops, flash_scores,
 )  # fmt: skip
-from cs336_systems.accounting.collective_costs import COLLECTIVES, MB, bus_factor
 from cs336_systems.accounting.collective_costs import (
-    fit_alpha_beta,
-    fit_collective,
-    torch_bucket_bytes,
-)
+    COLLECTIVES, MB, bus_factor, fit_alpha_beta, fit_collective,
+)  # fmt: skip
 from cs336_systems.accounting.data_sheets import Hardware, hardware, hardware_names
 from cs336_systems.accounting.element_counts import DTYPE_BYTES
 from cs336_systems.accounting.flops import flops_breakdown, forward_flops, parameter_breakdown
@@ -29,8 +26,7 @@ from cs336_systems.accounting.network import Links, Task, collective_finish, run
 
 
 def __getattr__(name: str) -> object:
-    if (
-        name == "scaling"
-    ):  # on its first use: sympy takes most of a second, and every rank imports this file
+    # On its first use: sympy takes most of a second, and every rank imports this file.
+    if name == "scaling":
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -92,39 +92,6 @@ def attention_traffic_bytes(
     return FLOAT32_BYTES * elements[pass_] * batch_size * context_length
 
 
-def attention_part_flops(batch_size: int, context_length: int, d_head: int) -> dict[str, int]:
-    """Operations of each part of a causal forward.
-
-    2 B T^2 d in a matmul; for each score 1 in the scale and 5 in the softmax (maximum, subtract, exponential,
-    sum, divide).
-    """
-    _check(batch_size, context_length, d_head)
-    scores = batch_size * context_length**2
-    matmul = 2 * scores * d_head
-    return {"scores": matmul, "scale and mask": scores, "softmax": 5 * scores, "values": matmul}
-
-
-def attention_part_bytes(batch_size: int, context_length: int, d_head: int) -> dict[str, int]:
-    """Bytes that each part of an eager, causal float32 forward reads and writes.
-
-    A matmul writes the scores or reads the weights once. Scaling makes two passes over the scores (read,
-    write), masking four (copy, then fill) and one over the mask, the softmax eight: read for the maximum;
-    subtract; exponential; read for the sum; divide.
-    """
-    _check(batch_size, context_length, d_head)
-    rows = batch_size * context_length
-    scores = rows * context_length
-    matmul = FLOAT32_BYTES * (scores + 2 * rows * d_head)
-    scale_and_mask = FLOAT32_BYTES * 6 * scores + context_length**2
-    softmax = FLOAT32_BYTES * (8 * scores + 4 * rows)
-    return {
-        "scores": matmul,
-        "scale and mask": scale_and_mask,
-        "softmax": softmax,
-        "values": matmul,
-    }
-
-
 def flash_flops(
     sequences: int, context_length: int, d_head: int, pass_: str = "forward", is_causal: bool = True
 ) -> int:

@@ -71,12 +71,3 @@ def _reruns(segment: Schedule) -> int:
     last = segment[-1]
     skipped = block_count(last) if isinstance(last, tuple) else 0
     return block_count(segment) - skipped + recomputed(segment)
-
-
-def best_k(count: int, inside: float, boundary: float) -> int:
-    """The segment length with the lowest peak for `count` equal blocks, without nesting."""
-    lengths = range(1, count + 1)
-    schedules = {
-        k: tuple((0,) * min(k, count - first) for first in range(0, count, k)) for k in lengths
-    }
-    return min(lengths, key=lambda k: peak(schedules[k], inside, boundary))

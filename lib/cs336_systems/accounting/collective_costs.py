@@ -9,12 +9,11 @@ the handout). What is still in flight when backward ends is exposed.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from cs336_systems.arguments import check_choice, check_positive_integers
 
@@ -31,19 +30,6 @@ def bus_factor(collective: str, world_size: int) -> float:
     check_positive_integers(world_size=world_size)
     around = (world_size - 1) / world_size
     return {"all_reduce": 2 * around, "broadcast": 1.0}.get(collective, around)
-
-
-def ring_seconds(
-    collective: str, message_bytes: float, world_size: int, *, hop_s: float, link_bytes_per_s: float
-) -> float:
-    """Time of a collective around a ring: a latency for every hop, and the bytes over the link's rate.
-
-    An all-reduce is a reduce-scatter and an all-gather, n - 1 hops each; a broadcast streams through as many.
-    """
-    if not link_bytes_per_s > 0:
-        raise ValueError(f"link_bytes_per_s is {link_bytes_per_s:g}; allowed: above 0")
-    hops = (world_size - 1) * (2 if collective == "all_reduce" else 1)
-    return hops * hop_s + bus_factor(collective, world_size) * message_bytes / link_bytes_per_s
 
 
 @dataclass(frozen=True)
@@ -107,18 +93,3 @@ def fit_collective(
     same = {"collective": collective, "world_size": world_size, "backend": backend, "status": "ok"}
     measured = rows[(rows[[*same]] == [*same.values()]).all(axis=1)].sort_values("message_mb")
     return fit_alpha_beta(measured["message_mb"] * MB, measured["p50_ms"] / 1e3)
-
-
-def torch_bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:
-    """Sizes of the messages of PyTorch's DDP, the first one first, as `overlapped.bucket_bytes` of ours.
-
-    PyTorch closes a bucket as soon as it holds bucket_size_mb or more, `BucketedDDP` before it would hold
-    more. (PyTorch's small first bucket of 1 MB comes with its default size only.)
-    """
-    limit = int(bucket_size_mb * MB)
-    buckets: list[int] = []
-    for parameter in reversed(list(parameters)):
-        if not buckets or buckets[-1] >= limit:
-            buckets.append(0)
-        buckets[-1] += parameter.nbytes
-    return buckets

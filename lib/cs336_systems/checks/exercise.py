@@ -48,7 +48,7 @@ class Property(NamedTuple):
         )
 
 
-class Step:
+class StepCheck:
     """What a step has shown so far. passed: every property held; None while it is not written yet."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ def show(line: str) -> None:
 
 
 @contextlib.contextmanager
-def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
+def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[StepCheck]:
     """Check one step of an exercise. What is raised inside ends there, save a real Ctrl-C and under nbgrader.
 
     What is not written yet (a bare NotImplementedError, in another process too) is "not yet", anything else
@@ -114,7 +114,7 @@ def step(name: str, timeout_s: float = TIMEOUT_S) -> Iterator[Step]:
     Triton's interpreter cannot reach beyond their tensors; of very long output only the beginning is printed.
     Python code counts as hanging after timeout_s seconds.
     """
-    found = Step()
+    found = StepCheck()
     try:
         with _limited(timeout_s), _cut(sys.stdout), _cut(sys.stderr), inside_tensors(show):
             yield found

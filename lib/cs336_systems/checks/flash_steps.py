@@ -13,7 +13,7 @@ from triton.runtime import JITFunction
 
 from cs336_systems.attention.inputs import AttentionFunction
 from cs336_systems.checks.attention_checks import AttentionCase, check_attention, check_logsumexp
-from cs336_systems.checks.exercise import Step
+from cs336_systems.checks.exercise import StepCheck
 
 _TILE, _LOG2_E = 16, 1.4426950408889634  # tl.dot takes 16 at least
 
@@ -39,7 +39,7 @@ def _visit_kernel(
     tl.store(o_ptr + square, acc / total[:, None])
 
 
-def check_visit(check: Step, visit: JITFunction, device: str | torch.device = "cpu") -> None:
+def check_visit(check: StepCheck, visit: JITFunction, device: str | torch.device = "cpu") -> None:
     """Properties of `visit(q, k, v, visible, m, total, acc, scale_log2)`, one tile of the online softmax.
 
     It takes q, k, v (16, 16), visible (16, 16) of bool, m and total (16,), acc (16, 16), and returns the new
@@ -83,7 +83,7 @@ def _mask_kernel(
     tl.store(seen_ptr + rows[:, None] * N + keys, seen.to(tl.int32))
 
 
-def check_mask(check: Step, visible: JITFunction, device: str | torch.device = "cpu") -> None:
+def check_mask(check: StepCheck, visible: JITFunction, device: str | torch.device = "cpu") -> None:
     """Properties of `visible(rows, keys, n_keys, CAUSAL)`: true where a row may see a key."""
 
     def agrees(first_row: int, first_key: int, n_keys: int, causal: bool) -> bool:
@@ -126,7 +126,7 @@ def _gradients_kernel(
 
 
 def check_gradients(
-    check: Step, gradients: JITFunction, device: str | torch.device = "cpu"
+    check: StepCheck, gradients: JITFunction, device: str | torch.device = "cpu"
 ) -> None:
     """Properties of `gradients(q, k, v, do, lse, delta, visible, scale)`, one tile of the backward pass.
 
@@ -174,7 +174,7 @@ _BACKWARD = (
 
 
 def check_forward(
-    check: Step, attention: AttentionFunction, device: str | torch.device = "cpu"
+    check: StepCheck, attention: AttentionFunction, device: str | torch.device = "cpu"
 ) -> None:
     """Properties of `attention(q, k, v, is_causal)`, forward only."""
     for case in _FORWARD:
@@ -206,7 +206,7 @@ def check_forward(
 
 
 def check_backward(
-    check: Step, attention: AttentionFunction, device: str | torch.device = "cpu"
+    check: StepCheck, attention: AttentionFunction, device: str | torch.device = "cpu"
 ) -> None:
     """Properties of the gradients of `attention(q, k, v, is_causal)`, and of the logsumexp kept for them."""
     _tell(check, "keeps one logsumexp a row", check_logsumexp, attention, device=device)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Sequence
 import torch
 from torch import Tensor
 
-from cs336_systems.checks.exercise import Step
+from cs336_systems.checks.exercise import StepCheck
 
 _MOST_MESSAGES = 10_000  # of a rank
 _TWICE = (
@@ -56,7 +56,7 @@ def run_ring(
     return results, sent
 
 
-def check_ring(check: Step, all_reduce: Ring, tensors_sent: Callable[[int], float]) -> None:
+def check_ring(check: StepCheck, all_reduce: Ring, tensors_sent: Callable[[int], float]) -> None:
     """Properties of a ring all-reduce; `tensors_sent(n)` is what each rank should send, in whole tensors."""
     for n in (2, 3, 4, 8):
         given = [10.0**rank + torch.arange(24.0, dtype=torch.float64) for rank in range(n)]
