@@ -74,10 +74,20 @@ class Page:
         """This machine's rows that the code of the running cell measured: not to be repeated."""
         return runs.of_code(self.code(), self.rows(table, slug), self.card.slug)
 
-    def save(self, rows: Iterable[Mapping[str, Any]], table: str, slug: str | None = None) -> None:
-        """Save rows as this machine's, and print what came out, a line for each that says something new."""
+    def save(
+        self,
+        rows: Iterable[Mapping[str, Any]],
+        table: str,
+        slug: str | None = None,
+        machine: str | None = None,
+    ) -> None:
+        """Save rows as this machine's, and print what came out, a line for each that says something new.
+
+        machine: another name for where they were made; "ahead_of_time" for what was only compiled.
+        """
         rows = list(rows)
-        save_rows(rows, slug or self.slug, table, self.card.slug, self.run)
+        run = self.run if machine is None else runs.Run(self.slug, machine, executed=self.code)
+        save_rows(rows, slug or self.slug, table, machine or self.card.slug, run)
         for line in later("row_lines")(
             rows, table
         ):  # saved again with more columns, a row says the same

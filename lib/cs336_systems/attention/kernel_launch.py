@@ -17,9 +17,13 @@ from torch import Tensor
 from cs336_systems.attention.tiles import Tile
 from cs336_systems.kernels.runtime import device_context
 
-STREAM = 3  # where among a compiled kernel's arguments it is: after the grid
+STREAM = 3  # where the stream is in a call of Triton's launcher: after the grid
 MAX_MAPS = 1024
 KNOWN_INSIDE = "3.6.", "3.7."  # Tritons whose launcher KernelLaunch can take apart
+
+
+# Where among a kernel's arguments a tensor's address goes or, by TMA, its map.
+Slot = tuple[int, "TensorMaps | None"]
 
 
 class KernelLaunch:
@@ -39,72 +43,40 @@ class KernelLaunch:
         tile: Tile,
         descriptors: Sequence[Any] = (),
     ) -> None:
-        self.kernel, self.grid, self.descriptors = kernel, (*programs, 1), descriptors
+        self.kernel = kernel
+        self.grid = (*programs, 1)
+        self.descriptors = descriptors
+        # Tensors come first among a kernel's parameters.
         names = kernel.arg_names
-        endings = "_src", "_dst", "_ptr"
-        self.tensor_names = [name for name in names if name.endswith(endings)]  # they come first
-        self.arguments = tuple(arguments[name] for name in names[len(self.tensor_names) :])
+        self.tensor_names = [name for name in names if name.endswith(("_src", "_dst", "_ptr"))]
+        self.arguments = [arguments[name] for name in names[len(self.tensor_names) :]]
         self.options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         if tile.max_registers:
             self.options["maxnreg"] = tile.max_registers
-        self.run = self.run_through_triton
+        self.run: Callable[..., None] = self.run_through_triton
 
     def run_through_triton(self, *tensors: Tensor) -> None:
         """The first time, and always where nothing compiles or an unknown Triton launches as it likes."""
-        with device_context(tensors[0].device):
-            compiled = self.kernel[self.grid](
-                *self.described(tensors), *self.arguments, **self.options
-            )
+        device = tensors[0].device
+        with device_context(device):
+            launch = self.kernel[self.grid]
+            compiled = launch(*self.described(tensors), *self.arguments, **self.options)
             if compiled is not None and triton.__version__.startswith(KNOWN_INSIDE):
-                self.run = self._prepared(compiled, tensors)
+                arguments, slots = self._tensor_slots(compiled, device)
+                self.run = _Replay(compiled, self.grid, arguments, slots)
 
-    def _prepared(self, compiled: Any, tensors: tuple[Tensor, ...]) -> Callable[..., None]:
-        """Do once what Triton does at every launch, so that addresses and the stream are all that is left.
-
-        Triton would encode every descriptor again, and ask the driver about each tensor, but not about an
-        address. Its launch hooks, by which its own profiler listens, are not called; memory for scratch,
-        which it would allocate, our kernels do not use.
-
-        Returns:
-            Takes the tensors, on the device that is current now.
-        """
-        driver = triton.runtime.driver.active
-        device = driver.get_current_device()
-        recorder, recorded = copy.copy(compiled.run), []
-        launch, recorder.launch = recorder.launch, lambda *arguments: recorded.extend(arguments)
-        if self.descriptors:
-            launch = inspect.getclosurevars(launch).nonlocals["launcher"]  # takes tensor maps
-        maps, places, arguments = [], [], []  # places: where each tensor's address or map is
-        for descriptor, meta in zip(
-            self.descriptors, compiled.metadata.tensordesc_meta or (), strict=True
-        ):
-            maps.append(TensorMaps(descriptor, meta, tensors[0].device))
-            places.append(len(arguments))
+    def _tensor_slots(self, compiled: Any, device: torch.device) -> tuple[list[Any], list[Slot]]:
+        """All that the driver passes to the kernel, tensors left out, and the slots that these fill."""
+        arguments: list[Any] = []
+        slots: list[Slot] = []
+        tensordesc_meta = compiled.metadata.tensordesc_meta or ()
+        for descriptor, meta in zip(self.descriptors, tensordesc_meta, strict=True):
+            slots.append((len(arguments), TensorMaps(descriptor, meta, device)))
             arguments += [None, *descriptor.shape, *descriptor.strides]
-        for _ in tensors[len(maps) :]:
-            places.append(len(arguments))
+        for _ in self.tensor_names[len(slots) :]:
+            slots.append((len(arguments), None))
             arguments.append(None)
-        arguments += self.arguments
-        hooks = None, None, None  # and their argument
-        recorder(*self.grid, None, compiled.function, compiled.packed_metadata, *hooks, *arguments)
-        if packed := isinstance(recorded[-1], tuple):  # Triton 3.7; 3.6 passes them one by one
-            recorded += recorded.pop()
-        first = len(recorded) - len(arguments)
-
-        # An expression with every argument in its place: filling a list in at every launch takes longer.
-        known = {f"argument{i}": x for i, x in enumerate(recorded)}
-        written = list(known)
-        written[STREAM] = "stream(device)"
-        for i, place in enumerate(places):
-            written[first + place] = (
-                f"maps{i}[x{i}.data_ptr()]" if i < len(maps) else f"x{i}.data_ptr()"
-            )
-        inner = ", ".join(written[first:])
-        inner = f"({inner},)" if packed else inner
-        parameters = ", ".join(f"x{i}" for i in range(len(tensors)))
-        known |= {"launch": launch, "stream": driver.get_current_stream, "device": device}
-        known |= {f"maps{i}": each for i, each in enumerate(maps)}
-        return eval(f"lambda {parameters}: launch({', '.join(written[:first])}, {inner})", known)
+        return arguments + self.arguments, slots
 
     def compile(self, *tensors: Tensor) -> Any:
         """What Triton compiles for such tensors, on the meta device too, without a launch."""
@@ -112,12 +84,65 @@ class KernelLaunch:
             *self.described(tensors), *self.arguments, grid=self.grid, **self.options
         )
 
-    def described(self, tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    def described(self, tensors: tuple[Tensor, ...]) -> list[Any]:
         """The tensors, the first of them as the descriptors that TMA takes."""
-        described = [
-            _with_tensor(each, x) for each, x in zip(self.descriptors, tensors, strict=False)
-        ]
-        return *described, *tensors[len(described) :]
+        pairs = zip(self.descriptors, tensors, strict=False)
+        described = [_with_tensor(descriptor, x) for descriptor, x in pairs]
+        return described + list(tensors[len(described) :])
+
+
+class _Replay:
+    """Triton's launch of a compiled kernel, again for other tensors and on the stream of now.
+
+    Called with the tensors, on the device that was current when it was made. Triton would encode every
+    descriptor again, and ask the driver about each tensor, but not about an address. Its launch hooks, by
+    which its own profiler listens, are not called; memory for scratch, which it would allocate, our kernels
+    do not use.
+    """
+
+    def __init__(
+        self, compiled: Any, grid: tuple[int, ...], arguments: list[Any], slots: list[Slot]
+    ) -> None:
+        self.launch, options, self.is_packed = _record_call(compiled, grid, arguments)
+        self.before_stream = options[:STREAM]
+        self.after_stream = options[STREAM + 1 :]
+        self.arguments = arguments
+        self.slots = slots
+        driver = triton.runtime.driver.active
+        self.device = driver.get_current_device()
+        self.stream = driver.get_current_stream
+
+    def __call__(self, *tensors: Tensor) -> None:
+        # A copy, because another thread may launch this kernel meanwhile.
+        arguments = self.arguments.copy()
+        for (slot, maps), x in zip(self.slots, tensors, strict=True):
+            address = x.data_ptr()
+            arguments[slot] = address if maps is None else maps[address]
+        stream = self.stream(self.device)
+        if self.is_packed:
+            self.launch(*self.before_stream, stream, *self.after_stream, arguments)
+        else:
+            self.launch(*self.before_stream, stream, *self.after_stream, *arguments)
+
+
+def _record_call(
+    compiled: Any, grid: tuple[int, ...], arguments: list[Any]
+) -> tuple[Callable[..., None], list[Any], bool]:
+    """Triton's function in C that launches, what precedes a kernel's arguments, whether they are a tuple."""
+    recorder = copy.copy(compiled.run)
+    call: list[Any] = []
+    recorder.launch = lambda *values: call.extend(values)
+    hooks = None, None, None  # and their argument
+    recorder(*grid, None, compiled.function, compiled.packed_metadata, *hooks, *arguments)
+    launch = compiled.run.launch
+    if compiled.metadata.tensordesc_meta:
+        # Around the one in C, this one encodes descriptors.
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    # Triton 3.7 has the kernel's arguments in a tuple, which comes last.
+    if isinstance(call[-1], tuple):
+        return launch, call[:-1], True
+    # Triton 3.6 has them one by one.
+    return launch, call[: -len(arguments)], False
 
 
 class TensorMaps(dict):
@@ -125,7 +150,9 @@ class TensorMaps(dict):
 
     def __init__(self, descriptor: Any, meta: dict[str, Any], device: torch.device) -> None:
         super().__init__()
-        self.descriptor, self.meta, self.device = descriptor, meta, device
+        self.descriptor = descriptor
+        self.meta = meta
+        self.device = device
 
     def __missing__(self, address: int) -> Any:
         from triton.backends.nvidia.driver import make_tensordesc_arg

@@ -19,3 +19,4 @@ if HAS_TRITON:
     from cs336_systems.checks.flash_steps import (
         check_backward, check_forward, check_gradients, check_mask, check_visit,
     )  # fmt: skip
+    from cs336_systems.checks.planted import planted
