@@ -16,7 +16,8 @@ ARROWS = {
     "accounting": "base",
     "training": "base kernels attention model accounting",
     "parallel": "base model training",
-    "checks": "base kernels attention model training parallel",
+    "traffic": "base model parallel",
+    "checks": "base kernels attention model training parallel traffic",
     "labbook": "",
     "command line": "base labbook",
 }

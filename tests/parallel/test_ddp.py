@@ -24,7 +24,7 @@ from cs336_systems.parallel import (
     fill_buckets,
     launch,
 )
-from cs336_systems.parallel.collective_calls import watch_collectives
+from cs336_systems.traffic import watch_collectives
 
 WRAPPERS = DDP | {
     "one bucket each": partial(BucketedDDP, bucket_size_mb=1e-6),

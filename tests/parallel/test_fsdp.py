@@ -21,7 +21,7 @@ from cs336_systems.checks.fsdp_checks import GROUPS
 from cs336_systems.configs import model_size
 from cs336_systems.model import Linear, build_model
 from cs336_systems.parallel import FSDP, launch
-from cs336_systems.parallel.collective_calls import watch_collectives
+from cs336_systems.traffic import watch_collectives
 from cs336_systems.training.checkpointing import forward_with, policy
 from cs336_systems.training.fused import use_fused_loss
 

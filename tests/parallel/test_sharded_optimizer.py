@@ -19,7 +19,7 @@ from cs336_systems.checks import check_sharded_optimizer
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
 from cs336_systems.parallel import BucketedDDP, ReduceScatterDDP, ShardedOptimizer, launch, shards
-from cs336_systems.parallel.collective_calls import watch_collectives
+from cs336_systems.traffic import watch_collectives
 
 SMALL_MB = 1e-3  # buckets of about two matrices
 MATRICES, WIDTH = 6, 8

@@ -12,7 +12,7 @@ from cs336_systems.accounting.attention_costs import (
     attention_traffic_bytes, flash_bytes, flash_flops, flash_scores,
 )  # fmt: skip
 from cs336_systems.accounting.collective_costs import (
-    COLLECTIVES, MB, bus_factor, fit_alpha_beta, fit_collective,
+    COLLECTIVES, MB, bus_factor, fit_alpha_beta, fit_collective, reference_link,
 )  # fmt: skip
 from cs336_systems.accounting.data_sheets import Hardware, hardware, hardware_names
 from cs336_systems.accounting.element_counts import DTYPE_BYTES

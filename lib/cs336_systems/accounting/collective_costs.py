@@ -93,3 +93,13 @@ def fit_collective(
     same = {"collective": collective, "world_size": world_size, "backend": backend, "status": "ok"}
     measured = rows[(rows[[*same]] == [*same.values()]).all(axis=1)].sort_values("message_mb")
     return fit_alpha_beta(measured["message_mb"] * MB, measured["p50_ms"] / 1e3)
+
+
+def reference_link(
+    page: Any, collective: str = "all_reduce", world_size: int = 2, machine: str | None = None
+) -> AlphaBeta:
+    """The fit of a collective over NCCL, by notebook 31's rows of the page's reference or of a machine."""
+    rows = page.reference_rows(
+        "collective_times", "distributed_communication_single_node", machine=machine
+    )
+    return fit_collective(rows, collective=collective, world_size=world_size)

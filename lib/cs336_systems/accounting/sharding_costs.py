@@ -15,108 +15,83 @@ gathered once. The rest is activations, gathered weights and what is being sent.
 temporaries with one number a row, padding, what the allocator and the matrix library keep.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from cs336_systems.accounting.element_counts import FLOAT32_BYTES, Counts, dtype_bytes
 from cs336_systems.accounting.flops import parameter_breakdown, parameter_count
 from cs336_systems.accounting.model_memory import saved_by_block, saved_by_head
-from cs336_systems.arguments import check_choice, check_positive_integers
+from cs336_systems.arguments import check_positive_integers
 from cs336_systems.configs import ModelConfig
+from cs336_systems.sharding import SHARDED, Sharding
 
 MOMENTS = ("initialised", "before step", "after step", "peak")
-SHARDED = ("parameters", "gradients", "optimizer state")
-CATEGORIES = (*SHARDED, "rest")
+CATEGORIES = SHARDED + ("rest",)
 TOKEN_BYTES = 2 * 8  # an id and a target, 64-bit integers
+MIB = 2**20
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """What a strategy sends and what it shards.
+def rank_bytes(collective: str, size: float, world_size: int) -> float:
+    """Bytes that a rank sends when so many go through a collective: the mean over the ranks, around a ring.
 
-    sends: collectives in which all parameters or all gradients travel in a step.
-    shards: what a rank holds only its share of, of SHARDED. What shards parameters computes in 16 bits
-        itself; the others run the forward under autocast.
-    unit: what is gathered at once, a "weight" or a "block"; "" where nothing is.
-    ahead: how many units are gathered ahead of use in backward.
-    copies: a message is gathered into a buffer, and copied from there to the weights.
-    replicates, stays: parts of the parameters, in the words of `parameter_breakdown`, that are not sharded
-        after all; and that stay gathered from forward to backward.
+    Every part passes W - 1 links, to be summed or to be spread; in an all-reduce both.
     """
-
-    sends: tuple[str, ...]
-    shards: tuple[str, ...] = ()
-    unit: str = ""
-    ahead: int = 0
-    copies: bool = False
-    replicates: tuple[str, ...] = ()
-    stays: tuple[str, ...] = ()
-
-
-_ALL = ("token_embeddings", "attention", "feed_forward", "norms", "lm_head")
-_STATE, _FSDP = SHARDED[2:], {"sends": ("all_gather", "reduce_scatter"), "shards": SHARDED}
-_OURS = _FSDP | {"replicates": ("norms",), "stays": ("lm_head",)}
-STRATEGIES: dict[str, Strategy] = {
-    "ddp": Strategy(("all_reduce",)),
-    "zero": Strategy(("all_reduce", "broadcast"), _STATE),
-    "sharded": Strategy(("all_reduce", "all_gather"), _STATE),
-    "sharded_scatter": Strategy(("reduce_scatter", "all_gather"), _STATE),
-    "fsdp2": Strategy(
-        **_FSDP, unit="block", ahead=1, copies=True, stays=("token_embeddings", "norms", "lm_head")
-    ),
-    "fsdp2_kept": Strategy(**_FSDP, unit="block", stays=_ALL),
-    "fsdp_weight": Strategy(**_OURS, unit="weight", ahead=2),
-    "fsdp_block": Strategy(**_OURS, unit="block", ahead=1),
-    "fsdp_kept": Strategy(
-        **_OURS | {"stays": ("attention", "feed_forward", "lm_head")}, unit="block"
-    ),
-}
+    passes = 2 if collective == "all_reduce" else 1
+    return passes * size * (world_size - 1) / world_size
 
 
 def sent_bytes(
-    config: ModelConfig, strategy: str, world_size: int, dtype: str = "float32"
+    config: ModelConfig, sharding: Sharding, world_size: int, dtype: str = "float32"
 ) -> dict[str, float]:
-    """Bytes that a rank sends in a step, by collective; the mean over the ranks, around rings.
-
-    In each collective every part passes W - 1 links, to be summed or to be spread; in an all-reduce both.
-    """
-    entry = _entry(strategy)
+    """Bytes that a rank sends in a step, by collective (see `rank_bytes`)."""
     check_positive_integers(world_size=world_size)
-    numbers, around = parameter_count(config), (world_size - 1) / world_size
-    if "parameters" not in entry.shards:
-        whole = around * FLOAT32_BYTES * numbers
-        return {name: whole * (2 if name == "all_reduce" else 1) for name in entry.sends}
-    stays, apart = (_count(config, parts) for parts in (entry.stays, entry.replicates))
-    travel = dtype_bytes(dtype) * (numbers - apart)
-    sent = {"all_gather": 2 * travel - dtype_bytes(dtype) * stays, "reduce_scatter": travel}
-    sent |= {"all_reduce": 2 * FLOAT32_BYTES * apart} if apart else {}
-    return {name: around * size for name, size in sent.items()}
+    numbers = parameter_count(config)
+    if "parameters" in sharding.shards:
+        replicated = _count(config, sharding.replicates)
+        low = dtype_bytes(dtype) * (numbers - replicated)
+        # What stays from forward to backward is gathered once, all else for both.
+        stays = dtype_bytes(dtype) * _count(config, sharding.stays)
+        sizes = {"all_gather": 2 * low - stays, "reduce_scatter": low}
+        if replicated:
+            sizes["all_reduce"] = FLOAT32_BYTES * replicated
+    else:
+        sizes = dict.fromkeys(sharding.sends, FLOAT32_BYTES * numbers)
+    return {name: rank_bytes(name, size, world_size) for name, size in sizes.items()}
 
 
 def gathered_units(
-    config: ModelConfig, strategy: str, dtype: str = "float32"
+    config: ModelConfig, sharding: Sharding, dtype: str = "float32"
 ) -> dict[str, dict[str, int]]:
     """What is gathered in each pass, in its order: by the name of the module, the bytes of its weights."""
-    entry, d = _entry(strategy), config.d_model
-    forward: dict[str, int] = {}
-    if entry.unit:
-        forward["token_embeddings"] = config.vocab_size * d
-    for number in range(config.num_layers if entry.unit else 0):
-        block = dict.fromkeys((f"attn.{part}_proj" for part in ("q", "k", "v", "output")), d * d)
-        block |= dict.fromkeys(("ffn.w1", "ffn.w3", "ffn.w2"), d * config.d_ff)
-        norms = 0 if "norms" in entry.replicates else 2 * d
-        units = block if entry.unit == "weight" else {"": sum(block.values()) + norms}
-        forward |= {f"layers.{number}.{part}".rstrip("."): size for part, size in units.items()}
-    if "token_embeddings" in entry.stays:  # one unit with all that is around the blocks
-        forward["token_embeddings"] += d + config.vocab_size * d
-    elif entry.unit:
-        forward["lm_head"] = config.vocab_size * d
-    forward = {unit: dtype_bytes(dtype) * size for unit, size in forward.items()}
-    backward = {unit: size for unit, size in reversed(forward.items()) if unit not in entry.stays}
-    return {"forward": forward, "backward": backward}
+    if not sharding.unit:
+        return {"forward": {}, "backward": {}}
+    d = config.d_model
+    embedding = config.vocab_size * d
+    units = {"token_embeddings": embedding}
+    for number in range(config.num_layers):
+        units |= _block_units(config, sharding, f"layers.{number}")
+    if "token_embeddings" in sharding.stays:  # one unit with all that is around the blocks
+        units["token_embeddings"] += d + embedding
+    else:
+        units["lm_head"] = embedding
+    forward = {unit: dtype_bytes(dtype) * size for unit, size in units.items()}
+    again = [unit for unit in reversed(forward) if unit not in sharding.stays]
+    return {"forward": forward, "backward": {unit: forward[unit] for unit in again}}
+
+
+def _block_units(config: ModelConfig, sharding: Sharding, block: str) -> dict[str, int]:
+    d = config.d_model
+    projections = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.output_proj")
+    weights = dict.fromkeys(projections, d * d)
+    weights |= dict.fromkeys(("ffn.w1", "ffn.w3", "ffn.w2"), d * config.d_ff)
+    if sharding.unit == "weight":
+        return {f"{block}.{name}": size for name, size in weights.items()}
+    norms = 0 if "norms" in sharding.replicates else 2 * d
+    return {block: sum(weights.values()) + norms}
 
 
 def held_bytes(
-    config: ModelConfig, strategy: str, world_size: int, batch_size: int, context_length: int,
+    config: ModelConfig, sharding: Sharding, world_size: int, batch_size: int, context_length: int,
     dtype: str = "float32", device: str = "cuda",
 ) -> dict[str, dict[str, float]]:  # fmt: skip
     """Bytes that a rank holds at each of MOMENTS, in each of CATEGORIES; attention and AdamW are fused.
@@ -128,36 +103,40 @@ def held_bytes(
         batch_size: sequences of this rank.
         device: "cuda", whose float32 attention lays its output out as the next projection reads it, or "cpu".
     """
-    entry = _entry(strategy)
     check_positive_integers(world_size=world_size)
-    whole, apart = parameter_count(config), _count(config, entry.replicates)
-    shared = FLOAT32_BYTES * (apart + (whole - apart) / world_size)
-    share = {name: shared if name in entry.shards else FLOAT32_BYTES * whole for name in SHARDED}
+    replicated = FLOAT32_BYTES * _count(config, sharding.replicates)
+    whole = FLOAT32_BYTES * parameter_count(config)
+    share = replicated + (whole - replicated) / world_size
+    parameters, gradients, state = (share if name in sharding.shards else whole for name in SHARDED)
+    rotary = FLOAT32_BYTES * context_length * config.d_head
     tokens = TOKEN_BYTES * batch_size * context_length
     held = {
-        "parameters": share["parameters"] + FLOAT32_BYTES * context_length * config.d_head,
-        "gradients": share["gradients"],
-        "optimizer state": 2 * share["optimizer state"],
+        "parameters": parameters + rotary,
+        "gradients": gradients,
+        "optimizer state": 2 * state,
         "rest": tokens,
     }
-    heads_last = device == "cuda" and dtype_bytes(dtype) == FLOAT32_BYTES
-    kernels = {
-        "casts": "parameters" in entry.shards,
-        "fused_attention": True,
-        "heads_last": heads_last,
-    }
-    n = Counts(config, batch_size, context_length, dtype, **kernels)
-    gradients, rest = max(peak_phases(n, entry, world_size).values(), key=sum)
-    nothing = {"gradients": 0.0, "optimizer state": 0.0}
+    is_float32 = dtype_bytes(dtype) == FLOAT32_BYTES
+    n = Counts(
+        config,
+        batch_size,
+        context_length,
+        dtype,
+        casts=sharding.casts,
+        fused_attention=True,
+        heads_last=device == "cuda" and is_float32,
+    )
+    peak_gradients, rest = max(peak_phases(n, sharding, world_size).values(), key=sum)
+    without_state = held | {"optimizer state": 0.0}
     return {
-        "initialised": held | nothing,
-        "before step": held | {"optimizer state": 0.0},
+        "initialised": without_state | {"gradients": 0.0},
+        "before step": without_state,
         "after step": held,
-        "peak": held | {"gradients": gradients, "rest": tokens + rest},
+        "peak": held | {"gradients": peak_gradients, "rest": tokens + rest},
     }
 
 
-def peak_phases(n: Counts, entry: Strategy, world_size: int) -> dict[str, tuple[float, float]]:
+def peak_phases(n: Counts, sharding: Sharding, world_size: int) -> dict[str, tuple[float, float]]:
     """Bytes of gradients, and of the rest, in each phase that can have the peak.
 
     loss: everything saved, and three temporaries of the logits' size.
@@ -168,39 +147,69 @@ def peak_phases(n: Counts, entry: Strategy, world_size: int) -> dict[str, tuple[
     them the weights that are whole, and the whole gradients of the unit before, which are being reduced. What
     stays gathered is freed with its gradients, except where it is one unit with the embedding.
     """
-    block, at_head = sum(saved_by_block(n).values()), sum(saved_by_head(n).values())
+    block = sum(saved_by_block(n).values())
     blocks = n.layers * block
-    stream, logits = n.stream_width * n.stream, FLOAT32_BYTES * n.logits
-    loss = blocks + at_head + 3 * logits
-    output_head = blocks + at_head - logits + n.width * (n.logits + n.head) + stream
+    saved = blocks + sum(saved_by_head(n).values())
+    stream = n.stream_width * n.stream
+    logits = FLOAT32_BYTES * n.logits
+    loss = saved + 3 * logits
+    output_head = saved - logits + n.width * (n.logits + n.head) + stream
     in_block = 2 * n.width * n.hidden + stream + n.width * n.feed_forward
-    if "gradients" not in entry.shards:
+    if "gradients" not in sharding.shards:
         whole = FLOAT32_BYTES * parameter_count(n.config)
         phases = {"loss": loss, "output head": output_head, "last block": blocks + in_block}
         return {name: (whole, rest) for name, rest in phases.items()}
-    unit = n.width * (n.feed_forward if entry.unit == "weight" else n.block_weights)
-    head, stays = n.width * n.head, n.width * _count(n.config, entry.stays)
-    some = FLOAT32_BYTES * n.head / world_size
-    nearly_all = FLOAT32_BYTES * (n.head + (n.layers - 1) * n.block_weights) / world_size
-    kept = (
-        "attention" in entry.stays
-    )  # the blocks' weights are whole until the backward of their block
-    computing = in_block + (0 if kept else (1 + entry.ahead) * unit)
-    copying = stream + (2 + entry.ahead) * unit if entry.copies else 0
-    whole = max(computing, copying) + (stays if entry.copies or kept else 0)
-    freed = (n.layers - 1) * unit if kept else 0
+    unit = n.width * (n.feed_forward if sharding.unit == "weight" else n.block_weights)
+    stays = n.width * _count(n.config, sharding.stays)
+    # The blocks' weights may be whole until the backward of their block.
+    blocks_stay = "attention" in sharding.stays
+    computing = in_block + (0 if blocks_stay else (1 + sharding.ahead) * unit)
+    copying = stream + (2 + sharding.ahead) * unit if sharding.copies else 0
+    whole = max(computing, copying) + (stays if sharding.copies or blocks_stay else 0)
+    freed = (n.layers - 1) * unit if blocks_stay else 0
+    head_share = FLOAT32_BYTES * n.head / world_size
+    blocks_share = FLOAT32_BYTES * (n.layers - 1) * n.block_weights / world_size
     return {
         "loss": (0.0, loss + stays),
-        "output head": (0.0, output_head + stays + entry.ahead * unit),
-        "last block": (0.0 if entry.copies else some, blocks + head + whole),
-        "first block": (nearly_all, block + unit + whole - freed),
+        "output head": (0.0, output_head + stays + sharding.ahead * unit),
+        "last block": (0.0 if sharding.copies else head_share, blocks + n.width * n.head + whole),
+        "first block": (head_share + blocks_share, block + unit + whole - freed),
     }
+
+
+def memory_rows(
+    held: Mapping[str, Mapping[str, float]], predicted: Mapping[str, Mapping[str, float]]
+) -> list[dict[str, Any]]:
+    """Bytes held at each moment in each category, beside those of `held_bytes`."""
+    return [
+        {
+            "moment": moment,
+            "category": category,
+            "size_mib": size / MIB,
+            "predicted_mib": predicted[moment][category] / MIB,
+        }
+        for moment, sizes in held.items()
+        for category, size in sizes.items()
+    ]
+
+
+def message_rows(
+    messages: Iterable[tuple[str, int]], predicted: Mapping[str, float], world_size: int
+) -> list[dict[str, Any]]:
+    """What a rank sends in a step, from (collective, bytes) of its messages, beside that of `sent_bytes`."""
+    sizes = {name: [] for name in predicted}
+    for collective, size in messages:
+        sizes.setdefault(collective, []).append(rank_bytes(collective, size, world_size))
+    return [
+        {
+            "collective": name,
+            "calls": len(sent),
+            "sent_mb": sum(sent) / MIB,
+            "predicted_sent_mb": predicted.get(name, 0.0) / MIB,
+        }
+        for name, sent in sizes.items()
+    ]
 
 
 def _count(config: ModelConfig, parts: tuple[str, ...]) -> int:
     return sum(parameter_breakdown(config)[part] for part in parts)
-
-
-def _entry(strategy: str) -> Strategy:
-    check_choice("implementation", strategy, STRATEGIES)
-    return STRATEGIES[strategy]

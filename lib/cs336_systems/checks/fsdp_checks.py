@@ -20,7 +20,7 @@ from cs336_systems.checks.ddp_checks import VOCABULARY, Wrap, loss_of, one_step,
 from cs336_systems.checks.exercise import Property
 from cs336_systems.checks.on_ranks import checker, close, observed
 from cs336_systems.model import Embedding, Linear, RMSNorm
-from cs336_systems.parallel.collective_calls import Message
+from cs336_systems.traffic import Message
 
 # No two have as many elements, which identifies messages.
 _SIZES = {

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cs336_systems.checks.exercise import Property, show
-from cs336_systems.parallel import WorkerContext, WorkerError, stream, watch_collectives
-from cs336_systems.parallel.collective_calls import Message
+from cs336_systems.parallel import WorkerContext, WorkerError, stream
+from cs336_systems.traffic import Message, watch_collectives
 
 
 def checker(properties: Callable[..., Iterator[str | Property]]) -> Callable[..., None]:

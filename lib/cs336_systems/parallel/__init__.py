@@ -1,6 +1,5 @@
 """Several processes at once: starting them, and what trains a module in them."""
 
-from cs336_systems.parallel.collective_calls import count_sent_bytes, pass_on, watch_collectives
 from cs336_systems.parallel.ddp import DataParallel, FlatDDP, NaiveDDP, start_mean
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.launch import WorkerContext, WorkerError, backends_here, launch, stream
@@ -17,5 +16,5 @@ from cs336_systems.parallel.shards import (
     segment_bytes,
     shard_bytes,
 )
-from cs336_systems.parallel.strategies import SHARDINGS, TorchDDP
+from cs336_systems.parallel.strategies import SHARDINGS, TorchDDP, wrapper
 from cs336_systems.parallel.tensor_parallel import TensorParallelSwiGLU

@@ -24,6 +24,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,18 +36,15 @@ import torch.distributed as dist
 from cs336_systems.arguments import check_choice
 
 BACKENDS = ("auto", "gloo", "nccl")
-_PRELOADED = [
-    "torch.distributed.fsdp",
-    "pandas",
-    "einops",
-    "cloudpickle",
-]  # not ours: it may be edited
-_POLL_S, _GRACE_S = 0.02, 0.5  # grace: to write stacks, and for failures that one causes
-_CONSEQUENCES = (
-    "by peer",
-    "remote process exited",
-)  # what Gloo and NCCL raise when another worker is gone
-_LINUX, _starting = sys.platform == "linux", threading.Lock()
+# Nothing of ours: it may be edited while the server lives.
+_PRELOADED = ["torch.distributed.fsdp", "pandas", "einops", "cloudpickle"]
+_LINUX = sys.platform == "linux"
+_POLL_S = 0.02
+# What is left when the time is up or a worker has failed: for stacks, and for failures that this one causes.
+_GRACE_S = 0.5
+# What Gloo and NCCL raise when another worker is gone.
+_CONSEQUENCES = ("by peer", "remote process exited")
+_starting = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,8 @@ class WorkerError(RuntimeError):
 
     def __init__(self, message: str, rank: int = -1, cause: str = ""):
         super().__init__(message)
-        self.rank, self.cause = rank, cause
+        self.rank = rank
+        self.cause = cause
 
 
 def choose_backend(backend: str, local_workers: int) -> str:
@@ -79,11 +78,13 @@ def choose_backend(backend: str, local_workers: int) -> str:
     """
     check_choice("backend", backend, BACKENDS)
     gpus = torch.cuda.device_count() if dist.is_nccl_available() else 0
+    if backend == "auto":
+        return "nccl" if gpus >= local_workers else "gloo"
     if backend == "nccl" and gpus < local_workers:
         raise ValueError(
             f"backend 'nccl' needs {local_workers} GPUs, one a worker; this machine has {gpus}"
         )
-    return ("nccl" if gpus >= local_workers else "gloo") if backend == "auto" else backend
+    return backend
 
 
 def backends_here(backend: str, world_sizes: Iterable[int]) -> dict[int, str]:
@@ -149,70 +150,104 @@ def stream(
         raise TypeError(
             f"worker is {worker!r}; allowed: a function of a WorkerContext and the arguments"
         )
-    backend, deadline = choose_backend(backend, world_size), time.monotonic() + timeout_s
-    environment = os.environ | dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size))
+    backend = choose_backend(backend, world_size)
+    deadline = time.monotonic() + timeout_s
     try:
-        job = cloudpickle.dumps((worker, args, kwargs)), backend, deadline, environment
+        call = cloudpickle.dumps((worker, args, kwargs))
     except Exception as error:
         raise TypeError(
             f"the worker or its arguments cannot be sent to other processes: {error}"
         ) from error
+    workers: list[_Worker] = []
     with tempfile.TemporaryDirectory(prefix="cs336-launch-") as folder:
-        workers: list[_Worker] = []
+        job = _Job(call, world_size, backend, deadline, Path(folder), dict(os.environ))
         try:
             for rank in range(world_size):
-                workers.append(_Worker(rank, Path(folder), *job))
-            while unfinished := [worker for worker in workers if worker.state != "result"]:
-                for worker in unfinished:
-                    yield from worker.news()
-                if failed := [worker for worker in unfinished if worker.state in ("error", "died")]:
-                    deadline = min(deadline, time.monotonic())
-                if len(failed) == world_size or time.monotonic() > deadline + _GRACE_S:
-                    raise (
-                        _first_cause(failed, world_size)
-                        if failed
-                        else _timeout(unfinished, timeout_s)
-                    )
-                time.sleep(_POLL_S)
+                workers.append(_Worker(rank, job))
+            yield from _news_of_all(workers, deadline, timeout_s)
         finally:
             for worker in workers:
                 worker.end()
-        return [worker.outcome for worker in workers]
+    return [worker.outcome for worker in workers]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all workers of a launch are told. Their messages, output and stacks are files in the folder."""
+
+    call: bytes  # the pickled function, args, kwargs
+    world_size: int
+    backend: str
+    deadline: float  # of time.monotonic(), which the processes of a machine share
+    folder: Path
+    environment: dict[str, str]
+
+
+def _news_of_all(workers: list["_Worker"], deadline: float, timeout_s: float) -> Iterator[Any]:
+    """Yield what is sent until all workers have a result.
+
+    Raises WorkerError: one failed, and those that it makes fail have had the time to; or the time is up.
+    """
+    while True:
+        for worker in workers:
+            yield from worker.news()
+        running = [worker for worker in workers if worker.state == "runs"]
+        failed = [worker for worker in workers if worker.state in ("error", "died")]
+        if not running and not failed:
+            return
+        if failed:
+            deadline = min(deadline, time.monotonic())
+        is_over = not running or time.monotonic() > deadline + _GRACE_S
+        if is_over and failed:
+            raise _first_cause(failed, len(workers))
+        if is_over:
+            raise _timeout(running, timeout_s)
+        time.sleep(_POLL_S)
+
+
+@dataclass(frozen=True, order=True)
+class _Failure:
+    """How a worker ended. The least of several is the one that caused the others.
+
+    order: 0, it was killed; 1, it raised, or ended too early; 2, it aborted, as libraries do when a peer is
+    gone; 3, it raised what they raise then.
+    """
+
+    order: int
+    at_s: float
+    rank: int
+    sentence: str
+    details: str
 
 
 class _Worker:
     """One worker's process, seen from the caller; state: "runs", "result", "error" or "died"."""
 
-    def __init__(self, rank: int, folder: Path, *job: Any):
-        self.rank, self.folder, self.state, self.outcome = rank, folder, "runs", None
-        self.log, self.stack = (
-            (folder / f"log-{rank}").open("a+b"),
-            (folder / f"stack-{rank}").open("a+"),
-        )
-        # A fork could not use a GPU that its parent has looked for; a longer TMPDIR is no path for a socket.
-        can_fork = not torch.cuda.is_available() and len(tempfile.gettempdir()) < 75
-        context = multiprocessing.get_context("forkserver" if can_fork and _LINUX else "spawn")
-        context.set_forkserver_preload(_PRELOADED)
-        self.process = context.Process(target=_work, args=(rank, folder, *job))
-        with _starting:  # the caller's script is hidden: a new process would run it again
-            script, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
-            try:
-                self.process.start()
-            finally:
-                sys.modules["__main__"] = script
+    def __init__(self, rank: int, job: _Job):
+        self.rank = rank
+        self.folder = job.folder
+        self.state = "runs"
+        self.outcome: Any = None
+        self.log = (job.folder / f"log-{rank}").open("a+b")
+        self.stack = (job.folder / f"stack-{rank}").open("a+")
+        self.process = _start_method().Process(target=_work, args=(rank, job))
+        with _without_script():
+            self.process.start()
 
     def news(self) -> Iterator[Any]:
         """Print what it has printed, yield what it has sent, and note how it ended."""
-        alive = self.process.is_alive()  # asked first: if it is dead, all its messages are here
-        self.show_output(to_the_end=not alive)
+        # Asked first: if it is dead, all its messages are here.
+        is_alive = self.process.is_alive()
+        self.show_output(to_the_end=not is_alive)
         for path in sorted(self.folder.glob(f"message-{self.rank}-*")):
-            state, what = pickle.loads(path.read_bytes())
+            state, content = pickle.loads(path.read_bytes())
             path.unlink()
             if state == "runs":
-                yield what
+                yield content
             else:
-                self.state, self.outcome = state, what
-        if self.state == "runs" and not alive:
+                self.state = state
+                self.outcome = content
+        if self.state == "runs" and not is_alive:
             self.state = "died"
 
     def show_output(self, to_the_end: bool) -> None:
@@ -225,88 +260,120 @@ class _Worker:
                 print(f"[rank {self.rank}] {text}")
 
     def end(self) -> None:
-        with contextlib.suppress(
-            ProcessLookupError, PermissionError
-        ):  # macOS forbids it for zombies
-            os.killpg(self.process.pid, signal.SIGKILL)  # its children too
+        # Its children too. macOS forbids it for zombies.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()  # if it has no group of its own yet
         self.process.join()
         self.show_output(to_the_end=True)
-        self.log.close(), self.stack.close()
+        self.log.close()
+        self.stack.close()
 
-    def failure(self) -> tuple[tuple, int, str, str]:
-        """How this worker ended: (order in which failures cause each other, rank, sentence, details)."""
+    def failure(self) -> _Failure:
         if self.state == "error":
-            at, cause, details = self.outcome
-            order = 3 if any(words in cause for words in _CONSEQUENCES) else 1
-            return (order, at), self.rank, f"raised {cause}", details
+            at_s, cause, details = self.outcome
+            is_consequence = any(words in cause for words in _CONSEQUENCES)
+            return _Failure(3 if is_consequence else 1, at_s, self.rank, f"raised {cause}", details)
         code = self.process.exitcode
-        name = signal.Signals(-code).name if code < 0 else f"exit code {code} before it returned"
-        # Libraries abort when a peer is gone, so an abort is more often a consequence than a cause.
-        order = 1 if code >= 0 else 2 if name == "SIGABRT" else 0
-        return (order, 0), self.rank, f"ended with {name}", self.stack.read()
+        order = 1
+        end = f"exit code {code} before it returned"
+        if code < 0:
+            end = signal.Signals(-code).name
+            order = 2 if end == "SIGABRT" else 0
+        return _Failure(order, 0.0, self.rank, f"ended with {end}", self.stack.read())
+
+
+def _start_method() -> BaseContext:
+    # A fork could not use a GPU that its parent has looked for; a longer TMPDIR is no path for a socket.
+    can_fork = not torch.cuda.is_available() and len(tempfile.gettempdir()) < 75
+    context = multiprocessing.get_context("forkserver" if can_fork and _LINUX else "spawn")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
+
+
+@contextlib.contextmanager
+def _without_script() -> Iterator[None]:
+    """Hide the caller's script: a new process would run it again."""
+    with _starting:
+        script = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = script
 
 
 def _first_cause(failed: list[_Worker], world_size: int) -> WorkerError:
-    (_, rank, sentence, details), *others = sorted(worker.failure() for worker in failed)
-    later = "".join(
-        f"\nAfterwards rank {other} {consequence}" for _, other, consequence, _ in others
-    )
-    message = f"rank {rank} of {world_size} {sentence}\n\n{details}{later}"
-    return WorkerError(message.rstrip(), rank, sentence.removeprefix("raised "))
+    first, *others = sorted(worker.failure() for worker in failed)
+    later = "".join(f"\nAfterwards rank {other.rank} {other.sentence}" for other in others)
+    message = f"rank {first.rank} of {world_size} {first.sentence}\n\n{first.details}{later}"
+    return WorkerError(message.rstrip(), first.rank, first.sentence.removeprefix("raised "))
 
 
 def _timeout(hanging: list[_Worker], timeout_s: float) -> WorkerError:
     cause = f"not done within {timeout_s:g} s"
-    stacks = "".join(f"\n\nrank {each.rank} was at\n{each.stack.read()}" for each in hanging)
-    ranks = ", ".join(str(each.rank) for each in hanging)
+    ranks = ", ".join(str(worker.rank) for worker in hanging)
+    stacks = "".join(f"\n\nrank {worker.rank} was at\n{worker.stack.read()}" for worker in hanging)
     return WorkerError(f"rank {ranks}: {cause}{stacks}", hanging[0].rank, cause)
 
 
-def _work(
-    rank: int, folder: Path, call: bytes, backend: str, deadline: float, environment: dict
-) -> None:
-    """In the worker's process: run a pickled (function, args, kwargs), report its result or error, end."""
-    os.environ.clear()  # a fork has the environment of its server
-    os.environ.update(environment | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
-    os.setsid()  # a process group of its own: what it starts ends with it, and Ctrl-C reaches only the caller
-    threading.Thread(target=_end_with_caller, daemon=True).start()
-    log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND)
-    os.dup2(log, 1), os.dup2(log, 2)
-    sys.stdout.reconfigure(line_buffering=True)
-    stacks = (folder / f"stack-{rank}").open("w")
-    faulthandler.enable(
-        stacks
-    )  # a crash in native code leaves the Python stack, and so does the time limit
-    faulthandler.dump_traceback_later(left_s := max(0.1, deadline - time.monotonic()), file=stacks)
+def _work(rank: int, job: _Job) -> None:
+    """In the worker's process: run the job's call, report its result or error, end."""
+    _settle(rank, job)
+    left_s = max(0.1, job.deadline - time.monotonic())
+    # A crash in native code leaves the Python stack, and so does the time limit.
+    stacks = (job.folder / f"stack-{rank}").open("w")
+    faulthandler.enable(stacks)
+    faulthandler.dump_traceback_later(left_s, file=stacks)
 
-    def tell(state: str, what: Any) -> None:
-        incomplete = folder / f"incomplete-{rank}"
-        incomplete.write_bytes(cloudpickle.dumps((state, what)))
-        incomplete.rename(folder / f"message-{rank}-{time.monotonic_ns():020}")
+    def report(state: str, content: Any) -> None:
+        # Renamed when it is whole, so that the caller reads no half of it.
+        incomplete = job.folder / f"incomplete-{rank}"
+        incomplete.write_bytes(cloudpickle.dumps((state, content)))
+        incomplete.rename(job.folder / f"message-{rank}-{time.monotonic_ns():020}")
 
     try:
-        if backend == "gloo":  # all share the CPU of this machine, whose name may lead nowhere
-            os.environ["OMP_NUM_THREADS"] = "1"
-            torch.set_num_threads(1)
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if _LINUX else "lo0")
-        worker, args, kwargs = pickle.loads(call)
-        store = dist.FileStore(
-            str(folder / "rendezvous"), int(environment["WORLD_SIZE"])
-        )  # needs no port
+        if job.backend == "gloo":
+            _share_cpu()
+        worker, args, kwargs = pickle.loads(job.call)
+        # Needs no port.
+        store = dist.FileStore(str(job.folder / "rendezvous"), job.world_size)
         # Its collectives wait longer than the caller, who can say more: the caller has all ranks' stacks.
-        context = join(backend, send=partial(tell, "runs"), timeout_s=left_s + 10, store=store)
+        context = join(job.backend, partial(report, "runs"), timeout_s=left_s + 10, store=store)
         result = worker(context, *args, **kwargs)
         dist.destroy_process_group()
-        tell("result", result)
+        report("result", result)
     except BaseException as error:
         lines = traceback.format_exception_only(error)  # SyntaxError: location first, notes last
         summary = next(line for line in lines if not line.startswith(" ")).strip()
-        tell("error", (time.monotonic(), summary, traceback.format_exc()))
+        report("error", (time.monotonic(), summary, traceback.format_exc()))
     sys.stdout.flush()
-    os._exit(
-        0
-    )  # no orderly exit: after an error, the libraries' shutdown may wait for other workers
+    # No orderly exit: after an error, the libraries' shutdown may wait for other workers.
+    os._exit(0)
+
+
+def _settle(rank: int, job: _Job) -> None:
+    """Give this process the caller's environment and its rank, a group of its own, and a log for output."""
+    # Cleared first: a fork has the environment of its server.
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)))
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(job.world_size)))
+    # What it starts ends with its group, and Ctrl-C reaches only the caller.
+    os.setsid()
+    threading.Thread(target=_end_with_caller, daemon=True).start()
+    log = os.open(job.folder / f"log-{rank}", os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):  # of native code, too
+        os.dup2(log, descriptor)
+    sys.stdout.reconfigure(line_buffering=True)
+
+
+def _share_cpu() -> None:
+    """All workers are on the CPU of this machine."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    # The machine's name may lead nowhere.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if _LINUX else "lo0")
 
 
 def _end_with_caller() -> None:
@@ -324,14 +391,23 @@ def join(
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, world_size, local_rank, local_workers = (int(os.environ[name]) for name in names)
-    backend, device, options = choose_backend(backend, local_workers), torch.device("cpu"), {}
+    backend = choose_backend(backend, local_workers)
+    device = torch.device("cpu")
+    options = {}
     if backend == "nccl":
-        options["device_id"] = device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, None, timeout, world_size, rank, store, **options)
-    if backend == "gloo":
-        dist.barrier()  # or a worker that is done at once would cut off those that are still connecting
-    return WorkerContext(
-        rank, world_size, local_rank, device, backend, send if rank == 0 else lambda _: None
+        options["device_id"] = device
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=timeout_s),
+        world_size=world_size,
+        rank=rank,
+        store=store,
+        **options,
     )
+    if backend == "gloo":
+        # Or a worker that is done at once would cut off those that are still connecting.
+        dist.barrier()
+    arriving = send if rank == 0 else lambda message: None
+    return WorkerContext(rank, world_size, local_rank, device, backend, arriving)

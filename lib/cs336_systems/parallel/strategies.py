@@ -1,6 +1,7 @@
 """What is compared on several GPUs, by name: data-parallel wrappers, and strategies of sharding.
 
-PyTorch's own, and one process alone, are given the interface of ours. What takes seconds to import waits.
+PyTorch's own, and one process alone, are given the interface of ours. A new strategy is an entry of
+SHARDINGS; its label is one of notebooks/vocabulary.py.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP, broadcast_from_rank_0
 from cs336_systems.parallel.fsdp import FSDP
 from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, ReduceScatterDDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
+from cs336_systems.sharding import AROUND_BLOCKS, BLOCKS, OPTIMIZER_STATE, Sharding
 
 # PyTorch 2.13 renamed this one and warns about the old name.
 _parameters = inspect.signature(DistributedDataParallel).parameters
@@ -68,13 +70,13 @@ class TorchFSDP(Single):
     def __init__(
         self, module: nn.Module, compute_dtype: torch.dtype | None = None, reshard: bool = True
     ):
+        # Not above: it takes seconds to import.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         broadcast_from_rank_0(module)
         # By default the mesh is of GPUs wherever there is one, also for ranks that share its machine's CPU.
-        mesh = dist.init_device_mesh(
-            next(module.parameters()).device.type, (dist.get_world_size(),)
-        )
+        device = next(module.parameters()).device
+        mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
         options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype)}
         for block in module.layers:
             fully_shard(block, reshard_after_forward=reshard, **options)
@@ -84,6 +86,7 @@ class TorchFSDP(Single):
 
 def torch_zero(parameters: Iterable[nn.Parameter], **settings: Any) -> Optimizer:
     """PyTorch's ZeroRedundancyOptimizer of AdamW; its `state` is that of the optimizer inside."""
+    # Not above: it takes seconds to import.
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     zero = ZeroRedundancyOptimizer(parameters, AdamW, **settings)
@@ -102,35 +105,50 @@ WRAPPERS: dict[str, Callable[..., nn.Module]] = {
 WITH_BUCKETS = ("bucketed", "torch")  # they take bucket_size_mb
 
 
+def wrapper(name: str, bucket_size_mb: float | None = None) -> Callable[[nn.Module], nn.Module]:
+    """One of WRAPPERS; of those WITH_BUCKETS, with its size."""
+    options = {} if bucket_size_mb is None else {"bucket_size_mb": bucket_size_mb}
+    return partial(WRAPPERS[name], **options)
+
+
 @dataclass(frozen=True)
-class Sharding:
+class Strategy(Sharding):
     """A strategy of training on several GPUs: who wraps the module, and who wraps its optimizer."""
 
     # Called as wrap(module); where it casts, as wrap(module, compute_dtype=...); or wrap(module, optimizer).
     wrap: Callable[..., nn.Module]
-    make_optimizer: Callable[..., Optimizer] = (
-        AdamW  # called as make_optimizer(parameters, **settings)
-    )
+    # Called as make_optimizer(parameters, **settings).
+    make_optimizer: Callable[..., Optimizer] = AdamW
     wraps_optimizer: bool = False
-    casts: bool = (
-        False  # the wrapper itself computes in 16 bits; without, the forward runs under autocast
-    )
+
+    def apply(self, module: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, Optimizer]:
+        """The module wrapped, to compute in this dtype where the wrapper casts, and its fused AdamW."""
+        if self.wraps_optimizer:
+            optimizer = self.make_optimizer(module.parameters(), fused=True)
+            return self.wrap(module, optimizer), optimizer
+        options = {"compute_dtype": dtype} if self.casts and dtype.itemsize < 4 else {}
+        wrapped = self.wrap(module, **options)
+        # Of the wrapped module: an FSDP has put shards in place of its parameters.
+        return wrapped, self.make_optimizer(wrapped.parameters(), fused=True)
 
 
-_bucketed, _sharded = (
-    partial(BucketedDDP, bucket_size_mb=25),
-    partial(ShardedOptimizer, optimizer_cls=AdamW),
-)
-SHARDINGS: dict[str, Sharding] = {
-    "ddp": Sharding(_bucketed),
-    "zero": Sharding(_bucketed, torch_zero),
-    "sharded": Sharding(_bucketed, _sharded),
-    "sharded_scatter": Sharding(ReduceScatterDDP, _sharded, wraps_optimizer=True),
-    "fsdp2": Sharding(TorchFSDP, casts=True),
-    "fsdp2_kept": Sharding(partial(TorchFSDP, reshard=False), casts=True),
-    "fsdp_weight": Sharding(FSDP, casts=True),
-    "fsdp_block": Sharding(partial(FSDP, unit_types=("TransformerBlock",)), casts=True),
-    "fsdp_kept": Sharding(
-        partial(FSDP, unit_types=("TransformerBlock",), reshard=False), casts=True
+_bucketed = partial(BucketedDDP, bucket_size_mb=25)
+_sharded = partial(ShardedOptimizer, optimizer_cls=AdamW)
+_by_block = partial(FSDP, unit_types=("TransformerBlock",))
+_state = {"shards": OPTIMIZER_STATE}
+_ours = {"replicates": ("norms",)}
+SHARDINGS: dict[str, Strategy] = {
+    "ddp": Strategy(_bucketed, sends=("all_reduce",), shards=()),
+    "zero": Strategy(_bucketed, torch_zero, sends=("all_reduce", "broadcast"), **_state),
+    "sharded": Strategy(_bucketed, _sharded, sends=("all_reduce", "all_gather"), **_state),
+    "sharded_scatter": Strategy(ReduceScatterDDP, _sharded, wraps_optimizer=True, **_state),
+    "fsdp2": Strategy(TorchFSDP, unit="block", ahead=1, copies=True, stays=AROUND_BLOCKS),
+    "fsdp2_kept": Strategy(
+        partial(TorchFSDP, reshard=False), unit="block", stays=AROUND_BLOCKS + BLOCKS
+    ),
+    "fsdp_weight": Strategy(FSDP, unit="weight", ahead=2, stays=("lm_head",), **_ours),
+    "fsdp_block": Strategy(_by_block, unit="block", ahead=1, stays=("lm_head",), **_ours),
+    "fsdp_kept": Strategy(
+        partial(_by_block, reshard=False), unit="block", stays=BLOCKS + ("lm_head",), **_ours
     ),
 }

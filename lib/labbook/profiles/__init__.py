@@ -2,6 +2,7 @@
 
 import os
 
+from labbook.profiles.gathers import gather_times
 from labbook.profiles.lanes import (
     exposed,
     lane_rows,

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from cs336_systems.parallel import count_sent_bytes, launch, watch_collectives
+from cs336_systems.parallel import launch
 from cs336_systems.parallel.ddp import ALL_GATHER
+from cs336_systems.traffic import count_sent_bytes, watch_collectives
 
 
 @pytest.mark.parametrize("meshes", [[], [(0, 2)], [(5, 1)]])

@@ -1,0 +1,73 @@
+"""What a process of a training holds at a few moments, by category: around its first update, at a peak."""
+
+import gc
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from labbook.memory.history import (
+    CATEGORIES,
+    Owners,
+    record_memory,
+    stage_peaks,
+    timeline,
+    timeline_rows,
+)
+from labbook.memory.operations import storage_bytes
+from labbook.timing import MIB
+
+Held = dict[str, float]
+_LASTING = CATEGORIES[:3]  # what a training keeps from step to step
+
+
+def held_in_first_step(steps: Any) -> dict[str, Held]:
+    """Bytes held when it is "initialised", and "before step" and "after step" of the optimizer.
+
+    steps: as for `record_memory`, and a training step in parts: forward_backward(), communicate(), update().
+    """
+    held = {"initialised": held_now(steps)}
+    steps.forward_backward()
+    steps.communicate()
+    held["before step"] = held_now(steps)
+    steps.update()
+    held["after step"] = held_now(steps)
+    return held
+
+
+def held_at_peak(steps: Any) -> tuple[Held, list[dict[str, Any]]]:
+    """Bytes held at the peak of one more step, with every allocation recorded, and its `timeline_rows`."""
+    # Gradients that are there when the step begins would count as what others hold.
+    steps.model.zero_grad(set_to_none=True)
+    history = record_memory(steps, "train_step", others=_others(steps.device))
+    stages = stage_peaks(history)
+    peak = stages.loc[stages["total"].idxmax()]
+    held = {category: peak[category] * MIB for category in _LASTING}
+    held["rest"] = peak["total"] * MIB - sum(held.values())
+    return held, timeline_rows(timeline(history))
+
+
+def held_now(steps: Any) -> Held:
+    """Bytes of each category; the rest is what else the GPU's allocator gave out, or Python can find."""
+    held = {category: storage_bytes(tensors) for category, tensors in steps.tensors().items()}
+    if steps.device.type == "cuda":
+        torch.cuda.synchronize(steps.device)
+        total = torch.cuda.memory_stats(steps.device)["requested_bytes.all.current"]
+    else:
+        total = storage_bytes(_tensors_of_python())
+    return held | {"rest": total - sum(held.values())}
+
+
+def _others(device: torch.device) -> Owners:
+    """What is there already: a CPU's trace tells of no tensor that is older than itself."""
+    tensors = _tensors_of_python() if device.type == "cpu" else []
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): ("other", storage.nbytes()) for storage in storages}
+
+
+def _tensors_of_python() -> list[Tensor]:
+    """All tensors that Python knows and that have memory of their own."""
+    gc.collect()
+    # Neither a DTensor nor what torch.compile traces with.
+    kinds = (Tensor, torch.nn.Parameter)
+    return [each for each in gc.get_objects() if type(each) in kinds and not each.is_meta]

@@ -1,0 +1,73 @@
+"""When a sharded model's weights were gathered in a profiled step, and when they could have been used."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import pandas as pd
+
+from labbook.profiles.table import STEP, Profile
+
+_ALL_GATHER = r"(?i)^(?:nccl|gloo:).*all_?gather"
+
+
+def gather_times(
+    profile: Profile,
+    units: Mapping[str, Iterable[str]],
+    could_begin: Callable[[pd.Series, pd.Series, float], float],
+) -> pd.DataFrame:
+    """Of each unit's gather in the last recorded step: pass, unit, calls, start_ms, end_ms, needed_ms.
+
+    profile: with the ranges "needs <unit>", where the host came to a unit, and "backward".
+    units: of the passes "forward" and "backward", in the order in which they are gathered.
+    could_begin: of kernels in the order of their launch, (launches, ends, mark) -> when that could begin what
+        the host came to at the mark.
+    Times are since the step began. Raises ValueError: there are other all-gathers than those of the units.
+    """
+    step = profile.ranges[profile.ranges.name == STEP].iloc[-1]
+    kernels = profile.kernels.sort_values("launch_ns")
+    kernels = kernels[kernels.launch_ns.between(step.start_ns, step.end_ns)]
+    is_message = kernels["class"] == "communication"
+    computed = _of_busiest_stream(kernels[~is_message])
+    gathers = kernels[is_message & kernels.name.str.contains(_ALL_GATHER)]
+    marks = profile.ranges.set_index("name").start_ns.sort_values()
+    marks = marks[marks.between(step.start_ns, step.end_ns)]
+    backward_ns = marks.loc[["backward"]].min()
+    rows = []
+    for pass_, names in units.items():
+        is_backward = pass_ == "backward"
+        messages = gathers[(gathers.launch_ns >= backward_ns) == is_backward]
+        reached = marks[(marks >= backward_ns) == is_backward]
+        messages = messages.assign(unit=units_of(len(messages), list(names)))
+        for name, calls in messages.groupby("unit", sort=False):
+            mark = reached[f"needs {name}"]
+            row = {
+                "pass": pass_,
+                "unit": name,
+                "calls": len(calls),
+                "start_ms": calls.start_ns.min(),
+                "end_ms": calls.end_ns.max(),
+                "needed_ms": could_begin(computed.launch_ns, computed.end_ns, mark),
+            }
+            rows.append(row)
+    table = pd.DataFrame(rows)
+    times = ["start_ms", "end_ms", "needed_ms"]
+    table[times] = (table[times] - step.start_ns) * 1e-6
+    return table
+
+
+def units_of(messages: int, units: Sequence[str]) -> list[str]:
+    """The unit of each all-gather of a pass; each has one, or equally many if it is a block.
+
+    Raises ValueError: that does not come out even.
+    """
+    blocks = sum(unit.startswith("layers.") for unit in units)
+    of_block, left = divmod(messages - (len(units) - blocks), max(blocks, 1))
+    if left or of_block < 1:
+        raise ValueError(f"{messages} all-gathers are not those of {', '.join(units)}")
+    calls = [of_block if unit.startswith("layers.") else 1 for unit in units]
+    return [unit for unit, count in zip(units, calls, strict=True) for _ in range(count)]
+
+
+def _of_busiest_stream(kernels: pd.DataFrame) -> pd.DataFrame:
+    # Copies have streams of their own, and what is launched there says nothing of what is computed.
+    busy = (kernels.end_ns - kernels.start_ns).groupby(kernels.stream).sum()
+    return kernels[kernels.stream == busy.idxmax()]
