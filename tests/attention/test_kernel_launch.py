@@ -7,7 +7,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from cs336_systems.attention.kernel_launch import _Replay  # noqa: E402
+from cs336_systems.attention.kernel_launch import replay  # noqa: E402
 
 
 @pytest.mark.parametrize("by_tma", [False, True])
@@ -43,11 +43,11 @@ def test_a_launch_is_replayed_for_other_tensors_on_the_stream_of_now(packed, by_
     x, y = torch.ones(2, 4)
     maps = {x.data_ptr(): "map of x", y.data_ptr(): "map of y"} if by_tma else None
     slots = [(0, maps), (2, None)]
-    replay = _Replay(compiled, (2, 5, 1), [None, "shape", None, "scale"], slots)
+    launch = replay(compiled, (2, 5, 1), [None, "shape", None, "scale"], slots)
     for stream, (first, second) in {"first": (x, y), "second": (y, x)}.items():
-        replay(first, second)
+        launch(first, second)
         address = first.data_ptr()
         arguments = [maps[address] if by_tma else address, "shape", second.data_ptr(), "scale"]
-        passed = [arguments] if packed else arguments
+        passed = [tuple(arguments)] if packed else arguments
         assert calls.pop() == (2, 5, 1, (3, stream), "function", "scratch", *passed)
     assert not calls

@@ -44,7 +44,7 @@ class KernelLaunch:
         descriptors: Sequence[Any] = (),
     ) -> None:
         self.kernel = kernel
-        self.grid = (*programs, 1)
+        self.grid = programs + (1,)
         self.descriptors = descriptors
         # Tensors come first among a kernel's parameters.
         names = kernel.arg_names
@@ -63,7 +63,7 @@ class KernelLaunch:
             compiled = launch(*self.described(tensors), *self.arguments, **self.options)
             if compiled is not None and triton.__version__.startswith(KNOWN_INSIDE):
                 arguments, slots = self._tensor_slots(compiled, device)
-                self.run = _replay(compiled, self.grid, arguments, slots)
+                self.run = replay(compiled, self.grid, arguments, slots)
 
     def _tensor_slots(self, compiled: Any, device: torch.device) -> tuple[list[Any], list[Slot]]:
         """All that the driver passes to the kernel, tensors left out, and the slots that these fill."""
@@ -72,7 +72,9 @@ class KernelLaunch:
         tensordesc_meta = compiled.metadata.tensordesc_meta or ()
         for descriptor, meta in zip(self.descriptors, tensordesc_meta, strict=True):
             slots.append((len(arguments), TensorMaps(descriptor, meta, device)))
-            arguments += [None, *descriptor.shape, *descriptor.strides]
+            arguments.append(None)
+            arguments += descriptor.shape
+            arguments += descriptor.strides
         for _ in self.tensor_names[len(slots) :]:
             slots.append((len(arguments), None))
             arguments.append(None)
@@ -91,14 +93,14 @@ class KernelLaunch:
         return described + list(tensors[len(described) :])
 
 
-def _replay(
+def replay(
     compiled: Any, grid: tuple[int, ...], arguments: list[Any], slots: list[Slot]
 ) -> Callable[..., None]:
     """Triton's launch of a compiled kernel, again for other tensors and on the stream of now.
 
-    Triton would encode every descriptor again, and ask the driver about each tensor, but not about an address.
-    Its launch hooks, by which its own profiler listens, are not called; memory for scratch, which it would
-    allocate, our kernels do not use.
+    Triton would encode every descriptor again, and ask the driver about each tensor, but not about an
+    address. Its launch hooks, by which its own profiler listens, are not called; memory for scratch, which
+    it would allocate, our kernels do not use.
 
     The call is written out and compiled with every argument in its place: to fill in a list and unpack it
     takes 0.9 to 1.8 us more, of 6 to 11 us a launch (H100, torch 2.11, Triton 3.6, Python 3.12).
