@@ -4,10 +4,13 @@ Runs on the GPU where there is one; elsewhere the Triton kernels go through the 
 tracing, compiling and second derivatives: tests/kernels/test_dispatch.py.
 """
 
+import ast
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 
@@ -15,11 +18,12 @@ from cs336_systems.attention import FlashAttentionPyTorch, attention, flash_pyto
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import BASIC, AttentionCase, check_attention, check_logsumexp
 from labbook import matmul_precision
+from labbook.files import NOTEBOOKS
 
 pytest.importorskip("triton")
 from tests.layouts import DEVICE, DTYPES
 
-from cs336_systems.attention import FlashAttentionTriton, flash_triton
+from cs336_systems.attention import FlashAttentionTriton, flash_triton, simple_triton
 from cs336_systems.attention.flash_triton import FlashAttentionCompiled
 from cs336_systems.kernels import runtime
 
@@ -206,3 +210,22 @@ def test_the_handouts_pair(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_handouts_pair_compiled(dtype):
     check_attention("flash_compiled", cases=HANDOUT, dtype=dtype)
+
+
+def definitions(source):
+    """What a text defines, by name, without its comments and the way that it is laid out."""
+    nodes = [node for node in ast.parse(source).body if hasattr(node, "name")]
+    names = [node.name for node in nodes]
+    for node in nodes:
+        node.name = ""
+    return dict(zip(names, map(ast.dump, nodes), strict=True))
+
+
+def test_the_simple_form_is_what_24_and_25_have_as_solutions():
+    taught = {}
+    for path in sorted(NOTEBOOKS.glob("2[45]_*.ipynb")):
+        for cell in nbformat.read(path, as_version=4).cells:
+            taught |= definitions(cell.source if cell.cell_type == "code" else "")
+    simple = definitions(Path(simple_triton.__file__).read_text())
+    simple["MyFlashAttention"] = simple.pop("FlashAttentionSimple")
+    assert {name: taught[name] for name in simple} == simple

@@ -1,0 +1,246 @@
+"""Attention in Triton as notebooks 24 and 25 teach it: contiguous tensors, one tile a program, nothing else.
+
+The same code as those notebooks' solutions, which a test compares, for the notebooks that measure it later.
+Strides, TMA, split loops and checked inputs are `flash_triton`'s.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(ptr, rows, n_rows, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """Some rows of a contiguous (n_rows, D) matrix; zeros beyond its edges."""
+    columns = tl.arange(0, COLUMNS)
+    places = ptr + rows[:, None] * D + columns
+    inside = (rows[:, None] < n_rows) & (columns < D)
+    return tl.load(places, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_tile(ptr, block, rows, n_rows, D: tl.constexpr, COLUMNS: tl.constexpr):
+    """The same places, written."""
+    columns = tl.arange(0, COLUMNS)
+    places = ptr + rows[:, None] * D + columns
+    inside = (rows[:, None] < n_rows) & (columns < D)
+    tl.store(places, block, mask=inside)
+
+
+@triton.jit
+def is_visible(rows, keys, n_keys, CAUSAL: tl.constexpr):
+    """Which keys exist, and are seen from which rows."""
+    visible = keys < n_keys
+    if CAUSAL:
+        visible = visible & (rows[:, None] >= keys)
+    return visible
+
+
+@triton.jit
+def visit_keys(q, k, v, visible, m, total, acc, scale_log2):
+    """The state of the online softmax after one more tile of keys."""
+    s = tl.dot(q, k.T, input_precision="ieee") * scale_log2
+    s = tl.where(visible, s, -float("inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    # Where no key was seen yet, -inf - -inf would be NaN.
+    base = tl.where(m_new == -float("inf"), 0.0, m_new)
+    p = tl.exp2(s - base[:, None])
+    correction = tl.exp2(m - base)
+    total = correction * total + tl.sum(p, 1)
+    values = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    acc = correction[:, None] * acc + values
+    return m_new, total, acc
+
+
+@triton.jit
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    n_queries,
+    n_keys,
+    scale_log2,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """O and L of one tile of queries of one sequence."""
+    tile = tl.program_id(0)
+    sequence = tl.program_id(1)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    first_query = sequence * n_queries
+    first_key = sequence * n_keys
+    q = load_tile(q_ptr + first_query * D, rows, n_queries, D, COLUMNS)
+    m = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    end = min(n_keys, (tile + 1) * ROWS) if CAUSAL else n_keys
+    for start in range(0, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = load_tile(k_ptr + first_key * D, keys, n_keys, D, COLUMNS)
+        v = load_tile(v_ptr + first_key * D, keys, n_keys, D, COLUMNS)
+        visible = is_visible(rows, keys, n_keys, CAUSAL)
+        m, total, acc = visit_keys(q, k, v, visible, m, total, acc, scale_log2)
+    o = (acc / total[:, None]).to(q.dtype)
+    store_tile(o_ptr + first_query * D, o, rows, n_queries, D, COLUMNS)
+    # ln 2: from powers of two to a natural logarithm
+    lse = (m + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse_ptr + first_query + rows, lse, mask=rows < n_queries)
+
+
+def launch_forward(q, k, v, is_causal=False, rows=32, keys=32, kernel=forward_kernel, **options):
+    """O (..., n_queries, d) and L (..., n_queries) of contiguous q, k, v; options: num_warps, num_stages."""
+    n_queries, d = q.shape[-2:]
+    n_keys = k.shape[-2]
+    o = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    scale_log2 = 1.4426950408889634 * d**-0.5
+    columns = max(16, triton.next_power_of_2(d))
+    grid = triton.cdiv(n_queries, rows), q.shape[:-2].numel()
+    blocks = d, columns, rows, keys, is_causal
+    kernel[grid](q, k, v, o, lse, n_queries, n_keys, scale_log2, *blocks, **options)
+    return o, lse
+
+
+def delta(do, o):
+    """D = rowsum(dO * O), (..., n_queries), in float32."""
+    return (do.float() * o.float()).sum(-1)
+
+
+@triton.jit
+def tile_gradients(q, k, v, do, lse, delta, visible, scale):
+    """P and dS of a tile of queries and a tile of keys."""
+    s = tl.dot(q, k.T, input_precision="ieee") * scale
+    s = tl.where(visible, s - lse[:, None], -float("inf"))
+    # log2(e): from natural logarithms to powers of two
+    p = tl.exp2(s * 1.4426950408889634)
+    dp = tl.dot(do, v.T, input_precision="ieee")
+    ds = p * (dp - delta[:, None])
+    return p, ds
+
+
+@triton.jit
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    n_queries,
+    n_keys,
+    scale,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """dQ of one tile of queries of one sequence."""
+    tile = tl.program_id(0)
+    sequence = tl.program_id(1)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    first_query = sequence * n_queries
+    first_key = sequence * n_keys
+    q = load_tile(q_ptr + first_query * D, rows, n_queries, D, COLUMNS)
+    do = load_tile(do_ptr + first_query * D, rows, n_queries, D, COLUMNS)
+    lse = tl.load(lse_ptr + first_query + rows, mask=rows < n_queries, other=float("inf"))
+    delta = tl.load(delta_ptr + first_query + rows, mask=rows < n_queries, other=0.0)
+    dq = tl.zeros([ROWS, COLUMNS], tl.float32)
+    end = min(n_keys, (tile + 1) * ROWS) if CAUSAL else n_keys
+    for start in range(0, end, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        k = load_tile(k_ptr + first_key * D, keys, n_keys, D, COLUMNS)
+        v = load_tile(v_ptr + first_key * D, keys, n_keys, D, COLUMNS)
+        visible = is_visible(rows, keys, n_keys, CAUSAL)
+        _, ds = tile_gradients(q, k, v, do, lse, delta, visible, scale)
+        dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
+    dq = (dq * scale).to(q.dtype)
+    store_tile(dq_ptr + first_query * D, dq, rows, n_queries, D, COLUMNS)
+
+
+@triton.jit
+def dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    n_queries,
+    n_keys,
+    scale,
+    D: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """dK and dV of one tile of keys of one sequence."""
+    tile = tl.program_id(0)
+    sequence = tl.program_id(1)
+    keys = tile * KEYS + tl.arange(0, KEYS)
+    first_query = sequence * n_queries
+    first_key = sequence * n_keys
+    k = load_tile(k_ptr + first_key * D, keys, n_keys, D, COLUMNS)
+    v = load_tile(v_ptr + first_key * D, keys, n_keys, D, COLUMNS)
+    dk = tl.zeros([KEYS, COLUMNS], tl.float32)
+    dv = tl.zeros([KEYS, COLUMNS], tl.float32)
+    begin = tile * KEYS // ROWS * ROWS if CAUSAL else 0
+    for start in range(begin, n_queries, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        q = load_tile(q_ptr + first_query * D, rows, n_queries, D, COLUMNS)
+        do = load_tile(do_ptr + first_query * D, rows, n_queries, D, COLUMNS)
+        lse = tl.load(lse_ptr + first_query + rows, mask=rows < n_queries, other=float("inf"))
+        delta = tl.load(delta_ptr + first_query + rows, mask=rows < n_queries, other=0.0)
+        visible = is_visible(rows, keys, n_keys, CAUSAL)
+        p, ds = tile_gradients(q, k, v, do, lse, delta, visible, scale)
+        dv += tl.dot(p.to(do.dtype).T, do, input_precision="ieee")
+        dk += tl.dot(ds.to(q.dtype).T, q, input_precision="ieee")
+    dk = (dk * scale).to(k.dtype)
+    dv = dv.to(v.dtype)
+    store_tile(dk_ptr + first_key * D, dk, keys, n_keys, D, COLUMNS)
+    store_tile(dv_ptr + first_key * D, dv, keys, n_keys, D, COLUMNS)
+
+
+def launch_backward(kernel, do, q, k, v, o, lse, is_causal, outputs, tile=(32, 32), **options):
+    """A program for each tile of what `outputs` are gradients of, queries or keys; options: num_warps, ..."""
+    q, k, v, do, o, lse = (x.contiguous() for x in (q, k, v, do, o, lse))
+    n_queries, d = q.shape[-2:]
+    n_keys = k.shape[-2]
+    rows, keys = tile
+    tiles = triton.cdiv(n_queries, rows) if kernel is dq_kernel else triton.cdiv(n_keys, keys)
+    grid = tiles, q.shape[:-2].numel()
+    blocks = d, max(16, triton.next_power_of_2(d)), rows, keys, is_causal
+    inputs = q, k, v, do, lse, delta(do, o)
+    kernel[grid](*inputs, *outputs, n_queries, n_keys, d**-0.5, *blocks, **options)
+    return outputs
+
+
+class FlashAttentionSimple(torch.autograd.Function):
+    """softmax(q k^T / sqrt(d)) v, forward and backward in Triton, nothing quadratic in memory."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, is_causal=False, tile=(32, 32)):
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        o, lse = launch_forward(q, k, v, is_causal, *tile)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.is_causal = is_causal
+        ctx.tile = tile
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, o, lse = ctx.saved_tensors
+        inputs = do, q, k, v, o, lse, ctx.is_causal
+        (dq,) = launch_backward(dq_kernel, *inputs, [torch.empty_like(q)], ctx.tile)
+        dk_and_dv = [torch.empty_like(k), torch.empty_like(v)]
+        dk, dv = launch_backward(dkdv_kernel, *inputs, dk_and_dv, ctx.tile)
+        return dq, dk, dv, None, None
