@@ -4,7 +4,11 @@ Nothing that is measured imports it. A value without a colour has one of a ramp 
 """
 
 from cs336_systems.configs import MODEL_SIZES
-from labbook.labels import column, derived, family, synonyms
+from labbook.labels import Vocabulary
+
+VOCABULARY = Vocabulary()
+family = VOCABULARY.family
+column = VOCABULARY.column
 
 # value | label | colour, in the order of legends and tables
 family(
@@ -222,7 +226,7 @@ column("predicted_sent_mb", "predicted sent (MiB)")
 column("warmup_steps", "warm-up steps", "warm-up")
 column("where", "machine")
 # "xl" is two different models, so a size never stands alone.
-derived("model", "model_size edition", "{} ({:.0f})".format)
-synonyms("where machine gpu source")
-synonyms("model model_size edition d_model num_heads")
-synonyms("wrapper implementation")
+VOCABULARY.derived("model", "model_size edition", "{} ({:.0f})".format)
+VOCABULARY.synonym("where machine gpu source")
+VOCABULARY.synonym("model model_size edition d_model num_heads")
+VOCABULARY.synonym("wrapper implementation")

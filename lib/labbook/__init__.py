@@ -8,12 +8,13 @@ _NAMES = {  # by their module, which is imported when one is used
     "bench": "Case Step grid",
     "book.notebooks": "check_parameters",
     "compare": "beside_reference longest_warmup published_rows side_by_side times_in",
-    "files": "REPOSITORY_FIGURES figures_dir find",
-    "labels": "MISSING column_label named_value ordered significant value_label with_derived",
+    "files": "figures_dir find",
+    "labels": "MISSING column_label named_value ordered significant value_label",
     "machine": "MachineCard load_card machine_card watched_clocks why_no_compile why_no_memory why_no_tf32 "
     "why_not",
     "page": "Page",
     "plots": "bars heatmap lines ratio spans stacked_bars",
+    "project": "configure",
     "ranks": "one_step_ms slowest time_together",
     "rows": "RowError load_rows published save_rows",
     "sliders": "Sliders",
@@ -29,8 +30,3 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-
-
-later = (
-    __getattr__  # by a call of it one is imported that only refuses or shows: it changes no number
-)

@@ -1,14 +1,15 @@
-"""What a measurement depends on: the code of the notebook that measures, and of every module behind it.
+"""What a measurement depends on: the cells that measure, and the measured rooms that they lead to.
 
 Found by a static walk, so it costs no run. In a notebook it begins at the statements that save rows (a call
 of `.measure`, `.save` or `save_rows`) and goes to the statements that bind the names they use, and so on; in
-a module, at all its imports, wherever they stand, and at the modules that its strings name. A name that is
-imported from a package, or taken as its attribute, is followed to the module that has it; where that cannot
-be told the whole package counts. Hashed is the syntax tree without docstrings: no comment, no layout, and the
-same in every Python. The values of a notebook's parameters are not code.
+a module of a measured room (`measured` in book.yaml), at all its imports, wherever they stand, and at the
+modules that its strings name. A name imported from a package, or taken as its attribute, is followed to the
+module that has it; where that cannot be told the whole package counts. Other rooms are not followed: they
+check, count or show. Of labbook there is the version of its timing. The values of parameters are not code.
 """
 
 import ast
+import dis
 import hashlib
 import json
 import re
@@ -17,44 +18,38 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import psutil
 
-from labbook.files import NOTEBOOKS, PROJECT
+from labbook import timing
+from labbook.project import project
 
 WHILE_RUNNING = "changed while running"
-_ROOTS = (PROJECT / "lib", NOTEBOOKS)
-_PACKAGES = sorted(path.parent.name for path in _ROOTS[0].glob("*/__init__.py"))
-_MODULE_NAME = re.compile(rf"\b(?:{'|'.join(_PACKAGES)})(?:\.\w+)+")
 _SAVES = ("measure", "save", "save_rows")
-_MUTATORS = (
-    "add",
-    "append",
-    "clear",
-    "extend",
-    "insert",
-    "pop",
-    "remove",
-    "setdefault",
-    "sort",
-    "update",
-)
+_MUTATORS = re.compile("add|append|clear|extend|insert|pop|remove|setdefault|sort|update")
+_DOTTED = re.compile(r"\b[a-z]\w*(?:\.\w+)+")
+_LOOKS_UP = ("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
+_FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _DOCUMENTED = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def of_notebook(path: Path) -> dict[str, str]:
     """The hashes of all that the rows of a notebook depend on: files, and its cells that save rows.
 
-    Of a notebook that saves none: of all that it executes.
+    Of a notebook that saves none: of all that it executes in the packages that have measured rooms.
     """
     sources, parameters = code_cells(path)
-    if found := _behind(sources, parameters, range(len(sources))):
-        return found
-    walk = _Walk()
-    digest = walk.follow(*(each for source in sources for each in statements(source)))
-    return {**dict(sorted(walk.found.items())), "its cells": digest}
+    rooms = project().measured
+    if hashes := _behind(sources, parameters, range(len(sources)), rooms):
+        return hashes | timing_version()
+    walk = _Walk(tuple(_first(room) for room in rooms))
+    codes = [code for source in sources for code in statements(source)]
+    walk.follow(codes)
+    return dict(sorted(walk.files.items())) | {"its cells": _digest(codes)}
 
 
 def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str, str]:
@@ -63,19 +58,29 @@ def of_cells(sources: Sequence[str], parameters: Iterable[str] = ()) -> dict[str
     sources: of the cells, in the order of their execution.
     parameters: the names whose literal values are no code.
     """
-    found = _behind(sources, parameters, [len(sources) - 1])
+    last = range(len(sources) - 1, len(sources))
+    hashes = _behind(tuple(sources), frozenset(parameters), last, project().measured)
+    if not hashes:
+        return {}
     started = psutil.Process().create_time()
-    newer = [
-        name
-        for name in found
-        if (path := PROJECT / name).is_file() and path.stat().st_mtime > started
-    ]
-    return found | dict.fromkeys(newer, WHILE_RUNNING)
+    newer = [name for name in hashes if _written_at(name) > started]
+    return hashes | timing_version() | dict.fromkeys(newer, WHILE_RUNNING)
+
+
+def _written_at(name: str) -> float:
+    """When the file that a hash is of was written, "package/room/module.py"; 0 where it is of a cell."""
+    package, _, rest = name.partition("/")
+    return (_folder(package) / rest).stat().st_mtime if rest else 0
+
+
+def timing_version() -> dict[str, str]:
+    """What stands for labbook's own part in a measurement."""
+    return {"labbook.timing": timing.VERSION}
 
 
 def notebook_of(slug: str) -> Path | None:
     """The notebook of a problem, if there is one."""
-    return next(NOTEBOOKS.glob(f"[0-9][0-9]_{slug}.ipynb"), None)
+    return next(project().notebooks.glob(f"[0-9][0-9]_{slug}.ipynb"), None)
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -87,131 +92,35 @@ def changed(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     ]
 
 
-def why(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+def reason_changed(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     """What changed, in a line: "attention/launcher.py changed since"; "" if nothing did."""
-    names = [re.sub(r"^lib/[^/]+/(?=.*/)|^lib/| #\w+$", "", name) for name in changed(before, now)]
+    names = [re.sub(r"^[\w.]+/| #\w+$", "", name) for name in changed(before, now)]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more} changed since" if names else ""
 
 
-# What a piece of code says.
+# A piece of code: its text, and the names in it.
 
 
-@dataclass
-class _Said:
-    """What parts of a syntax tree say, that were read.
-
-    text: the tree itself. named: modules in strings.
-    imports: (bound name, module, name in it, or "" for the module itself); relative ones there are none.
-    uses: the attributes under which each name is used, "" for the name alone.
-    binds: names bound. keeps: names whose value is changed. saves: a table for each call that saves rows.
-    """
-
-    text: list[str] = field(default_factory=list)
-    imports: list[tuple[str, str, str]] = field(default_factory=list)
-    named: set[str] = field(default_factory=set)
-    uses: dict[str, set[str]] = field(default_factory=dict)
-    binds: set[str] = field(default_factory=set)
-    keeps: set[str] = field(default_factory=set)
-    saves: list[str] = field(default_factory=list)
-    has_functions: bool = False
-
-    def read(self, node: Any, own: frozenset[str] = frozenset()) -> "_Said":
-        """Read a part of a tree too; own: names that the code around it has bound itself."""
-        if not isinstance(node, ast.AST):
-            self.text.append(f"{node!a};")
-        elif chain := _chain(node):
-            self.text.append(f"{chain};")
-            root, _, attributes = chain.partition(".")
-            is_read = isinstance(node.ctx, ast.Load)
-            if root not in own and (attributes or is_read):
-                self.uses.setdefault(root, set()).add(attributes)
-            if root not in own and (not is_read or attributes.rpartition(".")[2] in _MUTATORS):
-                (self.keeps if attributes else self.binds).add(root)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            self.imports += (imports := _imports(node))
-            self.text.append(f"{imports};")
-            self.named.update(alias.name for alias in node.names if isinstance(node, ast.Import))
-            self.binds.update(bound for bound, _, _ in imports)
-        else:
-            self._read_fields(node, own)
-        return self
-
-    def _read_fields(self, node: ast.AST, own: frozenset[str]) -> None:
-        inner = own | _bound_inside(node)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            self.binds |= {node.name} - own
-        elif isinstance(node, ast.For | ast.With):
-            self.binds |= inner - own
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            self.named.update(_MODULE_NAME.findall(node.value))
-        elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
-            self.keeps.update({_chain(node.value).partition(".")[0]} - {""})
-        elif isinstance(node, ast.Call) and (_chain(node.func).rpartition(".")[2] in _SAVES):
-            texts = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
-            self.saves.append(texts[0] if texts else "rows")
-        self.has_functions |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        self.text.append(f"{type(node).__name__}(")
-        for name in node._fields:
-            value = getattr(node, name, None)
-            if name == "ctx" or value is None or value == []:
-                continue
-            if isinstance(node, ast.JoinedStr):
-                value = _literals_joined(value)
-            elif name == "body" and isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
-                value = value[1:]
-            self.text.append(f"{name}=")
-            within = own if name in ("iter", "args", "decorator_list") else inner
-            for each in value if isinstance(value, list) else [value]:
-                self.read(each, within)
-                if name in ("body", "orelse", "finalbody") and isinstance(each, ast.Assign):
-                    within |= _stored(*each.targets)  # what follows in the block uses this
-        if hasattr(node, "generators"):  # what the first one goes over belongs to the code around
-            self.read(node.generators[0].iter, own)
-        self.text.append(")")
+def normalised(part: Any) -> str:
+    """A part of a syntax tree as text: no docstring, no layout, and the same in every Python."""
+    if isinstance(part, list):
+        return f"[{', '.join(map(normalised, part))}]"
+    if not isinstance(part, ast.AST):
+        return ascii(part)
+    fields = dict(ast.iter_fields(part))
+    fields.pop("ctx", None)
+    if isinstance(part, _DOCUMENTED) and ast.get_docstring(part) is not None:
+        fields["body"] = part.body[1:]
+    elif isinstance(part, ast.JoinedStr):
+        fields["values"] = _joined(part.values)
+    # Newer versions of Python have more fields, which are empty where an older one can parse the code.
+    full = {name: value for name, value in fields.items() if value is not None and value != []}
+    texts = [f"{name}={normalised(value)}" for name, value in full.items()]
+    return f"{type(part).__name__}({', '.join(texts)})"
 
 
-def _digest(*several: _Said) -> str:
-    return hashlib.sha256(
-        "".join(text for said in several for text in said.text).encode()
-    ).hexdigest()[:12]
-
-
-def _bound_inside(node: ast.AST) -> frozenset[str]:
-    """The names of a scope, a loop or a `with` that its parts find bound."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        shared = (
-            each.names for each in ast.walk(node) if isinstance(each, ast.Global | ast.Nonlocal)
-        )
-        return _stored(node.args, *node.body).difference(*shared)
-    if isinstance(node, ast.With):
-        return _stored(*(each.optional_vars for each in node.items if each.optional_vars))
-    if isinstance(node, ast.Lambda | ast.For):
-        return _stored(getattr(node, "target", None) or node.args)
-    return _stored(*(each.target for each in getattr(node, "generators", ())))
-
-
-def _stored(*nodes: ast.AST) -> frozenset[str]:
-    """The names that parts of a syntax tree bind, without those of scopes inside them."""
-    found: set[str] = set()
-    for node in nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        elif isinstance(node, ast.arg | ast.FunctionDef | ast.ClassDef):
-            found.add(getattr(node, "arg", None) or node.name)
-        elif not isinstance(node, ast.Lambda) and not hasattr(node, "generators"):
-            found |= _stored(*ast.iter_child_nodes(node))
-    return frozenset(found)
-
-
-def _chain(node: ast.AST) -> str:
-    """ "a.b.c" of an attribute of a name, "a" of a name, else ""."""
-    if isinstance(node, ast.Attribute):
-        return f"{before}.{node.attr}" if (before := _chain(node.value)) else ""
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _literals_joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
+def _joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
     """The parts of an f-string; versions of Python cut its text differently."""
     parts: list[ast.expr | str] = [""]
     for value in values:
@@ -222,183 +131,314 @@ def _literals_joined(values: Sequence[ast.expr]) -> list[ast.expr | str]:
     return parts
 
 
-def _imports(node: ast.Import | ast.ImportFrom) -> list[tuple[str, str, str]]:
-    if isinstance(node, ast.ImportFrom):
-        return [(alias.asname or alias.name, node.module, alias.name) for alias in node.names]
-    names = [(alias.asname or alias.name.partition(".")[0], alias) for alias in node.names]
-    return [(bound, alias.name if alias.asname else bound, "") for bound, alias in names]
+@dataclass
+class Code:
+    """A module, or a statement of a notebook.
+
+    imports: (bound name, module, name in it, or "" for the module itself); relative ones there are none.
+    chains: "a.b.c" of names with their attributes. modules: named in strings, or imported as a whole.
+    looks_up: names that must be bound before. binds: names bound. changes: names whose value may change.
+    tables: of calls that save rows. exports: of a package's `__init__`: names of others, handed on.
+    """
+
+    text: str
+    imports: set[tuple[str, str, str]] = field(default_factory=set)
+    chains: set[str] = field(default_factory=set)
+    modules: set[str] = field(default_factory=set)
+    looks_up: set[str] = field(default_factory=set)
+    binds: set[str] = field(default_factory=set)
+    changes: set[str] = field(default_factory=set)
+    tables: list[str] = field(default_factory=list)
+    has_functions: bool = False
+    exports: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+
+def read(*nodes: ast.stmt) -> Code:
+    """Some statements as one piece of code. Raises SyntaxError: they are no module."""
+    tree = ast.Module(list(nodes), type_ignores=[])
+    code = Code(normalised(tree))
+    _Names(code).visit(tree)
+    code.looks_up.update(_looked_up(compile(tree, "code", "exec"), code.binds))
+    return code
+
+
+def _looked_up(bytecode: CodeType, bound: set[str]) -> Iterator[str]:
+    """The names that bytecode looks up before it binds them; those that it binds are added to `bound`."""
+    for step in dis.get_instructions(bytecode):
+        if isinstance(step.argval, CodeType):
+            # A function or a class: what it binds is its own.
+            yield from _looked_up(step.argval, set(bound))
+        elif step.opname in _LOOKS_UP and step.argval not in bound:
+            yield step.argval
+        elif step.opname == "STORE_NAME":
+            bound.add(step.argval)
+
+
+class _Names(ast.NodeVisitor):
+    """Adds the names in a syntax tree to a piece of code."""
+
+    def __init__(self, code: Code) -> None:
+        self.code = code
+
+    def visit(self, node: ast.AST) -> None:
+        self.code.has_functions |= isinstance(node, _FUNCTIONS)
+        super().visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.code.chains.add(node.id)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        chain = _chain(node)
+        if not chain:
+            self.generic_visit(node)
+            return
+        self.code.chains.add(chain)
+        if _MUTATORS.fullmatch(node.attr) or not isinstance(node.ctx, ast.Load):
+            self.code.changes.add(_first(chain))
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            self.code.changes.add(_first(_chain(node.value)))
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if _chain(node.func).rpartition(".")[2] in _SAVES:
+            texts = [str(value.value) for value in node.args if isinstance(value, ast.Constant)]
+            self.code.tables += texts[:1] or ["rows"]
+        self.generic_visit(node)
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            module = alias.name if alias.asname else _first(alias.name)
+            self.code.imports.add((alias.asname or module, module, ""))
+            self.code.modules.add(alias.name)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self.code.imports |= {
+            (each.asname or each.name, node.module, each.name) for each in node.names
+        }
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):  # docstrings name modules, too
+            self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, str):
+            self.code.modules.update(_DOTTED.findall(node.value))
+
+
+def _chain(node: ast.AST) -> str:
+    """ "a.b.c" of an attribute of a name, "a" of a name, else ""."""
+    if isinstance(node, ast.Attribute):
+        before = _chain(node.value)
+        return f"{before}.{node.attr}" if before else ""
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _first(chain: str) -> str:
+    return chain.partition(".")[0]
+
+
+def _digest(codes: Iterable[Code]) -> str:
+    text = "".join(code.text for code in codes)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 # Modules.
 
 
 @cache
-def _find(module: str) -> Path | None:
-    """The file of a module of this repository."""
-    for place in (root.joinpath(*module.split(".")) for root in _ROOTS if module):
-        for path in (place / "__init__.py", place.with_name(f"{place.name}.py")):
-            if path.is_file():
-                return path
-    return None
+def _folder(package: str) -> Path | None:
+    """Where a package is that this process would import."""
+    spec = find_spec(package)
+    places = spec.submodule_search_locations if spec else None
+    return Path(places[0]) if places else None
 
 
 @cache
-def _loaded(module: str, path: Path, _: int) -> tuple[_Said, dict[str, tuple[str, str]]]:
-    """A file, and, of a package's __init__, what it only hands on: name -> (module, name)."""
-    tree, exports = ast.parse(path.read_text(encoding="utf-8")), {}
+def _path(module: str) -> Path | None:
+    """The file of a module."""
+    package, *parts = module.split(".")
+    folder = _folder(package)
+    if folder is None:
+        return None
+    place = folder.joinpath(*parts)
+    files = (place / "__init__.py", place.with_name(f"{place.name}.py"))
+    return next(filter(Path.is_file, files), None)
+
+
+@cache
+def _module(path: Path, _: int) -> Code:
+    """A module as it is since a time. Of a package's `__init__` what it only hands on is no code of it."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
     if path.name != "__init__.py":
-        return _Said().read(tree), exports
-    for node in tree.body[:]:
-        assigned = ast.unparse(node).partition(" =")[0] if isinstance(node, ast.Assign) else ""
-        if isinstance(node, ast.ImportFrom):
-            exports |= {bound: (source, name) for bound, source, name in _imports(node)}
-        elif assigned == "_NAMES":
-            for source, names in ast.literal_eval(node.value).items():
-                exports |= {name: (f"{module}.{source}", name) for name in names.split()}
-        elif assigned != "__all__":
-            continue
-        tree.body.remove(node)
-    said = _Said().read(tree)
-    said.imports += [
-        (name, *exports[name]) for name in exports if name in said.uses
-    ]  # it uses these itself
-    return said, exports
+        return read(*body)
+    handed_on = [node for node in body if isinstance(node, ast.ImportFrom)]
+    code = read(*(node for node in body if node not in handed_on))
+    for bound, module, name in read(*handed_on).imports:
+        code.exports[bound] = (module, name)
+        if bound in code.looks_up:
+            code.imports.add((bound, module, name))
+    return code
 
 
 class _Walk:
-    """Collects in `found` the hash of each file that is reached."""
+    """Collects in `files` the hash of each file of some rooms that code leads to."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, str] = {}
-        self._done: set[tuple[str, bool]] = set()
+    def __init__(self, rooms: Iterable[str]) -> None:
+        self.files: dict[str, str] = {}
+        self._rooms = tuple(rooms)
+        self._packages = {_first(room) for room in rooms}
+        self._visited: set[str] = set()
 
-    def follow(self, *several: _Said) -> str:
-        """What all of them use together; returns their digest."""
-        uses = defaultdict(set)
-        for name, chains in (pair for said in several for pair in said.uses.items()):
-            uses[name] |= chains
-        for bound, module, name in (each for said in several for each in said.imports):
-            for chain in uses.get(bound, ()):
-                self.follow_chain(module, ".".join(filter(None, [name, chain])))
-            self.follow_module(module, whole=False)
-        for text in sorted(set().union(*(said.named for said in several))):
-            while text and not _find(text):
-                text = text.rpartition(".")[0]
-            self.follow_module(text, whole=text not in _PACKAGES)
-        return _digest(*several)
+    def follow(self, codes: Sequence[Code]) -> None:
+        """What all of them use together."""
+        chains = defaultdict(set)
+        for chain in set().union(*(code.chains for code in codes)):
+            first, _, rest = chain.partition(".")
+            chains[first].add(rest)
+        for bound, module, name in set().union(*(code.imports for code in codes)):
+            for rest in chains[bound]:
+                self.follow_name(module, ".".join(filter(None, (name, rest))))
+        for module in set().union(*(code.modules for code in codes)):
+            package, _, rest = module.partition(".")
+            self.follow_name(package, rest)
 
-    def follow_chain(self, module: str, chain: str) -> None:
-        """What `module.a.b` is, the chain being "a.b"; the module itself, handed on, where there is none."""
-        path, (name, _, rest) = _find(module), chain.partition(".")
-        is_package = path is not None and path.name == "__init__.py"
-        self.follow_module(module, whole=not is_package or not name)
-        if not is_package or not name:
+    def follow_name(self, module: str, name: str) -> None:
+        """What `module.name` is, `name` a dotted one; where it cannot be told the whole of a package."""
+        path = _path(module) if _first(module) in self._packages else None
+        if path is None:
             return
-        said, exports = _loaded(module, path, path.stat().st_mtime_ns)
-        if _find(f"{module}.{name}"):
-            self.follow_chain(f"{module}.{name}", rest)
-        elif name in exports:
-            source, original = exports[name]
-            if _find(source):
-                self.found[f"{path.relative_to(PROJECT)}: {name}"] = f"{source}.{original}"
-            self.follow_chain(source, ".".join(filter(None, [original, rest])))
-        elif name not in said.binds:
-            self.follow_module(module)
-
-    def follow_module(self, module: str, *, whole: bool = True) -> None:
-        """A module and all that it imports; of a package that is not `whole` its __init__ alone."""
-        path = _find(module)
-        if path is None or (module, whole) in self._done:
+        if path.name != "__init__.py":
+            self._visit(module, path)
             return
-        self._done.add((module, whole))
-        self.follow_module(module.rpartition(".")[0], whole=False)
-        name, (said, _) = (
-            str(path.relative_to(PROJECT)),
-            _loaded(module, path, path.stat().st_mtime_ns),
-        )
-        if name not in self.found:
-            self.found[name] = _digest(said)
-            self.follow(said)
-        if whole and path.name == "__init__.py":
-            for each in sorted(path.parent.glob("*")):
-                self.follow_module(f"{module}.{each.stem}")
+        first, _, rest = name.partition(".")
+        code = _module(path, path.stat().st_mtime_ns)
+        if first and _path(f"{module}.{first}"):
+            self.follow_name(f"{module}.{first}", rest)
+        elif first in code.exports:
+            source, original = code.exports[first]
+            self.follow_name(source, ".".join(filter(None, (original, rest))))
+        else:
+            self._visit(module, path)
+            if first not in code.binds:
+                for child in path.parent.iterdir():
+                    self.follow_name(f"{module}.{child.stem}", "")
+
+    def _visit(self, module: str, path: Path) -> None:
+        is_measured = any(f"{module}.".startswith(f"{room}.") for room in self._rooms)
+        if module in self._visited or not is_measured:
+            return
+        self._visited.add(module)
+        code = _module(path, path.stat().st_mtime_ns)
+        self.files[str(path.relative_to(_folder(_first(module)).parent))] = _digest([code])
+        self.follow([code])
 
 
 # Notebooks.
 
 
-def code_cells(path: Path) -> tuple[list[str], set[str]]:
+def code_cells(path: Path) -> tuple[tuple[str, ...], frozenset[str]]:
     """The sources of a notebook's code cells, and the names of its parameters."""
-    cells = [
-        c for c in json.loads(path.read_text(encoding="utf-8"))["cells"] if c["cell_type"] == "code"
-    ]
-    tagged = (cell for cell in cells if "parameters" in cell["metadata"].get("tags", ()))
-    bound = (each.binds for cell in tagged for each in statements("".join(cell["source"])))
-    return ["".join(cell["source"]) for cell in cells], set().union(*bound)
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    sources: list[str] = []
+    parameters: set[str] = set()
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            sources.append("".join(cell["source"]))
+            if "parameters" in cell["metadata"].get("tags", ()):
+                parameters.update(*(code.binds for code in statements(sources[-1])))
+    return tuple(sources), frozenset(parameters)
 
 
 @cache
-def statements(source: str) -> list[_Said]:
-    """The statements of a cell: what each surely binds, and what it may change; not what IPython reads."""
-    found = []
+def statements(source: str) -> list[Code]:
+    """The statements of a cell, without what IPython alone can read.
+
+    Of an import each name is a statement, for others of that line do not matter.
+    """
+    text = re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)
+    codes: list[Code] = []
     with suppress(SyntaxError):
-        for node in ast.parse(re.sub(r"^\s*[%!?].*$", "", source, flags=re.MULTILINE)).body:
-            said = _Said().read(node)
-            if isinstance(
-                node, ast.Import | ast.ImportFrom
-            ):  # each name by itself: others do not matter
-                found += [
-                    _Said([f"{one};"], [one], said.named, binds={one[0]}) for one in said.imports
-                ]
-                continue
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                said.binds, said.keeps = {node.name}, set()
-            elif not isinstance(node, ast.Assign | ast.AnnAssign):
-                said.binds, said.keeps = set(), said.binds | said.keeps
-            found.append(said)
-    return found
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                for alias in node.names:
+                    node.names = [alias]
+                    codes.append(read(node))
+            else:
+                codes.append(_statement(node))
+    return codes
 
 
+def _statement(node: ast.stmt) -> Code:
+    code = read(node)
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        code.changes.clear()
+    elif not isinstance(node, ast.Assign | ast.AnnAssign):
+        # What a loop or a branch binds may be bound, or not.
+        code.changes |= code.binds
+        code.binds = set()
+    return code
+
+
+@cache
 def _behind(
-    sources: Sequence[str], parameters: Iterable[str], cells: Iterable[int]
+    sources: tuple[str, ...], parameters: frozenset[str], cells: range, rooms: tuple[str, ...]
 ) -> dict[str, str]:
     """What the statements that save rows in these cells depend on; also calls of functions that save."""
-    walk, before, saving = _Walk(), [], {}  # saving: the tables of functions that save
+    walk = _Walk(rooms)
+    before: list[Code] = []
+    tables_of: dict[str, list[str]] = {}  # of the functions that save
     for cell, source in enumerate(sources):
-        places, found = set(), []
-        for each in statements(source):
-            tables = each.saves + [table for name in each.uses for table in saving.get(name, ())]
-            before.append(each)
-            if each.has_functions and each.binds and tables:
-                saving |= dict.fromkeys(each.binds, tables)
-            elif tables and cell in cells:
-                places |= _needed(before, set(parameters))
-                found += tables
-        if places:
-            digest = walk.follow(*(before[place] for place in sorted(places)))
-            walk.found[f"the cell that saves {', '.join(dict.fromkeys(found))} #{digest[:6]}"] = (
+        needed: set[int] = set()
+        tables: list[str] = []
+        for code in statements(source):
+            before.append(code)
+            saved = list(code.tables)
+            for name in sorted(code.looks_up):
+                saved += tables_of.get(name, [])
+            if saved and code.has_functions and code.binds:
+                tables_of |= dict.fromkeys(code.binds, saved)
+            elif saved and cell in cells:
+                needed |= _needed(before, parameters)
+                tables += saved
+        if needed:
+            codes = [before[place] for place in sorted(needed)]
+            walk.follow(codes)
+            digest = _digest(codes)
+            walk.files[f"the cell that saves {', '.join(dict.fromkeys(tables))} #{digest[:6]}"] = (
                 digest
             )
-    return dict(sorted(walk.found.items()))
+    return dict(sorted(walk.files.items()))
 
 
-def _needed(before: list[_Said], parameters: set[str]) -> set[int]:
+def _needed(before: Sequence[Code], parameters: frozenset[str]) -> set[int]:
     """The places of the last statement and of all that bind what it uses, and so on; no parameters."""
-    last, needed, waiting = len(before) - 1, set(), [len(before) - 1]
+    last = len(before) - 1
+    needed: set[int] = set()
+    waiting = [last]
     while waiting:
-        if (place := waiting.pop()) not in needed:
-            needed.add(place)
-            said = before[place]  # whose functions look their names up when they are called
-            for end in {place, last if said.has_functions else place}:
-                waiting += [each for name in said.uses for each in _binders(before[:end], name)]
-    values = {place for place in needed if (said := before[place]).binds and not said.uses}
-    return needed - {place for place in values if before[place].binds <= parameters}
+        place = waiting.pop()
+        if place in needed:
+            continue
+        needed.add(place)
+        code = before[place]
+        for name in code.looks_up:
+            waiting += _binders(before[:place], name)
+            if code.has_functions:  # which look their names up when they are called
+                waiting += _binders(before[:last], name)
+    return {place for place in needed if not _is_parameter(before[place], parameters)}
 
 
-def _binders(before: list[_Said], name: str) -> Iterator[int]:
+def _is_parameter(code: Code, parameters: frozenset[str]) -> bool:
+    return bool(code.binds) and not code.looks_up and code.binds <= parameters
+
+
+def _binders(before: Sequence[Code], name: str) -> Iterator[int]:
     """The last statement that binds a name, and those that may have changed it since."""
-    for place, each in reversed(list(enumerate(before))):
-        if name in each.binds | each.keeps:
+    for place in reversed(range(len(before))):
+        code = before[place]
+        if name in code.binds | code.changes:
             yield place
-        if name in each.binds:
+        if name in code.binds:
             return

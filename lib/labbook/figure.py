@@ -20,7 +20,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 from PIL import Image
 
-from labbook.labels import COLUMNS, Column, named_value, ordered, value_label
+from labbook.labels import column_of, named_value, ordered, value_label
 from labbook.style import MUTED, STYLE, ZONE
 
 WIDTH = 9.2  # inches: 1472 pixels at 160 dpi
@@ -236,7 +236,7 @@ def log_y(axes: Axes, values: pd.Series) -> None:
 
 def plain_numbers(axis: Axis, column: str = "") -> None:
     """1,250 and 0.05 instead of powers of ten, below a thousandth 1e-04; or as the column has its numbers."""
-    text = COLUMNS.get(column, Column()).text or _plain
+    text = column_of(column).text or _plain
     axis.set_major_formatter(FuncFormatter(lambda value, _: text(float(value))))
 
 

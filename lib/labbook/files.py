@@ -2,40 +2,29 @@
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import filelock
 
-PROJECT = Path(__file__).resolve().parents[2]
-REPOSITORY_FIGURES = PROJECT / "figures"
-NOTEBOOKS = PROJECT / "notebooks"
-
-
-@cache
-def committed() -> tuple[str, ...]:
-    """The folders of `figures` that git keeps, as .gitignore says; all others are everybody's own."""
-    ignored = PROJECT / ".gitignore"
-    text = ignored.read_text(encoding="utf-8") if ignored.exists() else ""
-    return tuple(re.findall(r"^!figures/([^/\n]+)/$", text, re.MULTILINE))
+from labbook.project import project
 
 
 def figures_dir() -> Path:
-    """Where measurements are written: `$LABBOOK_FIGURES`, or the repository's `figures`."""
-    return Path(os.environ.get("LABBOOK_FIGURES") or REPOSITORY_FIGURES)
+    """Where measurements are written: `$LABBOOK_FIGURES`, or the project's `figures`."""
+    return Path(os.environ.get("LABBOOK_FIGURES") or project().figures)
 
 
 def find(folder: str, *parts: str) -> Path:
-    """Path of a file to read: under `figures_dir()`, or, of the results that git keeps, in the repository."""
-    own = figures_dir().joinpath(folder, *parts)
-    kept = REPOSITORY_FIGURES.joinpath(folder, *parts)
-    return kept if folder in committed() and kept.exists() and not own.exists() else own
+    """Path of a file to read: under `figures_dir()`, or, of a committed folder, in the project's."""
+    path = figures_dir().joinpath(folder, *parts)
+    committed = project().figures.joinpath(folder, *parts)
+    is_committed = folder in project().committed and committed.exists()
+    return committed if is_committed and not path.exists() else path
 
 
 def make_folder(folder: Path, way_out: str = "set LABBOOK_FIGURES to a folder that can") -> Path:
@@ -60,12 +49,12 @@ def locked(folder: Path) -> filelock.BaseFileLock:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` in one step: a reader, and a run killed at any moment, find the old file or the new."""
-    with tempfile.TemporaryDirectory(
-        dir=make_folder(path.parent), prefix=".", suffix=".tmp"
-    ) as folder:
+    parent = make_folder(path.parent)
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".", suffix=".tmp") as folder:
         with open(Path(folder) / "new", "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
+            # Before the rename: a name that a crash leaves behind must not lead to an empty file.
             os.fsync(file.fileno())
         os.replace(file.name, path)
 
@@ -81,6 +70,5 @@ def read_record(path: Path, kind: Callable[..., Any]) -> Any:
         return kind(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError, AttributeError) as error:
         name = "/".join(path.parts[-3:])
-        raise ValueError(
-            f"{name} is damaged ({error}); restore it from git, or remove it"
-        ) from None
+        message = f"{name} is damaged ({error}); restore it from git, or remove it"
+        raise ValueError(message) from None

@@ -1,17 +1,19 @@
 """How columns, values and numbers are written: the same on every axis, in every table and sentence.
 
-What a project calls its values and columns stands in its `notebooks/vocabulary.py`: calls of `family`,
-`column`, `derived` and `synonyms`. That file is run at the end of this one.
+What a project calls its values and columns is the `VOCABULARY` of its `notebooks/vocabulary.py`.
 """
 
 import math
 import runpy
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from labbook.files import NOTEBOOKS
+from labbook.project import project
 
 MISSING = "–"
 # What stands in the place of a number that a row does not have.
@@ -26,8 +28,6 @@ UNITS = {
     "gib": "GiB",
     "mb": "MB",
     "gb": "GB",
-}
-UNITS |= {
     "gbps": "GB/s",
     "tflops": "TFLOP/s",
     "mhz": "MHz",
@@ -59,41 +59,58 @@ class Derived(NamedTuple):
     label: Callable[..., str]
 
 
-FAMILIES: dict[str, list[dict[str, Named]]] = {}  # of a column, see `family`
-LABELS: dict[str, str] = {}  # of a value
-COLUMNS: dict[str, Column] = {}
-DERIVED: dict[str, Derived] = {}
-SYNONYMS: list[set[str]] = []
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a project calls its values and columns; each method says more of it."""
+
+    families: dict[str, list[dict[str, Named]]] = field(default_factory=dict)  # of a column
+    labels: dict[str, str] = field(default_factory=dict)  # of a value
+    columns: dict[str, Column] = field(default_factory=dict)
+    derivations: dict[str, Derived] = field(default_factory=dict)
+    synonyms: list[set[str]] = field(default_factory=list)
+
+    def family(self, columns: str, lines: str) -> None:
+        """Values of some columns that belong together, in their order: lines "value | label | colour".
+
+        A line may be a value alone; values without colours are drawn in a ramp from light to dark. A column
+        of several families is shown with the one that knows most of its values.
+        """
+        named = {}
+        for line in lines.strip().splitlines():
+            value, *rest = [part.strip() for part in line.split("|")]
+            named[value] = Named(*rest) if rest else Named(value)
+            self.labels[value] = named[value].label
+        for name in columns.split():
+            self.families.setdefault(name, []).append(named)
+
+    def column(
+        self, name: str, label: str = "", short: str = "", text: Callable[[Any], str] | None = None
+    ) -> None:
+        """What is said of a column, see `Column`."""
+        self.columns[name] = Column(label, short, text)
+
+    def derived(self, name: str, columns: str, label: Callable[..., str]) -> None:
+        """A column that a page adds to rows that have all of `columns`: `label` of their values."""
+        self.derivations[name] = Derived(columns.split(), label)
+
+    def synonym(self, columns: str) -> None:
+        """Columns that name one thing in several ways: who compares one does not hold the others fixed."""
+        self.synonyms.append(set(columns.split()))
 
 
-def family(columns: str, lines: str) -> None:
-    """Values that belong together, in their order: lines "value | label | colour"; of any number of columns.
-
-    A line may be a value alone; values without colours are drawn in a ramp from light to dark. A column of
-    several families is shown with the one that knows most of its values.
-    """
-    fields = [[part.strip() for part in line.split("|")] for line in lines.strip().splitlines()]
-    named = {value: Named(*rest) if rest else Named(value) for value, *rest in fields}
-    for name in columns.split():
-        FAMILIES.setdefault(name, []).append(named)
-    LABELS.update({value: entry.label for value, entry in named.items()})
+def vocabulary() -> Vocabulary:
+    """Of the project; empty where it has none."""
+    return _vocabulary(project().notebooks / "vocabulary.py")
 
 
-def column(
-    name: str, label: str = "", short: str = "", text: Callable[[Any], str] | None = None
-) -> None:
-    """What a project says of a column, see `Column`."""
-    COLUMNS[name] = Column(label, short, text)
-
-
-def derived(name: str, columns: str, label: Callable[..., str]) -> None:
-    """A column that a page adds to rows that have all of `columns`: `label` of their values."""
-    DERIVED[name] = Derived(columns.split(), label)
+@cache
+def _vocabulary(path: Path) -> Vocabulary:
+    return runpy.run_path(str(path))["VOCABULARY"] if path.is_file() else Vocabulary()
 
 
 def with_derived(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows and what can be derived from their columns; None where one of these is empty."""
-    for name, (columns, label) in DERIVED.items():
+    for name, (columns, label) in vocabulary().derivations.items():
         if name in rows or not set(columns) <= set(rows):
             continue
         complete = rows[columns].dropna()
@@ -103,15 +120,16 @@ def with_derived(rows: pd.DataFrame) -> pd.DataFrame:
     return rows
 
 
-def synonyms(columns: str) -> None:
-    """Columns that name one thing in several ways: who compares one does not hold the others fixed."""
-    SYNONYMS.append(set(columns.split()))
+def column_of(name: str | None) -> Column:
+    """What the project says of a column; nothing where it says nothing."""
+    return vocabulary().columns.get(name, Column())
 
 
 def column_label(column: str) -> str:
     """A column's name for an axis or a header, with its unit: "peak_memory_mib" -> "peak memory (MiB)"."""
-    if known := COLUMNS.get(column, Column()).label:
-        return known
+    label = column_of(column).label
+    if label:
+        return label
     name, _, unit = column.rpartition("_")
     if name and unit in UNITS:
         return f"{name.replace('_', ' ')} ({UNITS[unit]})"
@@ -121,31 +139,39 @@ def column_label(column: str) -> str:
 def value_label(value: object, column: str | None = None) -> str:
     """A key's value for a legend, a tick or a cell; of a machine "reference: H200" -> "H200 (reference)"."""
     if isinstance(value, str):
-        role, _, name = value.partition(": ") if column == "where" else (value, "", "")
-        return f"{name} ({role})" if name else LABELS.get(role, role)
+        role, _, name = value.partition(": ")
+        if name and column == "where":
+            return f"{name} ({role})"
+        return vocabulary().labels.get(value, value)
     if pd.isna(value):
         return MISSING
-    if text := COLUMNS.get(column, Column()).text:
+    text = column_of(column).text
+    if text:
         return text(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def named_value(column: str, value: object) -> str:
     """A value that stands alone: text as it is, a number named: "context 512", "bucket size 25 MiB"."""
-    text, has_unit = value_label(value, column), column.rpartition("_")[2] in UNITS
-    unit = column_label(column).rpartition("(")[2].rstrip(")") if has_unit else ""
-    name = COLUMNS.get(column, Column()).short or column.removeprefix("is_").replace("_", " ")
+    text = value_label(value, column)
     if isinstance(value, str):
         return text
+    name = column_of(column).short or column.removeprefix("is_").replace("_", " ")
     if pd.api.types.is_bool(value):
         return name if value else f"not {name}"
+    if column.rpartition("_")[2] not in UNITS:
+        return f"{name} {text}"
+    unit = column_label(column).rpartition("(")[2].rstrip(")")
     return f"{name.rpartition(' ')[0]} {text} {unit}" if unit else f"{name} {text}"
 
 
 def family_of(values: Iterable[Hashable], column: str | None) -> dict[Hashable, Named]:
     """What is known of a column's values, by name and by label; of several families the best fitting."""
-    distinct, known = set(values), FAMILIES.get(column or "", ())
-    families = [{**{named.label: named for named in family.values()}, **family} for family in known]
+    distinct = set(values)
+    families = []
+    for named in vocabulary().families.get(column or "", ()):
+        by_label = {entry.label: entry for entry in named.values()}
+        families.append(by_label | named)
     return max(families, key=lambda family: len(distinct & set(family)), default={})
 
 
@@ -153,7 +179,8 @@ def ordered(values: Iterable[Hashable], column: str | None = None) -> list:
     """The distinct values in the order a reader expects: small before large, forward before backward."""
     distinct = [value for value in dict.fromkeys(values) if not pd.isna(value)]
     family = family_of(distinct, column)
-    if order := list(dict.fromkeys(named.label for named in family.values())):
+    order = list(dict.fromkeys(named.label for named in family.values()))
+    if order:
         places = {value: order.index(family[value].label) for value in distinct if value in family}
         return sorted(distinct, key=lambda value: places.get(value, len(order)))
     return sorted(distinct) if all(not isinstance(value, str) for value in distinct) else distinct
@@ -179,7 +206,3 @@ def quantity(value: float, column: str) -> str:
     if unit == "ms" and value >= 1000:
         return f"{significant(value / 1000)} s"
     return f"{significant(value)} {unit}".rstrip()
-
-
-if (_VOCABULARY := NOTEBOOKS / "vocabulary.py").is_file():
-    runpy.run_path(str(_VOCABULARY))

@@ -21,7 +21,8 @@ import pandas as pd
 import psutil
 import torch
 
-from labbook.files import committed, figures_dir, find, read_record, write_record
+from labbook.files import figures_dir, find, read_record, write_record
+from labbook.project import project
 from labbook.timing import matmul_precision, release_memory, resolve_device, time_steps
 
 GIB = 2**30
@@ -74,11 +75,12 @@ def machine_card(device: str | torch.device = "auto") -> MachineCard:
     ValueError: the stored card is damaged.
     """
     device = resolve_device(device)
-    found = _describe(device)
-    card = load_card(found["slug"]) if found["slug"] in machines() else None
-    if card and all(getattr(card, name) == found[name] for name in ("gpu", "torch", "triton")):
-        return card
-    card = MachineCard(**found, matmul_tflops=_matmul_tflops(device), copy_gbps=_copy_gbps(device))
+    facts = _describe(device)
+    if facts["slug"] in machines():
+        card = load_card(facts["slug"])
+        if all(getattr(card, name) == facts[name] for name in ("gpu", "torch", "triton")):
+            return card
+    card = MachineCard(**facts, matmul_tflops=_matmul_tflops(device), copy_gbps=_copy_gbps(device))
     release_memory(device)
     write_record(figures_dir() / card.slug / "machine.json", card)
     return card
@@ -86,8 +88,9 @@ def machine_card(device: str | torch.device = "auto") -> MachineCard:
 
 def machines() -> list[str]:
     """The machines that have a card, and so may have rows; parameters.yaml asks."""
-    own = [card.parent.name for card in figures_dir().glob("*/machine.json")]
-    return sorted({*own, *(name for name in committed() if find(name, "machine.json").exists())})
+    names = {card.parent.name for card in figures_dir().glob("*/machine.json")}
+    names.update(name for name in project().committed if find(name, "machine.json").exists())
+    return sorted(names)
 
 
 def load_card(slug: str) -> MachineCard:
@@ -112,10 +115,10 @@ def gpu_names() -> list[str]:
 
 def versions() -> dict[str, str]:
     """Of triton without importing it: the import settles for good whether kernels are interpreted."""
-    found = {"python": platform.python_version(), "torch": torch.__version__, "triton": "none"}
+    names = {"python": platform.python_version(), "torch": torch.__version__, "triton": "none"}
     with suppress(importlib.metadata.PackageNotFoundError):
-        found["triton"] = importlib.metadata.version("triton")
-    return found
+        names["triton"] = importlib.metadata.version("triton")
+    return names
 
 
 def machine_slug(gpu: str, cpu: str, cores: int) -> str:
@@ -125,36 +128,42 @@ def machine_slug(gpu: str, cpu: str, cores: int) -> str:
     """
     name = (gpu if gpu != "none" else f"{cpu} {cores} cores").lower()
     name = re.sub(r"\((r|tm|c)\)|@.*?ghz|\d+-core|\b(nvidia|geforce|cpu|processor)\b", " ", name)
-    name = re.sub(
-        r"\b(\d+gb|hbm\d\w?|sxm\d|pcie)\b", " ", name
-    )  # one card of several memories and sockets
+    # One card is sold with several memories and sockets.
+    name = re.sub(r"\b(\d+gb|hbm\d\w?|sxm\d|pcie)\b", " ", name)
     slug = re.sub(r"[^a-z0-9]+", "-", name).strip("-")
     if gpu == "none":
         return f"cpu-{slug}"
-    return (
-        f"my-{slug}"
-        if slug in committed() and os.environ.get("LABBOOK_REMEASURE") != slug
-        else slug
-    )
+    is_anothers = slug in project().committed and os.environ.get("LABBOOK_REMEASURE") != slug
+    return f"my-{slug}" if is_anothers else slug
 
 
 def _describe(device: torch.device) -> dict:
     """The part of a card that is looked up; the processor's model is without a word about the host."""
-    gpu, cpuinfo = {"gpu": "none", "gpu_memory_gib": None, "sm_count": None}, Path("/proc/cpuinfo")
+    facts = {"gpu": "none", "gpu_memory_gib": None, "sm_count": None}
     if device.type == "cuda":
-        has = torch.cuda.get_device_properties(device)
-        memory_gib = round(has.total_memory / GIB, 1)
-        gpu = {"gpu": has.name, "gpu_memory_gib": memory_gib, "sm_count": has.multi_processor_count}
-    found = re.search(
-        r"^model name\s*:\s*(.+)$", cpuinfo.read_text() if cpuinfo.exists() else "", re.M
-    )
-    cpu = found[1].strip() if found else platform.processor() or platform.machine()
-    # That this process may use; macOS tells only how many there are
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    host = {"cpu": cpu, "cores": cores, "memory_gib": round(memory_bytes() / GIB, 1)}
-    return {"slug": machine_slug(gpu["gpu"], cpu, cores), **gpu, **host, **versions()}
+        properties = torch.cuda.get_device_properties(device)
+        facts["gpu"] = properties.name
+        facts["gpu_memory_gib"] = round(properties.total_memory / GIB, 1)
+        facts["sm_count"] = properties.multi_processor_count
+    facts["cpu"] = _cpu_model()
+    facts["cores"] = _core_count()
+    facts["memory_gib"] = round(memory_bytes() / GIB, 1)
+    facts["slug"] = machine_slug(facts["gpu"], facts["cpu"], facts["cores"])
+    return facts | versions()
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return model[1].strip() if model else platform.processor() or platform.machine()
+
+
+def _core_count() -> int:
+    """The cores that this process may use; macOS tells only how many there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _matmul_tflops(device: torch.device) -> dict[str, float]:
@@ -185,12 +194,10 @@ def _matmul_rate(dtype: str, size: int, device: torch.device, steps: int) -> flo
 
 def _copy_gbps(device: torch.device) -> float:
     """GB/s of a copy too large for any cache, the bytes read and the bytes written counted."""
-    on_cuda = device.type == "cuda"
-    size = (
-        min(4 * GIB, torch.cuda.mem_get_info()[0] // 4)
-        if on_cuda
-        else min(GIB // 2, memory_bytes() // 16)
-    )
+    if device.type == "cuda":
+        size = min(4 * GIB, torch.cuda.mem_get_info()[0] // 4)
+    else:
+        size = min(GIB // 2, memory_bytes() // 16)
     source = torch.ones(size // 4, device=device, dtype=torch.float32)
     target = torch.empty_like(source)
     timing = time_steps(lambda: target.copy_(source), device=device, warmup_steps=1, steps=3)
@@ -200,9 +207,8 @@ def _copy_gbps(device: torch.device) -> float:
 def memory_bytes() -> int:
     """The machine's memory, or a container's share of it."""
     whole = psutil.virtual_memory().total
-    limit = Path(
-        "/sys/fs/cgroup/memory.max"
-    )  # of a control group, version 2; "max" where there is none
+    # Of a control group, version 2; "max" where there is no limit.
+    limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else ""
     return min(whole, int(text)) if text.isdigit() else whole
 
@@ -255,16 +261,17 @@ def why_no_compile(device: torch.device) -> str:
 
 def _nvidia_smi(fields: str, layout: str, device: torch.device) -> list[str]:
     """The command that asks for fields of a GPU."""
-    which = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    return ["nvidia-smi", "-i", which, f"--query-gpu={fields}", f"--format=csv,noheader{layout}"]
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return ["nvidia-smi", "-i", f"GPU-{uuid}", f"--query-gpu={fields}", f"--format={layout}"]
 
 
 def gpu_state() -> dict[str, str]:
     """Driver, clocks and power of the current GPU, as nvidia-smi tells them; empty where it does not."""
-    query = _nvidia_smi(_GPU_STATE, "", torch.device("cuda"))
+    query = _nvidia_smi(_GPU_STATE, "csv,noheader", torch.device("cuda"))
     with suppress(OSError, subprocess.SubprocessError):
-        said = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout
-        return dict(zip(_GPU_STATE.split(","), map(str.strip, said.split(",")), strict=False))
+        process = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
+        values = map(str.strip, process.stdout.split(","))
+        return dict(zip(_GPU_STATE.split(","), values, strict=False))
     return {}
 
 
@@ -278,20 +285,16 @@ def watched_clocks(device: torch.device) -> Iterator[dict[str, float]]:
     if device.type != "cuda" or not shutil.which("nvidia-smi"):
         yield medians
         return
-    query = [
-        *_nvidia_smi("clocks.sm,power.draw,utilization.gpu", ",nounits", device),
-        "-lms",
-        "100",
-    ]
+    fields = "clocks.sm,power.draw,utilization.gpu"
+    query = _nvidia_smi(fields, "csv,noheader,nounits", device) + ["-lms", "100"]
     watch = subprocess.Popen(query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         yield medians
     finally:
         watch.terminate()
-        samples = pd.read_csv(
-            io.StringIO(watch.communicate()[0]), names=["sm_clock_mhz", "power_w", "busy"]
-        )
-        samples = samples.apply(
-            pd.to_numeric, errors="coerce"
-        ).dropna()  # [N/A]; the last line may be cut
-        medians |= samples[samples.busy > 90].drop(columns="busy").median().dropna().to_dict()
+        text = io.StringIO(watch.communicate()[0])
+        samples = pd.read_csv(text, names=["sm_clock_mhz", "power_w", "busy"])
+        # A field may be "[N/A]", and the last line may be cut.
+        samples = samples.apply(pd.to_numeric, errors="coerce").dropna()
+        busy = samples[samples["busy"] > 90].drop(columns="busy")
+        medians.update(busy.median().dropna())

@@ -1,17 +1,21 @@
 """What every notebook starts from: its parameters checked, this machine's card, its rows and its figures."""
 
-import os
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from numbers import Real
 from typing import Any
 
 import pandas as pd
 
-from labbook import bench, code, later, runs
-from labbook.files import committed, figures_dir, make_folder, write_atomically
+from labbook import bench
+from labbook.book.notebooks import check_parameters
+from labbook.compare import beside_reference
+from labbook.evidence import Evidence
+from labbook.files import figures_dir, make_folder, write_atomically
+from labbook.labels import with_derived
 from labbook.machine import MachineCard, load_card, machine_card
-from labbook.rows import TABLES, load_rows, run_counts, save_rows
+from labbook.project import project
+from labbook.rows import load_rows, save_rows
+from labbook.runs import Run, load_run
+from labbook.tables import row_lines
 
 
 class Page:
@@ -21,24 +25,25 @@ class Page:
     old the rows of the committed machines are.
 
     slug: of the notebook's problem.
-    parameters: `globals()` of the notebook; of its parameters, `device` and `reference` are used here.
+    parameters: `globals()` of the notebook; of its parameters, `device` and `reference` are used here; by
+        default the reference is the project's.
     Raises BatchError: a parameter has a value that the notebook cannot run with; a line for each.
     """
 
     def __init__(self, slug: str, parameters: Mapping[str, Any]) -> None:
-        later("check_parameters")(slug, parameters)
+        check_parameters(slug, parameters)
         self.slug = slug
-        self._printed: set[str] = set()
-        self.reference: str = parameters.get("reference", "h200")
-        self.reference_card: MachineCard = load_card(self.reference)
         self.device: str = parameters.get("device", "auto")
         self.card: MachineCard = machine_card(self.device)
-        self._names = code.code_cells(code.notebook_of(slug))[1]
-        given = {name: parameters[name] for name in sorted(self._names) if name in parameters}
-        self._executed: list[str] = parameters.get("In", [])  # IPython's; it grows with every cell
-        self.run = runs.Run(slug, self.card.slug, given, self.code)
-        machines = sorted({self.reference, *committed()})
-        self._say("\n".join(filter(None, [self.card.line(), *map(self._age, machines)])))
+        self.reference: str = parameters.get("reference") or project().reference or self.card.slug
+        self.reference_card: MachineCard = load_card(self.reference)
+        self.evidence = Evidence(slug, self.card.slug, parameters)
+        self.run = self.evidence.run
+        self.code = self.evidence.code
+        self._printed: set[str] = set()
+        self._print(self.card.line())
+        for machine in sorted({self.reference, *project().committed}):
+            self._print(self.evidence.age(machine))
 
     def reference_rows(
         self, table: str, slug: str | None = None, machine: str | None = None
@@ -50,29 +55,28 @@ class Page:
         """
         rows = load_rows(slug or self.slug, machine or self.reference, table)
         if machine is None:
-            self._say_historical(rows, table)
-        return later("with_derived")(rows)
+            self._print_historical(rows, table)
+        return with_derived(rows)
 
-    def _say_historical(self, rows: pd.DataFrame, table: str) -> None:
-        names = rows["run"].dropna().unique()
-        records = {name: runs.load_run(self.reference, name) for name in names}
-        why = rows["run"].map(lambda name: (record := records.get(name)) and record.historical)
-        for reason, count in why[why.astype(bool)].value_counts().items():
-            self._say(f"{table}: {count:,} of {len(rows):,} rows are historical, {reason}")
+    def _print_historical(self, rows: pd.DataFrame, table: str) -> None:
+        reasons = {}
+        for name in rows["run"].dropna().unique():
+            record = load_run(self.reference, name)
+            reasons[name] = record.historical if record else ""
+        reason = rows["run"].map(reasons)
+        for text, count in reason[reason.astype(bool)].value_counts().items():
+            self._print(f"{table}: {count:,} of {len(rows):,} rows are historical, {text}")
 
     def rows(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """The rows of a table on this machine, of another notebook's problem if a slug is given."""
-        return later("with_derived")(load_rows(slug or self.slug, self.card.slug, table))
+        return with_derived(load_rows(slug or self.slug, self.card.slug, table))
 
     def beside(self, table: str, slug: str | None = None) -> pd.DataFrame:
         """This machine's rows; `reference_ms`, `reference_status` where the reference measured the same."""
-        mine = self.rows(table, slug)
-        theirs = load_rows(slug or self.slug, self.reference, table)
-        return mine if self.card.slug == self.reference else later("beside_reference")(mine, theirs)
-
-    def on_record(self, table: str, slug: str | None = None) -> pd.DataFrame:
-        """This machine's rows that the code of the running cell measured: not to be repeated."""
-        return runs.of_code(self.code(), self.rows(table, slug), self.card.slug)
+        rows = self.rows(table, slug)
+        if self.card.slug == self.reference:
+            return rows
+        return beside_reference(rows, load_rows(slug or self.slug, self.reference, table))
 
     def save(
         self,
@@ -86,39 +90,30 @@ class Page:
         machine: another name for where they were made; "ahead_of_time" for what was only compiled.
         """
         rows = list(rows)
-        run = self.run if machine is None else runs.Run(self.slug, machine, executed=self.code)
+        run = self.run if machine is None else Run(self.slug, machine, executed=self.code)
         save_rows(rows, slug or self.slug, table, machine or self.card.slug, run)
-        for line in later("row_lines")(
-            rows, table
-        ):  # saved again with more columns, a row says the same
-            self._say(line)
+        # Saved again with more columns, a row says the same.
+        for line in row_lines(rows, table):
+            self._print(line)
 
     def measure(
-        self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **how: Any
+        self, table: str, cases: Iterable[bench.Case], setup: bench.Setup, **options: Any
     ) -> None:
-        """Time each case on this machine and save its rows as they come; `how` as in `bench.measure`.
+        """Time each case on this machine and save its rows as they come; `options` as in `bench.measure`.
 
         A case whose row was measured by the code that now runs, with as many steps, is left out, so that what
         was interrupted continues; with $LABBOOK_AGAIN set none is.
         """
-        cases, keys, steps = list(cases), [*TABLES[table].keys], how.get("steps", 0)
-        record = (
-            self.on_record(table)
-            if not os.environ.get("LABBOOK_AGAIN")
-            else pd.DataFrame(columns=keys)
-        )
-        record = record[record["status"] != "skipped"] if len(record) else record
-        kept = {
-            _key(row, keys)
-            for row in record.to_dict("records")
-            if not row.get("steps", steps) < steps
-        }
-        how |= {"kept": lambda case: _key(case, keys) in kept, "device": self.device}
-        for rows in bench.measure(cases, setup, **how):
-            for other, more in [pair for row in rows for pair in row.pop("tables", {}).items()]:
-                self.save(more, other)
+        cases = list(cases)
+        measured = self.evidence.measured(table, options.get("steps", 0))
+        options |= {"kept": measured.__contains__, "device": self.device}
+        for rows in bench.measure(cases, setup, **options):
+            for row in rows:
+                for other, more in row.pop("tables", {}).items():
+                    self.save(more, other)
             self.save(rows, table)
-        if left_out := sum(_key(case, keys) in kept for case in cases):
+        left_out = sum(case in measured for case in cases)
+        if left_out:
             print(f"{left_out} of {len(cases)} cases are on record, measured by this code")
 
     def figure(
@@ -130,32 +125,12 @@ class Page:
         """
         machine = self.card.slug if here else machine or self.reference
         folder = make_folder(figures_dir() / machine / self.slug)
-        for suffix, content in ((".png", figure.png()), (".svg", figure.svg())):
-            write_atomically(folder / f"{stem}{suffix}", content)
+        write_atomically(folder / f"{stem}.png", figure.png())
+        write_atomically(folder / f"{stem}.svg", figure.svg())
         return figure
 
-    def code(self) -> dict[str, str]:
-        """The hashes of what the running cell saves (see `labbook.code`); none outside of IPython."""
-        return code.of_cells(self._executed, self._names) if self._executed else {}
-
-    def _age(self, machine: str) -> str:
-        """How many of a machine's rows are of today's code, and what the others are."""
-        counts = Counter()
-        for name, count in run_counts(self.slug, machine).items():
-            record = runs.load_run(machine, name)
-            path = code.notebook_of(record.slug) if record else None
-            now = code.of_notebook(path) if path and record.code else {}
-            counts[runs.why_old(record, now) or "of today's code"] += count
-        told = "; ".join(f"{count:,} {why}" for why, count in counts.most_common())
-        return f"rows of {machine}: {told}" if told else ""
-
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
+        """Print what this page has not printed yet."""
         if line and line not in self._printed:
             print(line)
         self._printed.add(line)
-
-
-def _key(row: Mapping[str, Any], keys: Iterable[str]) -> tuple:
-    """What was measured, the same for a case and for a loaded row, whose numbers may be floats."""
-    values = [None if pd.isna(row.get(name)) else row[name] for name in keys]
-    return tuple(float(each) if isinstance(each, Real) else each for each in values)

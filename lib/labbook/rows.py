@@ -1,7 +1,7 @@
 """Rows: every number is in one, in the CSV of its table, `figures/<machine>/<slug>/<table>.csv`.
 
-Tables are declared in `notebooks/tables.yaml`. Saving is an upsert by key: the file is written anew, sorted,
-under a lock, so that neither a kill nor a second process loses a row. What does not fit is refused.
+Tables are declared in the project's `tables.yaml`. Saving is an upsert by key: the file is written anew,
+sorted, under a lock, so that neither a kill nor a second process loses a row. What does not fit is refused.
 """
 
 import csv
@@ -12,21 +12,19 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from labbook import machine as here
 from labbook import runs
-from labbook.files import NOTEBOOKS, figures_dir, find, locked, make_folder, write_atomically
+from labbook.files import figures_dir, find, locked, make_folder, write_atomically
+from labbook.schema import Table, schema
 
 Row = dict[str, Any]
 
-STATUSES = ("ok", "oom", "skipped", "error")
 _DIGITS = {"float": 6, "exact": 9}  # significant, that a file keeps
 _EXPECTED = {"int": "a whole number, 0 or more", "bool": "true or false", "text": "text"}
 _READ = {
@@ -35,49 +33,11 @@ _READ = {
     "exact": float,
     "bool": {"true": True, "false": False}.__getitem__,
 }
-_WRITTEN = {float: "{:.9g}".format, bool: lambda value: str(value).lower()}
 _REPAIR = "restore the file from git, or move it away and measure again"
 
 
 class RowError(ValueError):
     """A row, or a file of rows, that does not fit its table."""
-
-
-@dataclass(frozen=True)
-class Table:
-    """The columns of a table by name, each with its type, and the keys of one recording, if it has such."""
-
-    keys: dict[str, str]
-    values: dict[str, str]
-    group: tuple[str, ...]
-
-    @property
-    def types(self) -> dict[str, str]:
-        """Every column of the file, in its order."""
-        return {**self.keys, **self.values, **dict.fromkeys(("status", "reason", "run"), "text")}
-
-
-def columns(text: str, default: str = "text") -> dict[str, str]:
-    """The types of declared columns, "name name:int $several", by name."""
-    found: dict[str, str] = {}
-    for word in text.split():
-        name, _, type_ = word.partition(":")
-        several = columns(DECLARED["shared"][name[1:]], default) if name[0] == "$" else {}
-        found |= several or {name: type_ or default}
-    return found
-
-
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first where libyaml is there
-DECLARED = yaml.load((NOTEBOOKS / "tables.yaml").read_text(encoding="utf-8"), _LOADER)
-TABLES = {
-    name: Table(
-        columns(each["keys"]), columns(each["values"], "float"), (*columns(each.get("group", "")),)
-    )
-    for name, each in DECLARED["tables"].items()
-}
-ALLOWED: dict[str, Sequence[str]] = {"status": STATUSES, **DECLARED["allowed"]}
-KEYS = tuple(dict.fromkeys(name for table in TABLES.values() for name in table.keys))
-VALUES = tuple(dict.fromkeys(name for table in TABLES.values() for name in table.values))
 
 
 def save_rows(
@@ -93,44 +53,47 @@ def save_rows(
 
     rows: key and value columns; a missing one is empty, a missing status is "ok". A given run stays.
     slug: of the problem, as in its notebook's name.
-    table: one of `notebooks/tables.yaml`.
+    table: one of the project's `tables.yaml`.
     machine: slug of where the rows were measured.
     run: that measured them; by default a new one.
     Raises RowError: a row does not fit; the file is left as it was. ValueError: there is no such table.
     PermissionError: the folder cannot be written to.
     """
-    path = _path(figures_dir(), machine, slug, table)
-    schema, where = TABLES[table], _name(path)
+    path = figures_dir() / _file(machine, slug, table)
+    where = _name(path)
     records = rows.to_dict("records") if isinstance(rows, pd.DataFrame) else rows
     batch = [checked(row, table, f"{where}, rows[{i}]", machine) for i, row in enumerate(records)]
-    keys = [
-        ", ".join(f"{name}={row[name]}" for name in schema.keys if name in row) for row in batch
-    ]
-    for number in pd.Index(keys, dtype=object).duplicated().nonzero()[0]:
-        raise RowError(f"{where}, rows[{number}]: duplicate key {keys[number]}; allowed: once")
-    gpus, gpu = here.gpu_names(), here.gpu_of(machine)
-    if gpu not in gpus:
-        raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {', '.join(gpus)}")
+    _refuse_duplicates(batch, table, where)
+    _refuse_another_gpu(machine, where)
     if not batch:
         return path
     make_folder(path.parent)
     with locked(path.parent.parent):
         before = _read(path, table)
-        run = run or runs.Run(slug, machine)
         if any("run" not in row for row in batch):
+            run = run or runs.Run(slug, machine)
             run.write()
             batch = [{"run": run.name} | row for row in batch]
-        fields = [
-            {name: _WRITTEN.get(type(each), str)(each) for name, each in row.items()}
-            for row in batch
-        ]
-        after = pd.DataFrame(fields, columns=[*schema.types], dtype=object).fillna("")
-        by = [*(schema.group or schema.keys)]
-        replaced = pd.MultiIndex.from_frame(before[by]).isin(pd.MultiIndex.from_frame(after[by]))
-        after = _sorted(pd.concat([before[~replaced], after]), schema)
+        after = _replaced(before, batch, schema().tables[table])
         write_atomically(path, after.to_csv(index=False, lineterminator="\n"))
-        runs.remove_unused(machine, {*before["run"]} - {*after["run"], ""})
+        runs.remove_unused(machine, set(before["run"]) - set(after["run"]) - {""})
     return path
+
+
+def _replaced(before: pd.DataFrame, batch: Sequence[Row], table: Table) -> pd.DataFrame:
+    """The fields of a file once rows are in it."""
+    fields = [{name: _written(value) for name, value in row.items()} for row in batch]
+    after = pd.DataFrame(fields, columns=list(table.types), dtype=object).fillna("")
+    by = list(table.group or table.keys)
+    is_replaced = pd.MultiIndex.from_frame(before[by]).isin(pd.MultiIndex.from_frame(after[by]))
+    return _sorted(pd.concat([before[~is_replaced], after]), table)
+
+
+def _written(value: int | float | str | bool) -> str:
+    """A value as a field of a file."""
+    if isinstance(value, float):
+        return f"{value:.9g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
@@ -140,18 +103,20 @@ def load_rows(slug: str, machine: str, table: str) -> pd.DataFrame:
     `run` is None for rows from before runs had files; `machine` is the one given.
     Raises RowError: the file is damaged, or a value does not fit; the message names file and line.
     """
-    path, schema = find(*_path(Path(), machine, slug, table).parts), TABLES[table]
-    text = _sorted(_read(path, table), schema)
-    frame = pd.DataFrame(
-        {name: _typed(text[name], kind, path) for name, kind in schema.types.items()}
-    )
+    path = find(*_file(machine, slug, table).parts)
+    columns = schema().tables[table]
+    fields = _sorted(_read(path, table), columns)
+    types = columns.types.items()
+    frame = pd.DataFrame({name: _typed(fields[name], kind, path) for name, kind in types})
     return frame.assign(machine=pd.Series(machine, frame.index, dtype=object))
 
 
 def run_counts(slug: str, machine: str) -> Counter[str]:
     """How many rows of a problem each run measured on a machine; "" is an unknown one."""
-    tables = (_read(find(machine, slug, f"{table}.csv"), table) for table in sorted(TABLES))
-    return Counter(name for rows in tables for name in rows["run"])
+    counts: Counter[str] = Counter()
+    for table in schema().tables:
+        counts.update(_read(find(machine, slug, f"{table}.csv"), table)["run"])
+    return counts
 
 
 def published(name: str) -> pd.DataFrame:
@@ -162,14 +127,66 @@ def published(name: str) -> pd.DataFrame:
 # One value, one row.
 
 
-def _check(column: str, kind: str, value: Any) -> int | float | str | bool | None:
+def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> Row:
+    """The record with each value as its column stores it; empty ones are left out.
+
+    An empty value may be given for a column that only other tables have.
+    Raises RowError: one sentence: where, what was given, what is allowed.
+    """
+    columns = schema().tables[table]
+    _check_names(record, columns, where, machine)
+    row: Row = {"status": "ok"}
+    for name, kind in columns.types.items():
+        try:
+            value = _stored(name, kind, record.get(name))
+        except ValueError as error:
+            raise RowError(f"{where}: {name} is {record[name]!r}; {error}") from None
+        if value is not None:
+            row[name] = value
+    _check_status(row, columns, where)
+    spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
+    if spread != sorted(spread):
+        raise RowError(f"{where}: p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
+    return row
+
+
+def _check_names(record: Mapping[str, Any], columns: Table, where: str, machine: str) -> None:
+    """Refuse a row of another machine, and values of columns that the table does not have."""
+    measured_on = record.get("machine", machine)
+    if measured_on != machine:
+        message = f"machine is {measured_on!r}; allowed in this folder: {machine!r}"
+        raise RowError(f"{where}: {message}")
+    for name in [name for name in record if name not in columns.types and name != "machine"]:
+        value = record[name]
+        is_gap = isinstance(value, float) and math.isnan(value)  # of a frame with more columns
+        is_empty = value in (None, "") and name in schema().keys + schema().values
+        if not (is_gap or is_empty):
+            allowed = ", ".join(list(columns.types)[:-1])
+            raise RowError(f"{where}: there is no column {name!r}; allowed: {allowed}")
+
+
+def _check_status(row: Row, columns: Table, where: str) -> None:
+    """Refuse a row that is ok and says nothing, and times of what ran out of memory, say."""
+    values = [name for name in columns.values if name in row]
+    times = [name for name in values if name.endswith("_ms")]
+    status = row["status"]
+    if status == "ok" and not values:
+        allowed = ", ".join(columns.values)
+        raise RowError(f"{where}: there is no value; allowed with status 'ok': some of {allowed}")
+    if status != "ok" and times:
+        message = f"{times[0]} is {row[times[0]]}; allowed with status {status!r}: no time"
+        raise RowError(f"{where}: {message}")
+
+
+def _stored(column: str, kind: str, value: Any) -> int | float | str | bool | None:
     """The value as the column stores it; None, NaN and pandas' NA are empty. ValueError: what is allowed."""
     if pd.api.types.is_scalar(value) and pd.isna(value):
         return None
     if kind == "text" and isinstance(value, str):
         text = " ".join(value.split())  # a row is one line
-        if text and text not in ALLOWED.get(column, [text]):
-            raise ValueError(f"allowed: {', '.join(ALLOWED[column])}")
+        allowed = schema().allowed.get(column)
+        if text and allowed and text not in allowed:
+            raise ValueError(f"allowed: {', '.join(allowed)}")
         return text or None
     if isinstance(value, bool | np.bool_):
         if kind == "bool":
@@ -182,55 +199,37 @@ def _check(column: str, kind: str, value: Any) -> int | float | str | bool | Non
     raise ValueError(f"allowed: {_EXPECTED.get(kind, 'a finite number')}")
 
 
-def checked(record: Mapping[str, Any], table: str, where: str, machine: str) -> Row:
-    """The record with each value as its column stores it; empty ones are left out.
+def _refuse_duplicates(batch: Sequence[Row], table: str, where: str) -> None:
+    seen = set()
+    for number, row in enumerate(batch):
+        keys = [f"{name}={row[name]}" for name in schema().tables[table].keys if name in row]
+        key = ", ".join(keys)
+        if key in seen:
+            raise RowError(f"{where}, rows[{number}]: duplicate key {key}; allowed: once")
+        seen.add(key)
 
-    An empty value may be given for a column that only other tables have.
-    Raises RowError: one sentence: where, what was given, what is allowed.
-    """
-    schema, row = TABLES[table], {"status": "ok"}
-    types = schema.types
-    if (given := record.get("machine", machine)) != machine:
-        raise RowError(f"{where}: machine is {given!r}; allowed in this folder: {machine!r}")
-    for name, given in record.items():
-        if name in types:
-            try:
-                value = _check(name, types[name], given)
-            except ValueError as error:
-                raise RowError(f"{where}: {name} is {given!r}; {error}") from None
-            if value is not None:
-                row[name] = value
-        elif name != "machine" and not (
-            (name in (*KEYS, *VALUES) and given in (None, "")) or given != given
-        ):
-            raise RowError(
-                f"{where}: there is no column {name!r}; allowed: {', '.join(list(types)[:-1])}"
-            )
-    got, status = [name for name in schema.values if name in row], row["status"]
-    spread = [row[name] for name in ("p20_ms", "p50_ms", "p80_ms") if name in row]
-    if status == "ok" and not got:
-        allowed = ", ".join(schema.values)
-        raise RowError(f"{where}: there is no value; allowed with status 'ok': some of {allowed}")
-    if status != "ok" and (times := [name for name in got if name.endswith("_ms")]):
-        raise RowError(
-            f"{where}: {times[0]} is {row[times[0]]}; allowed with status {status!r}: no time"
-        )
-    if spread != sorted(spread):
-        raise RowError(f"{where}: p20_ms, p50_ms, p80_ms are {spread}; allowed: none falls")
-    return row
+
+def _refuse_another_gpu(machine: str, where: str) -> None:
+    names = here.gpu_names()
+    gpu = here.gpu_of(machine)
+    if gpu not in names:
+        allowed = ", ".join(names)
+        raise RowError(f"{where}: {machine!r} has the GPU {gpu!r}; allowed here: {allowed}")
 
 
 # The file.
 
 
-def _path(root: Path, machine: str, slug: str, table: str) -> Path:
-    for what, name in (("machine", machine), ("slug", slug)):
+def _file(machine: str, slug: str, table: str) -> Path:
+    """The file of a table, in a folder of figures."""
+    for folder, name in (("machine", machine), ("slug", slug)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             allowed = "letters, digits, '.', '_' and '-'"
-            raise ValueError(f"{what} {name!r} cannot name a folder; allowed: {allowed}")
-    if table not in TABLES:
-        raise ValueError(f"unknown table {table!r}; allowed: {', '.join(TABLES)}")
-    return root / machine / slug / f"{table}.csv"
+            raise ValueError(f"{folder} {name!r} cannot name a folder; allowed: {allowed}")
+    tables = schema().tables
+    if table not in tables:
+        raise ValueError(f"unknown table {table!r}; allowed: {', '.join(tables)}")
+    return Path(machine, slug, f"{table}.csv")
 
 
 def _name(path: Path) -> str:
@@ -240,57 +239,57 @@ def _name(path: Path) -> str:
 
 def _read(path: Path, table: str) -> pd.DataFrame:
     """The fields of a file, as text, by the number of their line; of several rows with one key the last."""
-    name, schema = _name(path), TABLES[table]
+    columns = schema().tables[table]
+    types = list(columns.types)
     if not path.exists():
-        return pd.DataFrame(columns=[*schema.types], dtype=object)
+        return pd.DataFrame(columns=types, dtype=object)
     try:
-        header, *lines = list(
-            csv.reader(io.StringIO(path.read_bytes().decode(), newline=""), strict=True)
-        )
+        text = io.StringIO(path.read_bytes().decode(), newline="")
+        header, *lines = list(csv.reader(text, strict=True))
     except (ValueError, csv.Error) as error:
-        raise RowError(f"{name} is damaged ({error or 'it is empty'}); {_REPAIR}") from None
-    if len(set(header) & {*schema.types}) < len(header) or not set(header) >= set(schema.keys):
-        allowed = ", ".join(schema.types)
-        raise RowError(
-            f"{name}, line 1: the columns are {', '.join(header)}; allowed: {allowed}; {_REPAIR}"
-        )
+        reason = f"is damaged ({error or 'it is empty'})"
+        raise RowError(f"{_name(path)} {reason}; {_REPAIR}") from None
+    strange = set(header) - set(types)
+    missing = set(columns.keys) - set(header)
+    if strange or missing or len(set(header)) < len(header):
+        message = f"the columns are {', '.join(header)}; allowed: {', '.join(types)}"
+        raise RowError(f"{_name(path)}, line 1: {message}; {_REPAIR}")
     for number, fields in enumerate(lines, start=2):
         if len(fields) != len(header):
-            told = f"{len(fields)} fields for {len(header)} columns"
-            raise RowError(f"{name}, line {number} is damaged ({told}); {_REPAIR}")
+            message = f"{len(fields)} fields for {len(header)} columns"
+            raise RowError(f"{_name(path)}, line {number} is damaged ({message}); {_REPAIR}")
     frame = pd.DataFrame(lines, range(2, len(lines) + 2), header, dtype=object)
-    frame = frame.drop_duplicates([*schema.keys], keep="last")
-    return frame.reindex(columns=[*schema.types], fill_value="")
+    frame = frame.drop_duplicates(list(columns.keys), keep="last")
+    return frame.reindex(columns=types, fill_value="")
 
 
-def _typed(text: pd.Series, kind: str, path: Path) -> pd.Series:
+def _typed(fields: pd.Series, kind: str, path: Path) -> pd.Series:
     """The values of a column of a file."""
     values: dict[str, Any] = {}
-    for field in text.unique():
-        value = field or None
-        with suppress(
-            KeyError, ValueError
-        ):  # text is as it is; what cannot be read is refused as it is
-            value = _READ[kind](field)
+    for text in fields.unique():
+        value = text or None
+        # Text is as it is; what cannot be read is refused as it is.
+        with suppress(KeyError, ValueError):
+            value = _READ[kind](text)
         try:
-            values[field] = _check(text.name, kind, value)
+            values[text] = _stored(fields.name, kind, value)
         except ValueError as error:
-            line = (text == field).idxmax()
-            raise RowError(
-                f"{_name(path)}, line {line}: {text.name} is {field!r}; {error}"
-            ) from None
+            message = f"line {(fields == text).idxmax()}: {fields.name} is {text!r}; {error}"
+            raise RowError(f"{_name(path)}, {message}") from None
     gaps = None in values.values()
     dtypes = {"int": float if gaps else int, "bool": object if gaps else bool, "text": object}
-    return pd.Series([values[field] for field in text], dtype=dtypes.get(kind, float))
+    return pd.Series([values[text] for text in fields], dtype=dtypes.get(kind, float))
 
 
-def _sorted(text: pd.DataFrame, schema: Table) -> pd.DataFrame:
+def _sorted(fields: pd.DataFrame, columns: Table) -> pd.DataFrame:
     """Rows sorted by their keys: empty first, numbers by size, listed values as listed."""
 
-    def places(fields: pd.Series) -> pd.Series:
-        if listed := ALLOWED.get(fields.name):
-            return fields.map({value: place for place, value in enumerate(listed)}).fillna(-1)
-        is_text = schema.keys[fields.name] in ("text", "bool")
-        return fields if is_text else pd.to_numeric(fields, errors="coerce").fillna(-math.inf)
+    def places(column: pd.Series) -> pd.Series:
+        listed = schema().allowed.get(column.name)
+        if listed:
+            return column.map({value: place for place, value in enumerate(listed)}).fillna(-1)
+        if columns.keys[column.name] in ("text", "bool"):
+            return column
+        return pd.to_numeric(column, errors="coerce").fillna(-math.inf)
 
-    return text.sort_values([*schema.keys], key=places, kind="stable")
+    return fields.sort_values(list(columns.keys), key=places, kind="stable")

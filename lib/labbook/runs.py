@@ -14,13 +14,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 import torch.distributed as dist
 
-from labbook import code
-from labbook import machine as here
-from labbook.files import PROJECT, figures_dir, find, read_record, write_record
+from labbook import machine
+from labbook.files import figures_dir, find, read_record, write_record
+from labbook.project import project
 
 # What changes times or results, besides switches.
 _SETTINGS = ("NCCL_", "CUDA_", "CUBLAS", "PYTORCH_", "TORCH", "TRITON_")
@@ -67,31 +66,43 @@ class Run:
 
     def write(self) -> None:
         """Write the file of the run, or bring it up to date: its code and the time of its last rows."""
-        self.record.measured_at[1:] = [here.now()]
-        self.record.code = dict(sorted((self.record.code | self.executed()).items()))
+        self.record.measured_at[1:] = [machine.now()]
+        self.record.code |= self.executed()
+        self.record.code = dict(sorted(self.record.code.items()))
         write_record(figures_dir() / self.machine / "runs" / f"{self.name}.json", self.record)
 
     @cached_property
     def record(self) -> Record:
         """Described when the first rows are saved; what does not change during a run."""
-        gpu = here.gpu_of(self.machine)
-        about = {"slug": self.slug, "machine": self.machine, "gpu": gpu, **here.versions()}
-        given = {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_SETTINGS)
-        }
-        settings = {name: value for name, value in given.items() if os.sep not in value}  # no paths
-        settings["deterministic"] = str(torch.are_deterministic_algorithms_enabled())
-        settings["float32 matmuls"] = torch.get_float32_matmul_precision()
-        about |= {
-            "settings": settings,
-            "measured_at": [here.now()],
-            "parameters": dict(self.parameters),
-        }
-        about |= {"commit": os.environ.get("LABBOOK_COMMIT") or git_commit(PROJECT)}
-        if gpu != "none" and torch.cuda.is_available():
-            nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else ""
-            about |= {"cuda": torch.version.cuda or "", "nccl": nccl, "gpu_state": here.gpu_state()}
-        return Record(self.name, **about)
+        record = Record(
+            run=self.name,
+            slug=self.slug,
+            machine=self.machine,
+            gpu=machine.gpu_of(self.machine),
+            **machine.versions(),
+        )
+        record.settings = _settings()
+        record.commit = os.environ.get("LABBOOK_COMMIT") or git_commit(project().root)
+        record.measured_at = [machine.now()]
+        record.parameters = dict(self.parameters)
+        if record.gpu != "none" and torch.cuda.is_available():
+            record.cuda = torch.version.cuda or ""
+            record.gpu_state = machine.gpu_state()
+            if dist.is_nccl_available():
+                record.nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        return record
+
+
+def _settings() -> dict[str, str]:
+    """Of the environment what changes results, without paths, and torch's switches."""
+    settings = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SETTINGS) and os.sep not in value
+    }
+    settings["deterministic"] = str(torch.are_deterministic_algorithms_enabled())
+    settings["float32 matmuls"] = torch.get_float32_matmul_precision()
+    return settings
 
 
 def load_run(machine: str, name: str) -> Record | None:
@@ -100,47 +111,27 @@ def load_run(machine: str, name: str) -> Record | None:
     return read_record(path, Record) if name and path.exists() else None
 
 
-def why_old(record: Record | None, now: Mapping[str, str]) -> str:
-    """Why the rows of a run are not of today's code; "" if they are. now: from `code.of_notebook`."""
-    if record is None:
-        return "of a run that is not known"
-    if record.historical:
-        return f"historical, {record.historical}"
-    if not record.code:
-        return "from before code was recorded"
-    return f"older: {reason}" if (reason := code.why(record.code, now)) else ""
-
-
-def of_code(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:
-    """The rows of a machine that all of this code measured, with this torch: not to be repeated."""
-    records = (load_run(machine, name) for name in rows["run"].dropna().unique())
-    known = (each for each in records if now and each and each.torch == torch.__version__)
-    return rows[rows["run"].isin([each.run for each in known if not code.changed(now, each.code)])]
-
-
-def remove_unused(machine: str, names: Iterable[str]) -> None:
+def remove_unused(machine_slug: str, names: Iterable[str]) -> None:
     """Remove the files of runs that have no row left. The caller holds the machine's lock."""
+    folder = figures_dir() / machine_slug
     for name in names:
-        tables = (figures_dir() / machine).glob("*/*.csv")
-        if Path(name).name == name and not any(
-            name.encode() in table.read_bytes() for table in tables
-        ):
-            (figures_dir() / machine / "runs" / f"{name}.json").unlink(missing_ok=True)
+        has_row = any(name.encode() in table.read_bytes() for table in folder.glob("*/*.csv"))
+        if Path(name).name == name and not has_row:
+            (folder / "runs" / f"{name}.json").unlink(missing_ok=True)
 
 
 @cache
 def git_commit(repository: Path) -> str:
     """What git says of the library when this process first saves, or "unknown"; + for uncommitted changes."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(repository), *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-
     try:
-        return git("rev-parse", "--short=10", "HEAD") + "+" * bool(
-            git("status", "--porcelain", "--", "lib")
-        )
+        commit = _git(repository, "rev-parse", "--short=10", "HEAD")
+        changes = _git(repository, "status", "--porcelain", "--", "lib")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+    return f"{commit}+" if changes else commit
+
+
+def _git(repository: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(repository), *arguments]
+    options = {"capture_output": True, "text": True, "check": True, "timeout": 10}
+    return subprocess.run(command, **options).stdout.strip()

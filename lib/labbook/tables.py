@@ -23,7 +23,7 @@ from labbook.labels import (
     quantity,
     value_label,
 )
-from labbook.rows import TABLES
+from labbook.schema import schema
 
 NO_LINES = "no rows yet"
 # A number, or the word in its place.
@@ -155,13 +155,13 @@ def _left(text: object) -> str:
 
 def row_lines(rows: Sequence[Mapping[str, Any]], table: str) -> list[str]:
     """What was measured and what came out: a line for each row, one for all of a recording."""
-    schema = TABLES[table]
-    if not schema.group or not rows:
-        return [f"{_named(row, schema.keys)}: {_outcome(row, schema.values)}" for row in rows]
+    columns = schema().tables[table]
+    if not columns.group or not rows:
+        return [f"{_named(row, columns.keys)}: {_outcome(row, columns.values)}" for row in rows]
     first = rows[0]
     is_ok = first.get("status", "ok") == "ok"
-    outcome = f"{len(rows)} rows" if is_ok else _outcome(first, schema.values)
-    return [f"{_named(first, schema.group)}: {outcome}"]
+    outcome = f"{len(rows)} rows" if is_ok else _outcome(first, columns.values)
+    return [f"{_named(first, columns.group)}: {outcome}"]
 
 
 def _named(row: Mapping[str, Any], keys: Iterable[str]) -> str:

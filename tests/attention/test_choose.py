@@ -20,7 +20,7 @@ from tests.attention import races
 
 from cs336_systems.attention.hopper_forward import attend
 from cs336_systems.attention.launcher import Launcher, kernel_layout, layout, tma_compatible
-from labbook.files import NOTEBOOKS
+from labbook.project import project
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -211,7 +211,7 @@ def test_kernels_get_what_they_can_load(shape, use_tma):
 
 def test_every_line_that_27_explains_is_in_the_loop_in_this_order():
     """Notebook 27 shows the loop of the Hopper forward line by line: today's loop."""
-    (path,) = NOTEBOOKS.glob("27_*.ipynb")
+    (path,) = project().notebooks.glob("27_*.ipynb")
     cells = [cell.source for cell in nbformat.read(path, as_version=4).cells]
     (table,) = (source.split('"""')[1] for source in cells if source.startswith("BESIDE"))
     loop = inspect.getsource(attend.fn).partition("for _ in range(1, tiles):")[2]

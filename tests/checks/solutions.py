@@ -11,15 +11,15 @@ from typing import Any
 import nbformat
 import torch
 
-from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import CHECKER, has_solution
+from labbook.project import project
 
 
 class Written:
     """A step of a notebook: the cells that its checkers need, the solution among them."""
 
     def __init__(self, number: str, name: str) -> None:
-        (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
+        (path,) = project().notebooks.glob(f"{number}_*.ipynb")
         cells = [
             cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"
         ]

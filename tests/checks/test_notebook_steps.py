@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="there is no triton for this platform")
 
 from solutions import makes, written
 
-from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import has_solution
+from labbook.project import project
 
 # Number of a notebook, what is written there, a piece of it, what stands there instead, and what is said.
 WRONG = [
@@ -149,7 +149,7 @@ WRONG = [
 
 def test_every_step_has_a_wrong_answer():
     planted = {wrong[:2] for wrong in WRONG}
-    for path in NOTEBOOKS.glob("*.ipynb"):
+    for path in project().notebooks.glob("*.ipynb"):
         steps = [
             cell.source for cell in nbformat.read(path, as_version=4).cells if has_solution(cell)
         ]

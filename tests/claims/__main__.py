@@ -38,8 +38,8 @@ from tests.checks.solutions import makes, reads
 import labbook.compare
 import labbook.page
 from labbook.compare import key_columns
-from labbook.files import committed
-from labbook.rows import TABLES
+from labbook.project import project
+from labbook.schema import schema
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 LOAD_ROWS, PUBLISHED = labbook.load_rows, labbook.published
@@ -119,9 +119,9 @@ class Notebook:
             self.claims[key] = claim.description, claim.holds
 
     def _load_rows(self, slug: str, machine: str, table: str) -> pd.DataFrame:
-        if machine not in committed():
+        if machine not in project().committed:
             return LOAD_ROWS(slug, machine, table)
-        return self._changed((slug, machine, table), LOAD_ROWS, TABLES[table].keys)
+        return self._changed((slug, machine, table), LOAD_ROWS, schema().tables[table].keys)
 
     def _load_published(self, name: str) -> pd.DataFrame:
         return self._changed((name,), PUBLISHED, key_columns(PUBLISHED(name)))

@@ -10,10 +10,20 @@ from hypothesis import strategies as st
 from matplotlib.colors import to_rgb
 
 from labbook import labels
-from labbook.labels import column_label, named_value, ordered, significant, value_label
+from labbook.labels import (
+    Vocabulary,
+    column_label,
+    named_value,
+    ordered,
+    significant,
+    value_label,
+    vocabulary,
+)
 from labbook.style import COLORS, VERMILLION, palette
 
-FAMILIES = [(name, family) for name, families in labels.FAMILIES.items() for family in families]
+FAMILIES = [
+    (name, family) for name, families in vocabulary().families.items() for family in families
+]
 # Complete deuteranopia, protanopia and tritanopia on linear RGB (Machado, Oliveira & Fernandes 2009).
 VISION = {
     "deuteranopia": "0.367322 0.860646 -0.227968 0.280085 0.672501 0.047413 -0.01182 0.04294 0.968881",
@@ -100,7 +110,6 @@ def test_a_value_that_stands_alone_says_what_it_is():
 
 
 def test_without_a_vocabulary_names_stand_for_themselves(monkeypatch):
-    for known in ("FAMILIES", "LABELS", "COLUMNS"):
-        monkeypatch.setattr(labels, known, {})
+    monkeypatch.setattr(labels, "vocabulary", Vocabulary)
     assert (column_label("p50_ms"), value_label("sdpa")) == ("p50 (ms)", "sdpa")
     assert ordered(["forward", "backward"], "pass") == ["forward", "backward"]

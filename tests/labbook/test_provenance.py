@@ -1,18 +1,19 @@
 """Runs: rows name the one that measured them, which says where, when and with which code."""
 
 import json
+import re
 import subprocess
 
 import pytest
 import torch
 
-from labbook import runs
+from labbook import code, evidence, runs
 from labbook.code import notebook_of
-from labbook.files import PROJECT, REPOSITORY_FIGURES, committed
+from labbook.project import project
 from labbook.rows import load_rows, run_counts, save_rows
 
 SLUG, MACHINE, TABLE = "mixed_precision_accumulation", "testbox", "accumulation"
-CODE = {"lib/cs336_systems/training/selective.py": "abc", "lib/labbook/timing.py": "def"}
+CODE = {"cs336_systems/training/selective.py": "abc", "cs336_systems/model.py": "def"}
 
 
 pytestmark = pytest.mark.usefixtures("figures")
@@ -63,29 +64,29 @@ def test_a_run_without_rows_is_removed(figures):
 
 def test_rows_are_not_repeated_when_todays_code_measured_them(monkeypatch):
     save("a", runs.Run(SLUG, MACHINE, executed=lambda: CODE))
-    save("b", runs.Run(SLUG, MACHINE, executed=lambda: CODE | {"lib/labbook/timing.py": "older"}))
+    save("b", runs.Run(SLUG, MACHINE, executed=lambda: CODE | {"cs336_systems/model.py": "older"}))
     save("c", runs.Run(SLUG, MACHINE))
     rows = load_rows(SLUG, MACHINE, TABLE)
-    assert runs.of_code(CODE, rows, MACHINE)["accumulation"].tolist() == ["a"]
-    assert runs.of_code({"lib/labbook/timing.py": "def"}, rows, MACHINE)[
+    assert evidence.rows_of(CODE, rows, MACHINE)["accumulation"].tolist() == ["a"]
+    assert evidence.rows_of({"cs336_systems/model.py": "def"}, rows, MACHINE)[
         "accumulation"
     ].tolist() == ["a"]
-    assert runs.of_code({}, rows, MACHINE).empty
+    assert evidence.rows_of({}, rows, MACHINE).empty
     monkeypatch.setattr(torch, "__version__", "99")
-    assert runs.of_code(CODE, rows, MACHINE).empty
+    assert evidence.rows_of(CODE, rows, MACHINE).empty
 
 
-def test_why_rows_are_old():
-    run = runs.Run(SLUG, MACHINE, executed=lambda: CODE)
-    save("a", run)
-    record = runs.load_run(MACHINE, run.name)
-    assert runs.why_old(record, CODE) == ""
-    changed = CODE | {"lib/labbook/timing.py": "newer"}
-    assert runs.why_old(record, changed) == "older: labbook/timing.py changed since"
-    assert "before" in runs.why_old(
-        runs.load_run(MACHINE, save("b", runs.Run(SLUG, MACHINE))), CODE
-    )
-    assert runs.why_old(None, CODE)
+def test_the_reason_why_rows_are_old(monkeypatch):
+    def reason(run: str, now: dict[str, str]) -> str:
+        monkeypatch.setattr(code, "of_notebook", lambda path: now)
+        return evidence.reason_old(runs.load_run(MACHINE, run))
+
+    run = save("a", runs.Run(SLUG, MACHINE, executed=lambda: CODE))
+    assert reason(run, CODE) == ""
+    changed = CODE | {"cs336_systems/model.py": "newer"}
+    assert reason(run, changed) == "older: model.py changed since"
+    assert "before" in reason(save("b", runs.Run(SLUG, MACHINE)), CODE)
+    assert evidence.reason_old(None)
 
 
 def test_a_damaged_run_is_said_in_a_sentence(figures):
@@ -131,7 +132,9 @@ def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path
 
 def committed_runs() -> dict[tuple[str, str], runs.Record]:
     places = [
-        path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("runs/*.json")
+        path
+        for folder in project().committed
+        for path in (project().figures / folder).glob("runs/*.json")
     ]
     return {
         (path.parts[-3], path.stem): runs.load_run(path.parts[-3], path.stem) for path in places
@@ -147,10 +150,18 @@ def unmarked(records, is_known) -> list[str]:
     ]
 
 
+def test_git_keeps_the_folders_that_are_committed():
+    ignored = (project().root / ".gitignore").read_text(encoding="utf-8")
+    kept = re.findall(r"^!figures/([^/\n]+)/$", ignored, re.MULTILINE)
+    assert sorted(kept) == sorted(project().committed)
+
+
 def test_committed_rows_have_runs_and_runs_have_rows():
     found = set()
     for path in [
-        path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")
+        path
+        for folder in project().committed
+        for path in (project().figures / folder).glob("*/*.csv")
     ]:
         machine, slug = path.parts[-3:-1]
         assert notebook_of(slug), path
@@ -166,7 +177,7 @@ def test_committed_rows_have_runs_and_runs_have_rows():
 def test_committed_rows_of_unknown_commits_are_marked():
     def git(*arguments):
         return subprocess.run(
-            ["git", "-C", str(PROJECT), *arguments], capture_output=True, text=True
+            ["git", "-C", str(project().root), *arguments], capture_output=True, text=True
         )
 
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from labbook.files import REPOSITORY_FIGURES, committed
-from labbook.rows import ALLOWED, DECLARED, TABLES, RowError, load_rows, save_rows
+from labbook.project import project
+from labbook.rows import RowError, load_rows, save_rows
+from labbook.schema import schema
 
 SLUG, MACHINE, TABLE = "benchmarking_script", "testbox", "model_times"
 
@@ -68,7 +69,7 @@ def test_columns_have_plain_dtypes():
 
 
 def test_rows_are_sorted_numbers_by_size_and_passes_by_work():
-    assert (len(load()), tuple(load().columns)) == (0, (*TABLES[TABLE].types, "machine"))
+    assert (len(load()), tuple(load().columns)) == (0, (*schema().tables[TABLE].types, "machine"))
     times = {"train_step": 40, "forward": 9}
     path = save(
         *(row(pass_, times[pass_], context_length=n) for n in (1024, 128, 256) for pass_ in times)
@@ -86,13 +87,17 @@ VALUES |= dict.fromkeys(("float", "exact"), st.floats(0, 1e12))
 
 
 @settings(max_examples=40)
-@given(st.sampled_from(sorted(TABLES)), st.data())
+@given(st.sampled_from(sorted(schema().tables)), st.data())
 def test_any_row_of_any_table_survives_the_file(table, data):
-    columns = TABLES[table].keys | TABLES[table].values
+    columns = schema().tables[table].keys | schema().tables[table].values
     record = {"status": "oom"}
     for name, kind in columns.items():
         if not name.endswith(("_ms", "_s")):
-            value = st.sampled_from(ALLOWED[name]) if name in ALLOWED else VALUES[kind]
+            value = (
+                st.sampled_from(schema().allowed[name])
+                if name in schema().allowed
+                else VALUES[kind]
+            )
             record[name] = data.draw(st.none() | value, label=name)
     machine = f"box-{time.monotonic_ns()}"
     path = save(record, table=table, machine=machine)
@@ -134,13 +139,15 @@ def test_a_new_recording_replaces_the_whole_of_the_old_one_and_no_other():
 
 def test_the_committed_rows_load_and_are_sorted():
     tables = [
-        path for folder in committed() for path in (REPOSITORY_FIGURES / folder).glob("*/*.csv")
+        path
+        for folder in project().committed
+        for path in (project().figures / folder).glob("*/*.csv")
     ]
     assert len(tables) >= 43
     for path in tables:
         machine, slug = path.parts[-3:-1]
         loaded, written = load_rows(slug, machine, path.stem), pd.read_csv(path)
-        for key in TABLES[path.stem].keys:
+        for key in schema().tables[path.stem].keys:
             one, other = (
                 frame[key].astype(object).fillna("").tolist() for frame in (loaded, written)
             )
@@ -158,8 +165,8 @@ def test_rows_from_before_a_column_was_there_load_and_are_replaced():
 
 
 def test_every_column_is_described():
-    columns = {name for table in TABLES.values() for name in table.types}
-    assert columns <= DECLARED["columns"].keys()
+    columns = {name for table in schema().tables.values() for name in table.types}
+    assert columns <= schema().columns.keys()
 
 
 # What does not fit.

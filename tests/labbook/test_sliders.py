@@ -11,7 +11,7 @@ import nbformat
 import pytest
 
 from labbook import Sliders
-from labbook.files import NOTEBOOKS
+from labbook.project import project
 
 NODE = shutil.which("node")
 CONTROLS = {"batch_size": [1, 2, 4], "dtype": ["float32", "bfloat16"]}
@@ -59,7 +59,9 @@ def test_it_starts_where_it_is_told():
     assert sliders().figure["start"] == [2, 1]
 
 
-@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem[:2])
+@pytest.mark.parametrize(
+    "path", sorted(project().notebooks.glob("*.ipynb")), ids=lambda path: path.stem[:2]
+)
 def test_two_notebooks_have_them_and_something_to_show_at_every_setting(path):
     outputs = [out for cell in nbformat.read(path, 4).cells for out in cell.get("outputs", [])]
     found = [out.data for out in outputs if "sliders" in out.get("data", {}).get("text/plain", "")]

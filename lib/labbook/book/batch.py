@@ -110,7 +110,7 @@ def plan(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
             values = {
                 key: convert(types.get(key, ""), text) for key, text in (texts | changed).items()
             }
-            job = Job(notebooks.NOTEBOOKS / f"{name}.ipynb", values)
+            job = Job(notebooks.folder() / f"{name}.ipynb", values)
             jobs.setdefault(job.name, job)
             found = parameter_errors(known[name], job.parameters, name.partition("_")[2])
             errors |= dict.fromkeys(f"{name}: {error}" for error in found)
@@ -208,7 +208,7 @@ def why_again(job: Job, folder: Path) -> str | None:
     if notebooks.is_last(job.notebook.stem):
         return "it shows what the others found"
     now = _code(job)
-    return code.why(dict.fromkeys(now, "") | record.code, now) or None
+    return code.reason_changed(dict.fromkeys(now, "") | record.code, now) or None
 
 
 def load_record(path: Path) -> Record | None:

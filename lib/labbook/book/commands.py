@@ -16,8 +16,9 @@ import torch
 from labbook.book import batch, notebooks, site
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
-from labbook.files import PROJECT, figures_dir, make_folder, write_atomically
+from labbook.files import figures_dir, make_folder, write_atomically
 from labbook.machine import machine_card
+from labbook.project import project
 from labbook.timing import one_line
 
 
@@ -58,7 +59,11 @@ def _parser(program: str | None) -> ArgumentParser:
     add["run"]("--job", metavar="NAME", help="one job of the plan alone, by the name of its files")
     add["run"]("--dry-run", action="store_true", help="print what would be executed")
     add["run"](
-        "--output", type=Path, default=PROJECT / "runs", metavar="FOLDER", help="default: runs"
+        "--output",
+        type=Path,
+        default=project().root / "runs",
+        metavar="FOLDER",
+        help="default: runs",
     )
     add["site"]("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
     for name in ("notebooks", "figures", "learn"):
@@ -153,19 +158,21 @@ def _figures(options: Namespace) -> int:
 
 def _learn(options: Namespace) -> None:
     """write the learner's copies, solutions cleared, to learn/"""
-    print(*write_copies(_paths(options.names), PROJECT / "learn"), sep="\n")
+    print(*write_copies(_paths(options.names), project().root / "learn"), sep="\n")
 
 
 def _site(options: Namespace) -> None:
     """the executed notebooks as a site in site/, to be read offline; or those of a run, in its folder"""
-    print(site.build(options.folder or PROJECT / "site", options.folder or notebooks.NOTEBOOKS))
+    print(
+        site.build(options.folder or project().root / "site", options.folder or notebooks.folder())
+    )
 
 
 def _paths(words: list[str]) -> list[Path]:
     """The notebooks that are meant, or all; those come last that show what the others found."""
     known = notebooks.load_notebooks()
     names = sorted(notebooks.resolve(words, known) or known, key=notebooks.is_last)
-    return [notebooks.NOTEBOOKS / f"{name}.ipynb" for name in names]
+    return [notebooks.folder() / f"{name}.ipynb" for name in names]
 
 
 def _execute(paths: list[Path], *, in_place: bool) -> int:

@@ -23,7 +23,7 @@ from papermill.models import Parameter
 from papermill.translators import PythonTranslator
 
 from labbook.code import notebook_of
-from labbook.files import NOTEBOOKS
+from labbook.project import project
 
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 # YAML's own numbers would not do: 064 is 52 there, 1:30 is 90, and 1e-3 is text.
@@ -43,10 +43,15 @@ class BatchError(ValueError):
     """What was asked cannot be carried out."""
 
 
+def folder() -> Path:
+    """Where the project's notebooks are."""
+    return project().notebooks
+
+
 def load_notebooks() -> dict[str, dict[str, Parameter]]:
     """Every notebook by its name without `.ipynb`, with its parameters."""
     found = {}
-    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+    for path in sorted(folder().glob("*.ipynb")):
         try:
             found[path.stem] = read_parameters(nbformat.read(path, as_version=4))
         except Exception as error:  # nbformat has an exception for every way of being no notebook
@@ -76,7 +81,7 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
 def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict[str, Any]:
     """A file of the folder of notebooks."""
     try:
-        return _parsed((NOTEBOOKS / name).read_text(encoding="utf-8"), loader)
+        return _parsed((folder() / name).read_text(encoding="utf-8"), loader)
     except yaml.YAMLError as error:
         raise BatchError(f"{name} cannot be read: {' '.join(str(error).split())}") from None
 

@@ -19,8 +19,9 @@ import nbformat
 
 from labbook.book import batch, notebooks
 from labbook.book.notebooks import BatchError
-from labbook.files import REPOSITORY_FIGURES, find, locked
+from labbook.files import find, locked
 from labbook.machine import load_card
+from labbook.project import project
 
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
@@ -84,7 +85,7 @@ def build(target: Path, executed: Path) -> Path:
             )
             first = f"# The workbook on {executed.name}\n\n{card}\n\n~~~~text\n{told}\n~~~~\n"
         no_rows = shutil.ignore_patterns("*.png", "*.svg", "*.json", "snapshots")
-        shutil.copytree(REPOSITORY_FIGURES, source / "extra" / "rows", ignore=no_rows)
+        shutil.copytree(project().figures, source / "extra" / "rows", ignore=no_rows)
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
         gallery = "# Every plot, and what it shows\n"
@@ -134,8 +135,7 @@ def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool
         *re.findall(r'"(\w+)"', code),
     }  # of others it names problem and table
     tables = [
-        table.relative_to(REPOSITORY_FIGURES)
-        for table in sorted(REPOSITORY_FIGURES.glob("**/*.csv"))
+        table.relative_to(project().figures) for table in sorted(project().figures.glob("**/*.csv"))
     ]
     tables = [
         each

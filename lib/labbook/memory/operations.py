@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import cache
 from itertools import chain
 from traceback import walk_stack
 from typing import Any, NamedTuple
@@ -18,13 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from labbook.files import PROJECT
+from labbook.project import project
 
-_PACKAGES = {path.parent.name for path in (PROJECT / "lib").glob("*/__init__.py")} - {"labbook"}
-_OURS = re.compile(rf".*/(?:{'|'.join(sorted(_PACKAGES))})/(.+)")
 _NOTHING_MOVES = ("empty", "new_empty")  # memory is reserved and left as it is
 _GATHERS = ("embedding", "index", "index_select", "gather")  # read only as much as they write
 _OVERWRITE = ("copy_", "fill_", "zero_")  # do not read what they replace
+
+
+@cache
+def _ours() -> re.Pattern[str]:
+    """Files of the packages that have measured rooms."""
+    packages = {room.partition(".")[0] for room in project().measured}
+    return re.compile(rf".*/(?:{'|'.join(sorted(packages))})/(.+)")
 
 
 def saved_bytes(forward: Callable[[], Tensor], inputs: Iterable[Tensor]) -> tuple[int, int]:
@@ -112,7 +118,7 @@ def own_line(stack: Iterable[tuple[str, int, str]]) -> str:
     stack: file, line and function of each frame, the innermost first.
     """
     for file, line, function in stack:
-        if ours := _OURS.match(file.replace("\\", "/")):
+        if ours := _ours().match(file.replace("\\", "/")):
             source = linecache.getline(file, line).strip()
             return f"{ours[1]}:{line} {function}: {source}".removesuffix(": ")
     return ""

@@ -14,7 +14,7 @@ import pytest
 
 from labbook.book import batch, notebooks
 from labbook.book.batch import BatchError, Job, Record, execute, plan
-from labbook.files import NOTEBOOKS
+from labbook.project import project
 
 YAML = """
 cpu:
@@ -33,7 +33,7 @@ multi-gpu:
 
 @pytest.fixture
 def folder(tmp_path, write_notebook, monkeypatch):
-    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(notebooks, "folder", lambda: tmp_path)
     for name in ("11_one", "12_two", "13_three"):
         write_notebook(tmp_path / f"{name}.ipynb", "print(steps)")
     (tmp_path / "batch.yaml").write_text(YAML)
@@ -146,7 +146,7 @@ def test_the_workbooks_own_plan_holds():
 
 @pytest.fixture
 def jobs(tmp_path, write_notebook, monkeypatch):
-    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(notebooks, "folder", lambda: tmp_path)
     (tmp_path / "book.yaml").write_text("last: [00_start_here]\nneeds: {no_such_package: [13_nb]}")
     paths = {n: tmp_path / f"{n}_nb.ipynb" for n in (11, 12, 14)}
     return [Job(write_notebook(path, "print(steps)"), {"steps": n}) for n, path in paths.items()]
@@ -339,7 +339,7 @@ OTHERS = [
 @pytest.mark.parametrize(("number", "parameters"), OTHERS)
 def test_notebooks_run_with_other_parameters(tmp_path, monkeypatch, number, parameters):
     monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path))
-    (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
+    (path,) = project().notebooks.glob(f"{number}_*.ipynb")
     outcome = execute(path, tmp_path / "out.ipynb", parameters)
     assert outcome.status == "ok", outcome.reason
     if number == "13":  # the picture of the handout's sum is left alone

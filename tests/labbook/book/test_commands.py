@@ -22,7 +22,7 @@ def folder(tmp_path, write_notebook, monkeypatch, measured_cards):
     )
     (tmp_path / "book.yaml").write_text("last: [00_start_here]\nneeds: {no_such_package: [12_two]}")
     (tmp_path / "parameters.yaml").write_text("{}")
-    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(notebooks, "folder", lambda: tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path / "figures"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -14,9 +14,9 @@ from nbformat import NotebookNode, v4
 from labbook.book.map import MARKS, first_cell
 from labbook.book.notebooks import is_last, read_parameters
 from labbook.book.tidy import CHECKER, HIDE_INPUT, has_solution, tidy
-from labbook.files import NOTEBOOKS
+from labbook.project import project
 
-PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+PATHS = sorted(project().notebooks.glob("*.ipynb"))
 SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summary", "Exercises")
 # The heart of a problem, a kernel or a wrapper, is one cell of up to 45 lines; most cells are far shorter.
 MOST_LINES, MEDIAN_LINES, MOST_IMPORTS, MOST_BYTES = 45, 6, 7, 2**20

@@ -51,14 +51,14 @@ def drawn(alt, source=FIGURE, tagged=False):
 @pytest.fixture
 def entry_of(tmp_path, monkeypatch):
     """What the map tells of a notebook with these code cells."""
-    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path / "notebooks")
+    monkeypatch.setattr(notebooks, "folder", lambda: tmp_path / "notebooks")
     monkeypatch.setenv("LABBOOK_FIGURES", str(tmp_path / "figures"))
     (tmp_path / "notebooks").mkdir()
     (tmp_path / "notebooks" / "book.yaml").write_text("chapters: {11: Profiling, 13: Numbers}")
 
     def entry_of(*cells) -> overview.Entry:
         notebook = v4.new_notebook(cells=[v4.new_markdown_cell(TITLE), *cells])
-        nbformat.write(notebook, notebooks.NOTEBOOKS / f"{NAME}.ipynb")
+        nbformat.write(notebook, notebooks.folder() / f"{NAME}.ipynb")
         (entry,) = overview.read_map().values()
         return entry
 

@@ -82,7 +82,7 @@ def test_wrong_values_are_named_with_what_is_allowed(known, values, given, allow
 
 @pytest.mark.parametrize("text", ["rate: {lest: 1}", "rate: 1"])
 def test_a_rule_of_an_unknown_kind_is_an_error(known, tmp_path, monkeypatch, text):
-    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(notebooks, "folder", lambda: tmp_path)
     (tmp_path / "parameters.yaml").write_text(
         f"every notebook:\n  rate: {{least: 9}}\na:\n  {text}"
     )

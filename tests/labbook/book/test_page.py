@@ -2,9 +2,9 @@
 
 import pytest
 
-from labbook import Page, Step, grid, lines, runs
+from labbook import Page, Step, code, evidence, grid, lines, runs
 from labbook.book.notebooks import BatchError
-from labbook.rows import TABLES
+from labbook.schema import schema
 
 SLUG = "mixed_precision_accumulation"
 ROW = {"accumulation": "float32 += float16", "steps": 1000, "total": 10.0}
@@ -40,7 +40,9 @@ def test_rows_are_saved_as_this_machines_and_a_line_is_printed_for_each(page, ca
 
 def test_this_machines_times_stand_beside_the_references(page):
     theirs = page.reference_rows("weighted_sum_times", "weighted_sum").iloc[0]
-    mine = {key: theirs[key] for key in TABLES["weighted_sum_times"].keys} | {"p50_ms": 1.0}
+    mine = {key: theirs[key] for key in schema().tables["weighted_sum_times"].keys} | {
+        "p50_ms": 1.0
+    }
     page.save([mine], "weighted_sum_times", slug="weighted_sum")
     (row,) = page.beside("weighted_sum_times", "weighted_sum").to_dict("records")
     assert (row["p50_ms"], row["reference_ms"]) == (1.0, theirs["p50_ms"])
@@ -50,7 +52,9 @@ def test_rows_about_a_model_name_it_with_its_edition(page):
     theirs = page.reference_rows("model_times", "benchmarking_script")
     named = theirs["model_size"] + " (" + theirs["edition"].astype(str) + ")"
     assert theirs["model"].tolist() == named.tolist()
-    mine = {key: theirs.loc[0, key] for key in TABLES["model_times"].keys} | {"p50_ms": 1.0}
+    mine = {key: theirs.loc[0, key] for key in schema().tables["model_times"].keys} | {
+        "p50_ms": 1.0
+    }
     page.save([mine], "model_times", slug="benchmarking_script")
     for rows in (page.rows, page.beside):
         assert rows("model_times", "benchmarking_script")["model"].tolist() == [named[0]]
@@ -71,15 +75,16 @@ SAVING = "from cs336_systems.training.steps import PASSES as choose\npage.save(c
 
 
 def test_a_page_says_how_old_the_rows_of_committed_machines_are(monkeypatch, capsys):
-    now = runs.code.of_notebook(runs.code.notebook_of("torch_compile"))
-    record = runs.load_run("h200", name := "20261121-043456-torch_compile-4487")
-    record.code, load_run = now | {"lib/labbook/timing.py": "other"}, runs.load_run
+    name = "20261121-043456-torch_compile-4487"
+    record = runs.load_run("h200", name)
+    record.code = code.of_notebook(code.notebook_of("torch_compile"))
+    record.code["cs336_systems/model.py"] = "other"
     monkeypatch.setattr(
-        runs, "load_run", lambda *which: record if name in which else load_run(*which)
+        evidence, "load_run", lambda *run: record if name in run else runs.load_run(*run)
     )
     Page("torch_compile", {})
     said = capsys.readouterr().out
-    assert "28 older: labbook/timing.py changed since" in said
+    assert "28 older: model.py changed since" in said
     assert "rows of h100: " in said
 
 
@@ -95,16 +100,16 @@ def test_rows_of_the_running_cell_are_on_record_until_it_changes():
     executed = ["", "value = 3", SAVING]
     page = Page(SLUG, {"value": 0.01, "In": executed})
     page.save([ROW], "accumulation")
-    assert len(page.on_record("accumulation")) == 1
+    assert len(page.evidence.rows("accumulation")) == 1
     record = runs.load_run(page.card.slug, page.run.name)
     assert record.parameters == {"value": 0.01}
-    assert "lib/cs336_systems/training/steps.py" in record.code
+    assert "cs336_systems/training/steps.py" in record.code
     executed.append("value = 4")
-    assert len(page.on_record("accumulation")) == 0, "it saves nothing"
+    assert len(page.evidence.rows("accumulation")) == 0, "it saves nothing"
     executed.append(SAVING)
-    assert len(page.on_record("accumulation")) == 1, "a parameter is no code"
+    assert len(page.evidence.rows("accumulation")) == 1, "a parameter is no code"
     executed.append(SAVING.replace("choose(rows)", "choose(rows[:1])"))
-    assert len(page.on_record("accumulation")) == 0
+    assert len(page.evidence.rows("accumulation")) == 0
 
 
 def test_a_sweep_continues_after_the_cases_on_record_and_measures_them_again_where_it_must(

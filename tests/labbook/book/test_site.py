@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbformat import v4
 
-from labbook.book import notebooks, site
+from labbook.book import site
 from labbook.book.notebooks import BatchError
 
 PNG = base64.b64encode(b"\x89PNG").decode()
@@ -19,8 +19,7 @@ PNG = base64.b64encode(b"\x89PNG").decode()
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A workbook of two notebooks, one with a plot that rows stand behind."""
-    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path / "notebooks")
-    monkeypatch.setattr(site, "REPOSITORY_FIGURES", tmp_path / "figures")
+    monkeypatch.setenv("LABBOOK_PROJECT", str(tmp_path))
     for name in ("notebooks", "figures/m/one", "figures/m/two", "figures/published"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "notebooks" / "book.yaml").write_text("chapters: {11: Profiling}")

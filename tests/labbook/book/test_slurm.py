@@ -114,7 +114,7 @@ def batch(cluster, tmp_path, monkeypatch, write_notebook):
     """Runs jobs of these names: batch("11_ok", ...)."""
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, cluster[name])
-    monkeypatch.setattr(notebooks, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(notebooks, "folder", lambda: tmp_path)
     (tmp_path / "book.yaml").write_text("last: [00_last]")
     (tmp_path / "run.py").write_text(RUN)
     command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path)]

@@ -11,8 +11,8 @@ from IPython.utils.capture import capture_output
 from nbformat.v4 import new_code_cell, new_notebook
 from traitlets.config import Config
 
-from labbook.book.notebooks import NOTEBOOKS
 from labbook.book.tidy import CHECKER, cleared, has_solution, tidy, write_copies
+from labbook.project import project
 
 SOLUTION = """\
 class Sum:
@@ -37,7 +37,7 @@ class Sum:
         # YOUR CODE HERE
         raise NotImplementedError()
 """
-PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
+PATHS = sorted(project().notebooks.glob("*.ipynb"))
 WITH_STEPS = [path for path in PATHS if "### BEGIN SOLUTION" in path.read_text(encoding="utf-8")]
 
 
@@ -105,7 +105,7 @@ def run_copy(path, told):
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in cleared(notebook).cells if cell.cell_type == "code"]
     checks, not_yet = [i for i, cell in enumerate(cells) if CHECKER in cell.metadata["tags"]], 0
-    os.chdir(NOTEBOOKS)
+    os.chdir(project().notebooks)
     shell = InteractiveShell.instance(config=Config(HistoryManager={"enabled": False}))
     for i, cell in enumerate(cells[: checks[-1] + 1]):
         with capture_output() as said:

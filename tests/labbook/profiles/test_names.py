@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from labbook.files import REPOSITORY_FIGURES
 from labbook.profiles.names import kernel_class, short_name
 from labbook.profiles.torch_trace import read_trace
+from labbook.project import project
 from labbook.rows import published
 
 SAMPLE = Path(__file__).parent / "data" / "sample.sqlite"
@@ -76,7 +76,7 @@ def test_no_kernel_of_real_profiles_is_unclassified():
     query = "SELECT value FROM StringIds JOIN CUPTI_ACTIVITY_KIND_KERNEL ON id = demangledName"
     with sqlite3.connect(SAMPLE) as export:
         names |= {name for (name,) in export.execute(query)}
-    for kept in (REPOSITORY_FIGURES / "h200" / "nsys_profile").glob("*.json.gz"):
+    for kept in (project().figures / "h200" / "nsys_profile").glob("*.json.gz"):
         names |= set(read_trace(kept).kernels.name)
     assert len(names) > 100
     assert [name for name in names if kernel_class(name) == "other"] == []

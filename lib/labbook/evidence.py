@@ -1,0 +1,102 @@
+"""What stands behind a notebook's rows: the code of its running cell, its run, and the runs on record."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import pandas as pd
+import torch
+
+from labbook import code
+from labbook.rows import load_rows, run_counts
+from labbook.runs import Record, Run, load_run
+from labbook.schema import schema
+
+
+class Evidence:
+    """Asked once a cell which rows it need not measure again, and by each save which code measured.
+
+    slug, machine: of the problem, of this machine. namespace: `globals()` of the notebook.
+    """
+
+    def __init__(self, slug: str, machine: str, namespace: Mapping[str, Any]) -> None:
+        self._slug = slug
+        self._machine = machine
+        self._cells: list[str] = namespace.get("In", [])  # IPython's; it grows with every cell
+        _, self._names = code.code_cells(code.notebook_of(slug))
+        parameters = {name: namespace[name] for name in sorted(self._names) if name in namespace}
+        self.run = Run(slug, machine, parameters, self.code)
+
+    def code(self) -> dict[str, str]:
+        """The hashes of what the running cell saves (see `labbook.code`); none outside of IPython."""
+        return code.of_cells(self._cells, self._names) if self._cells else {}
+
+    def rows(self, table: str) -> pd.DataFrame:
+        """This machine's rows that the code of the running cell measured."""
+        return rows_of(self.code(), load_rows(self._slug, self._machine, table), self._machine)
+
+    def measured(self, table: str, steps: int) -> "Measured":
+        """The cases that need not be measured again; none with $LABBOOK_AGAIN set."""
+        keys = tuple(schema().tables[table].keys)
+        if os.environ.get("LABBOOK_AGAIN"):
+            return Measured(keys, frozenset())
+        rows = self.rows(table)
+        enough = rows["steps"].fillna(steps) >= steps if "steps" in rows else True
+        rows = rows[enough & (rows["status"] != "skipped")]
+        return Measured(keys, frozenset(_point(row, keys) for row in rows.to_dict("records")))
+
+    def age(self, machine: str) -> str:
+        """How many of a machine's rows are of today's code, and what the others are; "" without rows."""
+        counts: Counter[str] = Counter()
+        for name, count in run_counts(self._slug, machine).items():
+            record = load_run(machine, name)
+            counts[reason_old(record) or "of today's code"] += count
+        parts = [f"{count:,} {reason}" for reason, count in counts.most_common()]
+        return f"rows of {machine}: {'; '.join(parts)}" if parts else ""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Points of a table's grid: a case is in it that has the same keys."""
+
+    keys: tuple[str, ...]
+    points: frozenset[tuple]
+
+    def __contains__(self, case: Mapping[str, Any]) -> bool:
+        return _point(case, self.keys) in self.points
+
+
+def _point(row: Mapping[str, Any], keys: Iterable[str]) -> tuple:
+    """What was measured, the same for a case and for a loaded row, whose numbers may be floats."""
+    values = [None if pd.isna(row.get(name)) else row[name] for name in keys]
+    return tuple(float(value) if isinstance(value, Real) else value for value in values)
+
+
+def reason_old(record: Record | None) -> str:
+    """Why the rows of a run are not of today's code; "" if they are."""
+    if record is None:
+        return "of a run that is not known"
+    if record.historical:
+        return f"historical, {record.historical}"
+    if not record.code:
+        return "from before code was recorded"
+    notebook = code.notebook_of(record.slug)
+    reason = code.reason_changed(record.code, code.of_notebook(notebook) if notebook else {})
+    return f"older: {reason}" if reason else ""
+
+
+def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:
+    """The rows of a machine that all of this code measured, with this torch."""
+    records = [load_run(machine, name) for name in rows["run"].dropna().unique()]
+    current = [
+        record.run
+        for record in records
+        if now
+        and record
+        and record.torch == torch.__version__
+        and not code.changed(now, record.code)
+    ]
+    return rows[rows["run"].isin(current)]

@@ -1,0 +1,76 @@
+"""The tables of a project, as its `notebooks/tables.yaml` declares them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from labbook.project import project, read_yaml
+
+STATUSES = ("ok", "oom", "skipped", "error")
+
+
+@dataclass(frozen=True)
+class Table:
+    """The columns of a table by name, each with its type, and the keys of one recording, if it has such."""
+
+    keys: dict[str, str]
+    values: dict[str, str]
+    group: tuple[str, ...]
+
+    @property
+    def types(self) -> dict[str, str]:
+        """Every column of the file, in its order."""
+        return self.keys | self.values | dict.fromkeys(("status", "reason", "run"), "text")
+
+
+@dataclass(frozen=True)
+class Schema:
+    """All tables by name; the only values of some columns, in their order; what each column means."""
+
+    tables: dict[str, Table]
+    allowed: dict[str, Sequence[str]]
+    columns: dict[str, str]
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """The key columns of any table."""
+        return list(dict.fromkeys(name for table in self.tables.values() for name in table.keys))
+
+    @cached_property
+    def values(self) -> list[str]:
+        """The value columns of any table."""
+        return list(dict.fromkeys(name for table in self.tables.values() for name in table.values))
+
+
+def schema() -> Schema:
+    """Of the project."""
+    return _read(project().notebooks / "tables.yaml")
+
+
+@cache
+def _read(path: Path) -> Schema:
+    declared = read_yaml(path)
+    shared = declared.get("shared", {})
+    tables = {name: _table(columns, shared) for name, columns in declared["tables"].items()}
+    allowed = {"status": STATUSES} | declared.get("allowed", {})
+    return Schema(tables, allowed, declared.get("columns", {}))
+
+
+def _table(declared: dict[str, Any], shared: dict[str, str]) -> Table:
+    keys = _columns(declared["keys"], "text", shared)
+    values = _columns(declared["values"], "float", shared)
+    return Table(keys, values, tuple(_columns(declared.get("group", ""), "text", shared)))
+
+
+def _columns(text: str, default: str, shared: dict[str, str]) -> dict[str, str]:
+    """The types of declared columns, "name name:int $several", by name."""
+    types: dict[str, str] = {}
+    for word in text.split():
+        name, _, kind = word.partition(":")
+        if name.startswith("$"):
+            types |= _columns(shared[name[1:]], default, shared)
+        else:
+            types[name] = kind or default
+    return types
