@@ -13,7 +13,8 @@ from pathlib import Path
 import nbformat
 import torch
 
-from labbook.book import batch, notebooks, site
+from labbook.book import batch, notebooks, site, slurm
+from labbook.book.execution import Outcome
 from labbook.book.notebooks import BatchError
 from labbook.book.tidy import tidy, write_copies
 from labbook.files import figures_dir, make_folder, write_atomically
@@ -40,63 +41,52 @@ def main(arguments: list[str] | None = None, program: str | None = None) -> int:
 def _parser(program: str | None) -> ArgumentParser:
     parser = ArgumentParser(prog=program, description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    add = {}
+    parsers = {}
     for function in (_run, _list, _notebooks, _figures, _learn, _site):
-        name, text = function.__name__[1:], function.__doc__
-        command = commands.add_parser(name, help=text, description=text)
-        command.set_defaults(command=function)
-        add[name] = command.add_argument
-    add["run"]("--profile", choices=batch.PROFILES, help="default: what this machine has")
-    add["run"]("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name")
-    several = "for every notebook that has it; the same name again makes a grid"
-    add["run"]("-p", action="append", default=[], metavar="NAME=VALUE", help=several)
-    add["run"]("--force", action="store_true", help="execute also what is done and unchanged")
-    add["run"](
-        "--cluster",
-        choices=["slurm"],
-        help="submit to it, and wait; SBATCH_PARTITION etc. as usual",
-    )
-    add["run"]("--job", metavar="NAME", help="one job of the plan alone, by the name of its files")
-    add["run"]("--dry-run", action="store_true", help="print what would be executed")
-    add["run"](
-        "--output",
-        type=Path,
-        default=project().root / "runs",
-        metavar="FOLDER",
-        help="default: runs",
-    )
-    add["site"]("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
+        name = function.__name__.removeprefix("_")
+        text = function.__doc__
+        parsers[name] = commands.add_parser(name, help=text, description=text)
+        parsers[name].set_defaults(command=function)
+    _add_run_options(parsers["run"])
+    parsers["site"].add_argument("folder", nargs="?", type=Path, help="of a run: runs/<machine>")
     for name in ("notebooks", "figures", "learn"):
-        add[name]("names", nargs="*", metavar="NOTEBOOK", help="default: all")
+        parsers[name].add_argument("names", nargs="*", metavar="NOTEBOOK", help="default: all")
     return parser
+
+
+def _add_run_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--profile", choices=batch.PROFILES, help="default: what this machine has")
+    add("--only", nargs="+", default=[], metavar="NOTEBOOK", help="number, slug or name")
+    several = "for every notebook that has it; the same name again makes a grid"
+    add("-p", action="append", default=[], metavar="NAME=VALUE", help=several)
+    add("--force", action="store_true", help="execute also what is done and unchanged")
+    cluster = "submit to it, and wait; SBATCH_PARTITION etc. as usual"
+    add("--cluster", choices=["slurm"], help=cluster)
+    add("--job", metavar="NAME", help="one job alone, by the name of its files")
+    add("--dry-run", action="store_true", help="print what would be executed")
+    runs = project().root / "runs"
+    add("--output", type=Path, default=runs, metavar="FOLDER", help="default: runs")
 
 
 def _run(options: Namespace) -> int:
     """execute the notebooks that batch.yaml asks of this machine, where they are not done and unchanged"""
     gpus = torch.cuda.device_count()
-    profile = options.profile or [*batch.PROFILES][min(gpus, 2)]
-    jobs = batch.plan(profile, only=options.only, overrides=options.p)
+    profile = options.profile or list(batch.PROFILES)[min(gpus, 2)]
+    jobs = batch.jobs(profile, only=options.only, overrides=options.p)
     if options.dry_run:
         print("\n".join(f"{job.notebook.stem} {job.line()}" for job in jobs))
         return 0
-    needed, output = batch.PROFILES[profile], options.output.resolve()
-    if options.cluster and not options.job:
-        command = [
-            sys.executable,
-            *sys.orig_argv[1:],
-            f"--profile={profile}",
-            f"--output={output}",
-            "--job",
-        ]
-        records = batch.run_on_slurm(jobs, command, output, gpu=needed > 0, force=options.force)
-        return _told(records, sorted({path.parent for path in output.glob("*/*.ipynb")}))
+    needed = batch.PROFILES[profile]
     if options.job:
-        jobs, needed = [job for job in jobs if job.name == options.job], min(needed, 1)
+        jobs = [job for job in jobs if job.name == options.job]
+        needed = min(needed, 1)
+    elif options.cluster:
+        return _run_on_slurm(jobs, profile, options)
     if gpus < needed:
         allowed = ", ".join(name for name, count in batch.PROFILES.items() if count <= gpus)
-        raise BatchError(
-            f"profile {profile!r} needs {needed} GPUs, here: {gpus}; allowed: {allowed}"
-        )
+        count = f"needs {needed} GPUs, here: {gpus}"
+        raise BatchError(f"profile {profile!r} {count}; allowed: {allowed}")
     if not needed:
         if any(job.parameters.get("device") == "cuda" for job in jobs):
             raise BatchError("device 'cuda' without a GPU; allowed: auto, cpu")
@@ -106,37 +96,43 @@ def _run(options: Namespace) -> int:
         card = pool.submit(machine_card).result()
     print(card.line())
     make_folder(figures_dir() / card.slug)  # what cannot be kept is not measured
-    folder = output / card.slug
+    folder = options.output.resolve() / card.slug
     if options.force:
         os.environ["LABBOOK_AGAIN"] = "1"  # for the rows, too
-    records = batch.run_batch(jobs, folder, force=options.force)
-    return _told(
-        records, [folder] * (not options.job)
-    )  # the site of all of them is made by who waits
+    outcomes = batch.run_batch(jobs, folder, force=options.force)
+    # The site of all jobs is made by the command that waits for them.
+    return _report(outcomes, [] if options.job else [folder])
 
 
-def _told(records: list, folders: Sequence[Path]) -> int:
+def _run_on_slurm(jobs: Sequence[batch.Job], profile: str, options: Namespace) -> int:
+    """Each job by this very command, wherever it is executed."""
+    output = options.output.resolve()
+    command = [sys.executable] + sys.orig_argv[1:]
+    command += [f"--profile={profile}", f"--output={output}", "--job"]
+    gpu = batch.PROFILES[profile] > 0
+    outcomes = slurm.run_on_slurm(jobs, command, output, gpu=gpu, force=options.force)
+    return _report(outcomes, sorted({path.parent for path in output.glob("*/*.ipynb")}))
+
+
+def _report(outcomes: Sequence[Outcome], folders: Sequence[Path]) -> int:
     """Print how each ended, and where the site of each folder is; the exit code."""
-    print(f"\n{batch.summary(records)}\n")
+    print(f"\n{batch.summary(outcomes)}\n")
     for folder in folders:
         try:
             print(site.build(folder, folder))
         except Exception as error:  # whatever Sphinx, its extensions or the disk lack
-            print(
-                f"warning: {folder / 'index.html'} cannot be made: {one_line(error)}",
-                file=sys.stderr,
-            )
-    return int(any(record.status not in ("ok", "skipped") for record in records))
+            reason = f"{folder / 'index.html'} cannot be made: {one_line(error)}"
+            print(f"warning: {reason}", file=sys.stderr)
+    return int(any(outcome.status == "error" for outcome in outcomes))
 
 
 def _list(options: Namespace) -> None:
     """the notebooks, their parameters and defaults"""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` may have seen enough
     for name, parameters in notebooks.load_notebooks().items():
-        lines = (
-            f"    {each.name} = {each.default!r}  # {each.help}" for each in parameters.values()
-        )
-        print(name, *lines, sep="\n")
+        print(name)
+        for parameter in parameters.values():
+            print(f"    {parameter.name} = {parameter.default!r}  # {parameter.help}")
 
 
 def _notebooks(options: Namespace) -> int:
@@ -144,10 +140,8 @@ def _notebooks(options: Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     paths = _paths(options.names)
     paths += [path for path in _paths([]) if notebooks.is_last(path.stem) and path not in paths]
-    with (
-        tempfile.TemporaryDirectory() as scratch
-    ):  # so that outputs show committed rows and this run alone
-        os.environ["LABBOOK_FIGURES"] = scratch
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["LABBOOK_FIGURES"] = scratch  # outputs show committed rows and this run alone
         return _execute(paths, in_place=True)
 
 
@@ -180,9 +174,9 @@ def _execute(paths: list[Path], *, in_place: bool) -> int:
     statuses = set()
     for path in paths:
         with tempfile.TemporaryDirectory() as folder:
-            (record,) = batch.run_batch([batch.Job(path)], Path(folder))
-            if in_place and record.status == "ok":
+            (outcome,) = batch.run_batch([batch.Job(path)], Path(folder))
+            if in_place and outcome.status == "ok":
                 tidied = tidy(nbformat.read(Path(folder) / path.name, as_version=4))
                 write_atomically(path, nbformat.writes(tidied) + "\n")
-        statuses.add(record.status)
+        statuses.add(outcome.status)
     return int("error" in statuses)

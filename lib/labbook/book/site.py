@@ -74,7 +74,7 @@ def build(target: Path, executed: Path) -> Path:
         source, built = Path(scratch) / "source", Path(scratch) / "built"
         (source / "extra" / "plots").mkdir(parents=True)
         pages = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
-        told = batch.summary([*filter(None, map(batch.load_record, found))])
+        told = batch.summary([*filter(None, map(batch.load_outcome, found))])
         plots = {path.stem: _page(path, source, pages, bool(told)) for path in paths}
         first = f"# {_TITLE}\n"
         if told:

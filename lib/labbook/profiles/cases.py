@@ -1,4 +1,4 @@
-"""A case under a profiler, here or in a process of Nsight Systems: its rows of the tables kernels and ranges."""
+"""A case under a profiler, here or under Nsight Systems: its rows of the tables kernels and ranges."""
 
 import sys
 from collections.abc import Callable

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from labbook.book import batch, notebooks
-from labbook.book.batch import BatchError, Job, Record, execute, plan
+from labbook.book.batch import BatchError, Job
+from labbook.book.execution import Outcome, execute
 from labbook.project import project
 
 YAML = """
@@ -47,27 +48,27 @@ def lines(jobs):
 
 
 def test_a_grid_becomes_every_combination_and_a_profile_includes_another(folder):
-    assert lines(plan("cpu")) == [
+    assert lines(batch.jobs("cpu")) == [
         "11_one",
         "12_two steps=5 model_size=tiny context_lengths=[32]",
         "12_two steps=5 model_size=tiny context_lengths=[64, 128]",
         "12_two steps=5 model_size=small context_lengths=[32]",
         "12_two steps=5 model_size=small context_lengths=[64, 128]",
     ]
-    assert lines(plan("multi-gpu")) == ["11_one model_size=large", "12_two"]
+    assert lines(batch.jobs("multi-gpu")) == ["11_one model_size=large", "12_two"]
 
 
 def test_only_takes_number_slug_name_or_path_and_adds_what_the_profile_lacks(folder):
     for word in ("11", "one", "11_one", "notebooks/11_one.ipynb"):
-        assert lines(plan("gpu", only=[word])) == ["11_one model_size=large"]
-    assert lines(plan("cpu", only=["13", "11"])) == ["11_one", "13_three"]
+        assert lines(batch.jobs("gpu", only=[word])) == ["11_one model_size=large"]
+    assert lines(batch.jobs("cpu", only=["13", "11"])) == ["11_one", "13_three"]
 
 
 def test_overrides_replace_a_grid_or_make_one_where_there_is_the_parameter(folder, write_notebook):
-    jobs = plan("cpu", only=["12"], overrides=["model_size=xl", "context_lengths=[8]"])
+    jobs = batch.jobs("cpu", only=["12"], overrides=["model_size=xl", "context_lengths=[8]"])
     assert lines(jobs) == ["12_two steps=5 model_size=xl context_lengths=[8]"]
     write_notebook(folder / "11_one.ipynb", parameters="value = 1  # a value")
-    jobs = plan("cpu", overrides=["value=1", "value=2"])
+    jobs = batch.jobs("cpu", overrides=["value=1", "value=2"])
     assert lines(jobs)[:2] == ["11_one value=1", "11_one value=2"]
     assert all("value" not in job.parameters for job in jobs[2:])
 
@@ -86,7 +87,7 @@ def test_overrides_replace_a_grid_or_make_one_where_there_is_the_parameter(folde
 )
 def test_what_cannot_be_is_refused_with_what_is_allowed(folder, options, given, allowed):
     with pytest.raises(BatchError, match=f"{re.escape(given)}(.|\n)*allowed: .*{allowed}"):
-        plan(**({"profile": "cpu"} | options))
+        batch.jobs(**({"profile": "cpu"} | options))
 
 
 @pytest.mark.parametrize(
@@ -112,13 +113,13 @@ def test_what_cannot_be_is_refused_with_what_is_allowed(folder, options, given, 
 def test_all_that_is_wrong_in_the_file_is_said_at_once(folder, yaml, named):
     (folder / "batch.yaml").write_text(yaml)
     with pytest.raises(BatchError, match=named):
-        plan("cpu")
+        batch.jobs("cpu")
 
 
 def test_a_damaged_notebook_is_named(folder):
     (folder / "12_two.ipynb").write_text("{")
     with pytest.raises(BatchError, match="12_two"):
-        plan("cpu")
+        batch.jobs("cpu")
 
 
 def test_names_of_jobs_are_short_file_names_that_never_clash(folder):
@@ -138,7 +139,7 @@ def test_names_of_jobs_are_short_file_names_that_never_clash(folder):
 
 
 def test_the_workbooks_own_plan_holds():
-    assert all(map(plan, batch.PROFILES))
+    assert all(map(batch.jobs, batch.PROFILES))
 
 
 # Carried out.
@@ -161,7 +162,9 @@ def executed(monkeypatch):
         done.append(source.stem)
         nbformat.write(nbformat.read(source, as_version=4), output)
         return (
-            Record("error", "cell [1]: Bad: <luck>", 1.25) if "12" in source.stem else Record("ok")
+            Outcome("error", "cell [1]: Bad: <luck>", 1.25)
+            if "12" in source.stem
+            else Outcome("ok")
         )
 
     monkeypatch.setattr(batch, "execute", execute)
@@ -170,20 +173,20 @@ def executed(monkeypatch):
 
 def test_a_failure_does_not_stop_the_rest_and_is_done_again(jobs, executed, tmp_path, capsys):
     folder = tmp_path / "runs"
-    records = batch.run_batch(jobs, folder)
-    assert [record.status for record in records] == ["ok", "error", "ok"]
+    outcomes = batch.run_batch(jobs, folder)
+    assert [outcome.status for outcome in outcomes] == ["ok", "error", "ok"]
     assert executed == ["11_nb", "12_nb", "14_nb"]
     again = batch.run_batch(jobs, folder)
     assert executed[3:] == ["12_nb"]
-    assert [again[0], again[2]] == [records[0], records[2]]
+    assert [again[0], again[2]] == [outcomes[0], outcomes[2]]
     batch.run_batch(jobs[:1], folder, force=True)
     assert executed[4:] == ["11_nb"]
-    assert [batch.load_record(folder / f"{job.name}.json").status for job in jobs] == [
+    assert [batch.load_outcome(folder / f"{job.name}.json").status for job in jobs] == [
         "ok",
         "error",
         "ok",
     ]
-    assert "steps=12\n    cell [1]: Bad: <luck>" in batch.summary(records)
+    assert "steps=12\n    cell [1]: Bad: <luck>" in batch.summary(outcomes)
 
 
 def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
@@ -192,9 +195,9 @@ def test_what_cannot_run_is_skipped_with_its_reason_and_the_last_is_never_done(
     jobs[1:] = [
         Job(write_notebook(tmp_path / f"{name}.ipynb")) for name in ("13_nb", "00_start_here")
     ]
-    records = batch.run_batch(jobs, tmp_path / "runs")
-    assert [record.status for record in records] == ["ok", "skipped", "ok"]
-    assert "no_such_package" in batch.summary(records)
+    outcomes = batch.run_batch(jobs, tmp_path / "runs")
+    assert [outcome.status for outcome in outcomes] == ["ok", "skipped", "ok"]
+    assert "no_such_package" in batch.summary(outcomes)
     batch.run_batch(jobs, tmp_path / "runs")
     assert executed == ["11_nb", "00_start_here", "00_start_here"]
 
@@ -279,8 +282,8 @@ def test_a_killed_run_continues_and_two_at_once_do_everything_once(tmp_path, wri
     while any(map(is_running, started(1) + started(2))) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(is_running, started(1) + started(2))), "a kernel is left"
-    records = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").glob("*.json"))]
-    assert [record["status"] for record in records] == ["ok", "ok"]
+    outcomes = [json.loads(path.read_text()) for path in sorted((tmp_path / "runs").glob("*.json"))]
+    assert [outcome["status"] for outcome in outcomes] == ["ok", "ok"]
     executed = {path.stem for path in (tmp_path / "runs").glob("*.ipynb")}
     assert executed == {path.stem for path in (tmp_path / "runs").glob("*.json")}, (
         "half a notebook is left"
@@ -295,13 +298,13 @@ def test_parameters_folder_and_interpreter(tmp_path, write_notebook, monkeypatch
     kernel.parent.mkdir(parents=True)
     kernel.write_text('{"argv": ["false"], "display_name": "mine", "language": "python"}')
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    code = "import os, sys\nprint(steps, os.getcwd(), sys.executable)"
+    code = "import os, sys\nprint(steps, os.getcwd(), sys.executable, 'labbook.book.kernel' in sys.modules)"
     (tmp_path / "there").mkdir()
     source = write_notebook(tmp_path / "there" / "01_a.ipynb", code)
     outcome = execute(source, tmp_path / "out.ipynb", {"steps": 7})
     assert (outcome.status, outcome.reason) == ("ok", "")
     printed = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells[-1].outputs[0].text
-    assert printed == f"7 {source.parent} {sys.executable}\n"
+    assert printed == f"7 {source.parent} {sys.executable} True\n"
     assert list(tmp_path.glob(".*")) == []
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from labbook.book import batch, commands, notebooks, site
-from labbook.book.batch import Record
+from labbook.book.execution import Outcome
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def outcome(monkeypatch):
     monkeypatch.setattr(site, "build", lambda target, *_: target / "index.html")
 
     def set_outcome(*fields):
-        monkeypatch.setattr(batch, "execute", lambda *_: Record(*fields))
+        monkeypatch.setattr(batch, "execute", lambda *_: Outcome(*fields))
 
     set_outcome("ok")
     return set_outcome
@@ -89,7 +89,7 @@ def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(
 ):
     asked = []
     monkeypatch.setattr(
-        "labbook.book.batch.run_on_slurm", lambda *given, **_: asked.append(given[1]) or []
+        "labbook.book.slurm.run_on_slurm", lambda *given, **_: asked.append(given[1]) or []
     )
     monkeypatch.chdir(folder)
     given = ["--cluster", "slurm", "--only", "11", "12", "-p", "steps=7", "--output", "runs"]
@@ -98,7 +98,7 @@ def test_a_cluster_gets_the_plan_and_a_command_for_one_job_of_it(
     assert asked[0][:4] == [sys.executable, "-m", "workbook", "run"]
     assert "--profile=cpu" in asked[0]
     monkeypatch.chdir("/")
-    name = batch.plan("cpu", only=["11"], overrides=["steps=7"])[0].name
+    name = batch.jobs("cpu", only=["11"], overrides=["steps=7"])[0].name
     assert command(*asked[0][3:], name) == 0
     assert [path.stem for path in (folder / "runs").glob("*/*.json")] == [name]
 
@@ -148,7 +148,7 @@ def test_notebooks_are_rewritten_tidy_only_when_they_ran_and_the_map_last(
             '"metadata": {}', '"metadata": {"papermill": {"duration": 1}}'
         )
         output.write_text(text.replace("print(steps)", "print(steps)  # executed"))
-        return Record(status)
+        return Outcome(status)
 
     monkeypatch.setattr(batch, "execute", execute)
     before = (folder / "12_two.ipynb").read_text()

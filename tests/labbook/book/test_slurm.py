@@ -14,8 +14,9 @@ import pytest
 
 from labbook.book import batch as batches
 from labbook.book import notebooks
-from labbook.book.batch import Job, run_on_slurm
+from labbook.book.batch import Job
 from labbook.book.notebooks import BatchError
+from labbook.book.slurm import run_on_slurm
 
 SLURM = ("slurmctld", "slurmd", "munged", "mungekey", "sbatch")
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -49,13 +50,13 @@ RUN = """\
 import json, os, sys, time
 from dataclasses import asdict
 from pathlib import Path
-from labbook.book.batch import Record
+from labbook.book.execution import Outcome
 output, name = Path(sys.argv[1]), sys.argv[-1]
 with open(output / "started", "a") as started:
     print(name, os.environ.get("SLURM_GPUS_ON_NODE", 0), file=started)
 while "slow" in name and not (output / "finish").exists():
     time.sleep(0.1)
-outcome = Record("error", "cell [1]: Bad: luck") if "fails" in name else Record("ok")
+outcome = Outcome("error", "cell [1]: Bad: luck") if "fails" in name else Outcome("ok")
 (output / "m").mkdir(exist_ok=True)
 (output / "m" / f"{name}.json").write_text(json.dumps(asdict(outcome)))
 """
@@ -144,37 +145,37 @@ def when_it_runs(tmp_path):
 
 
 def test_each_ends_in_the_summary_and_the_last_comes_after_the_others(batch, tmp_path):
-    records = batch("00_last", "11_ok", "12_fails")
-    assert [record.status for record in records] == ["ok", "ok", "error"]
-    assert records[2].reason == "cell [1]: Bad: luck"
+    outcomes = batch("00_last", "11_ok", "12_fails")
+    assert [outcome.status for outcome in outcomes] == ["ok", "ok", "error"]
+    assert outcomes[2].reason == "cell [1]: Bad: luck"
     assert (tmp_path / "started").read_text().split()[-2:] == ["00_last", "0"]
 
 
 def test_an_entry_gets_as_many_gpus_as_it_has_ranks_or_a_sentence(batch, tmp_path, monkeypatch):
-    (record,) = batch("11_two", gpu=True, backend="nccl", world_sizes=[1, 2])
-    assert record.status == "ok"
+    (outcome,) = batch("11_two", gpu=True, backend="nccl", world_sizes=[1, 2])
+    assert outcome.status == "ok"
     batch("12_one", gpu=True, backend="gloo", world_size=2)
     assert [line.split()[1] for line in (tmp_path / "started").read_text().splitlines()] == [
         "2",
         "1",
     ]
     monkeypatch.setenv("SBATCH_PARTITION", "none")
-    (record,) = batch("13_none", gpu=True)
-    assert record.status == "error"
-    assert "not available" in record.reason
+    (outcome,) = batch("13_none", gpu=True)
+    assert outcome.status == "error"
+    assert "not available" in outcome.reason
 
 
 def test_a_killed_job_is_a_row_and_done_again(batch, when_it_runs, tmp_path, monkeypatch):
     alone = "until [ $(squeue -h | wc -l) = 1 ]; do sleep 0.1; done; scancel $(squeue -ho %i)"
     when_it_runs(lambda: subprocess.run(alone, shell=True))
-    records = batch("11_slow", "12_ok")
-    assert [record.status for record in records] == ["error", "ok"]
-    assert "CANCELLED" in records[0].reason
+    outcomes = batch("11_slow", "12_ok")
+    assert [outcome.status for outcome in outcomes] == ["error", "ok"]
+    assert "CANCELLED" in outcomes[0].reason
     (tmp_path / "finish").touch()
     assert batch("11_slow")[0].status == "ok"
     started = (tmp_path / "started").read_text()
-    monkeypatch.setattr(batches, "why_again", lambda *_: None)
-    assert [record.status for record in batch("11_slow", "12_ok")] == ["ok", "ok"]
+    monkeypatch.setattr(batches, "reason_to_run", lambda *_: "")
+    assert [outcome.status for outcome in batch("11_slow", "12_ok")] == ["ok", "ok"]
     assert (tmp_path / "started").read_text() == started
 
 

@@ -1,0 +1,117 @@
+"""A notebook executed in a process of its own, this module as a program: nothing is left, however it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import papermill
+import psutil
+from papermill.exceptions import PapermillExecutionError
+
+_EXTENSION = "--IPKernelApp.extra_extensions=labbook.book.kernel"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended, as kept beside its executed notebook.
+
+    status: "ok", "error" or "skipped"; then `reason` says why. code: what that depends on, by name.
+    """
+
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    notebook: str = ""
+    parameters: str = ""
+    code: dict[str, str] = field(default_factory=dict)
+
+
+def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
+    """Execute a notebook with this Python; `output` is replaced when it has ended, well or with an error.
+
+    Its folder is the kernel's working directory. Ctrl-C ends everything that was started here.
+    """
+    partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, json.dumps([str(source), str(partial), parameters])],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for this process
+    )
+    try:
+        reason = process.communicate()[0]
+    except BaseException:
+        _kill_tree(process.pid)
+        partial.unlink(missing_ok=True)
+        raise
+    if process.returncode < 0:  # it could not say why
+        name = signal.Signals(-process.returncode).name
+        reason = f"killed by {name}, perhaps out of memory"
+    elif process.returncode:
+        reason = f"exit code {process.returncode}"
+    if partial.exists():
+        os.replace(partial, output)
+    seconds = round(time.perf_counter() - started, 1)
+    return Outcome("error" if reason else "ok", reason, seconds)
+
+
+def _kill_tree(pid: int) -> None:
+    """Kill a process and all its descendants, itself last: it may be the one that calls."""
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        for process in root.children(recursive=True) + [root]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _main(source: str, output: str, parameters: dict[str, Any]) -> None:
+    """The process: print why papermill failed, in one line, or nothing. It ends when its parent does."""
+    threading.Thread(target=_end_with, args=[psutil.Process().parent()], daemon=True).start()
+    # What kernels say outside of their cells goes nowhere.
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # The kernel "python3" is this Python's, whatever the user has.
+    os.environ.pop("JUPYTER_PATH", None)
+    os.environ["JUPYTER_PREFER_ENV_PATH"] = "1"
+    with report:
+        report.write(" ".join(_reason(source, output, parameters).split()))
+
+
+def _end_with(parent: psutil.Process) -> None:
+    parent.wait()
+    _kill_tree(os.getpid())
+
+
+def _reason(source: str, output: str, parameters: dict[str, Any]) -> str:
+    """Why papermill failed; empty when it did not."""
+    try:
+        papermill.execute_notebook(
+            source,
+            output,
+            parameters,
+            cwd=Path(source).parent,
+            progress_bar=False,
+            kernel_name="python3",
+            language="python",
+            extra_arguments=[_EXTENSION],
+        )
+    except PapermillExecutionError as error:
+        return f"cell [{error.exec_count}]: {error.ename}: {error.evalue}"
+    except Exception as error:  # DeadKernelError: Kernel died, and others
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+if __name__ == "__main__":
+    _main(*json.loads(sys.argv[1]))

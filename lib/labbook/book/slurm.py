@@ -1,0 +1,96 @@
+"""A batch on a Slurm cluster: each job is one of Slurm's, with the GPUs it needs.
+
+Partition, account, time limit and the like are Slurm's own variables, SBATCH_PARTITION and so on.
+"""
+
+import hashlib
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from labbook.book import batch, notebooks
+from labbook.book.batch import Job
+from labbook.book.execution import Outcome
+from labbook.book.notebooks import BatchError
+from labbook.files import make_folder
+
+
+def run_on_slurm(
+    jobs: Sequence[Job], command: Sequence[str], output: Path, *, gpu: bool, force: bool = False
+) -> list[Outcome]:
+    """Submit what is not done and unchanged, and wait for its end; how each job ended.
+
+    Of a job that still is with Slurm from before one waits for the other.
+
+    command: executes the job whose name is put at its end, with outcomes in a folder of `output`.
+    gpu: whether a job gets GPUs: as many as it has ranks, at least one.
+    Raises BatchError: there is no Slurm here.
+    Raises KeyboardInterrupt: Ctrl-C; all jobs of this folder of results are cancelled.
+    """
+    if shutil.which("sbatch") is None:
+        remedy = "--cluster slurm is for a node of a Slurm cluster"
+        raise BatchError(f"there is no sbatch here; {remedy}")
+    digest = hashlib.sha256(str(output).encode()).hexdigest()
+    name = f"workbook-{digest[:8]}"
+    due = [job for job in jobs if force or _is_due(job, output)]
+    for job in due:
+        for path in _outcomes(job, output):
+            path.unlink()  # so that one that is there is of now
+    submitted: list[subprocess.Popen] = []
+    try:
+        for is_last in (False, True):  # it shows what the others found
+            together = [job for job in due if notebooks.is_last(job.notebook.stem) == is_last]
+            submitted = [_submit(job, output, gpu, name, [*command, job.name]) for job in together]
+            for job, process in zip(together, submitted, strict=True):
+                process.wait()
+                print(batch.summary([_outcome(job, output)]), flush=True)
+    except KeyboardInterrupt:
+        subprocess.run(["scancel", f"--name={name}"], capture_output=True)
+        for process in submitted:
+            process.terminate()
+        raise
+    return [_outcome(job, output) for job in jobs]
+
+
+def _submit(
+    job: Job, output: Path, gpu: bool, name: str, command: Sequence[str]
+) -> subprocess.Popen:
+    """An sbatch that ends when its job has; what both say goes into the log of the job."""
+    log = _log(job, output)
+    options = ["--wait", "--nodes=1", f"--job-name={name}", f"--output={log}", "--open-mode=append"]
+    if gpu:
+        options.append(f"--gpus-per-node={_gpus(job)}")
+    make_folder(log.parent)
+    with open(log, "a") as file:
+        words = ["sbatch"] + options + [f"--wrap=exec {shlex.join(command)}"]
+        return subprocess.Popen(words, stdout=file, stderr=file)
+
+
+def _gpus(job: Job) -> int:
+    """NCCL's ranks have one each, Gloo's share one."""
+    world_sizes = job.parameters.get("world_sizes") or [job.parameters.get("world_size", 1)]
+    return max(world_sizes) if job.parameters.get("backend") == "nccl" else 1
+
+
+def _is_due(job: Job, output: Path) -> bool:
+    return all(batch.reason_to_run(job, path.parent) for path in _outcomes(job, output))
+
+
+def _outcomes(job: Job, output: Path) -> list[Path]:
+    """Files of how it ended, by machine."""
+    return list(output.glob(f"*/{job.name}.json"))
+
+
+def _outcome(job: Job, output: Path) -> Outcome | None:
+    """How a job ended; of one that was refused, or killed before it could say, what Slurm said last."""
+    for path in _outcomes(job, output):
+        return batch.load_outcome(path)
+    last_line = _log(job, output).read_text().strip().rpartition("\n")[2]
+    reason = f"no record, and Slurm says: {last_line}"
+    return Outcome("error", reason, notebook=job.notebook.stem, parameters=job.line())
+
+
+def _log(job: Job, output: Path) -> Path:
+    return output / "slurm" / f"{job.name}.log"
