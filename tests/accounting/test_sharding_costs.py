@@ -4,12 +4,11 @@ import gc
 
 import pandas as pd
 import pytest
-import torch.distributed as dist
 
-from cs336_systems.accounting import sharding_costs
+from cs336_systems.accounting import sharding_costs as costs
 from cs336_systems.accounting.flops import parameter_count
 from cs336_systems.configs import model_size
-from cs336_systems.parallel import SHARDINGS, stream
+from cs336_systems.parallel import SHARDINGS, launch
 from cs336_systems.parallel.steps import ShardedSteps
 from cs336_systems.traffic import watch_collectives
 from labbook import memory
@@ -20,23 +19,21 @@ DTYPES = ("float32", "bfloat16")
 
 
 def look(context, cases):
-    """Of each case rank 0 sends what the fullest rank holds, and the messages of a step."""
+    """Of each case what this rank holds, and its messages in a step."""
     # Or each collection of garbage goes through all modules.
     gc.freeze()
     shape = {"context_length": 128, "batch_size": 4, "attention": "sdpa"}
+    looks = {}
     for strategy, dtype in cases:
         run = ShardedSteps(TINY, SHARDINGS[strategy], context, dtype=dtype, **shape)
         held = memory.held_in_first_step(run)
         with watch_collectives() as messages:
             run.train_step()
         held["peak"], _ = memory.held_at_peak(run)
-        ranks = [None] * context.world_size
-        dist.all_gather_object(ranks, held)
-        fullest = max(ranks, key=lambda held: sum(held["peak"].values()))
-        sent = [(message.collective, message.bytes) for message in messages]
-        context.send(((strategy, dtype), fullest, sent))
+        looks[strategy, dtype] = held, [(each.collective, each.bytes) for each in messages]
         del run  # a wrapper and its hooks refer to each other
         gc.collect()
+    return looks
 
 
 @pytest.fixture(scope="module")
@@ -46,23 +43,27 @@ def measured():
     rows = {}
     # A busy machine may free late what Gloo's threads have sent: then a peak is higher.
     for _ in range(3):
-        for case, held, sent in stream(look, 2, left, backend="gloo"):
-            strategy, dtype = case
-            sharding = SHARDINGS[strategy]
-            predicted = sharding_costs.held_bytes(TINY, sharding, 2, 2, 128, dtype, "cpu")
-            predicted_sent = sharding_costs.sent_bytes(TINY, sharding, 2, dtype)
-            messages = sharding_costs.message_rows(sent, predicted_sent, 2)
-            rows[case] = pd.DataFrame(sharding_costs.memory_rows(held, predicted)), messages
+        looks = launch(look, 2, left, backend="gloo")
+        rows |= {case: rows_of(*case, [of_rank[case] for of_rank in looks]) for case in left}
         left = [case for case in left if not peak_is_as_predicted(*case, rows[case][0])]
         if not left:
             break
     return rows
 
 
+def rows_of(strategy, dtype, looks):
+    held, sent = max(looks, key=lambda of_rank: sum(of_rank[0]["peak"].values()))
+    sharding = SHARDINGS[strategy]
+    predicted = costs.held_bytes(TINY, sharding, 2, 2, 128, dtype, "cpu")
+    memory_rows = pd.DataFrame(costs.memory_rows(held, predicted))
+    predicted_sent = costs.sent_bytes(TINY, sharding, 2, dtype)
+    return memory_rows, costs.message_rows(sent, predicted_sent, 2)
+
+
 def peak_is_as_predicted(strategy, dtype, memory):
     predicted, size = memory.query("moment == 'peak'")[["predicted_mib", "size_mib"]].sum()
     # A cast shard whose last holder is one of Gloo's threads is freed there, where no profiler looks.
-    units = sharding_costs.gathered_units(TINY, SHARDINGS[strategy], dtype)
+    units = costs.gathered_units(TINY, SHARDINGS[strategy], dtype)
     unseen = sum(units["forward"].values()) / 2 / 2**20 if dtype != "float32" else 0
     return predicted * (1 - 2e-3) <= size <= predicted * (1 + 2e-3) + unseen
 
@@ -72,10 +73,10 @@ def test_eight_ranks_hold_and_send_what_the_paper_says():
     whole = 4 * parameter_count(XL)
     wanted = {"ddp": (4, 2), "zero": (2.25, 3), "sharded": (2.25, 3), "fsdp_block": (0.5, 3)}
     for strategy, (held, sent) in wanted.items():
-        after = sharding_costs.held_bytes(XL, SHARDINGS[strategy], 8, 4, 512)["after step"]
-        lasting = sum(after[category] for category in sharding_costs.SHARDED)
+        after = costs.held_bytes(XL, SHARDINGS[strategy], 8, 4, 512)["after step"]
+        lasting = sum(after[category] for category in costs.SHARDED)
         assert lasting / whole == pytest.approx(held, rel=1e-3)
-        total = sum(sharding_costs.sent_bytes(XL, SHARDINGS[strategy], 8).values())
+        total = sum(costs.sent_bytes(XL, SHARDINGS[strategy], 8).values())
         assert total / whole == pytest.approx(7 / 8 * sent, rel=0.02)
 
 
@@ -83,7 +84,7 @@ def test_eight_ranks_hold_and_send_what_the_paper_says():
 @pytest.mark.parametrize("strategy", SHARDINGS)
 def test_memory_and_messages_are_those_of_two_ranks(measured, strategy, dtype):
     memory, messages = measured[strategy, dtype]
-    assert list(memory["moment"].unique()) == list(sharding_costs.MOMENTS)
+    assert list(memory["moment"].unique()) == list(costs.MOMENTS)
     lasting = memory.query("category != 'rest' and moment != 'peak'")
     assert list(lasting["predicted_mib"]) == pytest.approx(list(lasting["size_mib"]), rel=2e-3)
     assert peak_is_as_predicted(strategy, dtype, memory), memory.to_string()

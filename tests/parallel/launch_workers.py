@@ -17,9 +17,9 @@ def report(context, *args, size=0, lines=0, **kwargs):
     os.write(1, b"native words, no newline")
     total = torch.ones(1, device=context.device)
     dist.all_reduce(total)
-    seen = (context.rank, context.world_size, context.backend, str(context.device))
+    of_context = (context.rank, context.world_size, context.backend, str(context.device))
     environment = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "NCCL_NVLS_ENABLE")}
-    return seen, args, kwargs, total, environment, os.getpid(), bytes(size)
+    return of_context, args, kwargs, total, environment, os.getpid(), bytes(size)
 
 
 def count(context, numbers):
@@ -75,7 +75,8 @@ def report_ranks(context, offset):
 
 
 def _join_slowly():
-    init, joined = dist.init_process_group, []
+    init = dist.init_process_group
+    joined = []
 
     def slowly(*args, **kwargs):
         init(*args, **kwargs)
@@ -95,4 +96,4 @@ class JoinsSlowly:
 
 def times(context, joined):
     """When this rank had joined, and when its work began."""
-    return *joined, time.monotonic()
+    return joined[0], time.monotonic()

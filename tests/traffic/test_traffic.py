@@ -1,10 +1,11 @@
-"""Collectives that are watched; what they send in sharded layers is in notebooks 53 to 56."""
+"""Collectives that are watched and carried out as rings; what layers send is asked in notebooks 53 to 56."""
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from cs336_systems.parallel import launch
-from cs336_systems.parallel.ddp import ALL_GATHER
+from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER
 from cs336_systems.traffic import count_sent_bytes, watch_collectives
 
 
@@ -16,28 +17,49 @@ def test_what_cannot_be_counted_is_refused(meshes):
 
 def sent_and_left_out(context):
     """What a step calls, and what it leaves of a tensor, when messages are sent and when not."""
-    found = []
+    results = []
     for send in (True, False):
         tensor = torch.full((4,), float(context.rank))
         gathered = torch.full((8,), -1.0)
         with watch_collectives(send=send) as messages:
-            work = torch.distributed.all_reduce(tensor, async_op=True)
-            assert not send or isinstance(
-                work, torch.distributed.Work
-            )  # FSDP2 waits for nothing else
+            work = dist.all_reduce(tensor, async_op=True)
+            # FSDP2 waits for nothing else.
+            assert not send or isinstance(work, dist.Work)
             work.wait()
-            getattr(torch.distributed, ALL_GATHER)(output_tensor=gathered, input_tensor=tensor)
-        seen = [(message.collective, message.bytes, message.dtype) for message in messages]
-        found.append((seen, tensor.tolist(), gathered.tolist()))
-    return found
+            getattr(dist, ALL_GATHER)(output_tensor=gathered, input_tensor=tensor)
+        calls = [(each.collective, each.bytes, each.dtype) for each in messages]
+        results.append((calls, tensor.tolist(), gathered.tolist()))
+    return results
 
 
 def test_collectives_are_seen_and_can_be_left_out():
     (sent, left_out), _ = launch(sent_and_left_out, 2, backend="gloo")
-    assert (
-        sent[0]
-        == left_out[0]
-        == [("all_reduce", 16, torch.float32), ("all_gather", 32, torch.float32)]
-    )
-    assert sent[1:] == ([1.0] * 4, [1.0] * 8)
-    assert left_out[1:] == ([0.0] * 4, [-1.0] * 8)
+    calls = [("all_reduce", 16, torch.float32), ("all_gather", 32, torch.float32)]
+    assert sent == (calls, [1.0] * 4, [1.0] * 8)
+    assert left_out == (calls, [0.0] * 4, [-1.0] * 8)
+
+
+def as_rings(context):
+    """What an all-reduce of five numbers, and others of six, leave on this rank; and how many it sends."""
+    uneven = torch.full((5,), float(context.rank))
+    even = torch.full((6,), float(context.rank))
+    gathered = torch.empty(6)
+    piece = torch.empty(2)
+    with watch_collectives(as_rings=True) as messages:
+        dist.all_reduce(uneven)
+        getattr(dist, ALL_GATHER)(gathered, even[:2])
+        getattr(dist, REDUCE_SCATTER)(piece, even, op=dist.ReduceOp.AVG)
+        dist.broadcast(even, src=1)
+    return uneven, gathered, piece, even, [message.sent_bytes // 4 for message in messages]
+
+
+def test_rings_do_what_the_collectives_do_and_count_their_sends():
+    by_rank = launch(as_rings, 3, backend="gloo")
+    for uneven, gathered, piece, even, _ in by_rank:
+        assert uneven.tolist() == [3.0] * 5
+        assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
+        assert piece.tolist() == [1.0] * 2
+        assert even.tolist() == [1.0] * 6
+    # Of parts of 2, 2 and 1 a rank passes two on, twice; the broadcast's ring begins at 1 and ends at 0.
+    sent = [sent for *_, sent in by_rank]
+    assert sent == [[6, 4, 4, 0], [7, 4, 4, 6], [7, 4, 4, 6]]
