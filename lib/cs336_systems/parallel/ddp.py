@@ -27,29 +27,29 @@ ALL_GATHER = "all_gather_single" if _NEW else "all_gather_into_tensor"
 REDUCE_SCATTER = "reduce_scatter_single" if _NEW else "reduce_scatter_tensor"
 
 
-def start_mean(tensor: Tensor, backend: str, scatter: bool = False) -> dist.Work:
+def start_mean(tensor: Tensor, backend: str) -> dist.Work:
     """Start to replace a tensor by its mean over the ranks; it is there after `wait()` of what is returned.
 
     On a GPU neither the start nor `wait()` blocks the CPU. NCCL runs on a stream of its own, which starts
     once the current stream has produced the tensor; `wait()` makes the current stream wait for NCCL's.
-
-    Args:
-        scatter: of the tensor's equal segments, one for each rank, only this rank's gets its mean: a
-            reduce-scatter, which sends half as much as an all-reduce.
     """
     operation = ready_for_mean([tensor], backend)
-    if not scatter:
-        return dist.all_reduce(tensor, op=operation, async_op=True)
-    own = tensor.chunk(dist.get_world_size())[dist.get_rank()]
-    return getattr(dist, REDUCE_SCATTER)(own, tensor, op=operation, async_op=True)
+    return dist.all_reduce(tensor, op=operation, async_op=True)
 
 
 def ready_for_mean(tensors: Sequence[Tensor], backend: str) -> dist.ReduceOp:
     """Make tensors ready to be sent; what is returned reduces them to their mean over the ranks."""
     if backend == "nccl":
-        return dist.ReduceOp.AVG  # it divides on the fly
-    torch._foreach_div_(tensors, dist.get_world_size())  # first, or a sum of float16 would overflow
+        # It divides on the fly.
+        return dist.ReduceOp.AVG
+    # Before they are added, or a sum of float16 would overflow.
+    torch._foreach_div_(tensors, dist.get_world_size())
     return dist.ReduceOp.SUM
+
+
+def in_backward() -> bool:
+    """Whether a node of autograd's graph calls this: its hook, or a module that it computes once more."""
+    return torch._C._current_autograd_node() is not None
 
 
 class DataParallel(nn.Module):
@@ -67,29 +67,27 @@ class DataParallel(nn.Module):
             several devices, a part is wrapped already, or the ranks disagree. Raised on every rank.
     """
 
-    _keeps_shards = False  # of gradients, of which the other ranks have others
-
     def __init__(self, module: nn.Module):
         super().__init__()
         guards.check_process_group(self)
-        self.module, self._parameters_then = (
-            module,
-            list(module.parameters()),
-        )  # which has a tied weight once
-        nested = any(isinstance(part, DataParallel) for part in module.modules())
-        if nested or any(hasattr(parameter, "_is_shard") for parameter in self._parameters_then):
+        self.module = module
+        # A tied weight is in it once.
+        self._wrapped = list(module.parameters())
+        is_nested = any(isinstance(part, DataParallel) for part in module.modules())
+        if is_nested or any(hasattr(parameter, "_is_shard") for parameter in self._wrapped):
             raise ValueError(
                 f"{type(module).__name__} is wrapped already, or a part; allowed: one wrapper"
             )
-        self._trainable = [
-            parameter for parameter in self._parameters_then if parameter.requires_grad
-        ]
-        self._frozen = [
-            parameter for parameter in self._parameters_then if not parameter.requires_grad
-        ]
-        self._unused: set[int] = set()  # indices in _trainable whose gradient is a zero of ours
-        self._synchronizes, self._end_is_announced, self._is_over = True, False, False
-        self._backend = dist.get_backend()  # asked once: a message should cost the CPU little
+        self._trainable = [parameter for parameter in self._wrapped if parameter.requires_grad]
+        self._frozen = [parameter for parameter in self._wrapped if not parameter.requires_grad]
+        # Indices in _trainable whose gradient is a zero of ours.
+        self._unused = set[int]()
+        self._synchronizes = True
+        # Of the backward pass: its first gradient is there and its end to come, or it has ended.
+        self._end_is_announced = False
+        self._is_over = False
+        # Kept, as a message should cost the CPU little.
+        self._backend = dist.get_backend()
         guards.check_ranks_agree(self._description())
         self._check_module()
         broadcast_from_rank_0(module)
@@ -106,15 +104,15 @@ class DataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def _give_up_failed_pass(self) -> None:
-        if (
-            self._end_is_announced and torch._C._current_autograd_node() is None
-        ):  # the end never came
-            if any(parameter.grad is not None for parameter in self._trainable):
-                raise RuntimeError(
-                    "a backward pass has raised an error, and some of its gradients are there or under way; "
-                    "allowed: zero_grad() of the wrapper, then the next batch"
-                )
-            self.zero_grad()
+        """After a backward pass that raised an error, and so has not come to its end."""
+        if not self._end_is_announced or in_backward():
+            return
+        if any(parameter.grad is not None for parameter in self._trainable):
+            raise RuntimeError(
+                "a backward pass has raised an error, and some of its gradients are there or under way; "
+                "allowed: zero_grad() of the wrapper, then the next batch"
+            )
+        self.zero_grad()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module; gradients that are under way are given up."""
@@ -131,22 +129,23 @@ class DataParallel(nn.Module):
     def _backward_ends(self) -> None:
         self._end_is_announced = False
         # Inside a node it was only a part of the pass, as checkpoint(use_reentrant=True) runs them.
-        self._is_over = torch._C._current_autograd_node() is None
+        self._is_over = not in_backward()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backward passes in here stay on this rank and add up, to be averaged with the next."""
-        before, self._synchronizes = self._synchronizes, False
+        outside = self._synchronizes
+        self._synchronizes = False
         try:
             yield
         finally:
-            self._synchronizes = before
+            self._synchronizes = outside
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
         """Call between backward and the optimizer's step: every `.grad` becomes the mean over the ranks."""
         guards.check_still_frozen(self._frozen)
-        if [*map(id, self.module.parameters())] != [*map(id, self._parameters_then)]:
+        if list(map(id, self.module.parameters())) != list(map(id, self._wrapped)):
             raise RuntimeError(
                 "the module has other parameters than when it was wrapped; allowed: replace them, then wrap"
             )
@@ -160,53 +159,46 @@ class DataParallel(nn.Module):
     def _gradient(self, index: int) -> Tensor:
         """The gradient that this rank contributes: zero where the parameter was not used."""
         parameter = self._trainable[index]
-        gradient = parameter.grad
-        if gradient is None:
+        if parameter.grad is None:
             self._unused.add(index)
-            gradient = parameter.grad = torch.zeros_like(parameter)
-        sendable = as_it_is_sent(gradient)
-        if sendable.data_ptr() != gradient.data_ptr():  # it is a copy
-            parameter.grad = sendable
-        return sendable
+            parameter.grad = torch.zeros_like(parameter)
+        gradient = parameter.grad
+        message = as_message(gradient)
+        if message.data_ptr() != gradient.data_ptr():
+            # It is a copy, and the mean will be there.
+            parameter.grad = message
+        return message
 
     def _settle(self) -> None:
-        """What no rank knows alone: which gradients no rank has, and whether one is infinite or NaN on some.
-
-        Then a NaN comes into every gradient, so that a GradScaler skips the step on all ranks; where that
-        makes no CPU wait, into those that a rank does not have, too.
-        """
-        count, device = len(self._trainable), self._trainable[0].device
-        flags = torch.ones(count + self._keeps_shards, dtype=torch.uint8, device=device)
+        """What no rank knows alone: which parameters no rank has used."""
+        used = self._used_here()
+        dist.all_reduce(used, op=dist.ReduceOp.MAX)
+        # Only then are the flags read, which makes the CPU wait for a GPU.
         if self._unused:
-            flags[list(self._unused)] = 0
-        gradients = [parameter.grad for parameter in self._trainable] if self._keeps_shards else []
-        here = [each for each in gradients if each is not None and each.numel()]
-        if self._keeps_shards:
-            flags[-1] = (
-                ~torch.stack(torch._foreach_norm(here, torch.inf)).isfinite().all() if here else 0
-            )
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        if self._unused:  # only then are they read, which makes the CPU wait for a GPU
-            was_used = flags.tolist()
-            for index in self._unused:
-                if not was_used[index]:
-                    self._trainable[index].grad = None
-            self._unused.clear()
-        if here:
-            nan = torch.where(flags[-1].bool(), torch.nan, 0.0)
-            torch._foreach_add_([gradient.as_strided((), ()) for gradient in here], nan)
-        if self._keeps_shards and not flags.is_cuda and flags[-1]:
-            for parameter in self._trainable:
-                if parameter.grad is None:
-                    parameter.grad = torch.full_like(parameter, torch.nan)
+            self._clear_unused(used)
+
+    def _used_here(self) -> Tensor:
+        """(trainable parameters,), uint8: 1 where backward has reached one on this rank, else 0."""
+        device = self._trainable[0].device
+        used = torch.ones(len(self._trainable), dtype=torch.uint8, device=device)
+        if self._unused:
+            used[list(self._unused)] = 0
+        return used
+
+    def _clear_unused(self, used: Tensor) -> None:
+        """What no rank has used gets None back for our zero. used: `_used_here` of any rank."""
+        was_used = used.tolist()
+        for index in self._unused:
+            if not was_used[index]:
+                self._trainable[index].grad = None
+        self._unused.clear()
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
-        tensors = *self.module.named_parameters(), *self.module.named_buffers()
-        return [
-            type(self).__name__,
-            *(f"{name} {guards.describe(tensor)}" for name, tensor in tensors),
-        ]
+        lines = [type(self).__name__]
+        for named in (self.module.named_parameters(), self.module.named_buffers()):
+            lines += [f"{name} {guards.describe(tensor)}" for name, tensor in named]
+        return lines
 
 
 class NaiveDDP(DataParallel):
@@ -221,9 +213,8 @@ class FlatDDP(DataParallel):
     """After backward, one all-reduce of all gradients, copied into one tensor (one per dtype) and back."""
 
     def _average_gradients(self) -> None:
-        average_flat(
-            [self._gradient(index) for index in range(len(self._trainable))], self._backend
-        )
+        gradients = [self._gradient(index) for index in range(len(self._trainable))]
+        average_flat(gradients, self._backend)
 
 
 def average_flat(gradients: list[Tensor], backend: str) -> None:
@@ -233,12 +224,11 @@ def average_flat(gradients: list[Tensor], backend: str) -> None:
         flat = torch.cat([gradient.flatten() for gradient in group])
         start_mean(flat, backend).wait()
         means = flat.split([gradient.numel() for gradient in group])
-        torch._foreach_copy_(
-            group, [mean.view_as(each) for mean, each in zip(means, group, strict=True)]
-        )
+        shaped = [mean.view_as(gradient) for mean, gradient in zip(means, group, strict=True)]
+        torch._foreach_copy_(group, shaped)
 
 
-def as_it_is_sent(gradient: Tensor) -> Tensor:
+def as_message(gradient: Tensor) -> Tensor:
     """Contiguous, without a graph and without what is done lazily; where it is so already, in its memory."""
     if gradient.is_sparse:
         raise TypeError(
@@ -247,10 +237,17 @@ def as_it_is_sent(gradient: Tensor) -> Tensor:
     return gradient.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def weakly(method: Callable, *arguments: int) -> Callable[[Tensor], None]:
+def weak_hook(method: Callable, *arguments: int) -> Callable[[Tensor], None]:
     """A hook for tensors: a method whose object it does not keep, as Python cannot collect such cycles."""
-    this, function = weakref.ref(method.__self__), method.__func__
-    return lambda _: function(alive, *arguments) if (alive := this()) is not None else None
+    reference = weakref.ref(method.__self__)
+    function = method.__func__
+
+    def hook(_: Tensor) -> None:
+        wrapper = reference()
+        if wrapper is not None:
+            function(wrapper, *arguments)
+
+    return hook
 
 
 @torch.no_grad()
@@ -260,6 +257,8 @@ def broadcast_from_rank_0(module: nn.Module) -> None:
         if tensor.numel() == 0:
             continue
         whole = tensor.detach().contiguous()
-        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)  # as bytes: any dtype, booleans too
-        if whole.data_ptr() != tensor.data_ptr():  # contiguous() made a copy
+        # As bytes: any dtype, booleans too.
+        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+        if whole.data_ptr() != tensor.data_ptr():
+            # contiguous() made a copy.
             tensor.copy_(whole)

@@ -20,8 +20,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs336_systems.functional import at_least_float32
 from cs336_systems.parallel import guards
-from cs336_systems.parallel.ddp import DataParallel, average_flat, weakly
-from cs336_systems.parallel.parameter_group import CommunicationStream, Home, ParameterGroup
+from cs336_systems.parallel.ddp import average_flat, in_backward, weak_hook
+from cs336_systems.parallel.parameter_group import (
+    CommunicationStream,
+    Home,
+    ParameterGroup,
+    State,
+)
+from cs336_systems.parallel.sharded_gradients import ShardedGradients
 
 Types = Sequence[type[nn.Module] | str]
 
@@ -30,7 +36,7 @@ class _Hook(partial):
     __reduce_ex__ = guards.refuse_copies  # a module with hooks cannot be copied or pickled
 
 
-class FSDP(DataParallel):
+class FSDP(ShardedGradients):
     """Parameters, gradients and optimizer state sharded over the ranks (ZeRO 3, Rajbhandari et al. 2020).
 
     Wrapping gives every rank rank 0's values, and then leaves it its rows of every parameter of the modules
@@ -64,8 +70,6 @@ class FSDP(DataParallel):
             to shard, `register_hook` on a parameter to shard, or the ranks disagree. On every rank.
     """
 
-    _keeps_shards = True
-
     def __init__(
         self,
         module: nn.Module,
@@ -82,35 +86,35 @@ class FSDP(DataParallel):
             )
         if prefetch not in (0, 1, 2):
             raise ValueError(f"prefetch is {prefetch!r}; allowed: 0, 1 or 2")
-        self._compute_dtype, self._ahead, self._reshards = compute_dtype, prefetch, reshard
-        kinds = (
-            [getattr(kind, "__name__", kind) for kind in each] for each in (shard_types, unit_types)
-        )
-        self._shard_types, self._unit_types = kinds
+        self._compute_dtype = compute_dtype
+        self._ahead = prefetch
+        self._reshards = reshard
+        self._shard_types = [getattr(kind, "__name__", kind) for kind in shard_types]
+        self._unit_types = [getattr(kind, "__name__", kind) for kind in unit_types]
         super().__init__(module)
         device = self._trainable[0].device
-        streams = (
-            CommunicationStream(device, self._backend),
-            CommunicationStream(device, self._backend),
-        )
+        streams = [CommunicationStream(device, self._backend) for _ in ("gather", "reduce")]
         names = {other: name or type(module).__name__ for name, other in module.named_modules()}
-        groups = group_by_user(home for home in self._homes if home.parameter in self._sharded)
-        self._groups = [ParameterGroup(homes, names, compute_dtype, streams) for homes in groups]
+        self._groups = [
+            ParameterGroup(homes, names, compute_dtype, *streams)
+            for homes in group_by_user(self._homes)
+        ]
         self._indices = {parameter: index for index, parameter in enumerate(self._trainable)}
         self._replicated = [
-            n for n, weight in enumerate(self._trainable) if weight not in self._sharded
+            index for weight, index in self._indices.items() if weight not in self._sharded
         ]
         # In backward, gradients take the memory of the second block ahead, and it computes for longer.
         self._ahead_in_backward = min(prefetch, 1) if self._unit_types else prefetch
+        # As an ordered set.
         self._gathered: dict[ParameterGroup, None] = {}
-        self._reductions: deque[tuple] = (
-            deque()
-        )  # whole gradients on their way, and what waits for them
-        self._order: list[ParameterGroup] = []  # in which forward uses them
-        self._positions: dict[nn.Module, int] = {}  # in that order
-        self._caches_casts: list[
-            bool
-        ] = []  # what to restore, of the modules whose forward is under way
+        # Whole gradients on their way, and what waits for their means.
+        self._reductions = deque[tuple[list[Tensor], Callable[[], Any]]]()
+        # In which forward uses the groups, and the place of each module in it.
+        self._order: list[ParameterGroup] = []
+        self._positions: dict[nn.Module, int] = {}
+        # What to restore, of the modules whose forward is under way.
+        self._caches_casts: list[bool] = []
+        # After the first step the ranks are known to run the same modules in the same order.
         self._has_agreed = False
         self._add_hooks()
         guards.refuse_other_optimizers(self._sharded)
@@ -123,18 +127,17 @@ class FSDP(DataParallel):
 
     def _check_module(self) -> None:
         super()._check_module()
-        self._homes, name = (
-            list(dict.fromkeys(self._find_homes(self.module))),
-            type(self.module).__name__,
-        )
-        found = (
-            home.parameter
-            for home in self._homes
-            if type(home.holder).__name__ in self._shard_types
-        )
-        self._sharded = dict.fromkeys(parameter for parameter in found if parameter.requires_grad)
-        types = " or ".join(self._shard_types)
+        name = type(self.module).__name__
+        homes = list(dict.fromkeys(self._find_homes(self.module)))
+        self._sharded = {
+            home.parameter: None
+            for home in homes
+            if type(home.holder).__name__ in self._shard_types and home.parameter.requires_grad
+        }
+        # Those of a tied weight in other modules, too.
+        self._homes = [home for home in homes if home.parameter in self._sharded]
         if not self._sharded:
+            types = " or ".join(self._shard_types)
             raise ValueError(
                 f"{name} has nothing to shard; allowed: a trainable parameter in a {types}"
             )
@@ -158,65 +161,84 @@ class FSDP(DataParallel):
         if unit is None or getattr(unit, "_orig_mod", None) is not module:
             kinds = {kind.__name__ for kind in type(inner).__mro__}
             unit = unit if kinds.isdisjoint(self._unit_types) else module
-        for name, parameter in module._parameters.items():
+        for key, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() > 0:
-                yield Home(parameter, module if unit is None else unit, module, name)
+                yield Home(parameter, module if unit is None else unit, module, key)
         for child in module.children():
             yield from self._find_homes(child, unit)
 
     def _add_hooks(self) -> None:
         # torch.compile leaves these calls as they are.
-        hooks = self._before_forward, self._after_forward, self._before_all
-        before, after, before_all = map(torch.compiler.disable, hooks)
+        before = torch.compiler.disable(self._before_forward)
+        after = torch.compiler.disable(self._after_forward)
+        before_all = torch.compiler.disable(self._before_all)
         for position, group in enumerate(self._groups):
             for user in group.users:
                 user.register_forward_pre_hook(_Hook(before, group), prepend=True, with_kwargs=True)
                 user.register_forward_hook(_Hook(after, group), always_call=True)
             for number, weight in enumerate(group.weights):
-                hook = weakly(self._gradient_is_ready, position, number)
+                hook = weak_hook(self._gradient_is_ready, position, number)
                 weight.whole.register_post_accumulate_grad_hook(hook)
         self.module.register_forward_pre_hook(_Hook(before_all), prepend=True)
 
     def _before_all(self, module: nn.Module, args: tuple) -> None:
-        if torch._C._current_autograd_node() is None:  # else backward computes it once more
-            self._free_all()  # what an earlier pass left gathered is stale after the optimizer's step
+        # Else backward computes it once more.
+        if not in_backward():
+            # What an earlier pass left gathered is stale after the optimizer's step.
+            self._free_all()
             self._give_up_failed_pass()
 
     # These run for every group in every pass, and a training step in 16 bits may wait for Python.
     def _before_forward(
         self, group: ParameterGroup, module: nn.Module, args: tuple, kwargs: dict
     ) -> tuple:
+        self._enter(group)
+        self._gather_ahead(group, module)
+        group.unshard()
+        return self._cast((args, kwargs))
+
+    def _enter(self, group: ParameterGroup) -> None:
+        """From here autograd keeps notes of whole weights in place of them, and autocast no copies."""
         group.calls += 1
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         casts = torch.is_autocast_enabled(self._trainable[0].device.type)
-        torch._C._autograd._push_saved_tensors_default_hooks(
-            partial(self._pack, outer, casts), call
-        )
+        pack = partial(self._pack, outer, casts)
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, call)
         self._caches_casts.append(torch.is_autocast_cache_enabled())
-        torch.set_autocast_cache_enabled(False)  # the cache would keep a copy of every whole weight
+        torch.set_autocast_cache_enabled(False)
+        # A shard may be frozen for a while, as in a GAN.
+        for parameter, whole in group.weights:
+            whole.requires_grad_(parameter.requires_grad)
+
+    def _leave(self, group: ParameterGroup) -> None:
+        group.calls -= 1
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch.set_autocast_cache_enabled(self._caches_casts.pop())
+
+    def _gather_ahead(self, group: ParameterGroup, module: nn.Module) -> None:
         following: Sequence[ParameterGroup] = ()
-        if torch._C._current_autograd_node() is None:  # else backward computes it once more
+        # Else backward computes it once more, and what comes next is no matter of forward's order.
+        if not in_backward():
             group.position = self._positions.setdefault(module, len(self._order))
             if group.position == len(self._order):
                 self._order.append(group)
-            following = self._order[group.position + 1 : group.position + 1 + self._ahead]
+            after = group.position + 1
+            following = self._order[after : after + self._ahead]
         self._collect(group, following)
-        for parameter, whole in group.weights:
-            whole.requires_grad_(
-                parameter.requires_grad
-            )  # it may be frozen for a while, as in a GAN
-        group.unshard()
-        if (dtype := self._compute_dtype) is not None:
-            cast = lambda x: x.to(dtype) if x.is_floating_point() else x  # noqa: E731
-            args, kwargs = tree_map_only(Tensor, cast, (args, kwargs))
-        return args, kwargs
+
+    def _cast(self, arguments: tuple) -> tuple:
+        dtype = self._compute_dtype
+        if dtype is None:
+            return arguments
+        return tree_map_only(
+            Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, arguments
+        )
 
     def _after_forward(
         self, group: ParameterGroup, module: nn.Module, args: tuple, output: Any
     ) -> None:
-        group.calls -= 1
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        torch.set_autocast_cache_enabled(self._caches_casts.pop())
+        self._leave(group)
+        # One user may be inside of another.
         if group.calls:
             return
         if any(whole._version for _, whole in group.weights):
@@ -224,20 +246,26 @@ class FSDP(DataParallel):
                 f"forward of {group.name} of an FSDP writes to a weight, which would be lost; allowed: "
                 "writing to the shards, between steps"
             )
-        if not group.is_in_backward:
-            group.reshard()
-        outputs = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+        results = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if torch.is_grad_enabled():
             position = self._positions.get(module, 0)
-            for tensor in outputs:
+            for tensor in results:
                 tensor.register_hook(lambda _: self._before_backward(group, position))
-        if group.is_in_backward or not group.is_gathered:
+        if group.state is State.IN_BACKWARD:
             return
-        # Backward begins with the last group, so that one stays. In the first pass nobody knows which it is.
-        is_last = self._has_agreed and group is self._order[-1]
-        stays = outputs if is_last else group.is_saved and not self._reshards
-        if not stays or torch._C._current_autograd_node() is not None:
+        if group.is_gathered and not self._stays(group, bool(results)):
             self._free(group)
+        else:
+            group.reshard()
+
+    def _stays(self, group: ParameterGroup, has_results: bool) -> bool:
+        """Whether backward is about to want the whole weights that forward has used."""
+        if in_backward():
+            return False
+        # Backward begins with the last group, but in the first pass nobody knows which one that is.
+        if self._has_agreed and group is self._order[-1]:
+            return has_results
+        return group.state is State.SAVED and not self._reshards
 
     def _pack(
         self, outer: tuple[Callable, Callable] | None, casts: bool, tensor: Tensor
@@ -250,9 +278,10 @@ class FSDP(DataParallel):
             pointer = 0
         for group in self._gathered:
             if group.pointer == pointer:
-                group.is_saved = True
-                kept = leaf.detach(), group, group.versions, group.position, remake
-                return partial(self._kept_weight, *kept)
+                if group.state is State.GATHERED:
+                    group.state = State.SAVED
+                note = (leaf.detach(), group, group.versions, group.position, remake)
+                return partial(self._kept_weight, *note)
         if outer is not None:
             return partial(outer[1], outer[0](tensor))
         return partial(_kept_tensor, tensor.detach(), tensor._version)
@@ -266,7 +295,8 @@ class FSDP(DataParallel):
         remake: Callable | None,
     ) -> Tensor:
         _check_unchanged(group.name, versions, group.versions_now())
-        if torch._C._current_graph_task_id() == -1:  # somebody looks at the graph
+        # Somebody looks at the graph, outside of any backward.
+        if torch._C._current_graph_task_id() == -1:
             return whole
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -277,19 +307,21 @@ class FSDP(DataParallel):
         return remake(whole) if remake else whole
 
     def _before_backward(self, group: ParameterGroup, position: int) -> None:
-        if group.is_in_backward and group.is_gathered:
+        if group.state is State.IN_BACKWARD:
             return
         self._announce_end()
-        self._collect(
-            group, self._order[max(position - self._ahead_in_backward, 0) : position][::-1]
-        )
-        group.is_in_backward, group.task = True, torch._C._current_graph_task_id()
-        group.unshard()  # a part of its forward may be computed once more
+        first = max(position - self._ahead_in_backward, 0)
+        self._collect(group, self._order[first:position][::-1])
+        group.state = State.IN_BACKWARD
+        group.task = torch._C._current_graph_task_id()
+        # A part of its forward may be computed once more.
+        group.unshard()
 
     def _collect(self, group: ParameterGroup, following: Sequence[ParameterGroup]) -> None:
         for other in (group, *following):
             if other.is_gathered and other.versions != other.versions_now():
-                self._free(other)  # it was gathered ahead of an optimizer's step
+                # It was gathered ahead of an optimizer's step.
+                self._free(other)
             if not other.is_gathered:
                 self._agree("gather", other)
                 other.start_gather()
@@ -303,9 +335,8 @@ class FSDP(DataParallel):
         if len(group.ready) < len(group.weights):
             return
         group.ready.clear()
-        is_inside = (
-            group.task != torch._C._current_graph_task_id()
-        )  # of a reentrant checkpoint in the unit
+        # A reentrant checkpoint inside the unit has a backward of its own, and the unit's goes on after it.
+        is_inside = group.task != torch._C._current_graph_task_id()
         if group.is_gathered and not group.calls and not is_inside:
             self._free(group)
         if self._synchronizes:
@@ -313,21 +344,22 @@ class FSDP(DataParallel):
 
     def _start_reduction(self, group: ParameterGroup) -> None:
         self._agree("reduce", group)
+        # An earlier pass may bring what this one lacks.
         if any(weight.whole.grad is None for weight in group.weights):
-            self._wait_for_reductions()  # of an earlier pass, which may bring what this one lacks
-        for weight in group.weights:
-            if weight.whole.grad is not None:
-                self._unused.discard(self._indices[weight.parameter])
-            elif weight.parameter.grad is None:
-                self._unused.add(self._indices[weight.parameter])
-        self._wait_for_reductions(
-            max(self._ahead_in_backward, 1) - 1
-        )  # or whole gradients would pile up
+            self._wait_for_reductions()
+        for parameter, whole in group.weights:
+            if whole.grad is not None:
+                self._unused.discard(self._indices[parameter])
+            elif parameter.grad is None:
+                self._unused.add(self._indices[parameter])
+        # Or whole gradients would pile up.
+        self._wait_for_reductions(leave=max(self._ahead_in_backward, 1) - 1)
         self._reductions.append(group.start_reduction())
 
     def _wait_for_reductions(self, leave: int = 0) -> None:
         while len(self._reductions) > leave:
-            self._reductions.popleft()[1]()
+            _, wait = self._reductions.popleft()
+            wait()
 
     def _backward_ends(self) -> None:
         super()._backward_ends()
@@ -336,7 +368,6 @@ class FSDP(DataParallel):
 
     def _free(self, group: ParameterGroup) -> None:
         group.free()
-        group.reshard()
         del self._gathered[group]
 
     def _free_all(self) -> None:
@@ -346,8 +377,9 @@ class FSDP(DataParallel):
     def _average_gradients(self) -> None:
         self._agree("finish")
         for group in self._groups:
+            # Of passes under no_sync(), or of some of its weights.
             if any(weight.whole.grad is not None for weight in group.weights):
-                self._start_reduction(group)  # of passes under no_sync(), or of some of its weights
+                self._start_reduction(group)
         self._agree("average what is not sharded")
         average_flat([self._gradient(index) for index in self._replicated], self._backend)
         self._wait_for_reductions()
@@ -399,9 +431,9 @@ class FSDP(DataParallel):
         A tied weight has all its names. The tensors are copies in the dtype of the shards; parameters that
         are not sharded are returned as they are.
         """
-        whole = dict(pair for group in self._groups for pair in group.gather_full())
+        wholes = dict(pair for group in self._groups for pair in group.gather_full())
         return {
-            name.replace("_orig_mod.", ""): whole.get(parameter, parameter.detach())
+            name.replace("_orig_mod.", ""): wholes.get(parameter, parameter.detach())
             for name, parameter in self.module.named_parameters(remove_duplicate=False)
         }
 
@@ -411,19 +443,18 @@ class FSDP(DataParallel):
 
         Call it after `finish_gradient_synchronization()`, on all ranks.
         """
-        squares, device = [], self._trainable[0].device
-        for is_sharded in (True, False):
-            mine = [
-                p
-                for p in self._trainable
-                if p.grad is not None and (p in self._sharded) is is_sharded
-            ]
-            norm = get_total_norm([parameter.grad for parameter in mine])  # of nothing: on the CPU
-            squares.append(at_least_float32(norm).to(device) ** 2)
-        dist.all_reduce(squares[0])
-        total = sum(squares).sqrt()
+        of_shards = self._squared_norm(self._sharded)
+        dist.all_reduce(of_shards)
+        replicated = [self._trainable[index] for index in self._replicated]
+        total = (of_shards + self._squared_norm(replicated)).sqrt()
         clip_grads_with_norm_(self._trainable, max_norm, total)
         return total
+
+    def _squared_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        # Of nothing it is on the CPU.
+        norm = get_total_norm(gradients).to(self._trainable[0].device)
+        return at_least_float32(norm) ** 2
 
 
 def _kept_tensor(tensor: Tensor, version: int) -> Tensor:
@@ -444,20 +475,24 @@ def _leaf_of_cast(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] | 
     node = tensor.grad_fn
     while node is not None and not hasattr(node, "variable"):
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-    leaf = getattr(node, "variable", None)
-    size, dtype = tensor.untyped_storage().nbytes() if leaf is not None else 0, tensor.dtype
-    if not size or leaf.dtype == dtype or leaf.numel() * dtype.itemsize != size:
+    if node is None:
         return tensor, None
-    strided = tensor.size(), tensor.stride(), tensor.storage_offset()
-    return leaf, lambda leaf: leaf.to(dtype).as_strided(*strided)
+    leaf = node.variable
+    dtype = tensor.dtype
+    cast_bytes = leaf.numel() * dtype.itemsize
+    if leaf.dtype == dtype or cast_bytes != tensor.untyped_storage().nbytes():
+        return tensor, None
+    layout = (tensor.size(), tensor.stride(), tensor.storage_offset())
+    return leaf, lambda leaf: leaf.to(dtype).as_strided(*layout)
 
 
-def group_by_user(homes: Iterable[Home]) -> list[list[Home]]:
+def group_by_user(homes: Iterable[Home]) -> list[Iterable[Home]]:
     """The homes of parameters that are used together: by one module, or by all that share one of them."""
-    groups: dict[nn.Module | nn.Parameter, list[Home]] = {}
+    # Ordered sets of homes, each under all of its parameters and users.
+    groups: dict[nn.Module | nn.Parameter, dict[Home, None]] = {}
     for home in homes:
-        before = groups.get(home.parameter, []), groups.get(home.user, [])
-        together = [*dict.fromkeys([*before[0], *before[1], home])]
-        for each in together:
-            groups[each.parameter] = groups[each.user] = together
-    return [*{id(group): group for group in groups.values()}.values()]
+        together = groups.get(home.parameter, {}) | groups.get(home.user, {}) | {home: None}
+        for other in together:
+            groups[other.parameter] = together
+            groups[other.user] = together
+    return list({id(group): group for group in groups.values()}.values())

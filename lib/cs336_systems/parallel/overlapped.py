@@ -6,15 +6,14 @@ have left. In the first step the order is that of the parameters, reversed; from
 which rank 0 saw the gradients of the first step become ready.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs336_systems.parallel.ddp import DataParallel, start_mean, weakly
+from cs336_systems.parallel.ddp import DataParallel, start_mean, weak_hook
 from cs336_systems.parallel.guards import check_bucket_size
-from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.parallel.shards import BucketMemory, Segments, allocate, fill_buckets
 
 
@@ -28,19 +27,24 @@ class OverlappedDDP(DataParallel):
     may be in flight: they must not be changed, nor may one rank alone run another pass.
     """
 
+    # Called with what is to be sent, and the name of the backend.
+    _start_reduction = staticmethod(start_mean)
+
     def __init__(self, module: nn.Module):
         super().__init__(module)
-        self._observed: dict[int, None] | None = {}  # in the first step: its order (an ordered set)
-        self._use_order(list(range(len(self._trainable)))[::-1])
+        # In the first step, the order in which gradients become ready: a dictionary as an ordered set.
+        self._observed: dict[int, None] | None = {}
+        last_to_first = reversed(range(len(self._trainable)))
+        self._use_order(list(last_to_first))
         for index, parameter in enumerate(self._trainable):
-            parameter.register_hook(weakly(self._before_accumulation, index))
-            parameter.register_post_accumulate_grad_hook(weakly(self._gradient_is_ready, index))
+            parameter.register_hook(weak_hook(self._before_accumulation, index))
+            parameter.register_post_accumulate_grad_hook(weak_hook(self._gradient_is_ready, index))
 
     def _use_order(self, order: list[int]) -> None:
         self._buckets = self._fill(order)
-        self._bucket_of = {
-            index: number for number, bucket in enumerate(self._buckets) for index in bucket
-        }
+        self._bucket_of: dict[int, int] = {}
+        for number, bucket in enumerate(self._buckets):
+            self._bucket_of |= dict.fromkeys(bucket, number)
         self._start_pass()
 
     def _fill(self, order: list[int]) -> list[list[int]]:
@@ -53,25 +57,21 @@ class OverlappedDDP(DataParallel):
         return self._gradient(index)
 
     def _start_pass(self) -> None:
-        self._missing = [
-            len(bucket) for bucket in self._buckets
-        ]  # of each bucket, gradients not ready
-        self._ready = set[int]()  # indices of gradients that this pass has made
+        # Of each bucket, how many gradients are not ready.
+        self._missing = [len(bucket) for bucket in self._buckets]
+        # Indices of gradients that this pass has made.
+        self._ready = set[int]()
         # Of the buckets that were sent, in their order: the next to be sent is len(in_flight).
         self._in_flight: list[dist.Work] = []
-        self._end_is_announced = self._is_over = False
+        self._end_is_announced = False
+        self._is_over = False
 
     # These two run for every parameter in every backward pass: each microsecond counts hundreds of times.
     def _before_accumulation(self, index: int) -> None:
         # What is being averaged must not be added to. And ranks whose passes reach different parameters have
         # to send the gradients of one pass before those of the next.
         if self._is_over or index in self._ready:
-            if self._keeps_shards:
-                raise RuntimeError(
-                    "a second backward pass before finish_gradient_synchronization(); allowed: all but the "
-                    "last one under no_sync(), as half-reduced gradients cannot be added to"
-                )
-            self._complete_pass()
+            self._begin_another_pass()
 
     def _gradient_is_ready(self, index: int) -> None:
         self._unused.discard(index)
@@ -80,7 +80,8 @@ class OverlappedDDP(DataParallel):
         if not self._synchronizes:
             return
         number = self._bucket_of[index]
-        self._announce_end()
+        if not self._end_is_announced:
+            self._announce_end()
         self._ready.add(index)
         self._missing[number] -= 1
         if self._missing[number] == 0 and number == len(self._in_flight):
@@ -88,9 +89,8 @@ class OverlappedDDP(DataParallel):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of every module; a pass that was not finished is given up, once its messages have come."""
-        if (
-            self._ready
-        ):  # all ranks send all messages of a pass, or they would mix up those of the next
+        # All ranks send all messages of a pass, or they would mix up those of the next.
+        if self._ready:
             self._complete_pass()
         super().zero_grad(set_to_none)
 
@@ -99,7 +99,7 @@ class OverlappedDDP(DataParallel):
         for number in range(len(self._in_flight), len(self._buckets)):
             if self._missing[number] and not incomplete_too:
                 return
-            work = start_mean(self._message(number), self._backend, scatter=self._keeps_shards)
+            work = self._start_reduction(self._message(number), self._backend)
             self._in_flight.append(work)
 
     @torch.no_grad()
@@ -109,15 +109,14 @@ class OverlappedDDP(DataParallel):
             work.wait()
         self._start_pass()
 
+    _begin_another_pass = _complete_pass
+
     def _average_gradients(self) -> None:
         self._complete_pass()
         if self._observed is not None:
-            last = range(len(self._trainable))[
-                ::-1
-            ]  # what the step did not use comes behind the rest
-            order = torch.tensor(
-                [*(self._observed | dict.fromkeys(last))], device=self._trainable[0].device
-            )
+            # What the step did not use comes behind the rest.
+            observed = self._observed | dict.fromkeys(reversed(range(len(self._trainable))))
+            order = torch.tensor(list(observed), device=self._trainable[0].device)
             dist.broadcast(order, src=0)
             self._observed = None
             self._use_order(order.tolist())
@@ -139,9 +138,6 @@ class BucketedDDP(OverlappedDDP):
         ValueError: bucket_size_mb is not a positive number.
     """
 
-    _open_buckets, _ranks = 1, 1  # ranks: segments of a bucket
-    _owners: Sequence[int] = ()  # of each gradient its segment, if there are several
-
     def __init__(self, module: nn.Module, bucket_size_mb: float):
         check_bucket_size(bucket_size_mb)
         self._bucket_bytes = bucket_size_mb * 2**20
@@ -150,20 +146,24 @@ class BucketedDDP(OverlappedDDP):
     def _description(self) -> list[str]:
         return [*super()._description(), f"buckets of {self._bucket_bytes:g} bytes"]
 
-    def _fill(self, order: list[int]) -> list[list[int]]:
+    def _use_order(self, order: list[int]) -> None:
         # Allocated on first use. After the first step, gradients keep the old buckets alive until zeroed.
         self._memory: list[BucketMemory] = []
-        limit = self._bucket_bytes / self._ranks
-        return fill_buckets(self._trainable, order, limit, self._owners, self._open_buckets)
+        super()._use_order(order)
+
+    def _fill(self, order: list[int]) -> list[list[int]]:
+        return fill_buckets(self._trainable, order, self._bucket_bytes)
 
     def _message(self, number: int) -> Tensor:
         """The bucket, with each gradient in its slice; those that are not yet there move in one kernel."""
         if not self._memory:
             self._memory = allocate([self._segments(bucket) for bucket in self._buckets])
         memory = self._memory[number]
-        slices, fresh = [], []
+        slices: list[Tensor] = []
+        fresh: list[Tensor] = []
         for index in self._buckets[number]:
-            gradient, parameter = self._gradient(index), self._trainable[index]
+            gradient = self._gradient(index)
+            parameter = self._trainable[index]
             view = memory.views[parameter]
             if parameter.grad is not view:
                 parameter.grad = view
@@ -174,53 +174,8 @@ class BucketedDDP(OverlappedDDP):
         return memory.whole
 
     def _segments(self, bucket: list[int]) -> Segments:
-        owner = self._owners or dict.fromkeys(bucket, 0)
-        return [
-            [self._trainable[n] for n in bucket if owner[n] == rank] for rank in range(self._ranks)
-        ]
-
-
-class ReduceScatterDDP(BucketedDDP):
-    """ZeRO stage 1 as in the paper (Rajbhandari et al. 2020, section 5.1): a rank gets what it updates with.
-
-    Next to a ShardedOptimizer an all-reduce sends too much: a rank uses the mean gradients of its own shard.
-    A reduce-scatter sends half as much; the all-gather of the updated parameters is the other half.
-
-        optimizer = ShardedOptimizer(module.parameters(), torch.optim.AdamW, lr=1e-3)
-        model = ReduceScatterDDP(module, optimizer)
-
-    Afterwards a gradient is there on the rank that owns its parameter. On the others it is None, so what
-    looks at all gradients sees a shard of them; if one is not finite, each rank has a NaN, so that a
-    GradScaler skips the step on all. Of the backward passes before a step all but the last one run under
-    `no_sync()`. Clear the gradients after every step: what is left, on its owner alone, would be averaged
-    with zeros.
-
-    Args:
-        optimizer: has all trainable parameters of the module.
-        bucket_size_mb: as in BucketedDDP. Padding makes the segments of the ranks equal: up to 4 % of the
-            gradients of the handout's sizes on two ranks, and more if buckets are smaller.
-
-    Raises:
-        ValueError: as BucketedDDP, and where a trainable parameter is not the optimizer's.
-        RuntimeError: in backward, a second pass without `no_sync()`.
-    """
-
-    _keeps_shards, _open_buckets = True, 3
-
-    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, bucket_size_mb: float = 256):
-        self._optimizer = optimizer
-        super().__init__(module, bucket_size_mb)
-
-    def _check_module(self) -> None:
-        super()._check_module()
-        self._owners = [self._optimizer.owner(parameter) for parameter in self._trainable]
-        self._ranks = dist.get_world_size()
-
-    def _average_gradients(self) -> None:
-        super()._average_gradients()
-        for parameter, owner in zip(self._trainable, self._owners, strict=True):
-            if owner != dist.get_rank():
-                parameter.grad = None
+        """A bucket's gradients, as they lie in it."""
+        return [[self._trainable[index] for index in bucket]]
 
 
 def bucket_bytes(parameters: Iterable[Tensor], bucket_size_mb: float) -> list[int]:

@@ -12,8 +12,9 @@ another, and each is gathered right into its slice there; no message is packed o
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partialmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import Enum, auto
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.nn import functional as F
 
-from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER, as_it_is_sent, ready_for_mean
+from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER, as_message, ready_for_mean
 from cs336_systems.parallel.guards import refuse_copies
 from cs336_systems.parallel.shards import ALIGNMENT_BYTES
 
@@ -38,7 +39,8 @@ class CommunicationStream:
         self.backend = backend
         self.cuda = torch.cuda.Stream(device, priority=-1) if backend == "nccl" else None
         if self.cuda is not None:
-            self._reached, self._inside = torch.cuda.Event(), torch.cuda.stream(self.cuda)
+            self._reached = torch.cuda.Event()
+            self._inside = torch.cuda.stream(self.cuda)
 
     def __enter__(self) -> "CommunicationStream":
         if self.cuda is not None:
@@ -57,42 +59,68 @@ class CommunicationStream:
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
         then: Callable[[], Any] = lambda: None,
-        **how: Any,
+        **options: Any,
     ) -> Callable[[], Any]:
         """Send one message a pair, then call `then`; returns what waits for both, keeping what that uses."""
-        call, pairs = getattr(dist, collective), zip(outputs, inputs, strict=True)
+        send = getattr(dist, collective)
+        pairs = zip(outputs, inputs, strict=True)
         if self.cuda is None:
-            works = [call(*pair, **how, async_op=True) for pair in pairs]
-            return lambda: (
-                [work.wait() for work in works],
-                inputs,
-                then(),
-            )  # Gloo reads them until then
+            works = [send(*pair, **options, async_op=True) for pair in pairs]
+            return partial(_wait_for_threads, works, inputs, then)
         # Several in one kernel.
         with _coalescing_manager() if len(outputs) > 1 else contextlib.nullcontext():
             for pair in pairs:
-                call(*pair, **how)
+                send(*pair, **options)
         then()
-        event = self.cuda.record_event()
-        return lambda: (torch.cuda.current_stream().wait_event(event), then)  # `then` is kept
+        return partial(_wait_for_event, self.cuda.record_event(), then)
+
+
+def _wait_for_threads(works: list[dist.Work], inputs: Any, then: Callable[[], Any]) -> None:
+    # Until here Gloo's threads read the inputs, which nobody else may hold.
+    for work in works:
+        work.wait()
+    then()
+
+
+def _wait_for_event(event: torch.cuda.Event, then: Any) -> None:
+    # Until here the stream may use what `then` holds: freed earlier, its memory would be given away.
+    torch.cuda.current_stream().wait_event(event)
 
 
 class Home(NamedTuple):
-    """Where a parameter is."""
+    """Where a module has a parameter."""
 
     parameter: nn.Parameter
-    user: nn.Module  # whose forward needs it
+    user: nn.Module  # in whose forward it is used: its unit, or else the holder
     holder: nn.Module
-    name: str  # in its holder
+    key: str
 
 
 class ShardedWeight(NamedTuple):
-    """One weight, twice."""
+    """A weight in two parameters, of which a module has the one that it needs."""
 
     parameter: nn.Parameter  # the module's own, which the optimizer sees: this rank's rows
     whole: (
         nn.Parameter
     )  # the leaf of autograd's graph: it has memory only while its group is gathered
+
+
+class State(Enum):
+    """Of a parameter group.
+
+    | from | to | when |
+    |:--|:--|:--|
+    | SHARDED | GATHERED | forward or backward is about to reach it |
+    | GATHERED | SAVED | autograd keeps a note of one of its whole weights, for backward |
+    | GATHERED, SAVED | SHARDED | its forward is done and backward is not about to want it, or it is stale |
+    | GATHERED, SAVED | IN_BACKWARD | backward has reached a result of its modules, or read a note |
+    | IN_BACKWARD | SHARDED | the gradients of all its weights are there, or backward has ended |
+    """
+
+    SHARDED = auto()  # the whole weights have no memory
+    GATHERED = auto()  # they have, and are there or on their way
+    SAVED = auto()
+    IN_BACKWARD = auto()
 
 
 class ParameterGroup:
@@ -101,59 +129,65 @@ class ParameterGroup:
     @torch.no_grad()
     def __init__(
         self,
-        homes: Sequence[Home],
+        homes: Collection[Home],
         names: Mapping[nn.Module, str],
         dtype: torch.dtype | None,
-        streams: tuple[CommunicationStream, CommunicationStream],
+        gather_stream: CommunicationStream,
+        reduce_stream: CommunicationStream,
     ):
-        self.users = list(
-            dict.fromkeys(home.user for home in homes)
-        )  # their forward needs the group
-        parameters = list(dict.fromkeys(home.parameter for home in homes))
+        # Their forward needs the group.
+        self.users = list(dict.fromkeys(home.user for home in homes))
         self.name = " and ".join(names[user] for user in self.users)
-        self.is_gathered = False  # the whole weights have memory, and are there or on their way
-        self.is_in_backward = False  # backward has reached the group, and is not done with it
-        self.is_saved = False  # autograd has a note of one of them, for backward
-        self.ready = set[int]()  # which weights have a gradient of this backward pass
-        self.task = -1  # of autograd, in which backward reached it
-        self.calls = self.position = 0  # forward passes under way; place in the order of forward
-        self._gather_stream, self._reduce_stream = streams
-        self._arrival: Callable[[], Any] | None = (
-            None  # what waits for the gather that is on its way
-        )
-        first, world_size, rank = parameters[0], dist.get_world_size(), dist.get_rank()
+        self.state = State.SHARDED
+        # Which weights have a gradient of this backward pass, and the task of autograd that began it.
+        self.ready = set[int]()
+        self.task = -1
+        # Forward passes under way, and the place in the order of forward.
+        self.calls = 0
+        self.position = 0
+        self._gather_stream = gather_stream
+        self._reduce_stream = reduce_stream
+        # What waits for the gather that is on its way.
+        self._arrival: Callable[[], Any] | None = None
+        parameters = list(dict.fromkeys(home.parameter for home in homes))
+        first = parameters[0]
         self._dtype = dtype or first.dtype
-        step = ALIGNMENT_BYTES // min(first.element_size(), self._dtype.itemsize)
-        self._cuts: list[
-            int
-        ] = []  # of every shard in the buffer: its length, and the gap to the next
-        self._places: list[tuple] = []  # of this rank's rows in it: shape, strides, start
-        own: list[Tensor] = []
-        for whole in parameters:
-            rows = -(-len(whole) // world_size)
-            own.append(mine := whole[rank * rows : (rank + 1) * rows])
-            strides = torch.empty(mine.shape, device="meta").stride()
-            self._places.append((mine.shape, strides, sum(self._cuts)))
-            length = rows * math.prod(whole.shape[1:])
-            self._cuts += [length, -length % step]
-        self._shards = torch.zeros(sum(self._cuts), dtype=first.dtype, device=first.device)
-        whole = torch.empty(sum(self._cuts) * world_size, dtype=self._dtype, device=first.device)
-        self._memory, self.nbytes = whole.untyped_storage(), whole.nbytes  # while they are gathered
-        self._slices = whole.split([n * world_size for n in self._cuts])[::2]
-        self._own, self.weights = self._own_rows(self._shards), list[ShardedWeight]()
-        for parameter, piece, mine, values in zip(
-            parameters, self._slices, self._own, own, strict=True
-        ):
+        self._lay_out(parameters)
+        ranks = dist.get_world_size()
+        self._shards = first.new_zeros(sum(self._cuts))
+        buffer = first.new_empty(sum(self._cuts) * ranks, dtype=self._dtype)
+        self._memory = buffer.untyped_storage()
+        self.nbytes = buffer.nbytes
+        self._slices = buffer.split([length * ranks for length in self._cuts])[::2]
+        self.weights: list[ShardedWeight] = []
+        shards = self._own_rows(self._shards)
+        for parameter, slice_, shard in zip(parameters, self._slices, shards, strict=True):
             # .data: what autograd keeps must not notice that the memory is filled again.
-            view = piece[: parameter.numel()].view(parameter.shape).data
-            self.weights.append(ShardedWeight(parameter, nn.Parameter(view)))
-            parameter.data = mine.copy_(values)
+            whole = slice_[: parameter.numel()].view(parameter.shape).data
+            self.weights.append(ShardedWeight(parameter, nn.Parameter(whole)))
+            parameter.data = shard.copy_(_rows_of_rank(parameter))
         self._memory.resize_(0)
-        self._homes, wholes = [], dict(self.weights)
-        for parameter, _, holder, key in homes:
-            self._homes.append((holder._parameters, key, (parameter, wholes[parameter])))
+        wholes = dict(self.weights)
+        self._homes = [
+            (home.holder._parameters, home.key, home.parameter, wholes[home.parameter])
+            for home in homes
+        ]
 
     __reduce_ex__ = refuse_copies
+
+    def _lay_out(self, parameters: Sequence[Tensor]) -> None:
+        """Where the rows of this rank lie in the buffer of shards."""
+        step = ALIGNMENT_BYTES // min(parameters[0].element_size(), self._dtype.itemsize)
+        # Of every shard its length, and the gap to the next: both are what `split` takes.
+        self._cuts: list[int] = []
+        # Of every shard shape, strides and start: what `as_strided` takes.
+        self._places: list[tuple] = []
+        for parameter in parameters:
+            shape = _rows_of_rank(parameter).shape
+            strides = torch.empty(shape, device="meta").stride()
+            self._places.append((shape, strides, sum(self._cuts)))
+            length = rows_a_rank(parameter) * math.prod(parameter.shape[1:])
+            self._cuts += [length, -length % step]
 
     def _padded_slices(self, buffer: Tensor) -> tuple[Tensor, ...]:
         """Of a buffer laid out as that of the shards, the slice of each weight with its padding rows."""
@@ -163,15 +197,20 @@ class ParameterGroup:
         """Likewise the slice of each weight that this rank holds, in its shape."""
         return [buffer.as_strided(*place) for place in self._places]
 
+    @property
+    def is_gathered(self) -> bool:
+        return self.state is not State.SHARDED
+
     def start_gather(self) -> None:
         """Fill the whole weights from the shards of all ranks, beside the computation."""
-        self.is_gathered = True
+        self.state = State.GATHERED
         # Memory of the computation's own stream: it returns there when it is freed.
         self._memory.resize_(self.nbytes)
         with self._gather_stream as stream:
             shards = self._padded_slices(self._shards.to(self._dtype))
             self._arrival = stream.start(ALL_GATHER, self._slices, shards)
-        self.pointer, self.versions = self._memory.data_ptr(), self.versions_now()
+        self.pointer = self._memory.data_ptr()
+        self.versions = self.versions_now()
 
     def versions_now(self) -> int:
         """Grows when a shard is written to, as an optimizer does."""
@@ -183,60 +222,75 @@ class ParameterGroup:
             self._arrival()
             self._arrival = None
 
-    def _show(self, which: int) -> None:
-        for parameters, key, values in self._homes:
-            parameters[key] = values[which]
+    def reshard(self) -> None:
+        """The modules offer their shards, as to an optimizer."""
+        for parameters, key, shard, _ in self._homes:
+            parameters[key] = shard
 
-    reshard = partialmethod(_show, 0)  # the modules offer their shards, as to an optimizer
-    unshard = partialmethod(_show, 1)  # they compute with the whole weights
+    def unshard(self) -> None:
+        """They compute with the whole weights."""
+        for parameters, key, _, whole in self._homes:
+            parameters[key] = whole
 
     def free(self) -> None:
         """Give the memory of the whole weights back."""
-        self.wait_for_gather()  # a message may still be writing to it
+        # A message may still be writing to it.
+        self.wait_for_gather()
         self._memory.resize_(0)
-        self.is_gathered = self.is_in_backward = self.is_saved = False
-        self.ready.clear()  # of a pass that did not reach all weights
+        self.state = State.SHARDED
+        # Of a pass that did not reach all weights.
+        self.ready.clear()
+        self.reshard()
 
     def start_reduction(self) -> tuple[list[Tensor], Callable[[], Any]]:
         """Send whole gradients to their ranks; returns them, and a wait for the means in every `.grad`."""
-        gradients = [
-            self._take_gradient(*pair) for pair in zip(self.weights, self._slices, strict=True)
-        ]
+        pairs = zip(self.weights, self._slices, strict=True)
+        gradients = [self._take_gradient(weight, len(slice_)) for weight, slice_ in pairs]
         # In the memory of the computation's stream, which will free it.
-        target = received = torch.empty_like(self._shards)
-
-        def hand_over() -> None:
-            with torch.no_grad():
-                if received is not target:
-                    torch._foreach_copy_([target], [received])  # on a GPU faster than copy_
-                for (parameter, _), mean in zip(self.weights, self._own_rows(target), strict=True):
-                    parameter.grad = mean if parameter.grad is None else parameter.grad.add_(mean)
-                for parameter, _ in self.weights:
-                    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-                        hook(parameter)
-
+        means = torch.empty_like(self._shards)
         with self._reduce_stream as stream:
-            if (dtype := gradients[0].dtype) != target.dtype:
-                received = torch.empty_like(target, dtype=dtype)
-            operation, slices = (
-                ready_for_mean(gradients, stream.backend),
-                self._padded_slices(received),
-            )
-            return gradients, stream.start(
-                REDUCE_SCATTER, slices, gradients, hand_over, op=operation
-            )
+            dtype = gradients[0].dtype
+            received = means if dtype == means.dtype else torch.empty_like(means, dtype=dtype)
+            operation = ready_for_mean(gradients, stream.backend)
+            slices = self._padded_slices(received)
+            hand_over = partial(self._hand_over, received, means)
+            wait = stream.start(REDUCE_SCATTER, slices, gradients, hand_over, op=operation)
+        return gradients, wait
 
-    def _take_gradient(self, weight: ShardedWeight, slice_: Tensor) -> Tensor:
+    def _take_gradient(self, weight: ShardedWeight, length: int) -> Tensor:
         """Of the whole weight, flat, with its padding rows."""
-        gradient, weight.whole.grad = weight.whole.grad, None
+        gradient = weight.whole.grad
+        weight.whole.grad = None
         if gradient is None:
-            return weight.whole.new_zeros(len(slice_))
-        flat = as_it_is_sent(gradient).view(-1)
-        return F.pad(flat, (0, len(slice_) - len(flat))) if len(slice_) > len(flat) else flat
+            return weight.whole.new_zeros(length)
+        flat = as_message(gradient).view(-1)
+        return F.pad(flat, (0, length - len(flat))) if length > len(flat) else flat
+
+    @torch.no_grad()
+    def _hand_over(self, received: Tensor, means: Tensor) -> None:
+        """Give every shard its mean, and call its hooks."""
+        if received is not means:
+            # On a GPU faster than copy_.
+            torch._foreach_copy_([means], [received])
+        for (shard, _), mean in zip(self.weights, self._own_rows(means), strict=True):
+            shard.grad = mean if shard.grad is None else shard.grad.add_(mean)
+        for shard, _ in self.weights:
+            for hook in (shard._post_accumulate_grad_hooks or {}).values():
+                hook(shard)
 
     def gather_full(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Every parameter, and it whole, in the dtype of its shard."""
-        for weight, piece in zip(self.weights, self._padded_slices(self._shards), strict=True):
-            whole = piece.new_empty(dist.get_world_size() * len(piece))
-            getattr(dist, ALL_GATHER)(whole, piece)
+        for weight, rows in zip(self.weights, self._padded_slices(self._shards), strict=True):
+            whole = rows.new_empty(dist.get_world_size() * len(rows))
+            getattr(dist, ALL_GATHER)(whole, rows)
             yield weight.parameter, whole[: weight.whole.numel()].view_as(weight.whole)
+
+
+def rows_a_rank(weight: Tensor) -> int:
+    """Padding included."""
+    return -(-len(weight) // dist.get_world_size())
+
+
+def _rows_of_rank(weight: Tensor) -> Tensor:
+    rows = rows_a_rank(weight)
+    return weight[dist.get_rank() * rows :][:rows]

@@ -53,20 +53,22 @@ class ShardedOptimizer(Optimizer):
         **kwargs: Any,
     ):
         guards.check_process_group(self)
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._bucket_size_mb, self._make = bucket_size_mb, partial(optimizer_cls, **kwargs)
-        self._buckets: list[
-            tuple[BucketMemory, Optimizer]
-        ] = []  # each with that of this rank's segment
-        self._places: dict[
-            Tensor, tuple[int, int]
-        ] = {}  # of each parameter, its owner and its address
+        self._rank = dist.get_rank()
+        self._world_size = dist.get_world_size()
+        self._bucket_size_mb = bucket_size_mb
+        self._make = partial(optimizer_cls, **kwargs)
+        # Each with the optimizer of this rank's segment.
+        self._buckets: list[tuple[BucketMemory, Optimizer]] = []
+        self._owners: dict[Tensor, int] = {}
+        # Where the parameters are since they lie in buckets.
+        self._addresses: dict[Tensor, int] = {}
         self._frozen: list[Tensor] = []
         self.param_groups = []
 
         def add() -> None:
             _check_arguments(optimizer_cls, bucket_size_mb, self._world_size)
-            whole = self._make(params)  # which knows the settings of the groups
+            # The whole one knows the settings of the groups.
+            whole = self._make(params)
             super(ShardedOptimizer, self).__init__(whole.param_groups, whole.defaults)
 
         name = getattr(optimizer_cls, "__name__", optimizer_cls)
@@ -77,7 +79,7 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Partition another group's parameters as well; the shards so far stay as they are."""
         add = partial(super().add_param_group, param_group)
-        if self._is_adding:  # called by Optimizer.__init__
+        if self._is_adding:
             add()
         else:
             self._on_all_ranks(add, [f"group {len(self.param_groups)}"])
@@ -90,25 +92,27 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_addresses()
-        messages, all_gather = [], getattr(dist, ALL_GATHER)
+        all_gather = getattr(dist, ALL_GATHER)
+        messages = []
         for memory, optimizer in self._buckets:
             _copy_settings(self.param_groups, optimizer.param_groups)
             optimizer.step()
             messages.append(all_gather(memory.whole, memory.segments[self._rank], async_op=True))
         for message in messages:
             message.wait()
-        for _, optimizer in self._buckets[-1:]:  # some optimizers count in their settings
+        # Some optimizers count in their settings. The newest bucket has all groups.
+        for _, optimizer in self._buckets[-1:]:
             _copy_settings(optimizer.param_groups, self.param_groups)
         return loss
 
     def owner(self, parameter: Tensor) -> int:
         """The rank that updates a parameter; ValueError if it has none."""
-        if parameter not in self._places:
+        if parameter not in self._owners:
             raise ValueError(
                 f"a parameter of shape {tuple(parameter.shape)} has no owner; allowed: those given, and "
                 "trainable when given"
             )
-        return self._places[parameter][0]
+        return self._owners[parameter]
 
     def state_dict(self) -> dict[str, Any]:
         """All groups, and the states of this rank's shard."""
@@ -122,12 +126,16 @@ class ShardedOptimizer(Optimizer):
                 f"{[self._rank, self._world_size]}, what state_dict() gave on this rank"
             )
         super().load_state_dict({name: state_dict[name] for name in ("state", "param_groups")})
-        for _, optimizer in self._buckets:  # it may have to convert what an older version saved
+        # It may have to convert what an older version saved.
+        for _, optimizer in self._buckets:
             optimizer.__setstate__({"state": self.state})
 
     def _on_all_ranks(self, add: Callable[[], None], described: list[str]) -> None:
         """Take new groups in if that succeeds on every rank and all take the same, else fail on all."""
-        count, buckets, failure = len(self.param_groups), [], None
+        count = len(self.param_groups)
+        buckets: list[tuple[Segments, Optimizer]] = []
+        failure = None
+        # add() comes to add_param_group, by way of Optimizer.__init__.
         self._is_adding = True
         try:
             add()
@@ -141,7 +149,8 @@ class ShardedOptimizer(Optimizer):
                     *map(guards.describe, group["params"]),
                 ]
         except Exception as error:
-            failure, described = error, [f"{type(error).__name__}: {error}"]
+            failure = error
+            described = [f"{type(error).__name__}: {error}"]
         self._is_adding = False
         try:
             guards.check_ranks_agree(described)
@@ -157,18 +166,18 @@ class ShardedOptimizer(Optimizer):
         _check_parameters([p for group in self.param_groups for p in group["params"]])
         buckets = []
         for segments in partition_tensors(trainable, self._world_size, self._bucket_size_mb):
-            own = set(segments[self._rank])
-            parts = [[p for p in group["params"] if p in own] for group in self.param_groups]
-            groups = zip(map(_settings, self.param_groups), parts, strict=True)
-            buckets.append(
-                (segments, self._make([each | {"params": part} for each, part in groups]))
-            )
+            shard = set(segments[self._rank])
+            groups = [
+                _settings(group) | {"params": [p for p in group["params"] if p in shard]}
+                for group in self.param_groups
+            ]
+            buckets.append((segments, self._make(groups)))
         return buckets
 
     def _check_addresses(self) -> None:
         """Raise if parameters were moved or unfrozen since construction: they would not be updated."""
         guards.check_still_frozen(self._frozen)
-        if any(parameter.data_ptr() != address for parameter, (_, address) in self._places.items()):
+        if any(p.data_ptr() != address for p, address in self._addresses.items()):
             raise RuntimeError(
                 "a parameter is no longer where the optimizer has put it; allowed: module.to(...) and "
                 "load_state_dict(assign=True) before the optimizer is made"
@@ -178,17 +187,18 @@ class ShardedOptimizer(Optimizer):
     def _lay_out(self, buckets: list[tuple[Segments, Optimizer]]) -> None:
         """Move new parameters into their buckets."""
         for segments, optimizer in buckets:
-            (memory,) = allocate([segments])  # one at a time: the parameters leave their old memory
+            # One at a time: the parameters leave their old memory.
+            (memory,) = allocate([segments])
             for parameter, view in memory.views.items():
                 parameter.data = view.copy_(parameter)
-            self._places |= {
-                p: (rank, p.data_ptr()) for rank, part in enumerate(segments) for p in part
-            }
+                self._addresses[parameter] = parameter.data_ptr()
+            for rank, segment in enumerate(segments):
+                self._owners |= dict.fromkeys(segment, rank)
             self.state.update(optimizer.state)
             optimizer.state = self.state
             self._buckets.append((memory, optimizer))
         parameters = (p for group in self.param_groups for p in group["params"])
-        self._frozen = [p for p in parameters if p not in self._places]
+        self._frozen = [p for p in parameters if p not in self._owners]
 
 
 def _check_arguments(optimizer_cls: Any, bucket_size_mb: Any, world_size: int) -> None:
@@ -220,10 +230,9 @@ def _settings(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy_settings(groups: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
-    for one, other in zip(
-        groups, to, strict=False
-    ):  # an older bucket does not have the newest groups
-        other.update(_settings(one))
+    # An older bucket does not have the newest groups.
+    for group, copy in zip(groups, to, strict=False):
+        copy.update(_settings(group))
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:

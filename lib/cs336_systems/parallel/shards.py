@@ -14,9 +14,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-ALIGNMENT_BYTES = (
-    128  # of each tensor in its buffer: vectorised kernels are slow at unaligned addresses
-)
+# Of each tensor in its buffer: vectorised kernels are slow at unaligned addresses.
+ALIGNMENT_BYTES = 128
 
 # What a bucket holds: for each rank the tensors in its segment, in their order.
 Segments = list[list[Tensor]]
@@ -29,43 +28,34 @@ def padded_length(tensor: Tensor) -> int:
 
 
 def fill_buckets(
-    tensors: Sequence[Tensor],
-    order: Sequence[int],
-    segment_bytes: float,
-    owners: Sequence[int] = (),
-    open_buckets: int = 1,
+    tensors: Sequence[Tensor], order: Iterable[int], bucket_bytes: float
 ) -> list[list[int]]:
     """Fill buckets with tensors in this order; a bucket holds one dtype and device.
 
     Args:
         tensors: parameters or gradients; only their sizes matter, so they may be on the meta device.
         order: indices in `tensors`, in the order in which they become ready.
-        segment_bytes: the most a segment of a bucket holds; a larger tensor begins a bucket.
-        owners: by index, the segment in which a tensor lies. By default a bucket is one segment.
-        open_buckets: of a dtype, that a tensor may still join: more leave less padding, and leave later.
+        bucket_bytes: the most a bucket holds; a larger tensor is a bucket of its own.
 
     Returns:
         Each bucket's indices in that order; the buckets in the order in which they become complete.
     """
     buckets: list[list[int]] = []
-    used: list[list[int]] = []  # of each bucket, by owner, bytes in its segment
-    of_kind: dict[tuple, list[int]] = defaultdict(list)
-    for index in order:
-        owner, size = owners[index] if owners else 0, tensors[index].nbytes
-        alike = of_kind[tensors[index].dtype, tensors[index].device]
-        room = (
-            n
-            for n in alike[-open_buckets:]
-            if used[n][owner] + size <= max(segment_bytes, *used[n])
-        )
-        number = next(room, len(buckets))
-        if number == len(buckets):
-            alike.append(number)
-            buckets.append([])
-            used.append([0] * (1 + max(owners, default=0)))
-        buckets[number].append(index)
-        used[number][owner] += size
-    position = {index: number for number, index in enumerate(order)}
+    # By dtype and device, the bucket that is being filled and its bytes.
+    newest: dict[tuple, list[int]] = {}
+    filled: dict[tuple, int] = {}
+    position: dict[int, int] = {}
+    for place, index in enumerate(order):
+        tensor = tensors[index]
+        kind = (tensor.dtype, tensor.device)
+        total = filled.get(kind, 0) + tensor.nbytes
+        if kind not in newest or total > bucket_bytes:
+            newest[kind] = []
+            buckets.append(newest[kind])
+            total = tensor.nbytes
+        newest[kind].append(index)
+        filled[kind] = total
+        position[index] = place
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
@@ -82,25 +72,25 @@ def partition_tensors(
         bucket_size_mb: the most a bucket holds, all segments together, in MB of 2**20 bytes. A larger tensor
             begins a bucket, and the gaps beside it are filled with others.
     """
-    of_dtype: dict[torch.dtype, list] = defaultdict(
-        list
-    )  # buckets, each with the lengths of its segments
+    # Buckets, each with the lengths of its segments in elements.
+    of_dtype: dict[torch.dtype, list[tuple[Segments, list[int]]]] = defaultdict(list)
     for tensor in sorted(tensors, key=lambda tensor: -tensor.nbytes):
-        length, limit = (
-            padded_length(tensor),
-            bucket_size_mb * 2**20 / tensor.element_size() / world_size,
-        )
+        length = padded_length(tensor)
+        limit = bucket_size_mb * 2**20 / tensor.element_size() / world_size
         buckets = of_dtype[tensor.dtype]
         for bucket in buckets:
-            segments, used = bucket
-            rank = used.index(min(used))
-            if used[rank] + length <= max(limit if bucket is buckets[-1] else 0, *used):
+            segments, lengths = bucket
+            rank = lengths.index(min(lengths))
+            may_grow_to = limit if bucket is buckets[-1] else 0
+            if lengths[rank] + length <= max(may_grow_to, *lengths):
                 break
         else:
-            rank, segments, used = 0, [[] for _ in range(world_size)], [0] * world_size
-            buckets.append((segments, used))
+            rank = 0
+            segments = [[] for _ in range(world_size)]
+            lengths = [0] * world_size
+            buckets.append((segments, lengths))
         segments[rank].append(tensor)
-        used[rank] += length
+        lengths[rank] += length
     return [segments for buckets in of_dtype.values() for segments, _ in buckets]
 
 
@@ -125,11 +115,12 @@ class BucketMemory:
     """The memory of one bucket."""
 
     def __init__(self, segments: Segments, whole: Tensor):
-        self.whole = whole  # the flat buffer, all segments and their padding
-        self.segments = whole.chunk(len(segments))  # by rank
-        self.views: dict[
-            Tensor, Tensor
-        ] = {}  # slices, in a tensor's shape and, if it is dense, strides
+        # The flat buffer, all segments and their padding.
+        self.whole = whole
+        # By rank.
+        self.segments = whole.chunk(len(segments))
+        # Slices, in a tensor's shape and, if it is dense, strides.
+        self.views: dict[Tensor, Tensor] = {}
         for tensors, slice_ in zip(segments, self.segments, strict=True):
             start = 0
             for tensor in tensors:
@@ -142,6 +133,10 @@ class BucketMemory:
 def allocate(buckets: Sequence[Segments]) -> list[BucketMemory]:
     """Memory for buckets, side by side in one buffer."""
     sizes = [len(segments) * segment_bytes(segments) for segments in buckets]
+    # As bytes, since buckets differ in dtype.
     memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=_first(buckets[0]).device)
-    pairs = zip(buckets, memory.split(sizes), strict=True)
-    return [BucketMemory(segments, piece.view(_first(segments).dtype)) for segments, piece in pairs]
+    wholes = memory.split(sizes)
+    return [
+        BucketMemory(segments, whole.view(_first(segments).dtype))
+        for segments, whole in zip(buckets, wholes, strict=True)
+    ]

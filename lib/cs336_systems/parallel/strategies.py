@@ -19,7 +19,8 @@ from torch.optim import AdamW, Optimizer
 
 from cs336_systems.parallel.ddp import FlatDDP, NaiveDDP, broadcast_from_rank_0
 from cs336_systems.parallel.fsdp import FSDP
-from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP, ReduceScatterDDP
+from cs336_systems.parallel.overlapped import BucketedDDP, OverlappedDDP
+from cs336_systems.parallel.reduce_scatter import ReduceScatterDDP
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
 from cs336_systems.sharding import AROUND_BLOCKS, BLOCKS, OPTIMIZER_STATE, Sharding
 

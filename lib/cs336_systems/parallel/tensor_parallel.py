@@ -20,7 +20,8 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, in_forward: bool) -> Tensor:
-        ctx.group, ctx.in_forward = group, in_forward
+        ctx.group = group
+        ctx.in_forward = in_forward
         if not in_forward:
             return x.view_as(x)
         total = x.clone(memory_format=torch.contiguous_format)
@@ -50,18 +51,18 @@ class TensorParallelSwiGLU(nn.Module):
     def __init__(self, full: nn.Module, group: dist.ProcessGroup | None = None):
         super().__init__()
         self.group = group
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        if (d_ff := full.w1.weight.shape[0]) % ranks:
+        rank = dist.get_rank(group)
+        ranks = dist.get_world_size(group)
+        d_ff = full.w1.weight.shape[0]
+        if d_ff % ranks:
             raise ValueError(
                 f"d_ff is {d_ff}; allowed: a multiple of {ranks}, the ranks that share it"
             )
         for name, dimension in (("w1", 0), ("w2", 1), ("w3", 0)):
             whole = getattr(full, name).weight
-            weight = (
-                whole.detach()
-                .chunk(ranks, dimension)[rank]
-                .clone(memory_format=torch.contiguous_format)
-            )
+            shard = whole.detach().chunk(ranks, dimension)[rank]
+            # A copy: as a view it would keep the whole weight.
+            weight = shard.clone(memory_format=torch.contiguous_format)
             setattr(self, name, nn.Parameter(weight, requires_grad=whole.requires_grad))
 
     def forward(self, x: Tensor) -> Tensor:
