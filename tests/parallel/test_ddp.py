@@ -1,9 +1,12 @@
 """The data-parallel wrappers against one process, and what each promises beyond that.
 
-Checks are run by `wrappers.run`; each asserts on every rank what it says in its docstring.
+Each check is a promise, which its name says; `wrappers.run` runs it on every rank.
 """
 
 import contextlib
+import copy
+import itertools
+import operator
 from functools import partial
 
 import pytest
@@ -38,29 +41,31 @@ def every_property_of_the_checker(context):
         passes(context, WRAPPERS[name], check_ddp)
 
 
-def odd_layouts(context):
-    """Every layout starts from rank 0's and gets the mean gradient, however the ranks lay gradients out."""
-    scale, mean = torch.arange(15.0).view(5, 3), (context.world_size + 1) / 2
+def every_layout_starts_from_rank_0(context):
     for name, wrap in WRAPPERS.items():
         module = Odd(seed=context.rank)
-        model, wanted = wrap(module), Odd(seed=0).state_dict()
-        assert all(torch.equal(wanted[key], found) for key, found in module.state_dict().items()), (
-            name
-        )
+        wrap(module)
+        for key, expected in Odd(seed=0).state_dict().items():
+            assert torch.equal(module.state_dict()[key], expected), (name, key)
+
+
+def every_layout_gets_the_mean_gradient(context):
+    """However the ranks lay gradients out."""
+    scale = torch.arange(15.0).view(5, 3)
+    mean = (context.world_size + 1) / 2
+    for name, wrap in WRAPPERS.items():
+        module = Odd()
+        model = wrap(module)
+        transposed, scalar = module.transposed, module.scalar
         for _ in range(2):
             model.zero_grad()
-            loss = (module.transposed * scale).sum() * (
-                context.rank + 1
-            ) * module.scalar + module.empty.sum()
-            loss.backward()
+            product = (transposed * scale).sum() * scalar
+            (product * (context.rank + 1) + module.empty.sum()).backward()
             if name in ("naive", "flat") and context.rank == 0:
-                module.transposed.grad = module.transposed.grad.contiguous()
+                transposed.grad = transposed.grad.contiguous()
             model.finish_gradient_synchronization()
-            weights = module.transposed.detach()
-            torch.testing.assert_close(
-                module.transposed.grad, mean * scale * module.scalar.detach()
-            )
-            torch.testing.assert_close(module.scalar.grad, mean * (weights * scale).sum())
+            torch.testing.assert_close(transposed.grad, mean * scale * scalar.detach())
+            torch.testing.assert_close(scalar.grad, mean * (transposed.detach() * scale).sum())
 
 
 class OutOfOrder(nn.Module):
@@ -90,67 +95,73 @@ class Recomputed(OutOfOrder):
 LAYER_MB = 8 * 8 * 4 / 2**20
 
 
-def buckets(context):
-    """Buckets keep their size and follow the order seen by rank 0; the gradients are views into one buffer
-    that hold the means, whichever way they are zeroed, and backward adds in place where it can."""
-    order = [2, 0, 3, 1] if context.rank == 0 else [1, 0, 2, 3]  # the ranks see different orders
+def buckets_follow_the_order_that_rank_0_has_seen(context):
+    """They keep their size; gradients are views into one buffer that hold the means, whichever way they are
+    zeroed, and backward adds in place where it can.
+    """
+    # The ranks see different orders.
+    order = [2, 0, 3, 1] if context.rank == 0 else [1, 0, 2, 3]
     torch.manual_seed(0)
-    module, alone = OutOfOrder(order), OutOfOrder(order)
-    alone.load_state_dict(module.state_dict())
+    module = OutOfOrder(order)
+    alone = copy.deepcopy(module)
     model = BucketedDDP(module, bucket_size_mb=2 * LAYER_MB)
     assert model._buckets == [[3, 2], [1, 0]]
     for step in range(4):
-        model.zero_grad(set_to_none=step < 2), alone.zero_grad()
-        kept, inputs = [parameter.grad for parameter in model.parameters()], torch.randn(3, 8)
-        for each in (alone, model):
-            each(inputs).sum().backward()
+        model.zero_grad(set_to_none=step < 2)
+        alone.zero_grad()
+        earlier = [parameter.grad for parameter in model.parameters()]
+        inputs = torch.randn(3, 8)
+        alone(inputs).sum().backward()
+        model(inputs).sum().backward()
         model.finish_gradient_synchronization()
-        for parameter, own, before in zip(
-            module.parameters(), alone.parameters(), kept, strict=True
-        ):
-            dist.all_reduce(own.grad)
-            torch.testing.assert_close(parameter.grad, own.grad / context.world_size)
-            assert step < 3 or parameter.grad is before
-        assert (
-            len({parameter.grad.untyped_storage().data_ptr() for parameter in model.parameters()})
-            == 1
-        )
+        gradients = [parameter.grad for parameter in model.parameters()]
+        for gradient, parameter in zip(gradients, alone.parameters(), strict=True):
+            dist.all_reduce(parameter.grad)
+            torch.testing.assert_close(gradient, parameter.grad / context.world_size)
+        assert step < 3 or all(map(operator.is_, gradients, earlier))
+        assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
         assert model._buckets == [[1, 3], [0, 2]]
 
 
-def overlap(context):
-    """What is sent while backward still runs, and that no_sync sends nothing."""
+def sent(model, *, communicates=True):
+    """Bytes of the all-reduces of a step, while backward runs and after it."""
+    with watch_collectives() as messages:
+        model.zero_grad()
+        loss = model(torch.randn(3, 8)).sum()
+        with contextlib.nullcontext() if communicates else model.no_sync():
+            loss.backward()
+        in_backward = len(messages)
+        model.finish_gradient_synchronization()
+    # At the end of the first step the order is broadcast, too.
+    sizes = [message.bytes for message in messages if message.collective == "all_reduce"]
+    return sizes[:in_backward], sizes[in_backward:]
 
-    def run(model, *, communicates=True):
-        with watch_collectives() as messages:
-            model.zero_grad()
-            loss = model(torch.randn(3, 8)).sum()
-            with contextlib.nullcontext() if communicates else model.no_sync():
-                loss.backward()
-            in_backward = len(messages)
-            model.finish_gradient_synchronization()
-        # At the end of the first step the order is broadcast, too.
-        sizes = [message.bytes for message in messages if message.collective == "all_reduce"]
-        return sizes[:in_backward], sizes[in_backward:]
 
-    weight, used = 256, 4  # bytes
+WEIGHT, USED = 256, 4  # bytes
+
+
+def messages_leave_while_backward_runs(context):
+    assert sent(NaiveDDP(OutOfOrder())) == ([], 4 * [WEIGHT] + [USED])
+    assert sent(FlatDDP(OutOfOrder())) == ([], [4 * WEIGHT, USED])
+    assert sent(OverlappedDDP(OutOfOrder())) == (4 * [WEIGHT], [USED])
     two_buckets = BucketedDDP(OutOfOrder(), bucket_size_mb=2 * LAYER_MB)
-    assert run(NaiveDDP(OutOfOrder())) == ([], [*4 * [weight], used])
-    assert run(FlatDDP(OutOfOrder())) == ([], [4 * weight, used])
-    assert run(OverlappedDDP(OutOfOrder())) == (4 * [weight], [used])
-    assert run(two_buckets) == (2 * [2 * weight], [used])
-    assert run(two_buckets, communicates=False) == ([], [2 * weight, 2 * weight, used])
-    # A checkpoint of the old kind runs a backward inside the backward: still one pass.
+    assert sent(two_buckets) == (2 * [2 * WEIGHT], [USED])
+    assert sent(two_buckets, communicates=False) == ([], 2 * [2 * WEIGHT] + [USED])
+    assert sent(two_buckets) == (2 * [2 * WEIGHT], [USED])
+
+
+def a_backward_inside_of_backward_is_no_pass_of_its_own(context):
+    """As a checkpoint of the old kind runs it."""
     nested = OverlappedDDP(Recomputed())
-    assert run(nested)[1] == run(nested)[1] == [used]
+    assert sent(nested)[1] == sent(nested)[1] == [USED]
 
 
-def passes_apart(context):
-    """The passes of the ranks reach different layers, and the means are right all the same."""
+def passes_of_the_ranks_may_reach_different_layers(context):
     for name, wrap in WRAPPERS.items():
         module = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
         model = wrap(module)
-        for _ in range(2):  # first in the order of the parameters, then in the order observed
+        # First in the order of the parameters, then in the order observed.
+        for _ in range(2):
             model.zero_grad()
             for number in ((0, 0, 1), (0, 1, 2))[context.rank]:
                 module[number](torch.ones(1, 2)).sum().backward()
@@ -158,15 +169,21 @@ def passes_apart(context):
             assert [layer.weight.grad.mean().item() for layer in module] == [1.5, 1, 0.5], name
 
 
-EVERYWHERE = [every_property_of_the_checker, odd_layouts]
-TWO_RANKS = [buckets, overlap, passes_apart]
+EVERYWHERE = [
+    every_property_of_the_checker,
+    every_layout_starts_from_rank_0,
+    every_layout_gets_the_mean_gradient,
+]
+TWO_RANKS = [
+    buckets_follow_the_order_that_rank_0_has_seen,
+    messages_leave_while_backward_runs,
+    a_backward_inside_of_backward_is_no_pass_of_its_own,
+    passes_of_the_ranks_may_reach_different_layers,
+]
+GPUS = [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4)]
 
 
-@pytest.mark.parametrize(
-    ("backend", "ranks"),
-    [("gloo", n) for n in (1, 2, 4)]
-    + [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4)],
-)
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 1), ("gloo", 2), ("gloo", 4), *GPUS])
 def test_every_wrapper_keeps_its_promises(backend, ranks):
     launch(run, ranks, *EVERYWHERE, *TWO_RANKS * (ranks == 2), backend=backend, timeout_s=200)
 
@@ -177,16 +194,15 @@ def test_every_wrapper_keeps_its_promises(backend, ranks):
     st.integers(1, 200),
 )
 def test_every_tensor_is_in_one_bucket_and_a_bucket_keeps_its_limit(numbers, random, limit):
-    dtypes = [random.choice([torch.float32, torch.bfloat16]) for _ in numbers]
-    tensors = [torch.empty(n, dtype=d, device="meta") for n, d in zip(numbers, dtypes, strict=True)]
+    dtypes = (torch.float32, torch.bfloat16)
+    tensors = [torch.empty(n, dtype=random.choice(dtypes), device="meta") for n in numbers]
     order = random.sample(range(len(tensors)), len(tensors))
     buckets = fill_buckets(tensors, order, limit)
-    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(tensors)))
-    position = {index: number for number, index in enumerate(order)}
-    completed = [position[bucket[-1]] for bucket in buckets]
-    assert completed == sorted(completed)
+    assert sorted(itertools.chain(*buckets)) == list(range(len(tensors)))
+    ends = [order.index(bucket[-1]) for bucket in buckets]
+    assert ends == sorted(ends)
     for bucket in buckets:
-        held = [tensors[index] for index in bucket]
-        assert len({tensor.dtype for tensor in held}) == 1
-        assert len(held) == 1 or sum(tensor.nbytes for tensor in held) <= limit
-        assert [position[index] for index in bucket] == sorted(position[index] for index in bucket)
+        inside = [tensors[index] for index in bucket]
+        assert len({tensor.dtype for tensor in inside}) == 1
+        assert len(inside) == 1 or sum(tensor.nbytes for tensor in inside) <= limit
+        assert bucket == sorted(bucket, key=order.index)

@@ -1,18 +1,20 @@
 """FSDP against one process, and what it promises beyond what is asked of every wrapper.
 
-Checks are run by `wrappers.run`; each asserts on every rank what it says in its docstring.
+Each check is a promise, which its name says; `wrappers.run` runs it on every rank.
 """
 
 import copy
 import gc
+import itertools
 import warnings
+from collections import defaultdict
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 from wrappers import one_pass, passes, run, train
 
@@ -55,41 +57,38 @@ def every_property_of_the_checker(context):
         passes(context, partial(FSDP, **options), check_fsdp, only=groups)
 
 
-def hooks_of_shards(context):
-    """A post-accumulate hook finds the mean of all ranks, once."""
-    wrapped, found = FSDP(tiny(), **BLOCKS), {}
-    for p in wrapped._sharded:
-        p.register_post_accumulate_grad_hook(
-            lambda p: found.setdefault(p, []).append(p.grad.clone())
-        )
+def a_hook_of_a_shard_finds_the_mean_of_all_ranks_once(context):
+    wrapped = FSDP(tiny(), **BLOCKS)
+    means = defaultdict(list)
+    for shard in wrapped._sharded:
+        shard.register_post_accumulate_grad_hook(lambda p: means[p].append(p.grad.clone()))
     one_pass(wrapped, batch(context.rank)[0])
-    assert all(len(found[p]) == 1 and found[p][0].equal(p.grad) for p in wrapped._sharded)
+    for shard in wrapped._sharded:
+        (mean,) = means[shard]
+        assert mean.equal(shard.grad)
 
 
-def recomputation(context):
-    """Checkpointed blocks and segments gather again what they compute again."""
-    units, names = (
-        ("weights", "blocks, one ahead", "blocks, kept"),
-        ("every 1", "every 2", "recursive"),
-    )
-    cases = [(UNITS[unit], name) for unit in units for name in names]
-    for options, name in [*cases, (UNITS["halves of blocks"], "half blocks"), (BLOCKS, None)]:
+def loss_of(name, model, rank, step):
+    """name: of the policy that a wrapped model follows; None: backward computes all of it once more."""
+    tokens, targets = batch(rank, step)
+    if not isinstance(model, FSDP):
+        logits = model(tokens)
+    elif name is None:
+        logits = checkpoint(model, tokens, use_reentrant=False)
+    else:
+        logits = forward_with(model.module, policy(name), tokens)
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-        def loss(model, rank, step, name=name):
-            tokens, targets = batch(rank, step)
-            if not isinstance(model, FSDP):
-                logits = model(tokens)
-            elif name is None:
-                logits = checkpoint(model, tokens, use_reentrant=False)
-            else:
-                logits = forward_with(model.module, policy(name), tokens)
-            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-        pair, make = (
-            (tiny(), FSDP(tiny(context.rank), **options)),
-            partial(SGD, lr=0.1, momentum=0.9),
-        )
-        train(context, *pair, loss, (options, name), make=make, max_norm=0.5)
+def checkpointed_blocks_gather_again_what_they_compute_again(context):
+    units = ("weights", "blocks, one ahead", "blocks, kept")
+    cases = [*itertools.product(units, ("every 1", "every 2", "recursive"))]
+    cases += [("halves of blocks", "half blocks"), ("blocks", None)]
+    make = partial(SGD, lr=0.1, momentum=0.9)
+    for unit, name in cases:
+        wrapped = FSDP(tiny(context.rank), **UNITS[unit])
+        loss = partial(loss_of, name)
+        train(context, tiny(), wrapped, loss, (unit, name), make=make, max_norm=0.5)
 
 
 class Pair(nn.Module):
@@ -97,14 +96,15 @@ class Pair(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.up, self.down = Linear(LENGTH, 6), Linear(6, LENGTH)
+        self.up = Linear(LENGTH, 6)
+        self.down = Linear(6, LENGTH)
 
     def forward(self, x, both=True):
         return x + self.down(self.up(x).tanh()) if both else self.up(x)
 
 
-def compiled(context):
-    """Modules compiled before or after they are wrapped, by their method or as new modules."""
+def modules_may_be_compiled_before_or_after(context):
+    """By their method or as new modules."""
     how = {"backend": "aot_eager", "fullgraph": True}
     torch.manual_seed(0)
     alone = nn.Sequential(Pair(), Pair(), Pair(), Linear(LENGTH, LENGTH))
@@ -118,18 +118,18 @@ def compiled(context):
         return model((batch(rank, step)[0] % 7).float()).square().mean()
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's compiler looks at .grad of what has none
+        # PyTorch's compiler looks at .grad of what has none.
+        warnings.simplefilter("ignore")
         train(context, alone, wrapped, loss, "compiled", make=partial(SGD, lr=0.01))
 
 
-def compute_dtype(context):
-    """In bfloat16 every kind of group learns, of a head that makes the loss, too; norms are of float32."""
+def every_kind_of_group_learns_in_bfloat16(context):
+    tokens, targets = batch(context.rank)
     for options in UNITS.values():
-        tokens, targets = batch(context.rank)
-        wrapped = FSDP(
-            use_fused_loss(tiny()), torch.bfloat16, **options
-        )  # its head is of another class
-        optimizer, losses = torch.optim.AdamW(wrapped.parameters(), lr=3e-3), []
+        # Its head makes the loss, and is of another class.
+        wrapped = FSDP(use_fused_loss(tiny()), torch.bfloat16, **options)
+        optimizer = AdamW(wrapped.parameters(), lr=3e-3)
+        losses = []
         for _ in range(8):
             optimizer.zero_grad()
             losses.append(wrapped(tokens, targets))
@@ -140,60 +140,88 @@ def compute_dtype(context):
         logits = FSDP(tiny(), torch.bfloat16, **options)(tokens)
         expected = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()).item()
         assert losses[0].item() == pytest.approx(expected, rel=1e-2)
+
+
+def norms_of_float16_are_of_float32(context):
     wrapped = FSDP(Linear(64, 64, dtype=torch.float16))
     (weight,) = wrapped.parameters()
-    weight.grad = torch.full_like(weight, 10)  # float16 cannot hold the square of the norm
+    # float16 cannot hold the square of the norm.
+    weight.grad = torch.full_like(weight, 10)
     assert wrapped.clip_grad_norm_(64).item() == pytest.approx(640, rel=1e-3)
     torch.testing.assert_close(weight.grad, torch.ones_like(weight), rtol=1e-2, atol=0)
 
 
-def schedule(context):
-    """Each group is gathered in forward and, but for the last, in backward; few are whole at once."""
+def whole(groups):
+    return sum(group._memory.nbytes() > 0 for group in groups)
+
+
+def weights_of(groups):
+    return sum(len(group.weights) for group in groups)
+
+
+def gathers_of_a_step(wrapped):
+    with watch_collectives() as messages:
+        one_pass(wrapped, batch(0)[0])
+    return [message.collective for message in messages].count("all_gather")
+
+
+def groups_that_are_kept_are_gathered_once(context):
+    """But the embedding, of which autograd keeps no weight."""
+    wrapped = FSDP(tiny(), **UNITS["blocks, kept"])
+    gathers_of_a_step(wrapped)
+    assert gathers_of_a_step(wrapped) == weights_of(wrapped._groups) + 1
+
+
+def groups_are_gathered_once_in_forward_and_once_in_backward(context):
+    """But the last, which stays; few are whole at once."""
     tokens, _ = batch(0)
     for ahead, name in ((2, "weights"), (0, "weights, nothing ahead"), (1, "blocks, one ahead")):
-        wrapped, held = FSDP(tiny(), **UNITS[name]), []
+        wrapped = FSDP(tiny(), **UNITS[name])
         groups = wrapped._groups
+        held = []
 
         def count(*_, groups=groups, held=held):
-            held.append(sum(group._memory.nbytes() > 0 for group in groups))
+            held.append(whole(groups))
 
         for module in wrapped.module.modules():
             module.register_forward_hook(count)
-        for weight in (weight for group in groups for weight in group.weights):
-            weight.whole.register_hook(count)
-        for _ in range(2):  # the order is known from the first
+        for group in groups:
+            for weight in group.weights:
+                weight.whole.register_hook(count)
+        # The order is known from the first.
+        for _ in range(2):
             held.clear()
-            with watch_collectives() as messages:
-                one_pass(wrapped, tokens)
-        gathers = sum(message.collective == "all_gather" for message in messages)
-        assert gathers == 2 * sum(len(g.weights) for g in groups) - len(wrapped._order[-1].weights)
+            gathers = gathers_of_a_step(wrapped)
+        assert gathers == 2 * weights_of(groups) - weights_of(wrapped._order[-1:])
         assert max(held) == ahead + 1
         with torch.no_grad():
             wrapped(tokens)
-        assert not any(group._memory.nbytes() for group in groups)
+        assert whole(groups) == 0
         with watch_collectives() as messages, wrapped.no_sync():
             wrapped(tokens).sum().backward()
         assert {message.collective for message in messages} == {"all_gather"}
 
 
-def stale_weights(context):
-    """After a forward alone and a step, nothing is stale."""
-    wrapped, inputs = FSDP(nn.Sequential(Linear(4, 4), Linear(4, 4))), torch.ones(1, 4)
+def no_weight_is_stale_after_a_forward_alone_and_a_step(context):
+    wrapped = FSDP(nn.Sequential(Linear(4, 4), Linear(4, 4)))
+    inputs = torch.ones(1, 4)
     one_pass(wrapped, inputs)
-    wrapped(inputs)  # the last group stays gathered, as for backward
+    # The last group stays gathered, as for backward.
+    wrapped(inputs)
     SGD(wrapped.parameters(), lr=1.0).step()
     first, second = wrapped.gather_full_parameters().values()
     torch.testing.assert_close(wrapped.module[1](inputs), inputs @ second.T)
     torch.testing.assert_close(wrapped(inputs), inputs @ first.T @ second.T)
 
 
-def memory_on_gpus(context):
-    """A step holds a few units and its shards, no more."""
-    width, depth, layer = 2048, 12, 4 * 2048**2  # layer: its bytes
+def a_forward_on_gpus_holds_a_few_units_and_its_shards(context):
+    width, depth = 2048, 12
+    layer = 4 * width**2  # bytes
     inputs = torch.randn(4096, width)
     wrapped = FSDP(nn.Sequential(*(Linear(width, width) for _ in range(depth))), prefetch=1)
     gc.collect()
-    before, shards = torch.cuda.memory_allocated(), layer * depth / context.world_size
+    before = torch.cuda.memory_allocated()
+    shards = layer * depth / context.world_size
     assert before < shards + inputs.nbytes + layer
     optimizer = SGD(wrapped.parameters(), lr=1e-6)
     for _ in range(2):
@@ -208,9 +236,9 @@ def memory_on_gpus(context):
     assert torch.cuda.max_memory_allocated() < before + shards + 4 * inputs.nbytes + 3 * layer
 
 
-def slow_sums_on_gpus(context):
-    """Means that are added to others are in no memory that is used again before they are added."""
-    wrapped, means = FSDP(nn.Sequential(*(Linear(256, 256) for _ in range(4)))), []
+def means_on_gpus_are_added_before_their_memory_is_used_again(context):
+    wrapped = FSDP(nn.Sequential(*(Linear(256, 256) for _ in range(4))))
+    means = []
 
     def delay(_):
         with torch.cuda.stream(wrapped._groups[0]._reduce_stream.cuda):
@@ -228,26 +256,32 @@ def slow_sums_on_gpus(context):
     torch.testing.assert_close(*means)
 
 
-def two_passes(context):
-    """What only the first of two passes has used keeps its gradient."""
-    wrapped, found = FSDP(Pair(), unit_types=(Pair,)), []
-    for passes_ in ((True,), (True, False)):
+def what_only_the_first_of_two_passes_has_used_keeps_its_gradient(context):
+    wrapped = FSDP(Pair(), unit_types=(Pair,))
+    gradients = []
+    for uses in ((True,), (True, False)):
         wrapped.zero_grad()
-        for both in passes_:
+        for both in uses:
             wrapped(torch.ones(2, LENGTH), both).sum().backward()
         wrapped.finish_gradient_synchronization()
-        found.append(wrapped.module.down.weight.grad)
-    torch.testing.assert_close(*found)
+        gradients.append(wrapped.module.down.weight.grad)
+    torch.testing.assert_close(*gradients)
 
 
 TWO_RANKS = [
-    compute_dtype,
-    hooks_of_shards,
-    schedule,
-    recomputation,
-    compiled,
-    stale_weights,
-    two_passes,
+    every_kind_of_group_learns_in_bfloat16,
+    norms_of_float16_are_of_float32,
+    a_hook_of_a_shard_finds_the_mean_of_all_ranks_once,
+    groups_are_gathered_once_in_forward_and_once_in_backward,
+    groups_that_are_kept_are_gathered_once,
+    checkpointed_blocks_gather_again_what_they_compute_again,
+    modules_may_be_compiled_before_or_after,
+    no_weight_is_stale_after_a_forward_alone_and_a_step,
+    what_only_the_first_of_two_passes_has_used_keeps_its_gradient,
+]
+GPU_RANKS = [
+    a_forward_on_gpus_holds_a_few_units_and_its_shards,
+    means_on_gpus_are_added_before_their_memory_is_used_again,
 ]
 GPUS = [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
@@ -260,4 +294,4 @@ def test_it_keeps_its_promises(backend, ranks):
 
 @pytest.mark.gpu(2)
 def test_on_gpus_memory_is_freed_and_not_too_early():
-    launch(run, 2, memory_on_gpus, slow_sums_on_gpus, backend="nccl", timeout_s=300)
+    launch(run, 2, *GPU_RANKS, backend="nccl", timeout_s=300)

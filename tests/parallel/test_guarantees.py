@@ -1,6 +1,6 @@
 """What autograd and PyTorch's optimizers guarantee holds under every wrapper, or is refused in a sentence.
 
-Checks are run by `wrappers.run`; each asserts on every rank what it says in its docstring.
+Each check is a promise, which its name says; `wrappers.run` runs it on every rank.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import io
 import itertools
+import operator
 import re
 import weakref
 from functools import partial
@@ -16,7 +17,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 from wrappers import (
     ALL,
@@ -78,173 +79,210 @@ def keep_as_attribute(block, h):
     return h
 
 
-RESULTS = {  # the ways in which the results of a block's second layer leave it
+def recompute(block, h):
+    inner = checkpoint(lambda y: block.b(y).tanh(), h, use_reentrant=False)
+    return block.b(inner)
+
+
+# The ways in which the results of a block's second layer leave it.
+RESULTS = {
     "dataclass": lambda block, h: Output(block.b(h), h),
     "attribute": keep_as_attribute,
     "view": lambda block, h: block.b(h)[None].squeeze(0),
-    "checkpoint": lambda block, h: block.b(
-        checkpoint(lambda y: block.b(y).tanh(), h, use_reentrant=False)
-    ),
+    "checkpoint": recompute,
     "generator": lambda block, h: (y for y in (block.b(h), h)),
     "functional": lambda block, h: Square.apply(h, block.b.weight) + block.b.bias,
 }
-WAYS = ("plain", "frozen", "tied", *RESULTS)
 
 
 class Block(nn.Module):
-    def __init__(self, how):
+    def __init__(self, way):
         super().__init__()
-        self.how, self.a, self.b = how, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.leave = RESULTS.get(way, lambda block, h: block.b(h))
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.b = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        h = self.a(x).tanh()
-        return RESULTS[self.how](self, h) if self.how in RESULTS else self.b(h)
+        return self.leave(self, self.a(x).tanh())
 
 
 class Net(nn.Module):
-    def __init__(self, how, seed=0):
+    def __init__(self, way="plain", seed=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.how, self.first, self.second = how, Block(how), Block(how)
+        self.way = way
+        self.first = Block(way)
+        self.second = Block(way)
         self.head = nn.Linear(WIDTH, 3)
-        if how == "frozen":  # a part of a layer, and another layer
-            self.first.a.weight.requires_grad_(False), self.second.b.requires_grad_(False)
-        if how == "tied":
+        if way == "frozen":  # a part of a layer, and another layer
+            self.first.a.weight.requires_grad_(False)
+            self.second.b.requires_grad_(False)
+        if way == "tied":
             self.second.a.weight = self.first.b.weight
 
     def forward(self, x):
         a, b = self.first(x), self.second(x)
-        if self.how == "dataclass":
+        if self.way == "dataclass":
             return self.head(a.hidden * b.extra)
-        if self.how == "attribute":
-            return (
-                self.first.aux + self.second.aux
-            )  # the results themselves and the head have no part in it
-        if self.how == "view":
+        if self.way == "attribute":  # the results themselves and the head have no part in it
+            return self.first.aux + self.second.aux
+        if self.way == "view":
             a = a.unsqueeze(0)[0]
             a += b
             a[:, :2] *= b[:, :2]
-        if self.how == "generator":
+        if self.way == "generator":
             (a, _), (_, b) = a, b
         return self.head(a + b)
 
 
-def backward_finds_its_weights(context):
-    """Whatever way the results of a module take, and whoever keeps its weights."""
-    for how, (name, wrap) in itertools.product(WAYS, ALL.items()):
-        if how == "functional" and name.startswith("fsdp ()"):
-            continue  # a block reads a weight that is gathered by itself
-        alone, wrapped = Net(how), wrap(Net(how, seed=context.rank))
+def backward_finds_its_weights_whatever_way_results_take(context):
+    for way, (name, wrap) in itertools.product(("plain", "frozen", "tied", *RESULTS), ALL.items()):
+        if way == "functional" and name.startswith("fsdp ()"):
+            continue  # its block reads a weight that is gathered for its layer alone
+        alone = Net(way)
+        wrapped = wrap(Net(way, seed=context.rank))
         for _ in range(2):
             backward(context, alone, wrapped, loss_of)
         wrapped.finish_gradient_synchronization()
-        same_gradients(context, wrapped, alone, (how, name))
+        same_gradients(context, wrapped, alone, (way, name))
 
 
-def gradients_of_inputs_and_a_kept_graph(context):
-    """autograd.grad for an input between two passes through one graph."""
+def inputs_have_gradients_and_a_graph_can_be_kept(context):
     for name, wrap in FSDPS.items():
-        alone, wrapped, x = Net("view"), wrap(Net("view")), batch(context.rank).requires_grad_()
+        alone = Net("view")
+        wrapped = wrap(Net("view"))
+        x = batch(context.rank).requires_grad_()
         total = wrapped(x).square().mean()
-        (found,) = torch.autograd.grad(total, x, retain_graph=True)
-        (expected,) = torch.autograd.grad(alone(x).square().mean(), x)
-        torch.testing.assert_close(found, expected, msg=name)
-        total.backward(retain_graph=True), total.backward()
+        gradient = torch.autograd.grad(total, x, retain_graph=True)
+        expected = torch.autograd.grad(alone(x).square().mean(), x)
+        torch.testing.assert_close(gradient, expected, msg=name)
+        total.backward(retain_graph=True)
+        total.backward()
         for rank in range(context.world_size):
             (2 * loss_of(alone, rank) / context.world_size).backward()
         wrapped.finish_gradient_synchronization()
         same_gradients(context, wrapped, alone, name)
 
 
-def in_autocast(context):
-    """As one process in autocast, and no copy of a whole weight is kept, not even of a layer used twice."""
+def autocast_computes_as_in_one_process(context):
     for name, wrap in FSDPS.items():
-        alone, wrapped = Net("checkpoint"), wrap(Net("checkpoint"))
+        alone = Net("checkpoint")
+        wrapped = wrap(Net("checkpoint"))
         with torch.autocast("cpu", torch.bfloat16):
             backward(context, alone, wrapped, loss_of)
-            y = wrap(Net("view"))(batch(context.rank))
-        kept, nodes = [], [y.grad_fn]
-        while nodes:
-            node = nodes.pop()
-            saved = [getattr(node, key) for key in dir(node) if key.startswith("_saved_")]
-            kept += [
-                t.untyped_storage().nbytes()
-                for t in saved
-                if isinstance(t, Tensor) and t.dim() == 2
-            ]
-            nodes += [after for after, _ in node.next_functions if after is not None]
-        assert kept.count(WIDTH * WIDTH * 2) == 0, name
         wrapped.finish_gradient_synchronization()
         same_gradients(context, wrapped, alone, name, rtol=0.05, atol=0.01)
 
 
-def misuse_is_refused(context):
-    """Weights that are changed between forward and backward, and whatever else autograd would notice."""
-    x = batch(context.rank)
+def saved_by(node):
+    """The tensors that a graph keeps."""
+    for key in dir(node):
+        saved = getattr(node, key) if key.startswith("_saved_") else None
+        if isinstance(saved, Tensor):
+            yield saved
+    for earlier, _ in node.next_functions:
+        if earlier is not None:
+            yield from saved_by(earlier)
+
+
+def autocast_keeps_no_copy_of_a_whole_weight(context):
+    for name, wrap in FSDPS.items():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = wrap(Net("view"))(batch(context.rank))
+        matrices = [x for x in saved_by(y.grad_fn) if x.dim() == 2]
+        copies = [x for x in matrices if x.untyped_storage().nbytes() == WIDTH * WIDTH * 2]
+        assert not copies, name
+
+
+def weights_that_an_optimizer_changed_since_forward_are_noticed(context):
     for units in ((), ("Block",)):
-        wrapped = FSDP(Net("plain"), unit_types=units)
-        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-        wrapped(x).sum().backward()
-        total = wrapped(x).sum()
+        wrapped = FSDP(Net(), unit_types=units)
+        optimizer = optim.SGD(wrapped.parameters(), lr=0.1)
+        wrapped(batch(0)).sum().backward()
+        total = wrapped(batch(0)).sum()
         wrapped.finish_gradient_synchronization()
         optimizer.step()
         with pytest.raises(RuntimeError, match="modified by an inplace operation; allowed"):
             total.backward()
-        wrapped.zero_grad()
-        y = x.clone().requires_grad_()
+
+
+def a_backward_that_is_to_be_differentiated_is_refused(context):
+    for units in ((), ("Block",)):
+        x = batch(0).requires_grad_()
+        wrapped = FSDP(Net(), unit_types=units)
         with pytest.raises(RuntimeError, match="is to be differentiated; allowed"):
-            torch.autograd.grad(wrapped(y).sum(), y, create_graph=True)
-        wrapped.zero_grad()
+            torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
 
-    class Writes(Block):
-        def forward(self, x):
-            h = self.a(x).sigmoid()
-            y = self.b(h)
-            h.mul_(2)  # backward of sigmoid and of b needs what it was
-            return y
 
+class Writes(Block):
+    def forward(self, x):
+        h = self.a(x).sigmoid()
+        y = self.b(h)
+        h.mul_(2)  # backward of sigmoid and of b needs what it was
+        return y
+
+
+def activations_that_are_changed_in_place_are_noticed(context):
     wrapped = FSDP(Writes("plain"), unit_types=("Writes",))
     with pytest.raises(RuntimeError, match=r"a tensor .*modified by an inplace operation"):
-        wrapped(x).sum().backward()
+        wrapped(batch(0)).sum().backward()
 
 
-CHANGES = [  # of a module, and what is said of them
-    ("other parameters than when it", lambda net: setattr(net, "head", nn.Linear(WIDTH, 2))),
-    (
-        "other parameters than when it",
-        lambda net: net.register_parameter("v", nn.Parameter(torch.ones(2))),
-    ),
-    ("frozen when wrapped", lambda net: net.first.a.weight.requires_grad_(True)),
-]
-HOOK = ("has a hook that FSDP", lambda net: net.head.weight.register_hook(id))
-CHANGES_OF_FSDP = [("was frozen since", lambda net: net.head.weight.requires_grad_(False)), HOOK]
-
-
-def modules_that_are_refused(context):
-    """Wrapped already, without values, hooked under FSDP; sparse gradients, before anything is sent."""
-    with torch.device("meta"):
-        empty = [Net("plain"), nn.BatchNorm1d(2), nn.Sequential(nn.LazyLinear(2, device="cpu"))]
-    empty[1].weight, empty[1].bias = (nn.Parameter(torch.ones(2)) for _ in range(2))
+def a_part_that_is_wrapped_already_is_refused(context):
     for wrap in ALL.values():
-        with pytest.raises(ValueError, match="wrapped already"):
-            wrap(nn.Sequential(wrap(Net("plain"))))
-        with pytest.raises(ValueError, match="wrapped already"):
-            wrap(FSDP(Net("plain")).module)
-        for module in empty:
-            with pytest.raises(ValueError, match=r"without values \(meta, or lazy\); allowed"):
+        for module in (nn.Sequential(wrap(Net())), FSDP(Net()).module):
+            with pytest.raises(ValueError, match="wrapped already"):
                 wrap(module)
+
+
+def tensors_without_values_are_refused(context):
+    with torch.device("meta"):
+        only_buffers = nn.BatchNorm1d(2, affine=False)
+        modules = [Net(), nn.Sequential(nn.LazyLinear(2, device="cpu"))]
+    modules.append(nn.Sequential(only_buffers, nn.Linear(2, 2)))
+    for wrap, module in itertools.product(ALL.values(), modules):
+        with pytest.raises(ValueError, match=r"without values \(meta, or lazy\); allowed"):
+            wrap(module)
+
+
+def sparse_gradients_are_refused_before_anything_is_sent(context):
+    for wrap in ALL.values():
         with pytest.raises(TypeError, match="sparse"):
             one_pass(wrap(nn.Embedding(4, 2, sparse=True)), torch.tensor([1]))
         dist.barrier()
-    HOOK[1](module := Net("plain"))
-    with pytest.raises(ValueError, match=HOOK[0]):
+
+
+def hooks_that_would_not_be_called_are_refused(context):
+    module = Net()
+    module.head.weight.register_hook(id)
+    with pytest.raises(ValueError, match="has a hook that FSDP"):
         FSDP(module)
 
 
-def modules_that_change(context):
-    """After wrapping, before the first step or later: it is noticed."""
+def replace_a_layer(net):
+    net.head = nn.Linear(WIDTH, 2)
+
+
+def add_a_parameter(net):
+    net.extra = nn.Parameter(torch.ones(2))
+
+
+# Of a module that is wrapped, and what is said of them.
+CHANGES = [
+    (replace_a_layer, "other parameters than when it"),
+    (add_a_parameter, "other parameters than when it"),
+    (lambda net: net.first.a.weight.requires_grad_(True), "frozen when wrapped"),
+]
+CHANGES_OF_FSDP = [
+    (lambda net: net.head.weight.requires_grad_(False), "was frozen since"),
+    (lambda net: net.head.weight.register_hook(id), "has a hook that FSDP"),
+]
+
+
+def modules_that_change_are_refused(context):
+    """Before the first step or later."""
     for (name, wrap), steps in itertools.product(ALL.items(), (0, 1)):
-        for words, change in CHANGES + CHANGES_OF_FSDP * name.startswith("fsdp"):
+        for change, words in CHANGES + CHANGES_OF_FSDP * name.startswith("fsdp"):
             wrapped = wrap(Net("frozen"))
             for _ in range(steps):
                 one_pass(wrapped, batch(0))
@@ -254,15 +292,21 @@ def modules_that_change(context):
                 one_pass(wrapped, batch(0))
 
 
-def copies_and_casts(context):
-    """Only a module before it is wrapped, and values: neither shards nor what knows of them."""
+def shards_are_not_copied_nor_pickled(context):
     wrapped = FSDP(nn.Linear(2, 2))
-    optimizer = ShardedOptimizer(Net("plain").parameters(), torch.optim.AdamW)
+    optimizer = ShardedOptimizer(Net().parameters(), optim.AdamW)
+    save = partial(torch.save, f=io.BytesIO())
     for thing in (wrapped, wrapped.module, optimizer):
-        for take in (copy.copy, copy.deepcopy, lambda thing: torch.save(thing, io.BytesIO())):
-            if (thing, take) != (wrapped.module, copy.copy):
-                with pytest.raises(TypeError, match="cannot be copied or pickled; allowed"):
-                    take(thing)
+        for take in (copy.deepcopy, save):
+            with pytest.raises(TypeError, match="cannot be copied or pickled; allowed"):
+                take(thing)
+    for thing in (wrapped, optimizer):
+        with pytest.raises(TypeError, match="cannot be copied or pickled; allowed"):
+            copy.copy(thing)
+
+
+def a_wrapped_module_keeps_its_dtype_and_its_shards(context):
+    wrapped = FSDP(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match=r"wrapped, torch\.float32 on"):
         wrapped.to(torch.bfloat16)
     with pytest.raises(ValueError, match="assign is True; allowed: False"):
@@ -272,35 +316,32 @@ def copies_and_casts(context):
     assert all(torch.equal(x, raised[name]) for name, x in wrapped.named_parameters())
 
 
-class OwnMuon(torch.optim.Muon):
+class OwnMuon(optim.Muon):
     """A subclass is refused like its class."""
 
 
-def optimizers(context):
-    """Those that look at more than one element are refused before they change anything; others are right."""
-    for make in (torch.optim.Muon, torch.optim.Adafactor, torch.optim.LBFGS, OwnMuon):
+def optimizers_that_need_whole_weights_are_refused(context):
+    """Before they change anything."""
+    for make in (optim.Muon, OwnMuon, optim.Adafactor, optim.LBFGS):
         wrapped = FSDP(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)))
-        before = wrapped.module[0].weight.detach().clone()
+        (weight,) = wrapped.parameters()
+        before = weight.detach().clone()
         optimizer = make(wrapped.parameters(), lr=0.1)
         one_pass(wrapped, batch(context.rank))
         with pytest.raises(ValueError, match=f"{make.__name__} looks at more than one element"):
-            optimizer.step(lambda: None) if make is torch.optim.LBFGS else optimizer.step()
-        assert torch.equal(wrapped.module[0].weight, before)
-    of = torch.optim
-    makes = [
-        of.SGD,
-        of.Adam,
-        of.AdamW,
-        of.NAdam,
-        of.RAdam,
-        of.RMSprop,
-        of.Adagrad,
-        of.Adadelta,
-        of.Adamax,
-    ]
-    makes += [of.ASGD, of.Rprop, partial(of.AdamW, fused=True), partial(of.Adam, amsgrad=True)]
-    for make in makes:
-        train(context, Net("plain"), FSDP(Net("plain")), loss_of, make, make=partial(make, lr=0.01))
+            optimizer.step(*[lambda: None] * (make is optim.LBFGS))
+        assert torch.equal(weight, before)
+
+
+NAMES = "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax ASGD Rprop"
+ELEMENTWISE = {name: getattr(optim, name) for name in NAMES.split()}
+ELEMENTWISE["fused"] = partial(optim.AdamW, fused=True)
+ELEMENTWISE["amsgrad"] = partial(optim.Adam, amsgrad=True)
+
+
+def optimizers_that_treat_each_element_by_itself_are_right(context):
+    for name, make in ELEMENTWISE.items():
+        train(context, Net(), FSDP(Net()), loss_of, name, make=partial(make, lr=0.01))
 
 
 class Apart(nn.Module):
@@ -309,40 +350,44 @@ class Apart(nn.Module):
     def __init__(self, rows):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = nn.Linear(2, 4), nn.Linear(4, rows, bias=False)
+        self.first = nn.Linear(2, 4)
+        self.second = nn.Linear(4, rows, bias=False)
 
     def forward(self, x, factor):
         return self.first(x).sum() + factor * self.second(torch.ones(1, 4))[0, 0]
 
 
-def infinities(context):
-    """In the rows of one rank, where another may have none: a GradScaler skips the step on all ranks.
+HALF = partial(FSDP, compute_dtype=torch.float16)
+
+
+def an_infinity_on_one_rank_skips_the_step_on_all(context):
+    """In rows of which another rank may have none.
 
     Where all have rows or a gradient of their own, that is so after all other gradients were cleaned, too.
     """
-    wraps = FSDP, partial(FSDP, compute_dtype=torch.float16), scattered
     for wrap, bad, then in itertools.product(
-        wraps, (torch.inf, torch.nan), ("", "unscale", "clean")
+        (FSDP, HALF, scattered), (torch.inf, torch.nan), ("", "unscale", "clean")
     ):
         module = Apart(rows=4 if then == "clean" else 1)
-        wrapped, scaler = wrap(module), torch.amp.GradScaler("cpu", init_scale=4.0)
-        optimizer = getattr(wrapped, "_optimizer", None) or torch.optim.SGD(
-            wrapped.parameters(), lr=0.1
-        )
+        wrapped = wrap(module)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        plain = optim.SGD(wrapped.parameters(), lr=0.1)
+        optimizer = getattr(wrapped, "_optimizer", plain)
         before = [p.detach().clone() for p in module.parameters()]
-        for number in range(3):
+        for step in range(3):
             wrapped.zero_grad()
-            loss = wrapped(torch.ones(1, 2), bad if number == 0 else 1.0)
+            loss = wrapped(torch.ones(1, 2), 1.0 if step else bad)
             scaler.scale(loss.float()).backward()
             wrapped.finish_gradient_synchronization()
             if then == "unscale":
                 scaler.unscale_(optimizer)
-            for parameter in module.first.parameters() if then == "clean" else ():
-                parameter.grad = None if parameter.grad is None else parameter.grad.nan_to_num()
+            for parameter in module.first.parameters():
+                if then == "clean" and parameter.grad is not None:
+                    parameter.grad.nan_to_num_()
             scaler.step(optimizer)
             scaler.update()
-            same = all(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
-            assert (scaler.get_scale(), same) == (2.0, number == 0), (wrap, bad, then)
+            is_skipped = all(map(torch.equal, before, module.parameters()))
+            assert (scaler.get_scale(), is_skipped) == (2.0, step == 0), (wrap, bad, then)
 
 
 def run_out_of_memory(_):
@@ -357,172 +402,217 @@ class Fragile(Net):
         return self.head(self.second("no tensor" if where == "forward" else h))
 
 
-def failed_batches(context):
-    """Skipped after zero_grad of the wrapper or of the optimizer: as if they had not been."""
-    plan = ["", "backward", "", "forward", "backward", "backward", ""]
-    ways = ("wrapper", "wrapper, to zero", "optimizer", "optimizer, to zero")
-    for (name, wrap), clear in itertools.product(ALL.items(), ways):
-        alone, wrapped, refused = Fragile("plain"), wrap(Fragile("plain")), False
-        pair = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (alone, wrapped)]
-        for step, where in enumerate(plan):
-            who = wrapped if clear.startswith("wrapper") else pair[1]
-            who.zero_grad(set_to_none="zero" not in clear)
-            pair[0].zero_grad()
-            try:
+# Where each step fails.
+FAILURES = ("", "backward", "", "forward", "backward", "backward", "")
+
+
+def failed_batches_leave_no_trace(context):
+    """After zero_grad of the wrapper or of the optimizer it is as if they had not been.
+
+    Zeros of an optimizer may be written to by what is under way, so there the next batch is refused.
+    """
+    for (name, wrap), owner, sets_to_none in itertools.product(
+        ALL.items(), ("wrapper", "optimizer"), (True, False)
+    ):
+        alone = Fragile()
+        wrapped = wrap(Fragile())
+        reference = optim.AdamW(alone.parameters(), lr=0.01)
+        trained = optim.AdamW(wrapped.parameters(), lr=0.01)
+        is_late = name not in ("naive", "flat")
+        refused = owner == "optimizer" and not sets_to_none and is_late
+        raises = pytest.raises(RuntimeError, match="has raised an error")
+        with raises if refused else contextlib.nullcontext():
+            for step, where in enumerate(FAILURES):
+                (wrapped if owner == "wrapper" else trained).zero_grad(set_to_none=sets_to_none)
+                reference.zero_grad()
                 with contextlib.suppress(MemoryError, TypeError):
                     wrapped(batch(context.rank, step), where).square().mean().backward()
                     wrapped.finish_gradient_synchronization()
-                    pair[1].step()
-            except RuntimeError as error:
-                assert "has raised an error" in str(error)  # noqa: PT017
-                refused = True
-                break
-            found, given = wrapped.parameters(), pair[1].param_groups[0]["params"]
-            assert where == "backward" or [*map(id, found)] == [*map(id, given)]
-            assert not any(group.calls for group in getattr(wrapped, "_groups", ())), name
-            if not where:
-                for rank in range(context.world_size):
-                    (loss_of(alone, rank, step) / context.world_size).backward()
-                pair[0].step()
-        # Zeros of an optimizer may be written to by what is under way.
-        assert refused == (clear == "optimizer, to zero" and name not in ("naive", "flat")), (
-            name,
-            clear,
-        )
+                    trained.step()
+                shards = trained.param_groups[0]["params"]
+                has_shards = all(map(operator.is_, wrapped.parameters(), shards))
+                assert has_shards or where == "backward"
+                assert not any(group.calls for group in getattr(wrapped, "_groups", ())), name
+                if not where:
+                    for rank in range(context.world_size):
+                        (loss_of(alone, rank, step) / context.world_size).backward()
+                    reference.step()
         if not refused:
-            same_weights(wrapped, alone, (name, clear), rtol=1.3e-6, atol=1e-5)
+            what = (name, owner, sets_to_none)
+            same_weights(wrapped, alone, what, rtol=1.3e-6, atol=1e-5)
 
 
 class Lazy(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.w, self.v = (
-            nn.Parameter(torch.randn(3, 3, dtype=torch.cfloat)),
-            nn.Parameter(torch.randn(3)),
-        )
+        self.w = nn.Parameter(torch.randn(3, 3, dtype=torch.cfloat))
+        self.v = nn.Parameter(torch.randn(3))
 
     def forward(self, x):  # a gradient that is added to another, or multiplied, would not be lazy
         negated = torch.complex(torch.zeros(3), self.v).conj().imag
         return (self.w.mH @ x.to(torch.cfloat)).abs().square().sum() + (x[0, :3] * negated).sum()
 
 
-def lazy_views_and_small_ranges(context):
-    """Gradients that are lazily conjugated or negated; means of float16 where the checkers do not look."""
+def gradients_that_are_lazily_conjugated_or_negated_are_averaged(context):
     for name, wrap in (DDP | {"scatter": scattered}).items():
-        alone, wrapped = Lazy(), wrap(Lazy())
+        alone = Lazy()
+        wrapped = wrap(Lazy())
         backward(context, alone, wrapped, lambda model, rank: model(batch(rank)[:3]))
         wrapped.finish_gradient_synchronization()
         for mine, other in zip(wrapped.module.parameters(), alone.parameters(), strict=True):
             if mine.grad is not None:
-                torch.testing.assert_close(
-                    mine.grad, other.grad.resolve_conj().resolve_neg(), msg=name
-                )
-    for wrap in (scattered, partial(FSDP, compute_dtype=torch.float16)):
-        wrapped = wrap(
-            nn.Linear(4, 4, bias=False, dtype=torch.float16 if wrap is scattered else None)
-        )
+                expected = other.grad.resolve_conj().resolve_neg()
+                torch.testing.assert_close(mine.grad, expected, msg=name)
+
+
+def means_of_float16_do_not_overflow(context):
+    """Where the checkers do not look."""
+    for wrap, dtype in ((scattered, torch.float16), (HALF, torch.float32)):
+        wrapped = wrap(nn.Linear(4, 4, bias=False, dtype=dtype))
         one_pass(wrapped, torch.full((1, 4), 40_000, dtype=torch.float16))
         gradient = wrapped.module.weight.grad
         assert gradient is None or (gradient == 40_000).all()
 
 
-def disagreement(context):
-    """Ranks that wrap or run different things all get an error, and the group still works."""
-    first = context.rank == 0
+def layer(rows=4, bias=True, trains=True):
+    return nn.Linear(4, rows, bias=bias).requires_grad_(trains)
 
-    def mixed():
-        return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).half())
 
+def ranks_that_wrap_different_things_all_get_an_error(context):
+    rank = context.rank
+    first = rank == 0
+    low = torch.bfloat16 if first else None
     for make, words in (
-        (lambda: NaiveDDP(nn.Linear(4, 4 + context.rank)), "weight (4, 4)"),
-        (lambda: FlatDDP(nn.Linear(4, 4, bias=first)), "rank 1 has 'nothing'"),
-        (lambda: NaiveDDP(nn.Linear(4, 4).requires_grad_(first)), "without gradient"),
+        (lambda: NaiveDDP(layer(4 + rank)), "weight (4, 4)"),
+        (lambda: FlatDDP(layer(bias=first)), "rank 1 has 'nothing'"),
+        (lambda: NaiveDDP(layer(trains=first)), "without gradient"),
         (lambda: NaiveDDP(nn.BatchNorm1d(4) if first else nn.LayerNorm(4)), "'running_mean (4,)"),
-        (lambda: (NaiveDDP if first else FlatDDP)(nn.Linear(4, 4)), "'FlatDDP'"),
-        (lambda: BucketedDDP(nn.Linear(4, 4), bucket_size_mb=1 + context.rank), "buckets of"),
-        (lambda: NaiveDDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
-        (lambda: FSDP(nn.Linear(4, 4 + context.rank)), "weight (4, 4)"),
-        (
-            lambda: FSDP(nn.Linear(4, 4), torch.bfloat16 if first else None),
-            "compute_dtype torch.bfloat16",
-        ),
-        (
-            lambda: FSDP(nn.LayerNorm(4)),
-            "LayerNorm has nothing to shard; allowed: a trainable parameter in",
-        ),
-        (lambda: FSDP(nn.Linear(4, 4).requires_grad_(False)), "no trainable parameter"),
-        (lambda: FSDP(mixed()), "torch.float16 and torch.fl"),
-        (lambda: FSDP(mixed(), prefetch=3), "prefetch is 3; allowed"),
-        (lambda: FSDP(mixed(), prefetch=None), "prefetch is None; allowed"),
-        (lambda: FSDP(mixed(), torch.int8), "compute_dtype is torch.int8; allowed"),
-        (lambda: FSDP(mixed(), "bfloat16"), "compute_dtype is 'bfloat16'; allowed"),
-        *(
-            (partial(BucketedDDP, mixed(), size), "bucket_size_mb is")
-            for size in (0, float("nan"), "25")
-        ),
+        (lambda: (NaiveDDP if first else FlatDDP)(layer()), "'FlatDDP'"),
+        (lambda: BucketedDDP(layer(), bucket_size_mb=1 + rank), "buckets of"),
+        (lambda: FSDP(layer(4 + rank)), "weight (4, 4)"),
+        (lambda: FSDP(layer(), low), "compute_dtype torch.bfloat16"),
     ):
         with pytest.raises(ValueError, match=re.escape(words)):
             make()
+
+
+def what_cannot_be_wrapped_is_refused(context):
+    mixed = nn.Sequential(layer(), layer().half())
+    for make, words in (
+        (lambda: NaiveDDP(layer(trains=False)), "no trainable parameter"),
+        (lambda: FSDP(layer(trains=False)), "no trainable parameter"),
+        (lambda: FSDP(nn.LayerNorm(4)), "LayerNorm has nothing to shard; allowed: a trainable"),
+        (lambda: FSDP(mixed), "torch.float16 and torch.fl"),
+        (lambda: FSDP(mixed, prefetch=3), "prefetch is 3; allowed"),
+        (lambda: FSDP(mixed, prefetch=None), "prefetch is None; allowed"),
+        (lambda: FSDP(mixed, torch.int8), "compute_dtype is torch.int8; allowed"),
+        (lambda: FSDP(mixed, "bfloat16"), "compute_dtype is 'bfloat16'; allowed"),
+        (lambda: BucketedDDP(mixed, 0), "bucket_size_mb is 0"),
+        (lambda: BucketedDDP(mixed, float("nan")), "bucket_size_mb is nan"),
+        (lambda: BucketedDDP(mixed, "25"), "bucket_size_mb is '25'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(words)):
+            make()
+
+
+def ranks_that_run_different_modules_all_get_an_error(context):
+    """And the group still works."""
     layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
     FSDP(layers)
     with pytest.raises(ValueError, match="rank 0 has 'gather 0' where rank 1 has 'gather 1'"):
         layers[context.rank](torch.ones(1, 4))
     layers = nn.ModuleList([Linear(4, 4), Linear(4, 4)])
     wrapped = FSDP(layers)
-    outputs = [layer(torch.ones(1, 4)) for layer in layers]
+    outputs = [layer(torch.ones(1, 4)).sum() for layer in layers]
+
+    def use_what_differs():
+        sum(outputs[: 2 - context.rank]).backward()
+        wrapped.finish_gradient_synchronization()
+
     with pytest.raises(ValueError, match="the ranks diverge"):
-        sum(outputs[: 2 - context.rank]).sum().backward(), wrapped.finish_gradient_synchronization()
+        use_what_differs()
 
 
-def garbage(context):
-    """Deleting a wrapper and its module frees both, hooks and all; PyTorch's own too."""
+def a_deleted_wrapper_is_freed_with_its_module(context):
+    """Hooks and all; PyTorch's own too."""
     for name, wrap in (ALL | {"torch": partial(TorchDDP, bucket_size_mb=25)}).items():
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model = wrap(module)
         one_pass(model, torch.ones(1, 2))
         groups = vars(model).get("_groups", ())
-        watched = [weakref.ref(each) for each in (model, module, module[0].weight, *groups)]
+        watched = list(map(weakref.ref, (model, module, module[0].weight, *groups)))
         del module, model, groups
         gc.collect()
         assert not any(reference() for reference in watched), name
 
 
-CHECKS = [
-    backward_finds_its_weights,
-    gradients_of_inputs_and_a_kept_graph,
-    in_autocast,
-    misuse_is_refused,
-]
-CHECKS += [modules_that_are_refused, modules_that_change, copies_and_casts, optimizers, infinities]
-CHECKS += [failed_batches, lazy_views_and_small_ranges, disagreement, garbage]
+# A launch for each line, as starting processes takes longer than most checks.
+PROMISES = {
+    "backward": [
+        backward_finds_its_weights_whatever_way_results_take,
+        inputs_have_gradients_and_a_graph_can_be_kept,
+        autocast_computes_as_in_one_process,
+        autocast_keeps_no_copy_of_a_whole_weight,
+        gradients_that_are_lazily_conjugated_or_negated_are_averaged,
+        means_of_float16_do_not_overflow,
+    ],
+    "what autograd would notice": [
+        weights_that_an_optimizer_changed_since_forward_are_noticed,
+        a_backward_that_is_to_be_differentiated_is_refused,
+        activations_that_are_changed_in_place_are_noticed,
+    ],
+    "modules": [
+        a_part_that_is_wrapped_already_is_refused,
+        tensors_without_values_are_refused,
+        sparse_gradients_are_refused_before_anything_is_sent,
+        hooks_that_would_not_be_called_are_refused,
+        modules_that_change_are_refused,
+        shards_are_not_copied_nor_pickled,
+        a_wrapped_module_keeps_its_dtype_and_its_shards,
+        a_deleted_wrapper_is_freed_with_its_module,
+    ],
+    "ranks": [
+        ranks_that_wrap_different_things_all_get_an_error,
+        what_cannot_be_wrapped_is_refused,
+        ranks_that_run_different_modules_all_get_an_error,
+    ],
+    "optimizers": [
+        optimizers_that_need_whole_weights_are_refused,
+        optimizers_that_treat_each_element_by_itself_are_right,
+        an_infinity_on_one_rank_skips_the_step_on_all,
+    ],
+    "failures": [failed_batches_leave_no_trace],
+}
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_two_ranks(check):
-    launch(run, 2, check, backend="gloo", timeout_s=120)
+@pytest.mark.parametrize("what", PROMISES)
+def test_on_two_ranks(what):
+    launch(run, 2, *PROMISES[what], backend="gloo", timeout_s=240)
 
 
-MAKE = {"NaiveDDP": NaiveDDP, "FSDP": FSDP}
-MAKE["ShardedOptimizer"] = lambda module: ShardedOptimizer(module.parameters(), torch.optim.AdamW)
-
-
-def on_one_rank(context):
-    """FSDP computes what the module does; a ShardedOptimizer says that there is no rank to share with."""
-    plain, x = nn.Linear(2, 2), torch.ones(1, 2)
+def fsdp_of_one_rank_computes_what_its_module_does(context):
+    plain = nn.Linear(2, 2)
     wrapped = FSDP(copy.deepcopy(plain))
-    for each in (plain, wrapped):
-        each(x).square().sum().backward()
+    for model in (plain, wrapped):
+        model(torch.ones(1, 2)).square().sum().backward()
     wrapped.finish_gradient_synchronization()
-    torch.testing.assert_close(
-        [p.grad for p in wrapped.parameters()], [p.grad for p in plain.parameters()]
-    )
+    gradients = [[p.grad for p in model.parameters()] for model in (wrapped, plain)]
+    torch.testing.assert_close(*gradients)
+
+
+def states_of_one_rank_are_not_sharded(context):
     with pytest.raises(ValueError, match="is 1; allowed: 2 or more"):
-        MAKE["ShardedOptimizer"](plain)
+        ShardedOptimizer(layer().parameters(), optim.AdamW)
 
 
-def test_on_one_rank_and_without_a_process_group_it_is_said_what_to_do():
-    launch(run, 1, on_one_rank, backend="gloo", timeout_s=60)
-    for name, make in MAKE.items():
+def test_on_one_rank():
+    checks = (fsdp_of_one_rank_computes_what_its_module_does, states_of_one_rank_are_not_sharded)
+    launch(run, 1, *checks, backend="gloo", timeout_s=60)
+
+
+def test_without_a_process_group_it_is_said_what_to_do():
+    for make in (NaiveDDP, FSDP, partial(ShardedOptimizer, optimizer_cls=optim.AdamW)):
+        name = getattr(make, "func", make).__name__
         with pytest.raises(RuntimeError, match=f"{name} needs a process group; .* `launch`"):
-            make(nn.Linear(2, 2))
+            make(layer())

@@ -1,6 +1,6 @@
 """The sharded optimizer against the optimizer that it shards.
 
-Checks are run by `wrappers.run`; each asserts on every rank what it says in its docstring.
+Each check is a promise, which its name says; `wrappers.run` runs it on every rank.
 """
 
 import copy
@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, AdamW
+from torch.optim import LBFGS, SGD, Adafactor, Adagrad, AdamW
+from torch.optim.lr_scheduler import StepLR
 from wrappers import Odd, passes, run, same_weights
 
 from cs336_systems.checks import check_sharded_optimizer
@@ -32,17 +33,19 @@ class Mixed(Odd):
         super().__init__()
         self.matrices = nn.ParameterList(torch.randn(WIDTH, WIDTH + n) for n in range(MATRICES))
         self.vectors = nn.ParameterList(torch.randn(WIDTH) for _ in range(MATRICES))
-        self.short, self.unused = (
-            nn.Parameter(torch.randn(WIDTH, WIDTH).bfloat16()),
-            nn.Parameter(torch.ones(2)),
-        )
+        self.short = nn.Parameter(torch.randn(WIDTH, WIDTH).bfloat16())
+        self.unused = nn.Parameter(torch.ones(2))
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
 
     def groups(self):
         """The first has only one parameter."""
-        matrices = [*self.matrices, self.transposed, self.short, self.frozen, self.unused]
-        vectors = {"params": [*self.vectors[1:], self.scalar, self.empty], "lr": 0.03}
-        return [{"params": [self.vectors[0]]}, {"params": matrices, "weight_decay": 0.1}, vectors]
+        first, *vectors = self.vectors
+        others = [self.transposed, self.short, self.frozen, self.unused]
+        return [
+            {"params": [first]},
+            {"params": list(self.matrices) + others, "weight_decay": 0.1},
+            {"params": vectors + [self.scalar, self.empty], "lr": 0.03},
+        ]
 
 
 def set_gradients(module, step):
@@ -50,16 +53,16 @@ def set_gradients(module, step):
     generator = torch.Generator("cpu").manual_seed(step)
     for name, parameter in module.named_parameters():
         values = torch.randn(parameter.shape, generator=generator, device="cpu")
-        if name not in ("frozen", "unused", "empty"):  # Adafactor divides by the size
+        # Adafactor divides by the size.
+        if name not in ("frozen", "unused", "empty"):
             parameter.grad = torch.empty_like(parameter).copy_(values)
 
 
-def assert_same(module, expected, what=None):
-    for (name, parameter), wanted in zip(
-        module.named_parameters(), expected.parameters(), strict=True
-    ):
-        assert torch.equal(parameter, wanted), (what, name)
-        assert parameter.stride() == wanted.stride(), (what, name)
+def assert_same(module, reference, what=None):
+    for name, expected in reference.named_parameters():
+        parameter = module.get_parameter(name)
+        assert torch.equal(parameter, expected), (what, name)
+        assert parameter.stride() == expected.stride(), (what, name)
 
 
 class Counts(SGD):
@@ -83,33 +86,34 @@ OPTIMIZERS = [
 ]
 
 
-def bitwise(context):
-    """Every weight is that of the unsharded optimizer, whatever the class, the groups and the schedule.
+def settings_of(optimizer):
+    return [group | {"params": None} for group in optimizer.param_groups]
+
+
+def weights_are_bitwise_those_of_the_whole_optimizer(context):
+    """Whatever the class, the groups and the schedule.
 
     A rank that updates nothing has the settings of the groups all the same.
     """
-    for (kind, settings), (size, count) in itertools.product(
-        OPTIMIZERS, ((SMALL_MB, 99), (100, 99), (1, 1))
-    ):
-        alone, module = Mixed(), Mixed()
-        sharded = ShardedOptimizer(module.groups()[:count], kind, bucket_size_mb=size, **settings)
-        optimizers = kind(alone.groups()[:count], **settings), sharded
-        assert (len(sharded._buckets) > 3) == (size == SMALL_MB)
-        schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for optimizer in optimizers]
+    sizes = ((SMALL_MB, 3), (100, 3), (1, 1))
+    for (kind, settings), (size_mb, groups) in itertools.product(OPTIMIZERS, sizes):
+        alone = Mixed()
+        module = Mixed()
+        whole = kind(alone.groups()[:groups], **settings)
+        sharded = ShardedOptimizer(
+            module.groups()[:groups], kind, bucket_size_mb=size_mb, **settings
+        )
+        assert (len(sharded._buckets) > 3) == (size_mb == SMALL_MB)
+        pairs = ((alone, whole), (module, sharded))
+        schedulers = [StepLR(optimizer, 2) for _, optimizer in pairs]
         for step in range(4):
-            for optimizer, scheduler, model in zip(
-                optimizers, schedulers, (alone, module), strict=True
-            ):
+            for (model, optimizer), scheduler in zip(pairs, schedulers, strict=True):
                 set_gradients(model, step)
                 optimizer.step()
                 scheduler.step()
             assert_same(module, alone, (kind, step))
         assert all(sharded.owner(parameter) == context.rank for parameter in sharded.state)
-        groups = [
-            [{k: v for k, v in g.items() if k != "params"} for g in o.param_groups]
-            for o in optimizers
-        ]
-        assert groups[0] == groups[1]
+        assert settings_of(sharded) == settings_of(whole)
 
 
 def every_property_of_the_checker(context):
@@ -118,9 +122,10 @@ def every_property_of_the_checker(context):
         passes(context, partial(ShardedOptimizer, bucket_size_mb=size), check_sharded_optimizer)
 
 
-def overlap(context):
-    """A bucket leaves before the next one is updated; no bucket is larger than asked."""
-    module, events = Mixed(), []
+def a_bucket_leaves_before_the_next_one_is_updated(context):
+    """And no bucket is larger than asked."""
+    module = Mixed()
+    events = []
 
     class Logged(SGD):
         def step(self, closure=None):
@@ -137,125 +142,151 @@ def overlap(context):
     assert max(events[1::2]) <= limit_mb * 2**20
 
 
-def with_data_parallelism(context):
-    """Trained with either way to average gradients, weights are those of one process on the whole batch."""
+class PartlyUsed(nn.Module):
+    """Of three layers the last is not used; a frozen bias, a transposed weight."""
 
-    def model():
+    def __init__(self):
+        super().__init__()
         torch.manual_seed(0)
-        layers = [
-            nn.Linear(4, 16),
-            nn.Tanh(),
-            nn.Linear(16, 16, bias=False),
-            nn.Tanh(),
-            nn.Linear(16, 2),
-        ]
-        module = nn.Sequential(*layers, nn.Linear(2, 2))  # the last one is not used
-        module[0].bias.requires_grad_(False)
-        module[4].weight = nn.Parameter(torch.randn(2, 16))
-        return module
+        self.layers = nn.Sequential(
+            nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16, bias=False), nn.Linear(16, 2)
+        )
+        self.unused = nn.Linear(2, 2)
+        self.layers[0].bias.requires_grad_(False)
+        self.layers[3].weight = nn.Parameter(torch.randn(16, 2).T)
 
-    def loss(module, rank, step):
+    def loss(self, rank, step):
         generator = torch.Generator("cpu").manual_seed(10 * step + rank)
-        inputs = torch.randn(3, 4, generator=generator, device="cpu").to(context.device)
-        return module[:5](inputs).square().mean()
+        inputs = torch.randn(3, 4, generator=generator, device="cpu")
+        return self.layers(inputs.to(self.unused.weight.device)).square().mean()
 
-    for scatters, size in ((False, SMALL_MB), (True, SMALL_MB), (True, 100)):
-        alone, module = model(), model()
+
+def weights_follow_one_process_with_either_way_to_average(context):
+    for scatters, size_mb in ((False, SMALL_MB), (True, SMALL_MB), (True, 100)):
+        alone = PartlyUsed()
+        module = PartlyUsed()
+        reference = AdamW(alone.parameters(), lr=0.01)
         optimizer = ShardedOptimizer(module.parameters(), AdamW, lr=0.01, bucket_size_mb=SMALL_MB)
         wrapped = (
-            ReduceScatterDDP(module, optimizer, size) if scatters else BucketedDDP(module, size)
+            ReduceScatterDDP(module, optimizer, size_mb)
+            if scatters
+            else BucketedDDP(module, size_mb)
         )
-        reference = AdamW(alone.parameters(), lr=0.01)
         for step in range(4):
-            for each in (optimizer, reference):
-                each.zero_grad(set_to_none=step % 2 == 0)
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            reference.zero_grad(set_to_none=step % 2 == 0)
             for rank, part in itertools.product(range(context.world_size), (0, 100)):
-                (loss(alone, rank, step + part) / context.world_size).backward()
+                (alone.loss(rank, step + part) / context.world_size).backward()
             with wrapped.no_sync():
-                loss(module, context.rank, step).backward()
-            loss(module, context.rank, step + 100).backward()
+                module.loss(context.rank, step).backward()
+            module.loss(context.rank, step + 100).backward()
             wrapped.finish_gradient_synchronization()
-            for parameter, of_all in zip(module.parameters(), alone.parameters(), strict=True):
-                mine = not scatters or (
-                    of_all.grad is not None and optimizer.owner(parameter) == context.rank
-                )
-                assert (parameter.grad is not None) == (mine and of_all.grad is not None)
+            for parameter, expected in zip(module.parameters(), alone.parameters(), strict=True):
+                has = expected.grad is not None
+                is_here = has and (not scatters or optimizer.owner(parameter) == context.rank)
+                assert (parameter.grad is not None) == is_here
             optimizer.step()
             reference.step()
-            same_weights(wrapped, alone, (scatters, size, step), rtol=1.3e-6, atol=1e-5)
-    loss(module, context.rank, 0).backward()
+            same_weights(wrapped, alone, (scatters, size_mb, step), rtol=1.3e-6, atol=1e-5)
+
+
+def gradients_that_are_half_reduced_are_not_added_to(context):
+    module = PartlyUsed()
+    wrapped = ReduceScatterDDP(module, ShardedOptimizer(module.parameters(), AdamW))
+    wrapped.module.loss(context.rank, 0).backward()
     with pytest.raises(RuntimeError, match=r"second backward pass .* no_sync"):
-        loss(module, context.rank, 0).backward()
+        wrapped.module.loss(context.rank, 0).backward()
 
 
-def refusals(context):
-    """Bad arguments, and ranks that disagree, are one sentence on every rank; the group still works."""
-    first = context.rank == 0
-    weights = [nn.Parameter(torch.ones(4, 4)) for _ in range(3)]
+def weight(*shape):
+    return nn.Parameter(torch.ones(shape))
+
+
+def wrong_arguments_are_refused_on_every_rank(context):
+    """And ranks that disagree; the group still works."""
+    rank = context.rank
+    first = rank == 0
+    weights = [weight(4, 4) for _ in range(3)]
     view = nn.Parameter(weights[0].data)
     elsewhere = nn.Parameter(torch.empty(2, device="meta"))
-
-    def make(params, optimizer_cls=SGD, **settings):
-        return lambda: ShardedOptimizer(params, optimizer_cls, **{"lr": 0.1} | settings)
-
-    for construct, words in (
-        (make(weights, nn.Linear), "allowed: a subclass of torch.optim.Optimizer"),
-        (make(weights, torch.optim.LBFGS), "LBFGS, whose step needs a closure"),
-        (make([*weights, elsewhere]), "allowed: with values"),
-        (make([weights[0], view]), "two parameters share their memory"),
-        (make(weights, bucket_size_mb=0), "bucket_size_mb is 0; allowed"),
-        (make(weights if first else []), "rank 1 has 'ValueError: optimizer got an empty"),
-        (make(weights[: 2 + context.rank]), "rank 0 has 'nothing' where rank 1 has '(4, 4)"),
-        (make(weights, SGD if first else AdamW), "AdamW"),
-        (make([{"params": weights, "lr": context.rank}]), "group {'lr': 0"),
-    ):
+    make = partial(ShardedOptimizer, optimizer_cls=SGD, lr=0.1)
+    cases = [
+        (partial(make, weights, optimizer_cls=nn.Linear), "allowed: a subclass of torch.optim."),
+        (partial(make, weights, optimizer_cls=LBFGS), "LBFGS, whose step needs a closure"),
+        (partial(make, [*weights, elsewhere]), "allowed: with values"),
+        (partial(make, [weights[0], view]), "two parameters share their memory"),
+        (partial(make, weights, bucket_size_mb=0), "bucket_size_mb is 0; allowed"),
+        (partial(make, weights if first else []), "rank 1 has 'ValueError: optimizer got an empty"),
+        (partial(make, weights[: 2 + rank]), "rank 0 has 'nothing' where rank 1 has '(4, 4)"),
+        (partial(make, weights, optimizer_cls=SGD if first else AdamW), "AdamW"),
+        (partial(make, [{"params": weights, "lr": rank}]), "group {'lr': 0"),
+        (partial(ReduceScatterDDP, nn.Linear(2, 2), make([weight(2)])), "has no owner"),
+    ]
+    for construct, words in cases:
         with pytest.raises((TypeError, ValueError), match=re.escape(words)):
             construct()
     dist.barrier()
-    optimizer, (late, frozen) = (
-        ShardedOptimizer(weights, AdamW),
-        nn.ParameterList([*torch.ones(2, 2)]),
-    )
-    other = nn.Parameter(torch.ones(2 + context.rank))
-    for group, words in (([late, other], "rank 1"), (weights[:1], "more than one parameter group")):
+
+
+def groups_are_added_on_all_ranks_or_on_none(context):
+    weights = [weight(4, 4), weight(2)]
+    optimizer = ShardedOptimizer(weights, AdamW)
+    for params, words in (
+        ([weight(2), weight(2 + context.rank)], "rank 1"),
+        (weights[:1], "more than one parameter group"),
+    ):
         with pytest.raises(ValueError, match=words):
-            optimizer.add_param_group({"params": group})
+            optimizer.add_param_group({"params": params})
     assert len(optimizer.param_groups) == 1
-    for parameter in (late, frozen.requires_grad_(False)):
-        optimizer.add_param_group({"params": [parameter]})
-    frozen.requires_grad_().grad = torch.zeros(2)
+    optimizer.add_param_group({"params": [weight(2)]})
+    assert len(optimizer.param_groups) == 2
+
+
+def parameters_that_change_are_noticed(context):
+    weights = [weight(4, 4), weight(2).requires_grad_(False)]
+    optimizer = ShardedOptimizer(weights, AdamW)
+    weights[1].requires_grad_().grad = torch.zeros(2)
     with pytest.raises(RuntimeError, match="frozen when wrapped or given"):
         optimizer.step()
-    frozen.grad = None
-    for shard in ([(context.rank + 1) % context.world_size, context.world_size], None):
-        words = rf"of shard {re.escape(str(shard))} .*allowed: \[{context.rank}, "
-        with pytest.raises(ValueError, match=words):
-            optimizer.load_state_dict(optimizer.state_dict() | {"shard": shard})
+    weights[1].grad = None
     weights[0].data = weights[0].data.clone()
     with pytest.raises(RuntimeError, match="no longer where the optimizer has put it"):
         optimizer.step()
-    with pytest.raises(ValueError, match="has no owner"):
-        ReduceScatterDDP(nn.Linear(2, 2), optimizer)
 
 
-def shard_of_its_own(context):
-    """A rank's own state_dict brings back its shard, and what is trained on is the same."""
-    module, again = Mixed(), Mixed()
-    optimizer, other = (ShardedOptimizer(model.groups(), AdamW) for model in (module, again))
+def a_state_is_loaded_by_its_own_rank(context):
+    """What is trained on is the same; that of another shard is refused."""
+    module = Mixed()
+    copied = Mixed()
+    optimizer = ShardedOptimizer(module.groups(), AdamW)
+    other = ShardedOptimizer(copied.groups(), AdamW)
     set_gradients(module, 0)
     optimizer.step()
-    again.load_state_dict(module.state_dict())
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    other.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    assert len(other.param_groups) == 4
-    for model, each in ((module, optimizer), (again, other)):
+    state = optimizer.state_dict()
+    for shard in ([(context.rank + 1) % context.world_size, context.world_size], None):
+        words = rf"of shard {re.escape(str(shard))} .*allowed: \[{context.rank}, "
+        with pytest.raises(ValueError, match=words):
+            other.load_state_dict(state | {"shard": shard})
+    copied.load_state_dict(module.state_dict())
+    other.load_state_dict(copy.deepcopy(state))
+    other.add_param_group({"params": [weight(2)]})
+    for model, trained in ((module, optimizer), (copied, other)):
         set_gradients(model, 1)
-        each.step()
-    assert_same(again, module)
+        trained.step()
+    assert_same(copied, module)
 
 
-CHECKS = [every_property_of_the_checker, bitwise, overlap, with_data_parallelism, refusals]
-CHECKS += [shard_of_its_own]
+PROMISES = [
+    every_property_of_the_checker,
+    weights_are_bitwise_those_of_the_whole_optimizer,
+    a_bucket_leaves_before_the_next_one_is_updated,
+    weights_follow_one_process_with_either_way_to_average,
+    gradients_that_are_half_reduced_are_not_added_to,
+    wrong_arguments_are_refused_on_every_rank,
+    groups_are_added_on_all_ranks_or_on_none,
+    parameters_that_change_are_noticed,
+    a_state_is_loaded_by_its_own_rank,
+]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +294,7 @@ CHECKS += [shard_of_its_own]
     [("gloo", 2), ("gloo", 3), pytest.param("nccl", 2, marks=pytest.mark.gpu(2))],
 )
 def test_it_keeps_its_promises(backend, ranks):
-    launch(run, ranks, *CHECKS, backend=backend, timeout_s=200)
+    launch(run, ranks, *PROMISES, backend=backend, timeout_s=200)
 
 
 @pytest.mark.parametrize(("world_size", "padding"), [(2, 1e-5), (3, 0.01), (8, 0.02)])

@@ -13,8 +13,12 @@ from cs336_systems import parallel
 from cs336_systems.checks.on_ranks import try_properties
 from cs336_systems.parallel import FSDP, BucketedDDP
 
-DDP = {"naive": parallel.NaiveDDP, "flat": parallel.FlatDDP, "overlapped": parallel.OverlappedDDP}
-DDP |= {"some buckets": partial(BucketedDDP, bucket_size_mb=4e-4)}
+DDP = {
+    "naive": parallel.NaiveDDP,
+    "flat": parallel.FlatDDP,
+    "overlapped": parallel.OverlappedDDP,
+    "some buckets": partial(BucketedDDP, bucket_size_mb=4e-4),
+}
 FSDPS = {
     f"fsdp {units} {prefetch}": partial(FSDP, unit_types=units, prefetch=prefetch)
     for units in ((), ("Block",))
@@ -35,20 +39,19 @@ class Odd(nn.Module):
     def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
-        self.transposed, self.scalar = (
-            nn.Parameter(torch.randn(3, 5).T),
-            nn.Parameter(torch.randn(())),
-        )
+        self.transposed = nn.Parameter(torch.randn(3, 5).T)
+        self.scalar = nn.Parameter(torch.randn(()))
         self.empty = nn.Parameter(torch.empty(0, 3))
         self.register_buffer("count", torch.tensor(seed))
         self.register_buffer("flags", torch.tensor([seed == 0, False]))
         self.register_buffer("transposed_too", torch.randn(2, 3).T)
 
 
-def passes(context, candidate, check, **asked):
+def passes(context, candidate, check, **options):
     """It has every property that its checker asks for, at its most thorough."""
-    asked = cloudpickle.dumps((candidate, partial(check.__wrapped__, thorough=True, **asked)))
-    assert not (mistakes := try_properties(context, asked)), (candidate, mistakes)
+    properties = partial(check.__wrapped__, thorough=True, **options)
+    mistakes = try_properties(context, cloudpickle.dumps((candidate, properties)))
+    assert not mistakes, (candidate, mistakes)
 
 
 def rows(context, whole):
@@ -58,28 +61,23 @@ def rows(context, whole):
 
 def same_gradients(context, wrapped, alone, what, **tolerance):
     sharded = getattr(wrapped, "_sharded", ())
-    for (name, mine), other in zip(
-        wrapped.module.named_parameters(), alone.parameters(), strict=True
-    ):
-        expected = (
-            rows(context, other.grad) if mine in sharded and other.grad is not None else other.grad
-        )
+    for name, other in alone.named_parameters():
+        mine = wrapped.module.get_parameter(name)
+        expected = other.grad
         if expected is None or mine.grad is None:
             assert mine.grad is expected, (what, name)
-        else:
-            torch.testing.assert_close(mine.grad, expected, msg=f"{what}, {name}", **tolerance)
+            continue
+        if mine in sharded:
+            expected = rows(context, expected)
+        torch.testing.assert_close(mine.grad, expected, msg=f"{what}, {name}", **tolerance)
 
 
 def same_weights(wrapped, alone, what, rtol=1e-4, atol=1e-6):
-    whole = (
-        wrapped.gather_full_parameters()
-        if isinstance(wrapped, FSDP)
-        else wrapped.module.state_dict()
-    )
-    for name, expected in alone.named_parameters():
-        torch.testing.assert_close(
-            whole[name], expected.detach(), rtol=rtol, atol=atol, msg=f"{what}, {name}"
-        )
+    is_sharded = isinstance(wrapped, FSDP)
+    whole = wrapped.gather_full_parameters() if is_sharded else wrapped.module.state_dict()
+    for name, parameter in alone.named_parameters():
+        tolerance = {"rtol": rtol, "atol": atol, "msg": f"{what}, {name}"}
+        torch.testing.assert_close(whole[name], parameter.detach(), **tolerance)
 
 
 def one_pass(model, inputs):
@@ -114,7 +112,8 @@ def run(context, *checks):
     """One launch for all of them: starting processes takes longer than the checks."""
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", message="Lazy modules are a new feature")
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS needs to be deterministic
+    # What cuBLAS needs to be deterministic.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
     torch.set_default_device(context.device)
     for check in checks:

@@ -100,12 +100,13 @@ class DataParallel(nn.Module):
         guards.check_tensors(name, (*self.module.parameters(), *self.module.buffers()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._give_up_failed_pass()
+        if self._end_is_announced:
+            self._give_up_failed_pass()
         return self.module(*args, **kwargs)
 
     def _give_up_failed_pass(self) -> None:
         """After a backward pass that raised an error, and so has not come to its end."""
-        if not self._end_is_announced or in_backward():
+        if in_backward():
             return
         if any(parameter.grad is not None for parameter in self._trainable):
             raise RuntimeError(

@@ -186,7 +186,8 @@ class FSDP(ShardedGradients):
         if not in_backward():
             # What an earlier pass left gathered is stale after the optimizer's step.
             self._free_all()
-            self._give_up_failed_pass()
+            if self._end_is_announced:
+                self._give_up_failed_pass()
 
     # These run for every group in every pass, and a training step in 16 bits may wait for Python.
     def _before_forward(
@@ -253,7 +254,7 @@ class FSDP(ShardedGradients):
                 tensor.register_hook(lambda _: self._before_backward(group, position))
         if group.state is State.IN_BACKWARD:
             return
-        if group.is_gathered and not self._stays(group, bool(results)):
+        if group in self._gathered and not self._stays(group, bool(results)):
             self._free(group)
         else:
             group.reshard()
@@ -319,10 +320,10 @@ class FSDP(ShardedGradients):
 
     def _collect(self, group: ParameterGroup, following: Sequence[ParameterGroup]) -> None:
         for other in (group, *following):
-            if other.is_gathered and other.versions != other.versions_now():
+            if other in self._gathered and other.versions != other.versions_now():
                 # It was gathered ahead of an optimizer's step.
                 self._free(other)
-            if not other.is_gathered:
+            if other not in self._gathered:
                 self._agree("gather", other)
                 other.start_gather()
                 self._gathered[other] = None
@@ -337,7 +338,7 @@ class FSDP(ShardedGradients):
         group.ready.clear()
         # A reentrant checkpoint inside the unit has a backward of its own, and the unit's goes on after it.
         is_inside = group.task != torch._C._current_graph_task_id()
-        if group.is_gathered and not group.calls and not is_inside:
+        if group in self._gathered and not group.calls and not is_inside:
             self._free(group)
         if self._synchronizes:
             self._start_reduction(group)

@@ -197,10 +197,6 @@ class ParameterGroup:
         """Likewise the slice of each weight that this rank holds, in its shape."""
         return [buffer.as_strided(*place) for place in self._places]
 
-    @property
-    def is_gathered(self) -> bool:
-        return self.state is not State.SHARDED
-
     def start_gather(self) -> None:
         """Fill the whole weights from the shards of all ranks, beside the computation."""
         self.state = State.GATHERED
