@@ -41,40 +41,63 @@ def product(a, b, CLAMP: tl.constexpr):
     small = tl.dot(a[1], b[0], small)
     small = tl.dot(a[0], b[1], small)
     if CLAMP:
-        small = tl.clamp(small, LOWEST, -LOWEST)  # one instruction on Hopper; of NaN either bound
+        # One instruction on Hopper; of NaN either bound.
+        small = tl.clamp(small, LOWEST, -LOWEST)
     return tl.dot(a[0], b[0], small)
 
 
 @triton.jit
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, q_split_ptr, k_split_ptr, v_split_ptr, do_split_ptr,
-    q_strides, k_strides, v_strides, do_strides, n_heads, n_queries, n_keys, all_queries, all_keys,
-    D: tl.constexpr, ROW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    q_split_ptr,
+    k_split_ptr,
+    v_split_ptr,
+    do_split_ptr,
+    q_strides,
+    k_strides,
+    v_strides,
+    do_strides,
+    n_heads,
+    n_queries,
+    n_keys,
+    all_queries,
+    all_keys,
+    D: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Split q, k, v and, where the grid has programs for it, do; into rows of ROW numbers.
 
     Grid: (row tiles * batch * heads of all of them,).
     """
-    of_queries = tl.cdiv(n_queries, BLOCK_M) * (all_queries // n_queries)
-    of_keys = tl.cdiv(n_keys, BLOCK_M) * (all_keys // n_keys)
+    # batch * heads is all_queries // n_queries; each tensor's programs come after those of the one before.
+    query_programs = tl.cdiv(n_queries, BLOCK_M) * (all_queries // n_queries)
+    key_programs = tl.cdiv(n_keys, BLOCK_M) * (all_keys // n_keys)
     program = tl.program_id(0)
     shape: tl.constexpr = (D, ROW, BLOCK_D, BLOCK_M)
-    if program < of_queries:
+    if program < query_programs:
         _split_tile(q_ptr, q_strides, q_split_ptr, program, n_queries, n_heads, shape)
-    elif program < of_queries + of_keys:
-        _split_tile(k_ptr, k_strides, k_split_ptr, program - of_queries, n_keys, n_heads, shape)
-    elif program < of_queries + 2 * of_keys:
-        _split_tile(
-            v_ptr, v_strides, v_split_ptr, program - of_queries - of_keys, n_keys, n_heads, shape
-        )
+    elif program < query_programs + key_programs:
+        program -= query_programs
+        _split_tile(k_ptr, k_strides, k_split_ptr, program, n_keys, n_heads, shape)
+    elif program < query_programs + 2 * key_programs:
+        program = program - query_programs - key_programs
+        _split_tile(v_ptr, v_strides, v_split_ptr, program, n_keys, n_heads, shape)
     else:
-        program -= of_queries + 2 * of_keys
+        program -= query_programs + 2 * key_programs
         _split_tile(do_ptr, do_strides, do_split_ptr, program, n_queries, n_heads, shape)
 
 
 @triton.jit
 def _split_tile(x_ptr, strides, split_ptr, program, n_rows, n_heads, shape: tl.constexpr):
-    D, ROW, BLOCK_D, BLOCK_M = shape
+    D: tl.constexpr = shape[0]
+    ROW: tl.constexpr = shape[1]
+    BLOCK_D: tl.constexpr = shape[2]
+    BLOCK_M: tl.constexpr = shape[3]
     tiles = tl.cdiv(n_rows, BLOCK_M)
     batch_head = (program // tiles).to(tl.int64)
     rows = program % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -83,8 +106,9 @@ def _split_tile(x_ptr, strides, split_ptr, program, n_rows, n_heads, shape: tl.c
     x_tile = x_ptr + batch_head // n_heads * strides[0] + batch_head % n_heads * strides[1]
     x_tile += rows[:, None].to(tl.int64) * strides[2] + dims[None, :] * strides[3]
     x0, x1, x2 = split_bf16(tl.load(x_tile, mask=inside, other=0.0))
-    size = tl.cast(n_rows, tl.int64) * ROW
-    to = split_ptr + batch_head * 3 * size + rows[:, None] * ROW + dims[None, :]
-    tl.store(to, x0, mask=inside)
-    tl.store(to + size, x1, mask=inside)
-    tl.store(to + 2 * size, x2, mask=inside)
+    # The three matrices of a head stand one after the other, for TMA as three heads.
+    part_size = tl.cast(n_rows, tl.int64) * ROW
+    part = split_ptr + batch_head * 3 * part_size + rows[:, None] * ROW + dims[None, :]
+    tl.store(part, x0, mask=inside)
+    tl.store(part + part_size, x1, mask=inside)
+    tl.store(part + 2 * part_size, x2, mask=inside)

@@ -1,7 +1,11 @@
 """What the kernels ask of a GPU that need not be there: registers, spills and shared memory, read from ptxas.
 
 Triton compiles for any NVIDIA GPU on a machine with none. It does so in processes of its own, because in this
-one the kernels may be set up for the interpreter.
+one the kernels may be set up for the interpreter:
+
+    TRITON_INTERPRET=0 python -m cs336_systems.attention.compile_resources '[["dq", "bfloat16", 64, 90]]'
+
+prints the rows of `compile_tiles` as JSON.
 """
 
 import inspect
@@ -12,8 +16,10 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -31,16 +37,16 @@ from cs336_systems.dtypes import torch_dtype
 MANY_SMS = 2**20  # enough for every loop to be split, and for every work tile to have a program
 # Bytes of shared memory that a block can have. 80 is Ampere, 89 Ada, 90 Hopper, 100 Blackwell.
 SHARED_LIMIT = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-_HEAD = "import json, sys, triton\ntl = triton.language"
-_SHIPPED = f"""
-from concurrent.futures import ProcessPoolExecutor  # raises where a compiler ends its process; a Pool waits
-from multiprocessing import get_context
-from {__name__} import compile_one, tuning_for_capability
-def shipped(kernel, *place):
-    return [compile_one(kernel, *place, tile) for tile in tuning_for_capability(*place).all_tiles(kernel)]
-with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
-    print(json.dumps(list(pool.map(shipped, *zip(*json.loads(sys.argv[1]))))))
-"""
+ROW_TENSORS = (
+    "lse_ptr",
+    "residual_ptr",
+    "delta_ptr",
+    "dq_accum_ptr",
+    "lse2_src",
+    "delta_src",
+    "dq_dst",
+)
+Job = tuple[str, str, int, int]  # kernel, dtype, d_head, capability
 
 
 def tuning_for_capability(dtype: str, d_head: int, capability: int) -> Tuning:
@@ -48,7 +54,7 @@ def tuning_for_capability(dtype: str, d_head: int, capability: int) -> Tuning:
     return select_tuning(torch_dtype(dtype), d_head, divmod(capability, 10), 1, dtype == "tf32")
 
 
-def compile_tiles(work: list[tuple[str, str, int, int]]) -> list[dict[str, Any]]:
+def compile_tiles(work: Sequence[Job]) -> list[dict[str, Any]]:
     """Compile the shipped tiles of each (kernel, dtype, d_head, capability), on all cores.
 
     Returns:
@@ -60,36 +66,59 @@ def compile_tiles(work: list[tuple[str, str, int, int]]) -> list[dict[str, Any]]
         RuntimeError: a tile does not compile, or matmuls that are meant to run meanwhile are waited for; the
             message ends with the compiler's.
     """
-    return [row for rows in in_own_process(_SHIPPED, work) for row in rows]
+    return _run_python(["-m", __name__, json.dumps(work)])
 
 
-def in_own_process(source: str, given: Any, kernels: Iterable[Any] = ()) -> Any:
-    """What a program with a notebook's kernels prints as JSON; `given` is in sys.argv[1]. RuntimeError."""
-    with tempfile.NamedTemporaryFile(
-        "w", suffix=".py"
-    ) as file:  # Triton reads kernels from their file
-        parts = [_HEAD, *(inspect.getsource(kernel.fn) for kernel in kernels), source]
-        print("\n".join(parts), file=file, flush=True)
-        command, environment = (
-            [sys.executable, file.name, json.dumps(given)],
-            {"TRITON_INTERPRET": "0"},
-        )
-        run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+def in_own_process(source: str, argument: Any, kernels: Iterable[Any] = ()) -> Any:
+    """What a program with a notebook's kernels prints as JSON. Its sys.argv[1] is the argument, in JSON.
+
+    Raises:
+        RuntimeError: it failed; the message ends with its own.
+    """
+    # A file, and not `python -c`: Triton reads kernels from their file.
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        print("import json, sys, triton\ntl = triton.language", file=file)
+        for kernel in kernels:
+            print(inspect.getsource(kernel.fn), file=file)
+        print(source, file=file, flush=True)
+        return _run_python([file.name, json.dumps(argument)])
+
+
+def _run_python(arguments: list[str]) -> Any:
+    """What a Python without the interpreter of kernels prints as JSON."""
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable] + arguments
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"compiling ahead of time failed: {run.stderr[-2000:]}")
     return json.loads(run.stdout)
+
+
+def main() -> None:
+    work = json.loads(sys.argv[1])
+    # It raises where a compiler ends its process; a Pool would wait. Forked: importing torch takes seconds.
+    with ProcessPoolExecutor(mp_context=get_context("fork")) as pool:
+        rows_of_jobs = list(pool.map(compile_shipped, work))
+    print(json.dumps([row for rows in rows_of_jobs for row in rows]))
+
+
+def compile_shipped(job: Job) -> list[dict[str, Any]]:
+    """The rows of one job, in this process."""
+    kernel, *place = job
+    tiles = tuning_for_capability(*place).all_tiles(kernel)
+    return [compile_one(kernel, *place, tile) for tile in tiles]
 
 
 def compile_one(
     kernel: str, dtype: str, d_head: int, capability: int, tile: Tile
 ) -> dict[str, Any]:
     """One row of `compile_tiles`, in this process, where TRITON_INTERPRET must not be 1."""
-    found = [
+    forms = [
         ask_ptxas(compiled.asm["ptx"], capability) | {"shared_bytes": compiled.metadata.shared}
         for compiled in compiled_forms(kernel, dtype, d_head, capability, tile)
     ]
     key = {"kernel": kernel, "dtype": dtype, "d_head": d_head, "capability": capability}
-    most = {what: max(each[what] for each in found) for what in found[0]}
+    most = {name: max(form[name] for form in forms) for name in forms[0]}
     return key | tile.row() | most | {"shared_limit_bytes": SHARED_LIMIT[capability]}
 
 
@@ -98,40 +127,35 @@ def compiled_forms(
 ) -> Iterator[Any]:
     """Hopper's kernels in all forms: causal or not, with whole tiles of keys or not, and the forward in Gluon
     persistent or not. The others causal, with whole tiles. Those whose loop can be split, both ways."""
+    # Imported only to compile: they need Triton, and a notebook without it shows what was recorded.
     import triton
 
     from cs336_systems.attention.launcher import Launcher, layout
 
     triton.runtime.driver.set_active(Chip(capability))
     tuning = tuning_for_capability(dtype, d_head, capability)
+    # Without Gluon's kernels, which would run in place of others; but with this one.
     tuning = tuning.with_tiles(**(dict.fromkeys(GLUON_KERNELS) | {kernel: tile}))
     masks = itertools.product((True, False), (0, 1)) if kernel in HOPPER_KERNELS else [(True, 0)]
-    sm_counts = (1, MANY_SMS) if kernel in {*tuning.splits, "hopper_forward"} else (1,)
+    depends_on_sms = kernel in tuning.splits or kernel == "hopper_forward"
+    sm_counts = (1, MANY_SMS) if depends_on_sms else (1,)
     for (is_causal, odd), sm_count in itertools.product(masks, sm_counts):
-        n = tile.block_m * tile.block_n + odd  # whole tiles, or one row more
+        # Whole tiles, or one row more. On the meta device: none of these numbers takes memory.
+        n = tile.block_m * tile.block_n + odd
         x = torch.empty(16, n, d_head, dtype=tuning.dtype, device="meta")
         rows = torch.empty(16, n, device="meta")
-        layouts, changed = (
-            [layout(x)] * (4 if kernel.endswith("forward") else 8),
-            {"sm_count": sm_count},
-        )
-        launch = Launcher(
-            layouts, replace(tuning, **changed), is_causal, kernels=(kernel,)
-        ).launches[kernel]
-        of_rows = (
-            "lse_ptr",
-            "residual_ptr",
-            "delta_ptr",
-            "dq_accum_ptr",
-            "lse2_src",
-            "delta_src",
-            "dq_dst",
-        )
-        made = dict.fromkeys(of_rows, rows) | {"counter_ptr": rows.int()}
-        made["_src"] = x.bfloat16() if kernel in BF16X3_KERNELS else x
-        yield launch.compile(
-            *(made.get(name, made.get(name[-4:], x)) for name in launch.tensor_names)
-        )
+        layouts = [layout(x)] * (4 if kernel.endswith("forward") else 8)
+        on_chip = replace(tuning, sm_count=sm_count)
+        launch = Launcher(layouts, on_chip, is_causal, kernels=(kernel,)).launches[kernel]
+        tensors = dict.fromkeys(launch.tensor_names, x)
+        for name in launch.tensor_names:
+            if name in ROW_TENSORS:
+                tensors[name] = rows
+            elif name == "counter_ptr":
+                tensors[name] = rows.int()
+            elif kernel in BF16X3_KERNELS and name.endswith("_src"):
+                tensors[name] = x.bfloat16()
+        yield launch.compile(*tensors.values())
 
 
 @dataclass
@@ -161,10 +185,14 @@ def ask_ptxas(ptx: str, capability: int) -> dict[str, int]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         print(ptx, file=file, flush=True)
         command = [tool.path, "-v", f"-arch={architecture}", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    if waiting := re.search(r".*Potential Performance Loss.*", said):
+        # With -v it prints to stderr, also where all is well.
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    if waiting := re.search(r".*Potential Performance Loss.*", report):
         raise RuntimeError(waiting.group())
-    return {
-        "registers": int(re.search(r"Used (\d+) registers", said).group(1)),
-        "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
-    }
+    registers = re.search(r"Used (\d+) registers", report).group(1)
+    spills = re.findall(r"(\d+) bytes spill", report)
+    return {"registers": int(registers), "spilled_bytes": sum(map(int, spills))}
+
+
+if __name__ == "__main__":
+    main()

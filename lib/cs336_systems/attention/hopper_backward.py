@@ -233,8 +233,16 @@ def _start_scores(ks, qs, q_ready, stage, phase, zero, pred, CONSUMER: gl.conste
 
 @gluon.jit
 def add_narrow_tile(
-    state, k, v, buffers, barriers, index, scale_log2, CONSUMER: gl.constexpr, MASKED: gl.constexpr
-):  # fmt: skip
+    state,
+    k,
+    v,
+    buffers,
+    barriers,
+    index,
+    scale_log2,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """Add one tile of queries to dK and dV; leave its dS to the dQ warps. index: (queries, seen_from)."""
     dk, dv, _, stage, phase, slot, slot_phase = state
     _, _, qs, dos, lses, deltas, dss, _ = buffers
@@ -277,8 +285,16 @@ def add_narrow_tile(
 
 @gluon.jit
 def add_wide_tile(
-    state, tile, tiles, buffers, barriers, index, scale_log2, CONSUMER: gl.constexpr, MASKED: gl.constexpr
-):  # fmt: skip
+    state,
+    tile,
+    tiles,
+    buffers,
+    barriers,
+    index,
+    scale_log2,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """Add one tile of queries, whose S is there, to dK and dV; leave its dS to the dQ warps; start S.
 
     index: (queries, seen_from).
@@ -331,9 +347,16 @@ def add_wide_tile(
 
 @gluon.jit
 def add_tiles(
-    state, first, end, tiles, first_query, constants,
-    CONSUMER: gl.constexpr, MASKED: gl.constexpr, EVEN: gl.constexpr,
-):  # fmt: skip
+    state,
+    first,
+    end,
+    tiles,
+    first_query,
+    constants,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+    EVEN: gl.constexpr,
+):
     """Add the tiles of queries from first to end. If not EVEN, the mask hides queries past the last, too."""
     k, v, buffers, barriers, queries, seen_from, scale_log2, n_queries = constants
     qs = buffers[2]
@@ -414,11 +437,27 @@ def consume(shared, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.const
 
 @gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys"])
 def hopper_backward_kernel(
-    q_src, k_src, v_src, do_src, lse2_src, delta_src, dk_dst, dv_dst, dq_dst,
-    n_heads, n_queries, n_keys, scale, scale_log2,
-    CAUSAL: gl.constexpr, EVEN_QUERIES: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    q_src,
+    k_src,
+    v_src,
+    do_src,
+    lse2_src,
+    delta_src,
+    dk_dst,
+    dv_dst,
+    dq_dst,
+    n_heads,
+    n_queries,
+    n_keys,
+    scale,
+    scale_log2,
+    CAUSAL: gl.constexpr,
+    EVEN_QUERIES: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """dK, dV and dq_accum. Grid: (key tiles * batch * heads,). Four warps, one consumer's; BLOCK_N is 128.
 
     L in powers of two, delta and dq_accum, cleared, come for whole tiles of queries, by batch * heads;

@@ -173,8 +173,11 @@ def _softmax(s, m, scale_log2):
 @gluon.jit
 def consume(
     shared,
-    CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, PERSISTENT: gl.constexpr,
-):  # fmt: skip
+    CONSUMER: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    EVEN_KEYS: gl.constexpr,
+    PERSISTENT: gl.constexpr,
+):
     """O and L of one consumer's queries of every work tile."""
     _, buffers, barriers, sizes, _ = shared
     CONSUMERS: gl.constexpr = buffers[0].shape[0] // (2 if PERSISTENT else 1)
@@ -200,9 +203,16 @@ def consume(
 
 @gluon.jit
 def attend(
-    shared, work, ring, slot, slot_phase,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
-):  # fmt: skip
+    shared,
+    work,
+    ring,
+    slot,
+    slot_phase,
+    CONSUMER: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    EVEN_KEYS: gl.constexpr,
+):
     """O and L of one consumer's queries of a work tile, with Q in this slot. Returns the ring after it."""
     _, buffers, barriers, sizes, output = shared
     qs, ks, vs = buffers[:3]
@@ -302,10 +312,25 @@ def attend(
 
 @gluon.jit(do_not_specialize=["n_heads", "n_queries", "n_keys", "work_tiles"])
 def hopper_forward_kernel(
-    q_src, k_src, v_src, o_dst, lse_ptr, counter_ptr, n_heads, n_queries, n_keys, work_tiles, scale_log2,
-    CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, BLOCK_D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PERSISTENT: gl.constexpr,
-):  # fmt: skip
+    q_src,
+    k_src,
+    v_src,
+    o_dst,
+    lse_ptr,
+    counter_ptr,
+    n_heads,
+    n_queries,
+    n_keys,
+    work_tiles,
+    scale_log2,
+    CAUSAL: gl.constexpr,
+    EVEN_KEYS: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+    PERSISTENT: gl.constexpr,
+):
     """O and L. Four warps; BLOCK_N is a multiple of 64.
 
     Grid: (work_tiles,), that is query tiles * batch * heads; if PERSISTENT fewer, and the counter is at 0.

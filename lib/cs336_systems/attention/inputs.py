@@ -25,17 +25,16 @@ def in_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
     if not q.layout == k.layout == v.layout == torch.strided:
         layouts = ", ".join(str(x.layout) for x in (q, k, v))
         raise ValueError(f"q, k, v have layouts {layouts}; allowed: torch.strided")
-    if (
-        q.is_cuda and not torch.is_autocast_enabled()
-    ):  # the most frequent case; this is what asks it fastest
+    # The most frequent case, asked for in the fastest way.
+    if q.is_cuda and not torch.is_autocast_enabled():
         return q, k, v
-    if q.is_meta or k.is_meta or v.is_meta:  # which autocast does not know
+    # Autocast does not know the meta device.
+    if q.is_meta or k.is_meta or v.is_meta:
         check_inputs(q, k, v)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
-        with (
-            torch.enable_grad()
-        ):  # even in a Function's forward: first_order_only has to find the inputs
+        # Even in a Function's forward: first_order_only has to find the inputs.
+        with torch.enable_grad():
             q, k, v = (x.to(dtype) if x.dtype in KERNEL_DTYPES else x for x in (q, k, v))
     return q, k, v
 
@@ -47,12 +46,15 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
         TypeError: dtypes that differ or are not supported.
         ValueError: devices or shapes that do not fit, the meta device, a size of 0, or a head size over 256.
     """
-    fits = q.dim() >= 2 and k.shape == v.shape and q.shape[:-2] == k.shape[:-2]
-    fits = fits and q.shape[-1] == k.shape[-1] <= MAX_HEAD_SIZE and 0 not in (*q.shape, *k.shape)
+    fits = 2 <= q.dim() == k.dim() and k.shape == v.shape
+    # Only from here on is it known that there are these dimensions.
+    fits = fits and q.shape[:-2] == k.shape[:-2]
+    fits = fits and q.shape[-1] == k.shape[-1] <= MAX_HEAD_SIZE
+    fits = fits and q.numel() > 0 and k.numel() > 0
     allowed = (
         "(..., n_queries, d), (..., n_keys, d) and again (..., n_keys, d), no dimension of size 0, "
+        f"a head size d of at most {MAX_HEAD_SIZE}"
     )
-    allowed += f"a head size d of at most {MAX_HEAD_SIZE}"
     tensors.check_tensors("q, k, v", q, k, v, fits=fits, allowed=allowed, same_dtype=True)
     if q.is_meta:
         raise ValueError(

@@ -29,8 +29,9 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     with annotate("scores"):
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         if is_causal:
-            mask = causal_mask(*scores.shape[-2:], device=scores.device)
-            scores = scores.masked_fill(~mask, -math.inf)
+            # Minus infinity, not a large number: hidden keys weigh exactly nothing.
+            visible = causal_mask(q.shape[-2], k.shape[-2], scores.device)
+            scores = scores.masked_fill(~visible, -math.inf)
     with annotate("softmax"):
         weights = softmax(scores, dim=-1)
     with annotate("values"):

@@ -33,8 +33,8 @@ from cs336_systems.attention.triton_common import (
     load_tile,
     mask_scores,
     operand,
-    own_tile,
     pointers,
+    program_tile,
     query_range,
     store_tile,
 )
@@ -44,6 +44,7 @@ from cs336_systems.attention.triton_common import (
 def probabilities(s, lse, residual, scale, EXACT: tl.constexpr):
     """P = exp(scale * s - L); if EXACT, rounded where scale * s - L is small."""
     if EXACT:
+        # Two large numbers subtracted: what a float32 cuts off L may be more than what is left.
         p = tl.exp2((s * scale - lse) * LOG2E - residual * LOG2E)
     else:
         p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
@@ -54,24 +55,37 @@ def probabilities(s, lse, residual, scale, EXACT: tl.constexpr):
 def row_dot(o, do, PRECISION: tl.constexpr):
     """delta = rowsum(dO * O)."""
     if PRECISION == "bf16x3":
+        # The small parts first: then every sum has the bits of what it is part of.
         do = do[0].to(tl.float32) + (do[1].to(tl.float32) + do[2].to(tl.float32))
     return tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
 
 
 @triton.jit
 def add_dq_tiles(
-    dq, own, sources, head, queries, keys, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    dq,
+    query_tile,
+    sources,
+    keys,
+    scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     constants: tl.constexpr,
-):  # fmt: skip
-    """Adds the key tiles in [first_key, last_key) to dQ. own: (rows of q, rows of do, L, residual, delta)."""
-    _, _, _, BLOCK_N, _, PRECISION, CHUNK = constants
-    q_rows, do_rows, lse, residual, delta = own
+):
+    """Add the key tiles in [first_key, last_key) to dQ.
+
+    query_tile: (head, queries, q_rows, do_rows, L, residual, delta). sources: (k_src, v_src).
+    """
+    BLOCK_N: tl.constexpr = constants[3]
+    PRECISION: tl.constexpr = constants[5]
+    CHUNK: tl.constexpr = constants[6]
+    head, queries, q_rows, do_rows, lse, residual, delta = query_tile
     k_src, v_src = sources
     first_key, last_key, n_keys = keys
-    LATE: tl.constexpr = (
-        PRECISION == "bf16x3"
-    )  # load V after P is made: for six tiles there are no registers
-    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=CHUNK > 0 or LATE):
+    # Load V after P is made: for the three parts of both K and V there are no registers.
+    LATE: tl.constexpr = PRECISION == "bf16x3"
+    # As in the forward's loop: LLVM would keep addresses in registers.
+    KEEP: tl.constexpr = CHUNK > 0 or LATE
+    for start in tl.range(first_key, last_key, BLOCK_N, disable_licm=KEEP):
         k = load_tile(k_src, head, start, n_keys, BLOCK_N, constants)
         if not LATE:
             v = load_tile(v_src, head, start, n_keys, BLOCK_N, constants)
@@ -90,18 +104,32 @@ def add_dq_tiles(
 
 
 @triton.jit
-def own_dq(
-    place, sources, saved, delta_ptr, dq_ptr, dq_strides, sizes, CAUSAL: tl.constexpr,
-    EVEN_KEYS: tl.constexpr, SPLIT: tl.constexpr, constants: tl.constexpr,
-):  # fmt: skip
+def dq_tile(
+    place,
+    sources,
+    saved,
+    delta_ptr,
+    output,
+    sizes,
+    CAUSAL: tl.constexpr,
+    EVEN_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    constants: tl.constexpr,
+):
     """dQ of a tile of queries; delta for dkdv_kernel, if there is a place for it.
 
-    place: of `own_tile`. saved: (o_ptr, o_strides, lse_ptr, residual_ptr). delta_ptr: or None.
+    saved: (o_ptr, o_strides, lse_ptr, residual_ptr). delta_ptr: or None. output: (dq_ptr, dq_strides).
     """
-    D, BLOCK_D, BLOCK_M, BLOCK_N, _, PRECISION, _ = constants
+    D: tl.constexpr = constants[0]
+    BLOCK_D: tl.constexpr = constants[1]
+    BLOCK_M: tl.constexpr = constants[2]
+    BLOCK_N: tl.constexpr = constants[3]
+    PRECISION: tl.constexpr = constants[5]
     q_src, k_src, v_src, do_src = sources
     o_ptr, o_strides, lse_ptr, residual_ptr = saved
+    dq_ptr, dq_strides = output
     n_heads, n_queries, n_keys, split_rows, split_size, scale = sizes
+    EXACT: tl.constexpr = PRECISION != "tf32"
     head = (place[2], place[3], n_heads)
 
     first_query = place[0] * BLOCK_M
@@ -114,9 +142,8 @@ def own_dq(
     o = tl.load(pointers(o_ptr, o_strides, place, queries, dims), mask=inside, other=0.0)
     delta = row_dot(o, do, PRECISION)
     lse_rows = place[1].to(tl.int64) * n_queries + queries
-    lse, residual = load_logsumexp(
-        lse_ptr + lse_rows, residual_ptr + lse_rows, in_range, PRECISION != "tf32"
-    )
+    lse, residual = load_logsumexp(lse_ptr + lse_rows, residual_ptr + lse_rows, in_range, EXACT)
+    # By the way: a kernel for delta alone would load O and dO once more.
     if delta_ptr is not None:
         tl.store(delta_ptr + lse_rows, delta, mask=in_range)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -124,67 +151,98 @@ def own_dq(
     first, unmasked, last = key_range(
         first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
     )
-    q_rows, do_rows = (q, q_src, first_query, n_queries), (do, do_src, first_query, n_queries)
-    own = (q_rows, do_rows, lse, residual, delta)
+    q_rows = (q, q_src, first_query, n_queries)
+    do_rows = (do, do_src, first_query, n_queries)
+    query_tile = (head, queries, q_rows, do_rows, lse, residual, delta)
+    sources = (k_src, v_src)
     keys = (first, unmasked, n_keys)
-    dq = add_dq_tiles(dq, own, (k_src, v_src), head, queries, keys, scale, False, CAUSAL, constants)
+    dq = add_dq_tiles(dq, query_tile, sources, keys, scale, False, CAUSAL, constants)
+    # The last tiles alone have hidden keys, and pay for a mask.
     if CAUSAL or not EVEN_KEYS:
         keys = (unmasked, last, n_keys)
-        dq = add_dq_tiles(
-            dq, own, (k_src, v_src), head, queries, keys, scale, True, CAUSAL, constants
-        )
+        dq = add_dq_tiles(dq, query_tile, sources, keys, scale, True, CAUSAL, constants)
     if SPLIT:
+        # A split without keys writes nothing; `sum_kernel` does not read it.
         in_range = in_range & (first < last)
         dq_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
+    # The scale once, of the sum, and not of every dS.
     store_tile(dq_ptr, dq_strides, place, queries, in_range, dq * scale, D)
 
 
 @triton.jit
 def dq_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, residual_ptr, delta_ptr, dq_ptr, o_strides, dq_strides,
-    n_heads, n_queries, n_keys, all_queries, split_size, scale,
-    CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    q_src,
+    k_src,
+    v_src,
+    do_src,
+    o_ptr,
+    lse_ptr,
+    residual_ptr,
+    delta_ptr,
+    dq_ptr,
+    o_strides,
+    dq_strides,
+    n_heads,
+    n_queries,
+    n_keys,
+    all_queries,
+    split_size,
+    scale,
+    CAUSAL: tl.constexpr,
+    EVEN_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """dQ, and delta for dkdv_kernel. Grid: (query tiles * batch * heads, splits)."""
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
-    sources, saved = (q_src, k_src, v_src, do_src), (o_ptr, o_strides, lse_ptr, residual_ptr)
+    place = program_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
+    sources = (q_src, k_src, v_src, do_src)
+    saved = (o_ptr, o_strides, lse_ptr, residual_ptr)
     sizes = (n_heads, n_queries, n_keys, all_queries, split_size, scale)
-    own_dq(
-        place,
-        sources,
-        saved,
-        delta_ptr,
-        dq_ptr,
-        dq_strides,
-        sizes,
-        CAUSAL,
-        EVEN_KEYS,
-        SPLIT,
-        constants,
-    )
+    output = (dq_ptr, dq_strides)
+    dq_tile(place, sources, saved, delta_ptr, output, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
 
 
 @triton.jit
 def add_dkdv_tiles(
-    grads, own, sources, sums, head, keys, rows, scale, DIAGONAL: tl.constexpr, RAGGED: tl.constexpr,
-    GIVEN: tl.constexpr, constants: tl.constexpr,
-):  # fmt: skip
-    """Adds the query tiles in [first_query, last_query) to grads, (dK, dV). own: k and v with their rows.
+    grads,
+    key_tile,
+    sources,
+    statistics,
+    rows,
+    scale,
+    DIAGONAL: tl.constexpr,
+    RAGGED: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    constants: tl.constexpr,
+):
+    """Add the query tiles in [first_query, last_query) to grads, (dK, dV).
 
-    sums: (L, residual, delta) if GIVEN; else (L, residual, o_ptr, o_strides): delta is computed here.
+    key_tile: (head, keys, k_rows, v_rows). sources: (q_src, do_src).
+    statistics: (L, residual, delta) if HAS_DELTA; else (L, residual, o_ptr, o_strides), for delta.
     DIAGONAL: not all queries see all keys. RAGGED: some are outside the tensors; q reads as zero there, and
     an infinite key times zero is NaN. A key outside only spoils a row that is never stored.
     """
-    D, BLOCK_D, BLOCK_M, _, _, PRECISION, CHUNK = constants
+    D: tl.constexpr = constants[0]
+    BLOCK_D: tl.constexpr = constants[1]
+    BLOCK_M: tl.constexpr = constants[2]
+    PRECISION: tl.constexpr = constants[5]
+    CHUNK: tl.constexpr = constants[6]
+    EXACT: tl.constexpr = PRECISION != "tf32"
     dk, dv = grads
-    k_rows, v_rows = own
+    head, keys, k_rows, v_rows = key_tile
     q_src, do_src = sources
     first_query, last_query, n_queries = rows
-    LATE: tl.constexpr = PRECISION == "bf16x3"  # load dO after P is made, as in add_dq_tiles
-    for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=CHUNK > 0 or LATE):
+    # Load dO after P is made, as V in add_dq_tiles.
+    LATE: tl.constexpr = PRECISION == "bf16x3"
+    KEEP: tl.constexpr = CHUNK > 0 or LATE
+    for start in tl.range(first_query, last_query, BLOCK_M, disable_licm=KEEP):
         queries = start + tl.arange(0, BLOCK_M)
         in_range = queries < n_queries
         q = load_tile(q_src, head, start, n_queries, BLOCK_M, constants)
@@ -194,27 +252,30 @@ def add_dkdv_tiles(
         if not LATE:
             dpt = dot_transposed(v_rows, (do, do_src, start, n_queries), head, False, constants)
         lse, residual = load_logsumexp(
-            sums[0] + queries, sums[1] + queries, in_range, PRECISION != "tf32"
+            statistics[0] + queries, statistics[1] + queries, in_range, EXACT
         )
-        if not GIVEN:
+        # Where programs are few, O loaded with every tile costs less than another launch that is waited for.
+        if not HAS_DELTA:
+            o_ptr = statistics[2]
+            o_strides = statistics[3]
             dims = tl.arange(0, BLOCK_D)
-            o_tile = (
-                sums[2] + queries[:, None].to(tl.int64) * sums[3][2] + dims[None, :] * sums[3][3]
-            )
+            o_rows = o_ptr + queries[:, None].to(tl.int64) * o_strides[2]
+            o_tile = o_rows + dims[None, :] * o_strides[3]
             o = tl.load(o_tile, mask=in_range[:, None] & (dims[None, :] < D), other=0.0)
             delta = row_dot(o, do, PRECISION)
         elif not LATE:
-            delta = tl.load(sums[2] + queries, mask=in_range, other=0.0)
+            delta = tl.load(statistics[2] + queries, mask=in_range, other=0.0)
         if DIAGONAL:
             st = tl.where(queries[None, :] >= keys[:, None], st, -float("inf"))
         if RAGGED:
             st = tl.where(in_range[None, :], st, -float("inf"))
-        pt = probabilities(st, lse[None, :], residual[None, :], scale, PRECISION != "tf32")
+        pt = probabilities(st, lse[None, :], residual[None, :], scale, EXACT)
+        # dV by itself, before dO's parts are needed for dP: what is done with P then holds no registers.
         if LATE:
             do = load_tile(do_src, head, start, n_queries, BLOCK_M, constants)
             dv = dot(operand(pt, do, PRECISION), do, dv, PRECISION)
             dpt = dot_transposed(v_rows, (do, do_src, start, n_queries), head, False, constants)
-            delta = tl.load(sums[2] + queries, mask=in_range, other=0.0)
+            delta = tl.load(statistics[2] + queries, mask=in_range, other=0.0)
         dst = operand(pt * (dpt - delta[None, :]), q, PRECISION)
         dk = dot(dst, q, dk, PRECISION)
         if not LATE:
@@ -223,15 +284,26 @@ def add_dkdv_tiles(
 
 
 @triton.jit
-def own_dkdv(
-    place, sources, sums, outputs, sizes, CAUSAL: tl.constexpr, EVEN: tl.constexpr, GIVEN: tl.constexpr,
-    SPLIT: tl.constexpr, constants: tl.constexpr,
-):  # fmt: skip
+def dkdv_tile(
+    place,
+    sources,
+    statistics,
+    outputs,
+    sizes,
+    CAUSAL: tl.constexpr,
+    EVEN: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    SPLIT: tl.constexpr,
+    constants: tl.constexpr,
+):
     """dK and dV of a tile of keys.
 
-    place: of `own_tile`. sums: of `add_dkdv_tiles`, of this head. outputs: (dk_ptr, dv_ptr, strides of each).
+    statistics: of `add_dkdv_tiles`, of this head. outputs: (dk_ptr, dv_ptr, strides of each).
     """
-    D, BLOCK_D, BLOCK_M, BLOCK_N, _, _, _ = constants
+    D: tl.constexpr = constants[0]
+    BLOCK_D: tl.constexpr = constants[1]
+    BLOCK_M: tl.constexpr = constants[2]
+    BLOCK_N: tl.constexpr = constants[3]
     q_src, k_src, v_src, do_src = sources
     dk_ptr, dv_ptr, dk_strides, dv_strides = outputs
     n_heads, n_queries, n_keys, split_rows, split_size, scale = sizes
@@ -243,31 +315,37 @@ def own_dkdv(
     v = load_tile(v_src, head, first_key, n_keys, BLOCK_N, constants)
     grads = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_D], tl.float32))
 
-    own, loop = ((k, k_src, first_key, n_keys), (v, v_src, first_key, n_keys)), (q_src, do_src)
+    k_rows = (k, k_src, first_key, n_keys)
+    v_rows = (v, v_src, first_key, n_keys)
+    key_tile = (head, keys, k_rows, v_rows)
+    sources = (q_src, do_src)
     first_query, unmasked, last_query = query_range(
         first_key, n_queries, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
     )
-    whole = (
-        last_query if EVEN else tl.minimum(last_query, n_queries // BLOCK_M * BLOCK_M)
-    )  # tiles end here
+    # Where the last whole tile of queries ends. Only the tile after it pays for a mask by queries.
+    last_whole = last_query
+    if not EVEN:
+        last_whole = tl.minimum(last_query, n_queries // BLOCK_M * BLOCK_M)
+    # The diagonal crosses the first tiles: from `unmasked` on queries see all of these keys.
     if CAUSAL:
         rows = (first_query, tl.minimum(unmasked, last_query), n_queries)
         grads = add_dkdv_tiles(
-            grads, own, loop, sums, head, keys, rows, scale, True, not EVEN, GIVEN, constants
+            grads, key_tile, sources, statistics, rows, scale, True, not EVEN, HAS_DELTA, constants
         )
-    rows = (unmasked, whole, n_queries)
+    rows = (unmasked, last_whole, n_queries)
     grads = add_dkdv_tiles(
-        grads, own, loop, sums, head, keys, rows, scale, False, False, GIVEN, constants
+        grads, key_tile, sources, statistics, rows, scale, False, False, HAS_DELTA, constants
     )
     if not EVEN:
-        rows = (tl.maximum(unmasked, whole), last_query, n_queries)
+        rows = (tl.maximum(unmasked, last_whole), last_query, n_queries)
         grads = add_dkdv_tiles(
-            grads, own, loop, sums, head, keys, rows, scale, False, True, GIVEN, constants
+            grads, key_tile, sources, statistics, rows, scale, False, True, HAS_DELTA, constants
         )
     dk, dv = grads
 
     in_range = keys < n_keys
     if SPLIT:
+        # A split without queries that see these keys writes nothing; `sum_kernel` does not read it.
         start = tl.program_id(1) * split_size
         in_range = in_range & (start < n_queries) & (first_query < start + split_size)
         dk_ptr += (tl.program_id(1) * split_rows).to(tl.int64) * D
@@ -278,33 +356,83 @@ def own_dkdv(
 
 @triton.jit
 def dkdv_kernel(
-    q_src, k_src, v_src, do_src, lse_ptr, residual_ptr, delta_ptr, dk_ptr, dv_ptr, dk_strides, dv_strides,
-    n_heads, n_queries, n_keys, all_keys, split_size, scale,
-    CAUSAL: tl.constexpr, EVEN_QUERIES: tl.constexpr, SPLIT: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    q_src,
+    k_src,
+    v_src,
+    do_src,
+    lse_ptr,
+    residual_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    dk_strides,
+    dv_strides,
+    n_heads,
+    n_queries,
+    n_keys,
+    all_keys,
+    split_size,
+    scale,
+    CAUSAL: tl.constexpr,
+    EVEN_QUERIES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """dK and dV. Grid: (key tiles * batch * heads, splits)."""
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    place = own_tile(
-        tl.program_id(0), n_keys, n_heads, BLOCK_N, False
-    )  # the first keys have most queries
+    # The first keys have the most queries: in order, not LAST_FIRST.
+    place = program_tile(tl.program_id(0), n_keys, n_heads, BLOCK_N, False)
     first_row = place[1].to(tl.int64) * n_queries
-    sums = (lse_ptr + first_row, residual_ptr + first_row, delta_ptr + first_row)
-    sources, outputs = (q_src, k_src, v_src, do_src), (dk_ptr, dv_ptr, dk_strides, dv_strides)
+    statistics = (lse_ptr + first_row, residual_ptr + first_row, delta_ptr + first_row)
+    sources = (q_src, k_src, v_src, do_src)
+    outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides)
     sizes = (n_heads, n_queries, n_keys, all_keys, split_size, scale)
-    own_dkdv(place, sources, sums, outputs, sizes, CAUSAL, EVEN_QUERIES, True, SPLIT, constants)
+    dkdv_tile(
+        place, sources, statistics, outputs, sizes, CAUSAL, EVEN_QUERIES, True, SPLIT, constants
+    )
 
 
 @triton.jit
 def backward_kernel(
-    q_src, k_src, v_src, do_src, o_ptr, lse_ptr, residual_ptr, dq_ptr, dk_ptr, dv_ptr,
-    o_strides, dq_strides, dk_strides, dv_strides,
-    n_heads, n_queries, n_keys, all_queries, all_keys, split_size, scale, CAUSAL: tl.constexpr,
-    EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    q_src,
+    k_src,
+    v_src,
+    do_src,
+    o_ptr,
+    lse_ptr,
+    residual_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    o_strides,
+    dq_strides,
+    dk_strides,
+    dv_strides,
+    n_heads,
+    n_queries,
+    n_keys,
+    all_queries,
+    all_keys,
+    split_size,
+    scale,
+    CAUSAL: tl.constexpr,
+    EVEN_QUERIES: tl.constexpr,
+    EVEN_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """dQ, dK and dV in one launch. Grid: ((query tiles + key tiles) * batch * heads, splits).
 
     The last programs own keys; each program computes delta itself, so that none waits for another. With SPLIT
@@ -312,44 +440,33 @@ def backward_kernel(
     """
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
     sources = (q_src, k_src, v_src, do_src)
+    # batch * heads is all_keys // n_keys. Names differ in the two branches: Triton merges what both assign.
     key_programs = tl.cdiv(n_keys, BLOCK_N) * (all_keys // n_keys)
     query_programs = tl.num_programs(0) - key_programs
     if tl.program_id(0) < query_programs:
-        place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
+        place = program_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
         saved = (o_ptr, o_strides, lse_ptr, residual_ptr)
         sizes = (n_heads, n_queries, n_keys, all_queries, split_size, scale)
-        own_dq(
-            place,
-            sources,
-            saved,
-            None,
-            dq_ptr,
-            dq_strides,
-            sizes,
-            CAUSAL,
-            EVEN_KEYS,
-            SPLIT,
-            constants,
-        )
+        output = (dq_ptr, dq_strides)
+        dq_tile(place, sources, saved, None, output, sizes, CAUSAL, EVEN_KEYS, SPLIT, constants)
     else:
-        key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, BLOCK_N, False)
-        o_head = (
-            o_ptr
-            + key_place[2].to(tl.int64) * o_strides[0]
-            + key_place[3].to(tl.int64) * o_strides[1]
-        )
+        key_program = tl.program_id(0) - query_programs
+        key_place = program_tile(key_program, n_keys, n_heads, BLOCK_N, False)
+        o_batch = o_ptr + key_place[2].to(tl.int64) * o_strides[0]
+        o_head = o_batch + key_place[3].to(tl.int64) * o_strides[1]
         first_row = key_place[1].to(tl.int64) * n_queries
-        sums = (lse_ptr + first_row, residual_ptr + first_row, o_head, o_strides)
+        statistics = (lse_ptr + first_row, residual_ptr + first_row, o_head, o_strides)
         outputs = (dk_ptr, dv_ptr, dk_strides, dv_strides)
         key_sizes = (n_heads, n_queries, n_keys, all_keys, split_size, scale)
-        own_dkdv(
+        EVEN: tl.constexpr = EVEN_QUERIES
+        dkdv_tile(
             key_place,
             sources,
-            sums,
+            statistics,
             outputs,
             key_sizes,
             CAUSAL,
-            EVEN_QUERIES,
+            EVEN,
             False,
             SPLIT,
             constants,
@@ -358,19 +475,29 @@ def backward_kernel(
 
 @triton.jit
 def sum_tile(
-    split_ptr, ptr, strides, place, first_split, last_split, n_rows, all_rows,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One tile of ROWS rows of the sum over the splits."""
+    split_ptr,
+    ptr,
+    strides,
+    place,
+    splits,
+    sizes,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """One tile of ROWS rows of the sum over splits [first, end). sizes: (n_rows, rows of all heads)."""
+    first, end = splits
+    n_rows, all_rows = sizes
     rows = place[0] * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     in_range = rows < n_rows
     inside = in_range[:, None] & (dims[None, :] < D)
     stride = tl.cast(all_rows, tl.int64) * D
     tile_rows = place[1].to(tl.int64) * n_rows + rows
-    split = split_ptr + first_split * stride + tile_rows[:, None] * D + dims[None, :]
+    split = split_ptr + first * stride + tile_rows[:, None] * D + dims[None, :]
     total = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for _ in tl.range(first_split, last_split, num_stages=3):
+    # Stages: as in `merge_kernel`, loads are under way while one is added.
+    for _ in tl.range(first, end, num_stages=3):
         total += tl.load(split, mask=inside, other=0.0)
         split += stride
     store_tile(ptr, strides, place, rows, in_range, total, D)
@@ -378,11 +505,28 @@ def sum_tile(
 
 @triton.jit
 def sum_kernel(
-    split_dq_ptr, split_dk_ptr, split_dv_ptr, dq_ptr, dk_ptr, dv_ptr, dq_strides, dk_strides, dv_strides,
-    n_heads, n_queries, n_keys, all_queries, all_keys, split_size,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    split_dq_ptr,
+    split_dk_ptr,
+    split_dv_ptr,
+    dq_ptr,
+    dk_ptr,
+    dv_ptr,
+    dq_strides,
+    dk_strides,
+    dv_strides,
+    n_heads,
+    n_queries,
+    n_keys,
+    all_queries,
+    all_keys,
+    split_size,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """dQ, dK and dV, summed over the splits in order: the same bits every time.
 
     BLOCK_M, BLOCK_N: queries and keys that programs owned which wrote them; multiples of ROWS. Grid:
@@ -391,51 +535,24 @@ def sum_kernel(
     key_programs = tl.cdiv(n_keys, ROWS) * (all_keys // n_keys)
     query_programs = tl.num_programs(0) - key_programs
     if tl.program_id(0) < query_programs:
-        place = own_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
+        place = program_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
+        # Of the tile that wrote these rows: which of its splits had keys.
         first_query = place[0] * ROWS // BLOCK_M * BLOCK_M
         _, _, last_key = key_range(first_query, n_keys, split_size, BLOCK_M, 1, CAUSAL, False)
-        end = tl.cdiv(last_key, split_size)
-        sum_tile(
-            split_dq_ptr,
-            dq_ptr,
-            dq_strides,
-            place,
-            0,
-            end,
-            n_queries,
-            all_queries,
-            D,
-            BLOCK_D,
-            ROWS,
-        )
+        splits = (0, tl.cdiv(last_key, split_size))
+        sizes = (n_queries, all_queries)
+        sum_tile(split_dq_ptr, dq_ptr, dq_strides, place, splits, sizes, D, BLOCK_D, ROWS)
     else:
-        key_place = own_tile(tl.program_id(0) - query_programs, n_keys, n_heads, ROWS, False)
+        key_program = tl.program_id(0) - query_programs
+        key_place = program_tile(key_program, n_keys, n_heads, ROWS, False)
+        # Causal: the splits of the first queries do not see these keys.
         first_key = key_place[0] * ROWS // BLOCK_N * BLOCK_N
         first_row, _, _ = query_range(first_key, n_queries, split_size, 1, BLOCK_N, CAUSAL, False)
-        first, end = first_row // split_size, tl.cdiv(n_queries, split_size)
+        key_splits = (first_row // split_size, tl.cdiv(n_queries, split_size))
+        key_sizes = (n_keys, all_keys)
         sum_tile(
-            split_dk_ptr,
-            dk_ptr,
-            dk_strides,
-            key_place,
-            first,
-            end,
-            n_keys,
-            all_keys,
-            D,
-            BLOCK_D,
-            ROWS,
+            split_dk_ptr, dk_ptr, dk_strides, key_place, key_splits, key_sizes, D, BLOCK_D, ROWS
         )
         sum_tile(
-            split_dv_ptr,
-            dv_ptr,
-            dv_strides,
-            key_place,
-            first,
-            end,
-            n_keys,
-            all_keys,
-            D,
-            BLOCK_D,
-            ROWS,
+            split_dv_ptr, dv_ptr, dv_strides, key_place, key_splits, key_sizes, D, BLOCK_D, ROWS
         )

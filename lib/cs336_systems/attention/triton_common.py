@@ -15,7 +15,9 @@ Tuples that functions pass on:
 
     head       (batch, head, n_heads)
     rows       (tile, source, its first row, n_rows): a tile of a tensor, and what it was loaded from
-    constants  (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
+    constants  (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK), a line for each that is used:
+               what comes of a tuple of constants taken apart in one line depends on the version of Triton
+    place      (tile, batch * n_heads + head, batch, head): what a program owns, of `program_tile`
     strides    of a (batch, heads, n, d) tensor
 """
 
@@ -34,12 +36,16 @@ def load_tile(source, head, first_row, n_rows, BLOCK: tl.constexpr, constants: t
 
     If PRECISION is "bf16x3", the three matrices of which they are the sum.
     """
-    D, BLOCK_D, _, _, USE_TMA, PRECISION, _ = constants
+    D: tl.constexpr = constants[0]
+    BLOCK_D: tl.constexpr = constants[1]
+    USE_TMA: tl.constexpr = constants[4]
+    PRECISION: tl.constexpr = constants[5]
     if PRECISION == "bf16x3":
-        first = head[1] * 3
-        x0 = source.load([head[0], first, first_row, 0]).reshape([BLOCK, BLOCK_D])
-        x1 = source.load([head[0], first + 1, first_row, 0]).reshape([BLOCK, BLOCK_D])
-        x2 = source.load([head[0], first + 2, first_row, 0]).reshape([BLOCK, BLOCK_D])
+        # A head's three matrices stand one after the other, as if they were heads.
+        part = head[1] * 3
+        x0 = source.load([head[0], part, first_row, 0]).reshape([BLOCK, BLOCK_D])
+        x1 = source.load([head[0], part + 1, first_row, 0]).reshape([BLOCK, BLOCK_D])
+        x2 = source.load([head[0], part + 2, first_row, 0]).reshape([BLOCK, BLOCK_D])
         tile = (x0, x1, x2)
     elif USE_TMA:
         tile = source.load([head[0], head[1], first_row, 0]).reshape([BLOCK, BLOCK_D])
@@ -59,10 +65,12 @@ def load_by_pointers(
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    batch, head, n_heads = head
+    """Rows and dimensions from these on of one head of a contiguous tensor, [BLOCK, WIDTH]."""
+    batch, head_index, n_heads = head
     rows = first_row + tl.arange(0, BLOCK)
     dims = first_dim + tl.arange(0, WIDTH)
-    head_start = source + (batch * n_heads + head).to(tl.int64) * n_rows * D
+    # Only heads may lie more than 2^31 numbers apart: inside of one, 32 bits do, at half the registers.
+    head_start = source + (batch * n_heads + head_index).to(tl.int64) * n_rows * D
     inside = (rows[:, None] < n_rows) & (dims[None, :] < D)
     return tl.load(head_start + rows[:, None] * D + dims[None, :], mask=inside, other=0.0)
 
@@ -80,7 +88,10 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 @triton.jit
 def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.constexpr):
     """A B^T, of two rows tuples. SCORES: infinite ones keep their sign, which says what weighs nothing."""
-    D, BLOCK_D, _, _, _, PRECISION, CHUNK = constants
+    D: tl.constexpr = constants[0]
+    BLOCK_D: tl.constexpr = constants[1]
+    PRECISION: tl.constexpr = constants[5]
+    CHUNK: tl.constexpr = constants[6]
     a, a_src, first_a, n_a = a_rows
     b, b_src, first_b, n_b = b_rows
     if CHUNK:
@@ -91,9 +102,8 @@ def dot_transposed(a_rows, b_rows, head, SCORES: tl.constexpr, constants: tl.con
             result = tl.dot(a_part, b_part.T, result, input_precision=PRECISION)
     elif PRECISION == "bf16x3":
         result = product(a, (b[0].T, b[1].T, b[2].T), SCORES)
-    elif (
-        SCORES and PRECISION == "bf16x6"
-    ):  # Triton's own has no clamp: +inf of small products hides a -inf
+    elif SCORES and PRECISION == "bf16x6":
+        # Triton's own has no clamp: there +inf of small products hides a -inf.
         result = product(split_bf16(a), split_bf16(b.T), True)
     else:
         result = tl.dot(a, b.T, input_precision=PRECISION)
@@ -117,14 +127,13 @@ def mask_scores(s, queries, first_key, n_keys, BLOCK_N: tl.constexpr, CAUSAL: tl
 
 
 @triton.jit
-def own_tile(program, n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """(tile, batch * n_heads + head, batch, head) of this program.
-
-    LAST_FIRST: of causal queries the last see the most keys, and the short rows fill the gaps at the end.
-    """
+def program_tile(program, n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """(tile, batch * n_heads + head, batch, head): which rows this program owns."""
+    # Programs begin in their order: those of one head together, whose keys and values L2 then has.
     tiles = tl.cdiv(n_rows, BLOCK)
     tile = program % tiles
     if LAST_FIRST:
+        # Of causal queries the last see the most keys, and the short rows fill the gaps at the end.
         tile = tiles - 1 - tile
     batch_head = program // tiles
     return tile, batch_head, batch_head // n_heads, batch_head % n_heads
@@ -132,9 +141,14 @@ def own_tile(program, n_rows, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.const
 
 @triton.jit
 def key_range(
-    first_query, n_keys, split_size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    first_query,
+    n_keys,
+    split_size,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     """(first_key, unmasked, last_key): all queries of the tile see the keys of this program from first_key to
     unmasked, none sees those from last_key on.
 
@@ -145,6 +159,7 @@ def key_range(
     unmasked = n_keys // BLOCK_N * BLOCK_N
     last_key = n_keys
     if CAUSAL:
+        # The diagonal begins in the tile with the first query; no query sees the keys after the last.
         unmasked = tl.minimum(unmasked, first_query // BLOCK_N * BLOCK_N)
         last_key = tl.minimum(n_keys, first_query + BLOCK_M)
     if SPLIT:
@@ -156,9 +171,14 @@ def key_range(
 
 @triton.jit
 def query_range(
-    first_key, n_queries, split_size, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    first_key,
+    n_queries,
+    split_size,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SPLIT: tl.constexpr,
-):  # fmt: skip
+):
     """(first_query, unmasked, last_query): none before the first sees a key; all from `unmasked` on see all.
 
     SPLIT and split_size as in `key_range`.
@@ -179,7 +199,8 @@ def query_range(
 
 @triton.jit
 def pointers(ptr, strides, place, rows, dims):
-    """Of a (rows, dims) tile of a (batch, heads, n, d) tensor; place: of `own_tile`."""
+    """Of a (rows, dims) tile of a (batch, heads, n, d) tensor."""
+    # In 64 bits, rows too: strides are any, and 32 bits overflow where heads lie between a head's rows.
     base = ptr + place[2].to(tl.int64) * strides[0] + place[3].to(tl.int64) * strides[1]
     return base + rows[:, None].to(tl.int64) * strides[2] + dims[None, :] * strides[3]
 

@@ -31,7 +31,7 @@ from cs336_systems.attention.triton_common import (
     load_tile,
     mask_scores,
     operand,
-    own_tile,
+    program_tile,
     store_tile,
 )
 
@@ -43,10 +43,12 @@ def softmax_step(s, m, scale_log2, EXACT: tl.constexpr):
     The maximum is of s if EXACT, else of scale_log2 * s.
     """
     if EXACT:
+        # Subtracted before it is scaled: nothing is rounded off where s is near the maximum.
         maximum = tl.maximum(m, tl.max(s, 1))
         p = tl.exp2((s - maximum[:, None]) * scale_log2)
         correction = tl.exp2((m - maximum) * scale_log2)
     else:
+        # One multiply-add and one exp2 for a score.
         maximum = tl.maximum(m, tl.max(s, 1) * scale_log2)
         p = tl.exp2(s * scale_log2 - maximum[:, None])
         correction = tl.exp2(m - maximum)
@@ -66,12 +68,10 @@ def store_logsumexp(
     total = tl.where(empty, 1.0, total)
     log = tl.log2(total) * LN2
     lse = tl.fma(m, unit, log)
-    tl.store(
-        lse_ptr + rows,
-        tl.where(empty, -float("inf") if SPLIT else float("inf"), lse),
-        mask=in_range,
-    )
+    of_empty: tl.constexpr = -float("inf") if SPLIT else float("inf")
+    tl.store(lse_ptr + rows, tl.where(empty, of_empty, lse), mask=in_range)
     if EXACT:
+        # The fma subtracts before it rounds: m * unit, rounded by itself, has lost what is asked for.
         residual = tl.where(empty, 0.0, tl.fma(m, unit, -lse) + log)
         tl.store(residual_ptr + rows, residual, mask=in_range)
     return total
@@ -79,11 +79,21 @@ def store_logsumexp(
 
 @triton.jit
 def attend(
-    state, q_rows, sources, head, queries, keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    state,
+    q_rows,
+    sources,
+    head,
+    queries,
+    keys,
+    scale_log2,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
     constants: tl.constexpr,
-):  # fmt: skip
+):
     """Online softmax over the key tiles in [first_key, last_key). state: (acc, total, m)."""
-    _, _, _, BLOCK_N, _, PRECISION, CHUNK = constants
+    BLOCK_N: tl.constexpr = constants[3]
+    PRECISION: tl.constexpr = constants[5]
+    CHUNK: tl.constexpr = constants[6]
     acc, total, m = state
     k_src, v_src = sources
     first_key, last_key, n_keys = keys
@@ -94,6 +104,7 @@ def attend(
         s = dot_transposed(q_rows, (k, k_src, start, n_keys), head, True, constants)
         if MASKED:
             s = mask_scores(s, queries, start, n_keys, BLOCK_N, CAUSAL)
+        # "tf32" stands for all that rounds in the matmul: 16 bits come with it, too.
         p, correction, m = softmax_step(s, m, scale_log2, PRECISION != "tf32")
         total = total * correction + tl.sum(p, 1)
         acc = acc * correction[:, None]
@@ -104,19 +115,38 @@ def attend(
 
 @triton.jit
 def forward_kernel(
-    q_src, k_src, v_src, o_ptr, lse_ptr, residual_ptr, o_strides,
-    n_heads, n_queries, n_keys, all_queries, split_size, scale, scale_log2,
-    CAUSAL: tl.constexpr, EVEN_KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr, PRECISION: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
+    q_src,
+    k_src,
+    v_src,
+    o_ptr,
+    lse_ptr,
+    residual_ptr,
+    o_strides,
+    n_heads,
+    n_queries,
+    n_keys,
+    all_queries,
+    split_size,
+    scale,
+    scale_log2,
+    CAUSAL: tl.constexpr,
+    EVEN_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    USE_TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
     """O (batch, heads, n_queries, d), L and, if EXACT, its residual (batch * heads, n_queries).
 
     Grid: (query tiles * batch * heads, splits). With SPLIT a program has split_size keys, and writes into
     (splits, batch, heads, n_queries, d) and (splits, batch * heads, n_queries), for merge_kernel.
     """
     constants: tl.constexpr = (D, BLOCK_D, BLOCK_M, BLOCK_N, USE_TMA, PRECISION, CHUNK)
-    place = own_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
+    place = program_tile(tl.program_id(0), n_queries, n_heads, BLOCK_M, CAUSAL)
     head = (place[2], place[3], n_heads)
 
     first_query = place[0] * BLOCK_M
@@ -124,17 +154,20 @@ def forward_kernel(
     q = load_tile(q_src, head, first_query, n_queries, BLOCK_M, constants)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    # Not from minus infinity: see LOWEST.
     m = tl.full([BLOCK_M], LOWEST, tl.float32)
 
     first, unmasked, last = key_range(
         first_query, n_keys, split_size, BLOCK_M, BLOCK_N, CAUSAL, SPLIT
     )
-    q_rows, sources = (q, q_src, first_query, n_queries), (k_src, v_src)
+    q_rows = (q, q_src, first_query, n_queries)
+    sources = (k_src, v_src)
     state = (acc, total, m)
     keys = (first, unmasked, n_keys)
     state = attend(
         state, q_rows, sources, head, queries, keys, scale_log2, False, CAUSAL, constants
     )
+    # The last tiles alone have hidden keys, and pay for a mask.
     if CAUSAL or not EVEN_KEYS:
         keys = (unmasked, last, n_keys)
         state = attend(
@@ -144,6 +177,7 @@ def forward_kernel(
 
     in_range = queries < n_queries
     if SPLIT:
+        # A split without keys writes nothing; `merge_kernel` does not read it.
         in_range = in_range & (first < last)
         lse_ptr += tl.program_id(1) * all_queries
         residual_ptr += tl.program_id(1) * all_queries
@@ -157,17 +191,30 @@ def forward_kernel(
 
 @triton.jit
 def merge_kernel(
-    split_o_ptr, split_lse_ptr, split_residual_ptr, o_ptr, lse_ptr, residual_ptr, o_strides,
-    n_heads, n_queries, n_keys, all_queries, split_size,
-    CAUSAL: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    split_o_ptr,
+    split_lse_ptr,
+    split_residual_ptr,
+    o_ptr,
+    lse_ptr,
+    residual_ptr,
+    o_strides,
+    n_heads,
+    n_queries,
+    n_keys,
+    all_queries,
+    split_size,
+    CAUSAL: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """O, L and its residual of those of the splits: by the online softmax, of which each split is one step.
 
     BLOCK_M: of the kernel that wrote the splits; a multiple of ROWS. Grid: (tiles of ROWS * batch * heads,).
-    Stages: the loads of two splits are under way while one is added, which takes a fraction of their latency.
     """
-    place = own_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
+    place = program_tile(tl.program_id(0), n_queries, n_heads, ROWS, False)
     queries = place[0] * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK_D)
     in_range = queries < n_queries
@@ -176,12 +223,14 @@ def merge_kernel(
     _, _, last_key = key_range(first_query, n_keys, split_size, BLOCK_M, 1, CAUSAL, False)
     rows = place[1].to(tl.int64) * n_queries + queries
     EXACT: tl.constexpr = PRECISION != "tf32"
-    lse_tile, residual_tile = split_lse_ptr + rows, split_residual_ptr + rows
+    lse_tile = split_lse_ptr + rows
+    residual_tile = split_residual_ptr + rows
     o_tile = split_o_ptr + rows[:, None] * D + dims[None, :]
     stride = tl.cast(all_queries, tl.int64)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     m = tl.full([ROWS], LOWEST, tl.float32)
+    # Stages: two splits are being loaded while one is added, which takes a fraction of their latency.
     for _ in tl.range(0, tl.cdiv(last_key, split_size), num_stages=3):
         lse, residual = load_logsumexp(lse_tile, residual_tile, in_range, EXACT)
         m_new = tl.maximum(m, lse)
