@@ -16,43 +16,29 @@ import sys
 import torch
 
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launcher import Launcher, tuning_for
+from cs336_systems.attention.launcher import Launcher, contiguous, tuning_for
 from cs336_systems.attention.tiles import Tuning
 from cs336_systems.checks import AttentionCase
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
+FP16 = torch.float16
+FP32 = torch.float32
+HOPPER = "hopper_forward 128x128 persistent, hopper_backward"
+BF16X3 = "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"
 # Name, heads, queries, keys, d, causal; dtype; and the kernels that run it on a Hopper GPU of 132 SMs.
 _CASES = [
     ("short", 180, 250, 250, 64, True, BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
     ("wide", 120, 250, 250, 128, True, BF16, "hopper_forward 128x128 persistent, dq, dkdv"),
     ("full", 60, 768, 1152, 64, False, BF16, "hopper_forward 192x128 persistent, hopper_backward"),
     ("ragged", 60, 768, 1100, 64, False, BF16, "hopper_forward 192x128, hopper_backward"),
-    (
-        "wide, full",
-        60,
-        520,
-        640,
-        128,
-        False,
-        BF16,
-        "hopper_forward 128x128 persistent, hopper_backward",
-    ),
-    (
-        "wide, causal",
-        40,
-        1030,
-        400,
-        128,
-        True,
-        FP16,
-        "hopper_forward 128x128 persistent, hopper_backward",
-    ),
+    ("wide, full", 60, 520, 640, 128, False, BF16, HOPPER),
+    ("wide, causal", 40, 1030, 400, 128, True, FP16, HOPPER),
     ("narrow", 45, 1030, 400, 16, True, FP16, "hopper_forward 64x64 persistent, hopper_backward"),
     ("few", 40, 200, 200, 64, False, BF16, "hopper_forward 64x128, dq, dkdv"),
     ("fewer", 2, 300, 300, 128, True, BF16, "hopper_forward 64x128, backward"),
-    ("float32, wide", 12, 520, 530, 128, True, FP32, "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"),
-    ("float32, full", 12, 520, 530, 64, False, FP32, "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"),
-    ("float32, split", 2, 1100, 1100, 64, True, FP32, "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"),
+    ("float32, wide", 12, 520, 530, 128, True, FP32, BF16X3),
+    ("float32, full", 12, 520, 530, 64, False, FP32, BF16X3),
+    ("float32, split", 2, 1100, 1100, 64, True, FP32, BF16X3),
     ("float32, short", 2, 300, 300, 64, True, FP32, "forward, backward"),
 ]
 CASES = [
@@ -80,37 +66,38 @@ def main() -> int:
 
 def launched_of(case: AttentionCase, tuning: Tuning) -> str:
     """By forward and backward, as CASES writes them."""
-    q, k = (
-        ((*case.leading, n, case.d), (n * case.d, case.d, 1)) for n in (case.n_queries, case.n_keys)
-    )
+    q, k = (contiguous(case.leading + (n, case.d)) for n in (case.n_queries, case.n_keys))
     forward = Launcher((q, k, k, q), tuning, case.is_causal).plan
     backward = Launcher((q, k, k, q, q, q, k, k), tuning, case.is_causal).plan
-    ((name, tile),) = forward.tiles.items()
-    if name == "hopper_forward":
-        name += f" {tile.block_m}x{tile.block_n}" + " persistent" * forward.persistent
-    return ", ".join((name, *backward.tiles))
+    ((kernel, tile),) = forward.tiles.items()
+    if kernel == "hopper_forward":
+        kernel += f" {tile.block_m}x{tile.block_n}"
+    if forward.persistent:
+        kernel += " persistent"
+    return ", ".join([kernel] + list(backward.tiles))
 
 
 def both_passes(q, k, v, do, is_causal=True) -> tuple[torch.Tensor, ...]:
     """O, L, in float32 its residual, dQ, dK, dV."""
-    o, *sums = flash_forward(q, k, v, is_causal)
-    return o, *sums, *flash_backward(do, q, k, v, o, sums[0], is_causal, *sums[1:])
+    outputs = flash_forward(q, k, v, is_causal)
+    o, lse, *residual = outputs
+    gradients = flash_backward(do, q, k, v, o, lse, is_causal, *residual)
+    return tuple(outputs) + tuple(gradients)
 
 
 def what_differs(case: AttentionCase, dtype: torch.dtype, times: int) -> list[str]:
     """The outputs that are not the same every time; dQ up to a rounding: programs add to it as they come."""
     lengths = case.n_queries, case.n_keys, case.n_keys, case.n_queries
     q, k, v, do = (torch.randn(*case.leading, n, case.d, device="cuda").to(dtype) for n in lengths)
-    first, differing = {}, set()
+    first = {}
+    differing = set()
     for _ in range(times):
-        o, logsumexp, *_, dq, dk, dv = both_passes(q, k, v, do, case.is_causal)
-        found = {"O": o, "L": logsumexp, "dK": dk, "dV": dv, "dQ": dq}
-        first = first or found
-        differing |= {
-            name for name in first if name != "dQ" and not torch.equal(found[name], first[name])
-        }
-        little = 1e-5 * first["dQ"].nan_to_num().abs().max().item()
-        if not torch.allclose(dq, first["dQ"], rtol=2**-7, atol=little):
+        o, lse, *_, dq, dk, dv = both_passes(q, k, v, do, case.is_causal)
+        exact = {"O": o, "L": lse, "dK": dk, "dV": dv}
+        first = first or exact | {"dQ": dq}
+        differing |= {name for name, x in exact.items() if not torch.equal(x, first[name])}
+        rounding = 1e-5 * first["dQ"].nan_to_num().abs().max().item()
+        if not torch.allclose(dq, first["dQ"], rtol=2**-7, atol=rounding):
             differing.add("dQ")
     return sorted(differing)
 

@@ -18,6 +18,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tests.layouts import LAYOUTS
@@ -31,52 +32,52 @@ from cs336_systems.checks.accuracy import EPS, compare, random_on
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_SIZES = (16, 32, 33, 40, 64, 64, 80, 96, 128, 128, 256)
 # Powers of two; None is for the number 1. Tiles have up to 128 rows.
-BATCH_POWERS, HEADS_POWERS = (None, None, 0, 1, 2, 3), (None, None, 0, 1, 3, 4)
+BATCH_POWERS = (None, None, 0, 1, 2, 3)
+HEADS_POWERS = (None, None, 0, 1, 3, 4)
 LENGTH_POWERS = (None, 0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 7)
 # What comes out has strides of the same kind as if its input were contiguous; but not of
 COLUMNS_FIRST = ("columns first",)
 ROWS_FIRST = tuple(name for name in LAYOUTS if name not in COLUMNS_FIRST)
-EXPANDED = {
-    "nothing": (),
-    "queries": (-2,),
-    "queries and d": (-2, -1),
-}  # of O's gradient, as a sum's is
+# Of O's gradient, as a sum's is.
+EXPANDED = {"nothing": (), "queries": (-2,), "queries and d": (-2, -1)}
 CASES_OF_A_FORM = 100
 LARGEST = 2**24  # scores of a case, or quarters of its keys' numbers: some gigabytes in float64
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.attention.random_cases", description=__doc__
-    )
+    prog = "python -m tests.attention.random_cases"
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count(), help="one for each core: they compile"
-    )
+    # One for each core: they compile.
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
     parser.add_argument("--longest", type=int, default=2000, help="queries or keys")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     options = parser.parse_args()
     context = torch.multiprocessing.get_context("spawn")
     with context.Pool(options.processes) as pool:
-        jobs = [
-            (options.seed + i, i, options.seconds, options.longest)
-            for i in range(options.processes)
-        ]
-        counted, failed = zip(*pool.starmap(run, jobs), strict=True)
-    failures = [line for lines in failed for line in lines]
+        work = partial(run, options.seed, seconds=options.seconds, longest=options.longest)
+        results = pool.map(work, range(options.processes))
+    count = sum(of_process for of_process, _ in results)
+    failures = [line for _, lines in results for line in lines]
     print(*failures, sep="\n")
-    print(f"{sum(counted):,} cases, {len(failures)} failed; seeds {options.seed} to {jobs[-1][0]}")
-    return bool(failures or not sum(counted))
+    last_seed = options.seed + options.processes - 1
+    print(f"{count:,} cases, {len(failures)} failed; seeds {options.seed} to {last_seed}")
+    return bool(failures or not count)
 
 
-def run(seed: int, place: int, seconds: float, longest: int) -> tuple[int, list[str]]:
-    """How many cases were compared in that time, and what was wrong with some."""
+def run(first_seed: int, process: int, seconds: float, longest: int) -> tuple[int, list[str]]:
+    """How many cases this process compared in that time, and what was wrong with some."""
     torch.set_num_threads(1)
-    draw, device = random.Random(seed), "cpu"
+    seed = first_seed + process
+    draw = random.Random(seed)
+    device = "cpu"
     if torch.cuda.is_available():
-        device = torch.device("cuda", place % torch.cuda.device_count())
+        device = torch.device("cuda", process % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    generator, until, count, failures = random_on(device, seed), time.monotonic() + seconds, 0, []
+    generator = random_on(device, seed)
+    until = time.monotonic() + seconds
+    count = 0
+    failures = []
     while time.monotonic() < until:
         if count % CASES_OF_A_FORM == 0:
             form = draw_form(draw)
@@ -85,8 +86,9 @@ def run(seed: int, place: int, seconds: float, longest: int) -> tuple[int, list[
         except AssertionError as error:
             failures.append(f"seed {seed}: {form}: {error}")
         count += 1
+        # The other processes need some, too.
         if torch.cuda.memory_reserved() > 2**31:
-            torch.cuda.empty_cache()  # the other processes need some, too
+            torch.cuda.empty_cache()
     return count, failures
 
 
@@ -109,14 +111,14 @@ class Form:
 
 
 def draw_form(draw: random.Random) -> Form:
-    return Form(
-        draw.choice(DTYPES),
-        draw.choice(HEAD_SIZES),
-        draw.random() < 0.5,
-        *map(draw.choice, (BATCH_POWERS, HEADS_POWERS, LENGTH_POWERS, LENGTH_POWERS)),
-        draw.random() < 0.4,
-        draw.choices([COLUMNS_FIRST, ROWS_FIRST], [1, len(ROWS_FIRST)], k=3),
-    )
+    dtype = draw.choice(DTYPES)
+    d = draw.choice(HEAD_SIZES)
+    is_causal = draw.random() < 0.5
+    powers = (BATCH_POWERS, HEADS_POWERS, LENGTH_POWERS, LENGTH_POWERS)
+    sizes = [draw.choice(choices) for choices in powers]
+    square = draw.random() < 0.4
+    layouts = draw.choices([COLUMNS_FIRST, ROWS_FIRST], [1, len(ROWS_FIRST)], k=3)
+    return Form(dtype, d, is_causal, *sizes, square, layouts)
 
 
 def draw_sizes(form: Form, draw: random.Random, longest: int) -> tuple[int, int, int, int]:
@@ -129,21 +131,27 @@ def draw_sizes(form: Form, draw: random.Random, longest: int) -> tuple[int, int,
         return 2**power * (odd if power else max(odd, 3))
 
     while True:
-        batch, heads = number(form.batch, 8), number(form.heads, 16)
+        batch = number(form.batch, 8)
+        heads = number(form.heads, 16)
         long = draw.random() < 0.3  # long loops: short ones have a backward of their own on Hopper
         n_queries = number(form.queries, longest, 0.9 if long else 0)
         n_keys = n_queries if form.square else number(form.keys, longest)
         # Of so few numbers a sequence, many sequences: chance must not decide who is how far off.
         batch *= 512 // (batch * heads * min(n_queries, n_keys)) | 1
-        if batch * heads * max(n_queries * n_keys, max(n_queries, n_keys) * form.d // 4) <= LARGEST:
+        scores = n_queries * n_keys
+        numbers = max(n_queries, n_keys) * form.d
+        if batch * heads * max(scores, numbers // 4) <= LARGEST:
             return batch, heads, n_queries, n_keys
 
 
 def one_case(form: Form, draw: random.Random, generator: torch.Generator, longest: int) -> None:
     batch, heads, n_queries, n_keys = draw_sizes(form, draw, longest)
-    layouts, expanded = [draw.choice(names) for names in form.layouts], draw.choice(list(EXPANDED))
-    scale = draw.choice([1, 1, 1, 5, 30])  # of the scores' deviation: the largest is 4 times that
-    device, dims = generator.device, EXPANDED[expanded]
+    layouts = [draw.choice(names) for names in form.layouts]
+    expanded = draw.choice(list(EXPANDED))
+    dims = EXPANDED[expanded]
+    # Of the scores' deviation: the largest is 4 times that.
+    scale = draw.choice([1, 1, 1, 5, 30])
+    device = generator.device
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
@@ -171,18 +179,18 @@ def one_case(form: Form, draw: random.Random, generator: torch.Generator, longes
 
     # Of few keys, or where large scores choose one, dP - delta leaves FlashAttention-2's roundings.
     few = min(n_queries, n_keys) <= 16 or scale > 1
-    own = FlashAttentionPyTorch.apply if few else sdpa if device.type == "cuda" else plain_attention
-    compared = compare(
-        ours,
-        lambda q, k, v: plain_attention(q, k, v, form.is_causal),
-        inputs,
-        d_o,
-        where=where,
-        torchs_own=lambda q, k, v: own(q, k, v, form.is_causal),
-        rounding=max(2, scale / 2) * EPS,
-    )
-    for _ in compared:
-        pass
+    yardstick = sdpa if device.type == "cuda" else plain_attention
+    if few:
+        yardstick = FlashAttentionPyTorch.apply
+    formula = partial(plain_attention, is_causal=form.is_causal)
+    rounding = max(2, scale / 2) * EPS
+
+    def torchs_own(*inputs: Tensor) -> Tensor:
+        return yardstick(*inputs, form.is_causal)
+
+    options = {"where": where, "torchs_own": torchs_own, "rounding": rounding}
+    # It compares as it is iterated over, and raises.
+    list(compare(ours, formula, inputs, d_o, **options))
 
 
 def check_zero_gradients(
@@ -192,16 +200,13 @@ def check_zero_gradients(
     q, k, v = (x.detach().double().abs() for x in inputs.values())
     d_s = q.shape[-1] ** -0.5 * d_o.double().abs() @ v[..., :1, :].mT
     assert not d_k[..., 1:, :].any(), f"dK of {where}: keys that no query sees have a gradient"
-    for name, gradient, terms in (
-        ("dQ", d_q, d_s @ k[..., :1, :]),
-        ("dK", d_k[..., :1, :], d_s.mT @ q),
-    ):
-        error = (
-            gradient.double().norm() / terms.norm().clamp_min(torch.finfo(torch.float32).tiny)
-        ).item()
-        assert error <= 2 * EPS, (
-            f"{name} of {where} is zero; {error:.2g} of its terms found, allowed {2 * EPS:.2g}"
-        )
+    d_q_terms = d_s @ k[..., :1, :]
+    d_k_terms = d_s.mT @ q
+    for name, gradient, terms in (("dQ", d_q, d_q_terms), ("dK", d_k[..., :1, :], d_k_terms)):
+        of_terms = terms.norm().clamp_min(torch.finfo(torch.float32).tiny)
+        error = (gradient.double().norm() / of_terms).item()
+        message = f"{error:.2g} of its terms found, allowed {2 * EPS:.2g}"
+        assert error <= 2 * EPS, f"{name} of {where} is zero; {message}"
 
 
 if __name__ == "__main__":

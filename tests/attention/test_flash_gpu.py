@@ -1,7 +1,7 @@
 """What only a GPU can show: the shipped tiles at work, races, graphs, threads and memory."""
 
 import math
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,63 +16,129 @@ from tests.attention.races import both_passes
 from tests.layouts import DTYPES, LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton
-from cs336_systems.attention.flash_triton import flash_backward, flash_forward
+from cs336_systems.attention.flash_triton import flash_forward
 from cs336_systems.attention.launcher import Launcher, layout, tuning_for
 
 pytestmark = pytest.mark.gpu
 
 
-def random_inputs(*shape, dtype=torch.bfloat16):
-    return [torch.randn(shape, device="cuda", dtype=dtype).requires_grad_() for _ in range(3)]
+def random_inputs(*shape, dtype=torch.bfloat16, requires_grad=False):
+    options = {"dtype": dtype, "device": "cuda", "requires_grad": requires_grad}
+    return [torch.randn(shape, **options) for _ in range(3)]
 
 
 HALVES = DTYPES[1:]
-LARGE = "large scores"  # causal, of a deviation of 30
-# Head sizes, dtypes, times; name, leading dimensions, queries and keys; causal where it is said. On fresh
-# inputs each time: an error that moves between runs is a race, or registers reused under a running product.
+LARGE = "large scores"  # of a deviation of 30
+# Head sizes, dtypes, times; name, leading dimensions, queries and keys; causal, but for those called full.
+# On fresh inputs each time: an error that moves is a race, or registers reused under a running product.
 FORMS = {
-    "every tile": ((16, 32, 64, 96, 128, 256), DTYPES, 3, [
-        ("even", (2, 2), 1024, 1024, True), ("full", (2,), 512, 1024), ("ragged", (3,), 777, 901, True),
-        (LARGE, (2,), 512, 512, True),
-    ]),
-    "enough programs for Hopper's own kernels": ((33, 40, 64, 72, 128), HALVES, 3, [
-        ("even", (5, 8), 512, 512, True), ("full", (40,), 512, 640), ("ragged", (50,), 333, 390, True),
-        ("ragged, full", (50,), 301, 389), ("more queries than keys", (3, 50), 390, 70, True),
-        ("fewer keys than a tile has", (150,), 200, 5), ("keys that no query sees", (150,), 70, 700, True),
-        ("one query, one key", (150,), 1, 1, True), (LARGE, (40,), 512, 512, True),
-    ]),
-    "long enough for hopper_backward": ((33, 40, 64, 72, 128), HALVES, 2, [
-        ("even", (40,), 1152, 1152, True), ("ragged", (20,), 1111, 1190, True),
-        ("ragged, full", (50,), 601, 389), ("more queries than keys", (150,), 1090, 70, True),
-        ("fewer keys than a tile has", (150,), 600, 5), ("keys that no query sees", (12,), 1070, 1700, True),
-        (LARGE, (20,), 1152, 1152, True),
-    ]),
+    "every tile": (
+        (16, 32, 64, 96, 128, 256),
+        DTYPES,
+        3,
+        [
+            ("even", (2, 2), 1024, 1024),
+            ("full", (2,), 512, 1024),
+            ("ragged", (3,), 777, 901),
+            (LARGE, (2,), 512, 512),
+        ],
+    ),
+    "enough programs for Hopper's own kernels": (
+        (33, 40, 64, 72, 128),
+        HALVES,
+        3,
+        [
+            ("even", (5, 8), 512, 512),
+            ("full", (40,), 512, 640),
+            ("ragged", (50,), 333, 390),
+            ("ragged, full", (50,), 301, 389),
+            ("more queries than keys", (3, 50), 390, 70),
+            ("fewer keys than a tile has, full", (150,), 200, 5),
+            ("keys that no query sees", (150,), 70, 700),
+            ("one query, one key", (150,), 1, 1),
+            (LARGE, (40,), 512, 512),
+        ],
+    ),
+    "long enough for hopper_backward": (
+        (33, 40, 64, 72, 128),
+        HALVES,
+        2,
+        [
+            ("even", (40,), 1152, 1152),
+            ("ragged", (20,), 1111, 1190),
+            ("ragged, full", (50,), 601, 389),
+            ("more queries than keys", (150,), 1090, 70),
+            ("fewer keys than a tile has, full", (150,), 600, 5),
+            ("keys that no query sees", (12,), 1070, 1700),
+            (LARGE, (20,), 1152, 1152),
+        ],
+    ),
     # Persistent forwards, of short sequences and of long ones, and backwards of both.
-    "more work than programs": ((16, 33, 64, 128), HALVES, 2, [
-        ("short", (25, 4), 512, 512, True), ("short, ragged", (120,), 401, 409, True),
-        ("short, full", (100,), 500, 250), ("long, full", (40,), 1152, 1152),
-        ("long, ragged", (12,), 1100, 4123), ("long, causal", (12,), 4300, 4300, True),
-        (LARGE, (100,), 512, 512, True),
-    ]),
+    "more work than programs": (
+        (16, 33, 64, 128),
+        HALVES,
+        2,
+        [
+            ("short", (25, 4), 512, 512),
+            ("short, ragged", (120,), 401, 409),
+            ("short, full", (100,), 500, 250),
+            ("long, full", (40,), 1152, 1152),
+            ("long, ragged, full", (12,), 1100, 4123),
+            ("long, causal", (12,), 4300, 4300),
+            (LARGE, (100,), 512, 512),
+        ],
+    ),
     # Few heads: from a launch for each pass to as many splits as there are.
-    "keys split over programs": ((16, 33, 64, 128), DTYPES, 3, [
-        ("short", (), 500, 500, True), ("even", (), 2048, 2048, True), ("full", (), 1024, 1280),
-        ("ragged", (2,), 1111, 1333, True), ("more queries than keys", (), 3000, 1030, True),
-        (LARGE, (4,), 1024, 1024, True),
-    ]),
-    "enough programs for bf16x3": ((33, 64, 72, 128), [torch.float32], 3, [
-        ("even", (5, 8), 1024, 1024, True), ("full", (40,), 1024, 1280),
-        ("ragged", (40,), 1111, 1333, True), ("ragged, full", (40,), 1333, 1111),
-        (LARGE, (40,), 1024, 1024, True),
-    ]),
+    "keys split over programs": (
+        (16, 33, 64, 128),
+        DTYPES,
+        3,
+        [
+            ("short", (), 500, 500),
+            ("even", (), 2048, 2048),
+            ("full", (), 1024, 1280),
+            ("ragged", (2,), 1111, 1333),
+            ("more queries than keys", (), 3000, 1030),
+            (LARGE, (4,), 1024, 1024),
+        ],
+    ),
+    "enough programs for bf16x3": (
+        (33, 64, 72, 128),
+        [torch.float32],
+        3,
+        [
+            ("even", (5, 8), 1024, 1024),
+            ("full", (40,), 1024, 1280),
+            ("ragged", (40,), 1111, 1333),
+            ("ragged, full", (40,), 1333, 1111),
+            (LARGE, (40,), 1024, 1024),
+        ],
+    ),
     # From so few heads that the smallest tiles run to so many that the largest do, as test_choose.py says.
-    "every tile of ieee": ((16, 32, 64, 128, 256), [torch.float32], 3, [
-        row for n in (1, 5, 20, 30, 50) for row in [
-            ("even", (n,), 300, 300, True), ("full", (n,), 300, 311), (LARGE, (n,), 300, 300, True),
-        ]
-    ]),
-    "long": ((64, 128), [torch.bfloat16, torch.float32], 1, [("long", (1,), 8192, 8192, True)]),
-}  # fmt: skip
+    "every tile of ieee": (
+        (16, 32, 64, 128, 256),
+        [torch.float32],
+        3,
+        [
+            row
+            for n in (1, 5, 20, 30, 50)
+            for row in [
+                ("even", (n,), 300, 300),
+                ("full", (n,), 300, 311),
+                (LARGE, (n,), 300, 300),
+            ]
+        ],
+    ),
+    "long": ((64, 128), [torch.bfloat16, torch.float32], 1, [("long", (1,), 8192, 8192)]),
+}
+
+
+def cases_of(form, d):
+    *_, rows = FORMS[form]
+    for name, leading, n_queries, n_keys in rows:
+        is_causal = "full" not in name
+        logit_scale = 30.0 if name == LARGE else 1.0
+        yield AttentionCase(name, leading, n_queries, n_keys, d, is_causal, logit_scale)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +152,8 @@ FORMS = {
     ids=str,
 )
 def test_error_at_most_twice_pytorchs(form, d, dtype):
-    *_, times, rows = FORMS[form]
-    cases = [
-        AttentionCase(name, leading, *lengths, d, bool(causal), 30.0 if name == LARGE else 1.0)
-        for name, leading, *lengths, causal in (
-            row if len(row) == 5 else (*row, False) for row in rows
-        )
-    ]
+    *_, times, _ = FORMS[form]
+    cases = list(cases_of(form, d))
     if form == "long enough for hopper_backward":
         tuning = tuning_for(dtype, d, torch.device("cuda"))
         for case in cases:
@@ -109,17 +170,20 @@ def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
     for tile in tuning.all_tiles("hopper_forward"):
         one_tile = tuning.with_tiles(hopper_forward=tile)
         for heads, n in ((256, 1024), (70, 777), (16, 4096)):
-            inputs = [x.detach() for x in random_inputs(heads, n, d)]
-            layouts, kernels = [layout(inputs[0])] * 4, ("hopper_forward",)
+            inputs = random_inputs(heads, n, d)
+            layouts = [layout(inputs[0])] * 4
+            kernels = ("hopper_forward",)
             persistent = Launcher(layouts, one_tile, is_causal, kernels=kernels)
-            other = Launcher(layouts, replace(one_tile, sm_count=2**20), is_causal, kernels=kernels)
-            assert not other.plan.persistent
-            wanted = [torch.full_like(x, torch.nan) for x in (inputs[0], inputs[0][..., 0].float())]
-            other.run(*inputs, *wanted)
+            many_sms = replace(one_tile, sm_count=2**20)
+            once = Launcher(layouts, many_sms, is_causal, kernels=kernels)
+            assert not once.plan.persistent
+            o = torch.full_like(inputs[0], torch.nan)
+            lse = o[..., 0].float()
+            once.run(*inputs, o, lse)
             for _ in range(5):
-                found = [torch.full_like(x, torch.nan) for x in wanted]
-                persistent.run(*inputs, *found)
-                assert all(map(torch.equal, found, wanted))
+                results = [torch.full_like(x, torch.nan) for x in (o, lse)]
+                persistent.run(*inputs, *results)
+                assert all(map(torch.equal, results, (o, lse)))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -134,13 +198,13 @@ def test_scores_of_minus_infinity_weigh_nothing(n, d, dtype, is_causal, hidden):
     if dtype == torch.float16 and math.isfinite(key):
         pytest.skip("float16 has no numbers so large")
     for heads in (1, 40):
-        q, k, v = (x.detach() for x in random_inputs(heads, n, d, dtype=dtype))
-        q, hidden_keys = (q.abs() + 0.1) * scale, 128 if n > 128 else n
+        q, k, v = random_inputs(heads, n, d, dtype=dtype)
+        hidden_keys = min(n, 128)
+        q = (q.abs() + 0.1) * scale
         k /= scale
         k[:, :hidden_keys] = key
         o, *_, dk, dv = both_passes(q, k, v, torch.randn_like(q), is_causal)
-        # Of wide heads without a causal mask, ragged, hopper_backward leaves NaN in the hidden keys' own
-        # rows.
+        # Of wide heads without a causal mask, ragged, hopper_backward leaves NaN in hidden keys' own rows.
         checked = slice(hidden_keys if n % 64 else 0, None)
         assert all(x.isfinite().all() for x in (o, dk[:, checked], dv[:, checked]))
         assert not (is_causal and o[:, :hidden_keys].any())
@@ -151,14 +215,14 @@ def test_scores_of_minus_infinity_weigh_nothing(n, d, dtype, is_causal, hidden):
 @pytest.mark.parametrize("d", [40, 64, 128])
 @pytest.mark.parametrize("n", [1, 65, 300, 1100])
 def test_many_programs_write_every_element(n, d, is_causal):
-    q, k, v = (x.detach() for x in random_inputs(150, n, d))
+    q, k, v = random_inputs(150, n, d)
     assert all(x.isfinite().all() for x in both_passes(q, k, v, torch.ones_like(q), is_causal))
 
 
 @pytest.mark.parametrize("d", [40, 64, 128])
 def test_many_programs_with_any_strides(d):
     """A forward has the same bits every time: so it must have the same in any layout."""
-    inputs = [x.detach() for x in random_inputs(5, 10, 300, d)]
+    inputs = random_inputs(5, 10, 300, d)
     wanted = flash_forward(*inputs, True)
     for arrange in LAYOUTS.values():
         assert all(map(torch.equal, flash_forward(*map(arrange, inputs), True), wanted))
@@ -186,24 +250,22 @@ def test_the_same_input_a_hundred_times(case, dtype):
 def test_same_bits_every_time_where_they_are_asked_for(d, dtype, request):
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
     torch.use_deterministic_algorithms(True)
-    inputs = random_inputs(20, 2048, d, dtype=dtype)
+    inputs = random_inputs(20, 2048, d, dtype=dtype, requires_grad=True)
     do = torch.randn(20, 2048, d, device="cuda", dtype=dtype)
     output = FlashAttentionTriton.apply(*inputs, True)
     first = torch.autograd.grad(output, inputs, do, retain_graph=True)
     for _ in range(20):
-        assert all(
-            map(torch.equal, torch.autograd.grad(output, inputs, do, retain_graph=True), first)
-        )
+        again = torch.autograd.grad(output, inputs, do, retain_graph=True)
+        assert all(map(torch.equal, again, first))
         assert torch.equal(FlashAttentionTriton.apply(*inputs, True), output)
 
 
 @pytest.mark.parametrize(("heads", "n"), [(2, 300), (60, 300), (200, 300), (60, 1100)])
 def test_a_cuda_graph_replays_it(heads, n):
-    inputs = [x.detach() for x in random_inputs(heads, n, 64)]
+    inputs = random_inputs(heads, n, 64)
 
     def run():
-        o, logsumexp, *rest = flash_forward(*inputs, True)
-        return o, *flash_backward(torch.ones_like(o), *inputs, o, logsumexp, True, *rest)
+        return both_passes(*inputs, torch.ones_like(inputs[0]))
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -212,26 +274,23 @@ def test_a_cuda_graph_replays_it(heads, n):
     for x in inputs:
         x.normal_()
     graph.replay()
-    for mine, wanted in zip(
-        captured, run(), strict=True
-    ):  # dQ may have been added up in another order
-        torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=1e-3)
+    # dQ may have been added up in another order.
+    torch.testing.assert_close(captured, run(), rtol=1e-2, atol=1e-3)
 
 
 def test_a_thread_without_a_context():
     """autograd runs its backward in threads of its own; descriptors need a context in each."""
-    q, k, v = (x.detach() for x in random_inputs(1, 128, 64))
-    wanted, results = flash_forward(q, k, v, True)[0], []
+    q, k, v = random_inputs(1, 128, 64)
+    o = flash_forward(q, k, v, True)[0]
     for _ in range(3):
-        thread = threading.Thread(target=lambda: results.append(flash_forward(q, k, v, True)[0]))
-        thread.start()
-        thread.join()
-    assert [torch.equal(result, wanted) for result in results] == [True] * 3
+        with ThreadPoolExecutor() as pool:
+            of_thread, *_ = pool.submit(flash_forward, q, k, v, True).result()
+        assert torch.equal(of_thread, o)
 
 
 def test_memory_grows_with_the_length_and_not_its_square():
     def extra_bytes(n):
-        inputs = random_inputs(1, n, 64)
+        inputs = random_inputs(1, n, 64, requires_grad=True)
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -243,13 +302,13 @@ def test_memory_grows_with_the_length_and_not_its_square():
 
 
 def test_65536_tokens_in_float32():
-    q, k, v = random_inputs(1, 65_536, 128, dtype=torch.float32)
+    q, k, v = random_inputs(1, 65_536, 128, dtype=torch.float32, requires_grad=True)
     FlashAttentionTriton.apply(q, k, v, True).sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
 
 
 def test_more_heads_than_a_grid_has_rows():
-    q, k, v = (x.detach() for x in random_inputs(70_000, 16, 16))
+    q, k, v = random_inputs(70_000, 16, 16)
     output = flash_forward(q, k, v, True)[0]
     wanted = torch.nn.functional.scaled_dot_product_attention(
         q[-3:], k[-3:], v[-3:], is_causal=True
@@ -259,6 +318,6 @@ def test_more_heads_than_a_grid_has_rows():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_a_gpu_that_is_not_the_current_one():
-    q, k, v = (x.detach() for x in random_inputs(2, 128, 64))
+    q, k, v = random_inputs(2, 128, 64)
     there = flash_forward(*(x.to("cuda:1") for x in (q, k, v)), True)[0]
     assert torch.equal(there.to("cuda:0"), flash_forward(q, k, v, True)[0])

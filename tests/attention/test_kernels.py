@@ -33,14 +33,31 @@ FORMS = {
     "as they are": ({}, {}, {"forward", "dq", "dkdv"}),
     "one launch": ({}, {"sm_count": 1000, "splits": {}}, {"forward", "backward"}),
     "by pointers": ({}, {"use_tma": False}, {"forward", "dq", "dkdv"}),
-    "in chunks": (dict.fromkeys(KERNELS, Tile(32, 64, 4, 1, chunk=16)), {"use_tma": False},
-                  {"forward", "dq", "dkdv"}),
-    "split": (NARROW, {"splits": dict.fromkeys(NARROW, INTO_MANY), "sm_count": 100}, {"forward", "backward"}),
+    "in chunks": (
+        dict.fromkeys(KERNELS, Tile(32, 64, 4, 1, chunk=16)),
+        {"use_tma": False},
+        {"forward", "dq", "dkdv"},
+    ),
+    "split": (
+        NARROW,
+        {"splits": dict.fromkeys(NARROW, INTO_MANY), "sm_count": 100},
+        {"forward", "backward"},
+    ),
     "bf16x3": (BF16X3, {"sm_count": 0}, set(BF16X3_KERNELS)),
-    "bf16x3, split": (dict.fromkeys(BF16X3_KERNELS, Tile(16, 32, 4, 1)),
-                      {"splits": dict.fromkeys(BF16X3_KERNELS, INTO_MANY), "sm_count": 100},
-                      set(BF16X3_KERNELS)),
-}  # fmt: skip
+    "bf16x3, split": (
+        dict.fromkeys(BF16X3_KERNELS, Tile(16, 32, 4, 1)),
+        {"splits": dict.fromkeys(BF16X3_KERNELS, INTO_MANY), "sm_count": 100},
+        set(BF16X3_KERNELS),
+    ),
+}
+# Name, leading dimensions, queries, keys, d, causal, deviation of the scores.
+CASES = [
+    AttentionCase("more keys, causal", (2,), 50, 97, 33, True),
+    AttentionCase("more queries, causal", (1, 2), 97, 66, 20, True),
+    AttentionCase("keys that no query sees", (), 40, 130, 16, True),
+    AttentionCase("full", (2,), 40, 70, 20),
+    AttentionCase("large scores", (2,), 64, 64, 64, True, 30.0),
+]
 
 
 @pytest.fixture(params=FORMS)
@@ -48,33 +65,32 @@ def form(request, monkeypatch):
     """tuning_for as where these kernels run; afterwards that they ran."""
     tiles, changes, kernels = FORMS[request.param]
 
-    def other(*arguments):
-        return dataclasses.replace(tuning_for(*arguments).with_tiles(**tiles), **changes)
+    def tuning_of_form(*arguments):
+        tuning = tuning_for(*arguments).with_tiles(**tiles)
+        return dataclasses.replace(tuning, **changes)
 
     monkeypatch.setattr(choose, "BF16X3_LENGTH", dict.fromkeys((16, 32, 64, 128), 1))
     monkeypatch.setattr(choose, "PROGRAMS_PER_SM", dict.fromkeys(BF16X3_KERNELS, 0))
-    monkeypatch.setattr(flash_triton, "tuning_for", other)
+    monkeypatch.setattr(flash_triton, "tuning_for", tuning_of_form)
     monkeypatch.setattr(flash_triton, "_forwards", {})
     monkeypatch.setattr(flash_triton, "_backwards", {})
-    made = []
-    monkeypatch.setattr(
-        flash_triton, "Launcher", lambda *args: made.append(Launcher(*args)) or made[-1]
-    )
+    plans = []
+
+    def launcher(*arguments):
+        launcher = Launcher(*arguments)
+        plans.append(launcher.plan)
+        return launcher
+
+    monkeypatch.setattr(flash_triton, "Launcher", launcher)
     yield request.param
-    assert {kernel for launcher in made for kernel in launcher.plan.tiles} == kernels
-    assert all((launcher.plan.splits > 1) == ("split" in request.param) for launcher in made)
+    assert set().union(*(plan.tiles for plan in plans)) == kernels
+    is_split = "split" in request.param
+    assert {plan.splits > 1 for plan in plans} == {is_split}
 
 
 @pytest.mark.usefixtures("form")
 def test_error_at_most_twice_pytorchs():
-    cases = [
-        AttentionCase("more keys, causal", (2,), 50, 97, 33, is_causal=True),
-        AttentionCase("more queries, causal", (1, 2), 97, 66, 20, is_causal=True),
-        AttentionCase("keys that no query sees", (), 40, 130, 16, is_causal=True),
-        AttentionCase("full", (2,), 40, 70, 20),
-        AttentionCase("large scores", (2,), 64, 64, 64, is_causal=True, logit_scale=30.0),
-    ]
-    check_attention(FlashAttentionTriton.apply, cases=cases)
+    check_attention(FlashAttentionTriton.apply, cases=CASES)
 
 
 @pytest.mark.usefixtures("form")
@@ -97,13 +113,16 @@ def test_l_has_the_bits_of_a_float32_and_its_residual_those_that_it_lacks():
 @pytest.mark.usefixtures("form")
 def test_the_same_bits_in_any_layout():
     tensors = torch.randn(4, 1, 2, 34, 20).unbind()
-    wanted = both_passes(*tensors)
+    contiguous = both_passes(*tensors)
     for change in LAYOUTS.values():
-        assert all(map(torch.equal, both_passes(*map(change, tensors)), wanted))
+        assert all(map(torch.equal, both_passes(*map(change, tensors)), contiguous))
     q, k, v, _ = tensors
-    expanded = q, k[:, :1].expand_as(k), v[..., :1, :].expand_as(v), torch.ones(()).expand_as(q)
-    results, wanted = both_passes(*expanded), both_passes(*(x.contiguous() for x in expanded))
-    assert all(map(torch.equal, results, wanted))
+    one_head = k[:, :1].expand_as(k)
+    one_row = v[..., :1, :].expand_as(v)
+    one_number = torch.ones(()).expand_as(q)
+    expanded = both_passes(q, one_head, one_row, one_number)
+    contiguous = both_passes(*(x.contiguous() for x in (q, one_head, one_row, one_number)))
+    assert all(map(torch.equal, expanded, contiguous))
 
 
 @pytest.mark.usefixtures("form", "nan_memory")
@@ -115,7 +134,8 @@ def test_nothing_is_read_that_was_not_written(n_queries, n_keys, is_causal):
     assert all(x.isfinite().all() for x in both_passes(q, k, v, do, is_causal))
 
 
-HIDDEN = {  # what a query's scores with the first keys are made of; all minus infinity
+# What a query's scores with the first keys are made of; all minus infinity.
+HIDDEN = {
     "infinite keys": (1.0, -math.inf),
     "overflow": (1e20, -1e20),
 }
@@ -129,7 +149,8 @@ def test_scores_of_minus_infinity_weigh_nothing(hidden, count):
     q, do = torch.randn(2, 2, 40, 16).unbind()
     k, v = torch.randn(2, 2, 96, 16).unbind()
     scale, key = hidden
-    q, k = (q.abs() + 0.1) * scale, k / scale
+    q = (q.abs() + 0.1) * scale
+    k = k / scale
     k[:, :count] = key
     o, logsumexp, _, dq, dk, dv = both_passes(q, k, v, do, False)
     if count == 96:
@@ -140,7 +161,8 @@ def test_scores_of_minus_infinity_weigh_nothing(hidden, count):
     assert not dk[:, :count].any()
     assert not dv[:, :count].any()
     assert all(x.isfinite().all() for x in (o, dk, dv))
-    assert dq.isfinite().all() or math.isinf(key)  # 0 times infinity is NaN, in the formula, too
+    # 0 times infinity is NaN, in the formula, too.
+    assert dq.isfinite().all() or math.isinf(key)
 
 
 def test_nan_stays_where_it_is():
@@ -151,9 +173,12 @@ def test_nan_stays_where_it_is():
 
 
 def test_three_bfloat16_hold_all_bits():
-    x = torch.randn(2, 3, 50, 20) * 2.0 ** torch.randint(-90, 90, (2, 3, 50, 20))
-    tuning = dataclasses.replace(tuning_for(x.dtype, 20, x.device).with_tiles(**BF16X3), sm_count=0)
+    shape = (2, 3, 50, 20)
+    x = torch.randn(shape) * 2.0 ** torch.randint(-90, 90, shape)
+    tuning = tuning_for(x.dtype, 20, x.device).with_tiles(**BF16X3)
+    tuning = dataclasses.replace(tuning, sm_count=0)
     launcher = Launcher([layout(x)] * 4, tuning, False, kernels=("bf16x3_forward",))
     split, *_ = launcher._sources((x, x, x))
-    split = split.view(2, 3, 3, 50, 24)[..., :20].float()  # rows begin at multiples of 16 bytes
+    # Rows begin at multiples of 16 bytes.
+    split = split.view(2, 3, 3, 50, 24)[..., :20].float()
     assert torch.equal(split[:, :, 2] + split[:, :, 1] + split[:, :, 0], x)
