@@ -23,7 +23,7 @@ _NAMES = {  # by their module, which is imported when one is used
     "time_cold_cache time_compiled time_steps",
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
-__all__ = [*_MODULE_OF]
+__all__ = list(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:

@@ -55,26 +55,33 @@ def solution(exercise: int, text: str, *claims: Claim) -> None:
 
 def _checked(what: str, claims: Sequence[Claim]) -> str:
     """The claims, folded, if each holds."""
-    if broken := [one.description for one in claims if not one.holds]:
-        raise AssertionError(f"{what} does not hold: " + "; ".join(broken))
-    lines = "\n".join(f"<li>✓ {escape(one.description)}</li>" for one in claims)
+    broken = [claim.description for claim in claims if not claim.holds]
+    if broken:
+        raise AssertionError(f"{what} does not hold: {'; '.join(broken)}")
+    if not claims:
+        return ""
+    lines = "\n".join(f"<li>✓ {escape(claim.description)}</li>" for claim in claims)
     summary = f"<summary>{plural(len(claims), 'claim')} checked</summary>"
-    return f"\n\n<details>{summary}\n<ul>\n{lines}\n</ul>\n</details>" if claims else ""
+    return f"\n\n<details>{summary}\n<ul>\n{lines}\n</ul>\n</details>"
 
 
 def show_source(*objects: Callable | type) -> None:
     """Show the lines that run, of functions or classes, without docstrings: the notebook explains."""
-    code = "\n\n".join(without_docstrings(inspect.getsource(each)) for each in objects)
+    sources = [without_docstrings(inspect.getsource(item)) for item in objects]
+    code = "\n\n".join(sources)
     display.display(display.Markdown(f"```python\n{code}\n```"))
 
 
 def without_docstrings(source: str) -> str:
     """Python source with the docstrings of its functions and classes taken out, comments and layout kept."""
-    source, out = textwrap.dedent(source), set()
+    source = textwrap.dedent(source)
+    lines = dict(enumerate(source.splitlines(), start=1))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node) is not None:
-            out |= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
-    return "\n".join(line for n, line in enumerate(source.splitlines(), 1) if n not in out).rstrip()
+            docstring = node.body[0]
+            for number in range(docstring.lineno, docstring.end_lineno + 1):
+                del lines[number]
+    return "\n".join(lines.values()).rstrip()
 
 
 def one(frame: pd.DataFrame, **key: object) -> pd.Series:
@@ -82,27 +89,35 @@ def one(frame: pd.DataFrame, **key: object) -> pd.Series:
 
     Raises LookupError: no row or several rows have it; the message counts them and says in what they differ.
     """
-    found, key = frame, {name.rstrip("_"): value for name, value in key.items()}
-    for name, value in key.items():
-        found = found[found[name].isna() if value is None else found[name] == value]
-    if len(found) == 1:
-        return found.iloc[0]
-    asked = ", ".join(f"{name}={value!r}" for name, value in key.items())
-    told = f"{len(found)} rows of {len(frame)} have {asked}, one is wanted"
-    raise LookupError(f"{told}; they differ in {varying_values(found, found.columns) or 'nothing'}")
+    rows = frame
+    texts = []
+    for keyword, value in key.items():
+        name = keyword.rstrip("_")
+        texts.append(f"{name}={value!r}")
+        rows = rows[rows[name].isna() if value is None else rows[name] == value]
+    if len(rows) == 1:
+        return rows.iloc[0]
+    message = f"{len(rows)} rows of {len(frame)} have {', '.join(texts)}, one is wanted"
+    differences = varying_values(rows, rows.columns) or "nothing"
+    raise LookupError(f"{message}; they differ in {differences}")
 
 
 def ms(milliseconds: float, like: float | None = None) -> str:
     """A time with three significant digits: 63.5 µs, 9.53 ms, 12.3 s. In the unit that `like` would have."""
     size = abs(milliseconds if like is None else like)
-    factor, unit = (1e3, "µs") if size < 0.1 else (1, "ms") if size < 1e4 else (1e-3, "s")
-    return f"{significant(milliseconds * factor)} {unit}"
+    if size < 0.1:
+        return f"{significant(milliseconds * 1e3)} µs"
+    if size < 1e4:
+        return f"{significant(milliseconds)} ms"
+    return f"{significant(milliseconds / 1e3)} s"
 
 
 def gib(mib: float, like: float | None = None) -> str:
     """Memory, given in MiB as rows have it: 68.9 MiB, 16.1 GiB. In the unit that `like` would have."""
-    in_mib = abs(mib if like is None else like) < 1024
-    return f"{significant(mib)} MiB" if in_mib else f"{significant(mib / 1024)} GiB"
+    size = abs(mib if like is None else like)
+    if size < 1024:
+        return f"{significant(mib)} MiB"
+    return f"{significant(mib / 1024)} GiB"
 
 
 def ratio_text(ratio: float) -> str:
@@ -122,6 +137,7 @@ def plural(count: int, noun: str) -> str:
 
 def between(values, unit=ms) -> str:
     """The range of some numbers in one unit: "9.53 ms to 81.2 ms", or one where they round to the same."""
-    least, most = min(values), max(values)
-    low = unit(least, like=most) if unit in (ms, gib) else unit(least)
-    return unit(most) if low == unit(most) else f"{low} to {unit(most)}"
+    most = max(values)
+    low = unit(min(values), like=most) if unit in (ms, gib) else unit(min(values))
+    high = unit(most)
+    return high if low == high else f"{low} to {high}"

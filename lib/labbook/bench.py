@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby, permutations, product
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -134,22 +135,23 @@ def measure(
     Raises whatever a set-up or step raises that is neither out of memory nor one of `errors`.
     """
     options = {"around": around, "errors": errors, "warmup_steps": warmup_steps, "steps": steps}
-    waiting: list[list[Case]] = []
     where = None if stream else timing.resolve_device(device)
-    for _, same in groupby(cases, key=lambda case: {**case, "pass": None}):
+    waiting: list[list[Case]] = []
+    for _, same in groupby(cases, key=lambda case: case | {"pass": None}):
         group = []
         for case in same:
             case.device = where
             if kept and kept(case):
                 continue
-            if reason := skip(case) if skip else "":
+            reason = skip(case) if skip else ""
+            if reason:
                 yield [_row(case, Timing(status="skipped", reason=reason))]
             else:
                 group.append(case)
-        if group:
+        if group and stream:
             waiting.append(group)
-            if not stream:
-                yield _measured(waiting.pop(), setup, options)
+        elif group:
+            yield _measured(group, setup, options)
     by_processes = groupby(waiting, key=lambda group: (group[0]["world_size"], group[0]["backend"]))
     for (world_size, backend), groups in by_processes:
         start = partial(stream, _on_rank, world_size, backend=backend, timeout_s=TIMEOUT_S)
@@ -159,54 +161,76 @@ def measure(
 def _measured(
     group: list[Case], setup: Setup, options: Mapping[str, Any], context: Any = None
 ) -> list[Row]:
-    """Rows of the cases of one set-up. On a rank, with a context, running out of memory ends the process.
-
-    Else all are timed again, twice at most, while a pass is faster than a part of it: something else took the
-    machine during one of them, on a shared CPU not seldom.
-    """
-    device, on_rank = group[0].device, context is not None
-
-    def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
-        if on_rank:
-            return function(*arguments)
-        try:
-            found, reason = timing.run_or_out_of_memory(partial(function, *arguments), device)
-        except options["errors"] as error:
-            return Timing(status="error", reason=timing.one_line(error))
-        return Timing(status="oom", reason=reason) if reason else found
-
-    def timed(case: Case) -> Row:
-        step = made[case.get("pass", "")]
-        how = {name: case.get(name, options[name]) for name in ("warmup_steps", "steps")}
-        if on_rank:
-            ranks.reset_peaks(context)
-        times = step.timed(device, context, **how)
-        values = ranks.peaks(context) if on_rank else {}
-        if times.status == "ok":
-            values |= step.medians(device, context)
-            values |= step.values() if step.values else {}
-        return _row(case, times, **values)
-
-    with timing.matmul_precision(group[0].get("dtype", "float32")), options["around"](group[0]):
-        made = attempt(setup, group[0], *([context] if on_rank else []))
-        for _ in range(1 if on_rank else 3):
-            found = [
-                (case, made if isinstance(made, Timing) else attempt(timed, case)) for case in group
-            ]
-            rows = [_row(case, each) if isinstance(each, Timing) else each for case, each in found]
-            if not _contradict(rows):
-                break
-        made = None
-    timing.release_memory(device)
+    """Rows of the cases of one set-up, in this process, or on a rank, which has a context."""
+    first = group[0]
+    with timing.matmul_precision(first.get("dtype", "float32")), options["around"](first):
+        if context is None:
+            rows = _timed_in_process(group, setup, options)
+        else:
+            # Running out of memory ends the process: the other ranks cannot go on without it.
+            steps = setup(first, context)
+            rows = [_timed(case, steps, options, context) for case in group]
+            steps = None
+    timing.release_memory(first.device)
     return rows
+
+
+def _timed_in_process(group: list[Case], setup: Setup, options: Mapping[str, Any]) -> list[Row]:
+    """All are timed again, twice at most, while a pass is faster than a part of it.
+
+    Then something else took the machine during one of them, on a shared CPU not seldom.
+    """
+    first = group[0]
+    steps, failure = _attempt(partial(setup, first), first.device, options["errors"])
+    if failure:
+        return [_row(case, failure) for case in group]
+    for _ in range(3):
+        rows = []
+        for case in group:
+            timed = partial(_timed, case, steps, options)
+            row, failure = _attempt(timed, case.device, options["errors"])
+            rows.append(_row(case, failure) if failure else row)
+        if not _contradict(rows):
+            break
+    return rows
+
+
+def _attempt(
+    function: Callable[[], Any], device: torch.device, errors: type[Exception] | tuple[()]
+) -> tuple[Any, Timing | None]:
+    """What a function returns, or else what stands for its times in a row."""
+    try:
+        result, reason = timing.run_or_out_of_memory(function, device)
+    except errors as error:
+        return None, Timing(status="error", reason=timing.one_line(error))
+    return result, Timing(status="oom", reason=reason) if reason else None
+
+
+def _timed(
+    case: Case, steps: Mapping[str, Step], options: Mapping[str, Any], context: Any = None
+) -> Row:
+    """The row of a case whose set-up has made these steps."""
+    step = steps[case.get("pass", "")]
+    counts = {name: case.get(name, options[name]) for name in ("warmup_steps", "steps")}
+    if context is not None:
+        ranks.reset_peaks(context)
+    times = step.timed(case.device, context, **counts)
+    if times.status != "ok":
+        return _row(case, times)
+    # Before the steps beside it, whose memory does not count.
+    values = ranks.peaks(context) if context is not None else {}
+    values |= step.medians(case.device, context)
+    if step.values:
+        values |= step.values()
+    return _row(case, times, values)
 
 
 def _contradict(rows: Iterable[Row]) -> bool:
     """Whether a pass took less than one that it contains, by more than the spread of their steps."""
     timed = [(_PASS_LEVEL.get(row.get("pass"), 0), row) for row in rows if "p50_ms" in row]
     return any(
-        a < b and whole["p80_ms"] < part["p20_ms"]
-        for (a, part), (b, whole) in permutations(timed, 2)
+        level < higher and whole["p80_ms"] < part["p20_ms"]
+        for (level, part), (higher, whole) in permutations(timed, 2)
     )
 
 
@@ -222,8 +246,10 @@ def _over_ranks(groups: list, setup: Setup, options: dict, start: Callable) -> I
             cause = str(getattr(error, "cause", error))
             if not timing.is_out_of_memory(cause):
                 raise
-            failed, groups = groups[0], groups[1:]  # what rank 0 had not sent when a rank ended
-        yield [_row(case, Timing(status="oom", reason=cause[:200])) for case in failed]
+        # What rank 0 had not sent when a rank ended.
+        failure = Timing(status="oom", reason=cause[:200])
+        yield [_row(case, failure) for case in groups[0]]
+        groups = groups[1:]
 
 
 def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict) -> None:
@@ -234,10 +260,7 @@ def _on_rank(context: Any, groups: list[list[Case]], setup: Setup, options: dict
         context.send(_measured(group, setup, options, context))
 
 
-def _row(case: Case, timed: Timing, **values: Any) -> Row:
+def _row(case: Case, times: Timing, values: Mapping[str, Any] = MappingProxyType({})) -> Row:
     """The key columns, times and other values of a case, without what it does not have."""
-    return {
-        name: value
-        for name, value in {**case, **timed.as_row(), **values}.items()
-        if value is not None
-    }
+    columns = case | times.as_row() | values
+    return {name: value for name, value in columns.items() if value is not None}

@@ -14,9 +14,12 @@ def key_columns(frame: pd.DataFrame) -> list[str]:
     """The columns that say what was measured and where, as opposed to what came out."""
     keys = set(schema().keys) | {"machine", "gpu"}
     values = set(schema().values) | {"status", "reason", "run"}
-    return [
-        name for name in frame if name in keys or not (name in values or _is_value(frame[name]))
-    ]
+    columns = []
+    for name in frame:
+        is_value = name in values or _is_value(frame[name])
+        if name in keys or not is_value:
+            columns.append(name)
+    return columns
 
 
 def _is_value(column: pd.Series) -> bool:
@@ -31,11 +34,12 @@ def require_one_row_each(frame: pd.DataFrame, *by: str | None) -> None:
     if "where" in frame and "where" not in columns:
         columns.append("where")
     for key, group in frame.groupby(columns, dropna=False, sort=False):
-        if len(group) > 1:
-            pairs = zip(columns, key, strict=True)
-            place = ", ".join(f"{column}={value}" for column, value in pairs)
-            varying = varying_values(group, key_columns(group)) or "nothing: they are duplicates"
-            raise ValueError(f"{len(group)} rows share {place}; they differ in {varying}")
+        if len(group) == 1:
+            continue
+        pairs = zip(columns, key, strict=True)
+        place = ", ".join(f"{column}={value}" for column, value in pairs)
+        varying = varying_values(group, key_columns(group)) or "nothing: they are duplicates"
+        raise ValueError(f"{len(group)} rows share {place}; they differ in {varying}")
 
 
 def varying_values(group: pd.DataFrame, columns: Iterable[str]) -> str:
@@ -44,7 +48,8 @@ def varying_values(group: pd.DataFrame, columns: Iterable[str]) -> str:
     for column in columns:
         values = group[column].unique()
         if len(values) > 1:
-            texts.append(f"{column} ({', '.join(map(str, values[:4]))})")
+            first = ", ".join(map(str, values[:4]))
+            texts.append(f"{column} ({first})")
     return "; ".join(texts)
 
 
@@ -54,17 +59,18 @@ def compared(frame: pd.DataFrame, hue: str, baseline: object, y: str) -> pd.Data
     Returns the rows with `baseline` (its y), `baseline_status` and `ratio`, baseline / y.
     Raises ValueError: there are no such rows; the message names what they differ in.
     """
-    names = next((names for names in vocabulary().synonyms if hue in names), {hue})
-    keys = [column for column in key_columns(frame) if column not in names]
+    same = {hue}
+    for synonyms in vocabulary().synonyms:
+        if hue in synonyms:
+            same |= synonyms
+    keys = [column for column in key_columns(frame) if column not in same]
     is_baseline = frame[hue] == baseline
     partners = frame[is_baseline].reindex(columns=keys + [y, "status"])
     partners = partners.rename(columns={y: "baseline", "status": "baseline_status"})
     pairs = frame[~is_baseline].merge(partners, on=keys)
     if pairs.empty and not is_baseline.all():
-        varying = varying_values(frame, keys)
-        raise ValueError(
-            f"no row can be divided by one of {hue}={baseline}: they differ in {varying}"
-        )
+        message = f"no row can be divided by one of {hue}={baseline}"
+        raise ValueError(f"{message}: they differ in {varying_values(frame, keys)}")
     return pairs.assign(ratio=pairs["baseline"] / pairs[y])
 
 
@@ -82,9 +88,11 @@ def side_by_side(
     theirs = theirs.assign(where=f"reference: {value_label(reference)}")
     if machine == reference:
         return theirs
-    rows = load_rows(slug, machine, table).assign(where=f"this machine: {machine}")
+    rows = load_rows(slug, machine, table)
+    rows = rows.assign(where=f"this machine: {machine}")
     if sharing:
-        theirs = theirs.merge(rows[list(sharing)].drop_duplicates(), on=list(sharing))
+        shared = rows[list(sharing)].drop_duplicates()
+        theirs = theirs.merge(shared, on=list(sharing))
     frames = [frame for frame in (theirs, rows) if len(frame)]
     return pd.concat(frames or [theirs], ignore_index=True)
 
@@ -94,16 +102,17 @@ def beside_reference(rows: pd.DataFrame, theirs: pd.DataFrame) -> pd.DataFrame:
 
     Returns the rows; if any has a partner, with `reference_ms`, its median, and `reference_status`.
     """
-    keys = [name for name in _same_measurement() if name in rows and name in theirs]
+    keys = [name for name in _measurement(rows) if name in theirs]
     theirs = longest_warmup(theirs).reindex(columns=keys + ["p50_ms", "status"])
     theirs = theirs.rename(columns={"p50_ms": "reference_ms", "status": "reference_status"})
     both = rows.merge(theirs, on=keys, how="left")
-    return both if both["reference_status"].notna().any() else rows
+    has_partner = both["reference_status"].notna().any()
+    return both if has_partner else rows
 
 
-def _same_measurement() -> list[str]:
-    """Rows that differ in none of these columns measured the same."""
-    return [name for name in schema().keys if name != "warmup_steps"]
+def _measurement(rows: pd.DataFrame) -> list[str]:
+    """Columns of the rows: those that differ in none of them measured the same."""
+    return [name for name in schema().keys if name in rows and name != "warmup_steps"]
 
 
 def times_in(frame: pd.DataFrame) -> list[str]:
@@ -115,7 +124,9 @@ def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
     """Of rows that differ in their warm-up alone the one with the longest: they are one point of a plot."""
     if "warmup_steps" not in frame:
         return frame
-    keys = [name for name in _same_measurement() + ["machine"] if name in frame]
+    keys = _measurement(frame)
+    if "machine" in frame:
+        keys.append("machine")
     by_warmup = frame.sort_values("warmup_steps", kind="stable")
     return by_warmup.drop_duplicates(keys, keep="last").sort_index()
 
@@ -123,5 +134,6 @@ def longest_warmup(frame: pd.DataFrame) -> pd.DataFrame:
 def published_rows(name: str) -> pd.DataFrame:
     """A published table, and `where` each row is from."""
     frame = published(name)
-    names = frame[[column for column in ("gpu", "source") if column in frame]]
-    return frame.assign(where="published: " + names.agg(", ".join, axis=1))
+    columns = [column for column in ("gpu", "source") if column in frame]
+    origin = frame[columns].agg(", ".join, axis=1)
+    return frame.assign(where="published: " + origin)

@@ -44,9 +44,11 @@ class Evidence:
         if os.environ.get("LABBOOK_AGAIN"):
             return Measured(keys, frozenset())
         rows = self.rows(table)
-        enough = rows["steps"].fillna(steps) >= steps if "steps" in rows else True
-        rows = rows[enough & (rows["status"] != "skipped")]
-        return Measured(keys, frozenset(_point(row, keys) for row in rows.to_dict("records")))
+        rows = rows[rows["status"] != "skipped"]
+        if "steps" in rows:
+            rows = rows[rows["steps"].fillna(steps) >= steps]
+        points = [_point(row, keys) for row in rows.to_dict("records")]
+        return Measured(keys, frozenset(points))
 
     def age(self, machine: str) -> str:
         """How many of a machine's rows are of today's code, and what the others are; "" without rows."""
@@ -90,13 +92,10 @@ def reason_old(record: Record | None) -> str:
 
 def rows_of(now: Mapping[str, str], rows: pd.DataFrame, machine: str) -> pd.DataFrame:
     """The rows of a machine that all of this code measured, with this torch."""
-    records = [load_run(machine, name) for name in rows["run"].dropna().unique()]
-    current = [
-        record.run
-        for record in records
-        if now
-        and record
-        and record.torch == torch.__version__
-        and not code.changed(now, record.code)
-    ]
-    return rows[rows["run"].isin(current)]
+    runs = []
+    for name in rows["run"].dropna().unique():
+        record = load_run(machine, name)
+        is_known = bool(now) and record is not None and record.torch == torch.__version__
+        if is_known and not code.changed(now, record.code):
+            runs.append(name)
+    return rows[rows["run"].isin(runs)]

@@ -42,7 +42,8 @@ class Page:
         self.code = self.evidence.code
         self._printed: set[str] = set()
         self._print(self.card.line())
-        for machine in sorted({self.reference, *project().committed}):
+        machines = {self.reference} | set(project().committed)
+        for machine in sorted(machines):
             self._print(self.evidence.age(machine))
 
     def reference_rows(

@@ -54,7 +54,7 @@ def project() -> Project:
 def _nearest() -> Path:
     here = Path.cwd()
     checkout = Path(__file__).resolve().parents[2]
-    for folder in (here, *here.parents, checkout):
+    for folder in [here] + list(here.parents) + [checkout]:
         if (folder / _DECLARATION).is_file():
             return folder
     raise FileNotFoundError(

@@ -132,6 +132,6 @@ def git_commit(repository: Path) -> str:
 
 
 def _git(repository: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(repository), *arguments]
+    command = ("git", "-C", str(repository)) + arguments
     options = {"capture_output": True, "text": True, "check": True, "timeout": 10}
     return subprocess.run(command, **options).stdout.strip()

@@ -36,12 +36,14 @@ class Schema:
     @cached_property
     def keys(self) -> list[str]:
         """The key columns of any table."""
-        return list(dict.fromkeys(name for table in self.tables.values() for name in table.keys))
+        names = (name for table in self.tables.values() for name in table.keys)
+        return list(dict.fromkeys(names))
 
     @cached_property
     def values(self) -> list[str]:
         """The value columns of any table."""
-        return list(dict.fromkeys(name for table in self.tables.values() for name in table.values))
+        names = (name for table in self.tables.values() for name in table.values)
+        return list(dict.fromkeys(names))
 
 
 def schema() -> Schema:
@@ -61,7 +63,8 @@ def _read(path: Path) -> Schema:
 def _table(declared: dict[str, Any], shared: dict[str, str]) -> Table:
     keys = _columns(declared["keys"], "text", shared)
     values = _columns(declared["values"], "float", shared)
-    return Table(keys, values, tuple(_columns(declared.get("group", ""), "text", shared)))
+    group = _columns(declared.get("group", ""), "text", shared)
+    return Table(keys, values, tuple(group))
 
 
 def _columns(text: str, default: str, shared: dict[str, str]) -> dict[str, str]:

@@ -21,9 +21,8 @@ from torch import Tensor
 # from bench or ranks, or from what else reads a clock or a memory for a row (memory, profiles).
 VERSION = "1"
 MIB = 2**20
-SLOW_MS = (
-    30  # a step longer than this finds the cache cold anyway, and is repeated SLOW_STEPS times only
-)
+# A step longer than this finds the cache cold anyway, and is repeated SLOW_STEPS times only.
+SLOW_MS = 30
 SLOW_STEPS = 3
 CPU_STEPS = 5
 
@@ -49,20 +48,14 @@ class Timing:
 
     def as_row(self) -> dict[str, Any]:
         """The value columns of a row; without times where there are none."""
-        row = {
-            name: getattr(self, name)
-            for name in ("peak_memory_mib", "compile_s", "status", "reason")
-        }
+        columns = ("peak_memory_mib", "compile_s", "status", "reason")
+        row = {name: getattr(self, name) for name in columns}
         if self.status == "ok":
-            row |= {
-                "mean_ms": statistics.fmean(self.step_ms),
-                "p50_ms": self.p50_ms,
-                "steps": self.steps,
-            }
-            row["std_ms"] = (
-                statistics.stdev(self.step_ms) if self.steps > 1 else None
-            )  # of a sample
+            row["mean_ms"] = statistics.fmean(self.step_ms)
+            row["std_ms"] = statistics.stdev(self.step_ms) if self.steps > 1 else None
             row["p20_ms"], row["p80_ms"] = np.percentile(self.step_ms, (20, 80)).tolist()
+            row["p50_ms"] = self.p50_ms
+            row["steps"] = self.steps
         return row
 
 
@@ -78,7 +71,8 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
             f"{device} is asked for, but torch sees no CUDA GPU here; allowed: auto, cpu"
         )
     current = torch.cuda.current_device() if device.index is not None else None
-    if device.index != current:  # events would time the current one
+    # Events would time the current one.
+    if device.index != current:
         raise RuntimeError(
             f"{device} is asked for, but cuda:{current} is the current GPU; allowed: that one"
         )
@@ -88,11 +82,11 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
 @contextmanager
 def matmul_precision(dtype: str) -> Iterator[None]:
     """Allow TF32 in float32 matmuls for "tf32" and for no other dtype; restore it afterwards."""
-    switch, older = torch.backends.cuda.matmul, "highest"
+    switch = torch.backends.cuda.matmul
     newer = switch.fp32_precision
-    with suppress(
-        RuntimeError
-    ):  # the older one refuses to answer where the newer one says something else
+    older = "highest"
+    # The older switch refuses to answer where the newer one says something else.
+    with suppress(RuntimeError):
         older = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
@@ -103,9 +97,9 @@ def matmul_precision(dtype: str) -> Iterator[None]:
 
 
 def clock_ms(
-    step: Callable[..., Any], device: torch.device, *given: Any, synchronize: bool = True
+    step: Callable[..., Any], device: torch.device, *arguments: Any, synchronize: bool = True
 ) -> float:
-    """Milliseconds of `step(*given)`: between two CUDA events on a GPU, by the wall clock on a CPU.
+    """Milliseconds of `step(*arguments)`: between two CUDA events on a GPU, by the wall clock on a CPU.
 
     The events are in the current stream, which waits for what was communicated on others. What the step
     returns is freed after the clock has stopped. synchronize: as in `time_steps`.
@@ -114,12 +108,12 @@ def clock_ms(
     if device.type == "cuda" and synchronize:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        _result = step(*given)
+        _result = step(*arguments)
         end.record()
         end.synchronize()
         return start.elapsed_time(end)
     start_s = time.perf_counter()
-    _result = step(*given)
+    _result = step(*arguments)
     ms = (time.perf_counter() - start_s) * 1e3
     wait_for(device)
     return ms
@@ -156,12 +150,11 @@ def time_steps(
         torch.cuda.reset_peak_memory_stats(device)
 
     def one_step_ms(_: int) -> float:
-        given = () if prepare is None else (prepare(),)
-        return clock_ms(step, device, *given, synchronize=synchronize)
+        arguments = () if prepare is None else (prepare(),)
+        return clock_ms(step, device, *arguments, synchronize=synchronize)
 
-    times, reason = run_or_out_of_memory(
-        lambda: [*map(one_step_ms, range(warmup_steps + steps))], device
-    )
+    repeat = partial(map, one_step_ms, range(warmup_steps + steps))
+    times, reason = run_or_out_of_memory(lambda: list(repeat()), device)
     if times is None:
         return Timing(status="oom", reason=reason)
     peak = torch.cuda.max_memory_allocated(device) / MIB if device.type == "cuda" else None
@@ -193,9 +186,8 @@ def run_or_out_of_memory(function: Callable[[], Any], device: torch.device) -> t
         if not is_out_of_memory(error):
             raise
         reason = one_line(error)
-        while (
-            error is not None
-        ):  # empty the frames that it keeps alive: they hold the tensors of the step
+        # Empty the frames that it keeps alive: they hold the tensors of the step.
+        while error is not None:
             traceback.clear_frames(error.__traceback__)
             error = error.__cause__ or error.__context__
     # Only here, with the exception gone, does nothing hold on to the tensors of the step that failed.
@@ -270,15 +262,14 @@ def time_cold_cache(
     to_clear = list(to_clear)
 
     def clear() -> None:
-        for x in to_clear:
-            x.grad = None
+        for tensor in to_clear:
+            tensor.grad = None
 
     few = partial(time_steps, lambda _: step(), device=device, prepare=clear)
-    first = few(
-        warmup_steps=1 if device.type == "cpu" else 3,
-        steps=CPU_STEPS if device.type == "cpu" else 1,
-    )
-    if device.type == "cpu" or first.status != "ok":
+    if device.type == "cpu":
+        return few(warmup_steps=1, steps=CPU_STEPS)
+    first = few(warmup_steps=3, steps=1)
+    if first.status != "ok":
         return first
     if first.p50_ms > SLOW_MS:
         return replace(few(warmup_steps=0, steps=SLOW_STEPS), peak_memory_mib=first.peak_memory_mib)
