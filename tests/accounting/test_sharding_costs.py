@@ -16,13 +16,24 @@ from labbook import memory
 XL = model_size("xl", 2025)
 TINY = model_size("tiny")
 DTYPES = ("float32", "bfloat16")
+# Held after a step and sent in it, in units of the bytes of the parameters, by each of eight ranks.
+PAPER = {
+    "ddp": (4, 2),
+    "zero": (2.25, 3),
+    "sharded": (2.25, 3),
+    "fsdp_block": (0.5, 3),
+}
 
 
 def look(context, cases):
     """Of each case what this rank holds, and its messages in a step."""
     # Or each collection of garbage goes through all modules.
     gc.freeze()
-    shape = {"context_length": 128, "batch_size": 4, "attention": "sdpa"}
+    shape = {
+        "context_length": 128,
+        "batch_size": 4,
+        "attention": "sdpa",
+    }
     looks = {}
     for strategy, dtype in cases:
         run = ShardedSteps(TINY, SHARDINGS[strategy], context, dtype=dtype, **shape)
@@ -71,8 +82,7 @@ def peak_is_as_predicted(strategy, dtype, memory):
 def test_eight_ranks_hold_and_send_what_the_paper_says():
     """Rajbhandari et al., sections 3 and 7, in float32. Two ranks are measured below."""
     whole = 4 * parameter_count(XL)
-    wanted = {"ddp": (4, 2), "zero": (2.25, 3), "sharded": (2.25, 3), "fsdp_block": (0.5, 3)}
-    for strategy, (held, sent) in wanted.items():
+    for strategy, (held, sent) in PAPER.items():
         after = costs.held_bytes(XL, SHARDINGS[strategy], 8, 4, 512)["after step"]
         lasting = sum(after[category] for category in costs.SHARDED)
         assert lasting / whole == pytest.approx(held, rel=1e-3)

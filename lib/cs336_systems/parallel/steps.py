@@ -29,6 +29,7 @@ class DataParallelSteps(ModelSteps):
     def __init__(
         self, wrapped: nn.Module, batch_size: int, context_length: int, dtype: str = "float32"
     ):
+        # Of the module: a wrapper need not show its embeddings.
         super().__init__(wrapped.module, batch_size, context_length, dtype)
         self.model = wrapped
 
@@ -162,7 +163,8 @@ def _drift(
     alone = build_model(config, context_length, device=context.device)
     torch.manual_seed(context.rank)
     wrapped = wrap(build_model(config, context_length, device=context.device))
-    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in (alone, wrapped)]
+    make_optimizer = OPTIMIZERS[optimizer]
+    optimizers = [make_optimizer(model.parameters()) for model in (alone, wrapped)]
     share = batch_size // context.world_size
     mine = slice(context.rank * share, (context.rank + 1) * share)
     for step in range(steps):
@@ -174,8 +176,8 @@ def _drift(
             model.zero_grad()
             cross_entropy(model(batch[:, :-1]), batch[:, 1:]).backward()
         wrapped.finish_gradient_synchronization()
-        for each in optimizers:
-            each.step()
+        for of_model in optimizers:
+            of_model.step()
         yield _differences(alone, wrapped)
 
 

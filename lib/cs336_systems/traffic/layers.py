@@ -67,6 +67,7 @@ def _on_meshes(
         mesh = DeviceMesh("cpu", torch.arange(x * y).view(x, y), mesh_dim_names=("x", "y"))
         if context.rank >= x * y:
             continue
+        # The same layer and the same tokens on every rank, whose share is taken from them.
         torch.manual_seed(0)
         full = SwiGLU(d_model, d_ff, dtype=torch.bfloat16)
         shares = torch.randn(2, x, tokens // x, d_model, dtype=torch.bfloat16)

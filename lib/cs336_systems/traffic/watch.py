@@ -34,8 +34,8 @@ class Message:
         self.is_async = any(argument is True for argument in arguments)
         self.waited_for = not self.is_async
         self._work = _DONE
-        groups = [each for each in arguments if isinstance(each, dist.ProcessGroup)]
-        self.ranks = dist.get_world_size(*groups[:1])
+        groups = [argument for argument in arguments if isinstance(argument, dist.ProcessGroup)]
+        self.ranks = dist.get_world_size(groups[0] if groups else None)
         tensors = max(_tensor_lists(arguments), key=lambda tensors: sum(x.numel() for x in tensors))
         self.numel = sum(x.numel() for x in tensors)
         self.bytes = sum(x.nbytes for x in tensors)
