@@ -56,7 +56,8 @@ def every_layout_gets_the_mean_gradient(context):
     for name, wrap in WRAPPERS.items():
         module = Odd()
         model = wrap(module)
-        transposed, scalar = module.transposed, module.scalar
+        transposed = module.transposed
+        scalar = module.scalar
         for _ in range(2):
             model.zero_grad()
             product = (transposed * scale).sum() * scalar
@@ -64,8 +65,10 @@ def every_layout_gets_the_mean_gradient(context):
             if name in ("naive", "flat") and context.rank == 0:
                 transposed.grad = transposed.grad.contiguous()
             model.finish_gradient_synchronization()
-            torch.testing.assert_close(transposed.grad, mean * scale * scalar.detach())
-            torch.testing.assert_close(scalar.grad, mean * (transposed.detach() * scale).sum())
+            expected = mean * scale * scalar.detach()
+            torch.testing.assert_close(transposed.grad, expected)
+            expected = mean * (transposed.detach() * scale).sum()
+            torch.testing.assert_close(scalar.grad, expected)
 
 
 class OutOfOrder(nn.Module):
@@ -119,7 +122,8 @@ def buckets_follow_the_order_that_rank_0_has_seen(context):
             dist.all_reduce(parameter.grad)
             torch.testing.assert_close(gradient, parameter.grad / context.world_size)
         assert step < 3 or all(map(operator.is_, gradients, earlier))
-        assert len({gradient.untyped_storage().data_ptr() for gradient in gradients}) == 1
+        buffers = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        assert len(buffers) == 1
         assert model._buckets == [[1, 3], [0, 2]]
 
 
@@ -137,17 +141,21 @@ def sent(model, *, communicates=True):
     return sizes[:in_backward], sizes[in_backward:]
 
 
-WEIGHT, USED = 256, 4  # bytes
+# Bytes of a weight, and of the flags at the end.
+WEIGHT = 256
+USED = 4
 
 
 def messages_leave_while_backward_runs(context):
-    assert sent(NaiveDDP(OutOfOrder())) == ([], 4 * [WEIGHT] + [USED])
+    weights = 4 * [WEIGHT]
+    assert sent(NaiveDDP(OutOfOrder())) == ([], weights + [USED])
     assert sent(FlatDDP(OutOfOrder())) == ([], [4 * WEIGHT, USED])
-    assert sent(OverlappedDDP(OutOfOrder())) == (4 * [WEIGHT], [USED])
-    two_buckets = BucketedDDP(OutOfOrder(), bucket_size_mb=2 * LAYER_MB)
-    assert sent(two_buckets) == (2 * [2 * WEIGHT], [USED])
-    assert sent(two_buckets, communicates=False) == ([], 2 * [2 * WEIGHT] + [USED])
-    assert sent(two_buckets) == (2 * [2 * WEIGHT], [USED])
+    assert sent(OverlappedDDP(OutOfOrder())) == (weights, [USED])
+    model = BucketedDDP(OutOfOrder(), bucket_size_mb=2 * LAYER_MB)
+    buckets = 2 * [2 * WEIGHT]
+    assert sent(model) == (buckets, [USED])
+    assert sent(model, communicates=False) == ([], buckets + [USED])
+    assert sent(model) == (buckets, [USED])
 
 
 def a_backward_inside_of_backward_is_no_pass_of_its_own(context):
@@ -163,10 +171,12 @@ def passes_of_the_ranks_may_reach_different_layers(context):
         # First in the order of the parameters, then in the order observed.
         for _ in range(2):
             model.zero_grad()
-            for number in ((0, 0, 1), (0, 1, 2))[context.rank]:
+            reached = ((0, 0, 1), (0, 1, 2))[context.rank]
+            for number in reached:
                 module[number](torch.ones(1, 2)).sum().backward()
             model.finish_gradient_synchronization()
-            assert [layer.weight.grad.mean().item() for layer in module] == [1.5, 1, 0.5], name
+            means = [layer.weight.grad.mean().item() for layer in module]
+            assert means == [1.5, 1, 0.5], name
 
 
 EVERYWHERE = [
@@ -180,10 +190,11 @@ TWO_RANKS = [
     a_backward_inside_of_backward_is_no_pass_of_its_own,
     passes_of_the_ranks_may_reach_different_layers,
 ]
+GLOO = [("gloo", n) for n in (1, 2, 4)]
 GPUS = [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (1, 2, 4)]
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 1), ("gloo", 2), ("gloo", 4), *GPUS])
+@pytest.mark.parametrize(("backend", "ranks"), GLOO + GPUS)
 def test_every_wrapper_keeps_its_promises(backend, ranks):
     launch(run, ranks, *EVERYWHERE, *TWO_RANKS * (ranks == 2), backend=backend, timeout_s=200)
 

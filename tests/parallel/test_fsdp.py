@@ -36,7 +36,8 @@ UNITS = {
     "blocks, kept": BLOCKS | {"reshard": False},
     "halves of blocks": {"unit_types": ("CausalSelfAttention", "SwiGLU"), "prefetch": 1},
 }
-VOCABULARY, LENGTH = 512, 8
+VOCABULARY = 512
+LENGTH = 8
 
 
 def tiny(seed=0):
@@ -82,7 +83,7 @@ def loss_of(name, model, rank, step):
 
 def checkpointed_blocks_gather_again_what_they_compute_again(context):
     units = ("weights", "blocks, one ahead", "blocks, kept")
-    cases = [*itertools.product(units, ("every 1", "every 2", "recursive"))]
+    cases = list(itertools.product(units, ("every 1", "every 2", "recursive")))
     cases += [("halves of blocks", "half blocks"), ("blocks", None)]
     make = partial(SGD, lr=0.1, momentum=0.9)
     for unit, name in cases:
@@ -215,7 +216,8 @@ def no_weight_is_stale_after_a_forward_alone_and_a_step(context):
 
 
 def a_forward_on_gpus_holds_a_few_units_and_its_shards(context):
-    width, depth = 2048, 12
+    width = 2048
+    depth = 12
     layer = 4 * width**2  # bytes
     inputs = torch.randn(4096, width)
     wrapped = FSDP(nn.Sequential(*(Linear(width, width) for _ in range(depth))), prefetch=1)
@@ -286,9 +288,9 @@ GPU_RANKS = [
 GPUS = [pytest.param("nccl", n, marks=pytest.mark.gpu(n)) for n in (2, 4)]
 
 
-@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 2), ("gloo", 4), *GPUS])
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 2), ("gloo", 4)] + GPUS)
 def test_it_keeps_its_promises(backend, ranks):
-    checks = [every_property_of_the_checker, *TWO_RANKS * (ranks == 2)]
+    checks = [every_property_of_the_checker] + TWO_RANKS * (ranks == 2)
     launch(run, ranks, *checks, backend=backend, timeout_s=300)
 
 

@@ -19,11 +19,20 @@ from wrappers import Odd, passes, run, same_weights
 from cs336_systems.checks import check_sharded_optimizer
 from cs336_systems.configs import model_size
 from cs336_systems.model import build_model
-from cs336_systems.parallel import BucketedDDP, ReduceScatterDDP, ShardedOptimizer, launch, shards
+from cs336_systems.parallel import (
+    BucketedDDP,
+    ReduceScatterDDP,
+    ShardedOptimizer,
+    launch,
+    partition_tensors,
+    segment_bytes,
+    shard_bytes,
+)
 from cs336_systems.traffic import watch_collectives
 
 SMALL_MB = 1e-3  # buckets of about two matrices
-MATRICES, WIDTH = 6, 8
+MATRICES = 6
+WIDTH = 8
 
 
 class Mixed(Odd):
@@ -167,11 +176,8 @@ def weights_follow_one_process_with_either_way_to_average(context):
         module = PartlyUsed()
         reference = AdamW(alone.parameters(), lr=0.01)
         optimizer = ShardedOptimizer(module.parameters(), AdamW, lr=0.01, bucket_size_mb=SMALL_MB)
-        wrapped = (
-            ReduceScatterDDP(module, optimizer, size_mb)
-            if scatters
-            else BucketedDDP(module, size_mb)
-        )
+        wrap = partial(ReduceScatterDDP, optimizer=optimizer) if scatters else BucketedDDP
+        wrapped = wrap(module, bucket_size_mb=size_mb)
         for step in range(4):
             optimizer.zero_grad(set_to_none=step % 2 == 0)
             reference.zero_grad(set_to_none=step % 2 == 0)
@@ -213,7 +219,7 @@ def wrong_arguments_are_refused_on_every_rank(context):
     cases = [
         (partial(make, weights, optimizer_cls=nn.Linear), "allowed: a subclass of torch.optim."),
         (partial(make, weights, optimizer_cls=LBFGS), "LBFGS, whose step needs a closure"),
-        (partial(make, [*weights, elsewhere]), "allowed: with values"),
+        (partial(make, weights + [elsewhere]), "allowed: with values"),
         (partial(make, [weights[0], view]), "two parameters share their memory"),
         (partial(make, weights, bucket_size_mb=0), "bucket_size_mb is 0; allowed"),
         (partial(make, weights if first else []), "rank 1 has 'ValueError: optimizer got an empty"),
@@ -263,7 +269,8 @@ def a_state_is_loaded_by_its_own_rank(context):
     set_gradients(module, 0)
     optimizer.step()
     state = optimizer.state_dict()
-    for shard in ([(context.rank + 1) % context.world_size, context.world_size], None):
+    another = (context.rank + 1) % context.world_size
+    for shard in ([another, context.world_size], None):
         words = rf"of shard {re.escape(str(shard))} .*allowed: \[{context.rank}, "
         with pytest.raises(ValueError, match=words):
             other.load_state_dict(state | {"shard": shard})
@@ -289,21 +296,23 @@ PROMISES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("backend", "ranks"),
-    [("gloo", 2), ("gloo", 3), pytest.param("nccl", 2, marks=pytest.mark.gpu(2))],
-)
+GPUS = pytest.param("nccl", 2, marks=pytest.mark.gpu(2))
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("gloo", 2), ("gloo", 3), GPUS])
 def test_it_keeps_its_promises(backend, ranks):
     launch(run, ranks, *PROMISES, backend=backend, timeout_s=200)
 
 
+@pytest.mark.parametrize(("name", "edition"), [("medium", 2025), ("xl", 2025), ("xl", 2026)])
 @pytest.mark.parametrize(("world_size", "padding"), [(2, 1e-5), (3, 0.01), (8, 0.02)])
-def test_the_sizes_of_the_handout_are_partitioned_almost_evenly(world_size, padding):
-    for name, edition in (("medium", 2025), ("xl", 2025), ("xl", 2026)):
-        tensors = list(build_model(model_size(name, edition), 16, device="meta").parameters())
-        buckets = shards.partition_tensors(tensors, world_size, 512)
-        assert sum(len(segment) for segments in buckets for segment in segments) == len(tensors)
-        total = sum(shards.shard_bytes(buckets))
-        assert total == sum(tensor.nbytes for tensor in tensors)
-        padded = world_size * sum(shards.segment_bytes(segments) for segments in buckets)
-        assert total <= padded <= (1 + padding) * total
+def test_the_sizes_of_the_handout_are_partitioned_almost_evenly(name, edition, world_size, padding):
+    model = build_model(model_size(name, edition), 16, device="meta")
+    tensors = list(model.parameters())
+    buckets = partition_tensors(tensors, world_size, 512)
+    segments = itertools.chain(*buckets)
+    assert sum(map(len, segments)) == len(tensors)
+    total = sum(shard_bytes(buckets))
+    assert total == sum(tensor.nbytes for tensor in tensors)
+    padded = world_size * sum(map(segment_bytes, buckets))
+    assert total <= padded <= (1 + padding) * total

@@ -13,6 +13,7 @@ taken on the whole batch (for a loss that averages over equal shares):
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class DataParallel(nn.Module):
         name = type(self.module).__name__
         if not self._trainable:
             raise ValueError(f"{name} has no trainable parameter; allowed: one or more")
-        guards.check_tensors(name, (*self.module.parameters(), *self.module.buffers()))
+        guards.check_tensors(name, chain(self.module.parameters(), self.module.buffers()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._end_is_announced:
@@ -196,10 +197,9 @@ class DataParallel(nn.Module):
 
     def _description(self) -> list[str]:
         """One line for each thing that must be the same on every rank."""
-        lines = [type(self).__name__]
-        for named in (self.module.named_parameters(), self.module.named_buffers()):
-            lines += [f"{name} {guards.describe(tensor)}" for name, tensor in named]
-        return lines
+        named = chain(self.module.named_parameters(), self.module.named_buffers())
+        lines = [f"{name} {guards.describe(tensor)}" for name, tensor in named]
+        return [type(self).__name__] + lines
 
 
 class NaiveDDP(DataParallel):
@@ -254,7 +254,7 @@ def weak_hook(method: Callable, *arguments: int) -> Callable[[Tensor], None]:
 @torch.no_grad()
 def broadcast_from_rank_0(module: nn.Module) -> None:
     """Give every rank rank 0's parameters (the frozen ones too) and buffers."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in chain(module.parameters(), module.buffers()):
         if tensor.numel() == 0:
             continue
         whole = tensor.detach().contiguous()

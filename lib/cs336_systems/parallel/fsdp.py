@@ -123,7 +123,7 @@ class FSDP(ShardedGradients):
 
     def _description(self) -> list[str]:
         how = f"compute_dtype {self._compute_dtype}, prefetch {self._ahead}"
-        return [*super()._description(), f"{how}, {self._shard_types} in {self._unit_types}"]
+        return super()._description() + [f"{how}, {self._shard_types} in {self._unit_types}"]
 
     def _check_module(self) -> None:
         super()._check_module()
@@ -217,7 +217,7 @@ class FSDP(ShardedGradients):
         torch.set_autocast_cache_enabled(self._caches_casts.pop())
 
     def _gather_ahead(self, group: ParameterGroup, module: nn.Module) -> None:
-        following: Sequence[ParameterGroup] = ()
+        following: list[ParameterGroup] = []
         # Else backward computes it once more, and what comes next is no matter of forward's order.
         if not in_backward():
             group.position = self._positions.setdefault(module, len(self._order))
@@ -318,8 +318,8 @@ class FSDP(ShardedGradients):
         # A part of its forward may be computed once more.
         group.unshard()
 
-    def _collect(self, group: ParameterGroup, following: Sequence[ParameterGroup]) -> None:
-        for other in (group, *following):
+    def _collect(self, group: ParameterGroup, following: list[ParameterGroup]) -> None:
+        for other in [group] + following:
             if other in self._gathered and other.versions != other.versions_now():
                 # It was gathered ahead of an optimizer's step.
                 self._free(other)

@@ -144,7 +144,7 @@ class BucketedDDP(OverlappedDDP):
         super().__init__(module)
 
     def _description(self) -> list[str]:
-        return [*super()._description(), f"buckets of {self._bucket_bytes:g} bytes"]
+        return super()._description() + [f"buckets of {self._bucket_bytes:g} bytes"]
 
     def _use_order(self, order: list[int]) -> None:
         # Allocated on first use. After the first step, gradients keep the old buckets alive until zeroed.

@@ -10,7 +10,7 @@ from cs336_systems.parallel.ddp import REDUCE_SCATTER, ready_for_mean
 from cs336_systems.parallel.overlapped import BucketedDDP
 from cs336_systems.parallel.sharded_gradients import ShardedGradients
 from cs336_systems.parallel.sharded_optimizer import ShardedOptimizer
-from cs336_systems.parallel.shards import Segments
+from cs336_systems.parallel.shards import Segments, by_completion
 
 
 def start_mean_of_shards(bucket: Tensor, backend: str) -> dist.Work:
@@ -114,5 +114,4 @@ def fill_segments(
             lengths.append([0] * (1 + max(owners)))
         buckets[number].append(index)
         lengths[number][owner] += tensor.nbytes
-    position = {index: place for place, index in enumerate(order)}
-    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+    return by_completion(buckets, order)

@@ -144,10 +144,8 @@ class ShardedOptimizer(Optimizer):
                 [p for group in new for p in group["params"] if p.requires_grad]
             )
             for group in new:
-                described += [
-                    f"group {_plain(_settings(group))}",
-                    *map(guards.describe, group["params"]),
-                ]
+                described.append(f"group {_plain(_settings(group))}")
+                described += map(guards.describe, group["params"])
         except Exception as error:
             failure = error
             described = [f"{type(error).__name__}: {error}"]

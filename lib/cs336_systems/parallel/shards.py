@@ -28,7 +28,7 @@ def padded_length(tensor: Tensor) -> int:
 
 
 def fill_buckets(
-    tensors: Sequence[Tensor], order: Iterable[int], bucket_bytes: float
+    tensors: Sequence[Tensor], order: Sequence[int], bucket_bytes: float
 ) -> list[list[int]]:
     """Fill buckets with tensors in this order; a bucket holds one dtype and device.
 
@@ -44,8 +44,7 @@ def fill_buckets(
     # By dtype and device, the bucket that is being filled and its bytes.
     newest: dict[tuple, list[int]] = {}
     filled: dict[tuple, int] = {}
-    position: dict[int, int] = {}
-    for place, index in enumerate(order):
+    for index in order:
         tensor = tensors[index]
         kind = (tensor.dtype, tensor.device)
         total = filled.get(kind, 0) + tensor.nbytes
@@ -55,7 +54,12 @@ def fill_buckets(
             total = tensor.nbytes
         newest[kind].append(index)
         filled[kind] = total
-        position[index] = place
+    return by_completion(buckets, order)
+
+
+def by_completion(buckets: list[list[int]], order: Sequence[int]) -> list[list[int]]:
+    """Buckets sorted by when the last of each becomes ready."""
+    position = {index: place for place, index in enumerate(order)}
     return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 
 
