@@ -480,7 +480,7 @@ def means_of_float16_do_not_overflow(context):
     """Where the checkers do not look."""
     for wrap, dtype in ((scattered, torch.float16), (HALF, torch.float32)):
         wrapped = wrap(nn.Linear(4, 4, bias=False, dtype=dtype))
-        one_pass(wrapped, torch.full((1, 4), 40_000, dtype=torch.float16))
+        one_pass(wrapped, torch.full((1, 4), 40_000, dtype=dtype))
         gradient = wrapped.module.weight.grad
         assert gradient is None or (gradient == 40_000).all()
 
