@@ -26,24 +26,72 @@ FP32 = torch.float32
 HOPPER = "hopper_forward 128x128 persistent, hopper_backward"
 BF16X3 = "bf16x3_forward, bf16x3_dq, bf16x3_dkdv"
 # Name, heads, queries, keys, d, causal; dtype; and the kernels that run it on a Hopper GPU of 132 SMs.
-_CASES = [
-    ("short", 180, 250, 250, 64, True, BF16, "hopper_forward 64x64 persistent, dq, dkdv"),
-    ("wide", 120, 250, 250, 128, True, BF16, "hopper_forward 128x128 persistent, dq, dkdv"),
-    ("full", 60, 768, 1152, 64, False, BF16, "hopper_forward 192x128 persistent, hopper_backward"),
-    ("ragged", 60, 768, 1100, 64, False, BF16, "hopper_forward 192x128, hopper_backward"),
-    ("wide, full", 60, 520, 640, 128, False, BF16, HOPPER),
-    ("wide, causal", 40, 1030, 400, 128, True, FP16, HOPPER),
-    ("narrow", 45, 1030, 400, 16, True, FP16, "hopper_forward 64x64 persistent, hopper_backward"),
-    ("few", 40, 200, 200, 64, False, BF16, "hopper_forward 64x128, dq, dkdv"),
-    ("fewer", 2, 300, 300, 128, True, BF16, "hopper_forward 64x128, backward"),
-    ("float32, wide", 12, 520, 530, 128, True, FP32, BF16X3),
-    ("float32, full", 12, 520, 530, 64, False, FP32, BF16X3),
-    ("float32, split", 2, 1100, 1100, 64, True, FP32, BF16X3),
-    ("float32, short", 2, 300, 300, 64, True, FP32, "forward, backward"),
-]
 CASES = [
-    (AttentionCase(name, (heads,), *sizes), dtype, launched)
-    for name, heads, *sizes, dtype, launched in _CASES
+    (
+        AttentionCase("short", (180,), 250, 250, 64, True),
+        BF16,
+        "hopper_forward 64x64 persistent, dq, dkdv",
+    ),
+    (
+        AttentionCase("wide", (120,), 250, 250, 128, True),
+        BF16,
+        "hopper_forward 128x128 persistent, dq, dkdv",
+    ),
+    (
+        AttentionCase("full", (60,), 768, 1152, 64, False),
+        BF16,
+        "hopper_forward 192x128 persistent, hopper_backward",
+    ),
+    (
+        AttentionCase("ragged", (60,), 768, 1100, 64, False),
+        BF16,
+        "hopper_forward 192x128, hopper_backward",
+    ),
+    (
+        AttentionCase("wide, full", (60,), 520, 640, 128, False),
+        BF16,
+        HOPPER,
+    ),
+    (
+        AttentionCase("wide, causal", (40,), 1030, 400, 128, True),
+        FP16,
+        HOPPER,
+    ),
+    (
+        AttentionCase("narrow", (45,), 1030, 400, 16, True),
+        FP16,
+        "hopper_forward 64x64 persistent, hopper_backward",
+    ),
+    (
+        AttentionCase("few", (40,), 200, 200, 64, False),
+        BF16,
+        "hopper_forward 64x128, dq, dkdv",
+    ),
+    (
+        AttentionCase("fewer", (2,), 300, 300, 128, True),
+        BF16,
+        "hopper_forward 64x128, backward",
+    ),
+    (
+        AttentionCase("float32, wide", (12,), 520, 530, 128, True),
+        FP32,
+        BF16X3,
+    ),
+    (
+        AttentionCase("float32, full", (12,), 520, 530, 64, False),
+        FP32,
+        BF16X3,
+    ),
+    (
+        AttentionCase("float32, split", (2,), 1100, 1100, 64, True),
+        FP32,
+        BF16X3,
+    ),
+    (
+        AttentionCase("float32, short", (2,), 300, 300, 64, True),
+        FP32,
+        "forward, backward",
+    ),
 ]
 
 

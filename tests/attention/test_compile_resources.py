@@ -39,13 +39,13 @@ def test_no_other_tile_spills_or_exceeds_the_chip():
 def test_the_rows_are_of_todays_tiles():
     """Where they are not: notebook 24 with all_tiles=True writes them anew."""
     table = load_rows(*PLACE)
-    assert set(table["kernel"]) == {*KERNELS, *HOPPER_KERNELS}
+    assert set(table["kernel"]) == set(KERNELS + HOPPER_KERNELS)
     assert set(table["capability"]) == {80, 90, 100}
     for (kernel, dtype, *sizes), rows in table.groupby(["kernel", "dtype", "d_head", "capability"]):
         tiles = [
             tile.row() for tile in tuning_for_capability(dtype, *map(int, sizes)).all_tiles(kernel)
         ]
-        recorded = rows.astype(object).where(rows.notna(), None)[[*tiles[0]]]
+        recorded = rows.astype(object).where(rows.notna(), None)[list(tiles[0])]
         assert set(recorded.itertuples(index=False, name=None)) == {
             tuple(tile.values()) for tile in tiles
         }

@@ -27,6 +27,7 @@ def random_inputs(*shape, dtype=torch.bfloat16, requires_grad=False):
     return [torch.randn(shape, **options) for _ in range(3)]
 
 
+BOTH_MASKS = pytest.mark.parametrize("is_causal", [False, True])
 HALVES = DTYPES[1:]
 LARGE = "large scores"  # of a deviation of 30
 # Head sizes, dtypes, times; name, leading dimensions, queries and keys; causal, but for those called full.
@@ -162,7 +163,7 @@ def test_error_at_most_twice_pytorchs(form, d, dtype):
         check_attention(FlashAttentionTriton.apply, cases=cases, dtype=dtype)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@BOTH_MASKS
 @pytest.mark.parametrize("d", [64, 128])
 def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
     """Whichever program computes a tile, and whatever was in its buffers before."""
@@ -186,7 +187,7 @@ def test_a_persistent_forward_has_the_bits_of_one_that_is_not(d, is_causal):
                 assert all(map(torch.equal, results, (o, lse)))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@BOTH_MASKS
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "d"), [(128, 64), (300, 64), (1152, 64), (1152, 128), (1100, 40)])
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_scores_of_minus_infinity_weigh_nothing(n, d, dtype, is_causal, hidden):
 
 
 @pytest.mark.usefixtures("nan_memory")
-@pytest.mark.parametrize("is_causal", [False, True])
+@BOTH_MASKS
 @pytest.mark.parametrize("d", [40, 64, 128])
 @pytest.mark.parametrize("n", [1, 65, 300, 1100])
 def test_many_programs_write_every_element(n, d, is_causal):
