@@ -28,19 +28,24 @@ def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
                 return guarded(ctx, *upstream)
         if not torch.is_grad_enabled():
             return backward(ctx, *upstream)
-        what = type(ctx).__name__.removesuffix("Backward")
-        message = (
-            f"{what} has no second derivative: its gradient (create_graph=True) was differentiated"
-        )
-        saved = ctx.saved_tensors  # once: checkpointing would not unpack them twice
+        # Unpacked once: checkpointing would not unpack them twice.
+        saved = ctx.saved_tensors
         with torch.no_grad():
             gradients = backward(SimpleNamespace(**vars(ctx), saved_tensors=saved), *upstream)
-        leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
-        inputs = [x for x in (*saved, *upstream) if x is not None and x.requires_grad]
-        error = torch._C._functions.DelayedError(message.encode(), len(leaves) + len(inputs))
-        return error(*leaves, *inputs)[: len(leaves)]
+        function = type(ctx).__name__.removesuffix("Backward")
+        return _once(gradients, saved + upstream, function)
 
     return guarded
+
+
+def _once(gradients: tuple, sources: tuple, function: str) -> tuple:
+    """The gradients, behind a node that raises and leads to what they were made from."""
+    reason = "has no second derivative: its gradient (create_graph=True) was differentiated"
+    leaves = [None if x is None else x.detach().requires_grad_() for x in gradients]
+    inputs = [x for x in sources if x is not None and x.requires_grad]
+    count = len(leaves) + len(inputs)
+    error = torch._C._functions.DelayedError(f"{function} {reason}".encode(), count)
+    return error(*leaves, *inputs)[: len(leaves)]
 
 
 def differentiable(
@@ -48,32 +53,35 @@ def differentiable(
 ) -> Callable[..., Tensor]:
     """`apply` of an autograd.Function, called as forward is: tensors, then what is none. Saves the tensors.
 
+    The class is the one that `weighted_sum` writes out; it is named as forward's module.
+
     Args:
         forward: returns the result, or a tuple of it and of tensors that are saved, too.
         backward: of the result's gradient and what was saved, the gradients of forward's tensors.
     """
 
-    def forward_and_save(*given: Any) -> Tensor:
-        ctx, *inputs = (
-            given  # named, it would be left out by torch.compile of two tensors without gradients
-        )
-        made = forward(*inputs)
-        result, *kept = made if isinstance(made, tuple) else (made,)
+    # A ctx with a name of its own is left out by torch.compile of two tensors without gradients.
+    def forward_and_save(*arguments: Any) -> Tensor:
+        ctx = arguments[0]
+        inputs = arguments[1:]
+        outputs = forward(*inputs)
+        result, *kept = outputs if isinstance(outputs, tuple) else (outputs,)
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         ctx.save_for_backward(*tensors, *kept)
-        ctx.others = [None] * (len(inputs) - len(tensors))
+        ctx.others = (None,) * (len(inputs) - len(tensors))
         return result
 
     @first_order_only
-    def gradients(ctx, above: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(above, *ctx.saved_tensors), *ctx.others
+    def gradients(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(backward(dy, *ctx.saved_tensors)) + ctx.others
 
     methods = {"forward": staticmethod(forward_and_save), "backward": staticmethod(gradients)}
     name = forward.__module__.rpartition(".")[2]
     return type(name, (torch.autograd.Function,), methods).apply
 
 
-_PLAIN, _is_compiling = {Tensor, nn.Parameter}, torch.compiler.is_compiling
+_PLAIN = {Tensor, nn.Parameter}
+_is_compiling = torch.compiler.is_compiling
 dispatch_modes = torch._C._len_torch_dispatch_stack  # fake tensors, tracing, counters of FLOPs
 transforms_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp of torch.func
 
@@ -82,6 +90,7 @@ def needs_dispatcher(*arguments: Any) -> bool:
     """Whether a direct launch would miss something that the dispatcher does for one of these tensors."""
     if _is_compiling() or dispatch_modes() or transforms_active():
         return True
+    # A loop: this is asked before every launch, and a generator is slower.
     for x in arguments:
         if isinstance(x, Tensor) and (type(x) not in _PLAIN or not x.data_ptr() or x.is_neg()):
             return True

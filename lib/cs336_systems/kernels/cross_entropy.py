@@ -16,33 +16,39 @@ from torch import Tensor
 from cs336_systems.kernels.runtime import kernel_function, launch_kernel, row_tiles
 from cs336_systems.kernels.tensors import check_tensors
 
-TILE = 8192  # logits that a program has in registers at a time
+# Logits that a program has in registers at a time.
+TILE = 8192
 # The first maximum: -inf - -inf would be NaN.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
 def cross_entropy_kernel(
-    logits_ptr, target_ptr, loss_ptr, stride, n_rows, vocabulary, ignore_index,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    logits_ptr,
+    target_ptr,
+    loss_ptr,
+    stride,
+    n_rows,
+    vocabulary,
+    ignore_index,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """loss (n_rows,) and the gradient in place of logits (n_rows, vocabulary). Grid: (row tiles,)."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     target = tl.load(target_ptr + rows, mask=rows < n_rows, other=ignore_index)
     counts = target != ignore_index
     known = (target >= 0) & (target < vocabulary) & (rows < n_rows)
-    target_logit = tl.load(logits_ptr + rows * stride + target, mask=known, other=float("nan")).to(
-        tl.float32
-    )
+    # NaN for a target that is not in the vocabulary: a look at it would make the host wait.
+    target_logit = tl.load(logits_ptr + rows * stride + target, mask=known, other=float("nan"))
+    target_logit = target_logit.to(tl.float32)
     maximum = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for first in tl.range(0, vocabulary, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < n_rows) & (columns[None, :] < vocabulary)
-        z = tl.load(
-            logits_ptr + rows[:, None] * stride + columns[None, :], mask=inside, other=float("-inf")
-        )
-        z = z.to(tl.float32)
+        place = logits_ptr + rows[:, None] * stride + columns[None, :]
+        z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(maximum, tl.max(z, 1))
         total = total * tl.exp(maximum - larger) + tl.sum(tl.exp(z - larger[:, None]), 1)
         maximum = larger
@@ -50,7 +56,8 @@ def cross_entropy_kernel(
     # Never l itself: as large as the logits, it would be rounded as coarsely, and every probability with it.
     loss = tl.log(total) + (maximum - target_logit)
     tl.store(loss_ptr + rows, tl.where(counts, loss, 0.0), mask=rows < n_rows)
-    tl.debug_barrier()  # every warp has read the logits of the targets
+    # Every warp has to have read the logits of its targets before any is overwritten.
+    tl.debug_barrier()
     for first in tl.range(0, vocabulary, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
         inside = (rows[:, None] < n_rows) & (columns[None, :] < vocabulary)
@@ -58,9 +65,8 @@ def cross_entropy_kernel(
         z = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
         p = tl.exp(z - maximum[:, None]) / total[:, None]
         dz = p - tl.where(columns[None, :] == target[:, None], 1.0, 0.0)
-        tl.store(
-            place, tl.where(counts[:, None], dz, 0.0).to(logits_ptr.dtype.element_ty), mask=inside
-        )
+        dz = tl.where(counts[:, None], dz, 0.0)
+        tl.store(place, dz, mask=inside)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
@@ -84,7 +90,9 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) ->
         f"(n, vocabulary), with targets (n,); the targets have the shape {tuple(targets.shape)}"
     )
     check_tensors("logits", logits, fits=fits, allowed=allowed)
-    if logits.stride(1) != 1 or (len(logits) > 1 and logits.stride(0) < logits.shape[1]):
+    stride, within = logits.stride()
+    rows_overlap = len(logits) > 1 and stride < logits.shape[1]
+    if within != 1 or rows_overlap:
         raise ValueError(
             f"logits have strides {logits.stride()}; allowed: 1 in a row, and rows apart"
         )
@@ -99,11 +107,10 @@ def cross_entropy_(logits: Tensor, targets: Tensor, ignore_index: int = -100) ->
 
 @lambda function: kernel_function(function, mutates="logits")
 def _overwrite(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-    n, vocabulary = logits.shape
-    losses = logits.new_empty(n, dtype=torch.float32)
-    tiles, options = row_tiles(n, vocabulary, TILE, TILE, 16)
-    sizes = logits.stride(0), n, vocabulary, ignore_index
-    launch_kernel(
-        cross_entropy_kernel, (tiles,), logits, targets.contiguous(), losses, *sizes, **options
-    )
+    n_rows, vocabulary = logits.shape
+    losses = logits.new_empty(n_rows, dtype=torch.float32)
+    tiles, options = row_tiles(n_rows, vocabulary, TILE, TILE, 16)
+    tensors = (logits, targets.contiguous(), losses)
+    sizes = (logits.stride(0), n_rows, vocabulary, ignore_index)
+    launch_kernel(cross_entropy_kernel, (tiles,), *tensors, *sizes, **options)
     return losses

@@ -16,60 +16,86 @@ from torch import Tensor
 
 from cs336_systems.kernels import runtime
 from cs336_systems.kernels.autograd_guards import differentiable
-from cs336_systems.kernels.runtime import kernel_function, launch_kernel, row_tiles
+from cs336_systems.kernels.runtime import kernel_function, launch_kernel, load_float32, row_tiles
 from cs336_systems.kernels.tensors import as_rows, check_tensors
 
 TILE = 4096  # elements of a tile, where a row has no more
 WIDEST = 32_768  # the longest row whose elements fit into the registers of one program
-PROGRAMS_PER_SM = 2  # of the backward, whose programs loop over many rows: 128 registers a thread
-PREFETCHED = (
-    2**16
-)  # bytes of shared memory that the next two tiles of dy and x may take on their way
+# Of the backward, whose programs loop over many rows: it leaves 128 registers a thread.
+PROGRAMS_PER_SM = 2
+# Bytes of shared memory that the next two tiles of dy and x may take on their way.
+PREFETCHED = 2**16
 
 
 @triton.jit
 def rms_norm_forward_kernel(
-    x_ptr, w_ptr, y_ptr, r_ptr, stride_x, n_rows, d, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    r_ptr,
+    stride_x,
+    n_rows,
+    d,
+    eps,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """y (n_rows, d) and r (n_rows,). Grid: (row tiles,); a program owns ROWS whole rows."""
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, COLUMNS)[None, :]
     inside = (rows < n_rows) & (columns < d)
-    x = tl.load(x_ptr + rows * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
-    w = tl.load(w_ptr + columns, mask=columns < d, other=0.0).to(tl.float32)
+    x = load_float32(x_ptr + rows * stride_x + columns, inside)
+    w = load_float32(w_ptr + columns, columns < d)
     r = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / d + eps)
-    tl.store(y_ptr + rows * d + columns, (x * r * w).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + rows * d + columns, x * r * w, mask=inside)
     tl.store(r_ptr + rows, r, mask=rows < n_rows)
 
 
 @triton.jit
 def rms_norm_backward_kernel(
-    dy_ptr, x_ptr, w_ptr, r_ptr, residual_ptr, y_ptr, dx_ptr, partial_ptr, stride_dy, stride_x, n_rows, d,
-    rows_each, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    r_ptr,
+    residual_ptr,
+    y_ptr,
+    dx_ptr,
+    partial_ptr,
+    stride_dy,
+    stride_x,
+    n_rows,
+    d,
+    rows_each,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """dx (n_rows, d) and a row of partial sums of dw. Grid: (partials,); a program owns rows_each rows.
 
     With three stages it loads tiles two ahead of use. A residual (n_rows, d) is added to dx, y is forward's.
     """
     part = tl.program_id(0)
     columns = tl.arange(0, COLUMNS)[None, :]
-    w = tl.load(w_ptr + columns, mask=columns < d, other=0.0).to(tl.float32)
+    w = load_float32(w_ptr + columns, columns < d)
     partial = tl.zeros([ROWS, COLUMNS], tl.float32)
     last_row = tl.minimum((part + 1) * rows_each, n_rows)
     for first in tl.range(part * rows_each, last_row, ROWS, num_stages=STAGES):
         rows = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         inside = (rows < last_row) & (columns < d)
-        dy = tl.load(dy_ptr + rows * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + rows * stride_x + columns, mask=inside, other=0.0).to(tl.float32)
+        dy = load_float32(dy_ptr + rows * stride_dy + columns, inside)
+        x = load_float32(x_ptr + rows * stride_x + columns, inside)
         r = tl.load(r_ptr + rows, mask=rows < last_row, other=0.0)
-        n, g = x * r, dy * w
+        n = x * r
+        g = dy * w
         dx = r * (g - n * (tl.sum(g * n, 1, keep_dims=True) / d))
+        # Added here, in float32, the residual's gradient costs one read: a sum of its own would cost three.
         if residual_ptr is not None:
-            dx += tl.load(residual_ptr + rows * d + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + rows * d + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+            dx += load_float32(residual_ptr + rows * d + columns, inside)
+        tl.store(dx_ptr + rows * d + columns, dx, mask=inside)
         if y_ptr is not None:
-            tl.store(y_ptr + rows * d + columns, (n * w).to(y_ptr.dtype.element_ty), mask=inside)
+            tl.store(y_ptr + rows * d + columns, n * w, mask=inside)
         partial += dy * n
+    # Rows of the tile are added up once, at the end: in the loop it would be a reduction across warps a tile.
     total = tl.sum(partial, 0, keep_dims=True)
     tl.store(partial_ptr + part.to(tl.int64) * d + columns, total, mask=columns < d)
 
@@ -77,13 +103,14 @@ def rms_norm_backward_kernel(
 @kernel_function
 def forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y (..., d), and r in float32, one number a row, of x (..., d) and weight (d,)."""
-    rows, y = as_rows(x), x.new_empty(x.shape)
-    r = x.new_empty(len(rows), dtype=torch.float32)
-    tiles, options = row_tiles(*rows.shape, TILE, WIDEST, 32)
-    sizes = rows.stride(0), *rows.shape, eps
-    launch_kernel(
-        rms_norm_forward_kernel, (tiles,), rows, weight.contiguous(), y, r, *sizes, **options
-    )
+    rows = as_rows(x)
+    n_rows, d = rows.shape
+    y = x.new_empty(x.shape)
+    r = x.new_empty(n_rows, dtype=torch.float32)
+    tiles, options = row_tiles(n_rows, d, TILE, WIDEST, 32)
+    tensors = (rows, weight.contiguous(), y, r)
+    sizes = (rows.stride(0), n_rows, d, eps)
+    launch_kernel(rms_norm_forward_kernel, (tiles,), *tensors, *sizes, **options)
     return y, r
 
 
@@ -100,24 +127,38 @@ def backward(
 
     residual: (..., d), added to dx: the gradient that reaches x past the norm.
     """
-    above, rows, dx, y = (
-        as_rows(dy),
-        as_rows(x),
-        x.new_empty(x.shape),
-        x.new_empty(x.shape if remakes else 0),
-    )
+    d_rows = as_rows(dy)
+    rows = as_rows(x)
     n_rows, d = rows.shape
+    dx = x.new_empty(x.shape)
+    y = x.new_empty(x.shape if remakes else 0)
+    if residual is not None:
+        residual = residual.contiguous()
     tiles, options = row_tiles(n_rows, d, TILE, WIDEST, 32)
-    rows_each = max(
-        1, options["ROWS"] * triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device))
-    )
+    # As many programs as the GPU holds at once, each with a row of partial sums of dw.
+    tiles_each = triton.cdiv(tiles, PROGRAMS_PER_SM * runtime.sm_count(x.device))
+    rows_each = max(1, options["ROWS"] * tiles_each)
     partial = x.new_empty((triton.cdiv(n_rows, rows_each), d), dtype=torch.float32)
     tile_bytes = options["ROWS"] * options["COLUMNS"] * (dy.element_size() + x.element_size())
-    options |= {"STAGES": 3 if 2 * tile_bytes <= PREFETCHED else 1}
-    residual = None if residual is None else residual.contiguous()
-    tensors = above, rows, weight.contiguous(), r, residual, y if remakes else None, dx, partial
-    sizes = above.stride(0), rows.stride(0), n_rows, d, rows_each
-    launch_kernel(rms_norm_backward_kernel, (len(partial),), *tensors, *sizes, **options)
+    # Wide tiles are loaded when they are needed: the next two would fill the shared memory.
+    options["STAGES"] = 3 if 2 * tile_bytes <= PREFETCHED else 1
+    outputs = (y if remakes else None, dx, partial)
+    strides = (d_rows.stride(0), rows.stride(0))
+    launch_kernel(
+        rms_norm_backward_kernel,
+        (len(partial),),
+        d_rows,
+        rows,
+        weight.contiguous(),
+        r,
+        residual,
+        *outputs,
+        *strides,
+        n_rows,
+        d,
+        rows_each,
+        **options,
+    )
     return dx, partial.sum(0).to(weight.dtype), y
 
 

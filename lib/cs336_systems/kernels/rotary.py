@@ -11,26 +11,40 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cs336_systems.kernels.runtime import kernel_function, launch_kernel, row_tiles
+from cs336_systems.kernels.runtime import kernel_function, launch_kernel, load_float32, row_tiles
 from cs336_systems.kernels.tensors import check_tensors
 
-TILE = 2048  # elements of a tile, where a head has no more
+# Elements of a tile, where a head has no more: a program keeps two tables of half as many in registers, too.
+TILE = 2048
 
 
 @triton.jit
 def rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, y_ptr,
-    stride_xb, stride_xh, stride_xs, stride_yb, stride_yh, stride_ys, n_heads, sequence, d,
-    INVERSE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    stride_xb,
+    stride_xh,
+    stride_xs,
+    stride_yb,
+    stride_yh,
+    stride_ys,
+    n_heads,
+    sequence,
+    d,
+    INVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """y, shaped as x (batch, n_heads, sequence, d). Grid: (batch * tiles of ROWS positions,)."""
     tiles = tl.cdiv(sequence, ROWS)
     batch = (tl.program_id(0) // tiles).to(tl.int64)
     rows = ((tl.program_id(0) % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     pairs = tl.arange(0, COLUMNS // 2)[None, :]
     known = (rows < sequence) & (pairs < d // 2)
-    cos = tl.load(cos_ptr + rows * (d // 2) + pairs, mask=known, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + rows * (d // 2) + pairs, mask=known, other=0.0).to(tl.float32)
+    cos = load_float32(cos_ptr + rows * (d // 2) + pairs, known)
+    sin = load_float32(sin_ptr + rows * (d // 2) + pairs, known)
     if INVERSE:
         sin = -sin
     columns = tl.arange(0, COLUMNS)[None, :]
@@ -38,11 +52,12 @@ def rotary_kernel(
     x_tile = x_ptr + batch * stride_xb + rows * stride_xs + columns
     y_tile = y_ptr + batch * stride_yb + rows * stride_ys + columns
     for _ in tl.range(n_heads):
-        x = tl.load(x_tile, mask=inside, other=0.0).to(tl.float32)
+        x = load_float32(x_tile, inside)
+        # Loaded whole and parted in registers: loads of every other element would be narrow.
         even, odd = tl.split(tl.reshape(x, (ROWS, COLUMNS // 2, 2)))
         turned = tl.join(even * cos - odd * sin, even * sin + odd * cos)
         y = tl.reshape(turned, (ROWS, COLUMNS))
-        tl.store(y_tile, y.to(y_ptr.dtype.element_ty), mask=inside)
+        tl.store(y_tile, y, mask=inside)
         x_tile += stride_xh
         y_tile += stride_yh
 
@@ -54,13 +69,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     if x4.stride(-1) != 1:
         x4 = x4.contiguous()
     batch, heads, sequence, d = x4.shape
+    # It has x's strides: heads that lie side by side in x, as the model's, do so in y.
     y4 = torch.empty_like(x4)
     tiles, options = row_tiles(sequence, d, TILE, 2 * d, 4)
-    tensors, sizes = (x4, cos.contiguous(), sin.contiguous(), y4), (heads, sequence, d)
-    strides = *x4.stride()[:3], *y4.stride()[:3]
-    launch_kernel(
-        rotary_kernel, (batch * tiles,), *tensors, *strides, *sizes, INVERSE=inverse, **options
-    )
+    tensors = (x4, cos.contiguous(), sin.contiguous(), y4)
+    sizes = x4.stride()[:3] + y4.stride()[:3] + (heads, sequence, d)
+    grid = (batch * tiles,)
+    launch_kernel(rotary_kernel, grid, *tensors, *sizes, INVERSE=inverse, **options)
     return y4.reshape(x.shape)
 
 
@@ -88,10 +103,11 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         TypeError: another dtype. ValueError: shapes that do not fit, an odd d, devices.
     """
-    fits = x.dim() >= 2 and x.shape[-1] % 2 == 0 and x.shape[-1] > 0 and cos.shape == sin.shape
-    fits = (
-        fits and cos.dim() == 2 and cos.shape[1] == x.shape[-1] // 2 and cos.shape[0] >= x.shape[-2]
-    )
+    fits = x.dim() >= 2 and cos.dim() == 2 and cos.shape == sin.shape
+    if fits:
+        positions, d = x.shape[-2:]
+        rows, pairs = cos.shape
+        fits = d > 0 and d == 2 * pairs and rows >= positions
     allowed = "(..., s, d) with an even d, and twice (s or more, d / 2)"
     check_tensors("x, cos, sin", x, cos, sin, fits=fits, allowed=allowed)
     return RotaryTriton.apply(x, cos, sin, False)

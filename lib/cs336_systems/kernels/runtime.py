@@ -20,7 +20,8 @@ from cs336_systems.kernels.autograd_guards import needs_dispatcher
 INTERPRETED = triton.knobs.runtime.interpret
 # Triton's own functions choose between compiler and interpreter when Triton is first imported.
 TOO_LATE = INTERPRETED and isinstance(tl.max, JITFunction)
-ALIGNMENT = 16  # bytes; what TMA asks of addresses and of every stride but the last
+# Bytes: what TMA asks of addresses and of every stride but the last.
+ALIGNMENT = 16
 INTERPRETER = (0, 0)  # in place of a compute capability
 # torch.cuda.current_device in half the time: where there are tensors on a GPU, CUDA runs. None without CUDA.
 current_device = getattr(torch._C, "_cuda_getDevice", None)
@@ -33,8 +34,10 @@ def _mend_interpreter() -> None:
     """
     from triton.runtime import interpreter
 
-    builder, prepare = interpreter.InterpreterBuilder, interpreter._patch_lang_tensor
-    cast, dot = builder.cast_impl, builder.create_dot
+    builder = interpreter.InterpreterBuilder
+    prepare = interpreter._patch_lang_tensor
+    cast = builder.cast_impl
+    dot = builder.create_dot
 
     def cast_rounding(self: Any, src: Any, dtype: Any) -> Any:
         if (src.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
@@ -43,10 +46,11 @@ def _mend_interpreter() -> None:
         return interpreter.TensorHandle(bits, tl.bfloat16)
 
     def dot_of_numbers(self: Any, *operands: Any) -> Any:
-        wide = (
-            cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in operands[:2]
-        )
-        return dot(self, *wide, *operands[2:])
+        # NumPy has no bfloat16: as unsigned integers its products would be of bit patterns.
+        def widened(x: Any) -> Any:
+            return cast(self, x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+
+        return dot(self, *map(widened, operands[:2]), *operands[2:])
 
     def clamp(self: Any, x: Any, low: Any, high: Any, _: Any) -> Any:
         return self.ternary_op(x, low, high, lambda *of: np.fmin(np.fmax(of[0], of[1]), of[2]))
@@ -55,16 +59,20 @@ def _mend_interpreter() -> None:
         prepare(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda number: number.handle.data.item())
 
-    builder.cast_impl, builder.create_dot, builder.create_clampf = (
-        cast_rounding,
-        dot_of_numbers,
-        clamp,
-    )
+    builder.cast_impl = cast_rounding
+    builder.create_dot = dot_of_numbers
+    builder.create_clampf = clamp
     interpreter._patch_lang_tensor = prepare_with_index
 
 
 if INTERPRETED:
     _mend_interpreter()
+
+
+@triton.jit
+def load_float32(places, inside):
+    """The numbers at these places, computed with in float32 whatever their dtype is; outside 0."""
+    return tl.load(places, mask=inside, other=0.0).to(tl.float32)
 
 
 def kernel_function(function: Callable[..., Any], mutates: str = "") -> Callable[..., Any]:
@@ -165,7 +173,8 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager:
     The first time in a thread, make its context current too: descriptors need one, and autograd's own threads
     start without. Any kernel of PyTorch's brings it.
     """
-    devices = _thread.__dict__.setdefault("devices", set())  # whose contexts are this thread's, too
+    # Whose contexts are this thread's, too.
+    devices = _thread.__dict__.setdefault("devices", set())
     if device not in devices:
         if device.type != "cuda":
             return _NOTHING

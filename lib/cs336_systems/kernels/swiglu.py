@@ -15,57 +15,83 @@ from cs336_systems.kernels.autograd_guards import differentiable
 from cs336_systems.kernels.runtime import kernel_function, launch_kernel
 from cs336_systems.kernels.tensors import check_tensors
 
-BLOCK = 2048  # elements of a program: 16 a thread
+# Elements of a program: 16 a thread are on their way at once.
+BLOCK = 2048
 
 
 @triton.jit
-def swiglu_forward_kernel(a_ptr, b_ptr, c_ptr, n, BLOCK: tl.constexpr):
+def swiglu_forward_kernel(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    n,
+    BLOCK: tl.constexpr,
+):
     """c (n,). Grid: (blocks of BLOCK elements,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(a_ptr + i, mask=i < n, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + i, mask=i < n, other=0.0).to(tl.float32)
-    tl.store(c_ptr + i, (a * tl.sigmoid(a) * b).to(c_ptr.dtype.element_ty), mask=i < n)
+    tl.store(c_ptr + i, a * tl.sigmoid(a) * b, mask=i < n)
 
 
 @triton.jit
 def swiglu_backward_kernel(
-    dc_ptr, a_ptr, b_ptr, da_ptr, db_ptr, c_ptr, n, BLOCK: tl.constexpr, WITH_C: tl.constexpr
-):  # fmt: skip
+    dc_ptr,
+    a_ptr,
+    b_ptr,
+    da_ptr,
+    db_ptr,
+    c_ptr,
+    n,
+    BLOCK: tl.constexpr,
+    WITH_C: tl.constexpr,
+):
     """da, db and perhaps c (n,). Grid: (blocks of BLOCK elements,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     dc = tl.load(dc_ptr + i, mask=i < n, other=0.0).to(tl.float32)
     a = tl.load(a_ptr + i, mask=i < n, other=0.0).to(tl.float32)
     b = tl.load(b_ptr + i, mask=i < n, other=0.0).to(tl.float32)
+    # Made again: the kernel waits for memory anyhow, and a kept s would be one more tensor to read.
     s = tl.sigmoid(a)
     da = dc * b * s * (1 + a * (1 - s))
-    tl.store(da_ptr + i, da.to(da_ptr.dtype.element_ty), mask=i < n)
-    tl.store(db_ptr + i, (dc * a * s).to(db_ptr.dtype.element_ty), mask=i < n)
+    tl.store(da_ptr + i, da, mask=i < n)
+    tl.store(db_ptr + i, dc * a * s, mask=i < n)
     if WITH_C:
-        tl.store(c_ptr + i, (a * s * b).to(c_ptr.dtype.element_ty), mask=i < n)
+        tl.store(c_ptr + i, a * s * b, mask=i < n)
 
 
 @kernel_function
 def forward(a: Tensor, b: Tensor) -> Tensor:
     """c of a and b, all of one shape; contiguous."""
-    a, b = a.contiguous(), b.contiguous()
+    a = a.contiguous()
+    b = b.contiguous()
     c = torch.empty_like(a)
-    launch_kernel(
-        swiglu_forward_kernel, (triton.cdiv(a.numel(), BLOCK),), a, b, c, a.numel(), BLOCK=BLOCK
-    )
+    n = a.numel()
+    launch_kernel(swiglu_forward_kernel, (triton.cdiv(n, BLOCK),), a, b, c, n, BLOCK=BLOCK)
     return c
 
 
 @kernel_function
 def backward(dc: Tensor, a: Tensor, b: Tensor, with_c: bool = False) -> list[Tensor]:
     """da, db and, if it is asked for, c of dc, a and b, all of one shape; contiguous."""
-    dc, a, b = dc.contiguous(), a.contiguous(), b.contiguous()
-    made = [torch.empty_like(a) for _ in range(3 if with_c else 2)]
-    outputs = made if with_c else [*made, None]
-    grid = (triton.cdiv(a.numel(), BLOCK),)
-    launch_kernel(
-        swiglu_backward_kernel, grid, dc, a, b, *outputs, a.numel(), BLOCK=BLOCK, WITH_C=with_c
-    )
-    return made
+    dc = dc.contiguous()
+    a = a.contiguous()
+    b = b.contiguous()
+    gradients = [torch.empty_like(a), torch.empty_like(a)]
+    c = torch.empty_like(a) if with_c else None
+    launch_backward(dc, a, b, *gradients, c)
+    return gradients + [c] if with_c else gradients
+
+
+def launch_backward(
+    dc: Tensor, a: Tensor, b: Tensor, da: Tensor, db: Tensor, c: Tensor | None
+) -> None:
+    """Write da, db and, where there is a c, c; all contiguous. da may be a's memory, db b's, and c dc's."""
+    n = a.numel()
+    grid = (triton.cdiv(n, BLOCK),)
+    options = {"BLOCK": BLOCK, "WITH_C": c is not None}
+    # An element is read before it is written, and by no other program: hence the outputs may be the inputs.
+    launch_kernel(swiglu_backward_kernel, grid, dc, a, b, da, db, c, n, **options)
 
 
 _swiglu = differentiable(forward, backward)

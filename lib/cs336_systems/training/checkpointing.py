@@ -36,8 +36,8 @@ def run(schedule: Schedule, x: Tensor) -> Tensor:
     """Send x through every block of the schedule; same values and gradients as without checkpoints."""
     for part in schedule:
         if isinstance(part, tuple):
-            keeps = {"context_fn": _keep_matmuls} if isinstance(part, KeepsMatmuls) else {}
-            x = checkpoint(run, part, x, use_reentrant=False, **keeps)
+            options = {"context_fn": _keep_matmuls} if isinstance(part, KeepsMatmuls) else {}
+            x = checkpoint(run, part, x, use_reentrant=False, **options)
         else:
             x = part(x)
     return x
@@ -45,12 +45,14 @@ def run(schedule: Schedule, x: Tensor) -> Tensor:
 
 def every_k(blocks: Sequence[Any], k: int) -> Schedule:
     """Segments of k blocks, k positive, the last one possibly shorter."""
-    return tuple(tuple(blocks[start : start + k]) for start in range(0, len(blocks), k))
+    starts = range(0, len(blocks), k)
+    return tuple(tuple(blocks[start : start + k]) for start in starts)
 
 
 def sqrt_n(blocks: Sequence[Any]) -> Schedule:
     """About sqrt(N) segments of sqrt(N) blocks (Chen et al. 2016): memory O(sqrt(N)), one more forward."""
-    return every_k(blocks, max(1, round(math.sqrt(len(blocks)))))
+    k = round(math.sqrt(len(blocks)))
+    return every_k(blocks, max(1, k))
 
 
 def recursive(blocks: Sequence[Any]) -> Schedule:
@@ -79,10 +81,15 @@ def selective(blocks: Sequence[Any]) -> Schedule:
 
 def half_blocks(blocks: Sequence[Any]) -> Schedule:
     """Finer than `every_k(blocks, 1)`: attention and feed-forward of each block are segments of their own."""
-    halves = (
-        half for block in blocks for half in ((block.attn, block.ln1), (block.ffn, block.ln2))
-    )
-    return tuple((partial(lambda layer, norm, x: x + layer(norm(x)), *half),) for half in halves)
+    halves: Schedule = ()
+    for block in blocks:
+        halves += ((partial(_half_block, block.attn, block.ln1),),)
+        halves += ((partial(_half_block, block.ffn, block.ln2),),)
+    return halves
+
+
+def _half_block(layer: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+    return x + layer(norm(x))
 
 
 POLICIES: dict[str, Policy] = {
@@ -104,12 +111,12 @@ def policy(name: str) -> Policy:
     word, _, number = name.partition(" ")
     if word == "every" and number.isdecimal() and int(number):
         return partial(every_k, k=int(number))
-    check_choice("policy", name, ["every 1", "every 2 ...", *POLICIES])
+    check_choice("policy", name, ["every 1", "every 2 ..."] + list(POLICIES))
     return POLICIES[name]
 
 
 def forward_with(model: nn.Module, policy: Policy, token_ids: Tensor) -> Tensor:
     """A TransformerLM's forward with its blocks checkpointed: `forward_with(model, sqrt_n, token_ids)`."""
-    return model.lm_head(
-        model.ln_final(run(policy(list(model.layers)), model.token_embeddings(token_ids)))
-    )
+    schedule = policy(list(model.layers))
+    x = run(schedule, model.token_embeddings(token_ids))
+    return model.lm_head(model.ln_final(x))

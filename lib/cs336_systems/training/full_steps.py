@@ -40,30 +40,33 @@ class FullStep:
 
     def wrap_blocks(self, model: nn.Module, plain: int = 0, attentive: int = 0) -> None:
         """Compile and checkpoint blocks in place; the last `plain` keep all, `attentive` others attention."""
-        count = len(model.layers) - plain if self.checkpoints != "none" else 0
-        compiled = partial(torch.compile, dynamic=False) if self.compiles else lambda module: module
-        # Our FSDP's hooks are the block's, inside of the checkpoint; FSDP2's are outside of both.
+        checkpointed = len(model.layers) - plain if self.checkpoints != "none" else 0
         for n, block in enumerate(model.layers):
-            checkpointed = _attentive if n >= count - attentive else checkpoint_wrapper
-            outer, inner = (
-                (compiled, checkpointed) if self.sharding == "fsdp2" else (checkpointed, compiled)
-            )
-            model.layers[n] = outer(inner(block)) if n < count else compiled(block)
+            attends_once = n >= checkpointed - attentive
+            wrapper = _attentive if attends_once else checkpoint_wrapper
+            if n >= checkpointed:
+                model.layers[n] = self._compiled(block)
+            elif self.sharding == "fsdp2":
+                # FSDP2's hooks are outside of both, so the checkpoint is compiled with the block.
+                model.layers[n] = self._compiled(wrapper(block))
+            else:
+                # Our FSDP's hooks are the block's: inside of the checkpoint, they gather again.
+                model.layers[n] = wrapper(self._compiled(block))
+
+    def _compiled(self, module: nn.Module) -> nn.Module:
+        return torch.compile(module, dynamic=False) if self.compiles else module
 
     def surroundings(self) -> AbstractContextManager:
         """In which its processes are started."""
-        return patch.dict(
-            os.environ, {"NCCL_MAX_CTAS": str(self.max_ctas)} if self.max_ctas else {}
-        )
+        variables = {"NCCL_MAX_CTAS": str(self.max_ctas)} if self.max_ctas else {}
+        return patch.dict(os.environ, variables)
 
 
-_KEPT = [  # whose results blocks keep that are _attentive, and nothing else
-    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
-    for name in ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
-]
-_attentive = partial(
-    checkpoint_wrapper, context_fn=partial(create_selective_checkpoint_contexts, _KEPT)
-)
+# All that an attentive block keeps beside its input, as a byte of it takes the most FLOPs to make again.
+_ATTENTIONS = ("cudnn_attention", "flash_attention", "flash_attention_for_cpu")
+_KEPT = [getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default for name in _ATTENTIONS]
+_keep_attention = partial(create_selective_checkpoint_contexts, _KEPT)
+_attentive = partial(checkpoint_wrapper, context_fn=_keep_attention)
 
 
 def _use_blocks(model: nn.Module, stacked: bool = False) -> None:

@@ -6,11 +6,20 @@
 Parameters, their names and the state dict stay, and so do the modules' types and what the user put into them.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cs336_systems import functional, model
 from cs336_systems.training.linear_cross_entropy import linear_cross_entropy
+
+
+def hooks_of(module: nn.Module) -> list[Callable]:
+    """Every hook that a call of the module runs."""
+    forward = module._forward_pre_hooks | module._forward_hooks
+    backward = module._backward_pre_hooks | module._backward_hooks
+    return list(forward.values()) + list(backward.values())
 
 
 class LossHead(model.Linear):
@@ -23,25 +32,22 @@ class LossHead(model.Linear):
     @property
     def takes_targets(self) -> bool:
         """Not where a hook, other than those that shard or observe, expects logits."""
-        them = (
-            self._forward_pre_hooks
-            | self._forward_hooks
-            | self._backward_hooks
-            | self._backward_pre_hooks
-        )
-        return all(
-            hook.__module__.startswith(("cs336_systems.", "torch.")) for hook in them.values()
-        )
+        harmless = ("cs336_systems.", "torch.")
+        return all(hook.__module__.startswith(harmless) for hook in hooks_of(self))
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        return (
-            F.linear(x, self.weight)
-            if targets is None
-            else linear_cross_entropy(x, self.weight, targets)
-        )
+        if targets is None:
+            return F.linear(x, self.weight)
+        return linear_cross_entropy(x, self.weight, targets)
 
 
-_KINDS = model.Linear, model.RMSNorm, model.RotaryEmbedding, model.CausalSelfAttention, model.SwiGLU
+_KINDS = (
+    model.Linear,
+    model.RMSNorm,
+    model.RotaryEmbedding,
+    model.CausalSelfAttention,
+    model.SwiGLU,
+)
 _FORWARDS = {kind: kind.forward for kind in _KINDS}
 
 
@@ -77,8 +83,7 @@ def is_as_written(module: nn.Module, kind: type[nn.Module]) -> bool:
 
     Adapters and parametrizations are subclasses or other modules. Hooks that only observe do not count.
     """
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    hooks += (module._backward_pre_hooks,)
-    observe = all(getattr(hook, "only_observes", False) for each in hooks for hook in each.values())
+    observe = all(getattr(hook, "only_observes", False) for hook in hooks_of(module))
+    # A patch of the class would be skipped as well as one of the module: kernels call no forward.
     patched = "forward" in vars(module) or kind.forward is not _FORWARDS[kind]
     return type(module) is kind and observe and not patched

@@ -12,10 +12,10 @@ Stacked, q and k come of one matmul, and so do a and b, [a b]^T = [W1; W3] n2^T:
 are da and db, which take their memory. Then dn2 = [da db] [W1; W3] is one matmul, [dW1; dW3] another.
 """
 
-from collections import namedtuple
+from collections.abc import Collection
+from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -26,22 +26,41 @@ from cs336_systems.configs import ModelConfig
 from cs336_systems.dtypes import KERNEL_DTYPES
 from cs336_systems.kernels import rms_norm, rotary, swiglu
 from cs336_systems.kernels.autograd_guards import first_order_only, needs_dispatcher
-from cs336_systems.kernels.runtime import launch_kernel
 from cs336_systems.model import TransformerBlock, run_block
 from cs336_systems.training.fused import is_as_written, use_fused_kernels
 
 KEEPABLE = ("qkv", "h", "ab")
-Weights = namedtuple(
-    "Weights", "ln1 q k v o ln2 w1 w2 w3"
-)  # of a block; each matrix is (d_out, d_in)
+
+
+class Weights(NamedTuple):
+    """Of a block; each matrix is (d_out, d_in)."""
+
+    ln1: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    ln2: Tensor
+    w1: Tensor
+    w2: Tensor
+    w3: Tensor
 
 
 def weights(block: TransformerBlock) -> Weights:
-    attn, ffn = block.attn, block.ffn
-    projections = attn.q_proj, attn.k_proj, attn.v_proj, attn.output_proj
-    return Weights(
-        *(part.weight for part in (block.ln1, *projections, block.ln2, ffn.w1, ffn.w2, ffn.w3))
+    attn = block.attn
+    ffn = block.ffn
+    layers = (
+        block.ln1,
+        attn.q_proj,
+        attn.k_proj,
+        attn.v_proj,
+        attn.output_proj,
+        block.ln2,
+        ffn.w1,
+        ffn.w2,
+        ffn.w3,
     )
+    return Weights(*(layer.weight for layer in layers))
 
 
 class BlockFunction(torch.autograd.Function):
@@ -52,41 +71,63 @@ class BlockFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, cos, sin, num_heads: int, eps1, eps2, keep, stacked: bool, *given
+        ctx,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        num_heads: int,
+        eps1: float,
+        eps2: float,
+        keep: Collection[str],
+        stacked: bool,
+        *matrices: Tensor,
     ) -> Tensor:
-        w = Weights(*given)
-        with torch.enable_grad():  # first_order_only has to find x behind them
+        w = Weights(*matrices)
+        # With gradients: first_order_only has to find x behind the rows that are saved.
+        with torch.enable_grad():
             rows = x.reshape(-1, x.shape[-1])
-        ctx.shape, ctx.eps, ctx.stacked = (*x.shape[:-1], num_heads, -1), (eps1, eps2), stacked
+        ctx.shape = tuple(x.shape[:-1]) + (num_heads, -1)
+        ctx.eps1 = eps1
+        ctx.eps2 = eps2
+        ctx.stacked = stacked
+
         n1, r1 = rms_norm.forward(rows, w.ln1, eps1)
         q, k, v = _qkv(n1, w, cos, sin, ctx.shape, stacked)
         del n1
-        o, logsumexp, *rest = flash_forward(q, k, v, True)
+        o, logsumexp, *residual = flash_forward(q, k, v, True)
         h = torch.addmm(rows, _rows(o), w.o.T)
+
         n2, r2 = rms_norm.forward(h, w.ln2, eps2)
         a, b = _ab(n2, w, stacked)
         c = swiglu.forward(a, b)
-        qkv = (q, k, v) if "qkv" in keep else (None, None, None)
-        ab = (a, b) if "ab" in keep else (None, None)
-        made = o, logsumexp, r1, r2, *qkv, h if "h" in keep else None, *ab
-        ctx.save_for_backward(rows, *made, cos, sin, *w, *rest)
-        add = Tensor.addmm_ if stacked and "h" not in keep else torch.addmm
-        return add(h, c.T if stacked else c, w.w2.T).view(x.shape)
+
+        always = (rows, o, logsumexp, r1, r2)
+        kept_qkv = (q, k, v) if "qkv" in keep else (None, None, None)
+        kept_h = h if "h" in keep else None
+        kept_ab = (a, b) if "ab" in keep else (None, None)
+        ctx.save_for_backward(*always, *kept_qkv, kept_h, *kept_ab, cos, sin, *w, *residual)
+        # y takes the memory of h where nobody reads it again.
+        add = Tensor.addmm_ if stacked and kept_h is None else torch.addmm
+        y = add(h, c.T if stacked else c, w.w2.T)
+        return y.view(x.shape)
 
     @staticmethod
     @first_order_only
     def backward(ctx, dy: Tensor):
-        x, o, logsumexp, r1, r2, q, k, v, h, a, b, cos, sin, *given = ctx.saved_tensors
+        x, o, logsumexp, r1, r2, q, k, v, h, a, b, cos, sin, *others = ctx.saved_tensors
         count = len(Weights._fields)
-        w, rest, dy = Weights(*given[:count]), given[count:], dy.reshape(x.shape)
+        w = Weights(*others[:count])
+        residual = others[count:]
+        dy = dy.reshape(x.shape)
 
         if h is None:
             h = torch.addmm(x, _rows(o), w.o.T)
         if a is None:
-            a, b = _ab(rms_norm.forward(h, w.ln2, ctx.eps[1])[0], w, ctx.stacked)
-        elif (
-            ctx.stacked and torch._C._autograd._get_current_graph_task_keep_graph()
-        ):  # they are needed again
+            n2 = rms_norm.forward(h, w.ln2, ctx.eps2)[0]
+            a, b = _ab(n2, w, ctx.stacked)
+            del n2
+        elif ctx.stacked and torch._C._autograd._get_current_graph_task_keep_graph():
+            # Their gradients would overwrite them, and another backward needs them.
             a, b = torch.stack((a, b))
         if ctx.stacked:
             dn2, da, db, d_w2 = _feed_forward_backward(dy, a, b, w)
@@ -96,61 +137,95 @@ class BlockFunction(torch.autograd.Function):
             del a, b
             d_w2 = dy.T @ c
             del c
-            dn2 = (da @ w.w1).addmm_(db, w.w3)
+            dn2 = da @ w.w1
+            dn2.addmm_(db, w.w3)
+        # One kernel: back through the norm, dy added, which went past it, and n2 made again.
         dh, d_ln2, n2 = rms_norm.backward(dn2, h, w.ln2, r2, dy, True)
         del h, dn2
-        d_w1, d_w3 = (_stack(da, db) @ n2).chunk(2) if ctx.stacked else (da.T @ n2, db.T @ n2)
+        if ctx.stacked:
+            d_w13 = _stack(da, db) @ n2
+            d_w1, d_w3 = d_w13.chunk(2)
+        else:
+            d_w1 = da.T @ n2
+            d_w3 = db.T @ n2
+        # The attention half makes as much again; it may have this memory.
         del da, db, n2
 
-        d_o = dh.T @ _rows(o)
+        d_wo = dh.T @ _rows(o)
         if q is None:
-            q, k, v = _qkv(
-                rms_norm.forward(x, w.ln1, ctx.eps[0])[0], w, cos, sin, ctx.shape, ctx.stacked
-            )
-        dq, dk, dv = flash_backward(_heads(dh @ w.o, ctx.shape), q, k, v, o, logsumexp, True, *rest)
-        del q, k, v
-        dq, dk = (rotary.rotate(turned, cos, sin, True) for turned in (dq, dk))
-        dq, dk, dv = _rows(dq), _rows(dk), _rows(dv)
-        dn1 = (dq @ w.q).addmm_(dk, w.k).addmm_(dv, w.v)
+            n1 = rms_norm.forward(x, w.ln1, ctx.eps1)[0]
+            q, k, v = _qkv(n1, w, cos, sin, ctx.shape, ctx.stacked)
+            del n1
+        d_heads = _heads(dh @ w.o, ctx.shape)
+        dq, dk, dv = flash_backward(d_heads, q, k, v, o, logsumexp, True, *residual)
+        del q, k, v, d_heads
+        # The transposed rotation is the inverse one.
+        dq = _rows(rotary.rotate(dq, cos, sin, True))
+        dk = _rows(rotary.rotate(dk, cos, sin, True))
+        dv = _rows(dv)
+        # Summed inside the matmuls: no sum reads and writes dn1 once more.
+        dn1 = dq @ w.q
+        dn1.addmm_(dk, w.k)
+        dn1.addmm_(dv, w.v)
         dx, d_ln1, n1 = rms_norm.backward(dn1, x, w.ln1, r1, dh, True)
-        d_q, d_k, d_v = dq.T @ n1, dk.T @ n1, dv.T @ n1
-        gradients = Weights(d_ln1, d_q, d_k, d_v, d_o, d_ln2, d_w1, d_w2, d_w3)
-        return dx.view(*ctx.shape[:2], -1), *[None] * 7, *gradients
+        d_wq = dq.T @ n1
+        d_wk = dk.T @ n1
+        d_wv = dv.T @ n1
+        gradients = Weights(d_ln1, d_wq, d_wk, d_wv, d_wo, d_ln2, d_w1, d_w2, d_w3)
+        dx = dx.view(*ctx.shape[:2], -1)
+        return (dx,) + 7 * (None,) + gradients
 
 
 def _qkv(
-    n1: Tensor, w: Weights, cos: Tensor, sin: Tensor, shape: tuple, stacked: bool
-) -> tuple[Tensor, ...]:
+    n1: Tensor,
+    w: Weights,
+    cos: Tensor,
+    sin: Tensor,
+    shape: tuple,
+    stacked: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k, turned, and v, each (b, h, s, d_head); shape is (b, s, h, -1)."""
+    v = _heads(n1 @ w.v.T, shape)
     if stacked:
-        both = _heads(n1 @ _stack(w.q, w.k).T, (*shape[:-2], 2 * shape[-2], -1))
-        return *rotary.rotate(both, cos, sin, False).chunk(2, 1), _heads(n1 @ w.v.T, shape)
-    q, k, v = (_heads(n1 @ weight.T, shape) for weight in (w.q, w.k, w.v))
-    return *(rotary.rotate(each, cos, sin, False) for each in (q, k)), v
+        batch, positions, heads, _ = shape
+        qk = n1 @ _stack(w.q, w.k).T
+        qk = _heads(qk, (batch, positions, 2 * heads, -1))
+        q, k = rotary.rotate(qk, cos, sin, False).chunk(2, 1)
+        return q, k, v
+    q = _heads(n1 @ w.q.T, shape)
+    k = _heads(n1 @ w.k.T, shape)
+    return rotary.rotate(q, cos, sin, False), rotary.rotate(k, cos, sin, False), v
 
 
 def _ab(n2: Tensor, w: Weights, stacked: bool) -> tuple[Tensor, ...]:
     """a and b, each (b s, d_ff), or stacked (d_ff, b s)."""
-    return (_stack(w.w1, w.w3) @ n2.T).chunk(2) if stacked else (n2 @ w.w1.T, n2 @ w.w3.T)
+    if stacked:
+        ab = _stack(w.w1, w.w3) @ n2.T
+        return ab.chunk(2)
+    return n2 @ w.w1.T, n2 @ w.w3.T
 
 
 def _feed_forward_backward(dy: Tensor, a: Tensor, b: Tensor, w: Weights) -> tuple[Tensor, ...]:
     """dn2, da, db and the gradient of w2, of a and b stacked, which become da and db."""
-    c, ab = w.w2.T @ dy.T, _stack(a, b)  # c is dc until the kernel has written it
-    both = ab.chunk(2)
-    grid, options = (triton.cdiv(c.numel(), swiglu.BLOCK),), {"BLOCK": swiglu.BLOCK, "WITH_C": True}
-    launch_kernel(swiglu.swiglu_backward_kernel, grid, c, *both, *both, c, c.numel(), **options)
-    return ab.T @ _stack(w.w1, w.w3), *both, dy.T @ c.T
+    dc = w.w2.T @ dy.T
+    ab = _stack(a, b)
+    da, db = ab.chunk(2)
+    # In place: at 32,768 tokens each of these is 0.7 GiB. What was dc is c from here on.
+    swiglu.launch_backward(dc, da, db, da, db, dc)
+    c = dc
+    dn2 = ab.T @ _stack(w.w1, w.w3)
+    return dn2, da, db, dy.T @ c.T
 
 
 def _stack(one: Tensor, other: Tensor) -> Tensor:
     """One above the other; a view where their rows lie so in memory, as FSDP gathers them, else a copy."""
-    same = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    if (
-        same
-        and one.data_ptr() + one.nbytes == other.data_ptr()
-        and one.stride(1) == other.stride(1) == 1
-    ):
-        return one.as_strided((2 * len(one), one.shape[1]), one.stride())
+    storage = one.untyped_storage().data_ptr()
+    # Two tensors may be neighbours by chance; a view must not leave its own memory.
+    same_storage = storage == other.untyped_storage().data_ptr()
+    end = one.data_ptr() + one.nbytes
+    if same_storage and end == other.data_ptr() and one.stride(1) == other.stride(1) == 1:
+        shape = (2 * len(one), one.shape[1])
+        return one.as_strided(shape, one.stride())
     return torch.cat((one, other))
 
 
@@ -165,8 +240,8 @@ def _rows(heads: Tensor) -> Tensor:
 
 
 # In the order of block.modules(), after the block itself.
-_ATTENTION = model.RMSNorm, model.CausalSelfAttention, model.RotaryEmbedding, *[model.Linear] * 4
-_PARTS = *_ATTENTION, model.RMSNorm, model.SwiGLU, *[model.Linear] * 3
+_PARTS = [model.RMSNorm, model.CausalSelfAttention, model.RotaryEmbedding] + 4 * [model.Linear]
+_PARTS += [model.RMSNorm, model.SwiGLU] + 3 * [model.Linear]
 
 
 def use_fused_blocks(lm: model.TransformerLM, stacked: bool = False) -> model.TransformerLM:
@@ -191,50 +266,52 @@ def run_fused(block: TransformerBlock, x: Tensor) -> Tensor:
     """
     if not _is_as_written(block, x):
         return run_block(block, x)
-    options = (
-        block.attn.num_heads,
-        block.ln1.eps,
-        block.ln2.eps,
-        getattr(block, "keep", ()),
-        block.stacked,
-    )
-    return BlockFunction.apply(
-        x.contiguous(), *block.attn.rope.tables(x), *options, *weights(block)
-    )
+    tables = block.attn.rope.tables(x)
+    keep = getattr(block, "keep", ())
+    options = (block.attn.num_heads, block.ln1.eps, block.ln2.eps, keep, block.stacked)
+    return BlockFunction.apply(x.contiguous(), *tables, *options, *weights(block))
 
 
 def _is_as_written(block: TransformerBlock, x: Tensor) -> bool:
-    if needs_dispatcher(x, *block.parameters()) or torch.is_autocast_enabled(x.device.type):
+    """Whether BlockFunction computes what the block's modules would, of x."""
+    if torch.is_autocast_enabled(x.device.type) or _has_any_global_hook():
         return False
-    parts = [*block.modules()][1:]
-    if (
-        len(parts) != len(_PARTS)
-        or not all(map(is_as_written, parts, _PARTS))
-        or _has_any_global_hook()
-    ):
+    if needs_dispatcher(x, *block.parameters()):
         return False
-    functions = block.ln1.norm, block.ln2.norm, block.attn.rope.rotate, block.ffn.gate
-    w = weights(block)
+    parts = list(block.modules())[1:]
+    if len(parts) != len(_PARTS) or not all(map(is_as_written, parts, _PARTS)):
+        return False
+    if block.ln1.norm is not rms_norm.rms_norm or block.ln2.norm is not rms_norm.rms_norm:
+        return False
+    if block.attn.rope.rotate is not rotary.rotary or block.ffn.gate is not swiglu.swiglu:
+        return False
+    if x.dim() != 3 or not x.numel():
+        return False
+    return _takes(weights(block), x, block.attn.num_heads)
+
+
+def _takes(w: Weights, x: Tensor, num_heads: int) -> bool:
+    """Whether the kernels take these dtypes, devices and heads. Norms may be float32: FSDP keeps them so."""
+    row_dtypes = {x.dtype, w.ln1.dtype, w.ln2.dtype}
+    matrix_dtypes = {each.dtype for each in w if each.dim() == 2}
     return (
-        functions == (rms_norm.rms_norm, rms_norm.rms_norm, rotary.rotary, swiglu.swiglu)
-        and x.dim() == 3
-        and x.numel() > 0
-        and len(w.ln1) <= block.attn.num_heads * MAX_HEAD_SIZE
-        and {x.dtype, w.ln1.dtype, w.ln2.dtype}.issubset(KERNEL_DTYPES)
-        and {each.dtype for each in w if each.dim() == 2} == {x.dtype}
+        len(w.ln1) <= num_heads * MAX_HEAD_SIZE
+        and row_dtypes.issubset(KERNEL_DTYPES)
+        and matrix_dtypes == {x.dtype}
         and {each.device for each in w} == {x.device}
     )
 
 
 def kept_bytes(config: ModelConfig, tokens: int, element_bytes: int) -> dict[str, int]:
     """Of one block: "always" (its input, o, the logsumexps, the norms' 1/RMS), and each of KEEPABLE."""
-    wide, widest = tokens * config.d_model * element_bytes, tokens * config.d_ff * element_bytes
-    logsumexps = (
-        4 * tokens * config.num_heads * (2 if element_bytes == 4 else 1)
-    )  # with their rests
+    row = tokens * config.d_model * element_bytes
+    gate = tokens * config.d_ff * element_bytes
+    inverse_rms = 4 * tokens
+    # Of float32 there is what each lost when it was rounded, too.
+    logsumexps = 4 * tokens * config.num_heads * (2 if element_bytes == 4 else 1)
     return {
-        "always": 2 * wide + logsumexps + 2 * 4 * tokens,
-        "qkv": 3 * wide,
-        "h": wide,
-        "ab": 2 * widest,
+        "always": 2 * row + logsumexps + 2 * inverse_rms,
+        "qkv": 3 * row,
+        "h": row,
+        "ab": 2 * gate,
     }

@@ -22,11 +22,10 @@ def plain_cross_entropy_(logits: Tensor, targets: Tensor) -> Tensor:
     """As `kernels.cross_entropy.cross_entropy_`, in PyTorch: where Triton's kernels do not run."""
     counts = targets != IGNORED
     index = targets.where(counts, 0)[:, None]
-    log_probability = at_least_float32(logits).log_softmax(-1)
-    losses = -log_probability.gather(-1, index).squeeze(-1)
-    gradient = log_probability.exp_().scatter_add_(
-        -1, index, -torch.ones_like(index, dtype=torch.float32)
-    )
+    log_p = at_least_float32(logits).log_softmax(-1)
+    losses = -log_p.gather(-1, index).squeeze(-1)
+    minus_one = -torch.ones_like(index, dtype=torch.float32)
+    gradient = log_p.exp_().scatter_add_(-1, index, minus_one)
     logits.copy_(gradient.where(counts[:, None], 0))
     return losses.where(counts, 0)
 
@@ -45,14 +44,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, chunk_tokens: int) -> Tensor:
-        with (
-            torch.enable_grad()
-        ):  # empty, to lead first_order_only to the inputs, which are not saved
-            parts = [x.flatten()[:0].clone() for x in (hidden, weight)]
-        rows, targets = hidden.detach().reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        weight = (
-            weight.detach()
-        )  # a product into what is there cannot be traced of one with a gradient
+        # Empty, to lead first_order_only to the inputs, which are not saved.
+        with torch.enable_grad():
+            sources = [x.flatten()[:0].clone() for x in (hidden, weight)]
+        rows = hidden.detach().reshape(-1, hidden.shape[-1])
+        targets = targets.reshape(-1)
+        # A product into memory that is there cannot be traced of one with a gradient.
+        weight = weight.detach()
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         d_rows = torch.empty_like(rows) if wants_hidden else None
@@ -64,16 +62,13 @@ class LinearCrossEntropy(torch.autograd.Function):
             # From here on the logits are their gradient.
             if wants_hidden:
                 torch.mm(logits, weight, out=d_rows[chunk])
-            if (
-                wants_weight and logits.is_cuda and logits.dtype != torch.float32
-            ):  # added up in float32
-                torch.addmm(d_weight, logits.T, rows[chunk], out_dtype=torch.float32, out=d_weight)
-            elif wants_weight:
-                d_weight.addmm_(logits.T.float(), rows[chunk].float())
+            if wants_weight:
+                _add_product(d_weight, logits, rows[chunk])
             del logits  # before the next chunk's are made
         count = (targets != IGNORED).sum()
-        ctx.save_for_backward(d_rows, d_weight, count, *parts)
-        ctx.dtype, ctx.shape = hidden.dtype, hidden.shape
+        ctx.save_for_backward(d_rows, d_weight, count, *sources)
+        ctx.dtype = hidden.dtype
+        ctx.shape = hidden.shape
         return total / count
 
     @staticmethod
@@ -81,13 +76,21 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, d_loss: Tensor):
         d_rows, d_weight, count, *_ = ctx.saved_tensors
         factor = d_loss.float() / count.clamp(min=1)
-        d_hidden = None if d_rows is None else scaled(d_rows, factor, ctx.dtype).reshape(ctx.shape)
-        return (
-            d_hidden,
-            None if d_weight is None else scaled(d_weight, factor, ctx.dtype),
-            None,
-            None,
-        )
+        d_hidden = None
+        if d_rows is not None:
+            d_hidden = scaled(d_rows, factor, ctx.dtype).reshape(ctx.shape)
+        if d_weight is not None:
+            d_weight = scaled(d_weight, factor, ctx.dtype)
+        return d_hidden, d_weight, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left^T right, added up in float32."""
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left.T, right, out_dtype=torch.float32, out=total)
+    else:
+        # cuBLAS alone multiplies 16-bit numbers into float32; elsewhere they are made float32 first.
+        total.addmm_(left.T.float(), right.float())
 
 
 def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,7 +100,11 @@ def scaled(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_tokens: int = 4096
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    chunk_tokens: int = 4096,
 ) -> Tensor:
     """Mean of -log softmax(hidden weight^T)[target] over the targets that count, in nats: a float32 number.
 
@@ -113,8 +120,11 @@ def linear_cross_entropy(
         ValueError: shapes or devices that do not fit, chunk_tokens under 1, on a CPU a target too large.
     """
     device = "cpu" if hidden.is_meta else hidden.device.type  # autocast does not know meta
-    if torch.is_autocast_enabled(device) and {hidden.dtype, weight.dtype}.issubset(KERNEL_DTYPES):
-        hidden, weight = (x.to(torch.get_autocast_dtype(device)) for x in (hidden, weight))
+    dtypes = {hidden.dtype, weight.dtype}
+    if torch.is_autocast_enabled(device) and dtypes.issubset(KERNEL_DTYPES):
+        dtype = torch.get_autocast_dtype(device)
+        hidden = hidden.to(dtype)
+        weight = weight.to(dtype)
     fits = weight.dim() == 2 and 0 not in weight.shape and hidden.shape[-1:] == weight.shape[1:]
     allowed = "(..., d) and (vocabulary, d), d and vocabulary at least 1"
     check_tensors("hidden, weight", hidden, weight, fits=fits, allowed=allowed, same_dtype=True)
@@ -127,15 +137,16 @@ def linear_cross_entropy(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
-    if not targets.is_cuda and not needs_dispatcher(
-        targets
-    ):  # traced and fake tensors hold no numbers
-        wrong = targets[(targets != IGNORED) & ((targets < 0) | (targets >= len(weight)))]
+    # On a GPU a look would wait for it; traced and fake tensors hold no numbers.
+    if not targets.is_cuda and not needs_dispatcher(targets):
+        outside = (targets < 0) | (targets >= len(weight))
+        wrong = targets[outside & (targets != IGNORED)]
         if len(wrong):
-            raise ValueError(
-                f"a target is {wrong[0]}; allowed: {IGNORED}, or 0 to {len(weight) - 1}"
-            )
-    if not torch.is_grad_enabled():  # then no gradient is made either
-        hidden, weight = hidden.detach(), weight.detach()
+            allowed = f"{IGNORED}, or 0 to {len(weight) - 1}"
+            raise ValueError(f"a target is {wrong[0]}; allowed: {allowed}")
+    # Else forward would make the gradients, though nobody can ask for them.
+    if not torch.is_grad_enabled():
+        hidden = hidden.detach()
+        weight = weight.detach()
     with torch.autocast(device, enabled=False):
         return LinearCrossEntropy.apply(hidden, weight, targets, chunk_tokens)

@@ -43,7 +43,9 @@ class ModelSteps:
         call: Callable[[nn.Module, Tensor], Tensor] = nn.Module.__call__,
     ):
         check_choice("dtype", dtype, DTYPES)
-        self.model, self.dtype, self.call = model, dtype, call
+        self.model = model
+        self.dtype = dtype
+        self.call = call
         embeddings = model.token_embeddings.weight
         self.device = embeddings.device
         shape = (2, batch_size, context_length)
@@ -52,12 +54,14 @@ class ModelSteps:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """What lives from step to step, by its category in `labbook.memory`."""
-        parameters = [*self.model.parameters()]
-        states = [value for state in self.optimizer.state.values() for value in state.values()]
+        parameters = list(self.model.parameters())
+        gradients = [parameter.grad for parameter in parameters]
+        by_parameter = self.optimizer.state.values()
+        states = [state for states in by_parameter for state in states.values()]
         return {
-            "parameters": [*parameters, *self.model.buffers()],
-            "gradients": [parameter.grad for parameter in parameters if parameter.grad is not None],
-            "optimizer state": [value for value in states if isinstance(value, Tensor)],
+            "parameters": parameters + list(self.model.buffers()),
+            "gradients": [gradient for gradient in gradients if gradient is not None],
+            "optimizer state": [state for state in states if isinstance(state, Tensor)],
         }
 
     def recording(self) -> AbstractContextManager:
