@@ -1,9 +1,11 @@
 """Where and in which dtypes functions of tensors are tried; and the same numbers in every layout."""
 
+import pytest
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+over_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 LAYOUTS = {
     "contiguous": lambda x: x,
     "heads inside": lambda x: x.transpose(-2, -3).contiguous().transpose(-2, -3),
