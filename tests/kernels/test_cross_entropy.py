@@ -20,7 +20,8 @@ both = pytest.mark.parametrize(
 
 
 def inputs(n, vocabulary, dtype=torch.float32):
-    logits = (5 * torch.randn(n, vocabulary, device=DEVICE)).to(dtype)
+    logits = 5 * torch.randn(n, vocabulary, device=DEVICE)
+    logits = logits.to(dtype)
     targets = torch.randint(vocabulary, (n,), device=DEVICE)
     targets[::4] = -100
     return logits, targets
@@ -60,8 +61,9 @@ def test_losses_and_gradients_of_float64(shape, dtype, function, monkeypatch):
 def test_infinite_logits_and_hundreds_are_pytorchs(function):
     """-inf in a whole tile; in a row: NaN; of the target alone: an infinite loss, and a finite gradient."""
     logits = torch.randn(4, 20_000, device=DEVICE) * 100
-    for place in (logits[0, :9000], logits[1], logits[2, 7]):
-        place.fill_(-torch.inf)
+    logits[0, :9000] = -torch.inf
+    logits[1] = -torch.inf
+    logits[2, 7] = -torch.inf
     targets = torch.tensor([9000, 7, 7, 12_345], device=DEVICE)
     wanted, gradient = exact(logits.double(), targets)
     losses = function(logits, targets)

@@ -24,9 +24,18 @@ from cs336_systems.training import fused_block
 from cs336_systems.training.fused import use_fused_kernels
 from cs336_systems.training.fused_block import KEEPABLE, kept_bytes, use_fused_blocks
 
-CONFIG = ModelConfig("test", 2026, d_model=48, d_ff=80, num_layers=2, num_heads=3, vocab_size=97)
+CONFIG = ModelConfig(
+    "test",
+    2026,
+    d_model=48,
+    d_ff=80,
+    num_layers=2,
+    num_heads=3,
+    vocab_size=97,
+)
 SEQUENCE = 37  # no tile divides it
-KEEPS = ([(), ()], [KEEPABLE, KEEPABLE], [("qkv",), ("ab", "h")])
+# Of two blocks.
+KEEPS = [("", ""), ("qkv h ab", "qkv h ab"), ("qkv", "ab h")]
 use_stacked_blocks = partial(use_fused_blocks, stacked=True)
 close = partial(assert_close, rtol=1e-4, atol=1e-4)
 over_changes = pytest.mark.parametrize(
@@ -137,7 +146,7 @@ def test_what_is_kept_changes_no_bit(use):
     for keeps in KEEPS:
         model = use(copy.deepcopy(plain))
         for layer, keep in zip(model.layers, keeps, strict=True):
-            layer.keep = keep
+            layer.keep = keep.split()
         results.append(gradients(model, model(tokens, targets)))
     # Copies: a and b are no neighbours now.
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
@@ -163,7 +172,8 @@ def under_fsdp(context, stacked):
 
     def loss(model, rank, step):
         generator = torch.Generator().manual_seed(10 * step + rank)
-        return model(*torch.randint(CONFIG.vocab_size, (2, 1, SEQUENCE), generator=generator))
+        shape = (2, 1, SEQUENCE)
+        return model(*torch.randint(CONFIG.vocab_size, shape, generator=generator))
 
     torch.manual_seed(0)
     plain = build_model(CONFIG, SEQUENCE)

@@ -79,7 +79,8 @@ def test_a_loss_scaled_up_for_float16():
     logits = halves.double() @ half_weight.double().T
     wanted = F.cross_entropy(logits, targets) * 2.0**16
     (exact,) = grad(wanted, halves)
-    assert (gradient.double() - exact).norm() < 2e-3 * exact.double().norm()
+    error = (gradient.double() - exact).norm()
+    assert error < 2e-3 * exact.double().norm()
 
 
 @over_dtypes
@@ -89,7 +90,8 @@ def test_the_factor_is_not_rounded(dtype):
     factor = torch.tensor(1 / 3, device=DEVICE)
     third = scaled(x, factor, dtype).double()
     x = x.double()
-    assert (third * x).sum() / (x * x).sum() == pytest.approx(1 / 3, rel=1e-4)
+    ratio = (third * x).sum() / (x * x).sum()
+    assert ratio == pytest.approx(1 / 3, rel=1e-4)
 
 
 @pytest.mark.usefixtures("_without_triton")
@@ -112,7 +114,11 @@ def test_inside_autocast_in_its_dtype():
     assert_close(loss, wanted, rtol=1e-6, atol=0)
 
 
-GOOD = {"hidden": torch.zeros(5, 8), "weight": torch.zeros(20, 8), "targets": torch.arange(5)}
+GOOD = {
+    "hidden": torch.zeros(5, 8),
+    "weight": torch.zeros(20, 8),
+    "targets": torch.arange(5),
+}
 BAD = [
     (ValueError, "hidden", torch.zeros(5, 9), r"\(5, 9\), \(20, 8\); allowed: \(..., d\)"),
     (TypeError, "weight", torch.zeros(20, 8).half(), "float32, torch.float16; allowed"),
@@ -137,9 +143,9 @@ def test_the_8b_models_sizes(dtype):
 
 @pytest.mark.gpu
 def test_memory_of_a_chunk_and_of_the_weights_gradient():
-    hidden = torch.randn(16_384, 1024, device="cuda").bfloat16().requires_grad_()
-    weight = torch.randn(50_000, 1024, device="cuda").bfloat16().requires_grad_()
-    targets = torch.randint(50_000, (16_384,), device="cuda")
+    hidden, weight, targets = inputs(16_384, 1024, 50_000)
+    hidden = hidden.detach().bfloat16().requires_grad_()
+    weight = weight.detach().bfloat16().requires_grad_()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
