@@ -37,20 +37,14 @@ def test_of_the_source_that_is_shown_docstrings_leave_and_everything_else_stays(
         "        # A comment.",
         "        return",
     ]
-    source = [
-        kept[0],
-        '    """One."""',
-        *kept[1:3],
-        '        """Two,',
-        '        three."""',
-        *kept[3:],
-    ]
+    source = kept[:1] + ['    """One."""'] + kept[1:3]
+    source += ['        """Two,', '        three."""'] + kept[3:]
     assert without_docstrings("\n".join(source)) == "\n".join(kept)
 
 
 def test_the_one_row_is_found_and_none_or_several_are_refused(rows):
     assert one(rows, implementation="plain", context_length=512, pass_="forward")["p50_ms"] == 4.0
-    assert one(rows.assign(dtype=[None, *["float32"] * 5]), dtype=None)["context_length"] == 256
+    assert one(rows.assign(dtype=[None] + ["float32"] * 5), dtype=None)["context_length"] == 256
     with pytest.raises(LookupError, match=r"0 rows of 6.*2048"):
         one(rows, implementation="plain", context_length=2048)
     with pytest.raises(LookupError, match=r"3 rows.*context_length"):

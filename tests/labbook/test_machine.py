@@ -17,7 +17,8 @@ from labbook.rows import RowError, save_rows
 
 ROW = {"accumulation": "float32 += float16", "total": 1.0}
 TABLE = ("slug", "accumulation")
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 SAID = "1980, 120.5, 0\n1700, 650.0, 100\n1600, 690.0, 100\n1650, [N/A], 100\n1500, 700.0, 100\n14"
 H200 = MachineCard(
     slug="h200", gpu="NVIDIA H200", gpu_memory_gib=139.8, sm_count=132, cpu="Intel Xeon", cores=16,

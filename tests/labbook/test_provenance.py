@@ -12,7 +12,9 @@ from labbook.code import notebook_of
 from labbook.project import project
 from labbook.rows import load_rows, run_counts, save_rows
 
-SLUG, MACHINE, TABLE = "mixed_precision_accumulation", "testbox", "accumulation"
+SLUG = "mixed_precision_accumulation"
+MACHINE = "testbox"
+TABLE = "accumulation"
 CODE = {"cs336_systems/training/selective.py": "abc", "cs336_systems/model.py": "def"}
 
 
@@ -53,7 +55,8 @@ def test_a_run_is_on_disk_before_its_rows(monkeypatch):
 
 
 def test_a_run_without_rows_is_removed(figures):
-    first, second = runs.Run(SLUG, MACHINE), runs.Run(SLUG, MACHINE)
+    first = runs.Run(SLUG, MACHINE)
+    second = runs.Run(SLUG, MACHINE)
     save("a", first)
     save("b", first)
     save("a", second)
@@ -99,16 +102,8 @@ def test_a_damaged_run_is_said_in_a_sentence(figures):
 
 def test_the_commit_is_marked_where_the_library_has_uncommitted_changes(tmp_path):
     def git(*arguments):
-        command = [
-            "git",
-            "-C",
-            str(tmp_path),
-            "-c",
-            "user.name=a",
-            "-c",
-            "user.email=a@b",
-            *arguments,
-        ]
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        command = ("git", "-C", str(tmp_path)) + identity + arguments
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     def commit():
@@ -176,9 +171,8 @@ def test_committed_rows_have_runs_and_runs_have_rows():
 
 def test_committed_rows_of_unknown_commits_are_marked():
     def git(*arguments):
-        return subprocess.run(
-            ["git", "-C", str(project().root), *arguments], capture_output=True, text=True
-        )
+        command = ("git", "-C", str(project().root)) + arguments
+        return subprocess.run(command, capture_output=True, text=True)
 
     if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
         pytest.skip("git does not know the whole history here")

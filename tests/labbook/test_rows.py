@@ -15,7 +15,9 @@ from labbook.project import project
 from labbook.rows import RowError, load_rows, save_rows
 from labbook.schema import schema
 
-SLUG, MACHINE, TABLE = "benchmarking_script", "testbox", "model_times"
+SLUG = "benchmarking_script"
+MACHINE = "testbox"
+TABLE = "model_times"
 
 
 pytestmark = pytest.mark.usefixtures("figures")
@@ -30,18 +32,13 @@ def row(pass_="forward", ms=10.0, **columns):
         "p80_ms": ms + 0.1,
         "steps": 5,
     }
-    return {
-        "model_size": "tiny",
-        "batch_size": 4,
-        "context_length": 128,
-        "pass": pass_,
-        **times,
-        **columns,
-    }
+    keys = {"model_size": "tiny", "batch_size": 4, "context_length": 128, "pass": pass_}
+    return keys | times | columns
 
 
 def kernel(name="gemm", ms=1.0, profiler="nsys", **columns):
-    return {"model_size": "tiny", "profiler": profiler, "kernel": name, "total_ms": ms, **columns}
+    keys = {"model_size": "tiny", "profiler": profiler, "kernel": name}
+    return keys | {"total_ms": ms} | columns
 
 
 def save(*rows, table=TABLE, machine=MACHINE) -> Path:
@@ -69,7 +66,8 @@ def test_columns_have_plain_dtypes():
 
 
 def test_rows_are_sorted_numbers_by_size_and_passes_by_work():
-    assert (len(load()), tuple(load().columns)) == (0, (*schema().tables[TABLE].types, "machine"))
+    assert load().empty
+    assert list(load().columns) == list(schema().tables[TABLE].types) + ["machine"]
     times = {"train_step": 40, "forward": 9}
     path = save(
         *(row(pass_, times[pass_], context_length=n) for n in (1024, 128, 256) for pass_ in times)
@@ -101,7 +99,8 @@ def test_any_row_of_any_table_survives_the_file(table, data):
             record[name] = data.draw(st.none() | value, label=name)
     machine = f"box-{time.monotonic_ns()}"
     path = save(record, table=table, machine=machine)
-    first, loaded = path.read_bytes(), load(table, machine)
+    first = path.read_bytes()
+    loaded = load(table, machine)
     for name, given_value in record.items():
         kept = loaded[name][0]
         if isinstance(given_value, float):
@@ -146,7 +145,8 @@ def test_the_committed_rows_load_and_are_sorted():
     assert len(tables) >= 43
     for path in tables:
         machine, slug = path.parts[-3:-1]
-        loaded, written = load_rows(slug, machine, path.stem), pd.read_csv(path)
+        loaded = load_rows(slug, machine, path.stem)
+        written = pd.read_csv(path)
         for key in schema().tables[path.stem].keys:
             one, other = (
                 frame[key].astype(object).fillna("").tolist() for frame in (loaded, written)
@@ -196,7 +196,7 @@ def test_a_row_that_does_not_fit_is_refused_and_nothing_changes(columns, told):
     path = save(row())
     before = path.read_bytes()
     with pytest.raises(RowError, match=f"{MACHINE}/{SLUG}/{TABLE}.csv.*{told}"):
-        save(row("forward_backward", 30), {**row("train_step", 40), **columns})
+        save(row("forward_backward", 30), row("train_step", 40) | columns)
     assert path.read_bytes() == before
 
 
@@ -276,10 +276,9 @@ def go(*processes: subprocess.Popen) -> None:
 
 
 def test_of_a_run_killed_while_it_writes_nothing_half_written_is_read():
-    process, rows = (
-        start(0, 10, 3, before=DIE_IN_THE_EIGHTH_WRITE),
-        3,
-    )  # each save writes the run, then rows
+    rows = 3
+    # Each save writes the run, then rows.
+    process = start(0, 10, rows, before=DIE_IN_THE_EIGHTH_WRITE)
     go(process)
     reported = process.communicate()[0].split()
     assert (process.returncode, reported) == (-signal.SIGKILL, ["0", "1", "2"])

@@ -23,7 +23,8 @@ from labbook.timing import (
 
 
 def test_steps_get_what_was_prepared_for_them_and_the_warm_up_is_kept_apart():
-    prepared, seen = iter(range(10)), []
+    prepared = iter(range(10))
+    seen = []
     timing = time_steps(
         seen.append, prepare=lambda: next(prepared), device="cpu", warmup_steps=2, steps=3
     )
@@ -54,7 +55,8 @@ OUT_OF_MEMORY = [
 @pytest.mark.parametrize(("works", "prepares"), [(0, False), (3, False), (3, True)])
 def test_out_of_memory_is_a_status_and_the_memory_comes_back(error, works, prepares):
     """Frames of the error and of its cause hold tensors, as those of a real step do."""
-    held, steps = [], itertools.count()
+    held = []
+    steps = itertools.count()
 
     def allocate():
         held.append(weakref.ref(tensor := torch.ones(1000)))
@@ -152,7 +154,8 @@ def test_what_cannot_be_compiled_is_an_error_in_a_row():
 
 
 def test_gradients_are_cleared_before_each_step_on_a_cpu():
-    x, seen = torch.ones(3, requires_grad=True), []
+    x = torch.ones(3, requires_grad=True)
+    seen = []
 
     def step():
         seen.append(x.grad)

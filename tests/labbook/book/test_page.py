@@ -115,7 +115,8 @@ def test_rows_of_the_running_cell_are_on_record_until_it_changes():
 def test_a_sweep_continues_after_the_cases_on_record_and_measures_them_again_where_it_must(
     monkeypatch,
 ):
-    page, made = Page(SLUG, {"In": ["", "page.measure('weighted_sum_times', cases, setup)"]}), []
+    page = Page(SLUG, {"In": ["", "page.measure('weighted_sum_times', cases, setup)"]})
+    made = []
     cases = grid(
         implementation="eager", num_rows=[1, 2], d_model=4, dtype="float32", pass_="forward"
     )
