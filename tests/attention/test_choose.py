@@ -19,7 +19,8 @@ pytest.importorskip("triton")
 from tests.attention import races
 
 from cs336_systems.attention.hopper_forward import attend
-from cs336_systems.attention.launcher import Launcher, kernel_layout, layout, tma_compatible
+from cs336_systems.attention.launcher import Launcher
+from cs336_systems.attention.layouts import kernel_layout, layout, tma_compatible
 from labbook.project import project
 
 HOPPER, AMPERE, BLACKWELL = (9, 0), (8, 0), (10, 0)

@@ -17,7 +17,8 @@ from tests.layouts import DTYPES, LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton
 from cs336_systems.attention.flash_triton import flash_forward
-from cs336_systems.attention.launcher import Launcher, layout, tuning_for
+from cs336_systems.attention.launcher import Launcher, tuning_for
+from cs336_systems.attention.layouts import layout
 
 pytestmark = pytest.mark.gpu
 

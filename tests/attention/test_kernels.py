@@ -19,7 +19,8 @@ from tests.layouts import LAYOUTS
 
 from cs336_systems.attention import FlashAttentionTriton, choose, flash_triton
 from cs336_systems.attention.flash_triton import flash_backward, flash_forward
-from cs336_systems.attention.launcher import Launcher, layout, tuning_for
+from cs336_systems.attention.launcher import Launcher, tuning_for
+from cs336_systems.attention.layouts import layout
 from cs336_systems.kernels.runtime import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="a GPU decides by itself which kernels run")

@@ -130,7 +130,8 @@ def compiled_forms(
     # Imported only to compile: they need Triton, and a notebook without it shows what was recorded.
     import triton
 
-    from cs336_systems.attention.launcher import Launcher, layout
+    from cs336_systems.attention.launcher import Launcher
+    from cs336_systems.attention.layouts import layout
 
     triton.runtime.driver.set_active(Chip(capability))
     tuning = tuning_for_capability(dtype, d_head, capability)

@@ -28,8 +28,11 @@ def flash_forward(
         O (..., n_queries, d) in q's dtype and L = logsumexp(scores) (..., n_queries) in float32, natural log.
     """
     scale = 1 / math.sqrt(q.shape[-1])
-    outputs, logsumexps = [], []
-    for first_query in range(0, q.shape[-2], query_tile):
+    n_queries = q.shape[-2]
+    n_keys = k.shape[-2]
+    outputs = []
+    logsumexps = []
+    for first_query in range(0, n_queries, query_tile):
         q_tile = q[..., first_query : first_query + query_tile, :].float() * scale
         rows = torch.arange(first_query, first_query + q_tile.shape[-2], device=q.device)
         # Running maximum of a row of scores. From -inf, a tile of scores of -inf would make exp(-inf - -inf),
@@ -37,10 +40,11 @@ def flash_forward(
         m = q_tile.new_full(q_tile.shape[:-1], torch.finfo(torch.float32).min)
         total = torch.zeros_like(m)  # running sum of exp(score - m)
         o = torch.zeros_like(q_tile)  # running sum of exp(score - m) v
-        last_key = min(k.shape[-2], first_query + query_tile) if is_causal else k.shape[-2]
+        last_key = min(n_keys, first_query + query_tile) if is_causal else n_keys
         for first_key in range(0, last_key, key_tile):
-            k_tile = k[..., first_key : first_key + key_tile, :].float()
-            v_tile = v[..., first_key : first_key + key_tile, :].float()
+            keys = slice(first_key, first_key + key_tile)
+            k_tile = k[..., keys, :].float()
+            v_tile = v[..., keys, :].float()
             s = q_tile @ k_tile.mT
             if is_causal:
                 columns = torch.arange(first_key, first_key + k_tile.shape[-2], device=q.device)
@@ -53,9 +57,11 @@ def flash_forward(
             m = m_new
         # Where all scores are -inf O is 0, and L infinite, so that P is 0 in backward.
         empty = total == 0
+        o = o / total.masked_fill(empty, 1)[..., None]
+        logsumexp = m + torch.log(total)
         # Rounded here, not after `cat`: where to() has nothing to do, torch 2.11 compiles a wrong backward.
-        outputs.append((o / total.masked_fill(empty, 1)[..., None]).to(q.dtype))
-        logsumexps.append((m + torch.log(total)).masked_fill(empty, math.inf))
+        outputs.append(o.to(q.dtype))
+        logsumexps.append(logsumexp.masked_fill(empty, math.inf))
     return torch.cat(outputs, -2), torch.cat(logsumexps, -1)
 
 
@@ -73,7 +79,7 @@ def flash_backward(
     Written for torch.compile, in a handful of whole-matrix steps: it holds (n_queries, n_keys) while it runs.
     """
     scale = 1 / math.sqrt(q.shape[-1])
-    do32, q32, k32, v32 = do.float(), q.float(), k.float(), v.float()
+    do32, q32, k32, v32 = [x.float() for x in (do, q, k, v)]
     delta = (do32 * o.float()).sum(-1, keepdim=True)  # = rowsum(dP * P), without P
     s = q32 @ k32.mT * scale
     if is_causal:
@@ -81,7 +87,10 @@ def flash_backward(
         s = s.masked_fill(hidden, -math.inf)
     p = torch.exp(s - logsumexp[..., None])
     ds = p * (do32 @ v32.mT - delta) * scale
-    return (ds @ k32).to(q.dtype), (ds.mT @ q32).to(k.dtype), (p.mT @ do32).to(v.dtype)
+    dq = ds @ k32
+    dk = ds.mT @ q32
+    dv = p.mT @ do32
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 class FlashAttentionPyTorch(torch.autograd.Function):
@@ -105,4 +114,5 @@ class FlashAttentionPyTorch(torch.autograd.Function):
     def backward(ctx, do: Tensor):
         q, k, v, o, logsumexp = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            return *flash_backward(do, q, k, v, o, logsumexp, ctx.is_causal), None
+            dq, dk, dv = flash_backward(do, q, k, v, o, logsumexp, ctx.is_causal)
+        return dq, dk, dv, None

@@ -87,7 +87,11 @@ transforms_active = torch._C._are_functorch_transforms_active  # vmap, grad, jvp
 
 
 def needs_dispatcher(*arguments: Any) -> bool:
-    """Whether a direct launch would miss something that the dispatcher does for one of these tensors."""
+    """The one rule for "through the dispatcher or direct": whether a direct launch would miss something.
+
+    It would while a compiler, a mode or a transform listens, and for a tensor that is a subclass, has no
+    memory (fake, meta) or is lazily negated.
+    """
     if _is_compiling() or dispatch_modes() or transforms_active():
         return True
     # A loop: this is asked before every launch, and a generator is slower.
