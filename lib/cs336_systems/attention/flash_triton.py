@@ -68,6 +68,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
     if not addresses:
         check_inputs(q, k, v)
         return _forward_op(q, k, v, is_causal)
+    # TMA, and loads that Triton makes wide, take only aligned addresses.
     if addresses % ALIGNMENT:
         q, k, v = aligned(q), aligned(k), aligned(v)
     dtype = q.dtype
@@ -92,6 +93,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> list[Tensor]:
         tuning = tuning_for(dtype, q.shape[-1], q.device, tf32)
         layouts = [layout(x) for x in (q, k, v, outputs[0])]
         prepared = _keep(_forwards, key, Launcher(layouts, tuning, is_causal), outputs)
+    # A launcher, what makes its outputs and Triton's launches belong to the GPU that is current.
     if not INTERPRETED and device != current_device():
         with torch.cuda.device(device):
             return _forward(q, k, v, is_causal)
@@ -159,6 +161,7 @@ def _backward(
         layouts = [layout(x) for x in (q, k, v, do, o)] + [layout(x) for x in outputs]
         launcher = Launcher(layouts, tuning, is_causal, deterministic)
         prepared = _keep(_backwards, key, launcher, outputs)
+    # A launcher, what makes its outputs and Triton's launches belong to the GPU that is current.
     if not INTERPRETED and device != current_device():
         with torch.cuda.device(device):
             return _backward(do, q, k, v, o, logsumexp, is_causal, residual)
@@ -177,6 +180,7 @@ def _keep(
     prepared: dict[tuple, Prepared], key: tuple, launcher: Launcher, outputs: list[Tensor]
 ) -> Prepared:
     """What a call with this key does: `outputs` are tensors like those that the launcher writes."""
+    # All of them: to know the oldest, every call would have to note when it was used.
     if len(prepared) >= MAX_LAUNCHERS:
         prepared.clear()
     factories = [(tuple(x.shape), x.stride(), x.dtype) for x in outputs]
@@ -256,6 +260,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) ->
     return _apply(q, k, v, is_causal)
 
 
+# The method in C: the one in Python asks for transforms, again, and for what such a one left behind.
 _apply = super(torch.autograd.Function, FlashAttentionTriton).apply
 
 

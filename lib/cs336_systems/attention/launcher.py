@@ -291,6 +291,7 @@ class Launcher:
 
     def _run_storing(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], *others) -> None:
         """Run a kernel that stores the outputs by TMA: where it cannot, to tensors that are copied."""
+        # TMA writes whole rows of 16 bytes, which not every output has.
         pairs = zip(outputs, self.stored, strict=True)
         stored = [x if layout(x) == to else x.new_empty_strided(*to) for x, to in pairs]
         self.launches[self.last].run(*inputs, *stored, *others)
@@ -334,6 +335,7 @@ class Launcher:
             self.merge.run(*written, *gradients)
 
     def _backward(self, q, k, v, do, o, lse, residual, *gradients: Tensor) -> None:
+        # Programs that own queries and such that own keys, in one launch: each makes the delta that it needs.
         written = self._split_outputs(gradients)
         self.launches["backward"].run(*self._sources((q, k, v, do)), o, lse, residual, *written)
         if self.merge is not None:

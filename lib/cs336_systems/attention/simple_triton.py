@@ -78,6 +78,7 @@ def forward_kernel(
     m = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # Under a causal mask no row of this tile sees a key behind its last row.
     end = min(n_keys, (tile + 1) * ROWS) if CAUSAL else n_keys
     for start in range(0, end, KEYS):
         keys = start + tl.arange(0, KEYS)
@@ -99,6 +100,7 @@ def launch_forward(q, k, v, is_causal=False, rows=32, keys=32, kernel=forward_ke
     o = torch.empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     scale_log2 = 1.4426950408889634 * d**-0.5
+    # A tile is a power of two wide, and a matmul takes no less than 16.
     columns = max(16, triton.next_power_of_2(d))
     grid = triton.cdiv(n_queries, rows), q.shape[:-2].numel()
     blocks = d, columns, rows, keys, is_causal
@@ -149,9 +151,11 @@ def dq_kernel(
     first_key = sequence * n_keys
     q = load_tile(q_ptr + first_query * D, rows, n_queries, D, COLUMNS)
     do = load_tile(do_ptr + first_query * D, rows, n_queries, D, COLUMNS)
+    # P = e^(S - L) of a row that is not there is 0.
     lse = tl.load(lse_ptr + first_query + rows, mask=rows < n_queries, other=float("inf"))
     delta = tl.load(delta_ptr + first_query + rows, mask=rows < n_queries, other=0.0)
     dq = tl.zeros([ROWS, COLUMNS], tl.float32)
+    # Under a causal mask no row of this tile sees a key behind its last row.
     end = min(n_keys, (tile + 1) * ROWS) if CAUSAL else n_keys
     for start in range(0, end, KEYS):
         keys = start + tl.arange(0, KEYS)
@@ -193,11 +197,13 @@ def dkdv_kernel(
     v = load_tile(v_ptr + first_key * D, keys, n_keys, D, COLUMNS)
     dk = tl.zeros([KEYS, COLUMNS], tl.float32)
     dv = tl.zeros([KEYS, COLUMNS], tl.float32)
+    # Under a causal mask the rows before the tile's first key see none of its keys.
     begin = tile * KEYS // ROWS * ROWS if CAUSAL else 0
     for start in range(begin, n_queries, ROWS):
         rows = start + tl.arange(0, ROWS)
         q = load_tile(q_ptr + first_query * D, rows, n_queries, D, COLUMNS)
         do = load_tile(do_ptr + first_query * D, rows, n_queries, D, COLUMNS)
+        # P = e^(S - L) of a row that is not there is 0.
         lse = tl.load(lse_ptr + first_query + rows, mask=rows < n_queries, other=float("inf"))
         delta = tl.load(delta_ptr + first_query + rows, mask=rows < n_queries, other=0.0)
         visible = is_visible(rows, keys, n_keys, CAUSAL)
