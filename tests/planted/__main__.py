@@ -26,6 +26,7 @@ TIMEOUT_S = 600
 OTHERS = {
     "lib/cs336_systems/functional.py": "tests/test_functional.py tests/test_model.py",
     "lib/cs336_systems/accounting/flops.py": "tests/accounting/test_accounting.py",
+    "lib/cs336_systems/attention/layouts.py": "tests/attention/test_choose.py tests/attention/test_flash.py",
     "lib/cs336_systems/kernels/rms_norm.py": "tests/kernels/test_row_kernels.py",
     **{f"lib/cs336_systems/attention/{name}.py": "tests/attention/test_kernels.py"
        for name in ("launcher", "triton_backward", "triton_forward")},
