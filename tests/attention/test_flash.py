@@ -18,7 +18,7 @@ from cs336_systems.attention import FlashAttentionPyTorch, attention, flash_pyto
 from cs336_systems.attention.plain import plain_attention
 from cs336_systems.checks import BASIC, AttentionCase, check_attention, check_logsumexp
 from labbook import matmul_precision
-from labbook.files import NOTEBOOKS
+from labbook.project import project
 
 pytest.importorskip("triton")
 from tests.layouts import DEVICE, DTYPES
@@ -223,7 +223,7 @@ def definitions(source):
 
 def test_the_simple_form_is_what_24_and_25_have_as_solutions():
     taught = {}
-    for path in sorted(NOTEBOOKS.glob("2[45]_*.ipynb")):
+    for path in sorted(project().notebooks.glob("2[45]_*.ipynb")):
         for cell in nbformat.read(path, as_version=4).cells:
             taught |= definitions(cell.source if cell.cell_type == "code" else "")
     simple = definitions(Path(simple_triton.__file__).read_text())
