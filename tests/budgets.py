@@ -18,13 +18,14 @@ COMMENTED = ("attention", "kernels", "parallel", "training")
 KINDS = ("shown", "answers", "plumbing")
 # What there may be now, and what it is to come down to.
 TOTALS: dict[str, tuple[float, float]] = {
-    "library": (134_800, 124_000),
+    "library": (142_000, 124_000),
     "tests": (111_100, 98_000),
     "tests/solutions": (25_000, 25_000),
     "notebooks": (163_500, 105_000),
     "notebooks: folded plumbing": (41_000, 12_000),
     "notebooks: words": (75_600, 42_000),
     "notebooks: answers": (202, 110),
+    "notebooks: cells of more than 220 tokens": (81, 0),
     "notebooks: density of shown code": (13.6, 10.0),
     "density of the densest file": (18.9, 11.5),
     "density of the densest Gluon kernel": (12.5, 12.5),
@@ -43,27 +44,27 @@ ROOMS: dict[str, tuple[int, float]] = {
     "lib": (1_300, 9.9),
     "lib/cs336_systems": (4_600, 9.9),
     "lib/cs336_systems/accounting": (7_600, 10.4),
-    "lib/cs336_systems/attention": (30_100, 11.7),
+    "lib/cs336_systems/attention": (32_500, 11.7),
     "lib/cs336_systems/checks": (15_900, 9.9),
     "lib/cs336_systems/kernels": (7_100, 12.5),
-    "lib/cs336_systems/parallel": (15_700, 8.9),
+    "lib/cs336_systems/parallel": (17_000, 9.2),
     "lib/cs336_systems/traffic": (2_800, 9.7),
     "lib/cs336_systems/training": (8_500, 11.4),
-    "lib/labbook": (27_200, 10.8),
-    "lib/labbook/book": (8_700, 10.0),
-    "lib/labbook/memory": (4_100, 11.0),
-    "lib/labbook/profiles": (5_900, 9.6),
+    "lib/labbook": (28_300, 10.8),
+    "lib/labbook/book": (9_300, 10.0),
+    "lib/labbook/memory": (4_300, 11.0),
+    "lib/labbook/profiles": (6_600, 9.6),
     "notebooks": (700, 2.7),
     "tests": (12_100, 11.4),
     "tests/accounting": (4_800, 12.0),
-    "tests/attention": (14_400, 13.8),
+    "tests/attention": (15_000, 13.8),
     "tests/checks": (8_800, 10.1),
     "tests/claims": (2_200, 10.2),
     "tests/kernels": (6_400, 13.4),
-    "tests/labbook": (39_800, 10.6),
-    "tests/parallel": (15_200, 10.8),
+    "tests/labbook": (41_000, 10.6),
+    "tests/parallel": (16_000, 10.8),
     "tests/planted": (1_400, 11.4),
-    "tests/traffic": (610, 12.6),
+    "tests/traffic": (700, 12.6),
     "tests/training": (7_000, 12.3),
 }
 # Tokens shown, of answers and solutions, of folded plumbing; and what all of them are to come down to.
@@ -162,20 +163,18 @@ def kind(cell: dict, source: str) -> str:
 
 
 @cache
-def notebooks() -> dict[tuple[str, str], Count]:
-    """Code by number and kind."""
-    counts: dict[tuple[str, str], list[Count]] = {}
-    for number, cell, source in cells():
-        for each in KINDS:
-            counts.setdefault((number, each), [])
-        if cell["cell_type"] == "code":
-            counts[number, kind(cell, source)].append(count(source))
-    return {key: total(of_cells) for key, of_cells in counts.items()}
+def code_cells() -> list[tuple[str, str, Count]]:
+    """Of every code cell the number of its notebook, its kind, and what is in it."""
+    return [
+        (number, kind(cell, source), count(source))
+        for number, cell, source in cells()
+        if cell["cell_type"] == "code"
+    ]
 
 
-def of_kind(name: str) -> Count:
-    """All notebooks' code of a kind."""
-    return total([counted for (_, each), counted in notebooks().items() if each == name])
+def of_kind(name: str, number: str = "") -> Count:
+    """Code of a kind, in all notebooks or in one."""
+    return total([cell for of, each, cell in code_cells() if each == name and number in (of, "")])
 
 
 def words() -> int:
@@ -211,15 +210,16 @@ def densest(is_kernel: bool) -> float:
 def totals() -> dict[str, float]:
     """What TOTALS limits."""
     solutions = below("tests/solutions").tokens
-    code = total(list(notebooks().values()))
+    code = [cell for _, _, cell in code_cells()]
     counted: dict[str, float] = {
         "library": below("lib").tokens,
         "tests": below("tests").tokens - solutions,
         "tests/solutions": solutions,
-        "notebooks": code.tokens + below("notebooks").tokens,
+        "notebooks": total(code).tokens + below("notebooks").tokens,
         "notebooks: folded plumbing": of_kind("plumbing").tokens,
         "notebooks: words": words(),
         "notebooks: answers": sum(calls(source).count("answer") for _, _, source in cells()),
+        "notebooks: cells of more than 220 tokens": sum(cell.tokens > 220 for cell in code),
         "notebooks: density of shown code": of_kind("shown").density,
         "density of the densest file": densest(is_kernel=False),
         "density of the densest Gluon kernel": densest(is_kernel=True),
@@ -235,7 +235,7 @@ def totals() -> dict[str, float]:
 
 def of_notebook(number: str) -> list[int]:
     """Tokens by kind."""
-    return [notebooks()[number, each].tokens for each in KINDS]
+    return [of_kind(name, number).tokens for name in KINDS]
 
 
 def main() -> None:

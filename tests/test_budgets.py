@@ -41,7 +41,7 @@ def test_notebooks(number):
 def test_everything_has_a_limit():
     assert set(TOTALS) == set(budgets.totals())
     assert set(ROOMS) == set(budgets.rooms())
-    assert set(NOTEBOOKS) == {number for number, _ in budgets.notebooks()}
+    assert set(NOTEBOOKS) == {number for number, _, _ in budgets.code_cells()}
 
 
 @pytest.mark.parametrize(

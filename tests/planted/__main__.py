@@ -28,6 +28,7 @@ OTHERS = {
     "lib/cs336_systems/accounting/flops.py": "tests/accounting/test_accounting.py",
     "lib/cs336_systems/attention/layouts.py": "tests/attention/test_choose.py tests/attention/test_flash.py",
     "lib/cs336_systems/kernels/rms_norm.py": "tests/kernels/test_row_kernels.py",
+    "lib/labbook/book/execution.py": "tests/labbook/book/test_batch.py",
     **{f"lib/cs336_systems/attention/{name}.py": "tests/attention/test_kernels.py"
        for name in ("launcher", "triton_backward", "triton_forward")},
 }  # fmt: skip

@@ -86,12 +86,11 @@ def jobs(profile: str, *, only: Sequence[str] = (), overrides: Sequence[str] = (
     for name, texts in entries:
         of_notebook = {key: grid[key] for key in grid if key in parameters[name]}
         for point in _points(of_notebook):
-            job = Job(
-                notebooks.folder() / f"{name}.ipynb", _values(parameters[name], texts | point)
-            )
+            values = _values(parameters[name], texts | point)
+            job = Job(notebooks.folder() / f"{name}.ipynb", values)
             by_name.setdefault(job.name, job)
-            found = parameter_errors(parameters[name], job.parameters, name.partition("_")[2])
-            errors += [f"{name}: {error}" for error in found]
+            sentences = parameter_errors(parameters[name], values, name.partition("_")[2])
+            errors += [f"{name}: {error}" for error in sentences]
     if errors:
         raise BatchError("\n".join(dict.fromkeys(errors)))
     return list(by_name.values())

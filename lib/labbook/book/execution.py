@@ -41,8 +41,9 @@ def execute(source: Path, output: Path, parameters: dict[str, Any]) -> Outcome:
     """
     partial = output.with_name(f".{output.name}")  # left by a kill, replaced by the next run
     started = time.perf_counter()
+    arguments = json.dumps([str(source), str(partial), parameters])
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__, json.dumps([str(source), str(partial), parameters])],
+        [sys.executable, "-m", __name__, arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

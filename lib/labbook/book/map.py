@@ -20,10 +20,9 @@ from labbook.rows import run_counts
 
 MARKS = ("*Handout problem", "**The question.**", "*Read before:*", "*Time:*")
 _AROUND = r"^\*\*\(.*?\)\*\* |\s*<details>.*"  # an answer: its name, and its list of claims
-_WIDTH, _COLORS = (
-    800,
-    64,
-)  # of a picture: enough to read it, and all of them stay below 1 MB together
+# Of a picture: enough to read it, and all of them stay below 1 MB together.
+_WIDTH = 800
+_COLORS = 64
 _SHOWN_WIDTH = 600  # pixels on the page
 
 
@@ -57,65 +56,68 @@ def _read_entry(path: Path) -> Entry:
     handout, question, before, time = first_cell(notebook).values()
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     tagged = [cell for cell in code if "headline" in cell.metadata.get("tags", [])]
-    shown = [
-        out.data.get("text/markdown") for cell in tagged for out in cell.outputs if "data" in out
-    ]
-    drawn = [
-        c for c in [*tagged, *code] if "page.figure" in c.source and "here=True" not in c.source
-    ]
-    pictures = (out for cell in drawn for out in cell.outputs if "image/png" in out.get("data", {}))
-    return Entry(
-        path.stem,
-        tuple(re.findall(r"\b20\d\d\b", handout)),
-        question,
-        tuple(re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before))),
-        tuple(re.findall(r"\d+", time.replace("an hour", "60 minutes"))),
-        next((re.sub(_AROUND, "", text, flags=re.DOTALL) for text in filter(None, shown)), ""),
-        next(pictures, None),
-    )
+    drawn = [cell for cell in tagged + code if _draws_committed_rows(cell.source)]
+    answers = [output.data["text/markdown"] for output in _shown(tagged, "text/markdown")]
+    headline = re.sub(_AROUND, "", answers[0], flags=re.DOTALL) if answers else ""
+    editions = tuple(re.findall(r"\b20\d\d\b", handout))
+    numbers = tuple(re.findall(r"\b\d\d\b", re.sub(r"\(.*?\)", "", before)))
+    minutes = tuple(re.findall(r"\d+", time.replace("an hour", "60 minutes")))
+    picture = next(iter(_shown(drawn, "image/png")), None)
+    return Entry(path.stem, editions, question, numbers, minutes, headline, picture)
+
+
+def _draws_committed_rows(source: str) -> bool:
+    return "page.figure" in source and "here=True" not in source
+
+
+def _shown(cells: list[NotebookNode], kind: str) -> list[NotebookNode]:
+    """Outputs of a kind."""
+    return [output for cell in cells for output in cell.outputs if kind in output.get("data", {})]
 
 
 def first_cell(notebook: NotebookNode) -> dict[str, str]:
     """What follows each of MARKS in the first cell, up to the next, "More:" or the end of the paragraph."""
     source = notebook.cells[0].source if notebook.cells else ""
-    ends = "|".join([r"\n\s*\n", r"\s\*More:", *(rf"\s{re.escape(mark)}" for mark in MARKS), "$"])
-    found = {
-        mark: re.search(rf"{re.escape(mark)}(.+?)(?={ends})", source, re.DOTALL) for mark in MARKS
-    }
-    return {mark: " ".join(match[1].split()) if match else "" for mark, match in found.items()}
+    marks = "|".join(map(re.escape, MARKS))
+    end = rf"(?=\n\s*\n|\s\*More:|\s(?:{marks})|$)"
+    matches = {mark: re.search(f"{re.escape(mark)}(.+?){end}", source, re.DOTALL) for mark in MARKS}
+    return {mark: " ".join(match[1].split()) if match else "" for mark, match in matches.items()}
 
 
 def map_table(entries: dict[str, Entry], machine: str) -> str:
     """Every notebook by chapter, in Markdown: its question, what to read before, minutes, rows."""
-    chapters = notebooks.read_yaml("book.yaml").get(
-        "chapters", {}
-    )  # by the number of their first notebook
-    columns = "notebook", "edition", "question", "read before", "minutes", f"rows of {machine}"
-    lines = [f"| {' | '.join(columns)} |", "|" + ":--|" * 5 + "--:|"]
+    # By the number of their first notebook.
+    chapters = notebooks.read_yaml("book.yaml").get("chapters", {})
+    links = {name[:2]: f"[{name[:2]}]({name}.ipynb)" for name in entries}
+    columns = ["notebook", "edition", "question", "read before", "minutes", f"rows of {machine}"]
+    lines = [_line(columns), "|:--|:--|:--|:--|:--|--:|"]
     for name, entry in entries.items():
         if chapter := chapters.get(int(name[:2])):
-            lines.append(f"| **{chapter}** |" + " |" * (len(columns) - 1))
-        before = [
-            f"[{n}]({each}.ipynb)" for n in entry.read_before for each in entries if each[:2] == n
-        ]
+            lines.append(f"| **{chapter}** |" + " |" * 5)
+        title = name[3:].replace("_", "_<wbr>")  # long names may be broken
         rows = run_counts(name[3:], machine).total()
+        before = [links[number] for number in entry.read_before if number in links]
         cells = [
-            f"[{name[:2]} · {name[3:].replace('_', '_<wbr>')}]({name}.ipynb)",  # long names may be broken
+            f"[{name[:2]} · {title}]({name}.ipynb)",
             "both" if len(entry.editions) > 1 else "".join(entry.editions),
             in_short(entry.question),
             ", ".join(before),
             ", ".join(entry.minutes),
             f"{rows:,}" if rows else "–",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append(_line(cells))
     return "\n".join(lines)
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def in_short(question: str) -> str:
     """The first sentence that asks something in more than a word or two; without one, the first sentence."""
     sentences = re.split(r"(?<=[.?!]) (?=[A-Z`])", question)
-    asking = [each for each in sentences if each.endswith("?") and len(each.split()) > 3]
-    first = [*asking, *sentences][0].removeprefix("(a) ")
+    asking = [text for text in sentences if text.endswith("?") and len(text.split()) > 3]
+    first = (asking + sentences)[0].removeprefix("(a) ")
     return re.split(r"(?<=\?) (?=\([a-z]\) )", first)[0]  # without the parts that follow
 
 
@@ -123,20 +125,22 @@ def show_headline(entry: Entry) -> None:
     """Display what a notebook found: question, picture, answer. Nothing where there is no answer yet."""
     if not entry.headline:
         return
-    asked = f"### [{entry.name[:2]} · {entry.name[3:]}]({entry.name}.ipynb)\n\n*{entry.question}*"
-    display.display(display.Markdown(asked))
+    title = f"[{entry.name[:2]} · {entry.name[3:]}]({entry.name}.ipynb)"
+    display.display(display.Markdown(f"### {title}\n\n*{entry.question}*"))
     if entry.picture:
-        small = Image.open(io.BytesIO(base64.b64decode(entry.picture.data["image/png"]))).convert(
-            "RGB"
-        )
-        small.thumbnail((_WIDTH, small.height), Image.Resampling.LANCZOS, reducing_gap=None)
-        # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
-        few, buffer = (
-            small.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0),
-            io.BytesIO(),
-        )
-        few.save(buffer, "png", optimize=True)
-        bundle = {"image/png": buffer.getvalue(), "text/plain": "<figure>"}
-        shown = entry.picture.metadata.get("image/png", {}) | {"width": _SHOWN_WIDTH}
-        display.display(bundle, raw=True, metadata={"image/png": shown})
+        bundle = {"image/png": _small(entry.picture), "text/plain": "<figure>"}
+        metadata = entry.picture.metadata.get("image/png", {}) | {"width": _SHOWN_WIDTH}
+        display.display(bundle, raw=True, metadata={"image/png": metadata})
     display.display(display.Markdown(entry.headline))
+
+
+def _small(picture: NotebookNode) -> bytes:
+    """The PNG with fewer pixels and colours."""
+    png = io.BytesIO(base64.b64decode(picture.data["image/png"]))
+    image = Image.open(png).convert("RGB")
+    image.thumbnail((_WIDTH, image.height), Image.Resampling.LANCZOS, reducing_gap=None)
+    # Of Pillow's ways the one that keeps the colour of a thin line; the others give two lines one colour.
+    image = image.quantize(_COLORS, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=0)
+    buffer = io.BytesIO()
+    image.save(buffer, "png", optimize=True)
+    return buffer.getvalue()

@@ -26,17 +26,24 @@ from labbook.code import notebook_of
 from labbook.project import project
 
 _TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_BOOLS = {"true": True, "false": False}
 # YAML's own numbers would not do: 064 is 52 there, 1:30 is 90, and 1e-3 is text.
-_OF_TEXT = {list: lambda text: yaml.load(text, yaml.BaseLoader), int: int, float: float, str: str}
-_OF_TEXT[bool] = lambda text: {"true": True, "false": False}[text.lower()]
-_LIMITS = {  # what is true of a right number, and how it is said
+_OF_TEXT = {
+    list: lambda text: yaml.load(text, yaml.BaseLoader),
+    bool: lambda text: _BOOLS[text.lower()],
+    int: int,
+    float: float,
+    str: str,
+}
+# What is true of a right number, and how it is said.
+_LIMITS = {
     "least": (operator.ge, "{} or more"),
     "above": (operator.gt, "above {}"),
     "most": (operator.le, "{} or less"),
     "power_of_two": (lambda number, _: number & (number - 1) == 0, "a power of two"),
     "multiple_of": (lambda number, limit: limit <= 0 or number % limit == 0, "a multiple of {}"),
 }
-_RULE = {*_LIMITS, "words", "by", "also", "may_be_empty"}
+_RULE = {"words", "by", "also", "may_be_empty"}.union(_LIMITS)
 
 
 class BatchError(ValueError):
@@ -50,13 +57,13 @@ def folder() -> Path:
 
 def load_notebooks() -> dict[str, dict[str, Parameter]]:
     """Every notebook by its name without `.ipynb`, with its parameters."""
-    found = {}
+    parameters = {}
     for path in sorted(folder().glob("*.ipynb")):
         try:
-            found[path.stem] = read_parameters(nbformat.read(path, as_version=4))
+            parameters[path.stem] = read_parameters(nbformat.read(path, as_version=4))
         except Exception as error:  # nbformat has an exception for every way of being no notebook
             raise BatchError(f"{path.name} cannot be run: {error}") from None
-    return found
+    return parameters
 
 
 def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
@@ -67,15 +74,19 @@ def read_parameters(notebook: NotebookNode) -> dict[str, Parameter]:
     cells = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
     if len(cells) > 1:
         raise ValueError(f"{len(cells)} code cells are tagged `parameters`; allowed: one")
-    found, seen = {}, {each.name: each for cell in cells for each in PythonTranslator.inspect(cell)}
-    for line in ast.parse(cells[0].source).body if cells else ():
-        try:  # papermill passes over some lines, and has defaults as text
-            (name,) = [target.id for target in line.targets]
-            found[name] = seen[name]._replace(default=ast.literal_eval(line.value))
-        except (AttributeError, KeyError, ValueError):
-            told = f"the parameters cell has `{ast.unparse(line)}`"
-            raise ValueError(f"{told}; allowed: name = literal  # comment") from None
-    return found
+    parameters: dict[str, Parameter] = {}
+    for cell in cells:
+        # papermill passes over some lines, and has defaults as text.
+        inspected = {parameter.name: parameter for parameter in PythonTranslator.inspect(cell)}
+        for line in ast.parse(cell.source).body:
+            try:
+                (name,) = [target.id for target in line.targets]
+                default = ast.literal_eval(line.value)
+                parameters[name] = inspected[name]._replace(default=default)
+            except (AttributeError, KeyError, ValueError):
+                message = f"the parameters cell has `{ast.unparse(line)}`"
+                raise ValueError(f"{message}; allowed: name = literal  # comment") from None
+    return parameters
 
 
 def read_yaml(name: str, loader: type = yaml.SafeLoader) -> dict[str, Any]:
@@ -91,11 +102,12 @@ _parsed = cache(yaml.load)
 
 def resolve(words: Iterable[str], notebooks: Collection[str]) -> list[str]:
     """The notebooks meant by numbers ("11"), slugs, names or paths."""
-    meant = {word: name for name in notebooks for word in (name, *name.split("_", 1))}
+    names = {word: name for name in notebooks for word in [name] + name.split("_", 1)}
     stems = [Path(word).name.removesuffix(".ipynb") for word in words]
-    if strange := [stem for stem in stems if stem not in meant]:
-        raise BatchError(unknown("notebook", strange[0], notebooks))
-    return list(dict.fromkeys(meant[stem] for stem in stems))
+    for stem in stems:
+        if stem not in names:
+            raise BatchError(unknown("notebook", stem, notebooks))
+    return list(dict.fromkeys(names[stem] for stem in stems))
 
 
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> str:
@@ -142,26 +154,32 @@ def parameter_errors(
 
     Raises BatchError: parameters.yaml cannot be read, or has a rule of an unknown kind.
     """
-    errors = [unknown("parameter", name, known) for name in given if name not in known]
-    for name, value in [(name, given[name]) for name in given if name in known]:
-        default = known[name].default
-        several, kind = isinstance(default, list), type(_listed(default)[0])
-        fits = {*map(type, _listed(value))} <= {kind, *([int] if kind is float else [])}
-        if not fits or several != isinstance(value, list | tuple):
-            allowed = f"{'a list, each item ' * several}{_TYPES[kind]}, like {default!r}"
-            errors.append(f"{name} is {value!r}; allowed: {allowed}")
-    if errors:
-        return errors
+    errors = [
+        _type_error(name, value, known[name].default)
+        if name in known
+        else unknown("parameter", name, known)
+        for name, value in given.items()
+    ]
+    if any(errors):
+        return list(filter(None, errors))
     rules = rules_of(slug)
     values = {name: parameter.default for name, parameter in known.items()} | given
-    # Of the others only those whose rule looks at a given one: a default size may not be of another edition
-    asked = {each: rules.get(each, {}) for each in values}
-    asked = {
-        each: rule
-        for each, rule in asked.items()
-        if given.keys() & {each, *map(str, rule.values())}
-    }
-    return [error for name, rule in asked.items() if (error := _value_error(name, rule, values))]
+    for name in values:
+        rule = rules.get(name, {})
+        # Of the others those whose rule looks at a given one: a default size may be of another edition.
+        if given.keys() & {name}.union(map(str, rule.values())):
+            errors.append(_value_error(name, rule, values))
+    return list(filter(None, errors))
+
+
+def _type_error(name: str, value: Any, default: Any) -> str:
+    is_list = isinstance(default, list)
+    kind = type(_listed(default)[0])
+    kinds = {int, float} if kind is float else {kind}
+    if set(map(type, _listed(value))) <= kinds and isinstance(value, list | tuple) == is_list:
+        return ""
+    allowed = f"{'a list, each item ' * is_list}{_TYPES[kind]}, like {default!r}"
+    return f"{name} is {value!r}; allowed: {allowed}"
 
 
 def rules_of(slug: str) -> dict[str, dict[str, Any]]:
@@ -181,27 +199,44 @@ def _value_error(name: str, rule: Mapping[str, Any], values: Mapping[str, Any]) 
     items = _listed(values[name])
     if not items and not rule.get("may_be_empty"):
         return f"{name} is an empty list; allowed: one item or more"
+    words = _words(rule, values)
+    for item in items:
+        if words and item not in words and _pattern(item) not in words:
+            return f"{name} has {item!r}; allowed: {', '.join(map(str, words))}"
+        if items.count(item) > 1:
+            return f"{name} has {item!r} twice; allowed: once"
+        if not isinstance(item, str | bool) and (allowed := _limits(item, rule, values)):
+            return f"{name} has {item}; allowed: {allowed}"
+    return ""
+
+
+def _words(rule: Mapping[str, Any], values: Mapping[str, Any]) -> list[Any]:
+    """What the value may be, in order; empty where it is no word."""
     words = rule.get("words", [])
     if isinstance(words, str):  # "module:name", of a collection, or of a function that returns one
         words = resolve_name(words)
         words = words() if callable(words) else words
-    words = [*(words.get(values[rule["by"]], ()) if "by" in rule else words), *rule.get("also", ())]
-    limits = {kind: _listed(values.get(rule[kind], rule[kind])) for kind in _LIMITS if kind in rule}
-    for item in items:
-        # "every 3" is allowed where "every N" is
-        pattern = re.sub(r"(?<= )[1-9]\d*$", "N", item) if isinstance(item, str) else item
-        if words and not {item, pattern} & {*words}:  # there are none where it is no word
-            return f"{name} has {item!r}; allowed: {', '.join(map(str, words))}"
-        if items.count(item) > 1:
-            return f"{name} has {item!r} twice; allowed: once"
-        if isinstance(item, str | bool):
-            continue
-        if not abs(item) <= sys.float_info.max:
-            return f"{name} has {item}; allowed: a finite number"
-        if not all(_LIMITS[kind][0](item, limit) for kind in limits for limit in limits[kind]):
-            texts = [_LIMITS[kind][1].format(rule[kind]) for kind in limits]
-            return f"{name} has {item}; allowed: {', '.join(texts)}"
-    return ""
+    if "by" in rule:
+        words = words.get(values[rule["by"]], ())
+    return list(words) + list(rule.get("also", ()))
+
+
+def _pattern(item: Any) -> Any:
+    """ "every 3" is allowed where "every N" is."""
+    return re.sub(r"(?<= )[1-9]\d*$", "N", item) if isinstance(item, str) else item
+
+
+def _limits(number: float, rule: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """What a number may be, where this one is something else."""
+    if not abs(number) <= sys.float_info.max:
+        return "a finite number"
+    kinds = [kind for kind in _LIMITS if kind in rule]
+    limits = [
+        (kind, limit) for kind in kinds for limit in _listed(values.get(rule[kind], rule[kind]))
+    ]
+    if all(_LIMITS[kind][0](number, limit) for kind, limit in limits):
+        return ""
+    return ", ".join(_LIMITS[kind][1].format(rule[kind]) for kind in kinds)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -23,6 +23,8 @@ from labbook.files import find, locked
 from labbook.machine import load_card
 from labbook.project import project
 
+_PACKAGES = ("sphinx", "myst_nb", "furo", "jupyter_server_mathjax")
+_LINK = r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)"
 _TITLE = "Making language models train fast, measured"
 _CONFIG = f"""\
 project = html_title = "{_TITLE}"
@@ -62,110 +64,129 @@ def build(target: Path, executed: Path) -> Path:
     Returns its first page.
     Raises BatchError: Sphinx is not installed, or could not build; or a notebook has not been executed.
     """
-    wanted = ("sphinx", "myst_nb", "furo", "jupyter_server_mathjax")
-    if missing := [name for name in wanted if find_spec(name) is None]:
-        raise BatchError(
-            f"{', '.join(missing)} is not installed; `pip install -e '.[site]'` does it"
-        )
-    paths, found = sorted(executed.glob("*.ipynb")), sorted(executed.glob("*.json"))
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        remedy = "`pip install -e '.[site]'` does it"
+        raise BatchError(f"{', '.join(missing)} is not installed; {remedy}")
+    paths = sorted(executed.glob("*.ipynb"))
     if not paths:
         raise BatchError(f"there is no executed notebook in {executed}; `make run` makes some")
+    outcomes = map(batch.load_outcome, sorted(executed.glob("*.json")))
+    summary = batch.summary(list(filter(None, outcomes)))
     with locked(target), tempfile.TemporaryDirectory() as scratch:
-        source, built = Path(scratch) / "source", Path(scratch) / "built"
+        source = Path(scratch, "source")
         (source / "extra" / "plots").mkdir(parents=True)
-        pages = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
-        told = batch.summary([*filter(None, map(batch.load_outcome, found))])
-        plots = {path.stem: _page(path, source, pages, bool(told)) for path in paths}
-        first = f"# {_TITLE}\n"
-        if told:
-            card = (
-                load_card(executed.name).line()
-                if find(executed.name, "machine.json").exists()
-                else ""
-            )
-            first = f"# The workbook on {executed.name}\n\n{card}\n\n~~~~text\n{told}\n~~~~\n"
-        no_rows = shutil.ignore_patterns("*.png", "*.svg", "*.json", "snapshots")
-        shutil.copytree(project().figures, source / "extra" / "rows", ignore=no_rows)
+        names = {path.stem.partition("-")[0]: path.stem for path in reversed(paths)}
+        plots = {path.stem: _page(path, source, names, bool(summary)) for path in paths}
+        _copy_rows(source / "extra" / "rows")
         mathjax = Path(find_spec("jupyter_server_mathjax").origin).parent / "static"
         shutil.copytree(mathjax, source / "static" / "mathjax")
-        gallery = "# Every plot, and what it shows\n"
-        for name, shown in plots.items():
-            gallery += (
-                f"\n## [{name[:2]}]({name}.ipynb)\n\n<p>{'</p><p>'.join(shown)}</p>\n"
-                if shown
-                else ""
-            )
-        texts = {"index.md": first + _contents([*plots]), "gallery.md": gallery, "conf.py": _CONFIG}
-        texts |= {"static/workbook.css": _STYLE, "static/mathjax/config/workbook.js": _MATHJAX}
+        texts = {
+            "index.md": _first_page(executed.name, summary) + _contents(list(plots)),
+            "gallery.md": _gallery(plots),
+            "conf.py": _CONFIG,
+            "static/workbook.css": _STYLE,
+            "static/mathjax/config/workbook.js": _MATHJAX,
+        }
         for name, text in texts.items():
             (source / name).write_text(text, encoding="utf-8")
-        command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", f"{scratch}/trees"]
-        done = subprocess.run([*command, source, built], capture_output=True, text=True)
-        if done.returncode:
-            raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
+        built = Path(scratch, "built")
+        _run_sphinx(source, built, Path(scratch, "trees"))
         shutil.copytree(built, target, dirs_exist_ok=True)
     return target / "index.html"
 
 
-def _page(path: Path, source: Path, pages: Mapping[str, str], may_be_empty: bool) -> list[str]:
+def _first_page(machine: str, summary: str) -> str:
+    if not summary:
+        return f"# {_TITLE}\n"
+    has_card = find(machine, "machine.json").exists()
+    card = load_card(machine).line() if has_card else ""
+    return f"# The workbook on {machine}\n\n{card}\n\n~~~~text\n{summary}\n~~~~\n"
+
+
+def _gallery(plots: Mapping[str, Sequence[str]]) -> str:
+    """Lines of HTML by page."""
+    text = "# Every plot, and what it shows\n"
+    for name, lines in plots.items():
+        if lines:
+            text += f"\n## [{name[:2]}]({name}.ipynb)\n\n<p>{'</p><p>'.join(lines)}</p>\n"
+    return text
+
+
+def _run_sphinx(source: Path, built: Path, trees: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-q", "-j", "auto", "-d", trees, source, built]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BatchError(f"Sphinx could not build the site: {done.stderr.strip()[-500:]}")
+
+
+def _page(path: Path, source: Path, names: Mapping[str, str], may_be_empty: bool) -> list[str]:
     """Write a notebook's page, its plots and its rows into the source; a line of HTML for each plot."""
-    notebook, lines = (
-        nbformat.reads(_linked(path.read_text(encoding="utf-8"), pages), as_version=4),
-        [],
-    )
-    cells, notebook.cells = notebook.cells, []
-    if not may_be_empty and not any(cell.get("outputs") for cell in cells):
+    notebook = nbformat.reads(_linked(path.read_text(encoding="utf-8"), names), as_version=4)
+    if not may_be_empty and not any(cell.get("outputs") for cell in notebook.cells):
         raise BatchError(f"{path.name} has no outputs: `make notebooks` executes it")
-    for cell in cells:
+    lines = []
+    cells = []
+    for cell in notebook.cells:
         for output in cell.get("outputs", []):
             title = output.get("metadata", {}).get("image/png", {}).get("alt")
             if title and not notebooks.is_last(path.stem):  # it shows the others'
                 name = f"{path.stem}-{len(lines) + 1}"
                 picture = base64.b64decode(output.data["image/png"])
                 (source / "extra" / "plots" / f"{name}.png").write_bytes(picture)
-                notebook.cells.append(nbformat.v4.new_markdown_cell(f'<a id="{name}"></a>'))
-                shown = f'<img src="plots/{name}.png" alt="" width="600" loading="lazy">'
-                lines.append(f'<a href="{path.stem}.html#{name}">{escape(title)}<br>{shown}</a>')
-        notebook.cells.append(cell)
-    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
-    slug = path.stem[3:].partition("-")[0]
-    named = {
-        slug,
-        "published",
-        *re.findall(r'"(\w+)"', code),
-    }  # of others it names problem and table
-    tables = [
-        table.relative_to(project().figures) for table in sorted(project().figures.glob("**/*.csv"))
-    ]
-    tables = [
-        each
-        for each in tables
-        if each.parent.name == slug or {each.parent.name, each.stem} <= named
-    ]
-    links = ", ".join(f'<a href="rows/{table}">{table}</a>' for table in tables)
-    notebook.cells += [nbformat.v4.new_markdown_cell(f"**Rows:** {links}")] * bool(links)
+                cells.append(_markdown(f'<a id="{name}"></a>'))
+                image = f'<img src="plots/{name}.png" alt="" width="600" loading="lazy">'
+                lines.append(f'<a href="{path.stem}.html#{name}">{escape(title)}<br>{image}</a>')
+        cells.append(cell)
+    code = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
+    tables = _tables(path.stem[3:].partition("-")[0], code)
+    if tables:
+        links = [f'<a href="rows/{table}">{table}</a>' for table in tables]
+        cells.append(_markdown(f"**Rows:** {', '.join(links)}"))
+    notebook.cells = cells
     nbformat.write(notebook, source / path.name)
     return lines
 
 
-def _linked(text: str, pages: Mapping[str, str]) -> str:
+_markdown = nbformat.v4.new_markdown_cell
+
+
+def _tables(slug: str, code: str) -> list[Path]:
+    """Tables of rows of a notebook's problem, and those of others of which it names problem and table."""
+    figures = project().figures
+    tables = [table.relative_to(figures) for table in sorted(figures.glob("**/*.csv"))]
+    names = {slug, "published"}.union(re.findall(r'"(\w+)"', code))
+    return [
+        table
+        for table in tables
+        if table.parent.name == slug or {table.parent.name, table.stem} <= names
+    ]
+
+
+def _copy_rows(target: Path) -> None:
+    without = shutil.ignore_patterns("*.png", "*.svg", "*.json", "snapshots")
+    shutil.copytree(project().figures, target, ignore=without)
+
+
+def _linked(text: str, names: Mapping[str, str]) -> str:
     """A notebook in which a link to another leads to its page here, and one to a file not here is text."""
 
-    def link(found: re.Match) -> str:
-        name = pages.get(found["name"] or "")
-        return f"[{found[1]}]({name}.ipynb{found['at'] or ''})" if name else found[1]
+    def link(match: re.Match) -> str:
+        name = names.get(match["name"] or "")
+        return f"[{match[1]}]({name}.ipynb{match['at'] or ''})" if name else match[1]
 
-    return re.sub(
-        r"\[([^][]*)\]\((?:\.\./[^)]*|(?P<name>\d\d_\w+)\.ipynb(?P<at>#[^)]*)?)\)", link, text
-    )
+    return re.sub(_LINK, link, text)
 
 
 def _contents(names: Sequence[str]) -> str:
     """The pages by chapter."""
     chapters = {0: "Start"} | notebooks.read_yaml("book.yaml").get("chapters", {})
+    ends = list(chapters)[1:] + [100]
     text = []
-    for first, end in zip(chapters, [*[*chapters][1:], 100], strict=True):
-        pages = [f"{name} <{name}>" for name in names if first <= int(name[:2]) < end]
-        pages += ["gallery"] * (first == 0)
-        text += ["```{toctree}", f":caption: {chapters[first]}", ":maxdepth: 1", *pages, "```\n"]
+    for (first, chapter), end in zip(chapters.items(), ends, strict=True):
+        text += ["```{toctree}", f":caption: {chapter}", ":maxdepth: 1"]
+        text += [f"{name} <{name}>" for name in names if first <= int(name[:2]) < end]
+        if first == 0:
+            text.append("gallery")
+        text.append("```\n")
     return "\n".join(text)

@@ -42,7 +42,9 @@ def run_on_slurm(
     try:
         for is_last in (False, True):  # it shows what the others found
             together = [job for job in due if notebooks.is_last(job.notebook.stem) == is_last]
-            submitted = [_submit(job, output, gpu, name, [*command, job.name]) for job in together]
+            submitted = [
+                _submit(job, output, gpu, name, list(command) + [job.name]) for job in together
+            ]
             for job, process in zip(together, submitted, strict=True):
                 process.wait()
                 print(batch.summary([_outcome(job, output)]), flush=True)

@@ -37,21 +37,21 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
         cell.metadata = NotebookNode(tags=tags) if tags else NotebookNode()
         if HIDE_INPUT in (tags or []):  # JupyterLab folds it; the site does by the tag
             cell.metadata["jupyter"] = NotebookNode(source_hidden=True)
-        if (solution := has_solution(cell)) or CHECKER in (tags or []):
-            kind = {
-                "solution": solution,
-                "grade": not solution,
-                "locked": not solution,
-                "task": False,
-            }
-            kind |= {} if solution else {"points": 1}
-            cell.metadata["nbgrader"] = NotebookNode(schema_version=3, grade_id=cell["id"], **kind)
+        if has_solution(cell) or CHECKER in (tags or []):
+            cell.metadata["nbgrader"] = _nbgrader(cell)
         for output in cell.get("outputs", []):
             if "metadata" in output:  # the size of an image matters
-                output.metadata = {
-                    k: v for k, v in output.metadata.items() if k == "image/png" and v
-                }
+                size = output.metadata.get("image/png")
+                output.metadata = {"image/png": size} if size else {}
     return CoalesceStreamsPreprocessor().preprocess(notebook, {})[0]
+
+
+def _nbgrader(cell: NotebookNode) -> NotebookNode:
+    """A solution is written by the learner; a checker is a point, and locked."""
+    is_checker = not has_solution(cell)
+    metadata = NotebookNode(schema_version=3, grade_id=cell["id"], task=False)
+    metadata.update(solution=not is_checker, grade=is_checker, locked=is_checker)
+    return NotebookNode(metadata, points=1) if is_checker else metadata
 
 
 def has_solution(cell: NotebookNode) -> bool:
@@ -68,9 +68,10 @@ def cleared(notebook: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             tags = cell.metadata.get("tags", [])
-            cell.metadata["tags"] = [*tags, "raises-exception"]  # whose error stops nothing
+            cell.metadata["tags"] = tags + ["raises-exception"]  # whose error stops nothing
             if has_solution(cell) or CHECKER in tags:
-                cell.outputs, cell.execution_count = [], None
+                cell.outputs = []
+                cell.execution_count = None
             cell.source = _SOLUTION.sub(_STUB, cell.source)
     return notebook
 

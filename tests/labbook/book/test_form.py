@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import statistics
 from collections.abc import Iterator
 
 import nbformat
@@ -18,20 +17,22 @@ from labbook.project import project
 
 PATHS = sorted(project().notebooks.glob("*.ipynb"))
 SECTIONS = ("Predict", "Build and check", "Measure", "Results", "Answer", "Summary", "Exercises")
-# The heart of a problem, a kernel or a wrapper, is one cell of up to 45 lines; most cells are far shorter.
-MOST_LINES, MEDIAN_LINES, MOST_IMPORTS, MOST_BYTES = 45, 6, 7, 2**20
+MOST_IMPORTS = 7
+MOST_BYTES = 2**20
 _ABSOLUTE_PATH = r"(?<![\w./])/(?:home|root|work|tmp|Users|mnt|opt)/[\w./]+|\bC:\\"
 _STRANGE_OUTPUT = re.compile(
     rf"{_ABSOLUTE_PATH}|\bat 0x[0-9a-f]{{6,}}|<svg|^image/\w+", re.MULTILINE
 )
-_MARKER = re.compile(r"\s*### (BEGIN|END) SOLUTION$")
 
 
 def problems(notebook: NotebookNode, name: str) -> list[str]:
     """A sentence for everything that keeps a notebook, NN_slug, from being committed; none if it is well."""
     rules = [_execution, _parameters, _cells, _imports, _exercises, _outputs, _metadata]
     problems = [problem for rule in rules for problem in rule(notebook)]
-    return problems if is_last(name) else [*problems, *_title(notebook, name), *_sections(notebook)]
+    if not is_last(name):
+        problems += _title(notebook, name)
+        problems += _sections(notebook)
+    return problems
 
 
 def _code(notebook: NotebookNode) -> list[NotebookNode]:
@@ -64,14 +65,14 @@ def _title(notebook: NotebookNode, name: str) -> Iterator[str]:
 
 def _sections(notebook: NotebookNode) -> Iterator[str]:
     """The usual ones; between "## Answer" and the next section the outputs are read, not the code."""
-    found = []
+    sections = []
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            found += re.findall(r"^## (.+?)\s*$", cell.source, re.MULTILINE)
-        elif found[-1:] == ["Answer"] and HIDE_INPUT not in cell.metadata.get("tags", []):
+            sections += re.findall(r"^## (.+?)\s*$", cell.source, re.MULTILINE)
+        elif sections[-1:] == ["Answer"] and HIDE_INPUT not in cell.metadata.get("tags", []):
             yield f"cell [{cell.execution_count}] of the answers is not tagged `{HIDE_INPUT}`"
-    if tuple(found) != SECTIONS:
-        yield f"the sections are {', '.join(found) or 'none'}; allowed: {', '.join(SECTIONS)}"
+    if tuple(sections) != SECTIONS:
+        yield f"the sections are {', '.join(sections) or 'none'}; allowed: {', '.join(SECTIONS)}"
 
 
 def _parameters(notebook: NotebookNode) -> Iterator[str]:
@@ -82,24 +83,15 @@ def _parameters(notebook: NotebookNode) -> Iterator[str]:
         return
     if not parameters:
         yield "no cell is tagged `parameters`, or it is empty"
-    yield from (
-        f"parameter {each.name} has no comment" for each in parameters.values() if not each.help
-    )
+    for parameter in parameters.values():
+        if not parameter.help:
+            yield f"parameter {parameter.name} has no comment"
 
 
 def _cells(notebook: NotebookNode) -> Iterator[str]:
-    lengths = []  # of the cells whose code is shown
     for number, cell in enumerate(_code(notebook), start=1):
         if not cell.source.strip():
             yield f"code cell {number} is empty"
-        if HIDE_INPUT not in cell.metadata.get("tags", []):
-            lengths.append(
-                len([line for line in cell.source.splitlines() if not _MARKER.match(line)])
-            )
-            if lengths[-1] > MOST_LINES:
-                yield f"code cell {number} has {lengths[-1]} lines; allowed: {MOST_LINES}"
-    if lengths and statistics.median(lengths) > MEDIAN_LINES:
-        yield f"the median code cell has {statistics.median(lengths):g} lines; allowed: {MEDIAN_LINES}"
     for cell in notebook.cells:
         if unfinished := re.search(r"\b(TODO|FIXME|XXX)\b", cell.source):
             yield f"{unfinished[0]} is left in: {cell.source.strip().splitlines()[0]!r}"
@@ -109,22 +101,21 @@ def _cells(notebook: NotebookNode) -> Iterator[str]:
 
 def _imports(notebook: NotebookNode) -> Iterator[str]:
     """Few, and from the rooms of the library, by public names."""
-    cells = [(cell.execution_count, ast.parse(cell.source)) for cell in _code(notebook)]
-    nodes = [(count, node) for count, tree in cells for node in ast.walk(tree)]
-    found = [node for _, node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    ours = {alias.asname or alias.name for node in found if imported(node) for alias in node.names}
+    trees = {cell.execution_count: ast.parse(cell.source) for cell in _code(notebook)}
+    nodes = [(count, node) for count, tree in trees.items() for node in ast.walk(tree)]
+    imports = [node for _, node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    of_library = [alias for node in imports if imported(node) for alias in node.names]
+    names = {"page"}.union(alias.asname or alias.name for alias in of_library)
     for count, node in nodes:
-        private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
-        if private and ast.unparse(node).partition(".")[0] in {"page", *ours}:
+        is_private = isinstance(node, ast.Attribute) and node.attr.startswith("_")
+        if is_private and ast.unparse(node).partition(".")[0] in names:
             yield f"cell [{count}] uses {ast.unparse(node)}; allowed: public names"
-    if len(found) > MOST_IMPORTS:
-        yield f"{len(found)} imports; allowed: {MOST_IMPORTS}"
-    for node in found:
-        modules = [getattr(node, "module", None) or each.name for each in node.names]
-        deep = [
-            name for name in modules if re.match(r"cs336_systems\..+\.|labbook\.(?!book)", name)
-        ]
-        if deep or any(alias.name.startswith("_") for alias in node.names):
+    if len(imports) > MOST_IMPORTS:
+        yield f"{len(imports)} imports; allowed: {MOST_IMPORTS}"
+    for node in imports:
+        modules = [getattr(node, "module", None) or alias.name for alias in node.names]
+        is_deep = any(re.match(r"cs336_systems\..+\.|labbook\.(?!book)", name) for name in modules)
+        if is_deep or any(alias.name.startswith("_") for alias in node.names):
             yield f"`{ast.unparse(node)}`; allowed: public names of a room, as in labbook"
 
 
@@ -132,33 +123,33 @@ def _exercises(notebook: NotebookNode) -> Iterator[str]:
     """A solution is checked before the next one comes, and committed solutions are right."""
     unchecked = None
     for cell in _code(notebook):
-        where, checks = f"cell [{cell.execution_count}]", CHECKER in cell.metadata.get("tags", ())
+        where = f"cell [{cell.execution_count}]"
         if has_solution(cell):
             if unchecked:
                 yield f"{unchecked} is a solution without a checker"
             unchecked = where
-        elif checks:
+        elif CHECKER in cell.metadata.get("tags", ()):
             unchecked = None
-            said = "".join(output.get("text", "") for output in cell.outputs)
-            if not said.endswith(": right\n") or "✗" in said:
-                yield f"{where} checks a step and says {said[-60:]!r}; allowed: that it is right"
+            text = "".join(output.get("text", "") for output in cell.outputs)
+            if not text.endswith(": right\n") or "✗" in text:
+                yield f"{where} checks a step and says {text[-60:]!r}; allowed: that it is right"
     if unchecked:
         yield f"{unchecked} is a solution without a checker"
 
 
 def _outputs(notebook: NotebookNode) -> Iterator[str]:
-    if (size := len(json.dumps([cell.outputs for cell in _code(notebook)]))) > MOST_BYTES:
+    outputs = [(cell, output) for cell in _code(notebook) for output in cell.outputs]
+    size = len(json.dumps([output for _, output in outputs]))
+    if size > MOST_BYTES:
         yield f"outputs take {size:,} bytes; allowed: {MOST_BYTES:,}"
-    for cell in _code(notebook):
-        for output in cell.outputs:
-            data = dict(output.get("data", {}))
-            data.pop("image/png", None)
-            text = "\n".join([*data, *map(str, data.values()), output.get("text", "")])
-            text = re.sub(
-                "<script>.*?</script>", "", text, flags=re.DOTALL
-            )  # what it draws is not kept
-            for found in _STRANGE_OUTPUT.finditer(text):
-                yield f"output of cell [{cell.execution_count}]: {found[0]}, another one elsewhere, or no PNG"
+    for cell, output in outputs:
+        data = dict(output.get("data", {}))
+        data.pop("image/png", None)
+        texts = list(data) + list(map(str, data.values())) + [output.get("text", "")]
+        # What a script draws is not kept.
+        text = re.sub("<script>.*?</script>", "", "\n".join(texts), flags=re.DOTALL)
+        for match in _STRANGE_OUTPUT.finditer(text):
+            yield f"output of cell [{cell.execution_count}]: {match[0]}, another one elsewhere, or no PNG"
 
 
 def _metadata(notebook: NotebookNode) -> Iterator[str]:
