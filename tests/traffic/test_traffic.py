@@ -4,8 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cs336_systems.parallel import launch
+from cs336_systems.accounting import sharding_costs
+from cs336_systems.configs import model_size
+from cs336_systems.parallel import SHARDINGS, launch
 from cs336_systems.parallel.ddp import ALL_GATHER, REDUCE_SCATTER
+from cs336_systems.parallel.steps import ShardedSteps
 from cs336_systems.traffic import count_sent_bytes, watch_collectives
 
 
@@ -70,3 +73,27 @@ def test_rings_do_what_the_collectives_do_and_count_their_sends():
     # Of parts of 2, 2 and 1 numbers each passes on two, twice; then four, four, and six but for the last.
     sent = [results["sent"] for results in by_rank]
     assert sent == [6 + 8, 7 + 14, 7 + 14]
+
+
+def reduced_by_fsdp2(context, dtype):
+    """The gradients that a step reduces, in bytes by dtype, and what FSDP2 was told to reduce in."""
+    shape = {"context_length": 16, "batch_size": 2, "attention": "sdpa"}
+    run = ShardedSteps(model_size("tiny"), SHARDINGS["fsdp2"], context, dtype=dtype, **shape)
+    reduced = {}
+    with watch_collectives() as messages:
+        run.train_step()
+    for message in messages:
+        if message.collective == "reduce_scatter":
+            reduced[message.dtype] = reduced.get(message.dtype, 0) + message.bytes
+    blocks = run.model.module.layers
+    policies = [block._get_fsdp_state()._mp_policy for block in blocks]
+    return reduced, {policy.reduce_dtype for policy in policies}
+
+
+def test_fsdp2_reduces_in_the_dtype_that_it_computes_in():
+    """PyTorch 2.15 would reduce in float32 where nobody tells it, with no other sign than the bytes."""
+    costs = sharding_costs.sent_bytes(model_size("tiny"), SHARDINGS["fsdp2"], 2, "bfloat16")
+    for reduced, told in launch(reduced_by_fsdp2, 2, "bfloat16", backend="gloo"):
+        assert told == {torch.bfloat16}
+        # A ring of two ranks passes on half of what each holds.
+        assert reduced == {torch.bfloat16: pytest.approx(2 * costs["reduce_scatter"], rel=5e-3)}

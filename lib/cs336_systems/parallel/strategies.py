@@ -63,7 +63,7 @@ class TorchFSDP(Single):
 
     Args:
         compute_dtype: to which weights are cast before they are gathered; gradients are reduced in it too,
-            and kept in the dtype of the weights.
+            and kept in the dtype of the weights. None: all of it in the dtype of the weights.
         reshard: free the blocks' whole weights after forward, and gather them again in backward; without,
             they are gathered once a step and held until backward has used them (as ZeRO 2 does).
     """
@@ -78,7 +78,10 @@ class TorchFSDP(Single):
         # By default the mesh is of GPUs wherever there is one, also for ranks that share its machine's CPU.
         device = next(module.parameters()).device
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute_dtype)}
+        # Without a reduce_dtype PyTorch up to 2.14 reduces in the compute dtype, and from 2.15 on in that of
+        # the weights' gradients, float32: twice the bytes, without a warning.
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=compute_dtype)
+        options = {"mesh": mesh, "mp_policy": policy}
         for block in module.layers:
             fully_shard(block, reshard_after_forward=reshard, **options)
         fully_shard(module, **options)
