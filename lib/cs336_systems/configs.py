@@ -22,8 +22,12 @@ class ModelConfig:
 
     def columns(self) -> dict[str, int | str]:
         """The key columns of a row about the model."""
-        keys = {"edition": self.edition, "model_size": self.name}
-        return keys | {"d_model": self.d_model, "num_heads": self.num_heads}
+        return {
+            "edition": self.edition,
+            "model_size": self.name,
+            "d_model": self.d_model,
+            "num_heads": self.num_heads,
+        }
 
     @property
     def label(self) -> str:
@@ -59,15 +63,13 @@ def model_size(name: str, edition: int = 2025) -> ModelConfig:
         ValueError: the edition, or the size in that edition, does not exist; the message lists what does.
     """
     if edition not in MODEL_SIZES:
-        raise ValueError(
-            f"edition {edition!r} is unknown; allowed: {', '.join(map(str, MODEL_SIZES))}"
-        )
+        editions = ", ".join(map(str, MODEL_SIZES))
+        raise ValueError(f"edition {edition!r} is unknown; allowed: {editions}")
     sizes = MODEL_SIZES[edition]
     if name not in sizes:
         elsewhere = [other for other, table in MODEL_SIZES.items() if name in table]
         hint = f" ({name!r} belongs to edition {elsewhere[0]})" if elsewhere else ""
         allowed = ", ".join(sizes)
-        raise ValueError(
-            f"model size {name!r} is not in edition {edition}{hint}; allowed: {allowed}"
-        )
+        where = f"is not in edition {edition}{hint}"
+        raise ValueError(f"model size {name!r} {where}; allowed: {allowed}")
     return sizes[name]

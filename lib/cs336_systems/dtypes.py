@@ -10,11 +10,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-KERNEL_DTYPES = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-)  # of the tensors that our own kernels take
+# Of the tensors that our own kernels take.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def torch_dtype(name: str) -> torch.dtype:

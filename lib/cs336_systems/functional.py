@@ -22,9 +22,12 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     The maximum is subtracted first, so that exp never overflows. The result does not depend on the number
     subtracted, hence no gradient flows through the maximum.
     """
-    largest = x.detach().amax(dim, keepdim=True) if x.shape[dim] else 0
+    largest = 0
+    if x.shape[dim]:
+        largest = x.detach().amax(dim, keepdim=True)
     exponentials = torch.exp(at_least_float32(x) - largest)
-    return (exponentials / exponentials.sum(dim, keepdim=True)).to(x.dtype)
+    quotient = exponentials / exponentials.sum(dim, keepdim=True)
+    return quotient.to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
@@ -38,8 +41,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Computed in float32 even for 16-bit input, whose squares overflow (float16) or lose digits (bfloat16).
     """
     wide = at_least_float32(x)
-    normalised = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (normalised * weight).to(x.dtype)
+    inverse_rms = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    scaled = wide * inverse_rms * weight
+    return scaled.to(x.dtype)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,10 +64,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     Raises:
         ValueError: the leading dimensions of the logits are not the shape of the targets.
     """
-    if (leading := logits.shape[:-1]) != targets.shape:
-        raise ValueError(
-            f"logits are of {(*leading,)}; allowed: {(*targets.shape,)}, the targets' shape"
-        )
+    leading = logits.shape[:-1]
+    if leading != targets.shape:
+        allowed = tuple(targets.shape)
+        raise ValueError(f"logits are of {tuple(leading)}; allowed: {allowed}, the targets' shape")
     logits = at_least_float32(logits)
     target_logits = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return (logits.logsumexp(-1) - target_logits).mean()
+    losses = logits.logsumexp(-1) - target_logits
+    return losses.mean()

@@ -98,7 +98,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         if d_head % 2:
             raise ValueError(f"rotary positions turn pairs, so d_head must be even; got {d_head}")
-        self.d_head, self.theta = d_head, theta
+        self.d_head = d_head
+        self.theta = theta
         for name in ("cos", "sin"):
             table = torch.empty(context_length, d_head // 2, device=device, dtype=torch.float32)
             self.register_buffer(name, table, persistent=False)
@@ -130,12 +131,12 @@ class RotaryEmbedding(nn.Module):
         """
         positions = x.shape[-2]
         if positions > len(self.cos):
+            most = len(self.cos)
             raise ValueError(
-                f"x has {positions} positions; allowed: at most {len(self.cos)}, the context length"
+                f"x has {positions} positions; allowed: at most {most}, the context length"
             )
-        if (
-            self.cos.is_meta and not x.is_meta
-        ):  # load_state_dict(assign=True) fills parameters alone
+        # A model that was made on the meta device: load_state_dict(assign=True) fills parameters alone.
+        if self.cos.is_meta and not x.is_meta:
             self.to_empty(device=x.device)
         return self.cos[:positions], self.sin[:positions]
 
@@ -160,13 +161,15 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         projections = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        q, k, v = (
-            rearrange(p, "... s (h d_head) -> ... h s d_head", h=self.num_heads)
-            for p in projections
-        )
-        q, k = self.rope(q), self.rope(k)
+        q, k, v = map(self._split_heads, projections)
+        q = self.rope(q)
+        k = self.rope(k)
         heads = attention(q, k, v, is_causal=True, implementation=self.attention_implementation)
-        return self.output_proj(rearrange(heads, "... h s d_head -> ... s (h d_head)"))
+        concatenated = rearrange(heads, "... h s d_head -> ... s (h d_head)")
+        return self.output_proj(concatenated)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return rearrange(x, "... s (h d_head) -> ... h s d_head", h=self.num_heads)
 
 
 class SwiGLU(nn.Module):
@@ -181,7 +184,8 @@ class SwiGLU(nn.Module):
         self.w3 = Linear(d_model, d_ff, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:  # not as a function of both: it would keep w1 x alive
+        # In one expression: a name, or a function of both, would keep w1 x alive.
+        if self.gate is None:
             return self.w2(silu(self.w1(x)) * self.w3(x))
         return self.w2(self.gate(self.w1(x), self.w3(x)))
 
@@ -241,9 +245,9 @@ class TransformerLM(nn.Module):
                 f"num_heads must divide d_model; got d_model={d_model}, num_heads={num_heads}"
             )
         factory = {"device": device, "dtype": dtype}
+        options = factory | {"attention_implementation": attention_implementation}
         rope = RotaryEmbedding(context_length, d_model // num_heads, rope_theta, device=device)
         self.token_embeddings = Embedding(vocab_size, d_model, **factory)
-        options = factory | {"attention_implementation": attention_implementation}
         self.layers = nn.ModuleList(
             TransformerBlock(d_model, num_heads, d_ff, rope, **options) for _ in range(num_layers)
         )
@@ -269,11 +273,7 @@ class TransformerLM(nn.Module):
 
 def build_model(config: ModelConfig, context_length: int, **options: Any) -> TransformerLM:
     """A size of `configs`, freshly initialised; options: attention_implementation, device, dtype."""
-    dimensions = (
-        config.d_model,
-        config.num_layers,
-        config.num_heads,
-        config.d_ff,
-        config.rope_theta,
-    )
-    return TransformerLM(config.vocab_size, context_length, *dimensions, **options)
+    return TransformerLM(
+        config.vocab_size, context_length, config.d_model, config.num_layers, config.num_heads,
+        config.d_ff, config.rope_theta, **options,
+    )  # fmt: skip

@@ -44,7 +44,8 @@ def recording(*models: nn.Module) -> Iterator[None]:
     The models carry hooks only inside, so a model that nobody records is exactly the model that was written.
     """
     global _recording
-    before, _recording = _recording, True
+    before = _recording
+    _recording = True
     with ExitStack() as hooks:
         try:
             for model in models:
@@ -65,7 +66,8 @@ def _hook_modules(model: nn.Module, hooks: ExitStack) -> None:
             continue
         parent = max((each for each in called if name.startswith(f"{each}.")), key=len, default="")
         called.append(name)
-        label, opened = name.removeprefix(f"{parent}."), list[AbstractContextManager]()
+        label = name.removeprefix(f"{parent}.")
+        opened = list[AbstractContextManager]()
 
         def enter(module, inputs, opened=opened, label=label) -> None:
             if not torch.compiler.is_compiling():

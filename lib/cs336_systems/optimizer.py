@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+# Settings of torch.optim.AdamW with a single value here.
+_ONLY = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+
 
 class AdamW(Optimizer):
     """Decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2), equal to `torch.optim.AdamW`.
@@ -34,9 +37,8 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
     ):
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict) -> None:
         _check_settings(self.defaults | param_group)
@@ -44,16 +46,15 @@ class AdamW(Optimizer):
 
     def load_state_dict(self, state_dict: dict) -> None:
         for group in state_dict["param_groups"]:
-            _check_settings(
-                group | self.defaults
-            )  # of torch.optim.AdamW's settings those that it has beyond
+            # Of a state of torch.optim.AdamW's: the settings that it has beyond ours.
+            _check_settings(group | self.defaults)
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         """Update every parameter that has a gradient; returns the closure's loss, if there is a closure."""
         with torch.enable_grad():
-            loss = closure() if closure is not None else None
+            loss = None if closure is None else closure()
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -61,18 +62,22 @@ class AdamW(Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, group: dict) -> None:
-        gradient, state = parameter.grad, self.state[parameter]
+        gradient = parameter.grad
         if gradient.is_sparse:
             raise RuntimeError("AdamW does not take sparse gradients; make the gradient dense")
+        state = self.state[parameter]
         if not state:
-            state |= {"step": 0} | {
-                name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
-            }
-        state["step"] = int(state["step"]) + 1  # torch.optim.AdamW's is a float32 tensor
-        mean, mean_square = state["exp_avg"], state["exp_avg_sq"]
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        # In a loaded state of torch.optim.AdamW it is a float32 tensor.
+        state["step"] = int(state["step"]) + 1
+        mean = state["exp_avg"]
+        mean_square = state["exp_avg_sq"]
         beta1, beta2 = group["betas"]
 
-        if parameter.is_complex():  # a pair of real numbers each, as in torch.optim.AdamW
+        # A pair of real numbers each, as in torch.optim.AdamW.
+        if parameter.is_complex():
             tensors = parameter, gradient.resolve_conj(), mean, mean_square
             parameter, gradient, mean, mean_square = map(torch.view_as_real, tensors)
 
@@ -81,7 +86,8 @@ class AdamW(Optimizer):
         mean_square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
         # Both moments start at zero; dividing by 1 - beta^step takes that bias out.
-        correction1, correction2 = (1 - beta ** state["step"] for beta in group["betas"])
+        correction1 = 1 - beta1 ** state["step"]
+        correction2 = 1 - beta2 ** state["step"]
         denominator = mean_square.sqrt().div_(correction2**0.5).add_(group["eps"])
         parameter.addcdiv_(mean, denominator, value=-group["lr"] / correction1)
 
@@ -89,20 +95,16 @@ class AdamW(Optimizer):
 def _check_settings(settings: dict) -> None:
     for name in ("lr", "eps", "weight_decay"):
         if not _is_between(settings[name], 0, math.inf):
-            raise ValueError(
-                f"{name} must be a finite number of at least 0; got {settings[name]!r}"
-            )
+            value = settings[name]
+            raise ValueError(f"{name} must be a finite number of at least 0; got {value!r}")
     betas = settings["betas"]
-    if not isinstance(betas, tuple | list) or [_is_between(beta, 0, 1) for beta in betas] != [
-        True,
-        True,
-    ]:
+    is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not is_pair or not all(_is_between(beta, 0, 1) for beta in betas):
         raise ValueError(f"betas must be two numbers in [0, 1); got {betas!r}")
-    for name, only in {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}.items():
-        if settings.get(name, only) != only:
-            raise ValueError(
-                f"{name} is {settings[name]}, which AdamW here cannot do; allowed: {only}"
-            )
+    for name, only in _ONLY.items():
+        value = settings.get(name, only)
+        if value != only:
+            raise ValueError(f"{name} is {value}, which AdamW here cannot do; allowed: {only}")
 
 
 def _is_between(value: object, low: float, high: float) -> bool:
